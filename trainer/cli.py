@@ -400,13 +400,11 @@ def _predict(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from trainer.export import candidates, exporting
+    from trainer.export import exporting, variants
 
     made = exporting.export(options.run, options.output, quantized=options.quantized, force=options.force)
     print(
-        limits.printable(
-            "\n".join([*candidates.table(made.candidates, made.chosen), "", f"written to {made.directory}"])
-        )
+        limits.printable("\n".join([*variants.table(made.candidates, made.chosen), "", f"written to {made.directory}"]))
     )
 
 

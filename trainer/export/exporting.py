@@ -18,9 +18,9 @@ from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.errors import ModelError, SettingsError
 from trainer.evaluation import hierarchy, metrics
 from trainer.evaluation.embeddings import spread
-from trainer.export import candidates, int8, onnx_graph
-from trainer.export.candidates import FLOAT, LARGEST_LOSS, LARGEST_SHIFT, ServingCandidate
+from trainer.export import int8, onnx_graph, variants
 from trainer.export.onnx_graph import OnnxStudent
+from trainer.export.variants import FLOAT, LARGEST_LOSS, LARGEST_SHIFT, ServingCandidate
 from trainer.graph import DATASET, STUDENT
 from trainer.models import ModelCard
 from trainer.served_student import preprocessing
@@ -77,7 +77,7 @@ def export(run: str, output: str | Path, *, quantized: bool = True, force: bool 
         artifacts.create(output, "export", settings={"quantized": quantized}, parents=parents) as draft,
     ):
         measured = _measured(student, data, evaluation, Path(folder), quantized=quantized)
-        chosen = candidates.fastest(measured)
+        chosen = variants.fastest(measured)
         if chosen is None and not force:
             reasons = "; ".join(f"{one.name}: {reason}" for one in measured[1:] for reason in one.reasons)
             raise ModelError(f"{run}: no variant of its student passes the gate ({reasons}); export fp32 with --force")
@@ -103,14 +103,14 @@ def _measured(
     """Write every variant into a folder, and measure and judge each."""
     settings = EvaluateSettings.model_validate(evaluation.settings)
     model, test = models.load(student), data.split("test")
-    own = candidates.predict(candidates.answering(model), test)
+    own = variants.predict(variants.answering(model), test)
     onnx_graph.write(model, data.image_size, folder / f"{FLOAT}.onnx")
     if quantized:
         _write_int8(folder, data)
     threads = metrics.machine().threads
     students = {file.stem: OnnxStudent(file, threads=threads) for file in sorted(folder.glob("*.onnx"))}
-    candidates.check_float(own, candidates.predict(students[FLOAT].logits, test), test)
-    measured = candidates.measure(
+    variants.check_float(own, variants.predict(students[FLOAT].logits, test), test)
+    measured = variants.measure(
         own,
         students,
         model,
@@ -129,7 +129,7 @@ def _measured(
 def _write_int8(folder: Path, data: PreparedDataset) -> None:
     """Write the variant with all layers of weights in int8, and one whose first and last such layer stay float."""
     train = data.split("train")
-    images = candidates.squares(train, spread(len(train), CALIBRATION_IMAGES))
+    images = variants.squares(train, spread(len(train), CALIBRATION_IMAGES))
     source = folder / f"{FLOAT}.onnx"
     layers = int8.weighted_layers(source)
     int8.quantize(source, folder / "int8.onnx", images)

@@ -12,7 +12,7 @@ from torch import nn
 from trainer import models
 from trainer.config import ModelSettings
 from trainer.errors import ModelError
-from trainer.export import candidates, int8, onnx_graph
+from trainer.export import int8, onnx_graph, variants
 from trainer.export.onnx_graph import OnnxStudent
 
 onnx = pytest.importorskip("onnx", reason="needs the extra `export`")
@@ -40,7 +40,7 @@ def test_a_graph_gives_the_logits_of_torch_for_any_batch(architecture, args, ima
     model = classifier(architecture, **args)
     model = models.Classifier(model.network, replace(model.card, image_size=32)).eval()
     onnx_graph.write(model, 40, tmp_path / "model.onnx")
-    expected = candidates.answering(model)(images)
+    expected = variants.answering(model)(images)
     student = OnnxStudent(tmp_path / "model.onnx", threads=1)
     for count in (1, 2, 20):
         np.testing.assert_allclose(student.logits(images[:count]), expected[:count], atol=1e-4)

@@ -10,8 +10,8 @@ import pytest
 from trainer.data.dataset import open_dataset
 from trainer.errors import ModelError
 from trainer.evaluation.metrics import Latency
-from trainer.export import candidates
-from trainer.export.candidates import ServingCandidate
+from trainer.export import variants
+from trainer.export.variants import ServingCandidate
 
 
 def candidate(name, p50_ms, *reasons):
@@ -30,10 +30,10 @@ def candidate(name, p50_ms, *reasons):
 
 def test_the_fastest_that_passes_is_chosen():
     refused, fast, slow = candidate("int8", 1.0, "accuracy: low"), candidate("mixed", 2.0), candidate("fp32", 3.0)
-    assert candidates.fastest([slow, refused, fast]) is fast
-    assert candidates.fastest([refused, slow, replace(fast, reasons=("latency: long",))]) is slow
-    assert candidates.fastest([refused]) is None
-    lines = candidates.table([refused, fast, slow], "mixed")
+    assert variants.fastest([slow, refused, fast]) is fast
+    assert variants.fastest([refused, slow, replace(fast, reasons=("latency: long",))]) is slow
+    assert variants.fastest([refused]) is None
+    lines = variants.table([refused, fast, slow], "mixed")
     assert [line.split()[-1] == "chosen" for line in lines] == [False, False, True, False, False]
     assert lines[-1] == "  - int8: accuracy: low"
     assert "2.00, 4.00" in lines[2]
@@ -46,13 +46,13 @@ def split(trained_digits):
 
 def test_another_answer_than_the_students_own_is_named(split):
     own = np.random.default_rng(0).normal(0, 5, (len(split), 10)).astype(np.float32)
-    candidates.check_float(own, own + 0.0009, split)
+    variants.check_float(own, own + 0.0009, split)
     far = own.copy()
     far[7, 3] += 0.01 + 0.002 * abs(own[7, 3])
     with pytest.raises(
         ModelError, match=rf"0 of 300 test photos get another class, .* most for image {split.names[7]};"
     ):
-        candidates.check_float(own, far, split)
+        variants.check_float(own, far, split)
     # A draw that falls the other way is another answer, however near the logits are.
     draw = own.copy()
     best = draw[11].argmax()
@@ -61,4 +61,4 @@ def test_another_answer_than_the_students_own_is_named(split):
     with pytest.raises(
         ModelError, match=rf"1 of 300 test photos get another class, .* most for image {split.names[11]};"
     ):
-        candidates.check_float(own, draw, split)
+        variants.check_float(own, draw, split)
