@@ -220,9 +220,9 @@ def _near_duplicates(
         photos.append(Photo(strip, f"{' | '.join(sides)} ({pair.bits})", media_type="image/jpeg"))
     are = "were left out" if settings.near_duplicates == "separate" else "are kept"
     text = (
-        f"{len(near.pairs):,} images {are} that look like one of a split that measures more (test, then val). That makes the accuracy too "
-        "high. The nearest ones come first; in brackets: in how many of 64 bits their hashes differ, at most "
-        f"{near_duplicates.RADIUS}. All are in {NEAR_DUPLICATES}."
+        f"{len(near.pairs):,} images {are} that look like one of a held-out split (test, or val for training images): a model that learned "
+        "them is measured too well there. The nearest ones come first; in brackets: in how many of 64 bits their hashes differ, at "
+        f"most {near_duplicates.RADIUS}. All are in {NEAR_DUPLICATES}."
     )
     rows = [(split, other, count) for (split, other), count in near.measured.items() if count]
     notes = [

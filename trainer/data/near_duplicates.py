@@ -74,7 +74,7 @@ def appearance(square: Image.Image, shortest_edge: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NearPair:
-    """An image, and the nearest one of a split that measures more; of several test before val."""
+    """An image, and the nearest one of a split held out from it; of several test before val."""
 
     image: ImageCandidate
     twin: ImageCandidate
@@ -92,12 +92,12 @@ class NearPair:
 
 @dataclass(frozen=True, kw_only=True)
 class NearDuplicates:
-    """The images that look like one of a split that measures more: as one of val or test for training images, as one of test for val's."""
+    """The images that look like one of a held-out split: of val or test for training images, of test for those of val."""
 
     pairs: Sequence[NearPair]
     """One for each such image, the nearest first."""
     measured: Mapping[tuple[SplitName, SplitName], int]
-    """(split, one that measures less) -> images of the first that look like one of the second."""
+    """(held-out split, another one) -> images of the first that look like one of the second."""
     skipped: int
     """Images that are too small to be compared."""
     complete: bool

@@ -97,7 +97,7 @@ def prepare(
 
     Returns:
         Numbers of images: train, val, test, unlabeled; quarantined; duplicates and leakage (left out because an equal one is kept);
-        near_duplicates (those that look like one of a split that measures more); and classes.
+        near_duplicates (those that look like one of a held-out split); and classes.
 
     Raises:
         SettingsError: `settings.source` is not a source.
@@ -353,7 +353,7 @@ def _split(
     if near.pairs:
         first = near.pairs[0]
         found = (
-            f"{len(near.pairs)} images look like one of a split that measures more, first {first.image.name} of {first.image.split}, like "
+            f"{len(near.pairs)} images look like one of a held-out split, first {first.image.name} of {first.image.split}, like "
             f"{first.twin.name} of {first.twin.split}"
         )
         if settings.near_duplicates == "refuse":

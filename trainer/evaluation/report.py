@@ -194,8 +194,8 @@ def _label_issues(judged: JudgedLabels, teacher: Measured, classes: Sequence[str
         for split, count in judged.counts.items()
     ]
     text = (
-        "Confident learning takes these labels for wrong: the teacher is surer of another class than it is, on average, of images with "
-        "that label. Many are right all the same, so look at them. The worst come first: the label, and what the teacher would say. "
+        "These labels may be wrong: the teacher gives another class at least the probability that images of that class get on average "
+        "(confident learning). Many are right all the same, so look at them. The worst come first: the label, and what the teacher says. "
         f"{_listed(judged)}"
     )
     by_heart = (

@@ -112,7 +112,7 @@ def test_near_duplicates_are_shown_side_by_side_the_nearest_ones_first() -> None
     near = NearDuplicates(pairs=pairs, measured=measured, skipped=0, complete=True)
     page = data_card(**content(near=near))
     section = page[page.index("<h2>Near-duplicates") :]
-    assert "31 images are kept that look like one of a split that measures more" in section
+    assert "31 images are kept that look like one of a held-out split" in section
     assert ["test", "val", "1"] in rows(section)
     assert ["val", "train", "0"] not in rows(section)
     figures = re.findall(r'src="data:image/jpeg;base64,([^"]+)" alt="([^"]*)"', section)

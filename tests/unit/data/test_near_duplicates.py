@@ -258,7 +258,7 @@ def test_they_are_shown_and_kept(photos: Path, tmp_path: Path) -> None:
     assert "near_duplicates" not in artifact.settings, "cached data sets of older versions stay valid"
     assert set(splits_of(tmp_path / "out")) >= {*TWINS, *TWINS.values()}
     card = (tmp_path / "out" / "card.html").read_text()
-    assert "4 images are kept that look like one of a split that measures more" in card
+    assert "4 images are kept that look like one of a held-out split" in card
     assert "not compared" not in card
     assert card.count("<figure") - card[: card.index("Near-duplicates")].count("<figure") == 4
 
@@ -275,7 +275,7 @@ def test_those_of_a_given_split_are_left_out(photos: Path, tmp_path: Path) -> No
 def test_they_are_refused(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         prepared(photos, tmp_path / "out", near_duplicates="refuse")
-    assert str(caught.value).startswith("4 images look like one of a split that measures more, first ")
+    assert str(caught.value).startswith("4 images look like one of a held-out split, first ")
     assert str(caught.value).endswith(
         f"All are listed in {tmp_path}/out/near_duplicates.json; remove them, or set data.near_duplicates=separate"
     )
