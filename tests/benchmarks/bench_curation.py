@@ -18,6 +18,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 from PIL import Image
@@ -125,10 +126,12 @@ def of_photos(folder: Path, size: int) -> None:
 
 def of_digits() -> None:
     """What the smallest edge is for."""
-    digits, near_duplicates.SMALLEST_EDGE = load_digits(), 8
+    digits = load_digits()
     grey = (digits.images * (255 / 16)).round().astype(np.uint8)
     squares = (stored(Image.fromarray(image).convert("RGB"), 32) for image in grey)
-    alike = pairs([(appearance(square, 8), int(label)) for square, label in zip(squares, digits.target, strict=True)])
+    with mock.patch.object(near_duplicates, "SMALLEST_EDGE", 8):
+        looks = [appearance(square, 8) for square in squares]
+    alike = pairs(list(zip(looks, map(int, digits.target), strict=True)))
     others = sum(one != other for one, other in alike)
     print(
         f"\ndigits of 8 pixels, were they compared: {len(alike)} pairs look the same, {others} of them of different classes"

@@ -188,7 +188,8 @@ class Stopwatch:
 
     def __init__(self, objective: Objective, steps: int) -> None:
         self._objective, self._last = objective, WARM_UP + steps
-        self.model, self.left_out, self.show = objective.model, objective.left_out, objective.show
+        self.model, self.left_out = objective.model, objective.left_out
+        self.show, self.end_step = objective.show, objective.end_step
         self._calls, self._began = 0, 0.0
         self.seconds = 0.0
 

@@ -64,7 +64,8 @@ class Strict:
     """An objective after whose first steps nothing may make the host wait for the GPU."""
 
     def __init__(self, objective, mode):
-        self.model, self.left_out, self.show = objective.model, objective.left_out, objective.show
+        self.model, self.left_out = objective.model, objective.left_out
+        self.show, self.end_step = objective.show, objective.end_step
         self._objective, self._mode, self.steps = objective, mode, 0
 
     def __call__(self, model, batch):
