@@ -33,8 +33,6 @@ DEBUG = "TRAINER_DEBUG"
 """Environment variable, set to show the traceback of an error that has a message."""
 RECORDED, ONLINE = "recorded", "online"
 """Where a distillation takes the teacher's outputs from: a recording, or the teacher itself in every step."""
-_BESIDE_ITS_PAGE = {"evaluation": "measurements"}
-"""Output -> its folder, where a page for Kubeflow's UI has its name."""
 ERROR_FILE = "TRAINER_ERROR_FILE"
 """Environment variable that names the file for the message, for whoever shows it; else it is printed."""
 
@@ -135,7 +133,7 @@ def train(
 
 def _places(stage: str) -> dict[str, str]:
     """Return keyword of each output of a stage -> its URI in this task's folder of the pipeline's root."""
-    return {name: _place(_BESIDE_ITS_PAGE.get(name, name)) for name in stages.STAGES[stage].outputs}
+    return {name: _place(made.task_folder or name) for name, made in stages.STAGES[stage].makes.items()}
 
 
 def _place(name: str) -> str:

@@ -36,7 +36,8 @@ def _places(run: str, artifact: ArtifactSpec) -> list[str]:
     stage, keyword = next(
         (one.name, keyword) for one in STAGES.values() for keyword, made in one.makes.items() if made == artifact
     )
-    return [storage.join(run, artifact.folder), *(storage.join(tasks, stage, keyword) for tasks in _pipelines(run))]
+    folder = artifact.task_folder or keyword
+    return [storage.join(run, artifact.folder), *(storage.join(tasks, stage, folder) for tasks in _pipelines(run))]
 
 
 def _pipelines(run: str) -> Iterator[str]:

@@ -45,6 +45,8 @@ class ArtifactSpec:
     kind: Kind
     folder: str = ""
     """Its folder in a local run; by default its name, with hyphens."""
+    task_folder: str = ""
+    """Its folder in a task of the pipeline; by default the keyword of the stage's output. A page for Kubeflow's UI may have that name."""
 
     def __post_init__(self) -> None:
         if not self.folder:
@@ -121,7 +123,7 @@ TEACHER_OUTPUTS = ArtifactSpec(name="teacher_outputs", kind="teacher_outputs")
 STUDENT = ArtifactSpec(name="student", kind="model")
 DISTILL_EVIDENCE = ArtifactSpec(name="distill_evidence", kind="evidence")
 REPORT = ArtifactSpec(name="report", kind="report")
-EVALUATION = ArtifactSpec(name="evaluation", kind="evaluation")
+EVALUATION = ArtifactSpec(name="evaluation", kind="evaluation", task_folder="measurements")
 REGISTRATION = ArtifactSpec(name="registration", kind="registration")
 
 STAGES: Mapping[str, Stage] = {

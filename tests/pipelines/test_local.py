@@ -16,7 +16,7 @@ from components.launching import Placement
 from pipelines import local
 from pipelines.compile import compiled_text
 from tests.pipelines.local_runs import ALL, PLAIN, SMALL, command, environment, happened, start
-from trainer import artifacts, config, launch
+from trainer import artifacts, config, finished_run, launch
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, LaunchError
 from trainer.stages import STAGES
 
@@ -163,6 +163,7 @@ def test_a_run_and_what_the_next_one_takes_from_it(tmp_path):
     assert set(before["stages"]) == set(STAGES) - {"reinforce", "tune", "warm_up"}
     assert not any("cached" in stage for stage in before["stages"].values())
     assert all(Path(path).is_file() for path in before["reports"].values())
+    assert finished_run.evaluation_of_student(str(tmp_path / "runs" / "latest")) is not None
 
     second = start(tmp_path, "--set", f"{SMALL} {RECORD} {MEASURE} warm_up.enabled=true", "--output", "recorded")
     assert second.returncode == 0, second.stdout + second.stderr

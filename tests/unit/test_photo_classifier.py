@@ -153,3 +153,13 @@ def test_the_newest_pipeline_of_a_run_is_asked(run, photos, tmp_path):
         if broken:
             (tasks / "distill" / "student" / "model.safetensors").write_bytes(b"")
     assert load_model(tmp_path / "kfp").labels == LABELS
+
+
+def test_the_gate_of_a_pipelines_run_is_heard(run, tmp_path):
+    failed, tasks = tmp_path / "failed", tmp_path / "kfp" / "pipeline" / "distillation-1"
+    shutil.copytree(run, failed)
+    write_evaluation(failed, "accuracy: too low")
+    for made, place in (("student", "distill/student"), ("evaluation", "evaluate/measurements")):
+        shutil.copytree(failed / made, tasks / place)
+    with pytest.raises(ModelError, match=r"did not pass its gate \(accuracy: too low\)"):
+        load_model(tmp_path / "kfp", judged=True)
