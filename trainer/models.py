@@ -15,7 +15,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, cast
@@ -326,17 +326,17 @@ def checkpoint_activations(model: nn.Module) -> None:
         ModelError: timm cannot do so with this network, or its running statistics would count each batch twice.
     """
     network: Any = next((part for part in model.modules() if hasattr(part, "set_grad_checkpointing")), None)
-    reason = "has batch normalisation, whose running statistics would count each batch twice" * bool(batch_norms(model))
-    try:
-        assert network is not None
-        network.set_grad_checkpointing()
-    except AssertionError:  # which timm raises
-        reason = "cannot do so in timm"
-    if reason:
-        raise ModelError(
-            f"activation_checkpointing is true, but {type(network or model).__name__} {reason}; set it to false, lower the memory with "
-            "accumulation, or choose another architecture"
-        )
+    reason = "cannot do so in timm"
+    if batch_norms(model):
+        reason = "has batch normalisation, whose running statistics would count each batch twice"
+    elif network is not None:
+        with suppress(AssertionError):  # by which timm says that this network cannot
+            network.set_grad_checkpointing()
+            return
+    raise ModelError(
+        f"activation_checkpointing is true, but {type(network or model).__name__} {reason}; set it to false, lower the memory with "
+        "accumulation, or choose another architecture"
+    )
 
 
 def parameter_count(model: nn.Module) -> int:

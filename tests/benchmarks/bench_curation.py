@@ -25,7 +25,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from tests.benchmarks.photos import write_photos
-from tests.unit.stages.conftest import IMAGES, write_dataset, write_model
+from tests.trained_digits import IMAGES, write_dataset, write_model
 from trainer.config import EvaluateSettings
 from trainer.data import decoding, near_duplicates
 from trainer.data.curation import ImageCandidate

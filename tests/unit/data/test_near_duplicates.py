@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,9 +33,9 @@ def picture(seed: int, size: int = 64) -> Image.Image:
     return Image.fromarray(spots).resize((size, size), Image.Resampling.BICUBIC)
 
 
-def encoded(image: Image.Image, **options: object) -> bytes:
+def encoded(image: Image.Image, **options: Any) -> bytes:
     buffer = io.BytesIO()
-    image.save(buffer, **options)  # type: ignore[arg-type]
+    image.save(buffer, **options)
     return buffer.getvalue()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.distillations import QUICK, TINY, half_labelled
-from tests.unit.stages.conftest import SQUARE
+from tests.trained_digits import SQUARE
 from trainer import artifacts, config, devices, models, pretrained
 from trainer.config import DistillSettings, ReinforceSettings
 from trainer.data.dataset import open_dataset

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from sklearn.datasets import load_digits
 
-from tests.unit.stages.conftest import IMAGES, TAGS, write_dataset
+from tests.trained_digits import IMAGES, TAGS, write_dataset
 from trainer import artifacts, models
 from trainer.config import EvaluateSettings, GateSettings
 from trainer.data.dataset import open_dataset

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.unit.stages.conftest import pixels, png
+from tests.trained_digits import pixels, png
 from trainer import artifacts, stages, storage
 from trainer.errors import StorageError
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.stages.conftest import TAGS
+from tests.trained_digits import TAGS
 from tests.unit.stages.photos import measure, write_photos
 from trainer import artifacts, cli, load_model, models, tracking
 from trainer.billing import Bill

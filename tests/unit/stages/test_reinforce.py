@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.stages.conftest import DATA, write_dataset
+from tests.trained_digits import DATA, write_dataset
 from trainer import artifacts, models, stages, storage
 from trainer.config import DistillSettings, ReinforceSettings, ViewSettings
 from trainer.data.dataset import open_dataset
@@ -275,7 +275,7 @@ def test_another_decoder_is_refused(outputs, trained_digits, monkeypatch):
 
 def test_a_changed_data_set_is_refused_with_its_settings_and_images(outputs, trained_digits, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "tests.unit.stages.conftest.IMAGES",
+        "tests.trained_digits.IMAGES",
         {"train": range(10, 1003), "val": range(1200, 1300), "test": range(1300, 1500), "unlabeled": range(1500, 1501)},
     )
     write_dataset(tmp_path / "dataset")

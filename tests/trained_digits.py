@@ -10,13 +10,11 @@ from pathlib import Path
 
 import datasets
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from tests import shared_folders
 from trainer import artifacts, models
 from trainer.config import ModelSettings
 from trainer.data.dataset_schema import DatasetDescription, features
@@ -102,26 +100,11 @@ TAGS = ClassTags(
 """What is known of digits: their value, but for the nine, and whether a line in them is closed."""
 
 
-@pytest.fixture(scope="session")
-def tagged_dataset(trained_digits: TrainedDigits, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The digits with attributes and a hierarchy."""
-    path = tmp_path_factory.mktemp("tagged") / "dataset"
-    with artifacts.create(path, "dataset", settings=DATA) as draft:
-        known = artifacts.read(trained_digits.dataset, "dataset")
-        shutil.copytree(known.path, draft.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
-        TAGS.write(draft.path)
-        draft.figures.update(known.figures)
-    return path
-
-
-@pytest.fixture(scope="session")
-def trained_digits(tmp_path_factory: pytest.TempPathFactory) -> TrainedDigits:
-    directory = tmp_path_factory.mktemp("trained_digits")
-    torch.set_num_threads(1)
+def make_trained_digits(directory: Path) -> TrainedDigits:
+    """Write the data set, and train the two models."""
     write_dataset(directory / "dataset")
     write_model(directory / "teacher", dim=48, depth=2, steps=100)
     write_model(directory / "student", dim=16, depth=1, steps=100)
-    shared_folders.share(directory)
     test = IMAGES["test"]
     return TrainedDigits(
         dataset=directory / "dataset",
@@ -130,3 +113,12 @@ def trained_digits(tmp_path_factory: pytest.TempPathFactory) -> TrainedDigits:
         images=pixels(test),
         labels=load_digits().target[test.start : test.stop],
     )
+
+
+def write_tagged_dataset(known: Path, path: Path) -> None:
+    """Write the digits with attributes and a hierarchy."""
+    with artifacts.create(path, "dataset", settings=DATA) as draft:
+        plain = artifacts.read(known, "dataset")
+        shutil.copytree(plain.path, draft.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
+        TAGS.write(draft.path)
+        draft.figures.update(plain.figures)
