@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from trainer.data.dataset import PreparedDataset, Split, open_dataset
 from trainer.devices import choose_device
 from trainer.errors import DataError, ModelError
 from trainer.evaluation import hierarchy, label_issues, metrics, probes, report
-from trainer.evaluation.embeddings import embed, spread
+from trainer.evaluation.embeddings import Embeddings, embed, spread
 from trainer.evaluation.label_issues import JudgedLabels
 from trainer.evaluation.report import Example, Measured
 from trainer.models import Classifier
@@ -78,6 +78,8 @@ class _Evaluated:
     """Accuracy of its nearest neighbours on the test split, where it was asked for."""
     probed: bool = False
     """Whether its head is a linear probe that was fitted here."""
+    embedded: Mapping[str, Embeddings] = field(default_factory=dict)
+    """Name of a split -> what was already embedded of it, where the embedding was asked for."""
 
 
 def _subject(name: str, uri: str | Path, classes: Sequence[str]) -> _Evaluated:
@@ -92,21 +94,28 @@ def _subject(name: str, uri: str | Path, classes: Sequence[str]) -> _Evaluated:
 def _probed(subjects: Sequence[_Evaluated], data: PreparedDataset, settings: EvaluateSettings) -> list[_Evaluated]:
     """Measure what the embeddings know: nearest neighbours' votes for all models, and a linear probe as the head of one that has none."""
     device, train, test = choose_device().open(), data.split("train"), data.split("test")
-    chosen, classes, done = spread(len(train), probes.MOST_IMAGES), len(data.classes), []
-    labels = train.labels[chosen]
+    classes, done = len(data.classes), []
+    labels = train.labels[_bank(train)]
     for subject in subjects:
         model, size = subject.model, settings.batch_size
-        bank = embed(model, train, chosen, device, size)
-        votes = probes.nearest_neighbors(bank, labels, embed(model, test, range(len(test)), device, size), classes)
+        embedded = {"train": embed(model, train, _bank(train), device, size)}
+        asked = embed(model, test, range(len(test)), device, size)
+        votes = probes.nearest_neighbors(embedded["train"], labels, asked, classes)
         if not model.card.labels:
             val = data.split("val")
-            known = embed(model, val, range(len(val)), device, size)
-            probe = probes.fit_probe(bank, labels, known, val.labels, classes)
+            embedded["val"] = embed(model, val, range(len(val)), device, size)
+            probe = probes.fit_probe(embedded["train"], labels, embedded["val"], val.labels, classes)
             weight, bias = torch.from_numpy(probe.weight).float(), torch.from_numpy(probe.bias).float()
             model = models.with_head(model.cpu(), data.classes, weight, bias).eval()
         knn_top1 = metrics.top_k(votes, test.labels, 1)
-        done.append(replace(subject, model=model.cpu(), knn_top1=knn_top1, probed=model is not subject.model))
+        probed = model is not subject.model
+        done.append(replace(subject, model=model.cpu(), knn_top1=knn_top1, probed=probed, embedded=embedded))
     return done
+
+
+def _bank(train: Split) -> list[int]:
+    """Choose the training images to which probes are fitted."""
+    return spread(len(train), probes.MOST_IMAGES)
 
 
 def _evaluate(
@@ -152,7 +161,7 @@ def _evaluate(
     details: dict[str, Any] = {name: _details(part, classes) for name, part in measured.items()}
     judged: JudgedLabels | None = None
     if settings.label_issues != "off":
-        (teacher,) = (subject.model for subject in subjects if subject.name == "teacher")
+        (teacher,) = (subject for subject in subjects if subject.name == "teacher")
         judged = _judged_labels(settings, data, teacher, logits["teacher"])
         details["label_issues"] = {name: asdict(count) for name, count in judged.counts.items()}
         label_issues.write(directory / LABEL_ISSUES, judged.issues, classes)
@@ -172,22 +181,25 @@ def _answering(settings: EvaluateSettings, tags: ClassTags, student: Classifier,
 
 
 def _judged_labels(
-    settings: EvaluateSettings, data: PreparedDataset, teacher: Classifier, test_logits: Logits
+    settings: EvaluateSettings, data: PreparedDataset, teacher: _Evaluated, test_logits: Logits
 ) -> JudgedLabels:
     """Find the labels that the teacher contradicts: of val and test, and of train where that is asked for."""
     val, test, size = data.split("val"), data.split("test"), settings.batch_size
     labeled = [np.flatnonzero(split.labels >= 0) for split in (val, test)]
-    logits = np.concatenate([predict(teacher, val, size, "teacher")[labeled[0]], test_logits[labeled[1]]])
+    logits = np.concatenate([predict(teacher.model, val, size, "teacher")[labeled[0]], test_logits[labeled[1]]])
     held_out = label_issues.judge(logits, dict(zip((val, test), labeled, strict=True)))
     if settings.label_issues != "all":
         return held_out
-    device, train = choose_device().open(), data.split("train")
-    chosen = spread(len(train), probes.MOST_IMAGES)
-    bank, known = embed(teacher, train, chosen, device, size), embed(teacher, val, range(len(val)), device, size)
-    teacher.cpu()
-    labels = train.labels[chosen]
-    out_of_fold, is_judged = label_issues.cross_validated(bank, labels, known, val.labels, len(data.classes))
-    return label_issues.judge(out_of_fold[is_judged], {train: np.array(chosen)[is_judged]}) + held_out
+    device, train, embedded = choose_device().open(), data.split("train"), dict(teacher.embedded)
+    chosen = np.array(_bank(train))
+    for split, indices in ((train, chosen), (val, np.arange(len(val)))):
+        if split.name not in embedded:
+            embedded[split.name] = embed(teacher.model, split, indices.tolist(), device, size)
+    teacher.model.cpu()
+    out_of_fold, is_judged = label_issues.cross_validated(
+        embedded["train"], train.labels[chosen], embedded["val"], val.labels, len(data.classes)
+    )
+    return label_issues.judge(out_of_fold[is_judged], {train: chosen[is_judged]}) + held_out
 
 
 def predict(model: Classifier, split: Split, batch_size: int, name: str) -> Logits:

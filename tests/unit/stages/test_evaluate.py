@@ -232,6 +232,24 @@ def test_training_labels_are_judged_by_a_probe_of_the_other_folds(trained_digits
     assert not {row["path"] for row in read_issues(artifact)} & {f"digits/{index}" for index in IMAGES["unlabeled"]}
 
 
+def test_what_neighbours_have_embedded_is_not_embedded_again(trained_digits, tmp_path, monkeypatch):
+    seen, embed = [], evaluate.embed
+
+    def counted(model, split, *arguments):
+        seen.append((model.network, split.name))
+        return embed(model, split, *arguments)
+
+    monkeypatch.setattr(evaluate, "embed", counted)
+    gate = SETTINGS.gate.model_copy(update={"min_knn_accuracy": 0.1})
+    artifact = run(
+        trained_digits, tmp_path / "evaluation", SETTINGS.model_copy(update={"label_issues": "all", "gate": gate})
+    )
+    assert sorted(split for _, split in seen) == ["test", "test", "train", "train", "val"]
+    assert len(set(seen)) == len(seen)
+    alone = run(trained_digits, tmp_path / "alone", SETTINGS.model_copy(update={"label_issues": "all"}))
+    assert read_issues(artifact) == read_issues(alone)
+
+
 def test_labels_are_not_judged_where_that_is_off(trained_digits, tmp_path):
     artifact = run(trained_digits, tmp_path / "evaluation", SETTINGS.model_copy(update={"label_issues": "off"}))
     assert not (artifact.path / "label_issues.csv").exists()
