@@ -71,7 +71,7 @@ fuzz: $(READY)  ## throw changed inputs at all that reads what others have made;
 	@OMP_NUM_THREADS=1 $(VENV)/python -m tests.hostile.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),0) \
 		$(if $(TARGET),--target "$(TARGET)")
 
-bench: $(READY)  ## print the tables of tests/benchmarks, about 40 minutes on an idle machine [PHOTOS=folder instead of made-up photos]
+bench: $(READY)  ## print the tables of tests/benchmarks, for an idle machine [PHOTOS=folder instead of made-up photos]
 	@$(VENV)/python tests/benchmarks/bench_recorder.py
 	@$(VENV)/python tests/benchmarks/bench_checkpoints.py
 	@$(VENV)/python tests/benchmarks/bench_forecast.py

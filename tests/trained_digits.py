@@ -100,6 +100,13 @@ TAGS = ClassTags(
 """What is known of digits: their value, but for the nine, and whether a line in them is closed."""
 
 
+def change_labels(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Give about one in twenty digits another label; returns the labels, and which ones are wrong."""
+    generator = np.random.default_rng(seed)
+    wrong = generator.random(len(labels)) < 0.05
+    return np.where(wrong, (labels + generator.integers(1, 10, len(labels))) % 10, labels), wrong
+
+
 def make_trained_digits(directory: Path) -> TrainedDigits:
     """Write the data set, and train the two models."""
     write_dataset(directory / "dataset")
@@ -115,10 +122,10 @@ def make_trained_digits(directory: Path) -> TrainedDigits:
     )
 
 
-def write_tagged_dataset(known: Path, path: Path) -> None:
-    """Write the digits with attributes and a hierarchy."""
-    with artifacts.create(path, "dataset", settings=DATA) as draft:
-        plain = artifacts.read(known, "dataset")
+def write_tagged_dataset(known: Path, path: Path, tags: ClassTags = TAGS) -> None:
+    """Write a data set of the digits again, with attributes and a hierarchy."""
+    plain = artifacts.read(known, "dataset")
+    with artifacts.create(path, "dataset", settings=plain.settings) as draft:
         shutil.copytree(plain.path, draft.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
-        TAGS.write(draft.path)
+        tags.write(draft.path)
         draft.figures.update(plain.figures)

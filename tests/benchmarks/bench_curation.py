@@ -25,7 +25,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from tests.benchmarks.photos import write_photos
-from tests.trained_digits import IMAGES, write_dataset, write_model
+from tests.trained_digits import IMAGES, change_labels, write_dataset, write_model
 from trainer.config import EvaluateSettings
 from trainer.data import decoding, near_duplicates
 from trainer.data.curation import ImageCandidate
@@ -155,12 +155,11 @@ def of_many(count: int) -> None:
 
 def of_labels() -> None:
     print("\none label in twenty was changed")
-    digits, generator = load_digits(), np.random.default_rng(0)
+    digits = load_digits()
+    labels, wrong = change_labels(digits.target, seed=0)
+    pixels = digits.data.astype(np.float32)
     for count in (600, 1200):
         train, val = slice(0, count), slice(count, None)
-        wrong = generator.random(len(digits.target)) < 0.05
-        others = (digits.target + generator.integers(1, 10, len(wrong))) % 10
-        labels, pixels = np.where(wrong, others, digits.target), digits.data.astype(np.float32)
         logits, _ = cross_validated(pixels[train], labels[train], pixels[val], labels[val], 10)
         found = contradicted(logits, labels[train])
         hits, there = wrong[train][found.rows], wrong[train].sum()
@@ -173,10 +172,7 @@ def of_labels() -> None:
 def of_teachers(folder: Path, all_steps: list[int]) -> None:
     """The labels that small teachers contradict which were trained on wrong ones, for few and for many steps."""
     print("\nthe same, by teachers that were trained on the changed labels of train")
-    generator = np.random.default_rng(1)
-    truth = load_digits().target.astype(np.int64)
-    wrong = generator.random(len(truth)) < 0.05
-    labels = np.where(wrong, (truth + generator.integers(1, 10, len(truth))) % 10, truth)
+    labels, wrong = change_labels(load_digits().target.astype(np.int64), seed=1)
     write_dataset(folder / "dataset", labels)
     settings = EvaluateSettings(latency_runs=10, latency_batch_sizes=(1,), label_issues="all")
     for steps in all_steps:

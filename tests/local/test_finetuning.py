@@ -98,7 +98,7 @@ def test_an_interrupted_one_ends_with_the_same_bits(finetuning, teacher, way):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["head", "lora"])
-def test_two_processes_learn_what_one_learns_and_no_rule_has_a_finding(finetuning, method):
+def test_two_processes_learn_what_one_learns_and_no_rule_but_that_of_the_loss_has_a_finding(finetuning, method):
     looks = {"evidence": {"operators_steps": 0, "tensors_every": 1, "tensors_budget": 1.0}}
     one, two = finetuning("one", method=method, drop_path=0.0, **looks), finetuning("two", method=method, drop_path=0.0)
     assert one.run() == [0]
@@ -106,6 +106,6 @@ def test_two_processes_learn_what_one_learns_and_no_rule_has_a_finding(finetunin
     assert torch.allclose(two.losses(), one.losses(), rtol=1e-4)
     for name, value in one.weights().items():
         assert torch.allclose(two.weights()[name], value, atol=2e-4), name
-    assert set(findings(one.training)) <= {"loss_not_falling"}, "what is frozen here has learned nothing"
+    assert set(findings(one.training)) <= {"loss_not_falling"}, "an untrained frozen network may not learn"
     looked_at = one.training.ranks[0].tensors.tensors
     assert len(looked_at) == (2 if method == "head" else 2 + 2 * 4 * 2), "what is frozen is not judged"

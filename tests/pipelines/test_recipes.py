@@ -127,10 +127,10 @@ class OnMeta(Device):
 META = OnMeta(kind="cuda", torch_device=torch.device("meta"), backend="gloo", has_bf16=False, compiles=False)
 
 
-def millions(model, told):
-    """The parameters of a model without its head, with as many digits as are told."""
+def millions(model, stated):
+    """The parameters of a model without its head, with as many decimals as stated."""
     count = models.parameter_count(models.with_labels(model, ()))
-    return f"{count / 1e6:.{len(told.partition('.')[2])}f}"
+    return f"{count / 1e6:.{len(stated.partition('.')[2])}f}"
 
 
 def a_batch(settings, teacher, student, classes):
@@ -159,9 +159,9 @@ def test_the_models_have_their_size_and_make_a_step_of_the_distillation(recipe):
     classes = classes_of(settings)
     teacher = preflight._teacher(settings.pretrain, classes, trains_here=False)
     student = preflight._student(settings.distill, classes, trains_here=False)
-    told = re.search(r"teacher ([\d.]+) M parameters, student ([\d.]+) M, without heads", comment(recipe))
+    stated = re.search(r"teacher ([\d.]+) M parameters, student ([\d.]+) M, without heads", comment(recipe))
     with torch.device("meta"):
-        assert told.groups() == (millions(teacher, told[1]), millions(student, told[2]))
+        assert stated.groups() == (millions(teacher, stated[1]), millions(student, stated[2]))
         if settings.distill.head == "probe":
             student = models.with_labels(student, ())
         batch = a_batch(settings, teacher, student, classes)

@@ -11,6 +11,7 @@ from PIL import Image
 from torch import nn
 
 from tests.distillations import TINY
+from tests.trained_digits import write_tagged_dataset
 from trainer import artifacts, cli, config, load_model, models
 from trainer.data.dataset import open_dataset
 from trainer.errors import EXIT_CODE, ArtifactError, ModelError
@@ -34,10 +35,7 @@ def run(digits, tmp_path_factory):
     model.card = replace(model.card, square=open_dataset(digits).square)
     with artifacts.create(folder / "student", "model", settings={}) as draft:
         models.save(model, draft.path)
-    known = artifacts.read(digits, "dataset")
-    with artifacts.create(folder / "dataset", "dataset", settings=known.settings) as draft:
-        shutil.copytree(known.path, draft.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
-        TAGS.write(draft.path)
+    write_tagged_dataset(digits, folder / "dataset", TAGS)
     write_evaluation(folder)
     return folder
 
@@ -113,7 +111,7 @@ def test_a_student_that_failed_its_gate_is_asked_only_by_force(run, photos, tmp_
         "(--force)\n"
     )
     assert cli.main(["predict", photos[0], "--model", str(failed), "--force"]) == 0
-    assert load_model(failed).labels == LABELS, "the API judges where it is told to"
+    assert load_model(failed).labels == LABELS, "the API judges only if asked"
     with pytest.raises(ModelError, match="did not pass its gate"):
         load_model(failed, judged=True)
     # The verdict on an earlier student says nothing of this one.

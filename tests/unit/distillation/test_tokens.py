@@ -1,5 +1,6 @@
 """Patch tokens: where they are found in a network, how they are compared, and what a recording keeps of them."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -240,7 +241,7 @@ def test_a_convolutional_student_learns_the_tokens_of_a_transformer():
     assert tokens[-1] < 0.7 * tokens[0]
 
 
-def test_tokens_of_a_teacher_without_a_head_are_standardised(monkeypatch):
+def test_tokens_of_a_teacher_without_a_head_are_standardised():
     headless = classifier(1, labels=())
     with torch.no_grad():
         expected = headless.network.forward_features(headless.preprocess(IMAGES))[:, 1:].unflatten(1, (4, 4))
@@ -278,10 +279,7 @@ def recorded(tokens, description):
 def test_the_bytes_of_a_view(kind, size):
     description = replace(TOKENS, token_format=kind)
     assert description.record.itemsize == DESCRIPTION.record.itemsize + size
-    assert (
-        recording._DESCRIPTION.validate_json(__import__("json").dumps(description.content()), strict=True)
-        == description
-    )
+    assert recording._DESCRIPTION.validate_json(json.dumps(description.content()), strict=True) == description
     assert description.content().keys() - DESCRIPTION.content().keys() == {"tokens", "token_format"}
 
 

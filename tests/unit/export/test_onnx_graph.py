@@ -75,7 +75,7 @@ def test_what_onnx_cannot_express_is_named(network, message, tmp_path):
     assert not (tmp_path / "model.onnx").exists()
 
 
-def test_int8_leaves_the_layers_float_that_it_is_told_to(images, tmp_path):
+def test_int8_keeps_chosen_layers_float(images, tmp_path):
     onnx_graph.write(classifier(**VIT), 40, tmp_path / "fp32.onnx")
     layers = int8.weighted_layers(tmp_path / "fp32.onnx")
     assert len(layers) == 2 + 4 * 2, "patches, head, and four matrices a block"

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from sklearn.datasets import load_digits
 
-from tests.trained_digits import IMAGES, TAGS, write_dataset
+from tests.trained_digits import IMAGES, TAGS, change_labels, write_dataset
 from trainer import artifacts, models
 from trainer.config import EvaluateSettings, GateSettings
 from trainer.data.dataset import open_dataset
@@ -178,9 +178,7 @@ def test_nearest_neighbours_are_measured_where_the_gate_asks_for_them(trained_di
 def mislabelled(tmp_path_factory):
     """The digits with a wrong label for every twentieth one, and which those are."""
     path = tmp_path_factory.mktemp("mislabelled") / "dataset"
-    labels, generator = load_digits().target.copy(), np.random.default_rng(0)
-    wrong = generator.random(len(labels)) < 0.05
-    labels[wrong] = (labels[wrong] + generator.integers(1, 10, wrong.sum())) % 10
+    labels, wrong = change_labels(load_digits().target, seed=0)
     write_dataset(path, labels)
     return path, {f"digits/{index}" for index in np.flatnonzero(wrong)}
 
