@@ -237,9 +237,11 @@ def _add_predict(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "predict",
         help="show what a student says of photos",
         description="Show the most probable labels of each photo, and where the model knows more of its classes the answer of the "
-        "hierarchy and the attributes.",
+        "hierarchy and the attributes. With --output, classify all photos of a folder or bucket into Parquet files; the same command "
+        "continues one that was stopped.",
     )
-    parser.add_argument("photos", nargs="+", metavar="FILE", help="an image file")
+    parser.add_argument("photos", nargs="+", metavar="FILE", help="an image file; with --output one folder or URI")
+    parser.add_argument("--output", metavar="DIR", help="folder or URI for the predictions of a whole folder")
     parser.add_argument(
         "--model",
         default="runs/latest",
@@ -383,10 +385,18 @@ def _bill(options: argparse.Namespace) -> None:
 
 
 def _predict(options: argparse.Namespace) -> None:
-    from trainer import photo_classifier
+    from trainer import batch_prediction, photo_classifier
     from trainer.served_student.preprocessing import BadImageError
 
+    if options.output and (len(options.photos) != 1 or options.json):
+        raise SettingsError(
+            "predict --output takes one folder or URI of photos, and no --json: it writes Parquet files"
+        )
     model = photo_classifier.load_model(options.model, judged=not options.force)
+    if options.output:
+        made = batch_prediction.predict_folder(model, options.photos[0], options.output, top=options.top)
+        print(f"{made['photos']:,} photos, {made['unreadable']:,} of them unreadable: {options.output}")
+        return
     try:
         said = model.predictions(options.photos, top=options.top)
     except BadImageError as error:

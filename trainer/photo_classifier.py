@@ -19,6 +19,8 @@ from trainer.served_student.class_tags import ANSWER, CONFIDENCE, ClassTags, Val
 from trainer.summary import aligned
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import pandas as pd
 
     from trainer.served_student.pyfunc import Photo, ServedStudent
@@ -44,11 +46,26 @@ class Prediction:
 class PhotoClassifier:
     """A trained model on the CPU, with the preprocessing that it was trained and measured with."""
 
-    def __init__(self, served: ServedStudent) -> None:
+    def __init__(self, served: ServedStudent, fingerprint: str) -> None:
         """Wrap a model as MLflow would load it; `load_model` makes these."""
         self._served = served
+        self.fingerprint = fingerprint
+        """Of the model directory."""
         self.labels: Sequence[str] = tuple(served.labels)
         """Name of each class, in the order of the model's outputs."""
+
+    @property
+    def tags(self) -> ClassTags | None:
+        """Attributes and hierarchy of its classes, if it knows any."""
+        return self._served.tags
+
+    def square(self, content: bytes) -> npt.NDArray[np.uint8]:
+        """Make of an image file what the other methods take in its place, and what they would make of it: uint8 [S, S, 3].
+
+        Raises:
+            BadImageError: it is no image, or cannot be used.
+        """
+        return self._served.square(content)
 
     def predict(self, photo: str | Photo) -> dict[str, float]:
         """Classify one photo.
@@ -113,12 +130,12 @@ def load_model(place: str | Path, *, judged: bool = False) -> PhotoClassifier:
             raise ModelError(
                 f"model {place}: did not pass its gate ({'; '.join(found.refusals)}); choose another one, or use it all the same (--force)"
             )
-        path = artifacts.read(found.directory, "model").path
+        model = artifacts.read(found.directory, "model")
 
         from trainer import models
         from trainer.served_student.pyfunc import ServedStudent
 
-        card = models.outline(path).card  # which also checks the description before anything is built by it
+        card = models.outline(model.path).card  # which also checks the description before anything is built by it
         if not card.labels:
             raise ModelError(
                 f"model {found.directory}: has no head, so it names no class; load the student that it teaches (distill.head=probe fits a "
@@ -129,9 +146,9 @@ def load_model(place: str | Path, *, judged: bool = False) -> PhotoClassifier:
                 f"model {found.directory}: {models.CONFIG} does not say how a photo becomes its input, because an older version wrote it; "
                 "train it again"
             )
-        served = ServedStudent(path)
+        served = ServedStudent(model.path)
         served.tags = served.tags or found.tags
-        return PhotoClassifier(served)
+        return PhotoClassifier(served, model.fingerprint)
 
 
 @dataclass(frozen=True, kw_only=True)

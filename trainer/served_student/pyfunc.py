@@ -128,6 +128,10 @@ class ServedStudent:
                 batches.append(torch.softmax(self._network(inputs), dim=1))
         return pd.DataFrame(torch.cat(batches).double().numpy(), columns=self.labels)
 
+    def square(self, content: bytes) -> npt.NDArray[np.uint8]:
+        """Make a photo's square of an image file's bytes: uint8 [S, S, 3]; raises a `BadImageError` where it is no image."""
+        return np.asarray(to_square(decode(content, max_pixels=self._square.max_pixels), self._square))
+
     def _read(self, index: int, photo: Any) -> npt.NDArray[np.uint8]:
         """Make a photo's square, uint8 [S, S, 3]."""
         name = f" ({photo})" if isinstance(photo, os.PathLike) else ""
