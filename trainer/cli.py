@@ -32,6 +32,7 @@ _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, 
   %(prog)s forecast runs/latest --nodes 1 4    time and dollars where `tune` has measured
   %(prog)s bill runs/latest                    what a run took and cost; of several, side by side
   %(prog)s predict photo.jpg                   what the latest run's student says of photos
+  %(prog)s drift runs/latest predictions       whether new predictions still look like those that were judged
   %(prog)s export runs/latest --output served  that student as an ONNX file, the fastest that passes its gate
   %(prog)s completion bash                     a script by which a shell completes these words"""
 
@@ -121,6 +122,7 @@ def _parser(program: str = "") -> argparse.ArgumentParser:
         _add_forecast,
         _add_bill,
         _add_predict,
+        _add_drift,
         _add_export,
         _add_config,
         _add_recipes,
@@ -257,6 +259,31 @@ def _add_predict(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.set_defaults(command=_predict)
 
 
+def _add_drift(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "drift",
+        help="compare new predictions with the evaluation of a run",
+        description="Compare how often each class is predicted, and how sure the predictions are, with what the student of a run said of "
+        "the test photos that it was judged by. Needs no labels.",
+    )
+    parser.add_argument("run", metavar="RUN", help="directory of the run whose student made the predictions")
+    parser.add_argument(
+        "predictions",
+        metavar="PREDICTIONS",
+        help="what `predict --output` or a server wrote: a folder or a file, here or in a store",
+    )
+    parser.add_argument(
+        "--limit",
+        type=commands.fraction,
+        default=0.1,
+        metavar="D",
+        help="least share of the predictions that has to fall elsewhere to count as drift (default: %(default)s)",
+    )
+    parser.add_argument("--output", metavar="FILE", help="write the comparison as a page (HTML), too")
+    commands.add_debug(parser, default=argparse.SUPPRESS)
+    parser.set_defaults(command=_drift)
+
+
 def _add_export(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "export",
@@ -348,15 +375,19 @@ def _compare(options: argparse.Namespace) -> None:
     compared = compare.compare(*map(compare.read_compared_run, (options.before, options.after)))
     print(limits.printable(compare.text(compared)))
     if options.output:
-        page = Path(options.output)
-        if page.is_dir():
-            raise SettingsError(
-                f"--output {page} is a directory; give the name of a file, such as {page / 'comparison.html'}"
-            )
-        errors.make_directory(page.parent)
-        with errors.writing_to(page):
-            page.write_text(compare.page(compared), encoding="utf-8")
-        print(f"\nAs a page: {page}")
+        _write_page(options.output, compare.page(compared))
+
+
+def _write_page(output: str, content: str) -> None:
+    page = Path(output)
+    if page.is_dir():
+        raise SettingsError(
+            f"--output {page} is a directory; give the name of a file, such as {page / 'comparison.html'}"
+        )
+    errors.make_directory(page.parent)
+    with errors.writing_to(page):
+        page.write_text(content, encoding="utf-8")
+    print(f"\nAs a page: {page}")
 
 
 def _forecast(options: argparse.Namespace) -> None:
@@ -407,6 +438,15 @@ def _predict(options: argparse.Namespace) -> None:
         return
     for photo, one in zip(options.photos, said, strict=True):
         print(limits.printable("\n".join([photo, *(f"  {line}" for line in photo_classifier.lines(one))])))
+
+
+def _drift(options: argparse.Namespace) -> None:
+    from trainer import drift
+
+    found = drift.compare(options.run, options.predictions, limit=options.limit)
+    print(limits.printable("\n".join(drift.lines(found))))
+    if options.output:
+        _write_page(options.output, drift.page(found, options.run))
 
 
 def _export(options: argparse.Namespace) -> None:

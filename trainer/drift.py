@@ -1,0 +1,232 @@
+"""Whether what a deployed student says of new photos still looks like what it said of the test photos that it was judged by.
+
+No labels are needed: two distributions are compared, how often each class is predicted, and how sure the predictions are. Their distance
+is the total variation distance, the share of the predictions that would have to fall elsewhere for both to be alike. How likely chance
+alone gives such a distance comes from drawing both samples from their common distribution, which holds for rare classes too, where the
+chi-square approximation does not.
+
+Shapes: K classes or bins of confidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trainer import artifacts, charts, finished_run, limits, pages, storage
+from trainer.charts import Bar
+from trainer.errors import ArtifactError, DataError
+from trainer.formatting import isolated, percent
+from trainer.graph import EVALUATION
+from trainer.pages import Figure, PageSection, Paragraph, Table
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+FEWEST = 50
+"""Fewest predictions from which anything is said."""
+CHANCE = 0.01
+"""A distance that chance alone gives less often than this is a drift, if it is large enough."""
+_DRAWS = 9_999
+_SHOWN = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shift:
+    """Two distributions over the same K classes or bins."""
+
+    names: Sequence[str]
+    before: Ints
+    """Of the test photos, [K]."""
+    now: Ints
+    """Of the new photos, [K]."""
+    distance: float
+    """Total variation distance of the two, from 0 to 1."""
+    chance: float
+    """How often samples of these sizes from one distribution are as far from one another (p-value)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drift:
+    """What has changed since the evaluation."""
+
+    labels: Shift
+    confidence: Shift
+    limit: float
+    """Smallest distance that counts."""
+    unreadable: int
+    """New photos that could not be read."""
+
+    @property
+    def reasons(self) -> list[str]:
+        """Say which distributions have drifted; empty where none has."""
+        return [
+            f"{what} differ by {percent(shift.distance)}, which chance gives {_chance(shift)}"
+            for what, shift in (("predicted classes", self.labels), ("confidences", self.confidence))
+            if shift.chance < CHANCE and shift.distance >= self.limit
+        ]
+
+
+def shift(names: Sequence[str], before: Ints, now: Ints) -> Shift:
+    """Compare two counts [K] over the same names; each must count something."""
+    generator = np.random.default_rng(0)  # so that the same predictions get the same answer
+    common = (before + now) / (before.sum() + now.sum())
+    drawn = [generator.multinomial(int(counts.sum()), common, size=_DRAWS) for counts in (before, now)]
+    distance = float(_distances(before[None], now[None])[0])
+    as_far = int((_distances(*drawn) >= distance - 1e-12).sum())
+    return Shift(names=names, before=before, now=now, distance=distance, chance=(as_far + 1) / (_DRAWS + 1))
+
+
+def _distances(first: Ints, second: Ints) -> npt.NDArray[np.float64]:
+    """Compute the total variation distance of each pair of rows, [N, K] -> [N]."""
+    shares = [counts / counts.sum(axis=1, keepdims=True) for counts in (first, second)]
+    distances: npt.NDArray[np.float64] = np.abs(shares[0] - shares[1]).sum(axis=1) / 2
+    return distances
+
+
+def compare(run: str, predictions: str, *, limit: float) -> Drift:
+    """Compare predictions with the evaluation of a run's student.
+
+    Args:
+        run: the directory of a run, here or in a store.
+        predictions: a folder with what `predict --output` or a server has written (`.parquet`, `.jsonl`), or one such file; here or in a
+            store.
+        limit: smallest distance that counts as drift.
+
+    Raises:
+        ArtifactError: the run has no evaluation of its student, or it is damaged.
+        DataError: there are fewer than `FEWEST` predictions, or they are not of this student's classes.
+        StorageError: a file is missing, or the store does not answer or refuses.
+    """
+    if finished_run.evaluation_of_student(run) is None:
+        raise ArtifactError(f"{run}: its student was not judged, so there is nothing to compare with; run evaluate")
+    evaluation = artifacts.read(finished_run.find(run, EVALUATION), "evaluation").path
+    confusion = limits.parse_json((evaluation / "confusion.json").read_bytes())
+    metrics = limits.parse_json((evaluation / "metrics.json").read_bytes())
+    labels: list[str] = confusion["labels"]
+    index = {label: number for number, label in enumerate(labels)}
+    before = np.array(metrics["student"]["calibration"]["counts"], dtype=np.int64)
+    bins = len(before)
+    now, sure, unreadable = np.zeros(len(labels), dtype=np.int64), np.zeros(bins, dtype=np.int64), 0
+    for file, rows in _read(predictions):
+        for label, probability in rows:
+            if label is None:
+                unreadable += 1
+                continue
+            if label not in index:
+                raise DataError(
+                    f"{file}: predicts {label!r}, which is no class of {run}; give predictions of this run's student"
+                )
+            if not isinstance(probability, float | int) or not 0 <= probability <= 1:
+                raise DataError(
+                    f"{file}: has the probability {probability!r}, which is not from 0 to 1; write the predictions again"
+                )
+            now[index[label]] += 1
+            sure[min(max(int(np.ceil(probability * bins)) - 1, 0), bins - 1)] += (
+                1  # as evaluation.metrics.calibration has them
+            )
+    if now.sum() < FEWEST:
+        raise DataError(f"{predictions}: holds {now.sum()} predictions, too few to compare; give at least {FEWEST}")
+    predicted = np.array(confusion["matrix"], dtype=np.int64).sum(axis=0)
+    edges = [f"{low:.0%} to {low + 1 / bins:.0%}" for low in np.arange(bins) / bins]
+    return Drift(
+        labels=shift(labels, predicted, now), confidence=shift(edges, before, sure), limit=limit, unreadable=unreadable
+    )
+
+
+def _read(predictions: str) -> Iterator[tuple[str, Iterator[tuple[Any, Any]]]]:
+    """Yield each file of predictions with its rows: label, None of a photo that could not be read, and its probability."""
+    if predictions.endswith((".parquet", ".jsonl")):
+        files = [predictions]
+    else:
+        files = [storage.join(predictions, name) for name in storage.files(predictions)]
+    for file in files:
+        try:
+            if file.endswith(".parquet"):
+                table = pq.read_table(pa.BufferReader(storage.read_bytes(file)), columns=["label", "probability"])
+                yield file, zip(table["label"].to_pylist(), table["probability"].to_pylist(), strict=True)
+            elif file.endswith(".jsonl"):
+                rows = [limits.parse_json(line) for line in storage.read_bytes(file).splitlines()]
+                yield file, iter([(row["label"], row["probability"]) for row in rows])
+        except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
+            said = limits.cut(next(iter(str(error).splitlines()), type(error).__name__), 300)
+            raise DataError(
+                f"{file}: holds no predictions ({said}); give what `predict --output` or `serve` wrote"
+            ) from error
+
+
+def lines(drift: Drift) -> list[str]:
+    """Format a comparison as text."""
+    found = [
+        f"{what}: {percent(one.distance)} of the predictions fall elsewhere, which chance gives {_chance(one)}"
+        for what, one in (("classes", drift.labels), ("confidence", drift.confidence))
+    ]
+    rows = [f"  {name}: {percent(before)} -> {percent(now)}" for name, before, now in _changes(drift.labels)[:5]]
+    verdict = "drifted: " + "; ".join(drift.reasons) if drift.reasons else "no drift"
+    return [
+        f"{drift.labels.now.sum():,} photos against {drift.labels.before.sum():,} test photos",
+        *found,
+        *rows,
+        verdict,
+    ]
+
+
+def _chance(one: Shift) -> str:
+    return (
+        f"less than once in {_DRAWS + 1:,}" if one.chance * (_DRAWS + 1) < 1.5 else f"{percent(one.chance)} of the time"
+    )
+
+
+def _changes(one: Shift) -> list[tuple[str, float, float]]:
+    """List (name, share before, share now), the largest change first."""
+    before, now = one.before / one.before.sum(), one.now / one.now.sum()
+    order = np.argsort(-np.abs(now - before), kind="stable")
+    return [(one.names[index], float(before[index]), float(now[index])) for index in order.tolist()]
+
+
+def page(drift: Drift, run: str) -> str:
+    """Build the page of a comparison, self-contained."""
+    reasons = "; ".join(drift.reasons)
+    verdict = Paragraph(f"Drifted: {reasons}.", "bad") if reasons else Paragraph("No drift.", "good")
+    meaning = Paragraph(
+        f"A distribution has drifted where it differs by at least {drift.limit:.0%} and chance alone gives that less than {CHANCE:.0%} of "
+        "the time. Drift is no proof of worse answers: label some of the new photos to know.",
+        "soft",
+    )
+    return pages.render(
+        "The predictions have drifted" if reasons else "The predictions have not drifted",
+        f"{drift.labels.now.sum():,} new photos against the test photos of {isolated(run)}; {drift.unreadable:,} could not be read",
+        [
+            PageSection("Verdict", [verdict, meaning]),
+            _section("Predicted classes", drift.labels),
+            _section("Confidence", drift.confidence, in_order=True),
+        ],
+    )
+
+
+def _section(title: str, one: Shift, *, in_order: bool = False) -> PageSection:
+    before, now = one.before / one.before.sum(), one.now / one.now.sum()
+    shown = range(len(one.names)) if in_order else np.argsort(-np.maximum(before, now), kind="stable")[:_SHOWN].tolist()
+    bars = []
+    for index in shown:
+        for name, label, share, photos in (
+            ("forward", one.names[index], before[index], "test photos"),
+            ("data", "", now[index], "new photos"),
+        ):
+            bars.append(
+                Bar(name=name, label=label, value=100 * float(share), note=f"{percent(float(share))} of the {photos}")
+            )
+    rows = [(isolated(name), percent(first), percent(then)) for name, first, then in _changes(one)[:_SHOWN]]
+    return PageSection(
+        title,
+        [
+            Paragraph(f"{percent(one.distance)} of the predictions fall elsewhere, which chance gives {_chance(one)}."),
+            Figure(charts.bars(bars, "%", f"{title}: shares of the photos")),
+            None if in_order else Table(("largest changes", "test photos", "new photos"), rows),
+        ],
+    )
