@@ -30,9 +30,8 @@ run: $(READY)  ## run the pipeline here [RECIPE=digits SET="key=value ..." OUT=d
 		$(if $(PROCESSES),--processes $(PROCESSES)) $(if $(POOL),--pool "$$POOL") $(if $(NODES),--nodes $(NODES)) \
 		$(if $(FRESH),--fresh) $(if $(DEBUG),--debug)
 
-ui: $(READY)  ## open MLflow on what was tracked [OUT=dir of a run that had one]
-	@$(VENV)/mlflow ui --host 127.0.0.1 --backend-store-uri \
-		"$${MLFLOW_TRACKING_URI:-sqlite:///$(abspath $(if $(OUT),$(OUT)/..,runs))/mlflow.db}"
+ui: $(READY)  ## serve MLflow's pages on what was tracked [OUT=dir of a run that had one PORT=5000]
+	@$(VENV)/python -m trainer ui $(if $(PORT),--port $(PORT)) $(if $(OUT),--store "sqlite:///$(abspath $(OUT)/..)/mlflow.db")
 
 # Where an environment forbids Python to write bytecode, each of the hundreds of processes that tests start would compile all modules.
 TEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/python -m pytest

@@ -26,10 +26,10 @@ from components.image import tagged
 from components.launching import Placement
 from pipelines import compile as compilation
 from pipelines import pipeline_options
-from trainer import commands, config, launch, runner, storage, tracking
+from trainer import commands, config, front_page, launch, runner, storage, tracking
 from trainer import summary as summaries
-from trainer.errors import LaunchError, TrackingError, writing_to
-from trainer.graph import needed_stages
+from trainer.errors import LaunchError, OutputError, TrackingError, writing_to
+from trainer.graph import STAGES, needed_stages
 
 CODE = tuple(Path(folder) for package in (trainer, components) for folder in package.__path__)
 CACHE = runner.RUNS / ".cache"
@@ -74,7 +74,13 @@ def run(options: argparse.Namespace) -> None:
         # A store that refuses, or is not there, is reported before the work.
         storage.children(launching.exchange_folder())
     directory = runner.new_directory(options.recipe, options.output or None)
-    (directory / summaries.SUMMARY).unlink(missing_ok=True)
+    for spec in (spec for stage in STAGES.values() for spec in stage.makes.values()):
+        if (own := directory / spec.folder).is_dir() and not own.is_symlink():
+            raise OutputError(
+                f"cannot write to {directory}: it has {own.name}/ of `python -m trainer run`; choose another output"
+            )
+    for name in (summaries.SUMMARY, front_page.INDEX):
+        (directory / name).unlink(missing_ok=True)
     os.environ.update(_environment(settings, directory, place))
     os.environ[task.DEBUG] = "1" if options.debug else ""
     parameters = {**pipeline_options.values(options), **asdict(place)}
@@ -83,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
     except BaseException as error:
         _close_tracking("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise
-    print(f"\n{summaries.table(summary)}\n\nAll of it: {directory / summaries.SUMMARY}")
+    print(f"\n{summaries.table(summary, directory / front_page.INDEX)}")
     _close_tracking("FINISHED")
 
 
@@ -147,7 +153,20 @@ def _run_pipeline(
         if task_name in tasks and tasks[task_name].cached:
             stage["cached"] = True
     storage.write_bytes(directory / summaries.SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False).encode())
+    for stage in STAGES.values():
+        ran = tasks.get(stage.name.replace("_", "-"))  # as KFP has it
+        for keyword, spec in stage.makes.items():
+            if ran and (reference := ran.outputs[f"{keyword}_uri"]):
+                _link(directory / spec.folder, Path(references.uri_of(reference)))
+    front_page.write(directory, summary)
     return summary
+
+
+def _link(link: Path, target: Path) -> None:
+    """Let a name at the top of the run's directory lead to an artifact, whose own place is some folders down, or in an earlier run."""
+    made = link.with_name(f".{link.name}.{os.getpid()}")
+    made.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()))
+    made.replace(link)
 
 
 def code_version(*folders: Path) -> str:

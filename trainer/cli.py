@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,7 @@ _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, 
   %(prog)s predict photo.jpg                   what the latest run's student says of photos
   %(prog)s drift runs/latest predictions       whether new predictions still look like those that were judged
   %(prog)s export runs/latest --output served  that student as an ONNX file, the fastest that passes its gate
+  %(prog)s ui                                  MLflow's pages on what was tracked
   %(prog)s completion bash                     a script by which a shell completes these words"""
 
 
@@ -125,6 +127,7 @@ def _parser(program: str = "") -> argparse.ArgumentParser:
         _add_drift,
         _add_export,
         _add_config,
+        _add_ui,
         _add_recipes,
         _add_completion,
     ):
@@ -312,6 +315,20 @@ def _add_config(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.set_defaults(command=_config)
 
 
+def _add_ui(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "ui",
+        help="serve MLflow's pages on what was tracked",
+        description="Serve MLflow's pages on what was tracked, until Ctrl-C, and print the address of the experiment that changed last.",
+    )
+    parser.add_argument(
+        "--store", default="", metavar="URI", help=f"what to show (default: {tracking.URI}, or else runs/mlflow.db)"
+    )
+    parser.add_argument("--port", type=commands.positive, default=5000, metavar="N", help="(default: %(default)s)")
+    commands.add_debug(parser, default=argparse.SUPPRESS)
+    parser.set_defaults(command=_ui)
+
+
 def _add_recipes(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("recipes", help="list the recipes", description="List the recipes.")
     parser.set_defaults(command=_recipes)
@@ -331,8 +348,8 @@ def _add_completion(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 def _run(options: argparse.Namespace) -> None:
     from trainer import runner, summary
 
-    result = runner.run(options.recipe, options.overrides, output=options.output, processes=options.processes)
-    print(limits.printable(summary.table(result)))
+    result, page = runner.run(options.recipe, options.overrides, output=options.output, processes=options.processes)
+    print(limits.printable(summary.table(result, page)))
 
 
 def _stage(options: argparse.Namespace) -> None:
@@ -465,6 +482,29 @@ def _config(options: argparse.Namespace) -> None:
         return
     for name, value, kind, meaning in config.walk(settings):
         print(f"{name} = {json.dumps(value)}\n    {meaning} ({kind})")
+
+
+def _ui(options: argparse.Namespace) -> None:
+    from trainer import runner
+
+    if options.store:
+        os.environ[tracking.URI] = options.store
+    runner.track_here()
+    newest, store = tracking.newest_experiment(), str(tracking.uri())
+    # Without the workflow's type MLflow opens on the traces of language models.
+    view = f"/#/experiments/{newest}/runs?workflowType=machine_learning" if newest else ""
+    if store.startswith(("http://", "https://")):  # a server has its own pages
+        print(f"{tracking.shown(store).rstrip('/')}{view}")
+        return
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as MLflow's server does
+        try:
+            free.bind(("127.0.0.1", options.port))
+        except (OSError, OverflowError) as error:
+            raise SettingsError(f"--port {options.port}: cannot be used ({error}); give another one") from error
+    print(f"http://127.0.0.1:{options.port}{view}", flush=True)
+    script = str(Path(sys.executable).with_name("mlflow"))
+    os.execv(script, [script, "ui", "--host", "127.0.0.1", "--port", str(options.port), "--backend-store-uri", store])
 
 
 def _recipes(_options: argparse.Namespace) -> None:

@@ -78,6 +78,10 @@ class EmbeddingStatistics:
             raise ValueError("embedding must have finite means and positive standard deviations")
 
 
+_SIZES = {"depth": "depth", "embed_dim": "width"}
+"""Arguments of timm's that say how large a model is -> what people call them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
     """Everything but the weights that is needed to build and feed a model."""
@@ -107,6 +111,12 @@ class ModelCard:
         """Check the size, since a description from elsewhere may ask for any."""
         if not 0 < self.image_size <= limits.MODEL_ARGUMENT:
             raise ValueError(f"image_size must be from 1 to {limits.MODEL_ARGUMENT:,}, got {self.image_size}")
+
+    @property
+    def title(self) -> str:
+        """Name the model for people, by what two of one architecture differ in: `vit_tiny_patch16_224, depth 4, width 96, 32 px`."""
+        sizes = [f"{word} {self.args[name]}" for name, word in _SIZES.items() if name in self.args]
+        return ", ".join([self.architecture, *sizes, f"{self.image_size} px"])
 
 
 MapShape = tuple[int, int, int]

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainer import artifacts, config, launch, preflight, stages, storage, tracking
+from trainer import artifacts, config, front_page, launch, preflight, stages, storage, tracking
 from trainer.errors import ArtifactError, OutputError, TrackingError, make_directory, writing_to
 from trainer.graph import STAGES, Stage
 from trainer.launch import JobSpec, LocalLauncher
@@ -50,7 +50,9 @@ def track_here() -> None:
         os.environ.setdefault(tracking.URI, f"sqlite:///{store}")
 
 
-def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, processes: int) -> dict[str, Any]:
+def run(
+    recipe: str, overrides: str | Iterable[str], *, output: str | None, processes: int
+) -> tuple[dict[str, Any], Path]:
     """Run all stages; what an earlier run in the same output completed with the same settings is kept.
 
     Args:
@@ -59,7 +61,7 @@ def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, proc
         processes: how many processes train; 0: one for each GPU, or else one.
 
     Returns:
-        The content of `summary.json`.
+        The content of `summary.json`, and the run's front page.
     """
     settings = config.resolve_run(recipe, overrides)
     processes = processes or launch.processes_here(settings.run.device)
@@ -95,7 +97,7 @@ def run(recipe: str, overrides: str | Iterable[str], *, output: str | None, proc
     summary = (directory / "registration" / SUMMARY).read_bytes()
     storage.write_bytes(directory / SUMMARY, summary)
     content: dict[str, Any] = json.loads(summary)
-    return content
+    return content, front_page.write(directory, content)
 
 
 def folders(stage: Stage, settings: config.Settings) -> dict[str, str]:

@@ -46,8 +46,8 @@ def build(
     """Build the content of `summary.json` from the figures of the artifacts; `recording` is None where the teacher ran in every step."""
     teacher, student = evaluation["teacher"], evaluation["student"]
     of_dataset = ("train", "val", "test", "unlabeled", "classes", "quarantined")
-    of_teacher = ("architecture", "parameters", "latency_ms", *(("head",) if "head" in teacher else ()))
-    of_student = ("architecture", "parameters", "test", "latency_ms", "size_bytes")
+    of_teacher = ("architecture", "title", "parameters", "latency_ms", *(("head",) if "head" in teacher else ()))
+    of_student = ("architecture", "title", "parameters", "test", "latency_ms", "size_bytes")
     return {
         "recipe": recipe,
         "settings": dict(settings),
@@ -64,19 +64,19 @@ def build(
     }
 
 
-def table(summary: Mapping[str, Any]) -> str:
-    """Format a summary as text: the stages, what they cost, teacher against student, the verdict, and where to look."""
+def table(summary: Mapping[str, Any], page: Path) -> str:
+    """Format a summary as text: the stages, what they cost, teacher against student, the verdict, and where to look: its page."""
     verdict = ["The student passed every condition of the gate."]
     if not summary["verdict"]["passed"]:
         reasons = summary["verdict"]["reasons"]
         verdict = ["The student did not pass the gate:", *(f"  - {reason}" for reason in reasons)]
-    places, mlflow = [*summary["reports"].items()], summary["mlflow"]
+    places, mlflow = [("all of it", str(page))], summary["mlflow"]
     if mlflow["tracking_uri"]:
-        places.append(("mlflow", f"{mlflow['tracking_uri']} (run {mlflow['run_id']})"))
+        places.append(("mlflow", f"{mlflow['tracking_uri']} (run {mlflow['run_id']}); `make ui` shows it"))
     parts = [
         _stages(summary),
         bill_table(Bill.model_validate(summary["bill"])),
-        _comparison(summary),
+        aligned(comparison(summary), right={1, 2}),
         verdict,
         ["Where to look:", *(f"  {line}" for line in aligned(places))],
     ]
@@ -118,25 +118,23 @@ def _stages(summary: Mapping[str, Any]) -> list[str]:
     return aligned([("stage", "seconds", "main figure"), *rows], right={1})
 
 
-def _comparison(summary: Mapping[str, Any]) -> list[str]:
+def comparison(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return a heading and a row for each figure of the teacher and the student: name, teacher's, student's, the difference."""
     teacher, student = summary["teacher"], summary["student"]
     points = 100 * (student["test"]["top1"] - teacher["test"]["top1"])
     p50 = [model["latency_ms"]["p50"] for model in (teacher, student)]
-    return aligned(
-        [
-            ("", "teacher", "student", ""),
-            ("architecture", teacher["architecture"], student["architecture"], ""),
-            ("test top-1", f"{teacher['test']['top1']:.2%}", f"{student['test']['top1']:.2%}", f"{points:+.2f} points"),
-            (
-                "parameters",
-                f"{teacher['parameters']:,}",
-                f"{student['parameters']:,}",
-                ratio(teacher["parameters"], student["parameters"], "smaller", "larger"),
-            ),
-            ("latency p50 (CPU)", f"{p50[0]:.2f} ms", f"{p50[1]:.2f} ms", ratio(p50[0], p50[1], "faster", "slower")),
-        ],
-        right={1, 2},
-    )
+    return [
+        ("", "teacher", "student", ""),
+        ("model", teacher["title"], student["title"], ""),
+        ("test top-1", f"{teacher['test']['top1']:.2%}", f"{student['test']['top1']:.2%}", f"{points:+.2f} points"),
+        (
+            "parameters",
+            f"{teacher['parameters']:,}",
+            f"{student['parameters']:,}",
+            ratio(teacher["parameters"], student["parameters"], "smaller", "larger"),
+        ),
+        ("latency p50 (CPU)", f"{p50[0]:.2f} ms", f"{p50[1]:.2f} ms", ratio(p50[0], p50[1], "faster", "slower")),
+    ]
 
 
 def ratio(teacher: float, student: float, less: str, more: str) -> str:

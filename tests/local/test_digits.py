@@ -23,9 +23,10 @@ KEYS = {
         name: {"seconds": None} for name in ("prepare", "pretrain", "distill", "profile", "evaluate", "register")
     },
     "dataset": dict.fromkeys(("train", "val", "test", "unlabeled", "classes", "quarantined")),
-    "teacher": {"architecture": None, "parameters": None, "test": {"top1": None}},
+    "teacher": {"architecture": None, "title": None, "parameters": None, "test": {"top1": None}},
     "student": {
         "architecture": None,
+        "title": None,
         "parameters": None,
         "test": dict.fromkeys(("top1", "top5", "agreement", "ece")),
         "latency_ms": {"p50": None, "p95": None},
@@ -76,6 +77,9 @@ def test_a_small_run_and_the_same_again(tmp_path):
     assert summary["mlflow"]["model_version"] == "1"
     for place in summary["reports"].values():
         assert (tmp_path / place).stat().st_size > 1000
+    for name in ("data", "profile", "evaluation"):
+        assert (tmp_path / "runs" / "latest" / f"{name}.html").read_text() == Path(summary["reports"][name]).read_text()
+    assert 'href="profile.html"' in (tmp_path / "runs" / "latest" / "index.html").read_text()
     for line in ("teacher", "student", "Where to look:"):
         assert line in ended.stdout
     distill = Bill.model_validate(summary["bill"]).stage("distill")

@@ -86,7 +86,7 @@ def test_a_run_distils_with_what_its_tuning_chose(digits, teacher, tmp_path, mon
     given = [f"pretrain.weights={teacher}", "pretrain.mae.epochs=0", "pretrain.finetune.epochs=0"]
     tuned = ["tune.enabled=true", "tune.apply=true", "tune.minutes=0.3"]
     arguments = {"output": str(tmp_path / "run"), "processes": 1}
-    summary = runner.run("digits", [*quick, *given, *tuned], **arguments)
+    summary, _ = runner.run("digits", [*quick, *given, *tuned], **arguments)
     made = read_tuning(tmp_path / "run" / "tuning")
     size = made.chosen["batch_size"]
     assert size in {tried.trial.candidate.batch_size for tried in made.tried if tried.taken}

@@ -146,6 +146,14 @@ def test_the_code_is_part_of_what_a_result_depends_on(tmp_path):
     assert local.code_version(tmp_path) == versions[-1]
 
 
+def test_the_output_of_a_run_without_kfp_is_left_alone(tmp_path):
+    (tmp_path / "taken" / "student").mkdir(parents=True)
+    ended = start(tmp_path, "--output", "taken")
+    assert_last_message(
+        ended, r"cannot write to taken: it has student/ of `python -m trainer run`; choose another output"
+    )
+
+
 def test_a_skipped_task_is_an_error():
     some = {name: object() for name in ALL - {"evaluate", "register"}}
     with pytest.raises(LaunchError, match="without running evaluate, register;"):
@@ -164,12 +172,16 @@ def test_a_run_and_what_the_next_one_takes_from_it(tmp_path):
     assert not any("cached" in stage for stage in before["stages"].values())
     assert all(Path(path).is_file() for path in before["reports"].values())
     assert finished_run.evaluation_of_student(str(tmp_path / "runs" / "latest")) is not None
+    assert 'href="evaluation.html"' in (tmp_path / "runs" / "latest" / "index.html").read_text()
+    for name, kind in (("teacher", "model"), ("student", "model"), ("dataset", "dataset"), ("report", "report")):
+        artifacts.read(tmp_path / "runs" / "latest" / name, kind)
 
     second = start(tmp_path, "--set", f"{SMALL} {RECORD} {MEASURE} warm_up.enabled=true", "--output", "recorded")
     assert second.returncode == 0, second.stdout + second.stderr
     assert happened(second.stdout, "cached") == {"prepare", "pretrain"}
     assert happened(second.stdout, "done") == ALL - {"prepare", "pretrain"}
     recorded = read_summary(tmp_path / "recorded")
+    assert (tmp_path / "recorded" / "teacher").resolve() == (tmp_path / "runs" / "latest" / "teacher").resolve()
     for name in ("prepare", "pretrain"):
         assert recorded["stages"][name] == before["stages"][name] | {"cached": True}
     assert list(recorded["stages"]) == list(STAGES)

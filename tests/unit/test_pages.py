@@ -16,6 +16,7 @@ from trainer.pages import (
     Figure,
     FindingCard,
     Legend,
+    Links,
     PageSection,
     Paragraph,
     Photo,
@@ -49,6 +50,7 @@ EVERY = [
     Legend([("f0", "train")]),
     Tiles([("12 s", "recorded")]),
     CARD,
+    Links([("data.html", "Data <card>")]),
     Details("folded", [Paragraph("inside")]),
     PageSection("a section", [Subsection("a subsection", [Paragraph("deep"), None])]),
 ]
@@ -95,6 +97,7 @@ def test_every_kind_of_block_is_shown() -> None:
         '<p class="soft">Distillation</p><p>Steps wait.</p><p><b>Do:</b> Raise workers.</p>'
         "<p><b>Saves about 12 s:</b> the time that steps wait</p>"
         '<p class="chips"><span>waiting <b>40 %</b></span></p></article>'
+        '<nav><a href="data.html">Data &lt;card&gt;</a></nav>'
         "<details><summary>folded</summary><p>inside</p></details>"
         "<section><h2>a section</h2><section><h3>a subsection</h3><p>deep</p></section></section>"
     )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,7 @@ EXPECTED = Forecast(
 
 TEACHER = {
     "architecture": "vit_base_patch16_224",
+    "title": "vit_base_patch16_224, 224 px",
     "parameters": 469_000,
     "macs": 9_000_000,
     "size_bytes": 1_900_000,
@@ -34,6 +36,7 @@ TEACHER = {
 }
 STUDENT = {
     "architecture": "vit_tiny_patch16_224",
+    "title": "vit_tiny_patch16_224, depth 2, width 32, 224 px",
     "parameters": 33_000,
     "macs": 600_000,
     "size_bytes": 140_000,
@@ -49,6 +52,10 @@ def bill(forecast=None, place=None, **seconds):
         for name, taken in seconds.items()
     ]
     return make_bill(stages, forecast)
+
+
+def table(content):
+    return summary.table(content, Path("runs/one/index.html"))
 
 
 def built(**changes):
@@ -85,12 +92,12 @@ def test_every_key_of_the_contract_is_there():
         *(f"dataset.{name}" for name in ("train", "val", "test", "unlabeled", "classes", "quarantined")),
         *(
             f"teacher.{name}"
-            for name in ("architecture", "parameters", "test.top1", "latency_ms.p50", "latency_ms.p95")
+            for name in ("architecture", "title", "parameters", "test.top1", "latency_ms.p50", "latency_ms.p95")
         ),
         *(f"student.test.{name}" for name in ("top1", "top5", "agreement", "ece")),
         *(
             f"student.{name}"
-            for name in ("architecture", "parameters", "latency_ms.p50", "latency_ms.p95", "size_bytes")
+            for name in ("architecture", "title", "parameters", "latency_ms.p50", "latency_ms.p95", "size_bytes")
         ),
         "verdict.passed",
         "verdict.reasons",
@@ -115,7 +122,7 @@ def test_a_missing_figure_is_no_silent_gap():
 
 
 def test_table_shows_what_a_reader_looks_for():
-    text = summary.table(built())
+    text = table(built())
     for expected in (
         "1,437 train, 180 val, 180 test images of 10 classes",
         "student 95.0% test top-1, agrees with the teacher on 96.0%",
@@ -125,7 +132,8 @@ def test_table_shows_what_a_reader_looks_for():
         "14.2x smaller",
         "2.5x faster",
         "passed every condition",
-        "/runs/x/evaluation/report.html",
+        "vit_tiny_patch16_224, depth 2, width 32, 224 px",
+        "runs/one/index.html",
         "sqlite:///x.db (run abc)",
     ):
         assert expected in text, expected
@@ -140,15 +148,15 @@ def test_recorded_outputs_have_their_keys_and_their_line_and_no_others_do():
     content = built(recording=recorded, bill=bill(**seconds))
     assert content["teacher_outputs"] == recorded
     assert list(content["stages"]) == list(seconds)
-    line = next(line for line in summary.table(content).splitlines() if line.startswith("reinforce"))
+    line = next(line for line in table(content).splitlines() if line.startswith("reinforce"))
     assert "12.5" in line
     assert "30 views of 1,437 images in 2.0 MiB, 10 logits a view hold 99.88% of the probability" in line
-    assert "reinforce" not in summary.table(built())
+    assert "reinforce" not in table(built())
     assert "teacher_outputs" not in built()
 
 
 def test_table_is_aligned():
-    lines = summary.table(built()).splitlines()
+    lines = table(built()).splitlines()
     figures = [line for line in lines[:6] if line.startswith(("stage ", "prepare", "distill", "register"))]
     assert len({line.index(text) for line, text in zip(figures, ("main", "1,437", "student", "vit"), strict=True)}) == 1
     models = [line for line in lines if line.startswith(("test top-1", "parameters", "latency"))]
@@ -163,7 +171,7 @@ def test_table_of_a_failed_gate_and_an_untracked_run():
         "student": STUDENT,
         "verdict": {"passed": False, "reasons": ["latency: too long"]},
     }
-    text = summary.table(built(evaluation=evaluation, registered=Registered()))
+    text = table(built(evaluation=evaluation, registered=Registered()))
     assert "gate not passed" in text
     assert "  - latency: too long" in text
     assert "nothing is tracked" in text
@@ -172,15 +180,13 @@ def test_table_of_a_failed_gate_and_an_untracked_run():
 
 def test_a_student_that_is_larger_and_slower_is_called_so():
     student = copy.deepcopy(STUDENT) | {"parameters": 938_000, "latency_ms": {"p50": 5.0, "p95": 6.0}}
-    text = summary.table(
-        built(evaluation={"teacher": TEACHER, "student": student, "verdict": {"passed": True, "reasons": []}})
-    )
+    text = table(built(evaluation={"teacher": TEACHER, "student": student, "verdict": {"passed": True, "reasons": []}}))
     assert "2.0x larger" in text
     assert "2.0x slower" in text
 
 
 def test_the_table_tells_the_verdict_on_the_trainings_and_what_was_forecast():
-    lines = summary.table(built(bill=bill(EXPECTED, tune=5.0, distill=40.0, profile=1.0))).splitlines()
+    lines = table(built(bill=bill(EXPECTED, tune=5.0, distill=40.0, profile=1.0))).splitlines()
     shown = {line.split()[0]: line for line in lines[:4]}
     assert "forecast 36.0 s (32.4 s to 39.6 s), $0.36 ($0.32 to $0.40)" in shown["tune"]
     assert "nothing slows it" in shown["profile"]
@@ -190,7 +196,7 @@ def test_the_bill_is_in_the_table_with_dollars_where_there_is_a_price():
     priced = bill(EXPECTED, Machines(pool="gpu", instance="g5.xlarge", nodes=2, price=PRICE), distill=40.0)
     plain = bill(prepare=10.0)
     content = built(bill=make_bill([*plain.stages, *priced.stages], EXPECTED))
-    text = summary.table(content)
+    text = table(content)
     assert content["bill"]["dollars"] == pytest.approx(0.8)
     assert "2 nodes of gpu (g5.xlarge)  40.0 s    $0.80" in text
     assert (

@@ -59,7 +59,7 @@ def render(
     refused: list[Block] = [Paragraph("Not passed:", style="bad"), BulletList(verdict["reasons"])]
     return pages.render(
         f"Evaluation: the student {outcome}",
-        f"{student.figures['architecture']} distilled from {teacher.figures['architecture']}, "
+        f"{student.figures['title']}; distilled from {teacher.figures['title']}; "
         f"{images:,} test images, {len(classes)} classes",
         [
             PageSection("Verdict", [passed] if verdict["passed"] else refused),

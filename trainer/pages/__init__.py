@@ -106,6 +106,13 @@ class FindingCard:
 
 
 @dataclass(frozen=True)
+class Links:
+    """Links to other pages in the same folder: (file, what it is called)."""
+
+    entries: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
 class Details:
     """Blocks that are folded below their title; in print they are unfolded."""
 
@@ -127,7 +134,18 @@ class Subsection(PageSection):
 
 
 Block: TypeAlias = (
-    Paragraph | BulletList | Table | Figure | Photo | PhotoGrid | Legend | Tiles | FindingCard | Details | PageSection
+    Paragraph
+    | BulletList
+    | Table
+    | Figure
+    | Photo
+    | PhotoGrid
+    | Legend
+    | Tiles
+    | FindingCard
+    | Links
+    | Details
+    | PageSection
 )
 
 

@@ -235,6 +235,7 @@ def _measured(
     calibration = metrics.calibration(logits, split.labels, settings.calibration_bins)
     figures: dict[str, Any] = {
         "architecture": model.card.architecture,
+        "title": model.card.title,
         "parameters": models.parameter_count(model),
         "macs": metrics.multiply_accumulates(model, split.read([0])),
         "size_bytes": subject.size_bytes,

@@ -285,6 +285,15 @@ def experiment_id(mlflow: MlflowClient) -> str:
 # The parent run
 
 
+def newest_experiment() -> str | None:
+    """Return the id of the experiment that changed last; None where there is none but MLflow's own."""
+    with explained():
+        found = client().search_experiments(
+            filter_string="name != 'Default'", order_by=["last_update_time DESC"], max_results=1
+        )
+    return str(found[0].experiment_id) if found else None
+
+
 def start_parent(settings: Mapping[str, Any], tags: Mapping[str, str], *, name: str = "") -> str | None:
     """Find or create the parent run and record the run's settings and tags on it; other settings make a new one.
 

@@ -18,6 +18,7 @@ def measured(name: str, classes: int, seed: int, **test) -> Measured:
     logits = generator.normal(size=(400, classes)) + 3 * np.eye(classes)[labels]
     figures = {
         "architecture": name,
+        "title": f"{name}, 224 px",
         "parameters": 1000 * seed,
         "macs": 5000 * seed,
         "size_bytes": 4000 * seed,
