@@ -26,7 +26,8 @@ from trainer.errors import DataError, ObjectTooLargeError, SettingsError
 from trainer.served_student.preprocessing import BadImageError
 
 if TYPE_CHECKING:
-    from trainer.photo_classifier import PhotoClassifier, Prediction
+    from trainer.photo_classifier import PhotoClassifier
+    from trainer.prediction import Prediction
 
 logger = logging.getLogger(__name__)
 

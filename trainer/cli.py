@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import os
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from trainer import __version__, commands, config, errors, launch, limits, stage
 from trainer.commands import Subparsers
 from trainer.errors import DataError, SettingsError, TrainerError
 from trainer.host import Terminated, ended_by_sigterm
+from trainer.prediction import Prediction
 
 SCRIPT = "vit-distill"
 """What the script is called that an installation brings."""
@@ -35,6 +38,7 @@ _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, 
   %(prog)s predict photo.jpg                   what the latest run's student says of photos
   %(prog)s drift runs/latest predictions       whether new predictions still look like those that were judged
   %(prog)s export runs/latest --output served  that student as an ONNX file, the fastest that passes its gate
+  %(prog)s serve served                        that file behind HTTP, with a page to try it
   %(prog)s ui                                  MLflow's pages on what was tracked
   %(prog)s completion bash                     a script by which a shell completes these words"""
 
@@ -127,6 +131,7 @@ def _parser(program: str = "") -> argparse.ArgumentParser:
         _add_drift,
         _add_export,
         _add_config,
+        _add_serve,
         _add_ui,
         _add_recipes,
         _add_completion,
@@ -315,6 +320,75 @@ def _add_config(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.set_defaults(command=_config)
 
 
+def _add_serve(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "serve",
+        help="answer photos over HTTP with an exported student",
+        description="Answer photos over HTTP, by `POST /predict` and the Open Inference Protocol v2, and serve a page to try it. Needs the "
+        "extra `serve`.",
+    )
+    parser.add_argument("export", metavar="EXPORT", help="what `export` wrote: a directory or a URI")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)"
+    )
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--name", default="student", help="what the protocol calls the model (default: %(default)s)")
+    parser.add_argument(
+        "--beside", default="", metavar="MODEL", help="a model whose answer stands beside, such as a run's teacher"
+    )
+    parser.add_argument(
+        "--threads", type=commands.positive, default=0, metavar="N", help="that compute an answer (default: one a core)"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=commands.positive,
+        default=16,
+        metavar="N",
+        help="photos computed together (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--wait-ms",
+        type=commands.seconds,
+        default=2.0,
+        metavar="T",
+        help="a photo waits for others on an idle server (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--in-flight",
+        type=commands.positive,
+        default=64,
+        metavar="N",
+        help="requests at a time; further ones are refused (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=commands.positive,
+        default=10,
+        metavar="S",
+        help="seconds for a request (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--drain",
+        type=commands.seconds,
+        default=0.0,
+        metavar="S",
+        help="seconds that a server which is asked to end stays alive without being ready (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--log", default="", metavar="FILE", help="append label and probability of predictions to a file, for `drift`"
+    )
+    parser.add_argument(
+        "--log-share",
+        type=commands.fraction,
+        default=1.0,
+        metavar="P",
+        help="share of the predictions in it (default: %(default)s)",
+    )
+    parser.add_argument("--force", action="store_true", help="serve an export that did not pass its gate, too")
+    commands.add_debug(parser, default=argparse.SUPPRESS)
+    parser.set_defaults(command=_serve)
+
+
 def _add_ui(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "ui",
@@ -482,6 +556,39 @@ def _config(options: argparse.Namespace) -> None:
         return
     for name, value, kind, meaning in config.walk(settings):
         print(f"{name} = {json.dumps(value)}\n    {meaning} ({kind})")
+
+
+def _serve(options: argparse.Namespace) -> None:
+    for name in ("fastapi", "onnxruntime", "prometheus_client", "uvicorn"):
+        if importlib.util.find_spec(name) is None:
+            raise SettingsError(f"serve: needs the package {name}; pip install 'vit-distillation-pipeline[serve]'")
+    from trainer.serving import server
+    from trainer.serving.exported_classifier import ExportedClassifier
+
+    model = ExportedClassifier(options.export, threads=options.threads, force=options.force)
+    beside: Callable[[bytes, int], Prediction] | None = None
+    if options.beside:
+        from trainer import photo_classifier
+
+        other = photo_classifier.load_model(options.beside)
+        beside = lambda photo, top: other.predictions([photo], top=top)[0]  # noqa: E731  # a name for one use
+    most = server.ServerLimits(
+        batch_size=options.batch_size,
+        wait_ms=options.wait_ms,
+        in_flight=options.in_flight,
+        timeout_s=options.timeout,
+        drain_s=options.drain,
+    )
+    with ExitStack() as opened:
+        log = None
+        if options.log:
+            file = Path(options.log)
+            errors.make_directory(file.parent)
+            with errors.writing_to(file):
+                stream = opened.enter_context(file.open("a", encoding="utf-8", buffering=1))
+            log = server.PredictionLog(stream, share=options.log_share)
+        photos = server.PhotoServer(model, name=options.name, most=most, log=log, beside=beside)
+        server.serve(photos, host=options.host, port=options.port)
 
 
 def _ui(options: argparse.Namespace) -> None:

@@ -28,6 +28,14 @@ def positive(text: str) -> int:
     return value
 
 
+def seconds(text: str) -> float:
+    """Read a time for argparse, from 0 to a day."""
+    value = float(text)
+    if not 0 <= value <= 86_400:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 86400, got {text}")
+    return value
+
+
 def fraction(text: str) -> float:
     """Read a number for argparse, above 0 and up to 1."""
     value = float(text)

@@ -6,7 +6,7 @@ Importing this module imports neither torch nor timm.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from trainer import artifacts, finished_run, runner, tracking
 from trainer.errors import ModelError
 from trainer.graph import STUDENT
-from trainer.served_student.class_tags import ANSWER, CONFIDENCE, ClassTags, Value
+from trainer.prediction import Prediction, predictions
+from trainer.served_student.class_tags import ClassTags
 from trainer.summary import aligned
 
 if TYPE_CHECKING:
@@ -27,20 +28,6 @@ if TYPE_CHECKING:
 
 REGISTERED = "models:/"
 """How a place in MLflow's registry begins: `models:/NAME@ALIAS`, or `models:/NAME/VERSION`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """What a model says of a photo."""
-
-    labels: Mapping[str, float]
-    """Class -> probability, the most probable first."""
-    answer: str | None = None
-    """A class, or a group of the hierarchy; None where the model has no tags, or not even a topmost group is sure enough."""
-    confidence: float | None = None
-    """Probability of the answer; None where the model has no tags."""
-    attributes: Mapping[str, Value] | None = None
-    """What is known of the answer; None where the model has no tags."""
 
 
 class PhotoClassifier:
@@ -87,15 +74,8 @@ class PhotoClassifier:
         Raises:
             BadImageError: one of them is no image, or cannot be used; names it, and nothing is classified.
         """
-        from trainer.served_student.pyfunc import TOP_K, TOP_LABELS, TOP_PROBABILITIES
-
-        said = []
-        for row in self._served.predict(_files(photos), {TOP_K: top}).to_dict("records"):
-            labels = dict(zip(row.pop(TOP_LABELS), row.pop(TOP_PROBABILITIES), strict=True))
-            answer, confidence = row.pop(ANSWER, None), row.pop(CONFIDENCE, None)
-            attributes = {str(name): value for name, value in row.items()} if confidence is not None else None
-            said.append(Prediction(labels=labels, answer=answer, confidence=confidence, attributes=attributes))
-        return said
+        probabilities = self.probabilities(photos).to_numpy()
+        return predictions(probabilities, self.labels, self.tags, top=top)
 
     def probabilities(self, photos: Sequence[str | Photo]) -> pd.DataFrame:
         """Classify photos of any sizes and kinds: a row each, a column for each class.

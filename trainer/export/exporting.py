@@ -18,8 +18,8 @@ from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.errors import ModelError, SettingsError
 from trainer.evaluation import hierarchy, metrics
 from trainer.evaluation.embeddings import spread
-from trainer.export import int8, onnx_graph, variants
-from trainer.export.onnx_graph import OnnxStudent
+from trainer.export import int8, onnx_graph, onnx_student, variants
+from trainer.export.onnx_student import OnnxStudent
 from trainer.export.variants import FLOAT, LARGEST_LOSS, LARGEST_SHIFT, ServingCandidate
 from trainer.graph import DATASET, STUDENT
 from trainer.models import ModelCard
@@ -175,8 +175,8 @@ def contract(
         "file": GRAPH,
         "variant": variant,
         "opset": onnx_graph.OPSET,
-        "input": {"name": onnx_graph.INPUT, "type": "uint8", "shape": ["batch", size, size, 3], "channels": "RGB"},
-        "output": {"name": onnx_graph.OUTPUT, "type": "float32", "shape": ["batch", classes]},
+        "input": {"name": onnx_student.INPUT, "type": "uint8", "shape": ["batch", size, size, 3], "channels": "RGB"},
+        "output": {"name": onnx_student.OUTPUT, "type": "float32", "shape": ["batch", classes]},
         "square": asdict(card.square),  # beside the graph, by preprocessing.py: upright 8-bit RGB, then `to_square`
         "inside": {
             "size": card.image_size,

@@ -16,7 +16,7 @@ import numpy as np
 
 from trainer import limits
 from trainer.errors import ModelError
-from trainer.export.onnx_graph import INPUT, Pixels
+from trainer.export.onnx_student import INPUT, Pixels
 
 LAYERS = ("Conv", "Gemm", "MatMul")
 """Kinds of ONNX operators that are quantised where they have weights."""

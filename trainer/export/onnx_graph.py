@@ -7,28 +7,22 @@ Shapes: B images, S the edge of the square, K classes.
 
 from __future__ import annotations
 
-import logging
 import re
 import warnings
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from trainer import limits
 from trainer.errors import ModelError
+from trainer.export.onnx_student import INPUT, OUTPUT
 from trainer.models import Classifier
 
 OPSET = 20
 """Of ONNX's operators: Resize has antialiasing since 18, and ONNX Runtime's tools for int8 know them."""
-INPUT, OUTPUT = "images", "logits"
 
 _OPERATOR = re.compile(r"(?:op='|target: )((?:aten|torchvision|prims)[.:\w]+)")
-
-Pixels = npt.NDArray[np.uint8]
-Logits = npt.NDArray[np.float32]
 
 
 class _OfSquares(nn.Module):
@@ -94,33 +88,3 @@ def _why(error: BaseException) -> str:
             return f"its operator {found[1]} cannot be expressed in ONNX (opset {OPSET}); choose a student without it"
     last = next(line for line in texts[-1].splitlines() if line.strip())
     return f"torch.export cannot follow its code ({limits.cut(last, 300)}); choose another student"
-
-
-class OnnxStudent:
-    """An ONNX file of a student in ONNX Runtime, on the CPU."""
-
-    def __init__(self, file: Path, *, threads: int = 0) -> None:
-        """Load a file; `threads` compute an answer, 0: as many as there are cores.
-
-        Raises:
-            ModelError: ONNX Runtime does not take it.
-        """
-        import onnxruntime
-
-        logging.getLogger("onnxruntime").setLevel(logging.ERROR)
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-        options.log_severity_level = 3
-        self.file = file
-        try:
-            self._session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # of several classes of its own, which have no public names
-            raise ModelError(
-                f"{file.name}: ONNX Runtime does not take it ({limits.cut(' '.join(str(error).split()), 300)}); choose another student"
-            ) from error
-
-    def logits(self, images: Pixels) -> Logits:
-        """Compute the logits [B, K] of squares, uint8 [B, S, S, 3]."""
-        (logits,) = self._session.run([OUTPUT], {INPUT: images})
-        answered: Logits = logits
-        return answered

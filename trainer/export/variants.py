@@ -16,7 +16,7 @@ from trainer.data.dataset import Split
 from trainer.errors import ModelError
 from trainer.evaluation import metrics
 from trainer.evaluation.metrics import Latency
-from trainer.export.onnx_graph import Logits, OnnxStudent, Pixels
+from trainer.export.onnx_student import Logits, OnnxStudent, Pixels
 from trainer.models import Classifier
 from trainer.summary import aligned
 

@@ -20,7 +20,7 @@ from trainer.config import EvaluateSettings, GateSettings
 from trainer.errors import EXIT_CODE, ArtifactError, ModelError, SettingsError
 from trainer.evaluation import metrics
 from trainer.export import exporting
-from trainer.export.onnx_graph import OnnxStudent
+from trainer.export.onnx_student import OnnxStudent
 from trainer.served_student import preprocessing
 from trainer.served_student.class_tags import ClassTags
 from trainer.stages import evaluate

@@ -13,7 +13,7 @@ from trainer import models
 from trainer.config import ModelSettings
 from trainer.errors import ModelError
 from trainer.export import int8, onnx_graph, variants
-from trainer.export.onnx_graph import OnnxStudent
+from trainer.export.onnx_student import OnnxStudent
 
 onnx = pytest.importorskip("onnx", reason="needs the extra `export`")
 

@@ -1,0 +1,51 @@
+"""An exported student in ONNX Runtime. Imports neither torch nor timm, for a server needs none of them.
+
+Shapes: B images, S the edge of the square, K classes.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer import limits
+from trainer.errors import ModelError
+
+INPUT, OUTPUT = "images", "logits"
+"""Names of the graph's."""
+
+Pixels = npt.NDArray[np.uint8]
+Logits = npt.NDArray[np.float32]
+
+
+class OnnxStudent:
+    """An ONNX file of a student in ONNX Runtime, on the CPU."""
+
+    def __init__(self, file: Path, *, threads: int = 0) -> None:
+        """Load a file; `threads` compute an answer, 0: as many as there are cores.
+
+        Raises:
+            ModelError: ONNX Runtime does not take it.
+        """
+        import onnxruntime
+
+        logging.getLogger("onnxruntime").setLevel(logging.ERROR)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.log_severity_level = 3
+        self.file = file
+        try:
+            self._session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # of several classes of its own, which have no public names
+            raise ModelError(
+                f"{file.name}: ONNX Runtime does not take it ({limits.cut(' '.join(str(error).split()), 300)}); choose another student"
+            ) from error
+
+    def logits(self, images: Pixels) -> Logits:
+        """Compute the logits [B, K] of squares, uint8 [B, S, S, 3]."""
+        (logits,) = self._session.run([OUTPUT], {INPUT: images})
+        answered: Logits = logits
+        return answered

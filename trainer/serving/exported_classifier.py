@@ -1,0 +1,81 @@
+"""An exported student that is asked about photos: its card, its preprocessing, its graph.
+
+Shapes: B images, S the edge of a square, K classes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer import artifacts, limits, prediction
+from trainer.errors import ArtifactError, ModelError
+from trainer.export.onnx_student import OnnxStudent, Pixels
+from trainer.prediction import Prediction
+from trainer.served_student.class_tags import ClassTags
+from trainer.served_student.preprocessing import Square, decode, to_square
+
+
+class ExportedClassifier:
+    """What `vit-distill export` wrote, loaded. Methods may be called from several threads."""
+
+    def __init__(self, place: str | Path, *, threads: int = 0, force: bool = False) -> None:
+        """Read an export.
+
+        Args:
+            place: its directory, here or in a store.
+            threads: how many compute an answer; 0: as many as there are cores.
+            force: take one that no variant of passed the gate, too.
+
+        Raises:
+            ArtifactError: there is no export, or it is damaged.
+            ModelError: its file passed no gate, or ONNX Runtime does not take it.
+        """
+        export = artifacts.read(place, "export")
+        try:
+            card = limits.parse_json((export.path / "card.json").read_bytes())
+            candidates = json.loads((export.path / "candidates.json").read_text(encoding="utf-8"))
+            (chosen,) = (one for one in candidates["candidates"] if one["name"] == candidates["chosen"])
+            self.square = Square(**card["square"])
+            self.labels: Sequence[str] = tuple(card["labels"])
+            tags = card["tags"] and limits.parse_json((export.path / card["tags"]).read_bytes())
+            self.tags = ClassTags.of(tags) if tags else None
+            self.architecture, self.variant = str(card["architecture"]), str(card["variant"])
+            reasons: list[str] = chosen["reasons"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArtifactError(
+                f"export {place}: its card is not readable ({error}); export the student again"
+            ) from error
+        if reasons and not force:
+            raise ModelError(
+                f"export {place}: did not pass its gate ({'; '.join(reasons)}); serve another one, or this one all the same (--force)"
+            )
+        self.version = export.fingerprint[:12]
+        """Changes with every file of the export."""
+        self._student = OnnxStudent(export.path / card["file"], threads=threads)
+        self.probabilities(
+            np.zeros((1, self.square.size, self.square.size, 3), dtype=np.uint8)
+        )  # so that the first request is no slower
+
+    def read(self, content: bytes) -> Pixels:
+        """Make a photo's square of an image file's bytes, uint8 [S, S, 3].
+
+        Raises:
+            BadImageError: it is no image, or cannot be used.
+        """
+        return np.asarray(to_square(decode(content, max_pixels=self.square.max_pixels), self.square))
+
+    def probabilities(self, squares: Pixels) -> npt.NDArray[np.float64]:
+        """Compute the probability of each class, [B, S, S, 3] -> [B, K]."""
+        logits = self._student.logits(squares).astype(np.float64)
+        powers = np.exp(logits - logits.max(axis=1, keepdims=True))
+        shares: npt.NDArray[np.float64] = powers / powers.sum(axis=1, keepdims=True)
+        return shares
+
+    def predictions(self, probabilities: npt.NDArray[np.float64], *, top: int) -> list[Prediction]:
+        """Say what probabilities [B, K] mean: the `top` most probable classes, and where there are tags the answer."""
+        return prediction.predictions(probabilities, self.labels, self.tags, top=top)

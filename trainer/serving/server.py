@@ -1,0 +1,467 @@
+"""The server: `POST /predict` with a photo, the Open Inference Protocol v2, health, metrics, and a page.
+
+https://github.com/kserve/open-inference-protocol has the protocol; its errors have a JSON object with `error`. Everything that a client
+does wrong is a 4xx. A server that is too busy says 503 at once, before it reads the photo, so that its memory has a limit: the photos in
+flight, each of at most so many bytes, and what decoding takes of them on as many threads as there are cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import json
+import logging
+import random
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import numpy.typing as npt
+import prometheus_client as prometheus
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse
+
+from trainer import limits
+from trainer.errors import SettingsError
+from trainer.host import usable_cores
+from trainer.prediction import Prediction
+from trainer.served_student.preprocessing import BadImageError
+from trainer.serving.exported_classifier import ExportedClassifier
+from trainer.serving.micro_batcher import MicroBatcher
+
+logger = logging.getLogger(__name__)
+
+PAGE = Path(__file__).with_name("page.html")
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; img-src blob:; connect-src 'self'; "
+    "style-src 'unsafe-inline'; script-src 'unsafe-inline'",
+    "X-Content-Type-Options": "nosniff",
+}
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits:
+    """What a server takes; beyond, it refuses."""
+
+    batch_size: int = 16
+    """Photos that are computed together, at most."""
+    wait_ms: float = 2.0
+    """How long the first photo of a batch waits for others on an idle server."""
+    in_flight: int = 64
+    """Requests that are read, decoded or waiting; a further one is refused with 503."""
+    body_bytes: int = 16 * 2**20
+    timeout_s: float = 10.0
+    """From the first byte of a request to its answer."""
+    drain_s: float = 0.0
+    """From a request to end until no more connections are taken; meanwhile the server is alive and not ready."""
+
+
+class RefusedError(Exception):
+    """A request that is not answered: its status and what the client is told."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class PredictionLog:
+    """Writes a sample of the predictions, a JSON object a line, for `vit-distill drift`. Photos are not kept."""
+
+    def __init__(self, stream: TextIO, *, share: float) -> None:
+        """Take an open file; `share` of the predictions are written, chosen by chance."""
+        self._stream, self._share = stream, share
+        self._chance = random.Random()  # a sample, no secret
+
+    def add(self, said: Prediction, version: str) -> None:
+        """Write a prediction, if it is drawn."""
+        if self._chance.random() < self._share:
+            label, probability = next(iter(said.labels.items()))
+            row = {"time": round(time.time(), 3), "version": version, "label": label, "probability": probability}
+            self._stream.write(f"{json.dumps(row, ensure_ascii=False)}\n")
+
+
+class Metrics:
+    """What `/metrics` shows, in a registry of its own."""
+
+    def __init__(self, model: ExportedClassifier, name: str) -> None:
+        self.registry = prometheus.CollectorRegistry()
+        prometheus.ProcessCollector(registry=self.registry)
+        into = self.registry
+        self.requests = prometheus.Counter(
+            "serve_requests", "Requests by route and status.", ["route", "status"], registry=into
+        )
+        self.seconds = prometheus.Histogram(
+            "serve_request_seconds", "From the first byte to the answer.", ["route"], registry=into
+        )
+        self.batches = prometheus.Histogram("serve_batch_photos", "Photos of a batch.", buckets=_BATCHES, registry=into)
+        self.in_flight = prometheus.Gauge("serve_in_flight", "Requests that are being answered.", registry=into)
+        info = prometheus.Info("serve_model", "The model.", registry=into)
+        info.info(
+            {"name": name, "version": model.version, "architecture": model.architecture, "variant": model.variant}
+        )
+
+
+class PhotoServer:
+    """The application around a model: `app` is what an ASGI server runs."""
+
+    def __init__(
+        self,
+        model: ExportedClassifier,
+        *,
+        name: str,
+        most: ServerLimits,
+        log: PredictionLog | None = None,
+        beside: Callable[[bytes, int], Prediction] | None = None,
+    ) -> None:
+        """Wrap a model.
+
+        Args:
+            model: the student.
+            name: as the protocol and the page call it.
+            most: the limits.
+            log: takes the predictions.
+            beside: says what another model, such as the teacher, thinks of a photo: its bytes and the number of labels.
+        """
+        self.model, self.name, self.most, self._log, self._beside = model, name, most, log, beside
+        self.is_ready = False
+        self.metrics = Metrics(model, name)
+        self._decoders = ThreadPoolExecutor(usable_cores(), thread_name_prefix="decode")
+        self._in_flight = 0
+
+    @cached_property
+    def app(self) -> FastAPI:
+        """The routes."""
+        app = FastAPI(title=f"{self.name} {self.model.version}", lifespan=self._lifespan, docs_url=None, redoc_url=None)
+        app.get("/", response_class=HTMLResponse)(self._page)
+        app.get("/metrics")(self._metrics)
+        app.get("/v2")(self._server_metadata)
+        app.get("/v2/health/live")(self._live)
+        app.get("/v2/health/ready")(self._ready)
+        app.post("/predict")(self._predict)
+        for path in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+            app.get(path)(self._model_metadata)
+            app.get(f"{path}/ready")(self._model_ready)
+            app.post(f"{path}/infer")(self._infer)
+        app.middleware("http")(self._observed)
+        app.exception_handler(RequestValidationError)(_refused_parameters)
+        return app
+
+    @asynccontextmanager
+    async def _lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
+        self._batcher = MicroBatcher(
+            self.model.probabilities,
+            most=self.most.batch_size,
+            wait_s=self.most.wait_ms / 1000,
+            observed=self.metrics.batches.observe,
+        )
+        batching = asyncio.create_task(self._batcher.run())
+        self.is_ready = True
+        try:
+            yield
+        finally:
+            batching.cancel()
+            with suppress(asyncio.CancelledError):
+                await batching
+
+    # What every request goes through
+
+    async def _observed(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        """Count and log a request, and turn a refusal into its answer."""
+        start = time.monotonic()
+        self.metrics.in_flight.inc()
+        request.state.note = ""
+        try:
+            response = await call_next(request)
+        finally:
+            self.metrics.in_flight.dec()
+        seconds = time.monotonic() - start
+        route = getattr(
+            request.scope.get("route"), "path", "none"
+        )  # not the path itself, of which there are endlessly many
+        self.metrics.requests.labels(route, str(response.status_code)).inc()
+        self.metrics.seconds.labels(route).observe(seconds)
+        response.headers["X-Model-Version"] = self.model.version
+        response.headers.update(_HEADERS)
+        if not route.startswith(("/metrics", "/v2/health")):
+            said = (
+                f"{request.method} {limits.cut(request.url.path, 100)} {response.status_code} {1000 * seconds:.1f} ms"
+            )
+            logger.info("%s", limits.printable_name(f"{said} {request.state.note} {self.model.version}"))
+        return response
+
+    async def _answered(self, request: Request, answer: Callable[[bytes], Awaitable[dict[str, Any]]]) -> Response:
+        """Read a body within the limits and answer it."""
+        if not self.is_ready or self._in_flight >= self.most.in_flight:
+            request.state.note = "too busy"
+            return _error(503, "the server is too busy; try again", {"Retry-After": "1", "Connection": "close"})
+        self._in_flight += 1
+        try:
+            async with asyncio.timeout(self.most.timeout_s):
+                return JSONResponse(await answer(await self._body(request)))
+        except RefusedError as refusal:
+            request.state.note = str(refusal)
+            close = {"Connection": "close"} if refusal.status == 413 else {}  # what is left of the body is not read
+            return _error(refusal.status, str(refusal), close)
+        except TimeoutError:
+            request.state.note = "too slow"
+            return _error(
+                503,
+                f"not answered within {self.most.timeout_s:g} s; try again",
+                {"Retry-After": "1", "Connection": "close"},
+            )
+        finally:
+            self._in_flight -= 1
+
+    async def _body(self, request: Request) -> bytes:
+        too_large = RefusedError(413, f"the body has more than {self.most.body_bytes:,} bytes; send a smaller photo")
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and int(length) > self.most.body_bytes:
+            raise too_large
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self.most.body_bytes:
+                raise too_large
+        return bytes(body)
+
+    async def _square(self, content: bytes) -> npt.NDArray[np.uint8]:
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._decoders, self.model.read, content)
+        except BadImageError as error:
+            raise RefusedError(400, f"not a photo that can be used: {error}") from error
+        except MemoryError as error:
+            raise RefusedError(413, "the photo needs more memory than there is; send a smaller one") from error
+
+    # A photo
+
+    async def _predict(self, request: Request, top: int = 5) -> Response:
+        """Classify the photo that is the body: an image file as it is."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if not (kind.startswith("image/") or kind in {"", "application/octet-stream"}):
+            return _error(
+                415,
+                f"content type {kind[:100]!r}: send the image file itself as the body, as image/* or application/octet-stream",
+            )
+        if not 1 <= top <= len(self.model.labels):
+            return _error(400, f"top must be from 1 to {len(self.model.labels)}, got {top}")
+
+        async def answer(body: bytes) -> dict[str, Any]:
+            square = await self._square(body)
+            row = await self._batcher.submit(square)
+            (said,) = self.model.predictions(row[None].astype(np.float64), top=top)
+            if self._log is not None:
+                self._log.add(said, self.model.version)
+            request.state.note = (
+                f"{len(body):,} bytes {next(iter(said.labels))!r} {next(iter(said.labels.values())):.3f}"
+            )
+            content = {"model": self.name, "version": self.model.version, **_shown(said)}
+            if self._beside is not None:
+                loop = asyncio.get_running_loop()
+                content["beside"] = _shown(await loop.run_in_executor(self._decoders, self._beside, body, top))
+            return content
+
+        return await self._answered(request, answer)
+
+    # The protocol
+
+    async def _infer(self, request: Request, name: str, version: str = "") -> Response:
+        """Classify photos, or squares of them, as version 2 of the protocol has it."""
+        if (refusal := self._unknown(name, version)) is not None:
+            return refusal
+
+        async def answer(body: bytes) -> dict[str, Any]:
+            asked = _parsed(body)
+            squares = await self._asked_squares(asked)
+            rows = np.stack(await asyncio.gather(*map(self._batcher.submit, squares))).astype(np.float64)
+            said = self.model.predictions(rows, top=1)
+            for one in said if self._log is not None else ():
+                self._log.add(one, self.model.version) if self._log else None
+            request.state.note = f"{len(rows)} photos"
+            outputs = [
+                {"name": "probabilities", "datatype": "FP64", "shape": list(rows.shape), "data": rows.ravel().tolist()},
+                {
+                    "name": "label",
+                    "datatype": "BYTES",
+                    "shape": [len(rows)],
+                    "data": [next(iter(one.labels)) for one in said],
+                },
+            ]
+            identity = {"id": asked["id"]} if isinstance(asked.get("id"), str) else {}
+            return {"model_name": self.name, "model_version": self.model.version, **identity, "outputs": outputs}
+
+        return await self._answered(request, answer)
+
+    async def _asked_squares(self, asked: Mapping[str, Any]) -> Sequence[npt.NDArray[np.uint8]]:
+        """Take the squares of a request, or make them of its photos."""
+        inputs = asked.get("inputs")
+        if not isinstance(inputs, list) or len(inputs) != 1 or not isinstance(inputs[0], dict):
+            raise RefusedError(400, "inputs: give one tensor, `images` or `photo`")
+        tensor, size, most = inputs[0], self.model.square.size, self.most.batch_size
+        kind, data, shape = (tensor.get(key) for key in ("datatype", "data", "shape"))
+        expected = {"images": "UINT8", "photo": "BYTES"}.get(str(tensor.get("name")))
+        if expected is None or kind != expected:
+            raise RefusedError(400, "inputs: the tensor must be `images` of UINT8, or `photo` of BYTES")
+        if not isinstance(data, list) or not isinstance(shape, list) or not all(type(one) is int for one in shape):
+            raise RefusedError(400, "inputs: data and shape must be lists")
+        if not shape or not 1 <= shape[0] <= most:
+            raise RefusedError(400, f"inputs: give from 1 to {most} photos in a request")
+        if kind == "BYTES":
+            if shape != [len(data)] or not all(isinstance(one, str) for one in data):
+                raise RefusedError(
+                    400, "inputs: photo must be texts, each an image file in base64, and shape their number"
+                )
+            try:
+                contents = [base64.b64decode(one, validate=True) for one in data]
+            except (binascii.Error, ValueError) as error:
+                raise RefusedError(400, f"inputs: a photo is not base64 ({error})") from error
+            return await asyncio.gather(*map(self._square, contents))
+        if shape[1:] != [size, size, 3]:
+            raise RefusedError(400, f"inputs: images must have the shape [B, {size}, {size}, 3], got {shape[:8]}")
+        try:
+            pixels = np.array(data)
+            if pixels.dtype.kind not in "iu" or pixels.size != np.prod(shape) or pixels.min() < 0 or pixels.max() > 255:
+                raise ValueError("they are not whole numbers from 0 to 255 of that shape")
+        except ValueError as error:
+            raise RefusedError(400, f"inputs: the data of images cannot be used: {error}") from error
+        return list(pixels.astype(np.uint8).reshape(shape))
+
+    def _unknown(self, name: str, version: str) -> Response | None:
+        if name == self.name and version in ("", self.model.version):
+            return None
+        served = f"this server has {self.name}, version {self.model.version}"
+        return _error(
+            404,
+            limits.printable_name(
+                f"no model {name[:100]!r}{f' of version {version[:100]!r}' if version else ''}; {served}"
+            ),
+        )
+
+    async def _model_metadata(self, name: str, version: str = "") -> Response:
+        size, classes = self.model.square.size, len(self.model.labels)
+        content = {
+            "name": self.name,
+            "versions": [self.model.version],
+            "platform": "onnxruntime_onnx",
+            "inputs": [
+                {"name": "images", "datatype": "UINT8", "shape": [-1, size, size, 3]},
+                {"name": "photo", "datatype": "BYTES", "shape": [-1]},
+            ],
+            "outputs": [
+                {"name": "probabilities", "datatype": "FP64", "shape": [-1, classes]},
+                {"name": "label", "datatype": "BYTES", "shape": [-1]},
+            ],
+        }
+        return self._unknown(name, version) or JSONResponse(content)
+
+    async def _model_ready(self, name: str, version: str = "") -> Response:
+        ready = JSONResponse({"name": self.name, "ready": self.is_ready}, 200 if self.is_ready else 503)
+        return self._unknown(name, version) or ready
+
+    async def _server_metadata(self) -> Response:
+        return JSONResponse({"name": self.name, "version": self.model.version, "extensions": []})
+
+    async def _live(self) -> Response:
+        return JSONResponse({"live": True})
+
+    async def _ready(self) -> Response:
+        return JSONResponse({"ready": self.is_ready}, 200 if self.is_ready else 503)
+
+    async def _metrics(self) -> Response:
+        return Response(prometheus.generate_latest(self.metrics.registry), media_type=prometheus.CONTENT_TYPE_LATEST)
+
+    async def _page(self) -> str:
+        return PAGE.read_text(encoding="utf-8")
+
+
+def _parsed(body: bytes) -> Mapping[str, Any]:
+    try:
+        asked = limits.parse_json(body)
+    except ValueError as error:
+        raise RefusedError(400, f"the body is not JSON: {limits.cut(str(error), 200)}") from error
+    if not isinstance(asked, dict):
+        raise RefusedError(400, "the body must be a JSON object")
+    return asked
+
+
+def _shown(said: Prediction) -> dict[str, Any]:
+    labels = [{"label": label, "probability": probability} for label, probability in said.labels.items()]
+    known = {key: value for key, value in asdict(said).items() if key != "labels" and said.confidence is not None}
+    return {"labels": labels, **known}
+
+
+def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse({"error": message}, status, headers=dict(headers or {}))
+
+
+async def _refused_parameters(_request: Request, error: RequestValidationError) -> Response:
+    first = error.errors()[0]
+    return _error(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+
+
+class _Uvicorn(uvicorn.Server):
+    """Uvicorn, which stays alive without being ready for a while once it is asked to end."""
+
+    def __init__(self, settings: uvicorn.Config, server: PhotoServer) -> None:
+        super().__init__(settings)
+        self._photos = server
+        self._asked = False
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """End after the drain; at once where asked again."""
+        self._photos.is_ready = False
+        if self._asked or not self._photos.most.drain_s:
+            super().handle_exit(sig, frame)
+            return
+        self._asked = True
+        logger.info(
+            "asked to end by %s: not ready from now on, ends in %g s",
+            signal.Signals(sig).name,
+            self._photos.most.drain_s,
+        )
+        asyncio.get_running_loop().call_later(self._photos.most.drain_s, super().handle_exit, sig, frame)
+
+
+def serve(server: PhotoServer, *, host: str, port: int) -> None:
+    """Answer requests until asked to end by SIGINT or SIGTERM; those in flight are answered first.
+
+    Raises:
+        SettingsError: the address cannot be used.
+    """
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except (OSError, OverflowError) as error:
+        raise SettingsError(f"--host {host} --port {port}: cannot be used ({error}); give another one") from error
+    settings = uvicorn.Config(
+        server.app,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=int(server.most.timeout_s) + 1,
+        timeout_keep_alive=5,
+    )
+    address = f"http://{host}:{listening.getsockname()[1]}"
+    logger.info(
+        "%s serves %s, version %s (%s, %s)",
+        address,
+        server.name,
+        server.model.version,
+        server.model.architecture,
+        server.model.variant,
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    with suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it has ended
+        _Uvicorn(settings, server).run(sockets=[listening])
