@@ -1,29 +1,14 @@
 """`vit-distill predict FOLDER --output DIR`: what the files hold, how a stopped one goes on, and what is refused."""
 
-import shutil
-
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from trainer import artifacts, batch_prediction, cli, load_model, storage
+from trainer import batch_prediction, cli, load_model, storage
 from trainer.errors import EXIT_CODE, SettingsError
 
 SIZES = [(16, 16), (40, 25), (25, 40), (16, 17), (90, 90)]
-
-
-@pytest.fixture(scope="module")
-def run(trained_digits, tagged_dataset, tmp_path_factory):
-    """A run's directory: a trained student that passed, and a data set with tags."""
-    folder = tmp_path_factory.mktemp("runs") / "run"
-    shutil.copytree(trained_digits.student, folder / "student")
-    shutil.copytree(tagged_dataset, folder / "dataset")
-    parents = {"student": artifacts.manifest(folder / "student", "model").fingerprint}
-    with artifacts.create(folder / "evaluation", "evaluation", settings={}, parents=parents) as draft:
-        answers = {"risk": 0.1, "threshold": 0.5}
-        draft.figures.update({"student": {"test": {"answers": answers}}, "verdict": {"passed": True, "reasons": []}})
-    return folder
 
 
 @pytest.fixture
@@ -44,9 +29,9 @@ def rows(output):
     return [row for file in sorted(output.glob("part-*.parquet")) for row in pq.read_table(file).to_pylist()]
 
 
-def test_each_photo_gets_what_predict_says_of_it_alone(run, folder, tmp_path, capsys):
+def test_each_photo_gets_what_predict_says_of_it_alone(judged_run, folder, tmp_path, capsys):
     output = tmp_path / "out"
-    assert cli.main(["predict", str(folder), "--model", str(run), "--output", str(output), "--top", "3"]) == 0
+    assert cli.main(["predict", str(folder), "--model", str(judged_run), "--output", str(output), "--top", "3"]) == 0
     assert capsys.readouterr().out == f"6 photos, 1 of them unreadable: {output}\n"
     found = rows(output)
     assert [row["photo"] for row in found] == ["a/0.png", "a/1.png", "b/2 broken.jpg", "b/2.png", "b/3.png", "b/4.png"]
@@ -54,7 +39,7 @@ def test_each_photo_gets_what_predict_says_of_it_alone(run, folder, tmp_path, ca
     assert broken.pop("error") == "no image that can be read"
     assert broken.pop("photo")
     assert set(broken.values()) == {None}
-    model = load_model(run)
+    model = load_model(judged_run)
     for row in found:
         (alone,) = model.predictions([str(folder / row["photo"])], top=3)
         assert row["labels"] == list(alone.labels)
@@ -66,13 +51,13 @@ def test_each_photo_gets_what_predict_says_of_it_alone(run, folder, tmp_path, ca
         assert row["error"] is None
 
 
-def test_a_model_without_tags_says_nothing_of_them(run, folder, tmp_path):
-    batch_prediction.predict_folder(load_model(run / "student"), str(folder), str(tmp_path / "out"))
+def test_a_model_without_tags_says_nothing_of_them(judged_run, folder, tmp_path):
+    batch_prediction.predict_folder(load_model(judged_run / "student"), str(folder), str(tmp_path / "out"))
     assert list(rows(tmp_path / "out")[0]) == ["photo", "label", "probability", "labels", "probabilities", "error"]
 
 
-def test_a_stopped_prediction_goes_on_with_the_files_that_are_missing(run, folder, tmp_path):
-    model, output = load_model(run), tmp_path / "out"
+def test_a_stopped_prediction_goes_on_with_the_files_that_are_missing(judged_run, folder, tmp_path):
+    model, output = load_model(judged_run), tmp_path / "out"
     made = batch_prediction.predict_folder(model, str(folder), str(output), photos_per_file=2)
     whole = rows(output)
     first, second, third = (output / name for name in made["files"])
@@ -87,29 +72,29 @@ def test_a_stopped_prediction_goes_on_with_the_files_that_are_missing(run, folde
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
 
 
-def test_a_bucket_is_read_and_written(run, folder, tmp_path, object_store):
+def test_a_bucket_is_read_and_written(judged_run, folder, tmp_path, object_store):
     for file in folder.rglob("*.*"):
         storage.write_bytes(f"s3://artifacts/photos/{file.relative_to(folder)}", file.read_bytes())
-    batch_prediction.predict_folder(load_model(run), str(folder), str(tmp_path / "out"))
-    made = batch_prediction.predict_folder(load_model(run), "s3://artifacts/photos", "s3://artifacts/out")
+    batch_prediction.predict_folder(load_model(judged_run), str(folder), str(tmp_path / "out"))
+    made = batch_prediction.predict_folder(load_model(judged_run), "s3://artifacts/photos", "s3://artifacts/out")
     (name,) = made["files"]
     (tmp_path / "fetched").mkdir()
     (tmp_path / "fetched" / name).write_bytes(storage.read_bytes(f"s3://artifacts/out/{name}"))
     assert rows(tmp_path / "fetched") == rows(tmp_path / "out")
 
 
-def test_an_output_of_other_photos_or_another_model_is_refused(run, trained_digits, folder, tmp_path):
+def test_an_output_of_other_photos_or_another_model_is_refused(judged_run, trained_digits, folder, tmp_path):
     output = str(tmp_path / "out")
-    batch_prediction.predict_folder(load_model(run), str(folder), output)
-    for model, top in ((load_model(run), 4), (load_model(trained_digits.teacher), 5)):
+    batch_prediction.predict_folder(load_model(judged_run), str(folder), output)
+    for model, top in ((load_model(judged_run), 4), (load_model(trained_digits.teacher), 5)):
         with pytest.raises(SettingsError, match=r"holds part-00000-.* of another model, .*; give an empty folder"):
             batch_prediction.predict_folder(model, str(folder), output, top=top)
     (folder / "a" / "0.png").unlink()
     with pytest.raises(SettingsError, match="of other photos"):
-        batch_prediction.predict_folder(load_model(run), str(folder), output)
+        batch_prediction.predict_folder(load_model(judged_run), str(folder), output)
 
 
-def test_what_cannot_be_predicted_is_one_message(run, folder, tmp_path, capsys):
+def test_what_cannot_be_predicted_is_one_message(judged_run, folder, tmp_path, capsys):
     empty = tmp_path / "empty"
     empty.mkdir()
     output = str(tmp_path / "out")
@@ -120,7 +105,7 @@ def test_what_cannot_be_predicted_is_one_message(run, folder, tmp_path, capsys):
         ([str(folder), "--output", output, "--json"], "and no --json"),
         ([str(folder), "--output", str(folder / "notes.txt" / "x")], "notes.txt"),
     ):
-        assert cli.main(["predict", *arguments, "--model", str(run)]) == EXIT_CODE
+        assert cli.main(["predict", *arguments, "--model", str(judged_run)]) == EXIT_CODE
         printed = capsys.readouterr()
         assert message in printed.err
         assert printed.err.count("\n") == 1

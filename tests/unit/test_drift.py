@@ -14,60 +14,49 @@ from scipy import stats
 
 from tests.trained_digits import IMAGES, pixels, png
 from trainer import batch_prediction, cli, drift, load_model
-from trainer.config import EvaluateSettings
 from trainer.errors import EXIT_CODE
-from trainer.stages import evaluate
 
 
-@pytest.fixture(scope="module")
-def run(trained_digits, tmp_path_factory):
-    """The directory of a run whose student was measured on 300 digits."""
-    folder = tmp_path_factory.mktemp("runs") / "run"
-    shutil.copytree(trained_digits.student, folder / "student")
-    settings = EvaluateSettings(latency_batch_sizes=[1], latency_runs=10)
-    inputs = {"dataset": trained_digits.dataset, "teacher": trained_digits.teacher, "student": folder / "student"}
-    evaluate.run(settings, **inputs, evaluation=folder / "evaluation")
-    return folder
-
-
-def predicted(run, folder: Path, images) -> str:
+def predicted(judged_run, folder: Path, images) -> str:
     """Predict images as `predict --output` does; returns where the predictions are."""
     photos, output = folder / "photos", folder / "predictions"
     photos.mkdir(parents=True)
     for index, image in enumerate(images):
         (photos / f"{index:04}.png").write_bytes(image)
-    batch_prediction.predict_folder(load_model(run / "student"), str(photos), str(output))
+    batch_prediction.predict_folder(load_model(judged_run / "student"), str(photos), str(output))
     return str(output)
 
 
 @pytest.fixture(scope="module")
-def like(run, tmp_path_factory):
+def like(judged_run, tmp_path_factory):
     """Predictions of 240 other digits, and of a file that is no photo."""
     images = [png(image) for image in pixels(range(1500, 1740))]
-    return predicted(run, tmp_path_factory.mktemp("like"), [*images, b"no image"])
+    return predicted(judged_run, tmp_path_factory.mktemp("like"), [*images, b"no image"])
 
 
-def test_photos_like_the_test_photos_have_not_drifted(run, like, capsys):
-    assert cli.main(["drift", str(run), like]) == 0
+def test_photos_like_the_test_photos_have_not_drifted(judged_run, like, capsys):
+    assert cli.main(["drift", str(judged_run), like]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "240 photos against 300 test photos"
     assert printed[-1] == "no drift"
-    assert drift.compare(str(run), like, limit=0.1).unreadable == 1
+    assert drift.compare(str(judged_run), like, limit=0.1).unreadable == 1
 
 
-def test_other_classes_and_other_pictures_have_drifted(run, trained_digits, tmp_path, capsys):
+def test_other_classes_and_other_pictures_have_drifted(judged_run, trained_digits, tmp_path, capsys):
     test = IMAGES["test"]
     few = [png(image) for image, label in zip(pixels(test), trained_digits.labels, strict=True) if label < 3]
     page = tmp_path / "page.html"
-    assert cli.main(["drift", str(run), predicted(run, tmp_path / "few", few), "--output", str(page)]) == 0
+    assert (
+        cli.main(["drift", str(judged_run), predicted(judged_run, tmp_path / "few", few), "--output", str(page)]) == 0
+    )
     printed = capsys.readouterr().out
     assert "drifted: predicted classes differ by " in printed
     assert "which chance gives less than once in 10,000" in printed
     assert "Drifted: predicted classes differ by" in page.read_text()
     noise = np.random.default_rng(0).integers(0, 256, (200, 16, 16), dtype=np.uint8)
-    found = drift.compare(str(run), predicted(run, tmp_path / "noise", map(grey, noise)), limit=0.1)
+    found = drift.compare(str(judged_run), predicted(judged_run, tmp_path / "noise", map(grey, noise)), limit=0.1)
     assert any(reason.startswith("confidences differ by") for reason in found.reasons)
-    allowed = drift.compare(str(run), str(tmp_path / "noise" / "predictions"), limit=1.0)
+    allowed = drift.compare(str(judged_run), str(tmp_path / "noise" / "predictions"), limit=1.0)
     assert not allowed.reasons, "a distance below the limit is none"
 
 
@@ -89,18 +78,18 @@ def test_chance_is_that_of_an_exact_test_and_of_samples_without_a_difference():
     assert stats.kstest(chances, "uniform").pvalue > 0.01, "without a difference every p-value is as likely"
 
 
-def test_a_log_of_predictions_is_read_like_the_files(run, like, tmp_path):
+def test_a_log_of_predictions_is_read_like_the_files(judged_run, like, tmp_path):
     (file,) = Path(like).glob("*.parquet")
     rows = pq.read_table(file, columns=["label", "probability"]).to_pylist()
     log = tmp_path / "predictions.jsonl"
     log.write_text("".join(f"{json.dumps(row | {'time': 'now'})}\n" for row in rows))
-    of_log, of_files = (drift.compare(str(run), place, limit=0.1) for place in (str(log), like))
+    of_log, of_files = (drift.compare(str(judged_run), place, limit=0.1) for place in (str(log), like))
     assert (of_log.labels.now == of_files.labels.now).all()
     assert (of_log.confidence.now == of_files.confidence.now).all()
     assert of_log.labels.chance == of_files.labels.chance
 
 
-def test_what_cannot_be_compared_is_one_message(run, like, tmp_path, capsys):
+def test_what_cannot_be_compared_is_one_message(judged_run, like, tmp_path, capsys):
     def table(name, **columns):
         pq.write_table(pa.table(columns), tmp_path / name)
         return str(tmp_path / name)
@@ -109,21 +98,24 @@ def test_what_cannot_be_compared_is_one_message(run, like, tmp_path, capsys):
     (tmp_path / "broken.jsonl").write_text("{")
     (tmp_path / "empty").mkdir()
     unjudged = tmp_path / "unjudged"
-    shutil.copytree(run / "student", unjudged / "student")
+    shutil.copytree(judged_run / "student", unjudged / "student")
     for arguments, message in (
-        ([run, tmp_path / "few.jsonl"], "holds 1 predictions, too few to compare; give at least 50"),
-        ([run, tmp_path / "empty"], "holds 0 predictions"),
-        ([run, tmp_path / "broken.jsonl"], "broken.jsonl: holds no predictions ("),
-        ([run, tmp_path / "none.parquet"], "none.parquet"),
-        ([run, table("cats.parquet", label=["cat"], probability=[0.5])], "predicts 'cat', which is no class of "),
+        ([judged_run, tmp_path / "few.jsonl"], "holds 1 predictions, too few to compare; give at least 50"),
+        ([judged_run, tmp_path / "empty"], "holds 0 predictions"),
+        ([judged_run, tmp_path / "broken.jsonl"], "broken.jsonl: holds no predictions ("),
+        ([judged_run, tmp_path / "none.parquet"], "none.parquet"),
         (
-            [run, table("two.parquet", label=["1"], probability=[2.0])],
+            [judged_run, table("cats.parquet", label=["cat"], probability=[0.5])],
+            "predicts 'cat', which is no class of ",
+        ),
+        (
+            [judged_run, table("two.parquet", label=["1"], probability=[2.0])],
             "has the probability 2.0, which is not from 0 to 1",
         ),
-        ([run, table("other.parquet", labels=["1"])], "other.parquet: holds no predictions ("),
+        ([judged_run, table("other.parquet", labels=["1"])], "other.parquet: holds no predictions ("),
         ([unjudged, like], "its student was not judged"),
         ([tmp_path / "nothing", like], "no student at "),
-        ([run, like, "--output", tmp_path], "is a directory; give the name of a file"),
+        ([judged_run, like, "--output", tmp_path], "is a directory; give the name of a file"),
     ):
         assert cli.main(["drift", *map(str, arguments)]) == EXIT_CODE
         printed = capsys.readouterr().err
@@ -131,5 +123,5 @@ def test_what_cannot_be_compared_is_one_message(run, like, tmp_path, capsys):
         assert printed.count("\n") == 1
     for limit in ("0", "1.5", "much"):
         with pytest.raises(SystemExit):
-            cli.main(["drift", str(run), like, "--limit", limit])
+            cli.main(["drift", str(judged_run), like, "--limit", limit])
         assert "--limit" in capsys.readouterr().err

@@ -184,6 +184,9 @@ class PhotoServer:
         request.state.note = ""
         try:
             response = await call_next(request)
+        except Exception:  # a bug, or a broken graph; the server goes on
+            logger.exception("%s %s failed", request.method, limits.printable_name(request.url.path[:100]))
+            response = _error(500, "the server failed; its log says why")
         finally:
             self.metrics.in_flight.dec()
         seconds = time.monotonic() - start
@@ -203,7 +206,7 @@ class PhotoServer:
 
     async def _answered(self, request: Request, answer: Callable[[bytes], Awaitable[dict[str, Any]]]) -> Response:
         """Read a body within the limits and answer it."""
-        if not self.is_ready or self._in_flight >= self.most.in_flight:
+        if self._in_flight >= self.most.in_flight:
             request.state.note = "too busy"
             return _error(503, "the server is too busy; try again", {"Retry-After": "1", "Connection": "close"})
         self._in_flight += 1
@@ -440,28 +443,23 @@ def serve(server: PhotoServer, *, host: str, port: int) -> None:
     Raises:
         SettingsError: the address cannot be used.
     """
-    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-    except (OSError, OverflowError) as error:
-        raise SettingsError(f"--host {host} --port {port}: cannot be used ({error}); give another one") from error
-    settings = uvicorn.Config(
-        server.app,
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=int(server.most.timeout_s) + 1,
-        timeout_keep_alive=5,
-    )
-    address = f"http://{host}:{listening.getsockname()[1]}"
-    logger.info(
-        "%s serves %s, version %s (%s, %s)",
-        address,
-        server.name,
-        server.model.version,
-        server.model.architecture,
-        server.model.variant,
-    )
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    with suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it has ended
-        _Uvicorn(settings, server).run(sockets=[listening])
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise SettingsError(f"--host {host} --port {port}: cannot be used ({error}); give another one") from error
+        settings = uvicorn.Config(
+            server.app,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=int(server.most.timeout_s) + 1,
+            timeout_keep_alive=5,
+        )
+        model, address = server.model, f"http://{host}:{listening.getsockname()[1]}"
+        logger.info(
+            "%s serves %s, version %s (%s, %s)", address, server.name, model.version, model.architecture, model.variant
+        )
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        with suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it has ended
+            _Uvicorn(settings, server).run(sockets=[listening])

@@ -31,15 +31,15 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
-def made(run, tmp_path_factory):
-    return exporting.export(str(run), tmp_path_factory.mktemp("exported") / "served")
+def made(judged_run, tmp_path_factory):
+    return exporting.export(str(judged_run), tmp_path_factory.mktemp("exported") / "served")
 
 
-def test_every_variant_is_measured_and_the_fastest_that_passes_is_kept(made, run):
+def test_every_variant_is_measured_and_the_fastest_that_passes_is_kept(made, judged_run):
     itself, *variants = made.candidates
     assert itself.name == "torch"
     assert {one.name for one in variants} == {"fp32", "int8", "int8-mixed"}
-    evaluated = artifacts.manifest(run / "evaluation", "evaluation").figures["student"]
+    evaluated = artifacts.manifest(judged_run / "evaluation", "evaluation").figures["student"]
     assert itself.top1 == evaluated["test"]["top1"] > 0.6
     for one in variants:
         assert [timed.batch_size for timed in one.latencies] == [1, 4]
@@ -60,22 +60,22 @@ def test_every_variant_is_measured_and_the_fastest_that_passes_is_kept(made, run
     assert (made.directory / "model.onnx").stat().st_size == size
 
 
-def test_the_card_is_the_contract(made, run):
+def test_the_card_is_the_contract(made, judged_run):
     card = json.loads((made.directory / "card.json").read_text())
-    student = models.load(run / "student").card
+    student = models.load(judged_run / "student").card
     assert card["labels"] == list(student.labels)
     assert card["square"] == {"fit": "crop", "size": 16, "interpolation": "bicubic", "max_pixels": 100_000}
     assert card["input"]["shape"] == ["batch", 16, 16, 3]
     assert card["output"]["shape"] == ["batch", 10]
     assert card["inside"]["mean"] == list(student.mean)
     assert card["fingerprints"] == {
-        name: artifacts.manifest(run / name, kind).fingerprint
+        name: artifacts.manifest(judged_run / name, kind).fingerprint
         for name, kind in (("dataset", "dataset"), ("student", "model"), ("evaluation", "evaluation"))
     }
     assert artifacts.read(made.directory, "export").parents == card["fingerprints"]
     assert card["measured"]["name"] == card["variant"] == made.chosen
     tags = ClassTags.of(json.loads((made.directory / card["tags"]).read_text()))
-    answers = artifacts.manifest(run / "evaluation", "evaluation").figures["student"]["test"]["answers"]
+    answers = artifacts.manifest(judged_run / "evaluation", "evaluation").figures["student"]["test"]["answers"]
     assert (tags.risk, tags.threshold) == (answers["risk"], answers["threshold"])
 
 
@@ -108,7 +108,7 @@ SERVE = """
 
 
 @pytest.mark.slow
-def test_photos_of_every_kind_get_the_measured_logits_without_torch(run, trained_digits, tmp_path):
+def test_photos_of_every_kind_get_the_measured_logits_without_torch(judged_run, trained_digits, tmp_path):
     write_photos(tmp_path / "photos")
     known = measure(trained_digits.student, tmp_path / "photos", tmp_path, image_size=64)
     assert {file.name.partition("-")[0] for file in known.files} == {kind.__name__.strip("_") for kind in KINDS}
@@ -147,8 +147,8 @@ def test_the_lines_of_the_page_serve_a_photo(made, trained_digits, tmp_path):
     assert process.stdout == f"{expected.argmax()}\n"
 
 
-def test_the_command_prints_the_table(run, tmp_path, capsys):
-    assert cli.main(["export", str(run), "--output", str(tmp_path / "served"), "--no-int8"]) == 0
+def test_the_command_prints_the_table(judged_run, tmp_path, capsys):
+    assert cli.main(["export", str(judged_run), "--output", str(tmp_path / "served"), "--no-int8"]) == 0
     heading, itself, variant, *_, last = capsys.readouterr().out.splitlines()
     assert "p50, p95 ms at 1" in heading
     assert itself.startswith("torch")
@@ -170,22 +170,22 @@ def test_what_passes_no_gate_is_exported_only_by_force(finished, tmp_path, capsy
     assert OnnxStudent(place / "model.onnx").logits(np.zeros((3, 16, 16, 3), np.uint8)).shape == (3, 10)
 
 
-def test_what_cannot_be_exported_is_refused_before_anything_is_loaded(run, tmp_path, monkeypatch):
+def test_what_cannot_be_exported_is_refused_before_anything_is_loaded(judged_run, tmp_path, monkeypatch):
     with pytest.raises(ArtifactError, match="none: no student at"):
         exporting.export(str(tmp_path / "none"), tmp_path / "served")
     unjudged = tmp_path / "unjudged"
     unjudged.mkdir()
-    (unjudged / "student").symlink_to(run / "student")
+    (unjudged / "student").symlink_to(judged_run / "student")
     with pytest.raises(ModelError, match="unjudged: its student was not evaluated"):
         exporting.export(str(unjudged), tmp_path / "served")
-    for place in (run / "student", run):
+    for place in (judged_run / "student", judged_run):
         before = sorted(place.rglob("*"))
         with pytest.raises(
             SettingsError, match=f"output {place}: holds something already; give a new or empty directory"
         ):
-            exporting.export(str(run), place)
+            exporting.export(str(judged_run), place)
         assert sorted(place.rglob("*")) == before
     monkeypatch.setattr(exporting, "PACKAGES", ("onnx", "no_such_package"))
     with pytest.raises(SettingsError, match=r"needs the package no_such_package; pip install '.*\[export\]'"):
-        exporting.export(str(run), tmp_path / "served")
+        exporting.export(str(judged_run), tmp_path / "served")
     assert not (tmp_path / "served").exists()
