@@ -76,6 +76,8 @@ bench: $(READY)  ## print the tables of tests/benchmarks, for an idle machine [P
 	@$(VENV)/python tests/benchmarks/bench_forecast.py
 	@$(VENV)/python tests/benchmarks/bench_tune.py --small
 	@$(VENV)/python tests/benchmarks/bench_kernels.py
+	@$(VENV)/python -m trainer run digits --output runs/bench-serving && \
+		$(VENV)/python tests/benchmarks/bench_serving.py runs/bench-serving --force
 	@$(VENV)/python tests/benchmarks/bench_curation.py $(if $(PHOTOS),--photos "$(PHOTOS)")
 	@$(VENV)/python tests/benchmarks/bench_data.py $(if $(PHOTOS),--photos "$(PHOTOS)")
 	@$(VENV)/python tests/benchmarks/bench_distillation.py $(if $(PHOTOS),--photos "$(PHOTOS)")

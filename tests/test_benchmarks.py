@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import json
+import re
 import subprocess
 import sys
 
@@ -89,6 +90,29 @@ def test_curation(bench):
     table = bench("bench_curation", "--per-class", "5", "--size", "64", "--looks", "1000", "--steps", "1")
     assert "complete: True" in table
     assert "10 % brighter                 100.0% found" in table
+
+
+@pytest.mark.slow
+def test_serving(bench, tmp_path):
+    """A run that is registered in a store of its own, served by processes of their own."""
+    given = ["--set", *RECIPE, "evaluate.gate.max_accuracy_drop=1"]
+    assert cli.main(["run", "digits", *given, "--output", str(tmp_path / "runs" / "one"), "--processes", "1"]) == 0
+    table = bench(
+        "bench_serving",
+        str(tmp_path / "runs" / "one"),
+        "--force",
+        "--clients",
+        "2",
+        "--seconds",
+        "0.5",
+        "--overload",
+        "1",
+        "--edge",
+        "64",
+    )
+    assert "MLflow        2" in table
+    assert re.search(r"requests a second for 1 s: [\d,]+ of 200", table)
+    assert "MiB at the end" in table
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
 """Requests that come at the same time are answered by one batch.
 
-A batch is as large as what waits when the last one is done. Only where nothing was computed, the first request waits for others, and never
-longer than a limit: so a quiet server answers at once, and a busy one fills its batches by itself.
+A batch is as large as what waits when the last one is done. Only where nothing was computed, the first request waits for others that are
+on their way, and never longer than a limit: so a quiet server answers at once, and a busy one fills its batches by itself.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class MicroBatcher:
         *,
         most: int,
         wait_s: float,
+        coming: Callable[[], int],
         observed: Callable[[int], object] = lambda _size: None,
     ) -> None:
         """Take the function, which maps rows [B, ...] to rows [B, ...].
@@ -35,9 +36,11 @@ class MicroBatcher:
             compute: called with one batch at a time.
             most: rows of a batch, at most.
             wait_s: how long the first row of a batch waits for others, at most.
+            coming: how many rows are on their way or here; nothing is waited for where a batch has as many.
             observed: gets the size of each batch.
         """
-        self._compute, self._most, self._wait_s, self._observed = compute, most, wait_s, observed
+        self._compute, self._most, self._wait_s = compute, most, wait_s
+        self._coming, self._observed = coming, observed
         self._queue: asyncio.Queue[tuple[Square, asyncio.Future[Row]]] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch")
 
@@ -68,7 +71,7 @@ class MicroBatcher:
                     answer.set_result(row)
 
     async def _next(self) -> list[tuple[Square, asyncio.Future[Row]]]:
-        """Wait for a first row, and then for others, which are not waited for where enough are there."""
+        """Wait for a first row, and then for others."""
         loop = asyncio.get_running_loop()
         was_idle = self._queue.empty()
         batch = [await self._queue.get()]
@@ -78,7 +81,7 @@ class MicroBatcher:
                 batch.append(self._queue.get_nowait())
                 continue
             left = end - loop.time()
-            if left <= 0:
+            if left <= 0 or self._coming() <= len(batch):
                 break
             try:
                 batch.append(await asyncio.wait_for(self._queue.get(), left))

@@ -19,7 +19,9 @@ def answers(work, compute=doubled, **arguments):
     sizes = []
 
     async def both():
-        batcher = MicroBatcher(compute, **{"most": 4, "wait_s": 0.05, "observed": sizes.append, **arguments})
+        batcher = MicroBatcher(
+            compute, **{"most": 4, "wait_s": 0.05, "coming": lambda: 4, "observed": sizes.append, **arguments}
+        )
         running = asyncio.create_task(batcher.run())
         await asyncio.sleep(0)  # it is idle now
         try:
@@ -54,6 +56,7 @@ def test_one_alone_waits_for_others_only_so_long():
     assert 0.19 < waited < 2
     assert sizes == [1]
     assert answers(alone, wait_s=0.0)[0] < 0.15
+    assert answers(alone, wait_s=0.2, coming=lambda: 1)[0] < 0.15, "no other one is on its way"
 
 
 def test_what_comes_while_a_batch_is_computed_is_the_next_one_without_waiting():
