@@ -146,6 +146,7 @@ COME_WITH = {
     "pydantic-core": "pydantic",
     "requests": "mlflow",
     "sqlalchemy": "mlflow",
+    "starlette": "fastapi",
     "urllib3": "kubernetes",
 }
 """Imported for their exceptions, or as a part -> what brings them."""
@@ -165,8 +166,9 @@ def imports(package):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_what_is_imported_is_declared(package):
-    extra = PROJECT["optional-dependencies"]["export" if package == "trainer" else "kubeflow"]
-    declared = {re.match(r"[\w-]+", text)[0].lower() for text in PROJECT["dependencies"] + extra}
+    extras = ("export", "serve") if package == "trainer" else ("kubeflow",)
+    given = [text for extra in extras for text in PROJECT["optional-dependencies"][extra]]
+    declared = {re.match(r"[\w-]+", text)[0].lower() for text in PROJECT["dependencies"] + given}
     providers = importlib.metadata.packages_distributions()
     normal = {top: {name.lower().replace("_", "-") for name in providers.get(top, [top])} for top in imports(package)}
     assert len(normal) > 3

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import logging
 import os
-import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer import __version__, commands, config, errors, launch, limits, stages, tracking
+from trainer import __version__, commands, config, errors, launch, limits, result_commands, stages
 from trainer.commands import Subparsers
-from trainer.errors import DataError, SettingsError, TrainerError
+from trainer.errors import SettingsError, TrainerError
 from trainer.host import Terminated, ended_by_sigterm
-from trainer.prediction import Prediction
 
 SCRIPT = "vit-distill"
 """What the script is called that an installation brings."""
@@ -124,15 +119,15 @@ def _parser(program: str = "") -> argparse.ArgumentParser:
     for add in (
         _add_run,
         _add_stage,
-        _add_compare,
-        _add_forecast,
-        _add_bill,
-        _add_predict,
-        _add_drift,
-        _add_export,
+        result_commands.add_compare,
+        result_commands.add_forecast,
+        result_commands.add_bill,
+        result_commands.add_predict,
+        result_commands.add_drift,
+        result_commands.add_export,
         _add_config,
-        _add_serve,
-        _add_ui,
+        result_commands.add_serve,
+        result_commands.add_ui,
         _add_recipes,
         _add_completion,
     ):
@@ -184,129 +179,6 @@ def _add_stage(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         parser.set_defaults(command=_stage, stage=stage)
 
 
-def _add_compare(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "compare",
-        help="put two runs or trainings side by side",
-        description="Put two runs or trainings side by side, before and after: settings, accuracy, cost, phases, operators, use of the "
-        "machine, findings. Each is the directory of a run, of its report, or of evidence, here or in a store.",
-    )
-    parser.add_argument("before", metavar="A")
-    parser.add_argument("after", metavar="B")
-    parser.add_argument("--output", metavar="FILE", help="write the comparison as a page (HTML), too")
-    commands.add_debug(parser, default=argparse.SUPPRESS)
-    parser.set_defaults(command=_compare)
-
-
-def _add_forecast(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "forecast",
-        help="show what a distillation will take where it was tried",
-        description="Show time and dollars of a distillation on every pool where the stage tune tried it, and on other numbers of nodes.",
-    )
-    parser.add_argument("tunings", nargs="+", metavar="TUNING", help="what tune wrote, or the directory of its run")
-    parser.add_argument(
-        "--nodes",
-        type=commands.positive,
-        nargs="+",
-        default=[],
-        metavar="N",
-        help="numbers of nodes (default: those tried)",
-    )
-    default = config.TuneSettings.model_fields["assumed_efficiency"].default
-    parser.add_argument(
-        "--efficiency",
-        type=commands.fraction,
-        default=default,
-        metavar="E",
-        help="speed-up of twice as many nodes, as a share of 2, where only one number was tried (default: %(default)s)",
-    )
-    commands.add_debug(parser, default=argparse.SUPPRESS)
-    parser.set_defaults(command=_forecast)
-
-
-def _add_bill(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "bill",
-        help="show what runs took and cost",
-        description="Show what a run took and cost, stage by stage, or what several reached for their money: rates, accuracy, time, "
-        "dollars. A run has a bill when its stage register is done. TRAINER_PLACE gives this machine a price (docs/cluster.md).",
-    )
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="directory of a run, or of its registration")
-    parser.add_argument(
-        "--experiment",
-        metavar="NAME",
-        help=f"all runs of an MLflow experiment, too ({tracking.URI}, or else runs/mlflow.db)",
-    )
-    commands.add_debug(parser, default=argparse.SUPPRESS)
-    parser.set_defaults(command=_bill)
-
-
-def _add_predict(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "predict",
-        help="show what a student says of photos",
-        description="Show the most probable labels of each photo, and where the model knows more of its classes the answer of the "
-        "hierarchy and the attributes. With --output, classify all photos of a folder or bucket into Parquet files; the same command "
-        "continues one that was stopped.",
-    )
-    parser.add_argument("photos", nargs="+", metavar="FILE", help="an image file; with --output one folder or URI")
-    parser.add_argument("--output", metavar="DIR", help="folder or URI for the predictions of a whole folder")
-    parser.add_argument(
-        "--model",
-        default="runs/latest",
-        metavar="DIR",
-        help="directory of a run or of a model, or a registered one, such as models:/vit-student@champion (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--top", type=commands.positive, default=5, metavar="K", help="how many labels (default: %(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="print a list of objects, as JSON")
-    parser.add_argument("--force", action="store_true", help="ask a student that did not pass its gate, too")
-    commands.add_debug(parser, default=argparse.SUPPRESS)
-    parser.set_defaults(command=_predict)
-
-
-def _add_drift(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "drift",
-        help="compare new predictions with the evaluation of a run",
-        description="Compare how often each class is predicted, and how sure the predictions are, with what the student of a run said of "
-        "the test photos that it was judged by. Needs no labels.",
-    )
-    parser.add_argument("run", metavar="RUN", help="directory of the run whose student made the predictions")
-    parser.add_argument(
-        "predictions",
-        metavar="PREDICTIONS",
-        help="what `predict --output` or a server wrote: a folder or a file, here or in a store",
-    )
-    parser.add_argument(
-        "--limit",
-        type=commands.fraction,
-        default=0.1,
-        metavar="D",
-        help="least share of the predictions that has to fall elsewhere to count as drift (default: %(default)s)",
-    )
-    parser.add_argument("--output", metavar="FILE", help="write the comparison as a page (HTML), too")
-    commands.add_debug(parser, default=argparse.SUPPRESS)
-    parser.set_defaults(command=_drift)
-
-
-def _add_export(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "export",
-        help="write a run's student as an ONNX file",
-        description="Write the student of a run as ONNX, check its answers on the run's test photos, try int8, measure all of it on this "
-        "machine, and keep the fastest that passes the gate of the run, with a card that says how to feed it. Needs the extra `export`.",
-    )
-    parser.add_argument("run", metavar="RUN", help="directory of a run")
-    parser.add_argument("--output", required=True, metavar="DIR", help="where to write")
-    parser.add_argument("--no-int8", dest="quantized", action="store_false", help="leave int8 out")
-    parser.add_argument("--force", action="store_true", help="keep fp32 where nothing passes the gate")
-    commands.add_debug(parser, default=argparse.SUPPRESS)
-    parser.set_defaults(command=_export)
-
-
 def _add_config(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "config",
@@ -318,89 +190,6 @@ def _add_config(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     commands.add_debug(parser, default=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print the values alone, as JSON")
     parser.set_defaults(command=_config)
-
-
-def _add_serve(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "serve",
-        help="answer photos over HTTP with an exported student",
-        description="Answer photos over HTTP, by `POST /predict` and the Open Inference Protocol v2, and serve a page to try it. Needs the "
-        "extra `serve`.",
-    )
-    parser.add_argument("export", metavar="EXPORT", help="what `export` wrote: a directory or a URI")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)"
-    )
-    parser.add_argument("--port", type=int, default=8000, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--name", default="student", help="what the protocol calls the model (default: %(default)s)")
-    parser.add_argument(
-        "--beside", default="", metavar="MODEL", help="a model whose answer stands beside, such as a run's teacher"
-    )
-    parser.add_argument(
-        "--threads", type=commands.positive, default=0, metavar="N", help="that compute an answer (default: one a core)"
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=commands.positive,
-        default=16,
-        metavar="N",
-        help="photos computed together (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--wait-ms",
-        type=commands.seconds,
-        default=2.0,
-        metavar="T",
-        help="a photo waits for others on an idle server (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--in-flight",
-        type=commands.positive,
-        default=64,
-        metavar="N",
-        help="requests at a time; further ones are refused (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=commands.positive,
-        default=10,
-        metavar="S",
-        help="seconds for a request (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--drain",
-        type=commands.seconds,
-        default=0.0,
-        metavar="S",
-        help="seconds that a server which is asked to end stays alive without being ready (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--log", default="", metavar="FILE", help="append label and probability of predictions to a file, for `drift`"
-    )
-    parser.add_argument(
-        "--log-share",
-        type=commands.fraction,
-        default=1.0,
-        metavar="P",
-        help="share of the predictions in it (default: %(default)s)",
-    )
-    parser.add_argument("--force", action="store_true", help="serve an export that did not pass its gate, too")
-    commands.add_debug(parser, default=argparse.SUPPRESS)
-    parser.set_defaults(command=_serve)
-
-
-def _add_ui(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "ui",
-        help="serve MLflow's pages on what was tracked",
-        description="Serve MLflow's pages on what was tracked, until Ctrl-C, and print the address of the experiment that changed last.",
-    )
-    parser.add_argument(
-        "--store", default="", metavar="URI", help=f"what to show (default: {tracking.URI}, or else runs/mlflow.db)"
-    )
-    parser.add_argument("--port", type=commands.positive, default=5000, metavar="N", help="(default: %(default)s)")
-    commands.add_debug(parser, default=argparse.SUPPRESS)
-    parser.set_defaults(command=_ui)
 
 
 def _add_recipes(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -460,95 +249,6 @@ def _stage(options: argparse.Namespace) -> None:
     stages.call(stage.name, json.dumps(section), {**inputs, **outputs}, **further)
 
 
-def _compare(options: argparse.Namespace) -> None:
-    from trainer.profiling import compare
-
-    compared = compare.compare(*map(compare.read_compared_run, (options.before, options.after)))
-    print(limits.printable(compare.text(compared)))
-    if options.output:
-        _write_page(options.output, compare.page(compared))
-
-
-def _write_page(output: str, content: str) -> None:
-    page = Path(output)
-    if page.is_dir():
-        raise SettingsError(
-            f"--output {page} is a directory; give the name of a file, such as {page / 'comparison.html'}"
-        )
-    errors.make_directory(page.parent)
-    with errors.writing_to(page):
-        page.write_text(content, encoding="utf-8")
-    print(f"\nAs a page: {page}")
-
-
-def _forecast(options: argparse.Namespace) -> None:
-    from trainer.tuning import forecast_table
-
-    tunings = forecast_table.read_tunings(options.tunings)
-    forecast = forecast_table.forecast_table(tunings, options.nodes, assumed_efficiency=options.efficiency)
-    print(limits.printable("\n".join(forecast_table.lines(forecast))))
-
-
-def _bill(options: argparse.Namespace) -> None:
-    from trainer import runner, summary
-
-    if not options.runs and not options.experiment:
-        raise SettingsError(
-            "bill: name the directories of runs, such as runs/latest, or an MLflow experiment with --experiment"
-        )
-    read = [summary.read_run(run) for run in options.runs]
-    entries = [entry for entry, _ in read]
-    if options.experiment:
-        runner.track_here()
-        entries += summary.read_experiment(options.experiment)
-    alone = len(entries) == 1 and read
-    lines = summary.bill_table(read[0][1]) if alone else summary.price_table(entries)
-    print(limits.printable("\n".join(lines)))
-
-
-def _predict(options: argparse.Namespace) -> None:
-    from trainer import batch_prediction, photo_classifier
-    from trainer.served_student.preprocessing import BadImageError
-
-    if options.output and (len(options.photos) != 1 or options.json):
-        raise SettingsError(
-            "predict --output takes one folder or URI of photos, and no --json: it writes Parquet files"
-        )
-    model = photo_classifier.load_model(options.model, judged=not options.force)
-    if options.output:
-        made = batch_prediction.predict_folder(model, options.photos[0], options.output, top=options.top)
-        print(f"{made['photos']:,} photos, {made['unreadable']:,} of them unreadable: {options.output}")
-        return
-    try:
-        said = model.predictions(options.photos, top=options.top)
-    except BadImageError as error:
-        raise DataError(f"{error}; mend the photo or leave it out") from error
-    if options.json:
-        found = [{"photo": photo, **asdict(one)} for photo, one in zip(options.photos, said, strict=True)]
-        print(json.dumps(found, indent=2, ensure_ascii=False))
-        return
-    for photo, one in zip(options.photos, said, strict=True):
-        print(limits.printable("\n".join([photo, *(f"  {line}" for line in photo_classifier.lines(one))])))
-
-
-def _drift(options: argparse.Namespace) -> None:
-    from trainer import drift
-
-    found = drift.compare(options.run, options.predictions, limit=options.limit)
-    print(limits.printable("\n".join(drift.lines(found))))
-    if options.output:
-        _write_page(options.output, drift.page(found, options.run))
-
-
-def _export(options: argparse.Namespace) -> None:
-    from trainer.export import exporting, variants
-
-    made = exporting.export(options.run, options.output, quantized=options.quantized, force=options.force)
-    print(
-        limits.printable("\n".join([*variants.table(made.candidates, made.chosen), "", f"written to {made.directory}"]))
-    )
-
-
 def _config(options: argparse.Namespace) -> None:
     settings = config.resolve(options.recipe, options.overrides)
     if options.json:
@@ -556,62 +256,6 @@ def _config(options: argparse.Namespace) -> None:
         return
     for name, value, kind, meaning in config.walk(settings):
         print(f"{name} = {json.dumps(value)}\n    {meaning} ({kind})")
-
-
-def _serve(options: argparse.Namespace) -> None:
-    for name in ("fastapi", "onnxruntime", "prometheus_client", "uvicorn"):
-        if importlib.util.find_spec(name) is None:
-            raise SettingsError(f"serve: needs the package {name}; pip install 'vit-distillation-pipeline[serve]'")
-    from trainer.serving import server
-    from trainer.serving.exported_classifier import ExportedClassifier
-
-    model = ExportedClassifier(options.export, threads=options.threads, force=options.force)
-    beside: Callable[[bytes, int], Prediction] | None = None
-    if options.beside:
-        from trainer import photo_classifier
-
-        other = photo_classifier.load_model(options.beside)
-        beside = lambda photo, top: other.predictions([photo], top=top)[0]  # noqa: E731  # a name for one use
-    most = server.ServerLimits(
-        batch_size=options.batch_size,
-        wait_ms=options.wait_ms,
-        in_flight=options.in_flight,
-        timeout_s=options.timeout,
-        drain_s=options.drain,
-    )
-    with ExitStack() as opened:
-        log = None
-        if options.log:
-            file = Path(options.log)
-            errors.make_directory(file.parent)
-            with errors.writing_to(file):
-                stream = opened.enter_context(file.open("a", encoding="utf-8", buffering=1))
-            log = server.PredictionLog(stream, share=options.log_share)
-        photos = server.PhotoServer(model, name=options.name, most=most, log=log, beside=beside)
-        server.serve(photos, host=options.host, port=options.port)
-
-
-def _ui(options: argparse.Namespace) -> None:
-    from trainer import runner
-
-    if options.store:
-        os.environ[tracking.URI] = options.store
-    runner.track_here()
-    newest, store = tracking.newest_experiment(), str(tracking.uri())
-    # Without the workflow's type MLflow opens on the traces of language models.
-    view = f"/#/experiments/{newest}/runs?workflowType=machine_learning" if newest else ""
-    if store.startswith(("http://", "https://")):  # a server has its own pages
-        print(f"{tracking.shown(store).rstrip('/')}{view}")
-        return
-    with socket.socket() as free:
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as MLflow's server does
-        try:
-            free.bind(("127.0.0.1", options.port))
-        except (OSError, OverflowError) as error:
-            raise SettingsError(f"--port {options.port}: cannot be used ({error}); give another one") from error
-    print(f"http://127.0.0.1:{options.port}{view}", flush=True)
-    script = str(Path(sys.executable).with_name("mlflow"))
-    os.execv(script, [script, "ui", "--host", "127.0.0.1", "--port", str(options.port), "--backend-store-uri", store])
 
 
 def _recipes(_options: argparse.Namespace) -> None:

@@ -36,6 +36,8 @@ class OnnxStudent:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.log_severity_level = 3
+        # Threads that spin between answers keep the cores from those that decode photos.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self.file = file
         try:
             self._session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])

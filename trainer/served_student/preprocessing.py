@@ -13,7 +13,7 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -49,8 +49,6 @@ _JPEG_SCAN = b"\xff\xda"
 _LONGEST_REASON = 200
 """Most characters of a decoder's message."""
 _UNKNOWN_RANGE = "floating-point pixels: their range is not known"
-_LIMITS_LOCK = threading.Lock()
-"""Pillow's limit and Python's warnings are global to the process, and a server answers in several threads."""
 
 
 class BadImageError(ValueError):
@@ -105,7 +103,7 @@ def decode(content: bytes, *, max_pixels: int, min_edge: int = 1) -> Image.Image
     Image.init()
     known = [name for name in FORMATS if name in Image.OPEN]
     try:
-        with _at_most(max_pixels), Image.open(io.BytesIO(content), formats=known) as image:
+        with _PILLOW.at_most(max_pixels), Image.open(io.BytesIO(content), formats=known) as image:
             width, height = image.size
             if width * height > max_pixels:
                 raise BadImageError(f"too many pixels: {width} x {height}")
@@ -139,19 +137,44 @@ def reason(error: Exception) -> str:
     return f"{kind}: {printable or type(error).__name__}"
 
 
-@contextmanager
-def _at_most(max_pixels: int) -> Iterator[None]:
-    """Let Pillow itself refuse larger pictures, wherever it reads a size, and hide its other warnings, which are not for users."""
-    with _LIMITS_LOCK:
-        before = Image.MAX_IMAGE_PIXELS
-        Image.MAX_IMAGE_PIXELS = max_pixels
-        try:
-            with warnings.catch_warnings():
+class _PillowLimits:
+    """Lets Pillow itself refuse larger pictures, wherever it reads a size, and hides its other warnings, which are not for users.
+
+    Its limit and Python's warnings are global to the process, and a server decodes in several threads: those with one limit decode at the
+    same time, and those with another one wait.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._max_pixels, self._users, self._waiting = 0, 0, 0
+        self._undone = ExitStack()
+
+    @contextmanager
+    def at_most(self, max_pixels: int) -> Iterator[None]:
+        with self._changed:
+            # Who waits for another limit gets its turn before those who come later.
+            if self._users and (self._waiting or self._max_pixels != max_pixels):
+                self._waiting += 1
+                self._changed.wait_for(lambda: not self._users)
+                self._waiting -= 1
+            if not self._users:
+                self._undone.callback(setattr, Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
+                self._undone.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
-                yield
+                self._max_pixels = Image.MAX_IMAGE_PIXELS = max_pixels
+            self._users += 1
+        try:
+            yield
         finally:
-            Image.MAX_IMAGE_PIXELS = before
+            with self._changed:
+                self._users -= 1
+                if not self._users:
+                    self._undone.close()
+                    self._changed.notify_all()
+
+
+_PILLOW = _PillowLimits()
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

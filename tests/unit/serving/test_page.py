@@ -26,7 +26,7 @@ def running(server):
     """Serve in a thread; yields the address."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        web = uvicorn.Server(uvicorn.Config(server.app, log_config=None))
+        web = uvicorn.Server(uvicorn.Config(server, log_config=None))
         thread = threading.Thread(target=web.run, kwargs={"sockets": [listening]})
         thread.start()
         try:

@@ -30,7 +30,7 @@ def model(exported):
 
 @pytest.fixture(scope="module")
 def client(model):
-    with TestClient(PhotoServer(model, name="student", most=LIMITS).app, raise_server_exceptions=False) as client:
+    with TestClient(PhotoServer(model, name="student", most=LIMITS), raise_server_exceptions=False) as client:
         yield client
 
 
@@ -198,7 +198,7 @@ class Held:
 
 def test_more_requests_than_allowed_are_503_and_the_others_are_answered(model):
     held, statuses = Held(model), []
-    with TestClient(PhotoServer(held, name="student", most=LIMITS).app) as client:
+    with TestClient(PhotoServer(held, name="student", most=LIMITS)) as client:
         threads = [
             threading.Thread(target=lambda: statuses.append(client.post("/predict", content=photo()).status_code))
             for _ in range(4)
@@ -224,7 +224,7 @@ def test_more_requests_than_allowed_are_503_and_the_others_are_answered(model):
 def test_a_request_that_takes_too_long_is_503(model):
     held = Held(model)
     most = ServerLimits(batch_size=1, wait_ms=0, timeout_s=0.2)
-    with TestClient(PhotoServer(held, name="student", most=most).app) as client:
+    with TestClient(PhotoServer(held, name="student", most=most)) as client:
         response = client.post("/predict", content=photo())
         assert response.status_code == 503
         assert response.json() == {"error": "not answered within 0.2 s; try again"}
@@ -237,9 +237,7 @@ def test_a_model_that_fails_is_500_and_logged(model, caplog):
         def probabilities(self, squares):
             raise RuntimeError("the graph is broken")
 
-    with TestClient(
-        PhotoServer(Broken(model), name="student", most=LIMITS).app, raise_server_exceptions=False
-    ) as client:
+    with TestClient(PhotoServer(Broken(model), name="student", most=LIMITS), raise_server_exceptions=False) as client:
         response = client.post("/predict", content=photo())
         assert response.status_code == 500
         assert 'serve_requests_total{route="/predict",status="500"} 1.0' in client.get("/metrics").text
@@ -267,7 +265,7 @@ def test_predictions_are_logged_by_their_share(model):
     for share, low, high in ((1.0, 40, 40), (0.5, 5, 35)):
         stream = io.StringIO()
         server = PhotoServer(model, name="student", most=LIMITS, log=PredictionLog(stream, share=share))
-        with TestClient(server.app) as client:
+        with TestClient(server) as client:
             said = [client.post("/predict", content=photo(seed)).json() for seed in range(40)]
         rows = [json.loads(line) for line in stream.getvalue().splitlines()]
         assert low <= len(rows) <= high
@@ -281,7 +279,7 @@ def test_another_model_stands_beside(model, trained_digits):
     server = PhotoServer(
         model, name="student", most=LIMITS, beside=lambda content, top: teacher.predictions([content], top=top)[0]
     )
-    with TestClient(server.app) as client:
+    with TestClient(server) as client:
         beside = client.post("/predict?top=2", content=photo()).json()["beside"]
     (expected,) = teacher.predictions([photo()], top=2)
     assert {one["label"]: one["probability"] for one in beside["labels"]} == pytest.approx(dict(expected.labels))
