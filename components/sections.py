@@ -87,13 +87,20 @@ def configure(
         **{stage: canonical_json(settings.for_stage(stage)) for stage in STAGES},
         "source_version": f"{source_version} {generation}".rstrip(),  # the first task that is cached reads it
         "teacher_weights_version": artifacts.weights_version(settings.pretrain.weights, settings.pretrain.weights_file),
-        "student_weights_version": artifacts.weights_version(settings.distill.weights, settings.distill.weights_file),
+        "student_weights_version": _student_version(settings.distill),
         "device": place.device(settings.run.device),
         "resolved": canonical_json(resolved),
     }
     # KFP takes each output by its name from a tuple of such a class, whatever their order.
     made: tuple[str, ...] = namedtuple("Sections", outputs)(**outputs)
     return made
+
+
+def _student_version(settings: config.DistillSettings) -> str:
+    """Return what changes with the weights that the student starts from and with what the settings name beside the pipeline's teacher."""
+    made = [artifacts.manifest(uri, "model").fingerprint for uri in settings.further_teachers]
+    made += [artifacts.manifest(uri, "teacher_outputs").fingerprint for uri in settings.further_recordings]
+    return " ".join(filter(None, [artifacts.weights_version(settings.weights, settings.weights_file), *made]))
 
 
 def _experiment(settings: config.TrackingSettings) -> dict[str, str]:

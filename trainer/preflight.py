@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from trainer import limits, storage
+from trainer import artifacts, limits, storage
 from trainer.config import DistillSettings, PretrainSettings, Settings, TimmWeights, TrainingSettings, WeightsSettings
 from trainer.data import class_tables, sources
 from trainer.data.dataset_schema import UNLABELED
@@ -49,6 +49,9 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1) -> Set
     else:
         class_tables.check_tables(settings.data)
     classes = listing.classes if listing else ()
+    for further in settings.distill.further_teachers:
+        if trains_here or storage.is_remote(further):
+            artifacts.manifest(further, "model")
     teacher = _teacher(settings.pretrain, classes, trains_here=trains_here)
     student = _student(settings.distill, classes, trains_here=trains_here)
     _check_compared(settings, teacher, student)

@@ -154,6 +154,8 @@ def _is_complete(stage: Stage, section: Mapping[str, Any], directories: Mapping[
     # The section itself names the commit of timm's weights.
     if version := artifacts.weights_version(section.get("weights", ""), section.get("weights_file", "")):
         inputs.add(version)
+    inputs |= {artifacts.manifest(uri, "model").fingerprint for uri in section.get("further_teachers", ())}
+    inputs |= {artifacts.manifest(uri, "teacher_outputs").fingerprint for uri in section.get("further_recordings", ())}
     try:
         outputs = [artifacts.read(directories[keyword], kind) for keyword, kind in stage.outputs.items()]
     except ArtifactError as error:

@@ -167,7 +167,7 @@ class Bench:
         student = self.student()
         return TrainingSpec(
             name="distill",
-            objective=DistillObjective(student, teacher, settings),
+            objective=DistillObjective(student, [] if teacher is None else [teacher], settings),
             samples=samples,
             view_size=student.card.image_size,
             settings=settings,

@@ -97,7 +97,7 @@ def test_a_step_makes_the_host_wait_for_nothing(digits, teacher, tmp_path, stric
     processes = Processes(rank=0, world_size=1, local_rank=0, device=device)
     student = models.create(settings.student, data.classes)
     asked = FrozenTeacher(frozen, device, precision=settings.precision, compile=settings.compile)
-    objective = Strict(DistillObjective(student, asked, settings), strict)
+    objective = Strict(DistillObjective(student, [asked], settings), strict)
     training = TrainingSpec(
         name="distill",
         objective=objective,

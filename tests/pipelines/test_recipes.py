@@ -140,7 +140,7 @@ def a_batch(settings, teacher, student, classes):
         features = torch.empty(count, models.feature_size(teacher))
     kept = settings.reinforce.logits(len(classes)) if teacher.card.labels else 0
     recorded = Recorded(torch.empty(count, kept).long(), torch.empty(count, kept), torch.empty(count, 2), features)
-    edge, numbers = distill.view_size(student, teacher, None), torch.empty(count).long()
+    edge, numbers = distill.view_size(student, [teacher], None), torch.empty(count).long()
     mixing = Mixing(numbers, numbers, torch.empty(count), torch.empty(count), torch.empty(count, 4))
     return Batch(
         images=torch.empty(count, 3, edge, edge, dtype=torch.uint8),
@@ -165,7 +165,7 @@ def test_the_models_have_their_size_and_make_a_step_of_the_distillation(recipe):
         if settings.distill.head == "probe":
             student = models.with_labels(student, ())
         batch = a_batch(settings, teacher, student, classes)
-        objective = distill.make_objective(settings.distill, student, teacher, None, META)
+        objective = distill.make_objective(settings.distill, student, [teacher], None, META)
         if settings.distill.reads_recording:
             objective._teacher = None
         losses = objective(objective.model.train(), batch)

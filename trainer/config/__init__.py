@@ -139,7 +139,14 @@ def resolve_run(recipe: str, overrides: str | Iterable[str] = ()) -> Settings:
             f"data.source is empty: the recipe {recipe} is for photos of your own; say where they are, such as "
             "data.source=imagefolder:/photos with a folder for each class (docs/data.md)"
         )
-    if settings.pretrain.head == "none" and settings.distill.logit_weight:
+    several = settings.distill.further_teachers
+    for name in ("tune", "warm_up") if several else ():
+        if getattr(settings, name).enabled:
+            raise SettingsError(
+                f"{name} tries a distillation from the pipeline's own teacher, but distill.further_teachers names {len(several)} more; set "
+                f"{name}.enabled=false (and no budget), or distill.further_teachers=[]"
+            )
+    if settings.pretrain.head == "none" and settings.distill.logit_weight and not several:
         raise SettingsError(
             f"distill.logit_weight is {settings.distill.logit_weight:g}, but pretrain.head is none, so the teacher has no logits; set "
             "distill.logit_weight=0 and distill.feature_weight=1, and without labels distill.label_weight=0 and distill.head=probe"

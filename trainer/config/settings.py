@@ -530,6 +530,14 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     training counts as many images as there are in all. 0 shuffles all together, each once per epoch."""
     teacher_batch: NonNegative = 0
     """Images per forward pass of the online teacher; 0 chooses by device."""
+    further_teachers: tuple[str, ...] = ()
+    """Model directories of further teachers, here or in a store: logit and feature loss are the mean over all teachers, and each has its
+    own projection. Their pooled features are balanced first, so that each counts by its weight alone (PHI-S, Ranzinger et al. 2024)."""
+    further_recordings: tuple[str, ...] = ()
+    """With `teacher=recorded` the recorded outputs of each of the further teachers, in their order: what the stage `reinforce` wrote of it,
+    with the same views."""
+    teacher_weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """Weight of each teacher in that mean, the pipeline's own first; empty: all have the same."""
     logit_loss: Literal["kl", "hard", "dkd", "dist"] = "kl"
     """Between logits: `kl` (Hinton et al. 2015), `hard` (DeiT's, Touvron et al. 2021), `dkd` (Zhao et al. 2022), `dist` (Huang et al.
     2022); recorded outputs serve `dkd` and `dist` only if they hold all logits (`reinforce.top_k`)."""
@@ -637,6 +645,7 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
                 f"block_weight is {self.block_weight:g}, but teacher is recorded, and what blocks give is not recorded; set "
                 "distill.teacher=online, or block_weight=0 and blocks={}"
             )
+        self._check_teachers()
         if self.distillation_token and not (self.logit_weight and self.label_weight):
             raise ValueError(
                 f"distillation_token is true, but logit_weight is {self.logit_weight:g} and label_weight {self.label_weight:g}, and each "
@@ -657,6 +666,31 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
                 "set standardize_logits=false or choose another logit_loss"
             )
         return self
+
+    def _check_teachers(self) -> None:
+        """Make sure that what is set of several teachers fits together; raises a `ValueError`."""
+        count = len(self.further_teachers)
+        if self.teacher_weights and len(self.teacher_weights) != count + 1:
+            raise ValueError(
+                f"teacher_weights has {len(self.teacher_weights)} weights for {count + 1} teachers; give one to the pipeline's own and to "
+                "each of further_teachers, or to none"
+            )
+        if len(self.further_recordings) != (count if self.teacher == "recorded" else 0):
+            raise ValueError(
+                f"further_recordings has {len(self.further_recordings)} entries, but teacher is {self.teacher} with {count} "
+                "further_teachers; give the recorded outputs of each with teacher=recorded, and none with teacher=online"
+            )
+        unshared = [name for name in TAUGHT if name not in ("logit", "feature") and self.weight(name)]
+        if count and unshared:
+            raise ValueError(
+                f"{unshared[0]}_weight is {self.weight(unshared[0]):g}, but several teachers share only logit and feature loss; set it "
+                "to 0, or further_teachers=[]"
+            )
+        if count and not self.needs_teacher:
+            raise ValueError(
+                "further_teachers are given, but no loss compares with a teacher; give logit_weight or feature_weight "
+                "a weight"
+            )
 
     def _check_probe(self) -> None:
         """Make sure that a student whose head is fitted afterwards learns features, and nothing else; raises a `ValueError`."""

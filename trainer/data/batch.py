@@ -49,6 +49,8 @@ class Recorded(NamedTuple):
     """Patch tokens as they are stored, float16 or int8 [b, h, w, D]."""
     token_steps: Tensor | None = None
     """What one step of an int8 token's numbers is, float32 [b, h, w, 1]; None for float16."""
+    further: tuple[Recorded, ...] = ()
+    """What further teachers say of the same views."""
 
     def restored(self) -> Recorded:
         """Return the same with its tokens as they are used, float32; on the device, since stored ones are faster sent."""

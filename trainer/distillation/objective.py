@@ -5,16 +5,19 @@ Shapes: B images of C = 3 channels, K classes, S features of the student, D feat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trainer.config import DistillSettings, TrainingSettings
 from trainer.data.batch import Batch, Recorded
 from trainer.data.loader import shard_positions
+from trainer.devices import Device
 from trainer.distillation import losses
+from trainer.distillation.balancing import Balance
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.losses import TeacherOutputs, all_logits, top_class
 from trainer.distillation.projected_student import ProjectedStudent
@@ -41,19 +44,43 @@ class DistillObjective:
     where none compares with the teacher it is not asked: the student learns from the labels alone. The cross-entropy is the mean over the
     step's images with a label, the other losses are means over all. A student in distilled training learns the labels with its class
     token's head and the teacher's logits with its distillation token's, as in DeiT.
+
+    Of several teachers the logit loss is the weighted mean over those with a head, which for the divergence has the gradient of the
+    divergence from the mean of their softened probabilities; the feature loss is that over all, each with its own part of the projection.
     """
 
     def __init__(
-        self, student: Classifier | ProjectedStudent, teacher: FrozenTeacher | None, settings: DistillSettings
+        self,
+        student: Classifier | ProjectedStudent,
+        teachers: Sequence[FrozenTeacher],
+        settings: DistillSettings,
     ) -> None:
-        """Train `student`, a `ProjectedStudent` where more than logits is compared; without a `teacher` batches bring recorded outputs."""
+        """Combine what is trained with who teaches it.
+
+        Args:
+            student: a `ProjectedStudent` where more than logits is compared.
+            teachers: the pipeline's own first; none where batches bring recorded outputs.
+            settings: the losses and their weights.
+        """
         self.model: nn.Module = student
         self.left_out: Collection[str] = ()
-        self._teacher, self._settings = teacher, settings
+        self._teachers, self._settings = teachers, settings
+        self._balances: list[Balance] = []
+        """What the features of each teacher go through; none of a single teacher."""
         self._seen: list[Tensor] = []
         """The teacher's features of this step's micro-batches, where they come into the queue."""
         self._logit_loss = choose_logit_loss(settings)
         self._feature_loss = FEATURE_LOSSES[settings.feature_loss]
+
+    def balance(self, batches: Iterable[Batch], device: Device) -> None:
+        """Measure how the features of each of several teachers vary over some batches, so that from then on they are compared balanced.
+
+        Raises:
+            ModelError: they do not vary, or cannot be balanced.
+        """
+        asked = (batch._replace(images=batch.images.to(device.torch_device)) for batch in batches)
+        said = [[_there(one.features).cpu().numpy() for _, one in self._ask(batch)] for batch in asked]
+        self._balances = [Balance(np.concatenate(parts), device.torch_device) for parts in zip(*said, strict=True)]
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         """Named losses of a batch: `loss`, each term that has a weight (`TERMS`), and the share of `agreement`.
@@ -67,8 +94,7 @@ class DistillObjective:
             logits = _there(ours.logits)
             taught = logits if ours.distilled is None else ours.distilled
             parts: Losses = {}
-            if said is not None:
-                parts.update(self._compare(ours._replace(logits=taught), said, batch.labels))
+            parts.update(self._compare_all(ours._replace(logits=taught), said, batch.labels))
             if settings.label_weight:
                 smoothing = settings.label_smoothing
                 parts["label"] = cross_entropy(
@@ -76,14 +102,31 @@ class DistillObjective:
                 )
             first, *others = (settings.weight(name) * part for name, part in parts.items())
             loss = sum(others, first)
-            if said is not None and said.logits.shape[1]:
-                parts["agreement"] = losses.agreement((logits + taught).detach(), top_class(said))
+            answered = [
+                (weight, losses.agreement((logits + taught).detach(), top_class(one)))
+                for weight, one in said
+                if one.logits.shape[1]
+            ]
+            if answered:
+                parts["agreement"] = _mean(answered)
         return {"loss": loss} | parts
+
+    def _compare_all(self, ours: ModelOutputs, said: Sequence[tuple[float, TeacherSignal]], labels: Tensor) -> Losses:
+        """Compare the student's outputs with those of each teacher; gives the mean of each loss over those that it is taken from."""
+        projected: Sequence[Tensor | None] = [ours.features] * len(said)
+        if len(said) > 1 and ours.features is not None:
+            projected = ours.features.split([_there(one.features).shape[1] for _, one in said], 1)
+        found: dict[str, list[tuple[float, Tensor]]] = {}
+        for place, (weight, one) in enumerate(said):
+            target = one._replace(features=self._balances[place](_there(one.features))) if self._balances else one
+            for name, part in self._compare(ours._replace(features=projected[place]), target, labels):
+                found.setdefault(name, []).append((weight, part))
+        return {name: _mean(parts) for name, parts in found.items()}
 
     def _compare(self, ours: ModelOutputs, said: TeacherSignal, labels: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield each loss between the student's outputs, in the teacher's spaces, and the teacher's."""
         settings, between = self._settings, self._feature_loss
-        if settings.logit_weight:
+        if settings.logit_weight and said.logits.shape[1]:
             yield "logit", self._logit_loss(_there(ours.logits), said, labels)
         if settings.feature_weight:
             yield "feature", between(_there(ours.features), _there(said.features))
@@ -130,13 +173,24 @@ class DistillObjective:
         self._seen.clear()
         self.model.remember(processes.total(together, "the teacher's features of a step"))
 
-    def _ask(self, batch: Batch) -> TeacherSignal | None:
-        if not self._settings.needs_teacher:
-            return None
-        if self._teacher is None:
-            return None if batch.recorded is None else batch.recorded.restored()
-        with span("teacher_forward"):
-            return self._teacher(batch.images)
+    def _ask(self, batch: Batch) -> list[tuple[float, TeacherSignal]]:
+        """Return what each teacher says, with its weight; nothing where no loss compares with one."""
+        said: list[TeacherSignal] = []
+        if self._settings.needs_teacher and self._teachers:
+            with span("teacher_forward"):
+                said += [teacher(batch.images) for teacher in self._teachers]
+        elif self._settings.needs_teacher and batch.recorded is not None:
+            said += [one.restored() for one in (batch.recorded, *batch.recorded.further)]
+        weights = self._settings.teacher_weights or [1.0] * len(said)
+        return list(zip(weights, said, strict=True)) if said else []
+
+
+def _mean(parts: Sequence[tuple[float, Tensor]]) -> Tensor:
+    """Return the mean of values by their weights; a single one as it is."""
+    if len(parts) == 1:
+        return parts[0][1]
+    total = sum(weight for weight, _ in parts)
+    return torch.stack([weight / total * part for weight, part in parts]).sum()
 
 
 def _there(part: Tensor | None) -> Tensor:

@@ -143,18 +143,25 @@ def check_compared(model: Classifier, settings: DistillSettings, *, student: boo
 
 
 def prepared_student(
-    student: Classifier, settings: DistillSettings, teacher: Classifier | RecordingDescription
+    student: Classifier,
+    settings: DistillSettings,
+    teacher: Classifier | RecordingDescription,
+    *further: Classifier | RecordingDescription,
 ) -> Classifier | ProjectedStudent:
     """Give the student the projections that its losses need, into the spaces of a teacher or of its recorded outputs.
 
-    The student itself comes back where only logits are compared, and those of one head.
+    Those into the pooled features of several teachers stand side by side, as one. The student itself comes back where only logits are
+    compared, and those of one head.
 
     Raises:
         ModelError: it or the teacher has none of what is compared.
     """
     spaces: dict[str, Any] = {}
     if settings.compares_features:
-        spaces["features"] = models.feature_size(teacher) if isinstance(teacher, Classifier) else teacher.features
+        lengths = [
+            models.feature_size(one) if isinstance(one, Classifier) else one.features for one in (teacher, *further)
+        ]
+        spaces["features"] = sum(lengths)
     if settings.token_weight:
         spaces["tokens"] = models.token_shape(teacher) if isinstance(teacher, Classifier) else teacher.tokens
     if settings.block_weight:

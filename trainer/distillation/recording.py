@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -253,10 +253,47 @@ class Recording:
         return self._maps[file]
 
 
+class JoinedRecordings:
+    """Recorded outputs of several teachers on the same views, read together; as `RecordedOutputs` of a loader."""
+
+    def __init__(self, first: Recording, *further: Recording) -> None:
+        """Join recordings whose views are the same (`check_fits` and `check_joined`)."""
+        self.description = first.description
+        self.descriptions = [one.description for one in (first, *further)]
+        self._first, self._further = first, further
+        self.view_seed, self.view_count = first.view_seed, first.view_count
+
+    def read(self, indices: Indices, numbers: Indices) -> Recorded:
+        """Read the first one's outputs, with the others' in `further`."""
+        others = tuple(one.read(indices, numbers) for one in self._further)
+        return self._first.read(indices, numbers)._replace(further=others)
+
+
+def check_joined(uris: Sequence[str | Path], held: Sequence[RecordingDescription]) -> None:
+    """Refuse recordings that have not the same views.
+
+    Raises:
+        ArtifactError: naming the setting of `reinforce` by which one differs from the first.
+    """
+    for uri, other in zip(uris[1:], held[1:], strict=True):
+        for name, setting in (
+            ("seed", "seed"),
+            ("view_size", "view_size"),
+            ("views", "views"),
+            ("samples", "unlabeled"),
+            ("decoder", "decode_on"),
+        ):
+            if (one := getattr(other, name)) != (first := getattr(held[0], name)):
+                raise ArtifactError(
+                    f"teacher_outputs {uri}: {name} is {one}, but {first} in {uris[0]}, and several teachers must have been asked about "
+                    f"the same views; record it again with the same reinforce.{setting}"
+                )
+
+
 def unpack(records: Records) -> Recorded:
     """Return records [B] as tensors; where there are no logits they have no columns, and nothing is the sum of the rest."""
     names, count = records.dtype.names or (), len(records)
-    beside = {
+    beside: dict[str, Any] = {
         "features": _features(records) if "features" in names else None,
         "tokens": torch.from_numpy(records["tokens"].copy()) if "tokens" in names else None,
         "token_steps": torch.from_numpy(records["token_steps"].copy()) if "token_steps" in names else None,

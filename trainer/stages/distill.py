@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from trainer import artifacts, models, pretrained
 from trainer.config import RECORDED_BY, DistillSettings
+from trainer.data.batch import Batch
 from trainer.data.dataset import PreparedDataset, open_dataset
-from trainer.data.loader import Samples
+from trainer.data.loader import Samples, Views
+from trainer.data.sampler import SampleSlice
 from trainer.devices import Device
+from trainer.distillation.balancing import IMAGES as BALANCED_IMAGES
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.objective import DistillObjective
 from trainer.distillation.projected_student import ProjectedStudent, check_compared, prepared_student
-from trainer.distillation.recording import Recording, RecordingDescription, check_fits, open_recording
+from trainer.distillation.recording import (
+    JoinedRecordings,
+    Recording,
+    RecordingDescription,
+    check_fits,
+    check_joined,
+    open_recording,
+)
 from trainer.errors import SettingsError
-from trainer.evaluation.embeddings import embed_together, spread
+from trainer.evaluation.embeddings import TOGETHER, embed_together, spread
 from trainer.evaluation.probes import MOST_IMAGES, fit_probe
 from trainer.models import Classifier
 from trainer.profiling.evidence import ContextRecord
@@ -58,34 +70,46 @@ def run(
     parents = {"dataset": data.fingerprint, "teacher": teaching.fingerprint}
     if weights:
         parents["weights"] = weights
-    recording, teacher_model = None, None
+    recording: Recording | JoinedRecordings | None = None
+    teachers: list[Classifier] = []
     mass: dict[str, float] | None = None
+    for number, further in enumerate(settings.further_teachers, start=2):
+        parents[f"teacher_{number}"] = artifacts.manifest(further, "model").fingerprint
     with startup.part("fetch"):
         if settings.reads_recording:
             if teacher_outputs is None:
                 raise SettingsError(
                     "distill.teacher is recorded, but no recorded outputs were given; run the stage reinforce and give teacher_outputs"
                 )
-            held = check_fits(teacher_outputs, settings, data=data, dataset=dataset, teacher=teacher)
-            _check_content(settings, classifier, teacher_outputs, held)  # before the records are fetched
-            recording = open_recording(teacher_outputs)
-            parents["teacher_outputs"] = recording.fingerprint
+            places = [teacher_outputs, *settings.further_recordings]
+            pairs = zip(places, [teacher, *settings.further_teachers], strict=True)
+            held = [check_fits(uri, settings, data=data, dataset=dataset, teacher=one) for uri, one in pairs]
+            check_joined(places, held)
+            _check_content(settings, classifier, places, held)  # before the records are fetched
+            opened = [open_recording(uri) for uri in places]
+            recording = JoinedRecordings(*opened) if len(opened) > 1 else opened[0]
+            for number, one in enumerate(opened, start=1):
+                parents[f"teacher_outputs_{number}" if number > 1 else "teacher_outputs"] = one.fingerprint
             figures = artifacts.manifest(teacher_outputs, "teacher_outputs").figures.get("mass", {})
             mass = {temperature.removeprefix("t"): of_it["mean"] for temperature, of_it in figures.items()}
         elif settings.needs_teacher:
-            teacher_model = load_teacher(settings, teacher, data)
+            teachers = load_teachers(settings, teacher, data)
     with open_session(
         "distill", settings, data, parents=parents, model=student, evidence=evidence, startup=startup
     ) as session:
         samples = open_samples(settings, data)
         if session.processes.is_first:
             _tell(samples, settings)
+        size = view_size(classifier, teachers, recording)
+        objective = make_objective(settings, classifier, teachers, recording, session.processes.device)
+        if settings.further_teachers and settings.compares_features:
+            objective.balance(_first_views(settings, samples, size, recording), session.processes.device)
         trained = session.train(
             "distill",
-            make_objective(settings, classifier, teacher_model, recording, session.processes.device),
+            objective,
             samples,
             settings,
-            view_size=view_size(classifier, teacher_model, recording),
+            view_size=size,
             labelled=settings.head == "trained",
             labelled_share=settings.labeled_share,
             teacher_outputs=recording,
@@ -135,10 +159,22 @@ def _tell(samples: Samples, settings: DistillSettings) -> None:
         )
 
 
-def _check_content(settings: DistillSettings, student: Classifier, uri: str | Path, held: RecordingDescription) -> None:
-    """Refuse recorded outputs that lack what the losses or the student need."""
-    if settings.logit_weight and not held.classes:
-        raise SettingsError(_no_logits(settings, f"the teacher whose outputs {uri} holds"))
+def _check_content(
+    settings: DistillSettings,
+    student: Classifier,
+    uris: Sequence[str | Path],
+    recordings: Sequence[RecordingDescription],
+) -> None:
+    """Refuse recorded outputs that lack what the losses or the student need; one of several teachers may have no logits."""
+    if settings.logit_weight and not any(held.classes for held in recordings):
+        raise SettingsError(_no_logits(settings, f"the teacher whose outputs {' and '.join(map(str, uris))} holds"))
+    for uri, held in zip(uris, recordings, strict=True):
+        _check_recording(settings, student, uri, held)
+
+
+def _check_recording(
+    settings: DistillSettings, student: Classifier, uri: str | Path, held: RecordingDescription
+) -> None:
     if settings.needs_all_logits and held.top_k < held.classes:
         loss = f"distill.logit_loss={settings.logit_loss}" + " with standardize_logits" * settings.standardize_logits
         raise SettingsError(
@@ -167,20 +203,41 @@ def _no_logits(settings: DistillSettings, teacher: str) -> str:
     )
 
 
-def load_teacher(settings: DistillSettings, teacher: str | Path, data: PreparedDataset) -> Classifier:
-    """Load the teacher's model, if it knows the data set's classes, or has no head and no loss asks for its logits.
+def load_teachers(settings: DistillSettings, teacher: str | Path, data: PreparedDataset) -> list[Classifier]:
+    """Load the pipeline's teacher and the further ones: those with a head must know the data set's classes.
 
     Raises:
-        ArtifactError: it is missing or damaged.
-        ModelError: it knows other classes.
-        SettingsError: it has no head, and a loss compares logits.
+        ArtifactError: one is missing or damaged.
+        ModelError: one knows other classes, or one of several has no features that are to be compared.
+        SettingsError: none has a head, and a loss compares logits.
     """
-    model = models.load(teacher)
-    if model.card.labels:
-        models.check_labels(model, data.classes, f"teacher {teacher}")
-    elif settings.logit_weight:
-        raise SettingsError(_no_logits(settings, f"teacher {teacher}"))
-    return model
+    places = [teacher, *settings.further_teachers]
+    loaded = [models.load(place) for place in places]
+    for place, model in zip(places, loaded, strict=True):
+        if model.card.labels:
+            models.check_labels(model, data.classes, f"teacher {place}")
+        if len(loaded) > 1:
+            check_compared(model, settings, student=False)
+    if settings.logit_weight and not any(model.card.labels for model in loaded):
+        raise SettingsError(_no_logits(settings, f"teacher {' and '.join(map(str, places))}"))
+    return loaded
+
+
+def _first_views(
+    settings: DistillSettings, samples: Samples, size: int, recording: Recording | JoinedRecordings | None
+) -> Iterator[Batch]:
+    """Yield the first view of images spread over all samples, or what was recorded of it, in batches on the CPU."""
+    unmixed = settings.views.model_copy(update={"mixup": 0.0, "cutmix": 0.0})
+    views = Views(samples, size=size, seed=settings.seed or 0, settings=unmixed, exact=True)
+    chosen = np.array(spread(len(samples), BALANCED_IMAGES))
+    for start in range(0, len(chosen), TOGETHER):
+        indices = chosen[start : start + TOGETHER]
+        numbers = np.zeros_like(indices)
+        if recording is None:
+            yield views.batch(SampleSlice(indices, numbers, None))
+        else:
+            none = torch.empty(0, dtype=torch.int64)
+            yield Batch(none, none, none, none, recorded=recording.read(indices, numbers))
 
 
 def add_probe(model: Classifier, session: Session) -> Classifier:
@@ -210,18 +267,19 @@ def add_probe(model: Classifier, session: Session) -> Classifier:
 def make_objective(
     settings: DistillSettings,
     student: Classifier,
-    teacher: Classifier | None,
-    recording: Recording | None,
+    teachers: Sequence[Classifier],
+    recording: Recording | JoinedRecordings | None,
     device: Device,
 ) -> DistillObjective:
-    """Make what is learned, on its device, from a teacher that is online or from recorded outputs; a teacher is changed."""
-    spoken_of = recording.description if recording is not None else teacher
+    """Make what is learned, on its device, from teachers that are online or from recorded outputs; a teacher is changed."""
+    spoken_of: Sequence[Classifier | RecordingDescription] = teachers
+    if recording is not None:
+        spoken_of = recording.descriptions if isinstance(recording, JoinedRecordings) else [recording.description]
     # The projections start the same whether the teacher is online or recorded.
     torch.manual_seed((settings.seed or 0) + 1)
-    model = prepared_student(student, settings, spoken_of) if spoken_of is not None else student
-    frozen = None
-    if teacher is not None:
-        frozen = FrozenTeacher(
+    model = prepared_student(student, settings, *spoken_of) if spoken_of else student
+    frozen = [
+        FrozenTeacher(
             teacher,
             device,
             precision=settings.precision,
@@ -231,11 +289,15 @@ def make_objective(
             blocks=[*settings.blocks.values()],
             compile=settings.compile,
         )
+        for teacher in teachers
+    ]
     return DistillObjective(model, frozen, settings)
 
 
-def view_size(student: Classifier, teacher: Classifier | None, recording: Recording | None) -> int:
-    """Return the edge of the views, in pixels: that of the recorded ones, or the larger input of both models."""
+def view_size(
+    student: Classifier, teachers: Sequence[Classifier], recording: Recording | JoinedRecordings | None
+) -> int:
+    """Return the edge of the views, in pixels: that of the recorded ones, or the largest input of the student and its teachers."""
     if recording is not None:
         return recording.description.view_size
-    return max(model.card.image_size for model in (student, teacher) if model is not None)
+    return max(model.card.image_size for model in (student, *teachers))

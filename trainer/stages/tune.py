@@ -184,13 +184,15 @@ class Subject:
     def training(self, root: str, settings: DistillSettings, processes: Processes) -> TrainingSpec:
         """Make the distillation from its beginning, with other settings; `root` is the place of checkpoints."""
         recording = self.recording if settings.reads_recording else None
-        teacher = copy.deepcopy(self.teacher) if settings.needs_teacher and recording is None else None
+        teachers = (
+            [copy.deepcopy(self.teacher)] if self.teacher and settings.needs_teacher and recording is None else []
+        )
         student = copy.deepcopy(self.student)
         return TrainingSpec(
             name=NAME,
-            objective=distill.make_objective(settings, student, teacher, recording, processes.device),
+            objective=distill.make_objective(settings, student, teachers, recording, processes.device),
             samples=self.samples,
-            view_size=distill.view_size(student, teacher, recording),
+            view_size=distill.view_size(student, teachers, recording),
             settings=settings,
             loading=settings,
             processes=processes,
@@ -256,7 +258,7 @@ def open_subject(
     """Open what all trials share; blank recorded outputs are made in `folder`. What recording takes is measured unless it is known."""
     settings, recorder = tuned.distill or DistillSettings(), tuned.reinforce or ReinforceSettings()
     student, _ = distill.start(settings, data)
-    model = distill.load_teacher(settings, teacher, data) if settings.needs_teacher else None
+    model = distill.load_teachers(settings, teacher, data)[0] if settings.needs_teacher else None
     samples = distill.open_samples(settings, data)
     settings = fit_batch("distill", settings, len(samples), processes)
     ready_s = sum(startup.until(time.time()).values())

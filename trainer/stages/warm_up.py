@@ -136,10 +136,10 @@ class Rehearsal:
         session, device = self._session("distill", settings, settings), self.processes.device
         samples = distill.open_samples(settings, session.data)
         student, _ = distill.start(settings, self.data)
-        recording, online = None, teacher if settings.needs_teacher else None
+        recording, online = None, [teacher] if settings.needs_teacher else []
         if settings.reads_recording:
             described = reinforce.describe(recorder, self.data, self.dataset, teacher, samples, device)
-            recording, online = placeholder_recording(self.folder / "teacher-outputs", described), None
+            recording, online = placeholder_recording(self.folder / "teacher-outputs", described), []
         session.train(
             "distill",
             distill.make_objective(settings, student, online, recording, device),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,10 +48,13 @@ class Prefetcher:
                 # The computation waits for the copies, and their memory is kept until it is through with them.
                 computing = torch.cuda.current_stream(self._device.torch_device)
                 computing.wait_stream(self._stream)
-                mixing, recorded = batch.mixing or (), batch.recorded or ()
-                for tensor in (batch.images, batch.labels, *mixing, *recorded, batch.label_weights):
-                    if tensor is not None and tensor.is_cuda:
+
+                def keep(tensor: Tensor) -> Tensor:
+                    if tensor.is_cuda:
                         tensor.record_stream(computing)
+                    return tensor
+
+                _moved(batch, keep)
             return render(batch, self._views)
 
     def preload(self) -> None:
@@ -136,8 +139,8 @@ def _moved(batch: Batch, move: Callable[[Tensor], Tensor]) -> Batch:
         # Files are decoded from the host's memory.
         images=move(batch.images) if batch.lengths is None else batch.images,
         labels=move(batch.labels),
-        mixing=_each(batch.mixing, move),
-        recorded=_each(batch.recorded, move),
+        mixing=None if batch.mixing is None else _each(batch.mixing, move),
+        recorded=None if batch.recorded is None else _each(batch.recorded, move),
         label_weights=None if batch.label_weights is None else move(batch.label_weights),
     )
 
@@ -145,8 +148,9 @@ def _moved(batch: Batch, move: Callable[[Tensor], Tensor]) -> Batch:
 Parts = TypeVar("Parts", Mixing, Recorded)
 
 
-def _each(parts: Parts | None, move: Callable[[Tensor], Tensor]) -> Parts | None:
+def _each(parts: Parts, move: Callable[[Tensor], Tensor]) -> Parts:
     """Move each of the parts; one that is not there stays so."""
-    if parts is None:
-        return None
-    return parts._replace(**{name: move(part) for name, part in parts._asdict().items() if part is not None})
+    moved: dict[str, Any] = {name: move(part) for name, part in parts._asdict().items() if isinstance(part, Tensor)}
+    if isinstance(parts, Recorded):
+        moved["further"] = tuple(_each(one, move) for one in parts.further)
+    return parts._replace(**moved)

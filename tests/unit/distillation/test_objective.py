@@ -14,6 +14,7 @@ from trainer.config import DistillSettings, ModelSettings, ViewSettings
 from trainer.data.batch import Batch, Recorded
 from trainer.data.views.mixing import draw_mixing, mix
 from trainer.devices import choose_device
+from trainer.distillation.balancing import Balance
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.losses import decoupled_kl, distillation_kl, recorded_kl
 from trainer.distillation.objective import DistillObjective
@@ -78,7 +79,7 @@ def test_the_loss_is_the_weighted_sum_of_its_parts(losses):
     settings = DistillSettings(logit_weight=0.7, label_weight=0.2, temperature=3.0)
     teacher, student = classifier(32, 1).eval(), classifier(16, 2)
     expected = distillation_kl(student(IMAGES), teacher(IMAGES), 3.0).detach()
-    result = values(losses(DistillObjective(student, frozen(teacher), settings)))
+    result = values(losses(DistillObjective(student, [frozen(teacher)], settings)))
     label = float(F.cross_entropy(student(IMAGES), BATCH.labels).detach())
     assert result["logit"] == pytest.approx(float(expected), rel=1e-4)
     assert result["label"] == pytest.approx(label, rel=1e-5)
@@ -90,7 +91,7 @@ def test_features_are_compared_after_the_projection(losses):
     settings = DistillSettings(feature_weight=2.0, logit_weight=0.5, label_weight=0.25, feature_loss="mse")
     teacher, student = classifier(32, 1, dim=24), ProjectedStudent(classifier(16, 2), 24)
     target = frozen(teacher, features=True)(IMAGES).features.clone()
-    result = values(losses(DistillObjective(student, frozen(teacher, features=True), settings)))
+    result = values(losses(DistillObjective(student, [frozen(teacher, features=True)], settings)))
     assert set(result) == {"loss", "logit", "feature", "label", "agreement"}
     feature = F.mse_loss(student(IMAGES, compared=True).features, target).detach()
     assert result["feature"] == pytest.approx(float(feature), rel=1e-5)
@@ -111,7 +112,7 @@ def test_features_are_compared_after_the_projection(losses):
 def test_a_loss_without_a_weight_is_not_computed(losses, settings, names):
     chosen = DistillSettings(**settings)
     student = prepared_student(classifier(32, 2), chosen, classifier(32, 1))
-    objective = DistillObjective(student, asked(classifier(32, 1), chosen), chosen)
+    objective = DistillObjective(student, [asked(classifier(32, 1), chosen)], chosen)
     assert set(losses(objective)) == set(names)
 
 
@@ -120,12 +121,12 @@ def test_where_no_loss_compares_the_teacher_is_not_asked(losses):
     teacher = frozen(model)
     model.network.patch_embed.register_forward_pre_hook(lambda *_: pytest.fail("the teacher was asked"))
     settings = DistillSettings(logit_weight=0, label_weight=0.5)
-    result = values(losses(DistillObjective(classifier(32, 2), teacher, settings)))
+    result = values(losses(DistillObjective(classifier(32, 2), [teacher], settings)))
     assert result["loss"] == pytest.approx(0.5 * result["label"])
 
 
 def test_a_student_that_is_the_teacher_has_nothing_to_learn_from_it(losses):
-    result = values(losses(DistillObjective(classifier(32, 1), frozen(classifier(32, 1)), DistillSettings())))
+    result = values(losses(DistillObjective(classifier(32, 1), [frozen(classifier(32, 1))], DistillSettings())))
     assert result["logit"] == pytest.approx(0, abs=1e-6)
     assert result["agreement"] == 1
 
@@ -154,7 +155,7 @@ def test_only_the_student_learns_and_all_of_it(losses, settings):
     chosen = DistillSettings(**settings)
     teacher = classifier(32, 1, drop_path=0.5, dim=24).train()
     student = prepared_student(classifier(16, 2), chosen, teacher)
-    objective = DistillObjective(student, asked(teacher, chosen), chosen)
+    objective = DistillObjective(student, [asked(teacher, chosen)], chosen)
     losses(objective)["loss"].backward()
     assert not teacher.training
     assert all(not parameter.requires_grad and parameter.grad is None for parameter in teacher.parameters())
@@ -165,7 +166,7 @@ def test_only_the_student_learns_and_all_of_it(losses, settings):
 def test_recorded_outputs_take_the_teachers_place(losses):
     student = ProjectedStudent(classifier(32, 2), 5)
     settings = DistillSettings(feature_weight=1.0, temperature=1.5)
-    result = losses(DistillObjective(student, None, settings), BATCH._replace(recorded=RECORDED))
+    result = losses(DistillObjective(student, [], settings), BATCH._replace(recorded=RECORDED))
     logits, _, features, *_ = student(IMAGES, compared=True)
     assert torch.equal(result["logit"], recorded_kl(logits, RECORDED, 1.5))
     assert float(result["feature"].detach()) == pytest.approx(
@@ -192,7 +193,7 @@ def test_mixed_views_are_seen_by_both_and_share_their_labels(losses):
     )
     mixed = mix(IMAGES, mixing)
     settings = DistillSettings(label_smoothing=0.1)
-    result = losses(DistillObjective(student, teacher, settings), BATCH._replace(images=mixed, mixing=mixing))
+    result = losses(DistillObjective(student, [teacher], settings), BATCH._replace(images=mixed, mixing=mixing))
     assert torch.allclose(seen[0].float(), seen[1])
     assert not torch.equal(mixed, IMAGES)
     label = cross_entropy(student(mixed), BATCH.labels, mixing, smoothing=0.1)
@@ -208,7 +209,7 @@ def test_the_teacher_speaks_of_all_images_and_labels_of_those_that_have_one(loss
     chosen = DistillSettings(**settings, label_weight=0.5)
     teacher = asked(classifier(32, 1, dim=24), chosen)
     student = prepared_student(classifier(16, 2), chosen, classifier(32, 1, dim=24))
-    objective = DistillObjective(student, teacher, chosen)
+    objective = DistillObjective(student, [teacher], chosen)
     result, every, said = values(losses(objective, PARTLY)), values(losses(objective)), teacher(IMAGES)
     with torch.no_grad():
         logits = student(IMAGES)
@@ -233,12 +234,15 @@ def test_a_step_reads_no_value_back(losses, settings, partly):
     student = prepared_student(classifier(32, 2), chosen, teacher)
     whole = RECORDED._replace(indices=torch.arange(3).expand(4, 3), logits=torch.ones(4, 3))
     recorded = Recorded(
-        *(None if part is None else part.to("meta") for part in (whole if chosen.needs_all_logits else RECORDED))
+        *(
+            part.to("meta") if isinstance(part, torch.Tensor) else part
+            for part in (whole if chosen.needs_all_logits else RECORDED)
+        )
     )
     batch = BATCH._replace(images=IMAGES.to("meta"), labels=BATCH.labels.to("meta"), recorded=recorded)
     if partly:
         batch = batch._replace(label_weights=PARTLY.label_weights.to("meta"))
-    result = losses(DistillObjective(student.to("meta"), None, chosen), batch)
+    result = losses(DistillObjective(student.to("meta"), [], chosen), batch)
     result["loss"].backward()
     assert all(part.shape == () for part in result.values())
 
@@ -364,7 +368,9 @@ QUEUED = DistillSettings(similarity_weight=1.0, similarity_queue=6, logit_weight
 def queued(settings=QUEUED):
     teacher = classifier(32, 1, dim=24)
     torch.manual_seed(5)
-    return DistillObjective(prepared_student(classifier(16, 2), settings, teacher), asked(teacher, settings), settings)
+    return DistillObjective(
+        prepared_student(classifier(16, 2), settings, teacher), [asked(teacher, settings)], settings
+    )
 
 
 def test_the_queue_begins_with_random_directions_and_holds_the_last_images_as_the_teacher_sees_them(losses):
@@ -407,3 +413,79 @@ def test_micro_batches_come_into_the_queue_in_the_order_of_the_images(losses):
     whole.end_step(QUEUED, alone)
     parts.end_step(QUEUED.model_copy(update={"accumulation": 2}), alone)
     assert torch.allclose(whole.model.queue, parts.model.queue, atol=1e-6)
+
+
+# -- Several teachers
+
+
+def test_the_mean_divergence_has_the_gradient_of_the_divergence_from_the_mean(losses):
+    """Against a slow computation in float64: KL(sum of w p || q) and the mean of KL(p || q) differ by what no student changes."""
+    settings = DistillSettings(
+        logit_weight=1.0,
+        label_weight=0.0,
+        temperature=3.0,
+        further_teachers=("a", "b"),
+        teacher_weights=(1.0, 2.0, 5.0),
+    )
+    teachers, student = [classifier(32, seed).eval() for seed in (1, 3, 4)], classifier(16, 2)
+    objective = DistillObjective(student, [frozen(teacher) for teacher in teachers], settings)
+    result = losses(objective)
+    result["loss"].backward()
+    own = {name: weight.grad.clone() for name, weight in student.named_parameters() if weight.grad is not None}
+    student.zero_grad()
+    with torch.no_grad():
+        softened = [torch.softmax(teacher(IMAGES).double() / 3, 1) for teacher in teachers]
+    mean = sum(share * p for share, p in zip((1 / 8, 2 / 8, 5 / 8), softened, strict=True))
+    log_q = torch.log_softmax(student(IMAGES).double() / 3, 1)
+    known = log_q.detach()
+    expected, slow = torch.zeros((), dtype=torch.float64), 0.0
+    for row in range(4):
+        for column in range(3):
+            expected = expected + 9 / 4 * mean[row, column] * (mean[row, column].log() - log_q[row, column])
+            for share, p in zip((1 / 8, 2 / 8, 5 / 8), softened, strict=True):
+                slow += float(9 / 4 * share * p[row, column] * (p[row, column].log() - known[row, column]))
+    expected.backward()
+    assert float(result["logit"].detach()) == pytest.approx(
+        slow, rel=1e-4
+    )  # a small difference of large logarithms, in float32
+    for name, weight in student.named_parameters():
+        if weight.grad is not None:
+            assert torch.allclose(own[name], weight.grad, rtol=1e-3, atol=1e-6), name
+
+
+def test_each_teacher_has_its_own_projection_and_balance(losses):
+    settings = DistillSettings(
+        logit_weight=0.0,
+        label_weight=0.5,
+        feature_weight=1.0,
+        feature_loss="mse",
+        further_teachers=("a",),
+        teacher_weights=(3, 1),
+    )
+    teachers, student = [classifier(32, 1, dim=24), classifier(32, 3, dim=12)], classifier(16, 2)
+    model = prepared_student(student, settings, *teachers)
+    assert model.projection.out_features == 36
+    asked_of = [frozen(teacher, features=True) for teacher in teachers]
+    objective = DistillObjective(model, asked_of, settings)
+    objective.balance([BATCH, BATCH._replace(images=IMAGES.flip(0, 3))], choose_device().open())
+    result = values(losses(objective))
+    seen = [torch.cat([teacher(IMAGES).features, teacher(IMAGES.flip(0, 3)).features]) for teacher in asked_of]
+    balances = [Balance(features.numpy()) for features in seen]
+    projected = model(IMAGES, compared=True).features.detach()
+    slow = [
+        F.mse_loss(part, balance(teacher(IMAGES).features))
+        for part, balance, teacher in zip(projected.split([24, 12], 1), balances, asked_of, strict=True)
+    ]
+    assert result["feature"] == pytest.approx(float(0.75 * slow[0] + 0.25 * slow[1]), rel=1e-5)
+
+
+def test_a_teacher_without_a_head_teaches_features_beside_one_that_has_one(losses):
+    settings = DistillSettings(logit_weight=1.0, feature_weight=1.0, further_teachers=("a",), teacher_weights=(1, 4))
+    headed, headless = classifier(32, 1), models.with_labels(classifier(32, 3), ())
+    student = prepared_student(classifier(16, 2), settings, headed, headless)
+    says = [frozen(one, features=True) for one in (headed, headless)]
+    result = values(losses(DistillObjective(student, says, settings)))
+    with torch.no_grad():
+        logits = distillation_kl(student(IMAGES), says[0](IMAGES).logits, settings.temperature)
+    assert result["logit"] == pytest.approx(float(logits), rel=1e-4), "the mean is over the teachers that have logits"
+    assert 0 <= result["agreement"] <= 1

@@ -62,7 +62,7 @@ def test_kl_and_labels_are_timms_logit_distillation(pair, temperature, weights):
     teacher, student, their_teacher, their_student = pair
     settings = DistillSettings(temperature=temperature, logit_weight=weights[0], label_weight=weights[1])
     frozen = FrozenTeacher(teacher, choose_device(), precision="fp32")
-    ours = DistillObjective(student, frozen, settings)(student, BATCH)
+    ours = DistillObjective(student, [frozen], settings)(student, BATCH)
     task = LogitDistillationTask(
         their_student,
         their_teacher,
@@ -93,7 +93,7 @@ def test_the_mean_squared_feature_is_timms_feature_distillation(pair):
         verbose=False,
     ).train()
     task.trainable_module.projection.load_state_dict(projected.projection.state_dict())
-    ours = DistillObjective(projected, frozen, settings)(projected, BATCH)
+    ours = DistillObjective(projected, [frozen], settings)(projected, BATCH)
     theirs = task(student.preprocess(IMAGES), LABELS)
     assert_same_losses(ours, theirs, {"feature": "kd_loss", "label": "task_loss", "loss": "loss"})
     ours["loss"].backward()
@@ -113,7 +113,7 @@ def test_a_distillation_token_learns_as_in_timms_token_distillation(pair, kind, 
     )
     model = prepared_student(student, settings, teacher)
     frozen = FrozenTeacher(teacher, choose_device(), precision="fp32")
-    ours = DistillObjective(model, frozen, settings)(model, BATCH)
+    ours = DistillObjective(model, [frozen], settings)(model, BATCH)
     task = TokenDistillationTask(
         their_student,
         their_teacher,

@@ -163,7 +163,7 @@ def test_the_token_loss_is_that_of_slow_loops(name, patch):
     with torch.no_grad():
         theirs = teacher.network.forward_features(teacher.preprocess(IMAGES))[:, 1:]
     frozen = FrozenTeacher(teacher, choose_device(), precision="fp32", tokens=True)
-    result = DistillObjective(student, frozen, settings)(student, BATCH)
+    result = DistillObjective(student, [frozen], settings)(student, BATCH)
     values = {name: float(part.detach()) for name, part in result.items()}
     assert values["token"] == pytest.approx(token_loss(name, ours.tolist(), theirs.tolist()), rel=1e-5)
     parts = 0.5 * values["logit"] + 2 * values["token"] + 0.1 * values["label"]
@@ -189,7 +189,7 @@ def test_the_block_loss_is_that_of_slow_loops(name):
             resized = bilinear(own.unflatten(1, (8, 8)), 4, 4).flatten(1, 2) @ weight.T + bias
             by_hand.append(token_loss(name, resized.tolist(), taught.tolist()))
         frozen = FrozenTeacher(teacher, choose_device(), precision="fp32", blocks=[*blocks.values()])
-        result = DistillObjective(student, frozen, settings)(student, BATCH)
+        result = DistillObjective(student, [frozen], settings)(student, BATCH)
     assert float(result["block"]) == pytest.approx(sum(by_hand) / 2, rel=1e-5)
     parts = 0.9 * result["logit"] + 3 * result["block"] + 0.1 * result["label"]
     assert float(result["loss"]) == pytest.approx(float(parts), rel=1e-6)
@@ -234,7 +234,7 @@ def test_a_convolutional_student_learns_the_tokens_of_a_transformer():
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(8):
         optimizer.zero_grad()
-        loss = DistillObjective(model, frozen, settings)(model, batch)
+        loss = DistillObjective(model, [frozen], settings)(model, batch)
         loss["loss"].backward()
         optimizer.step()
         tokens.append(float(loss["token"].detach()))

@@ -165,8 +165,8 @@ def masked_autoencoder():
 
 def distillation(*, online, **settings):
     student = ProjectedStudent(classifier(), 16) if settings.get("feature_weight") else classifier()
-    teacher = FrozenTeacher(classifier(), HOST, precision="bf16", features=True) if online else None
-    return DistillObjective(student, teacher, config.validate(DistillSettings, settings))
+    teacher = FrozenTeacher(classifier(), HOST, precision="bf16", features=True)
+    return DistillObjective(student, [teacher] if online else [], config.validate(DistillSettings, settings))
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,8 @@ def test_whatever_an_objective_holds_goes_where_its_models_go(make):
     held = tensors_of(objective)
     assert len(held) > 10
     objective.model.to("meta")
-    if getattr(objective, "_teacher", None) is not None:
-        objective._teacher._model.to("meta")
+    for teacher in getattr(objective, "_teachers", ()):
+        teacher._model.to("meta")
     assert [tuple(tensor.shape) for tensor in tensors_of(objective) if not tensor.is_meta] == []
 
 
