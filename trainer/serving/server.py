@@ -53,6 +53,7 @@ _HEADERS = [
 ]
 _CONNECTIONS = 4096
 """Further ones are refused and closed by uvicorn itself, health checks too: each may hold up to 64 KiB of a photo."""
+_BACKLOG = 2048
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -468,11 +469,13 @@ def serve(server: PhotoServer, *, host: str, port: int) -> None:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((host, port))
+            listening.listen(_BACKLOG)  # before the log says so; until the model answers, what connects waits
         except (OSError, OverflowError) as error:
             raise SettingsError(f"--host {host} --port {port}: cannot be used ({error}); give another one") from error
         settings = uvicorn.Config(
             server,
             limit_concurrency=_CONNECTIONS,
+            backlog=_BACKLOG,
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=int(server.most.timeout_s) + 1,
