@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 
 FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "ICO", "AVIF")
 """Formats that are read: those of Pillow that have a signature and start no other program (as EPS would)."""
@@ -107,6 +107,8 @@ def decode(content: bytes, *, max_pixels: int, min_edge: int = 1) -> Image.Image
             width, height = image.size
             if width * height > max_pixels:
                 raise BadImageError(f"too many pixels: {width} x {height}")
+            if _tile_pixels(image) > max_pixels:  # its decoder would make room for a whole one
+                raise BadImageError("too many pixels: in a tile")
             if min(width, height) < min_edge:
                 raise BadImageError(f"too small: {width} x {height} pixels")
             image.load()
@@ -121,6 +123,14 @@ def decode(content: bytes, *, max_pixels: int, min_edge: int = 1) -> Image.Image
         raise BadImageError(f"too many pixels: more than {max_pixels:,}") from error
     except Exception as error:  # Pillow's decoders raise nearly anything for a damaged file
         raise BadImageError(reason(error)) from error
+
+
+def _tile_pixels(image: Image.Image) -> int:
+    """Count the pixels of a tile of a TIFF file, which may be larger than the picture; 0: it has none."""
+    if not isinstance(image, TiffImagePlugin.TiffImageFile):
+        return 0
+    width, height = (image.tag_v2.get(tag, 0) for tag in (TiffImagePlugin.TILEWIDTH, TiffImagePlugin.TILELENGTH))
+    return int(width) * int(height)
 
 
 def is_jpeg(encoded: bytes | memoryview) -> bool:
