@@ -13,8 +13,8 @@ AUDIT := .audit/.ready
 COMPILE_REQUIREMENTS := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-header --no-emit-index-url --no-emit-find-links $(if $(UPGRADE),--upgrade)
 
-AUDITED := development runtime neuron xla uv audit
-SBOMS := runtime neuron
+AUDITED := development runtime neuron serving xla uv audit
+SBOMS := runtime neuron serving
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run ui test test-long test-gpu bench bench-gpu check lint compile deploy-pipeline undeploy-pipeline docs lock clean
@@ -97,7 +97,7 @@ check: $(READY)  ## lint, types, layers, generated files; writes nothing
 	$(VENV)/python docs/generate.py --check
 	$(VENV)/yamllint --strict .
 	$(VENV)/shellcheck --external-sources --source-path=SCRIPTDIR .ci/run manifests/*.sh manifests/*/*.sh
-	$(VENV)/hadolint manifests/images/Dockerfile manifests/images/Dockerfile.neuron
+	$(VENV)/hadolint manifests/images/Dockerfile manifests/images/Dockerfile.*
 
 lint: $(READY)  ## mend what can be mended: order of imports, format
 	$(VENV)/ruff check --fix .
@@ -119,6 +119,17 @@ neuron-warm-up: $(READY)  ## compile beforehand on a pool what a recipe's traini
 undeploy-pipeline: $(READY)  ## remove from Kubeflow what deploy-pipeline put there [KFP_HOST=url NAMESPACE=name VERSION=name ALL=1]
 	@$(VENV)/python -m pipelines.undeploy --image "$$IMAGE" $(if $(VERSION),--version "$$VERSION") $(if $(ALL),--all)
 
+.PHONY: deploy-student undeploy-student
+STUDENT = $(if $(MODEL),--model "$(MODEL)") $(if $(ALIAS),--alias "$(ALIAS)") $(if $(NAME),--name "$(NAME)") $(if $(KSERVE),--kserve) \
+	$(if $(NAMESPACE),--namespace "$(NAMESPACE)") $(if $(CONTEXT),--context "$(CONTEXT)")
+
+deploy-student: $(READY)  ## serve a registered student on a cluster [ALIAS=champion MODEL=vit-student|uri REPLICAS=2 KSERVE=1 NAME= NAMESPACE= CONTEXT= IMAGE= DRY_RUN=1 FORCE=1]
+	@$(VENV)/python -m pipelines.deploy_student $(STUDENT) --image "$$IMAGE" $(if $(REPLICAS),--replicas $(REPLICAS)) \
+		$(if $(DRY_RUN),--dry-run) $(if $(FORCE),--force)
+
+undeploy-student: $(READY)  ## take an alias's pods away again [ALIAS=champion KSERVE=1 NAME= NAMESPACE= CONTEXT=]
+	@$(VENV)/python -m pipelines.deploy_student $(STUDENT) --remove
+
 docs: $(READY)  ## write docs/configuration.md, rules.md and stages.md
 	$(VENV)/python docs/generate.py
 
@@ -128,6 +139,7 @@ lock: $(UV)  ## pin the requirements after a change of pyproject.toml [UPGRADE=1
 	$(COMPILE_REQUIREMENTS) pyproject.toml --extra kubeflow --override requirements/neuron-overrides.txt --output-file requirements/neuron.txt
 	cp requirements/development.txt requirements/xla.txt  # its versions are kept wherever the overrides let them
 	$(COMPILE_REQUIREMENTS) pyproject.toml --group xla --override requirements/xla-overrides.txt --output-file requirements/xla.txt
+	$(COMPILE_REQUIREMENTS) --group serving --constraint requirements/development.txt --output-file requirements/serving.txt
 	echo uv | $(COMPILE_REQUIREMENTS) - --output-file requirements/uv.txt
 	$(COMPILE_REQUIREMENTS) --group audit --output-file requirements/audit.txt
 
@@ -144,9 +156,9 @@ sbom: $(AUDIT)  ## write sbom/*.json: the Python packages of the images with the
 
 .PHONY: image manifests kind-up kind-load test-kind kind-down
 IMAGE_NAME = $(or $(IMAGE),$(shell $(VENV)/python -c \
-	'from components.image import IMAGE; print(IMAGE$(if $(filter neuron,$(TARGET)),.replace(":", "-neuron:")))'))
+	'from components.image import IMAGE; print(IMAGE$(if $(filter neuron serving,$(TARGET)),.replace(":", "-$(TARGET):")))'))
 
-image: $(READY)  ## build and check the image of tasks and jobs [TARGET=cpu|gpu|neuron IMAGE=name:tag]
+image: $(READY)  ## build and check an image: of tasks and jobs, or of the server [TARGET=cpu|gpu|neuron|serving IMAGE=name:tag]
 	@manifests/images/build.sh "$(or $(TARGET),cpu)" "$(IMAGE_NAME)"
 
 manifests: $(READY)  ## print what an overlay would apply [OVERLAY=kind|eks]

@@ -1,4 +1,4 @@
-"""The image that every component runs on: its name and version stand here and nowhere else."""
+"""The image that every component runs on, and the server's: their names and version stand here and nowhere else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from trainer import __version__
 
 NAME = "vit-distillation"
 IMAGE = f"{NAME}:{__version__}"
+SERVING_IMAGE = f"{NAME}-serving:{__version__}"
+"""The image of the server, which has neither torch nor what trains."""
 IMAGE_VARIABLE = "TRAINER_IMAGE"
 """Environment variable of a task: the image that it runs on, and its jobs too."""
 

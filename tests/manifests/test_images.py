@@ -1,5 +1,6 @@
 """The Dockerfiles, as far as they can be checked without a Docker engine; hadolint, in `make check`, knows the instructions."""
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-IMAGES = ("Dockerfile", "Dockerfile.neuron")
+IMAGES = ("Dockerfile", "Dockerfile.neuron", "Dockerfile.serving")
 
 
 def instructions(name):
@@ -121,7 +122,7 @@ def context():
 def test_the_build_finds_what_it_takes(name):
     kept, _ = context()
     taken = [source.rstrip("/") for source in sources(name)]
-    assert len(taken) == 3
+    assert len(taken) == (2 if name == "Dockerfile.serving" else 3)
     for source in taken:
         assert (ROOT / source).exists()
         assert source in kept
@@ -171,3 +172,45 @@ def test_what_is_copied_suffices(installed, tmp_path, command):
         timeout=60,
     )
     assert result.returncode == 0, result.stderr
+
+
+SERVER = """
+import fsspec, mlflow.artifacts
+from trainer import tracking
+from trainer.serving import exported_classifier, server
+fsspec.filesystem("s3")
+tracking.client()
+for name in ("torch", "timm", "pandas"):
+    try:
+        __import__(name)
+    except ModuleNotFoundError:
+        continue
+    raise SystemExit(f"{name} is within reach")
+"""
+
+
+def test_the_servers_packages_suffice(tmp_path):
+    """With nothing but what requirements/serving.txt locks, the server, the store and the registry can be imported."""
+    text = (ROOT / "requirements/serving.txt").read_text()
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    here = {}
+    for one in importlib.metadata.distributions():
+        here[re.sub(r"[-_.]+", "-", one.name).lower()] = one
+    for name in re.findall(r"^([a-z0-9][\w.-]*)==", text, re.MULTILINE):
+        if name in here:  # or it is for another Python
+            for top in {file.parts[0] for file in here[name].files if file.parts[0] not in ("..", "__pycache__")}:
+                link = packages / top
+                if not link.exists():
+                    link.symlink_to(here[name].locate_file(top))
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": f"{ROOT}{os.pathsep}{packages}"}
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", SERVER],
+        cwd=tmp_path,
+        env={**environment, "PYTHONDONTWRITEBYTECODE": "1", "MLFLOW_TRACKING_URI": "http://localhost:5000"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr + result.stdout

@@ -33,7 +33,7 @@ import tempfile
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -162,11 +162,15 @@ def explained() -> Iterator[None]:
     """
     from mlflow.exceptions import MlflowException
     from requests.exceptions import RequestException
-    from sqlalchemy.exc import SQLAlchemyError
 
+    unusable: tuple[type[Exception], ...] = (MlflowException, RequestException, sqlite3.Error, OSError)
+    with suppress(ImportError):  # the server's image has mlflow-skinny, which has no stores of its own
+        from sqlalchemy.exc import SQLAlchemyError
+
+        unusable += (SQLAlchemyError,)
     try:
         yield
-    except (MlflowException, RequestException, SQLAlchemyError, sqlite3.Error, OSError) as error:
+    except unusable as error:
         address = shown(uri() or URI)
         advice = (
             f"start the server, correct tracking.uri or {URI}, or continue without tracking (tracking.enabled=false)"
@@ -464,22 +468,32 @@ def registered_model(place: str, folder: Path) -> tuple[Path, bool]:
     Raises:
         TrackingError: MLflow does not answer, or has no such model.
     """
+    _, passed = registered_version(place)
+    from mlflow.artifacts import download_artifacts
+
+    with explained(), environment_variables({"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}):
+        files = download_artifacts(
+            place, dst_path=str(folder), tracking_uri=uri(), registry_uri=os.environ.get("MLFLOW_REGISTRY_URI")
+        )
+    return Path(files), passed
+
+
+def registered_version(place: str) -> tuple[str, bool]:
+    """Look up the number of a version of the registry, and whether it passed its gate.
+
+    Raises:
+        TrackingError: MLflow does not answer, or has no such model.
+    """
     name, _, alias = place.removeprefix("models:/").partition("@")
     name, _, number = (name, "", "") if alias else name.partition("/")
     if not name or not (alias or number):
         raise TrackingError(f"{place}: names no version of a model; write models:/NAME@ALIAS or models:/NAME/VERSION")
     mlflow = client()
-    from mlflow.artifacts import download_artifacts
     from mlflow.exceptions import MlflowException
 
-    with explained(), environment_variables({"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}):
+    with explained():
         try:
-            version = (
-                mlflow.get_model_version_by_alias(name, alias) if alias else mlflow.get_model_version(name, number)
-            )
-            files = download_artifacts(
-                place, dst_path=str(folder), tracking_uri=uri(), registry_uri=os.environ.get("MLFLOW_REGISTRY_URI")
-            )
+            found = mlflow.get_model_version_by_alias(name, alias) if alias else mlflow.get_model_version(name, number)
         except MlflowException as error:
             if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 raise
@@ -487,7 +501,7 @@ def registered_model(place: str, folder: Path) -> tuple[Path, bool]:
                 f"{place}: MLflow at {shown(uri() or '')} has no such model ({reason_of(error)}); look for its name and version in MLflow "
                 "(make ui); the alias is on a version that passed its gate"
             ) from error
-    return Path(files), version.tags.get("verdict", "passed") == "passed"
+    return str(found.version), found.tags.get("verdict", "passed") == "passed"
 
 
 @dataclass(frozen=True, kw_only=True)

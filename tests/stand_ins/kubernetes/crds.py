@@ -46,24 +46,24 @@ def _path(error: jsonschema.ValidationError) -> str:
 def _validator(folder: Path, resource: Resource) -> jsonschema.Draft202012Validator:
     crd = yaml.load((folder / f"{resource.group}_{resource.plural}.yaml").read_text(), Loader=yaml.CSafeLoader)
     version = next(one for one in crd["spec"]["versions"] if one["name"] == resource.version)
-    schema = _strict(version["schema"]["openAPIV3Schema"])
+    schema = strict(version["schema"]["openAPIV3Schema"])
     schema["properties"]["metadata"] = {"type": "object"}  # the server's own, with fields that a CRD does not list
     return jsonschema.Draft202012Validator(schema)
 
 
-def _strict(schema: Mapping[str, Any]) -> dict[str, Any]:
+def strict(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Kubernetes' dialect as plain JSON schema: closed objects, `int-or-string`, required lists as sets."""
     if schema.get("x-kubernetes-int-or-string"):
         return {"type": ["integer", "string"]}
     plain = {key: value for key, value in schema.items() if not key.startswith("x-") and key not in _DROPPED}
     if "properties" in schema:
-        plain["properties"] = {name: _strict(inner) for name, inner in schema["properties"].items()}
+        plain["properties"] = {name: strict(inner) for name, inner in schema["properties"].items()}
         if not schema.get("x-kubernetes-preserve-unknown-fields"):
             plain["additionalProperties"] = False
     if isinstance(schema.get("additionalProperties"), Mapping):
-        plain["additionalProperties"] = _strict(schema["additionalProperties"])
+        plain["additionalProperties"] = strict(schema["additionalProperties"])
     if "items" in schema:
-        plain["items"] = _strict(schema["items"])
+        plain["items"] = strict(schema["items"])
     return plain
 
 

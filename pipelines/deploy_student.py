@@ -1,0 +1,269 @@
+"""Serve a registered student on a cluster, or take it away: `manifests/serving` with the version that an alias of MLflow's registry names.
+
+  python -m pipelines.deploy_student                                    what `champion` names now, and wait until it answers
+  python -m pipelines.deploy_student --alias challenger --replicas 1    beside it, behind the same Service: a canary
+  python -m pipelines.deploy_student --model s3://bucket/served         an export that is in no registry
+  python -m pipelines.deploy_student --kserve                           an InferenceService instead of a Deployment
+  python -m pipelines.deploy_student --dry-run                          print what would be applied
+  python -m pipelines.deploy_student --alias challenger --remove
+
+Run again after the alias has moved, it replaces one pod after the other. A pod takes requests when its model has answered one, so a
+version that cannot be served takes none, and the version before goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from components.image import SERVING_IMAGE
+from trainer import commands, tracking
+from trainer.errors import DeployError, SettingsError
+
+MANIFESTS = Path(__file__).parents[1] / "manifests" / "serving"
+NAME = "vit-student"
+ALIAS = "champion"
+REGISTERED = "models:/"
+_IN_MANIFESTS = f"{NAME}-{ALIAS}"
+"""Name of the alias's objects in `manifests/serving`."""
+_OF_THE_ALIAS = "deployment,horizontalpodautoscaler,poddisruptionbudget"
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,28}[a-z0-9])?")
+_APPLIED_BY = "vit-distillation"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; gives the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pipelines.deploy_student",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model",
+        default=NAME,
+        help="name in MLflow's registry, or the URI of an export in a store that pods can read (default: %(default)s)",
+    )
+    parser.add_argument("--alias", default=ALIAS, metavar="NAME", help="of the version (default: %(default)s)")
+    parser.add_argument("--name", default=NAME, help="of the Service and the model's (default: %(default)s)")
+    parser.add_argument(
+        "--replicas", type=commands.positive, default=0, metavar="N", help="pods, instead of 2 to 8 by their load"
+    )
+    parser.add_argument("--kserve", action="store_true", help="as an InferenceService; KServe is installed")
+    parser.add_argument("--image", default="", help=f"of the server (default: {SERVING_IMAGE})")
+    parser.add_argument("--namespace", default="kubeflow", help="default: %(default)s")
+    parser.add_argument("--context", default="", help="of the kubeconfig (default: its current one)")
+    parser.add_argument(
+        "--timeout",
+        type=commands.positive,
+        default=300,
+        metavar="S",
+        help="seconds until it must answer (default: %(default)s)",
+    )
+    parser.add_argument("--force", action="store_true", help="serve a version that did not pass its gate, too")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--dry-run", action="store_true", help="print the objects and change nothing")
+    what.add_argument(
+        "--remove", action="store_true", help="take this alias's pods away, and the Service with the last one"
+    )
+    options = parser.parse_args(arguments)
+    return commands.exit_code(lambda: remove(options) if options.remove else deploy(options))
+
+
+def deploy(options: argparse.Namespace) -> None:
+    """Apply the objects and wait until every pod has the model.
+
+    Raises:
+        TrainerError: a name is not one, the registry has no such version or it is refused, kubectl fails, or no pod becomes ready.
+    """
+    _check_names(options)
+    model = _pinned(options.model, options.alias, force=options.force)
+    objects = student_objects(
+        rendered("kserve" if options.kserve else "base"),
+        name=options.name,
+        alias=options.alias,
+        namespace=options.namespace,
+        arguments=[model, *(["--force"] if options.force else [])],
+        image=options.image or SERVING_IMAGE,
+        replicas=options.replicas,
+    )
+    if options.dry_run:
+        print(yaml.safe_dump_all(objects, sort_keys=False), end="")
+        return
+    kubectl = Kubectl(namespace=options.namespace, context=options.context)
+    deployment = f"deployment/{options.name}-{options.alias}{'-predictor' if options.kserve else ''}"
+    print(
+        kubectl(
+            "apply",
+            "--server-side",
+            f"--field-manager={_APPLIED_BY}",
+            "--force-conflicts",
+            "--filename=-",
+            text=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}),
+        ),
+        end="",
+    )
+    if options.replicas and not options.kserve:
+        kubectl("delete", "horizontalpodautoscaler", f"{options.name}-{options.alias}", "--ignore-not-found")
+    limit = f"--timeout={options.timeout}s"
+    try:
+        if options.kserve:  # whose controller makes and changes the Deployment
+            argument = "{.spec.template.spec.containers[0].args[0]}"
+            kubectl("wait", deployment, f"--for=jsonpath={argument}={model}", limit)
+        kubectl("rollout", "status", deployment, limit)
+    except DeployError as error:
+        said = kubectl(
+            "logs", "--selector", f"vit-distillation/alias={options.alias}", "--tail=2", "--prefix", check=False
+        )
+        raise DeployError(
+            f"{model} is not ready on every pod ({error}); pods of the version before, if any, go on answering. The pods say:\n"
+            f"{said.rstrip()}\n"
+            "Mend that and deploy again; to go back, move the alias back and deploy."
+        ) from error
+    service = f"{options.name}-{options.alias}-predictor" if options.kserve else options.name
+    print(
+        f"{model} answers at http://{service}.{options.namespace}.svc/predict; from here: "
+        f"kubectl --namespace {options.namespace} port-forward service/{service} 8000:80, then http://localhost:8000"
+    )
+
+
+def remove(options: argparse.Namespace) -> None:
+    """Delete an alias's objects, and those that all aliases share if it was the last one; what is not there is no error.
+
+    Raises:
+        TrainerError: a name is not one, or kubectl fails.
+    """
+    _check_names(options)
+    kubectl = Kubectl(namespace=options.namespace, context=options.context)
+    kinds = "inferenceservice" if options.kserve else _OF_THE_ALIAS
+    name = f"{options.name}-{options.alias}"
+    print(kubectl("delete", kinds, name, "--ignore-not-found", "--cascade=foreground"), end="")
+    left = f"app.kubernetes.io/name={options.name}"
+    if not kubectl("get", "deployments", "--selector", left, "--output=name").strip():
+        shared = "service,serviceaccount,networkpolicy"
+        print(kubectl("delete", shared, options.name, "--ignore-not-found"), end="")
+
+
+def rendered(folder: str) -> list[dict[str, Any]]:
+    """Build a kustomization of `manifests/serving`: its objects.
+
+    Raises:
+        DeployError: kubectl is missing or fails.
+    """
+    return list(yaml.safe_load_all(Kubectl()("kustomize", str(MANIFESTS / folder))))
+
+
+def student_objects(
+    objects: Sequence[Mapping[str, Any]],
+    *,
+    name: str,
+    alias: str,
+    namespace: str,
+    arguments: Sequence[str],
+    image: str,
+    replicas: int,
+) -> list[dict[str, Any]]:
+    """Make the objects of `manifests/serving` those of one student.
+
+    Args:
+        objects: of a folder there, which are those of `vit-student` and its alias `champion`.
+        name: instead of `vit-student`.
+        alias: instead of `champion`.
+        namespace: instead of `kubeflow`.
+        arguments: of the server, the model first; its others are kept.
+        image: of the server.
+        replicas: number of pods; 0 lets the autoscaler choose.
+    """
+    names = {NAME: name, ALIAS: alias, _IN_MANIFESTS: f"{name}-{alias}", f"--name={NAME}": f"--name={name}"}
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: renamed(part) for key, part in value.items()}
+        if isinstance(value, list):
+            return [renamed(part) for part in value]
+        return names.get(value, value) if isinstance(value, str) else value
+
+    made = []
+    for one in map(renamed, objects):
+        one["metadata"]["namespace"] = namespace
+        if one["kind"] == "HorizontalPodAutoscaler" and replicas:
+            continue
+        if one["kind"] in ("Deployment", "InferenceService"):
+            pod = one["spec"]["template"]["spec"] if one["kind"] == "Deployment" else one["spec"]["predictor"]
+            (server,) = pod["containers"]
+            server |= {"image": image, "args": [*arguments, *server["args"][1:]]}
+            if replicas and one["kind"] == "Deployment":
+                one["spec"]["replicas"] = replicas
+            elif replicas:
+                pod |= {"minReplicas": replicas, "maxReplicas": replicas}
+        made.append(one)
+    return made
+
+
+class Kubectl:
+    """Runs kubectl: that of this environment, or else the system's."""
+
+    def __init__(self, *, namespace: str = "", context: str = "") -> None:
+        self._options = [f"--namespace={namespace}"] * bool(namespace) + [f"--context={context}"] * bool(context)
+
+    def __call__(self, *arguments: str, text: str | None = None, check: bool = True) -> str:
+        """Run a command; gives what it prints.
+
+        Raises:
+            DeployError: kubectl is missing or, unless `check` is false, fails.
+        """
+        tool = shutil.which("kubectl", path=Path(sys.executable).parent) or shutil.which("kubectl")
+        if tool is None:
+            raise DeployError(
+                "kubectl is not installed; run 'make setup', or install it (kubernetes.io/docs/tasks/tools)"
+            )
+        result = subprocess.run(
+            [tool, *self._options, *arguments], capture_output=True, text=True, input=text, check=False
+        )
+        if check and result.returncode:
+            raise DeployError(f"kubectl {arguments[0]}: {result.stderr.strip() or result.stdout.strip()}")
+        return result.stdout
+
+
+def _check_names(options: argparse.Namespace) -> None:
+    for option in ("name", "alias"):
+        if not _NAME.fullmatch(value := getattr(options, option)):
+            raise SettingsError(
+                f"--{option} {value!r}: becomes part of names in Kubernetes; give at most 30 small letters, digits and '-', a letter first"
+            )
+
+
+def _pinned(model: str, alias: str, *, force: bool) -> str:
+    """Return the URI of what an alias names now, so that pods which start later serve the same.
+
+    Raises:
+        DeployError: it did not pass its gate, and is not forced.
+        SettingsError: MLflow's address is not given.
+        TrackingError: MLflow does not answer, or has no such version.
+    """
+    if "://" in model:
+        return model
+    if not os.environ.get(tracking.URI):
+        raise SettingsError(
+            f"{tracking.URI} is not set, so there is no registry to ask for {model}@{alias}; set it to the cluster's MLflow: "
+            f"kubectl --namespace kubeflow port-forward service/mlflow 5000 & export {tracking.URI}=http://localhost:5000"
+        )
+    version, passed = tracking.registered_version(f"{REGISTERED}{model}@{alias}")
+    if not passed and not force:
+        raise DeployError(
+            f"{model}@{alias} is version {version}, which did not pass its gate; move the alias, or serve it all the same (--force)"
+        )
+    return f"{REGISTERED}{model}/{version}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

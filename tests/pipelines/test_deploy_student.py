@@ -1,0 +1,116 @@
+"""Deploying a student, as far as it goes without a cluster; tests/cluster/test_serving.py goes on."""
+
+import pytest
+import yaml
+
+from pipelines import deploy_student
+
+
+@pytest.fixture
+def registry(mlflow_uri, monkeypatch):
+    """A registry whose version 1 is the champion and passed its gate, and whose version 2 is the challenger and did not."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(mlflow_uri)
+    client.create_registered_model("vit-student")
+    for alias, verdict in (("champion", "passed"), ("challenger", "not passed")):
+        version = client.create_model_version("vit-student", source="s3://bucket/model", tags={"verdict": verdict})
+        client.set_registered_model_alias("vit-student", alias, version.version)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_uri)
+
+
+@pytest.fixture
+def command(capsys):
+    """Run the command; gives exit code, output and errors."""
+
+    def run(*arguments):
+        code = deploy_student.main(list(arguments))
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err
+        return code, printed.out, printed.err
+
+    return run
+
+
+def arguments(output):
+    """Of the server in what was printed."""
+    (deployment,) = [one for one in yaml.safe_load_all(output) if one["kind"] == "Deployment"]
+    return deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
+@pytest.mark.usefixtures("registry")
+def test_an_alias_is_pinned_to_what_it_names_now(command):
+    code, output, _ = command("--dry-run")
+    assert code == 0
+    assert arguments(output)[0] == "models:/vit-student/1"
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_version_that_failed_its_gate_needs_force(command):
+    code, output, errors = command("--dry-run", "--alias", "challenger")
+    assert (code, output) == (2, "")
+    assert (
+        "vit-student@challenger is version 2, which did not pass its gate; move the alias, or serve it all the same (--force)"
+        in errors
+    )
+    code, output, _ = command("--dry-run", "--alias", "challenger", "--force")
+    assert code == 0
+    assert arguments(output)[:2] == ["models:/vit-student/2", "--force"]
+
+
+@pytest.mark.usefixtures("registry")
+def test_an_alias_that_is_on_no_version_is_refused(command):
+    code, output, errors = command("--alias", "canary")
+    assert (code, output) == (2, "")
+    assert "models:/vit-student@canary" in errors
+    assert "has no such model" in errors
+
+
+def test_without_an_address_of_mlflow_the_next_move_is_said(command, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    code, _, errors = command("--dry-run")
+    assert code == 2
+    assert "MLFLOW_TRACKING_URI is not set" in errors
+    assert "port-forward service/mlflow 5000" in errors
+
+
+def test_an_export_in_a_store_needs_no_registry(command, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    code, output, _ = command("--dry-run", "--model", "s3://bucket/served")
+    assert code == 0
+    assert arguments(output)[0] == "s3://bucket/served"
+
+
+@pytest.mark.parametrize("option", ["--name", "--alias"])
+@pytest.mark.parametrize("value", ["", "Champion", "-a", "a-", "a_b", "a" * 31])
+def test_what_cannot_be_a_name_in_kubernetes_is_refused(command, option, value):
+    code, _, errors = command("--model", "s3://bucket/served", f"{option}={value}")
+    assert code == 2
+    assert f"{option} {value!r}: becomes part of names" in errors
+
+
+def test_a_cluster_that_does_not_answer_is_named(command, tmp_path, monkeypatch):
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "gone", "cluster": {"server": "https://127.0.0.1:1"}}],
+        "contexts": [{"name": "gone", "context": {"cluster": "gone", "user": "nobody"}}],
+        "users": [{"name": "nobody", "user": {"token": "none"}}],
+        "current-context": "gone",
+    }
+    (tmp_path / "config").write_text(yaml.safe_dump(config))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    code, _, errors = command("--model", "s3://bucket/served")
+    assert code == 2
+    assert errors.startswith("error: kubectl apply: ")
+    assert "127.0.0.1:1" in errors
+    code, _, errors = command("--context", "other", "--remove")
+    assert code == 2
+    assert 'error: kubectl delete: error: context "other" does not exist' in errors
+
+
+def test_without_kubectl_the_next_move_is_said(command, monkeypatch):
+    monkeypatch.setattr(deploy_student.shutil, "which", lambda _tool, path=None: None)
+    code, _, errors = command("--model", "s3://bucket/served", "--dry-run")
+    assert code == 2
+    assert "kubectl is not installed; run 'make setup'" in errors
