@@ -39,6 +39,7 @@ def configure(
         ("distill", str),
         ("profile", str),
         ("evaluate", str),
+        ("export", str),
         ("register", str),
         ("source_version", str),
         ("teacher_weights_version", str),
@@ -316,6 +317,30 @@ def evaluate(
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
+def export(
+    settings: str,
+    dataset: str,
+    student: str,
+    evaluation: str,
+    variants: dsl.Output[dsl.HTML],
+) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
+    "Exported", [("exported_uri", str)]
+):
+    """Write the student as ONNX and choose the fastest variant that passes; gives where it is. Without `enabled` nothing is done.
+
+    Args:
+        settings: The section `export`, as JSON.
+        dataset: The prepared data set, its URI and digest.
+        student: The student's model directory, its URI and digest.
+        evaluation: The measurements and the verdict, their URI and digest.
+        variants: What each variant measured, as a page.
+    """
+    from components import task
+
+    return task.export(settings, {"dataset": dataset, "student": student, "evaluation": evaluation}, variants)
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
 def register(
     settings: str,
     recipe: str,
@@ -327,6 +352,7 @@ def register(
     distill_evidence: str,
     report: str,
     evaluation: str,
+    exported: str,
     teacher_outputs: str,
     tuning: str,
     warmed: str,
@@ -346,6 +372,7 @@ def register(
         distill_evidence: What the student's training recorded of itself.
         report: The report on both trainings.
         evaluation: The measurements and the verdict.
+        exported: The student as an ONNX file; empty: it was not exported.
         teacher_outputs: The teacher's recorded outputs; empty: the teacher ran in every step.
         tuning: The forecast of the distillation; empty: none was made.
         warmed: The report on what was compiled beforehand; empty: nothing was.
@@ -362,6 +389,7 @@ def register(
         "distill_evidence": distill_evidence,
         "report": report,
         "evaluation": evaluation,
+        "exported": exported,
         "teacher_outputs": teacher_outputs,
         "tuning": tuning,
         "warmed": warmed,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from components import launching, references
 from components.launching import Placement, TrainingTask
 from trainer import artifacts, limits, stages, storage, tracking
-from trainer.config import DistillSettings, TuneSettings, WarmUpSettings
+from trainer.config import DistillSettings, ExportSettings, TuneSettings, WarmUpSettings
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, PreemptedError, TrainerError
 from trainer.host import ended_by_sigterm
 from trainer.launch import leave_last_words
@@ -200,6 +200,19 @@ def reinforce(
         return ("",)
     (made,) = train("reinforce", settings, inputs, place)
     show_page(made, "report.html", recording)
+    return (made,)
+
+
+def export(settings: str, inputs: Mapping[str, str], variants: dsl.HTML) -> tuple[str, ...]:
+    """Run the stage export if its section says so; gives the reference to what it made, empty where nothing was done.
+
+    Raises:
+        SystemExit: the stage failed with a message, which was reported.
+    """
+    if not ExportSettings.model_validate_json(settings).enabled:
+        return ("",)
+    (made,) = run_stage("export", settings, inputs)
+    show_page(made, "export.html", variants)
     return (made,)
 
 

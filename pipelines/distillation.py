@@ -1,5 +1,5 @@
-"""The pipeline: configure -> prepare -> [warm_up] -> pretrain -> [tune] -> [reinforce] -> distill -> profile, evaluate -> register; finish
-in any case.
+"""The pipeline: configure -> prepare -> [warm_up] -> pretrain -> [tune] -> [reinforce] -> distill -> profile, evaluate -> [export] ->
+register; finish in any case.
 
 One definition for a cluster and for one machine. A task's name is the stage's name; the tasks hand references to artifacts to one another
 (`components/references.py`), and each gets its own section of the settings only, so that a changed distillation setting leaves the cached
@@ -7,8 +7,8 @@ teacher valid.
 
 The stages in brackets are in the graph where they are asked for. `definition` makes it with those that a run's settings need, because each
 task costs a cluster two pods and some twenty seconds, also one that does nothing; `distillation` has all of them, and there warm_up,
-tune and reinforce hand on an empty reference where they are not wanted. A task's cache key is the same in every such graph. There is no
-`dsl.If`: KFP 2.17 cannot take an output from a branch (`dsl.OneOf`) whose task comes from its cache.
+tune, reinforce and export hand on an empty reference where they are not wanted. A task's cache key is the same in every such graph. There
+is no `dsl.If`: KFP 2.17 cannot take an output from a branch (`dsl.OneOf`) whose task comes from its cache.
 
 pretrain waits for warm_up and takes nothing from it, so that a cached teacher stays valid; tune hands on the settings of the
 distillation, which it may change.

@@ -16,6 +16,7 @@ from trainer.pages import Block, BulletList, Links, PageSection, Paragraph, Phot
 INDEX = "index.html"
 TITLES = {
     "evaluation": "Evaluation",
+    "export": "Export",
     "profile": "Profile of the trainings",
     "data": "Data card",
     "reinforce": "Recorded outputs",

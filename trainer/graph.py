@@ -25,7 +25,7 @@ Kind = Literal[
     "checkpoint",
     "export",
 ]
-"""What an artifact holds; no stage hands checkpoints and exports to another."""
+"""What an artifact holds; no stage hands checkpoints to another."""
 
 SCHEMA_VERSIONS: Mapping[Kind, int] = dict.fromkeys(get_args(Kind), 1) | {
     "teacher_outputs": 2,
@@ -124,6 +124,7 @@ STUDENT = ArtifactSpec(name="student", kind="model")
 DISTILL_EVIDENCE = ArtifactSpec(name="distill_evidence", kind="evidence")
 REPORT = ArtifactSpec(name="report", kind="report")
 EVALUATION = ArtifactSpec(name="evaluation", kind="evaluation", task_folder="measurements")
+EXPORTED = ArtifactSpec(name="exported", kind="export")
 REGISTRATION = ArtifactSpec(name="registration", kind="registration")
 
 STAGES: Mapping[str, Stage] = {
@@ -203,11 +204,19 @@ STAGES: Mapping[str, Stage] = {
             cached=False,  # latency is that of the machine of this run
         ),
         Stage(
+            name="export",
+            title="Export student",
+            summary="write the student as ONNX, measure its variants, and choose the fastest that passes the gate",
+            reads=(DATASET, STUDENT, EVALUATION),
+            makes={"exported": EXPORTED},
+            needed_if="export.enabled",
+        ),
+        Stage(
             name="register",
             title="Register",
             summary="log the student to MLflow, register it, and promote it if it passed",
             reads=(DATASET, TEACHER, STUDENT, PRETRAIN_EVIDENCE, DISTILL_EVIDENCE, REPORT, EVALUATION),
-            reads_if_made=(TEACHER_OUTPUTS, TUNING, WARMED),  # for the bill and the summary
+            reads_if_made=(EXPORTED, TEACHER_OUTPUTS, TUNING, WARMED),  # the last three for the bill and the summary
             makes={"registration": REGISTRATION},
             takes_recipe=True,
             # Every run has its own version in the registry, one for all tries at this stage.

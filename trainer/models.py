@@ -33,7 +33,7 @@ from trainer.config import ModelSettings
 from trainer.devices.torch_private import batch_norms
 from trainer.errors import ModelError, StorageError
 from trainer.served_student.preprocessing import Square
-from trainer.served_student.pyfunc import Preprocessing
+from trainer.served_student.torch_network import Preprocessing
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

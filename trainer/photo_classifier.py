@@ -9,14 +9,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer import artifacts, finished_run, runner, tracking
-from trainer.errors import ModelError
-from trainer.graph import STUDENT
+from trainer import artifacts, finished_run, runner, storage, tracking
+from trainer.errors import ModelError, SettingsError
+from trainer.graph import EXPORTED, STUDENT
 from trainer.prediction import Prediction, predictions
 from trainer.served_student.class_tags import ClassTags
+from trainer.served_student.pyfunc import EXPORT_CARD
 from trainer.summary import aligned
 
 if TYPE_CHECKING:
@@ -95,21 +97,22 @@ def load_model(place: str | Path, *, judged: bool = False) -> PhotoClassifier:
     """Load the student of a run, a registered one, or any model that a stage wrote.
 
     Args:
-        place: a run's directory, such as `runs/latest`, or a model directory, on this machine or in a store; or a model of MLflow's
-            registry, such as `models:/vit-student@champion`.
+        place: a run's directory, such as `runs/latest`, a model directory, or what `export` has made, on this machine or in a store; or
+            a model of MLflow's registry, such as `models:/vit-student@champion`.
         judged: refuse a student that did not pass its gate; one that was not judged is not refused.
 
     Raises:
         ArtifactError: there is no model, or it is damaged.
         ModelError: its files do not make a model, it has no head, an older version wrote it without its preprocessing, or it is refused.
+        SettingsError: it is an ONNX file, and ONNX Runtime is not installed.
         StorageError: the store does not answer or refuses.
         TrackingError: MLflow does not answer, or has no such model.
     """
     with _found(str(place)) as found:
-        if judged and found.refusals:
-            raise ModelError(
-                f"model {place}: did not pass its gate ({'; '.join(found.refusals)}); choose another one, or use it all the same (--force)"
-            )
+        if judged:
+            _refuse(place, found.refusals)
+        if _is_export(found.directory):
+            return _exported(found.directory, judged=judged)
         model = artifacts.read(found.directory, "model")
 
         from trainer import models
@@ -129,6 +132,54 @@ def load_model(place: str | Path, *, judged: bool = False) -> PhotoClassifier:
         served = ServedStudent(model.path)
         served.tags = served.tags or found.tags
         return PhotoClassifier(served, model.fingerprint)
+
+
+def _exported(directory: str, *, judged: bool) -> PhotoClassifier:
+    """Load what `export` has made."""
+    export = artifacts.read(directory, "export")
+    if judged:
+        _refuse(directory, export.figures.get("reasons", ()))
+    if find_spec("onnxruntime") is None:
+        raise SettingsError(
+            f"model {directory}: is an ONNX file, which needs the package onnxruntime; pip install 'vit-distillation-pipeline[export]'"
+        )
+    from trainer.served_student.pyfunc import ServedStudent
+
+    return PhotoClassifier(ServedStudent(export.path), export.fingerprint)
+
+
+@contextmanager
+def export_at(place: str, *, judged: bool = False) -> Iterator[str]:
+    """Give where an export is: itself, that of a run, or that of a model in MLflow's registry, whose files may go when this ends.
+
+    Raises:
+        ArtifactError: there is none.
+        ModelError: the registered model is a network in torch; or did not pass its gate, where it is to be `judged`.
+        TrackingError: MLflow does not answer, or has no such model.
+    """
+    if place.startswith(REGISTERED):
+        with _found(place) as found:
+            if judged:
+                _refuse(place, found.refusals)
+            if not _is_export(found.directory):
+                raise ModelError(
+                    f"model {place}: is a network in torch, not an ONNX file, as its MLflow run says why; export it from the directory of "
+                    "its run"
+                )
+            yield found.directory
+    else:
+        yield place if artifacts.exists(place) else finished_run.find(place, EXPORTED)
+
+
+def _is_export(directory: str) -> bool:
+    return storage.exists(storage.join(directory, EXPORT_CARD))
+
+
+def _refuse(place: str | Path, reasons: Sequence[str]) -> None:
+    if reasons:
+        raise ModelError(
+            f"model {place}: did not pass its gate ({'; '.join(reasons)}); choose another one, or use it all the same (--force)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

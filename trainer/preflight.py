@@ -17,6 +17,7 @@ from trainer.data import class_tables, sources
 from trainer.data.dataset_schema import UNLABELED
 from trainer.data.sources import SourceListing
 from trainer.errors import ModelError, SettingsError, TrainerError
+from trainer.export import missing_package
 
 if TYPE_CHECKING:
     from trainer.models import Classifier
@@ -35,6 +36,10 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1) -> Set
         processes: that share a step.
     """
     settings = pinned(settings)
+    if settings.export.enabled and (missing := missing_package()):
+        raise SettingsError(
+            f"export.enabled needs the package {missing}; pip install 'vit-distillation-pipeline[export]', or set export.enabled=false"
+        )
     if trains_here:
         from trainer.devices import check_device
 

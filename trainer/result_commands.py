@@ -248,7 +248,12 @@ def add_serve(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         description="Answer photos over HTTP, by `POST /predict` and the Open Inference Protocol v2, and serve a page to try it. Needs the "
         "extra `serve`.",
     )
-    parser.add_argument("export", metavar="EXPORT", help="what `export` wrote: a directory or a URI")
+    parser.add_argument(
+        "export",
+        metavar="EXPORT",
+        help="the directory of a run, or of what `export` wrote, here or in a store; or a registered model, such as "
+        "models:/vit-student@champion",
+    )
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)"
     )
@@ -314,14 +319,14 @@ def _serve(options: argparse.Namespace) -> None:
     for name in ("fastapi", "onnxruntime", "prometheus_client", "uvicorn"):
         if importlib.util.find_spec(name) is None:
             raise SettingsError(f"serve: needs the package {name}; pip install 'vit-distillation-pipeline[serve]'")
+    from trainer import photo_classifier
     from trainer.serving import server
     from trainer.serving.exported_classifier import ExportedClassifier
 
-    model = ExportedClassifier(options.export, threads=options.threads, force=options.force)
+    with photo_classifier.export_at(options.export, judged=not options.force) as place:
+        model = ExportedClassifier(place, threads=options.threads, force=options.force)
     beside: Callable[[bytes, int], Prediction] | None = None
     if options.beside:
-        from trainer import photo_classifier
-
         other = photo_classifier.load_model(options.beside)
         beside = lambda photo, top: other.predictions([photo], top=top)[0]  # noqa: E731  # a name for one use
     most = server.ServerLimits(

@@ -40,10 +40,14 @@ def build(
     recording: Mapping[str, Any] | None,
     profile: Mapping[str, Any],
     evaluation: Mapping[str, Any],
+    exported: Mapping[str, Any] | None,
     registered: Registered,
     reports: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Build the content of `summary.json` from the figures of the artifacts; `recording` is None where the teacher ran in every step."""
+    """Build the content of `summary.json` from the figures of the artifacts.
+
+    `recording` is None where the teacher ran in every step, `exported` where nothing was exported.
+    """
     teacher, student = evaluation["teacher"], evaluation["student"]
     of_dataset = ("train", "val", "test", "unlabeled", "classes", "quarantined")
     of_teacher = ("architecture", "title", "parameters", "latency_ms", *(("head",) if "head" in teacher else ()))
@@ -59,6 +63,7 @@ def build(
         "student": {key: student[key] for key in of_student},
         "profile": {key: profile.get(key, "") for key in ("verdict", "outcome")},
         "verdict": dict(evaluation["verdict"]),
+        **({"export": dict(exported)} if exported is not None else {}),
         "mlflow": asdict(registered),
         "reports": dict(reports),
     }
@@ -95,6 +100,7 @@ def _stages(summary: Mapping[str, Any]) -> list[str]:
     promoted = "promoted" if verdict["passed"] else "not promoted"
     named = f"{summary['mlflow']['model_name']} version {version}, {promoted}"
     forecast, outputs = summary["bill"]["forecast"], summary.get("teacher_outputs")
+    exported = summary.get("export", {})
     probe = f" ({teacher['head']}: it has no head)" if "head" in teacher else ""
     figures = {
         "prepare": f"{data['train']:,} train, {data['val']:,} val, {data['test']:,} test images of {data['classes']:,} classes",
@@ -105,6 +111,13 @@ def _stages(summary: Mapping[str, Any]) -> list[str]:
         "evaluate": "gate passed" if verdict["passed"] else "gate not passed",
         "register": named if version else "nothing is tracked",
     }
+    if chosen := exported.get("chosen"):
+        own, served = (exported["candidates"][name] for name in ("torch", chosen))
+        figures["export"] = (
+            f"{chosen}: {served['top1']:.1%} test top-1, p50 {served['p50_ms']:.2f} ms (torch {own['p50_ms']:.2f} ms)"
+        )
+    elif exported:
+        figures["export"] = "no ONNX file: the registered model runs on torch"
     if outputs is not None:
         if "mass" in outputs:
             mass = outputs["mass"]["t1"]["mean"]

@@ -27,6 +27,7 @@ SHOWN = {
         "metrics": "system.Metrics",
         "student_confusion": "system.ClassificationMetrics",
     },
+    "export": {"variants": "system.HTML"},
 }
 """KFP's artifacts: what a person opens in the UI, by a name that says what it is of."""
 FURTHER = {"tune": {"distill", "distill_teacher"}}

@@ -53,6 +53,7 @@ def test_each_stage_gets_its_own_section_only():
         ("pretrain.finetune.epochs=3", {"pretrain"}),
         ("data.image_size=64", {"prepare"}),
         ("evaluate.gate.max_accuracy_drop=0.5", {"evaluate"}),
+        ("export.int8=false", {"export"}),
         ("tracking.experiment=other", set()),
         ("run.device=cpu", {"device"}),
         ("warm_up.enabled=true", {"warm_up"}),
@@ -223,17 +224,18 @@ def test_a_cluster_has_one_place_to_track_in(tmp_path, monkeypatch):
 
 def test_the_component_gives_what_the_function_gives():
     assert {*configure.component_spec.outputs} == {*configured("digits")._fields}
-    assert configure.python_func("digits", "", "", "", "", "", 1, 0, "", "", "") == configured("digits")
+    assert configure.python_func("digits", "", "", "", "", "", 1, 0, "export", "", "") == configured("digits")
 
 
 @pytest.mark.parametrize(
     ("overrides", "needed"),
     [
-        ("", ()),
-        ("warm_up.enabled=true", ("warm_up",)),
-        ("distill.teacher=recorded", ("reinforce",)),
-        ("tune.enabled=true", ("tune", "reinforce")),
-        ("run.budget_hours=3", ("tune", "reinforce")),
+        ("", ("export",)),
+        ("export.enabled=false", ()),
+        ("warm_up.enabled=true", ("warm_up", "export")),
+        ("distill.teacher=recorded", ("reinforce", "export")),
+        ("tune.enabled=true", ("tune", "reinforce", "export")),
+        ("run.budget_hours=3", ("tune", "reinforce", "export")),
     ],
 )
 def test_a_graph_has_the_stages_that_the_settings_need(overrides, needed):
@@ -244,7 +246,7 @@ def test_settings_that_need_a_stage_that_the_graph_lacks_are_refused():
     """As "Create run" in Kubeflow's UI can combine them."""
     settings = sections.resolve("digits", "distill.teacher=recorded")
     with pytest.raises(SettingsError, match=r"need reinforce, which this version of the pipeline leaves out; .*RUN=1"):
-        sections.configure(settings, Placement(), "tune")
+        sections.configure(settings, Placement(), "tune export")
 
 
 def test_a_new_generation_makes_the_first_cached_task_another_one():

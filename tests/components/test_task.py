@@ -163,4 +163,6 @@ def test_what_is_not_asked_for_is_not_launched_and_its_reference_is_empty(folder
     page = dsl.HTML(uri=str(tmp_path / "page"))
     assert task.reinforce(sections.reinforce, task.ONLINE, {}, Placement(), page) == ("",)
     assert task.warm_up(sections.warm_up, {}, Placement()) == ("",)
+    off = configure(resolve("digits", "export.enabled=false"), Placement())
+    assert task.export(off.export, {}, page) == ("",)
     assert list(tmp_path.iterdir()) == []

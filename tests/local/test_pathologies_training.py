@@ -28,7 +28,7 @@ from trainer.distillation.objective import DistillObjective
 from trainer.errors import LaunchError, TrainingError
 from trainer.profiling.evidence import read_evidence
 from trainer.profiling.rules import TRAINING_RULES
-from trainer.served_student.pyfunc import Preprocessing
+from trainer.served_student.torch_network import Preprocessing
 from trainer.stages import prepare, pretrain, reinforce
 from trainer.thresholds import RuleSettings, StalledTraining
 from trainer.training.loop import Trainer

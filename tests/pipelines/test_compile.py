@@ -157,7 +157,7 @@ def test_one_look_at_the_graph_shows_what_a_person_opens(compiled):
         for artifact in component.get("outputDefinitions", {}).get("artifacts", {})
     ]
     assert sorted(shown) == sorted({*shown})
-    assert len(shown) <= 8
+    assert len(shown) <= 9
     names = [task["taskInfo"]["name"] for task in stages_of(compiled).values()]
     assert len(names) == len({*names})
     assert all(name[0].isupper() for name in names)
@@ -175,7 +175,7 @@ def test_trainings_wait_for_the_warm_up_and_take_nothing_from_it(compiled):
 def test_caching(compiled):
     tasks = {**stages_of(compiled), "finish": compiled["root"]["dag"]["tasks"]["finish"]}
     cached = {name for name, task in tasks.items() if task["cachingOptions"].get("enableCache", False)}
-    assert cached == {"prepare", "warm-up", "pretrain", "tune", "reinforce", "distill", "profile"}
+    assert cached == {"prepare", "warm-up", "pretrain", "tune", "reinforce", "distill", "profile", "export"}
 
 
 def test_the_empty_pipeline_has_the_graph_of_a_run_without_optional_stages():

@@ -439,7 +439,7 @@ def test_undeploying_removes_this_contents_version_and_its_schedules(api, comman
     assert code == 0
     assert output.splitlines()[1:] == [
         "removed: schedule 'scheduled digits'",
-        f"removed: version {versions.content_of(deploy.IMAGE)}-plain",
+        f"removed: version {versions.content_of(deploy.IMAGE)}-export",
     ]
     (left,) = api.store.versions.values()
     assert [schedule.display_name for schedule in api.store.schedules.values()] == ["scheduled grocery"]
@@ -457,7 +457,7 @@ def test_undeploying_removes_every_version_of_a_content(api, command):
     command(deploy.main, "--run", "--fresh", "--set", "distill.teacher=recorded")
     names = [version.name for version in api.store.versions.values()]
     assert names[0] == content
-    assert re.fullmatch(rf"{content}-reinforce-fresh-\d{{8}}t\d{{6}}z", names[1])
+    assert re.fullmatch(rf"{content}-reinforce-export-fresh-\d{{8}}t\d{{6}}z", names[1])
     assert command(undeploy.main)[0] == 0
     assert not api.store.versions
 
@@ -474,7 +474,7 @@ def test_a_run_gets_a_version_with_the_stages_that_it_needs_and_an_upload_has_al
     command(deploy.main, "--run")
     command(deploy.main, "--run", "--set", "tune.enabled=true")
     stages = [configured_with(api, version)["optional_stages"] for version in api.store.versions.values()]
-    assert stages == ["warm_up tune reinforce", "", "tune reinforce"]
+    assert stages == ["warm_up tune reinforce export", "export", "tune reinforce export"]
 
 
 def test_what_was_made_before_a_fresh_run_is_not_taken_from_the_cache_by_later_runs(api, command, monkeypatch):

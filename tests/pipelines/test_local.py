@@ -175,6 +175,8 @@ def test_a_run_and_what_the_next_one_takes_from_it(tmp_path):
     assert 'href="evaluation.html"' in (tmp_path / "runs" / "latest" / "index.html").read_text()
     for name, kind in (("teacher", "model"), ("student", "model"), ("dataset", "dataset"), ("report", "report")):
         artifacts.read(tmp_path / "runs" / "latest" / name, kind)
+    assert artifacts.read(tmp_path / "runs" / "latest" / "exported", "export").figures["candidates"]
+    assert 'href="export.html"' in (tmp_path / "runs" / "latest" / "index.html").read_text()
 
     second = start(tmp_path, "--set", f"{SMALL} {RECORD} {MEASURE} warm_up.enabled=true", "--output", "recorded")
     assert second.returncode == 0, second.stdout + second.stderr

@@ -51,7 +51,7 @@ EDITS = {
         Stage(
             name="profile",
 """,
-        "reads_if_made=(TEACHER_OUTPUTS, TUNING, WARMED)": "reads_if_made=(TEACHER_OUTPUTS, TUNING, WARMED, INSPECTION)",
+        "(EXPORTED, TEACHER_OUTPUTS, TUNING, WARMED)": "(EXPORTED, TEACHER_OUTPUTS, TUNING, WARMED, INSPECTION)",
     },
     "components/kfp_components.py": {
         "\n@dsl.component(base_image=IMAGE, install_kfp_package=False)\ndef profile(": COMPONENT,
@@ -127,8 +127,8 @@ def test_the_table_of_stages_has_it(copy):
     page = (copy / "docs/stages.md").read_text()
     assert "\n## inspect\n\nLook at the student.\n" in page
     assert (
-        "if made: `teacher_outputs` (teacher_outputs), `tuning` (tuning), `warmed` (warm_up), `inspection` (inspection)"
-        in page
+        "if made: `exported` (export), `teacher_outputs` (teacher_outputs), `tuning` (tuning), `warmed` (warm_up), "
+        "`inspection` (inspection)" in page
     )
 
 

@@ -58,24 +58,25 @@ def test_every_artifact_is_made_once_and_before_it_is_read():
 def test_every_kind_has_a_version():
     assert {*SCHEMA_VERSIONS} == {*get_args(Kind)}
     used = {kind for stage in STAGES.values() for kind in (*stage.all_inputs.values(), *stage.outputs.values())}
-    assert used == {*SCHEMA_VERSIONS} - {"checkpoint", "export"}
+    assert used == {*SCHEMA_VERSIONS} - {"checkpoint"}
 
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stages_section_and_condition_are_settings(name):
     settings = config.Settings()
     assert isinstance(getattr(settings, STAGES[name].section), Section)
-    assert STAGES[name].is_needed(settings) is (not STAGES[name].needed_if)
+    assert STAGES[name].is_needed(settings) is (not STAGES[name].needed_if or name == "export")
 
 
 @pytest.mark.parametrize(
     ("overrides", "optional", "also_possible"),
     [
-        ("", set(), set()),
-        ("warm_up.enabled=true", {"warm_up"}, set()),
-        ("distill.teacher=recorded", {"reinforce"}, set()),
-        ("tune.enabled=true", {"tune"}, {"reinforce"}),
-        ("tune.enabled=true distill.teacher=recorded", {"tune", "reinforce"}, set()),
+        ("", {"export"}, set()),
+        ("export.enabled=false", set(), set()),
+        ("warm_up.enabled=true", {"export", "warm_up"}, set()),
+        ("distill.teacher=recorded", {"export", "reinforce"}, set()),
+        ("tune.enabled=true", {"export", "tune"}, {"reinforce"}),
+        ("tune.enabled=true distill.teacher=recorded", {"export", "tune", "reinforce"}, set()),
     ],
 )
 def test_a_run_has_the_stages_that_its_settings_need_and_may_have_those_that_tune_decides(

@@ -264,3 +264,12 @@ def test_of_weights_in_a_store_only_the_outline_is_fetched(object_store, teacher
     assert (
         0 < sum(one.sent for one in weights) < artifacts.manifest(uri, "model").files["model.safetensors"]["size"] / 2
     )
+
+
+def test_an_export_without_its_packages_is_refused_before_anything_starts(monkeypatch):
+    monkeypatch.setattr("trainer.export.PACKAGES", ("onnx", "no_such_package"))
+    with pytest.raises(
+        SettingsError, match=r"export\.enabled needs the package no_such_package; .* or set export\.enabled=false"
+    ):
+        preflight.checked(config.resolve("digits"), trains_here=True)
+    assert preflight.checked(config.resolve("digits", "export.enabled=false"), trains_here=True)

@@ -69,6 +69,7 @@ def built(**changes):
         "recording": None,
         "profile": {"verdict": "nothing slows it", "outcome": "healthy", "distill": {"step_ms": 12.0}},
         "evaluation": {"teacher": TEACHER, "student": STUDENT, "verdict": {"passed": True, "reasons": []}},
+        "exported": None,
         "registered": Registered(tracking_uri="sqlite:///x.db", run_id="abc", model_name="vit-student", model_version="3"),
         "reports": {"data": "/runs/x/dataset/card.html", "evaluation": "/runs/x/evaluation/report.html"},
     }  # fmt: skip

@@ -38,6 +38,7 @@ from trainer.config.settings import DecodeOn as DecodeOn
 from trainer.config.settings import DistillSettings as DistillSettings
 from trainer.config.settings import EvaluateSettings as EvaluateSettings
 from trainer.config.settings import EvidenceSettings as EvidenceSettings
+from trainer.config.settings import ExportSettings as ExportSettings
 from trainer.config.settings import FeatureFormat as FeatureFormat
 from trainer.config.settings import FinetuneSettings as FinetuneSettings
 from trainer.config.settings import GateSettings as GateSettings

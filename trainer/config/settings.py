@@ -803,6 +803,22 @@ class EvaluateSettings(Section):
     """Conditions for promotion."""
 
 
+class ExportSettings(Section):
+    """The student as an ONNX file: which variants of it are tried, and what they may lose."""
+
+    enabled: bool = True
+    """Whether to export; without, the registered model runs on torch. Needs the extra `export`."""
+    int8: bool = True
+    """Whether int8 variants are tried, too."""
+    calibration_images: Positive = 128
+    """Training images by which the ranges of int8 activations are chosen."""
+    max_accuracy_loss: Fraction = 0.01
+    """Largest loss of test top-1 of a variant against the student itself, as a fraction."""
+    max_shift: Fraction = 0.05
+    """Largest share of the probability that a variant may give to other classes than the student itself does, in the mean over the test
+    images: few images show a loss of top-1 by chance only, and confidences and answers of the hierarchy need the probabilities."""
+
+
 class RegisterSettings(Section):
     """The MLflow model."""
 
@@ -866,6 +882,8 @@ class Settings(Section):
     """The report on the training."""
     evaluate: EvaluateSettings = EvaluateSettings()
     """How teacher and student are measured."""
+    export: ExportSettings = ExportSettings()
+    """The student as an ONNX file."""
     register: RegisterSettings = RegisterSettings()
     """The MLflow model."""
 

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import logging
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trainer import artifacts, finished_run, models, storage
 from trainer.artifacts import Artifact, Manifest
-from trainer.config import EvaluateSettings
+from trainer.config import EvaluateSettings, ExportSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.errors import ModelError, SettingsError
 from trainer.evaluation import hierarchy, metrics
 from trainer.evaluation.embeddings import spread
-from trainer.export import int8, onnx_graph, onnx_student, variants
+from trainer.export import export_page, int8, missing_package, onnx_graph, variants
 from trainer.export.onnx_student import OnnxStudent
-from trainer.export.variants import FLOAT, LARGEST_LOSS, LARGEST_SHIFT, ServingCandidate
-from trainer.graph import DATASET, STUDENT
+from trainer.export.variants import FLOAT, ServingCandidate
+from trainer.graph import DATASET, EVALUATION, STUDENT
 from trainer.models import ModelCard
 from trainer.served_student import preprocessing
 from trainer.served_student.class_tags import TAGS
+from trainer.served_student.onnx_network import INPUT, OUTPUT
 
-GRAPH, CARD, CANDIDATES = "model.onnx", "card.json", "candidates.json"
-PACKAGES = ("onnx", "onnxruntime", "onnxscript")
-CALIBRATION_IMAGES = 128
-"""Training photos by which the ranges of activations are chosen."""
+logger = logging.getLogger(__name__)
+
+GRAPH, CARD, CANDIDATES, PAGE = "model.onnx", "card.json", "candidates.json", "export.html"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,10 @@ class ExportedStudent:
     """What an export made."""
 
     directory: Path
-    candidates: tuple[ServingCandidate, ...]
-    chosen: str
+    candidates: Sequence[ServingCandidate]
+    """The student itself and its variants, as measured; none where there is no ONNX file of it."""
+    chosen: str | None
+    """The variant that `GRAPH` is; None where there is none."""
 
 
 def export(run: str, output: str | Path, *, quantized: bool = True, force: bool = False) -> ExportedStudent:
@@ -54,59 +56,106 @@ def export(run: str, output: str | Path, *, quantized: bool = True, force: bool 
         ArtifactError: the run lacks something.
         ModelError: the student was not evaluated, cannot be expressed in ONNX or answers otherwise there, or no variant passes.
     """
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise SettingsError(f"export: needs the package {missing[0]}; pip install 'vit-distillation-pipeline[export]'")
+    if missing := missing_package():
+        raise SettingsError(f"export: needs the package {missing}; pip install 'vit-distillation-pipeline[export]'")
     if artifacts.exists(output) or (not storage.is_remote(output) and any(storage.local_path(output).glob("*"))):
         raise SettingsError(
             f"output {output}: holds something already; give a new or empty directory, or remove what is there"
         )
-    evaluation = finished_run.evaluation_of_student(run)
-    if evaluation is None:
+    if finished_run.evaluation_of_student(run) is None:
         raise ModelError(f"{run}: its student was not evaluated, so no variant can be judged; complete the run first")
-    student = artifacts.read(finished_run.find(run, STUDENT), "model")
-    data = open_dataset(finished_run.find(run, DATASET))
-    card = models.outline(student.path).card
+    given = {spec.name: finished_run.find(run, spec) for spec in (DATASET, STUDENT, EVALUATION)}
+    return make(ExportSettings(int8=quantized), output, **given, strict=True, force=force)
+
+
+def make(
+    settings: ExportSettings,
+    output: str | Path,
+    *,
+    dataset: str | Path,
+    student: str | Path,
+    evaluation: str | Path,
+    strict: bool = False,
+    force: bool = False,
+) -> ExportedStudent:
+    """Measure the variants of a student, and write the fastest that passes the gate with its card; and in any case what was measured.
+
+    Args:
+        strict: raise where there is no file to write, rather than note why.
+        force: take fp32 where nothing passes the gate.
+
+    Raises:
+        ModelError: the student takes other squares than the data set has; or as `strict` says.
+    """
+    made, data = artifacts.read(student, "model"), open_dataset(dataset)
+    judged = artifacts.manifest(evaluation, "evaluation")
+    card = models.outline(made.path).card
     if card.square != data.square:
         raise ModelError(
-            f"student {student.path}: takes other squares ({card.square}) than the data set has ({data.square})"
+            f"student {made.path}: takes other squares ({card.square}) than the data set has ({data.square})"
         )
-    parents = {"dataset": data.fingerprint, "student": student.fingerprint, "evaluation": evaluation.fingerprint}
+    parents = {"dataset": data.fingerprint, "student": made.fingerprint, "evaluation": judged.fingerprint}
+    values, notes, measured = settings.model_dump(mode="json"), list[str](), list[ServingCandidate]()
+    chosen: ServingCandidate | None = None
     with (
         tempfile.TemporaryDirectory(prefix="trainer-") as folder,
-        artifacts.create(output, "export", settings={"quantized": quantized}, parents=parents) as draft,
+        artifacts.create(output, "export", settings=values, parents=parents) as draft,
     ):
-        measured = _measured(student, data, evaluation, Path(folder), quantized=quantized)
-        chosen = variants.fastest(measured)
-        if chosen is None and not force:
-            reasons = "; ".join(f"{one.name}: {reason}" for one in measured[1:] for reason in one.reasons)
-            raise ModelError(f"{run}: no variant of its student passes the gate ({reasons}); export fp32 with --force")
-        name = chosen.name if chosen else FLOAT
-        shutil.copyfile(Path(folder) / f"{name}.onnx", draft.path / GRAPH)
-        shutil.copyfile(preprocessing.__file__, draft.path / Path(preprocessing.__file__).name)
-        known = hierarchy.served_tags(data.tags, evaluation.figures)
-        if known is not None:
-            known.write(draft.path)
-        figures = next(asdict(one) for one in measured if one.name == name)
-        _write(draft.path / CARD, contract(card, name, parents, figures, tags=known is not None))
-        machine = asdict(metrics.machine())
-        table = {"chosen": name, "machine": machine, "candidates": [asdict(one) for one in measured]}
-        _write(draft.path / CANDIDATES, table)
-        draft.figures.update({"chosen": name, **{key: figures[key] for key in ("top1", "size_bytes")}})
-    made = artifacts.read(output, "export")
-    return ExportedStudent(directory=made.path, candidates=tuple(measured), chosen=name)
+        try:
+            measured = _measured(settings, made, data, judged, Path(folder), notes, strict=strict)
+            chosen = variants.fastest(measured) or (measured[1] if force else None)
+            if chosen is None:
+                reasons = "; ".join(f"{one.name}: {reason}" for one in measured[1:] for reason in one.reasons)
+                raise ModelError(
+                    f"student {made.path}: no variant of it passes the gate ({reasons}); export fp32 all the same with --force"
+                )
+        except ModelError as error:
+            _note(error, notes, strict=strict)
+        if chosen is not None:
+            shutil.copyfile(Path(folder) / f"{chosen.name}.onnx", draft.path / GRAPH)
+            shutil.copyfile(preprocessing.__file__, draft.path / Path(preprocessing.__file__).name)
+            known = hierarchy.served_tags(data.tags, judged.figures)
+            if known is not None:
+                known.write(draft.path)
+            _write(draft.path / CARD, contract(card, chosen, parents, tags=known is not None))
+        machine, name = metrics.machine(), chosen.name if chosen is not None else None
+        table = {"chosen": name, "notes": notes, "candidates": [asdict(one) for one in measured]}
+        _write(draft.path / CANDIDATES, {"machine": asdict(machine), **table})
+        (draft.path / PAGE).write_text(export_page.render(card.title, measured, name, notes, machine), encoding="utf-8")
+        figures = {one.name: variants.figures(one) for one in measured}
+        why_not = notes if chosen is None else list(chosen.reasons)
+        draft.figures.update({"chosen": name, "reasons": why_not, "candidates": figures})
+    return ExportedStudent(directory=artifacts.read(output, "export").path, candidates=measured, chosen=name)
+
+
+def _note(error: ModelError, notes: list[str], *, strict: bool) -> None:
+    """Note and log why there is no such file, unless that is to end the export."""
+    if strict:
+        raise error
+    logger.warning("export  %s", error)
+    notes.append(str(error))
 
 
 def _measured(
-    student: Artifact, data: PreparedDataset, evaluation: Manifest, folder: Path, *, quantized: bool
+    settings: ExportSettings,
+    student: Artifact,
+    data: PreparedDataset,
+    evaluation: Manifest,
+    folder: Path,
+    notes: list[str],
+    *,
+    strict: bool,
 ) -> list[ServingCandidate]:
-    """Write every variant into a folder, and measure and judge each."""
-    settings = EvaluateSettings.model_validate(evaluation.settings)
+    """Write every variant into a folder, and measure and judge each: the student itself first, then fp32."""
+    evaluated = EvaluateSettings.model_validate(evaluation.settings)
     model, test = models.load(student), data.split("test")
     own = variants.predict(variants.answering(model), test)
     onnx_graph.write(model, data.image_size, folder / f"{FLOAT}.onnx")
-    if quantized:
-        _write_int8(folder, data)
+    if settings.int8:
+        try:
+            _write_int8(folder, data, settings.calibration_images)
+        except ModelError as error:
+            _note(error, notes, strict=strict)
     threads = metrics.machine().threads
     students = {file.stem: OnnxStudent(file, threads=threads) for file in sorted(folder.glob("*.onnx"))}
     variants.check_float(own, variants.predict(students[FLOAT].logits, test), test)
@@ -116,20 +165,20 @@ def _measured(
         model,
         (student.path / models.WEIGHTS).stat().st_size,
         test,
-        batch_sizes=settings.latency_batch_sizes,
-        runs=settings.latency_runs,
+        batch_sizes=evaluated.latency_batch_sizes,
+        runs=evaluated.latency_runs,
     )
     itself = measured[0]
     return [
         replace(itself, reasons=["not in ONNX; stands here for comparison"]),
-        *(replace(one, reasons=_reasons(one, itself, settings, evaluation.figures)) for one in measured[1:]),
+        *(replace(one, reasons=_reasons(one, itself, settings, evaluated, evaluation.figures)) for one in measured[1:]),
     ]
 
 
-def _write_int8(folder: Path, data: PreparedDataset) -> None:
+def _write_int8(folder: Path, data: PreparedDataset, calibration_images: int) -> None:
     """Write the variant with all layers of weights in int8, and one whose first and last such layer stay float."""
     train = data.split("train")
-    images = variants.squares(train, spread(len(train), CALIBRATION_IMAGES))
+    images = variants.squares(train, spread(len(train), calibration_images))
     source = folder / f"{FLOAT}.onnx"
     layers = int8.weighted_layers(source)
     int8.quantize(source, folder / "int8.onnx", images)
@@ -138,34 +187,39 @@ def _write_int8(folder: Path, data: PreparedDataset) -> None:
 
 
 def _reasons(
-    one: ServingCandidate, itself: ServingCandidate, settings: EvaluateSettings, figures: Mapping[str, Any]
+    one: ServingCandidate,
+    itself: ServingCandidate,
+    settings: ExportSettings,
+    evaluated: EvaluateSettings,
+    figures: Mapping[str, Any],
 ) -> list[str]:
     """List the conditions that a variant does not meet: those of the run's gate, and the losses against the student itself.
 
     The gate's nearest neighbours are left out, since a graph gives no embeddings.
     """
     reasons = metrics.judge(
-        settings.gate,
+        evaluated.gate,
         teacher_top1=figures["teacher"]["test"]["top1"],
         student_top1=one.top1,
         teacher_parameters=figures["teacher"]["parameters"],
         student_parameters=figures["student"]["parameters"],
         student_p95_ms=one.latencies[0].p95_ms,
     )
-    if itself.top1 - one.top1 > LARGEST_LOSS:
+    if itself.top1 - one.top1 > settings.max_accuracy_loss:
         reasons.append(
-            f"accuracy: loses {100 * (itself.top1 - one.top1):.2f} points of test top-1; {LARGEST_LOSS:.0%} is allowed"
+            f"accuracy: loses {100 * (itself.top1 - one.top1):.2f} points of test top-1; export.max_accuracy_loss allows "
+            f"{100 * settings.max_accuracy_loss:.2f}"
         )
-    if one.shift > LARGEST_SHIFT:
+    if one.shift > settings.max_shift:
         reasons.append(
-            f"probabilities: gives {one.shift:.1%} of the probability to other classes than the student itself; {LARGEST_SHIFT:.0%} is "
-            "allowed"
+            f"probabilities: gives {one.shift:.1%} of the probability to other classes than the student itself; export.max_shift allows "
+            f"{settings.max_shift:.1%}"
         )
     return reasons
 
 
 def contract(
-    card: ModelCard, variant: str, fingerprints: Mapping[str, str], measured: Mapping[str, Any], *, tags: bool
+    card: ModelCard, chosen: ServingCandidate, fingerprints: Mapping[str, str], *, tags: bool
 ) -> dict[str, Any]:
     """Build `card.json`: all that whoever feeds the file has to know."""
     if card.square is None:
@@ -173,10 +227,10 @@ def contract(
     size, classes = card.square.size, len(card.labels)
     return {
         "file": GRAPH,
-        "variant": variant,
+        "variant": chosen.name,
         "opset": onnx_graph.OPSET,
-        "input": {"name": onnx_student.INPUT, "type": "uint8", "shape": ["batch", size, size, 3], "channels": "RGB"},
-        "output": {"name": onnx_student.OUTPUT, "type": "float32", "shape": ["batch", classes]},
+        "input": {"name": INPUT, "type": "uint8", "shape": ["batch", size, size, 3], "channels": "RGB"},
+        "output": {"name": OUTPUT, "type": "float32", "shape": ["batch", classes]},
         "square": asdict(card.square),  # beside the graph, by preprocessing.py: upright 8-bit RGB, then `to_square`
         "inside": {
             "size": card.image_size,
@@ -190,7 +244,7 @@ def contract(
         "architecture": card.architecture,
         "origin": asdict(card.origin) if card.origin else None,
         "fingerprints": dict(fingerprints),
-        "measured": dict(measured),
+        "measured": asdict(chosen),
     }
 
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from trainer import limits
 from trainer.errors import ModelError
-from trainer.export.onnx_student import INPUT, Pixels
+from trainer.export.onnx_student import Pixels
+from trainer.served_student.onnx_network import INPUT
 
 LAYERS = ("Conv", "Gemm", "MatMul")
 """Kinds of ONNX operators that are quantised where they have weights."""
@@ -65,8 +66,9 @@ def quantize(source: Path, target: Path, images: Pixels, *, kept: frozenset[str]
                 weight_type=QuantType.QInt8,
             )
         except Exception as error:  # its package raises nearly anything for a graph that it does not know
+            said = limits.cut(" ".join(str(error).split()), 300)
             raise ModelError(
-                f"ONNX Runtime cannot quantise this student ({limits.cut(' '.join(str(error).split()), 300)}); leave int8 out (--no-int8)"
+                f"ONNX Runtime cannot quantise this student ({said}); leave int8 out (export.int8=false, or --no-int8)"
             ) from error
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from trainer import limits
 from trainer.errors import ModelError
-from trainer.export.onnx_student import INPUT, OUTPUT
 from trainer.models import Classifier
+from trainer.served_student.onnx_network import INPUT, OUTPUT
 
 OPSET = 20
 """Of ONNX's operators: Resize has antialiasing since 18, and ONNX Runtime's tools for int8 know them."""

@@ -5,7 +5,6 @@ Shapes: B images, S the edge of the square, K classes.
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,7 @@ import numpy.typing as npt
 
 from trainer import limits
 from trainer.errors import ModelError
-
-INPUT, OUTPUT = "images", "logits"
-"""Names of the graph's."""
+from trainer.served_student.onnx_network import OnnxNetwork
 
 Pixels = npt.NDArray[np.uint8]
 Logits = npt.NDArray[np.float32]
@@ -30,17 +27,9 @@ class OnnxStudent:
         Raises:
             ModelError: ONNX Runtime does not take it.
         """
-        import onnxruntime
-
-        logging.getLogger("onnxruntime").setLevel(logging.ERROR)
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-        options.log_severity_level = 3
-        # Threads that spin between answers keep the cores from those that decode photos.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self.file = file
         try:
-            self._session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+            self._network = OnnxNetwork(file, threads=threads)
         except Exception as error:  # of several classes of its own, which have no public names
             raise ModelError(
                 f"{file.name}: ONNX Runtime does not take it ({limits.cut(' '.join(str(error).split()), 300)}); choose another student"
@@ -48,6 +37,4 @@ class OnnxStudent:
 
     def logits(self, images: Pixels) -> Logits:
         """Compute the logits [B, K] of squares, uint8 [B, S, S, 3]."""
-        (logits,) = self._session.run([OUTPUT], {INPUT: images})
-        answered: Logits = logits
-        return answered
+        return self._network.logits(images)

@@ -24,14 +24,6 @@ FLOAT = "fp32"
 """The candidate that must give the student's own logits."""
 TOLERANCE = 1e-3
 """Largest difference of its logits, absolute and relative to the logit."""
-LARGEST_LOSS = 0.01
-"""Largest loss of test top-1, as a share, of a candidate against the student itself."""
-LARGEST_SHIFT = 0.05
-"""Largest share of the probability that a candidate may give to other classes than the student itself, in the mean over the test photos.
-
-Few photos show a loss of top-1 by chance only, and confidences and answers of the hierarchy need the probabilities.
-"""
-
 _BATCH = 64
 
 
@@ -136,24 +128,49 @@ def measure(
     ]
 
 
-def table(candidates: Sequence[ServingCandidate], chosen: str) -> list[str]:
-    """Format the candidates as lines, the chosen one marked, and below why others do not pass."""
+def rows(candidates: Sequence[ServingCandidate], chosen: str | None) -> list[tuple[str, ...]]:
+    """Return a heading and a row for each candidate, the chosen one marked."""
     sizes = [one.batch_size for one in candidates[0].latencies]
-    heading = ["", "test top-1", "same class", "shift", "MB", *(f"p50, p95 ms at {size}" for size in sizes), ""]
-    rows = [
-        (
-            one.name,
-            f"{one.top1:.2%}",
-            f"{one.same:.2%}",
-            f"{one.shift:.2%}",
-            f"{one.size_bytes / 1e6:.1f}",
-            *(f"{timed.p50_ms:.2f}, {timed.p95_ms:.2f}" for timed in one.latencies),
-            "chosen" if one.name == chosen else "",
-        )
-        for one in candidates
+    return [
+        ("", "test top-1", "same class", "shift", "MB", *(f"p50, p95 ms at {size}" for size in sizes), ""),
+        *(
+            (
+                one.name,
+                f"{one.top1:.2%}",
+                f"{one.same:.2%}",
+                f"{one.shift:.2%}",
+                f"{one.size_bytes / 1e6:.1f}",
+                *(f"{timed.p50_ms:.2f}, {timed.p95_ms:.2f}" for timed in one.latencies),
+                "chosen" if one.name == chosen else "",
+            )
+            for one in candidates
+        ),
     ]
-    refused = [f"  - {one.name}: {reason}" for one in candidates for reason in one.reasons]
-    return [*aligned([heading, *rows], right=range(1, len(heading) - 1)), *refused]
+
+
+def refusals(candidates: Sequence[ServingCandidate]) -> list[str]:
+    """Say why candidates do not pass."""
+    return [f"{one.name}: {reason}" for one in candidates for reason in one.reasons]
+
+
+def table(candidates: Sequence[ServingCandidate], chosen: str | None) -> list[str]:
+    """Format the candidates as lines, and below why others do not pass."""
+    cells = rows(candidates, chosen)
+    refused = [f"  - {text}" for text in refusals(candidates)]
+    return [*aligned(cells, right=range(1, len(cells[0]) - 1)), *refused]
+
+
+def figures(one: ServingCandidate) -> dict[str, float]:
+    """Return the main numbers of a candidate, its times at the first batch size."""
+    first = one.latencies[0]
+    return {
+        "top1": one.top1,
+        "same": one.same,
+        "shift": one.shift,
+        "size_bytes": one.size_bytes,
+        "p50_ms": first.p50_ms,
+        "p95_ms": first.p95_ms,
+    }
 
 
 def fastest(candidates: Sequence[ServingCandidate]) -> ServingCandidate | None:

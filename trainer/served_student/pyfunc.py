@@ -1,9 +1,10 @@
 """The registered student as MLflow loads it: photos to a probability for each label.
 
 A photo is processed like those that the student was measured on: upright 8-bit RGB, a square as `prepare` stores it, the network's input.
-One thing differs: `prepare` stores squares as JPEG files unless `data.encoding` is png, and that loss is absent here.
+One thing differs: `prepare` stores squares as JPEG files unless `data.encoding` is png, and that loss is absent here. The network is an
+ONNX file if the student was exported; torch is imported only if it was not.
 
-Shapes: B images, H x W pixels of any size, C channels, S the edge of the network's input, K labels.
+Shapes: B images, H x W pixels of any size, C channels, S the edge of the square, K labels.
 """
 
 from __future__ import annotations
@@ -18,11 +19,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import safetensors.torch
-import timm
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from .class_tags import TAGS, ClassTags
 from .preprocessing import BadImageError, Square, decode, from_array, to_square
@@ -30,9 +26,14 @@ from .preprocessing import BadImageError, Square, decode, from_array, to_square
 if TYPE_CHECKING:
     import pandas as pd
 
+    from .onnx_network import OnnxNetwork
+    from .torch_network import TorchNetwork
+
 Photo: TypeAlias = npt.NDArray[np.generic] | bytes | str | os.PathLike[str]
 """An array [H, W] or [H, W, C] (`preprocessing.from_array`), an image file's bytes, those in base64, or its path."""
 
+EXPORT_CARD = "card.json"
+"""In what `export` has made: how the ONNX file beside it is fed."""
 TOP_K = "top_k"
 """MLflow's parameter of a prediction: how many of the most probable labels it names, 0 for a column of each."""
 TOP_LABELS, TOP_PROBABILITIES = "top_labels", "top_probabilities"
@@ -41,43 +42,27 @@ TOP_LABELS, TOP_PROBABILITIES = "top_labels", "top_probabilities"
 _BATCH_SIZE = 128
 
 
-class Preprocessing(nn.Module):
-    """Turns raw images into a network's input; a module, so that its statistics move to the device with the model that holds it."""
-
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, size: int, mean: Sequence[float], std: Sequence[float], interpolation: str) -> None:
-        """Take the arguments from a model's card; `size` is the edge S, mean and std are those of each channel with pixels in [0, 1]."""
-        super().__init__()
-        self._size = size
-        self._interpolation = interpolation
-        self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1) * 255, persistent=False)
-        self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1) * 255, persistent=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Resize and normalise pixels in 0..255, [B, 3, H, W], to float32 [B, 3, S, S]."""
-        pixels = images.float()
-        size = (self._size, self._size)
-        if images.shape[-2:] != size:
-            pixels = F.interpolate(pixels, size=size, mode=self._interpolation, antialias=True, align_corners=False)
-        return (pixels - self.mean) / self.std
-
-
 class ServedStudent:
     """A student with its preprocessing."""
 
     def __init__(self, directory: Path) -> None:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        self.labels: list[str] = config["labels"]
+        """Load what `export` has made, or else a model directory."""
+        exported = (directory / EXPORT_CARD).exists()
+        card = json.loads((directory / (EXPORT_CARD if exported else "config.json")).read_text(encoding="utf-8"))
+        self.labels: list[str] = card["labels"]
         tags = directory / TAGS
         self.tags = ClassTags.of(json.loads(tags.read_text(encoding="utf-8"))) if tags.exists() else None
         """Attributes and hierarchy of the labels, if the registered model has any."""
-        self._square = Square(**config["square"])
-        self._preprocess = Preprocessing(config["image_size"], config["mean"], config["std"], config["interpolation"])
-        self._network = timm.create_model(config["architecture"], num_classes=len(self.labels), **config["args"])
-        self._network.load_state_dict(safetensors.torch.load_file(directory / "model.safetensors"))
-        self._network.eval()
+        self._square = Square(**card["square"])
+        self._network: OnnxNetwork | TorchNetwork
+        if exported:
+            from .onnx_network import OnnxNetwork  # either needs packages that the other one does without
+
+            self._network = OnnxNetwork(directory / card["file"])
+        else:
+            from .torch_network import TorchNetwork
+
+            self._network = TorchNetwork(directory, card)
 
     def get_raw_model(self) -> ServedStudent:
         """Return the student without MLflow's checks, for `mlflow.pyfunc.PyFuncModel.get_raw_model`: its `predict` takes lists too."""
@@ -98,7 +83,7 @@ class ServedStudent:
         Raises:
             BadImageError: one of them is not an image, or cannot be used; it is named, and none is classified.
         """
-        import pandas as pd  # here, because every training loads this module for `Preprocessing`
+        import pandas as pd  # here, because it takes long to import, and not every user of this module predicts
 
         table = self.probabilities(images)
         known = self.tags.columns(table.to_numpy()) if self.tags is not None else None
@@ -119,14 +104,12 @@ class ServedStudent:
         import pandas as pd  # likewise
 
         photos = _each(images)
-        batches = [torch.empty(0, len(self.labels))]
-        with torch.inference_mode():
-            for start in range(0, len(photos), _BATCH_SIZE):
-                batch = enumerate(photos[start : start + _BATCH_SIZE], start)
-                squares = np.stack([self._read(index, photo) for index, photo in batch])
-                inputs = self._preprocess(torch.from_numpy(squares).permute(0, 3, 1, 2))
-                batches.append(torch.softmax(self._network(inputs), dim=1))
-        return pd.DataFrame(torch.cat(batches).double().numpy(), columns=self.labels)
+        batches = [np.empty((0, len(self.labels)))]
+        for start in range(0, len(photos), _BATCH_SIZE):
+            batch = enumerate(photos[start : start + _BATCH_SIZE], start)
+            squares = np.stack([self._read(index, photo) for index, photo in batch])
+            batches.append(softmax(self._network.logits(squares)))
+        return pd.DataFrame(np.concatenate(batches), columns=self.labels)
 
     def square(self, content: bytes) -> npt.NDArray[np.uint8]:
         """Make a photo's square of an image file's bytes: uint8 [S, S, 3]; raises a `BadImageError` where it is no image."""
@@ -188,6 +171,13 @@ def _each(images: Any) -> Sequence[Any]:
         f"an array of the shape {images.shape} and type {images.dtype} holds no images: give one image as [H, W] or [H, W, C], several "
         "as [B, H, W, C], or several of different shapes as a list or an array of objects"
     )
+
+
+def softmax(logits: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
+    """Turn logits into probabilities, [B, K]."""
+    powers = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+    shares: npt.NDArray[np.float64] = powers / powers.sum(axis=1, keepdims=True)
+    return shares
 
 
 def _load_pyfunc(path: str) -> ServedStudent:

@@ -5,7 +5,6 @@ Shapes: B images, S the edge of a square, K classes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,16 +35,18 @@ class ExportedClassifier:
             ModelError: its file passed no gate, or ONNX Runtime does not take it.
         """
         export = artifacts.read(place, "export")
+        if "card.json" not in export.files:
+            raise ModelError(
+                f"export {place}: has no ONNX file ({'; '.join(export.figures['reasons'])}); serve that of another student"
+            )
         try:
             card = limits.parse_json((export.path / "card.json").read_bytes())
-            candidates = json.loads((export.path / "candidates.json").read_text(encoding="utf-8"))
-            (chosen,) = (one for one in candidates["candidates"] if one["name"] == candidates["chosen"])
             self.square = Square(**card["square"])
             self.labels: Sequence[str] = tuple(card["labels"])
             tags = card["tags"] and limits.parse_json((export.path / card["tags"]).read_bytes())
             self.tags = ClassTags.of(tags) if tags else None
             self.architecture, self.variant = str(card["architecture"]), str(card["variant"])
-            reasons: list[str] = chosen["reasons"]
+            reasons: list[str] = card["measured"]["reasons"]
         except (KeyError, TypeError, ValueError) as error:
             raise ArtifactError(
                 f"export {place}: its card is not readable ({error}); export the student again"

@@ -27,6 +27,7 @@ from trainer.data.dataset_schema import CARD
 from trainer.distillation import recording
 from trainer.errors import ModelError, TrackingError
 from trainer.evaluation import hierarchy
+from trainer.export import exporting
 from trainer.graph import STAGES
 from trainer.launch import flag
 from trainer.models import ModelCard
@@ -47,7 +48,9 @@ PROFILE_PAGE = "report.html"
 _RECORDING = "reinforce.html"
 """Name of the copy of the recording's page; of the recording, which is large, nothing else is fetched."""
 
-_REQUIREMENTS = ("mlflow", "numpy", "pandas", "pillow", "safetensors", "timm", "torch", "torchvision")
+_ONNX = ("mlflow", "numpy", "onnxruntime", "pandas", "pillow")
+_TORCH = ("mlflow", "numpy", "pandas", "pillow", "safetensors", "timm", "torch", "torchvision")
+"""What a registered model needs."""
 _EXAMPLE_EDGE = 64  # the example is kept as JSON, and the student takes photos of any size
 _PICTURES = "**/*.png"
 
@@ -87,6 +90,8 @@ def run(
     for name, kind in stage.optional_inputs.items():
         if name in given:  # the manifest is enough: the records may be many gigabytes
             made[name] = artifacts.manifest(given[name], kind)
+    if "exported" in given:
+        made["exported"] = read["exported"] = artifacts.read(given["exported"], "export")
     tuned = read_tuning(given["tuning"]) if "tuning" in given else None
     forecast = tuned.forecast if tuned else None
     stages = list(_stage_bills(made, given))
@@ -111,6 +116,7 @@ def run(
             recording=made["teacher_outputs"].figures if "teacher_outputs" in made else None,
             profile=read["report"].figures,
             evaluation=read["evaluation"].figures,
+            exported=read["exported"].figures if "exported" in read else None,
             registered=registered,
             reports={name: _place(given[place], file) for name, (place, file) in shown.items()},
         )
@@ -152,6 +158,7 @@ def _reports(inputs: Mapping[str, Artifact]) -> dict[str, tuple[str, str]]:
         "data": ("dataset", CARD),
         "profile": ("report", PROFILE_PAGE),
         "evaluation": ("evaluation", evaluate.REPORT),
+        **({"export": ("exported", exporting.PAGE)} if "exported" in inputs else {}),
     }
     evidence = inputs["pretrain_evidence"].path
     pictures = [picture.relative_to(evidence) for picture in sorted(evidence.glob(_PICTURES))]
@@ -177,6 +184,8 @@ def _register(
     if tracking_uri is None:
         return Registered()
     figures = inputs["evaluation"].figures
+    if "exported" in inputs:
+        figures = {**figures, "export": inputs["exported"].figures}
     with stage_run("register", settings.model_dump(mode="json")) as tracker, tracking.uploading():
         with tracking.explained():
             run_id = tracking.start_parent(resolved, {"recipe": recipe}) or str(tracker.run_id)
@@ -235,7 +244,13 @@ def _output_schema(labels: Sequence[str], tags: ClassTags | None) -> Schema:
 
 
 def _log_model(
-    client: MlflowClient, run_id: str, student: Path, card: ModelCard, dataset: str | Path, tags: ClassTags | None
+    client: MlflowClient,
+    run_id: str,
+    directory: Path,
+    requirements: Sequence[str],
+    card: ModelCard,
+    dataset: str | Path,
+    tags: ClassTags | None,
 ) -> ModelInfo:
     """Log the student as an MLflow model: its directory, the file that loads it, signature, example, pinned requirements."""
     with warnings.catch_warnings():  # MLflow warns of its own type hints when it is imported
@@ -261,12 +276,12 @@ def _log_model(
         model_id=logged.model_id,
         loader_module=f"{folder.name}.pyfunc",
         code_paths=[str(folder)],
-        data_path=str(student),
+        data_path=str(directory),
         signature=ModelSignature(
             Schema([any_images]), _output_schema(card.labels, tags), ParamSchema([ParamSpec(TOP_K, "long", 0)])
         ),
         input_example=example(dataset),
-        conda_env=conda_environment(),
+        conda_env=conda_environment(requirements),
         metadata={"labels": list(card.labels), "architecture": card.architecture},
     )
     return info
@@ -280,10 +295,10 @@ def example(dataset: str | Path) -> npt.NDArray[np.uint8]:
     return thinned
 
 
-def conda_environment() -> dict[str, Any]:
-    """Return what the registered model needs, at the versions of this process; MLflow derives requirements.txt from it."""
+def conda_environment(requirements: Sequence[str]) -> dict[str, Any]:
+    """Return these packages at the versions of this process; MLflow derives requirements.txt from it."""
     # A local version (2.15.0+cu132) is not to be had elsewhere.
-    versions = {name: importlib.metadata.version(name).partition("+")[0] for name in _REQUIREMENTS}
+    versions = {name: importlib.metadata.version(name).partition("+")[0] for name in requirements}
     pinned = [f"{name}=={version}" for name, version in versions.items()]
     dependencies = [f"python={platform.python_version()}", "pip", {"pip": pinned}]
     return {"name": "student", "channels": ["conda-forge"], "dependencies": dependencies}
@@ -298,10 +313,13 @@ def _version(
 ) -> str:
     """Return the run's version of the registered model: the one of a try that ended before it could tell, or else a new one."""
     figures, parents = inputs["evaluation"].figures, inputs["student"].parents
+    exported = inputs.get("exported")
+    variant = exported.figures["chosen"] if exported else None
     fingerprints = {name: inputs[name].fingerprint for name in ("dataset", "teacher", "student")}
     fingerprints |= {name: parents[name] for name in ("teacher_outputs",) if name in parents}
     tags = {
         **{f"{name}_fingerprint": value for name, value in fingerprints.items()},
+        "variant": variant or "torch",
         "verdict": "passed" if figures["verdict"]["passed"] else "not passed",
         "test_top1": f"{figures['student']['test']['top1']:.4f}",
     }
@@ -314,8 +332,13 @@ def _version(
     from mlflow.exceptions import MlflowException
 
     student = inputs["student"]
-    with _tagged(student.path, classes) as folder:
-        model = _log_model(client, run_id, folder, models.load(student).card, given["dataset"], classes)
+    described = models.outline(student.path).card, given["dataset"], classes
+    if exported and variant:
+        model = _log_model(client, run_id, exported.path, _ONNX, *described)
+        client.log_artifacts(run_id, str(student.path), "student")  # which the model's file cannot be trained from
+    else:
+        with _tagged(student.path, classes) as folder:
+            model = _log_model(client, run_id, folder, _TORCH, *described)
     try:
         client.create_registered_model(settings.model_name)
     except MlflowException as error:

@@ -163,8 +163,8 @@ def test_what_passes_no_gate_is_exported_only_by_force(finished, tmp_path, capsy
     command = ["export", str(run), "--output", str(place), "--no-int8"]
     assert cli.main(command) == EXIT_CODE
     said = capsys.readouterr().err
-    assert "no variant of its student passes the gate (fp32: accuracy: the student's test top-1" in said
-    assert "evaluate.gate.min_accuracy = 100.00%); export fp32 with --force" in said
+    assert "no variant of it passes the gate (fp32: accuracy: the student's test top-1" in said
+    assert "evaluate.gate.min_accuracy = 100.00%); export fp32 all the same with --force" in said
     assert not artifacts.exists(place)
     assert cli.main([*command, "--force"]) == 0
     assert OnnxStudent(place / "model.onnx").logits(np.zeros((3, 16, 16, 3), np.uint8)).shape == (3, 10)
@@ -185,7 +185,7 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_loaded(judged_run
         ):
             exporting.export(str(judged_run), place)
         assert sorted(place.rglob("*")) == before
-    monkeypatch.setattr(exporting, "PACKAGES", ("onnx", "no_such_package"))
+    monkeypatch.setattr("trainer.export.PACKAGES", ("onnx", "no_such_package"))
     with pytest.raises(SettingsError, match=r"needs the package no_such_package; pip install '.*\[export\]'"):
         exporting.export(str(judged_run), tmp_path / "served")
     assert not (tmp_path / "served").exists()

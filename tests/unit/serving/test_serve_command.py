@@ -94,10 +94,8 @@ def changed(exported, folder, **card):
         content = json.loads((draft.path / "card.json").read_text())
         (draft.path / "card.json").write_text(json.dumps(content | card))
         if card.get("failed"):
-            table = json.loads((draft.path / "candidates.json").read_text())
-            for one in table["candidates"]:
-                one["reasons"] = ["accuracy: too low"]
-            (draft.path / "candidates.json").write_text(json.dumps(table))
+            content["measured"]["reasons"] = ["accuracy: too low"]
+            (draft.path / "card.json").write_text(json.dumps(content))
     return str(folder)
 
 
@@ -110,7 +108,7 @@ def test_what_cannot_be_served_is_one_message(exported, trained_digits, tmp_path
             ([exported, "--port", port], f"--port {port}: cannot be used ("),
             ([exported, "--port", "70000"], "--port 70000: cannot be used ("),
             ([exported, "--host", "no.such.host.invalid"], "--host no.such.host.invalid --port 8000: cannot be used ("),
-            ([tmp_path / "none"], "no such directory"),
+            ([tmp_path / "none"], "none: no exported at "),
             ([trained_digits.student], "is a model, but a export is needed here"),
             ([changed(exported, tmp_path / "card", square={"fit": "none"})], "its card is not readable ("),
             ([changed(exported, tmp_path / "file", file="card.json")], "card.json: ONNX Runtime does not take it ("),

@@ -1,0 +1,103 @@
+"""The stage export: what it leaves for register and the run's page, also of a student that has no ONNX file."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from trainer import artifacts
+from trainer.config import ExportSettings
+from trainer.errors import ModelError
+from trainer.export import exporting, onnx_graph
+from trainer.export.onnx_student import OnnxStudent
+from trainer.stages import export
+
+pytest.importorskip("onnxruntime", reason="needs the extra `export`")
+
+
+def exported(run, place, **changed):
+    given = {name: run / name for name in ("dataset", "student", "evaluation")}
+    return export.run(ExportSettings(**changed), **given, exported=place)
+
+
+@pytest.fixture(scope="module")
+def made(judged_run, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        return exported(judged_run, tmp_path_factory.mktemp("stage") / "exported", calibration_images=16)
+
+
+@pytest.fixture(autouse=True)
+def _untracked(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def test_it_makes_what_the_command_makes(made, judged_run, tmp_path):
+    command = exporting.export(str(judged_run), tmp_path / "served", quantized=False)
+    assert {file.name for file in made.path.iterdir()} == {file.name for file in command.directory.iterdir()}
+    assert made.parents == artifacts.read(command.directory, "export").parents
+    assert made.settings["calibration_images"] == 16
+    assert set(made.figures["candidates"]) == {"torch", "fp32", "int8", "int8-mixed"}
+    assert made.figures["reasons"] == []
+    page = (made.path / "export.html").read_text()
+    assert f"{made.figures['chosen']} is served: the fastest that passes." in page
+    for name, figures in made.figures["candidates"].items():
+        assert f"{figures['top1']:.2%}" in page, name
+
+
+def refused(run, place, caplog, **changed):
+    """What is left where there is no file."""
+    with caplog.at_level(logging.WARNING, logger="trainer"):
+        made = exported(run, place, **changed)
+    assert made.figures["chosen"] is None
+    assert {file.name for file in made.path.iterdir()} == {"candidates.json", "export.html", "manifest.json"}
+    table = json.loads((made.path / "candidates.json").read_text())
+    (note,) = table["notes"]
+    assert made.figures["reasons"] == [note]
+    assert [record.getMessage() for record in caplog.records] == [f"export  {note}"]
+    assert "No ONNX file is served." in (made.path / "export.html").read_text()
+    return note, table
+
+
+def test_what_onnx_cannot_express_is_noted_with_its_operator_and_ends_no_run(judged_run, monkeypatch, caplog, tmp_path):
+    def fail(model, size, file):
+        raise ModelError("architecture 'x': its operator aten.special_bessel_j0 cannot be expressed in ONNX (opset 20)")
+
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported" / "model.onnx").write_text("of an earlier try")
+    monkeypatch.setattr(onnx_graph, "write", fail)
+    note, table = refused(judged_run, tmp_path / "exported", caplog)
+    assert "aten.special_bessel_j0" in note
+    assert table["candidates"] == []
+
+
+def test_where_no_variant_passes_none_is_chosen_and_all_are_shown(finished, caplog, tmp_path):
+    run = finished(min_accuracy=1.0, max_accuracy_drop=1)
+    note, table = refused(run, tmp_path / "exported", caplog, int8=False)
+    assert "no variant of it passes the gate (fp32: accuracy: the student's test top-1" in note
+    assert [one["name"] for one in table["candidates"]] == ["torch", "fp32"]
+
+
+def test_a_failed_quantisation_leaves_fp32(judged_run, monkeypatch, tmp_path):
+    def fail(*_, **__):
+        raise ModelError("ONNX Runtime cannot quantise this student")
+
+    monkeypatch.setattr(exporting.int8, "quantize", fail)
+    made = exported(judged_run, tmp_path / "exported")
+    assert made.figures["chosen"] == "fp32"
+    assert OnnxStudent(made.path / "model.onnx")
+    assert "cannot quantise this student" in (made.path / "export.html").read_text()
+
+
+@pytest.mark.parametrize(("setting", "reason"), [("max_shift", "probabilities: gives"), ("max_accuracy_loss", "loses")])
+def test_a_loss_against_the_student_itself_is_a_reason(judged_run, made, setting, reason, tmp_path):
+    """By a limit below what int8 was measured to lose."""
+    table = json.loads((made.path / "candidates.json").read_text())["candidates"]
+    lost = {one["name"]: one["shift"] if setting == "max_shift" else table[0]["top1"] - one["top1"] for one in table}
+    if lost["int8"] <= 0:
+        pytest.skip("int8 answers these photos as well as the student")
+    made = exported(judged_run, tmp_path / "exported", calibration_images=16, **{setting: lost["int8"] / 2})
+    reasons = json.loads((made.path / "candidates.json").read_text())["candidates"]
+    assert any(reason in text for one in reasons if one["name"] == "int8" for text in one["reasons"])
