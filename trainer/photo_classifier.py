@@ -5,6 +5,7 @@ Importing this module imports neither torch nor timm.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,13 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer import artifacts, finished_run, runner, storage, tracking
+from trainer import artifacts, storage, tracking
 from trainer.errors import ModelError, SettingsError
-from trainer.graph import EXPORTED, STUDENT
+from trainer.graph import EXPORTED, STUDENT, ArtifactSpec
 from trainer.prediction import Prediction, predictions
 from trainer.served_student.class_tags import ClassTags
 from trainer.served_student.pyfunc import EXPORT_CARD
-from trainer.summary import aligned
 
 if TYPE_CHECKING:
     import numpy as np
@@ -168,7 +168,13 @@ def export_at(place: str, *, judged: bool = False) -> Iterator[str]:
                 )
             yield found.directory
     else:
-        yield place if artifacts.exists(place) else finished_run.find(place, EXPORTED)
+        yield place if artifacts.exists(place) else _of_a_run(place, EXPORTED)
+
+
+def _of_a_run(place: str, artifact: ArtifactSpec) -> str:
+    from trainer import finished_run  # here: the server's image has not all that it needs
+
+    return finished_run.find(place, artifact)
 
 
 def _is_export(directory: str) -> bool:
@@ -196,7 +202,10 @@ class _Found:
 @contextmanager
 def _found(place: str) -> Iterator[_Found]:
     if place.startswith(REGISTERED):
-        runner.track_here()
+        if not os.environ.get(tracking.URI):
+            from trainer import runner
+
+            runner.track_here()
         with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
             files, passed = tracking.registered_model(place, Path(folder))
             directory = next((path for path in sorted(files.glob("data/*")) if artifacts.exists(path)), None)
@@ -206,6 +215,8 @@ def _found(place: str) -> Iterator[_Found]:
     elif artifacts.exists(place):
         yield _Found(directory=place)
     else:
+        from trainer import finished_run
+
         evaluation = finished_run.evaluation_of_student(place)
         reasons = tuple(map(str, evaluation.figures["verdict"]["reasons"])) if evaluation else ()
         yield _Found(directory=finished_run.find(place, STUDENT), refusals=reasons, tags=finished_run.tags(place))
@@ -219,4 +230,6 @@ def lines(prediction: Prediction) -> list[str]:
         rows.append(("answer", f"{answer} ({prediction.confidence:.1%})"))
     known = (prediction.attributes or {}).items()
     rows += [(name, f"{value:g}" if isinstance(value, float) else value) for name, value in known if value is not None]
+    from trainer.summary import aligned
+
     return aligned(rows)

@@ -176,7 +176,7 @@ def test_what_is_copied_suffices(installed, tmp_path, command):
 
 SERVER = """
 import fsspec, mlflow.artifacts
-from trainer import tracking
+from trainer import photo_classifier, result_commands, tracking
 from trainer.serving import exported_classifier, server
 fsspec.filesystem("s3")
 tracking.client()
