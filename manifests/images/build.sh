@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds an image and has it prove that it works: `make image [TARGET=cpu|gpu|neuron] [IMAGE=name:tag]`. Not run yet.
+# Builds an image and has it prove that it works: `make image [TARGET=cpu|gpu|neuron|serving] [IMAGE=name:tag]`. Not run yet.
 #   manifests/images/build.sh TARGET IMAGE
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../require.sh"
@@ -7,19 +7,23 @@ TARGET="$1" IMAGE="$2"
 
 case "$TARGET" in
 cpu | gpu) dockerfile=Dockerfile ;; # one image: torch carries CUDA
-neuron) dockerfile=Dockerfile.neuron ;;
-*) fail "TARGET=$TARGET is not known; choose cpu, gpu or neuron" ;;
+neuron | serving) dockerfile="Dockerfile.$TARGET" ;;
+*) fail "TARGET=$TARGET is not known; choose cpu, gpu, neuron or serving" ;;
 esac
 require_docker
 DOCKER_BUILDKIT=1 docker build --file "$MANIFESTS/images/$dockerfile" --tag "$IMAGE" "$MANIFESTS/.."
 
 # As a pod runs it: no right to write but to /tmp, no network, no root.
 run() {
-    docker run --rm --read-only --tmpfs /tmp --network none --cap-drop ALL --security-opt no-new-privileges "$IMAGE" "$@"
+    docker run --rm --read-only --tmpfs /tmp --network none --cap-drop ALL --security-opt no-new-privileges --entrypoint "$1" "$IMAGE" "${@:2}"
 }
 run python -m trainer --version
-run python -m trainer config digits >/dev/null
-run python -c 'import torch, timm, mlflow, kfp, kubernetes, s3fs, components.launch'
+if [[ "$TARGET" == serving ]]; then
+    run python -c 'import mlflow, s3fs, trainer.photo_classifier, trainer.serving.server'
+else
+    run python -m trainer config digits >/dev/null
+    run python -c 'import torch, timm, mlflow, kfp, kubernetes, s3fs, components.launch'
+fi
 if [[ "$dockerfile" == Dockerfile ]]; then # what Triton does before its first kernel, which needs a GPU
     run python -c "$(<"$MANIFESTS/images/compile_driver.py")"
 fi

@@ -251,15 +251,16 @@ def test_down_can_be_repeated(complete, versions):
 
 
 def test_an_image_is_built_and_has_to_work(machine):
-    machine.play("docker", '*"id --user") echo 1000;;')
-    for target, dockerfile in {"cpu": "Dockerfile", "gpu": "Dockerfile", "neuron": "Dockerfile.neuron"}.items():
+    machine.play("docker", '*"image:1 --user") echo 1000;;')
+    dockerfiles = {"cpu": "Dockerfile", "gpu": "Dockerfile", "neuron": "Dockerfile.neuron", "serving": "Dockerfile.serving"}
+    for target, dockerfile in dockerfiles.items():
         result = machine.run("images/build.sh", target, "image:1")
         assert (result.returncode, result.stdout) == (0, "image:1 works\n")
         assert f"/images/{dockerfile} --tag image:1" in machine.called("docker build")[-1]
     assert "image:1 works" not in machine.run("images/build.sh", "tpu", "image:1").stdout
 
 
-@pytest.mark.parametrize("answers", ['*"trainer --version") exit 1;;', '*"id --user") echo 0;;'])
+@pytest.mark.parametrize("answers", ['*"trainer --version") exit 1;;', '*"image:1 --user") echo 0;;'])
 def test_an_image_that_does_not_work_is_none(machine, answers):
     machine.play("docker", answers)
     result = machine.run("images/build.sh", "cpu", "image:1")

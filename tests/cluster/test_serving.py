@@ -1,0 +1,189 @@
+"""A registered student behind its Service: seen from another pod, while versions change, break and stand beside one another."""
+
+import base64
+import contextlib
+import io
+import json
+import os
+import secrets
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from PIL import Image
+
+from components.image import SERVING_IMAGE
+from tests.cluster.conftest import NAMESPACE, SHORT, eventually, forwarded, installed, kubectl, objects
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800, func_only=True)]
+IMAGE = os.environ.get("TRAINER_SERVING_IMAGE", SERVING_IMAGE)
+ASK = """
+    import base64, collections, json, sys, time, urllib.error, urllib.request
+    address, seconds, photo = sys.argv[1], float(sys.argv[2]), base64.b64decode(sys.argv[3])
+    request = urllib.request.Request(address + "/predict", data=photo, headers={"Content-Type": "image/png"})
+    end, answers = time.monotonic() + seconds, collections.Counter()
+    while True:  # each time over a connection of its own, so that the Service chooses a pod
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                answers[json.load(answer)["version"]] += 1
+        except (OSError, ValueError) as error:
+            answers["failed: " + repr(error)[:200]] += 1
+        if time.monotonic() > end:
+            break
+        time.sleep(0.02)
+    print(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def registered(tmp_path_factory):
+    """Train and register two versions of a student; gives its name in the registry."""
+    name, output = f"test-{secrets.token_hex(4)}", tmp_path_factory.mktemp("runs") / "one"
+    settings = [*SHORT.split(), "evaluate.gate.max_accuracy_drop=1", "export.int8=false", f"register.model_name={name}"]
+    for epochs in (1, 2):
+        with forwarded("mlflow", 5000) as port:
+            command = [sys.executable, "-m", "trainer", "run", "digits", "--output", str(output), "--processes", "1"]
+            done = subprocess.run(
+                [*command, "--set", *settings, f"distill.epochs={epochs}"],
+                env={**os.environ, "MLFLOW_TRACKING_URI": f"http://localhost:{port}"},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=900,
+            )
+        assert done.returncode == 0, done.stdout + done.stderr
+    yield name
+    with mlflow() as client:
+        client.delete_registered_model(name)
+
+
+@contextlib.contextmanager
+def mlflow():
+    """A client of the cluster's MLflow."""
+    from mlflow.tracking import MlflowClient
+
+    with forwarded("mlflow", 5000) as port:
+        yield MlflowClient(f"http://localhost:{port}")
+
+
+def point(name, alias, version):
+    with mlflow() as client:
+        client.set_registered_model_alias(name, alias, str(version))
+
+
+@pytest.fixture(scope="module")
+def client():
+    """Ask a service from a pod of the namespace, for so many seconds; gives version -> number of answers."""
+    pod = f"test-{secrets.token_hex(4)}"
+    run = ["run", pod, f"--image={IMAGE}", "--restart=Never", "--command", "--", "sleep", "3600"]
+    kubectl(*run)
+    kubectl("wait", f"pod/{pod}", "--for=condition=Ready", "--timeout=120s")
+    buffer = io.BytesIO()
+    Image.new("L", (640, 480), 90).save(buffer, "PNG")
+    photo = base64.b64encode(buffer.getvalue()).decode()
+
+    def ask(service, seconds=0.0):
+        command = ["exec", pod, "--", "python", "-c", textwrap.dedent(ASK), f"http://{service}", str(seconds), photo]
+        return json.loads(kubectl(*command))
+
+    yield ask
+    kubectl("delete", "pod", pod, "--wait=false", "--grace-period=1")
+
+
+@pytest.fixture
+def deploy(registered):
+    """Run `python -m pipelines.deploy_student` with further arguments; gives exit code and output. At the end all is taken away."""
+    service = f"test-{secrets.token_hex(4)}"
+    common = ["--name", service, "--namespace", NAMESPACE]
+
+    def run(*arguments):
+        with forwarded("mlflow", 5000) as port:
+            done = subprocess.run(
+                [
+                    sys.executable,
+                    "-m",
+                    "pipelines.deploy_student",
+                    *common,
+                    "--model",
+                    registered,
+                    "--image",
+                    IMAGE,
+                    *arguments,
+                ],
+                env={**os.environ, "MLFLOW_TRACKING_URI": f"http://localhost:{port}"},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=900,
+            )
+        return done.returncode, done.stdout + done.stderr
+
+    run.service = service
+    yield run
+    for alias in ("champion", "challenger"):
+        subprocess.run(
+            [sys.executable, "-m", "pipelines.deploy_student", *common, "--alias", alias, "--remove"], check=True
+        )
+    left = f"app.kubernetes.io/name={service}"
+    eventually(lambda: not objects("pods", left), seconds=120, what="all pods are gone")
+    for kind in ("services", "deployments", "poddisruptionbudgets", "horizontalpodautoscalers", "networkpolicies"):
+        assert service not in kubectl("get", kind, "--output", "name")
+
+
+def test_versions_change_break_and_stand_beside_one_another(deploy, registered, client):
+    point(registered, "champion", 1)
+    code, output = deploy("--replicas", "2")
+    assert code == 0, output
+    assert f"models:/{registered}/1 answers at http://{deploy.service}.{NAMESPACE}.svc/predict" in output
+    (first,) = client(deploy.service, 1)
+    assert "failed" not in first
+
+    # Another version takes over, and no request of those that come meanwhile is lost.
+    point(registered, "champion", 2)
+    with ThreadPoolExecutor(1) as other:
+        asking = other.submit(client, deploy.service, 75)
+        time.sleep(3)
+        code, output = deploy("--replicas", "2")
+        answers = asking.result()
+    assert code == 0, output
+    assert answers.keys() >= {first}
+    assert len(answers) == 2, answers
+    (second,) = client(deploy.service, 1)
+    assert {first, second} == set(answers)
+
+    # One that cannot be fetched takes no request.
+    with mlflow() as known:
+        broken = known.create_model_version(registered, "mlflow-artifacts:/0/none/artifacts/model")
+    point(registered, "champion", broken.version)
+    code, output = deploy("--replicas", "2", "--timeout", "40")
+    assert code == 2
+    assert "is not ready on every pod" in output
+    assert "error: " in output.partition("The pods say:")[2]
+    assert client(deploy.service, 5).keys() == {second}
+    point(registered, "champion", 2)
+    code, output = deploy("--replicas", "2")
+    assert code == 0, output
+
+    # A canary has its share.
+    point(registered, "challenger", 1)
+    code, output = deploy("--alias", "challenger", "--replicas", "1")
+    assert code == 0, output
+    answers = client(deploy.service, 8)
+    assert answers.keys() == {first, second}
+    assert answers[first] < answers[second]
+
+
+def test_under_kserve(deploy, registered, client):
+    if not installed("inferenceservices.serving.kserve.io"):
+        pytest.skip("KServe is not installed")
+    point(registered, "champion", 1)
+    code, output = deploy("--kserve", "--replicas", "1")
+    assert code == 0, output
+    kubectl("wait", f"inferenceservice/{deploy.service}-champion", "--for=condition=Ready", "--timeout=120s")
+    (version,) = client(f"{deploy.service}-champion-predictor", 1)
+    assert "failed" not in version
+    code, output = deploy("--kserve", "--remove")
+    assert code == 0, output
