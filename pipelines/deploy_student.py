@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -58,6 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--replicas", type=commands.positive, default=0, metavar="N", help="pods, instead of 2 to 8 by their load"
     )
+    parser.add_argument(
+        "--serve",
+        default="",
+        metavar="TEXT",
+        help="further options of `vit-distill serve`, such as '--log - --log-share 0.1'",
+    )
     parser.add_argument("--kserve", action="store_true", help="as an InferenceService; KServe is installed")
     parser.add_argument("--image", default="", help=f"of the server (default: {SERVING_IMAGE})")
     parser.add_argument("--namespace", default="kubeflow", help="default: %(default)s")
@@ -92,7 +99,7 @@ def deploy(options: argparse.Namespace) -> None:
         name=options.name,
         alias=options.alias,
         namespace=options.namespace,
-        arguments=[model, *(["--force"] if options.force else [])],
+        arguments=[model, *(["--force"] if options.force else []), *shlex.split(options.serve)],
         image=options.image or SERVING_IMAGE,
         replicas=options.replicas,
     )

@@ -301,7 +301,10 @@ def add_serve(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         help="seconds that a server which is asked to end stays alive without being ready (default: %(default)s)",
     )
     parser.add_argument(
-        "--log", default="", metavar="FILE", help="append label and probability of predictions to a file, for `drift`"
+        "--log",
+        default="",
+        metavar="FILE",
+        help="append label and probability of predictions to a file, for `drift`; -: standard output",
     )
     parser.add_argument(
         "--log-share",
@@ -309,6 +312,12 @@ def add_serve(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         default=1.0,
         metavar="P",
         help="share of the predictions in it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--log-photos",
+        default="",
+        metavar="DIR",
+        help="keep the photos that `POST /predict` got of that sample, by SHA-256",
     )
     parser.add_argument("--force", action="store_true", help="serve an export that did not pass its gate, too")
     commands.add_debug(parser, default=argparse.SUPPRESS)
@@ -336,14 +345,20 @@ def _serve(options: argparse.Namespace) -> None:
         timeout_s=options.timeout,
         drain_s=options.drain,
     )
+    if options.log_photos and not options.log:
+        raise SettingsError("--log-photos: goes with the predictions of --log FILE; give that too")
     with ExitStack() as opened:
         log = None
         if options.log:
-            file = Path(options.log)
-            errors.make_directory(file.parent)
-            with errors.writing_to(file):
-                stream = opened.enter_context(file.open("a", encoding="utf-8", buffering=1))
-            log = server.PredictionLog(stream, share=options.log_share)
+            file, photos_kept = Path(options.log), Path(options.log_photos) if options.log_photos else None
+            if photos_kept is not None:
+                errors.make_directory(photos_kept)
+            stream = sys.stdout
+            if options.log != "-":
+                errors.make_directory(file.parent)
+                with errors.writing_to(file):
+                    stream = opened.enter_context(file.open("a", encoding="utf-8"))
+            log = server.PredictionLog(stream, share=options.log_share, photos=photos_kept)
         photos = server.PhotoServer(model, name=options.name, most=most, log=log, beside=beside)
         server.serve(photos, host=options.host, port=options.port)
 

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import secrets
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -248,10 +250,14 @@ def ask_mlflow(path, **body):
 
 @contextlib.contextmanager
 def forwarded(service, port):
-    """A port of this machine that leads to a service."""
-    command = ["kubectl", "--namespace", NAMESPACE, "port-forward", f"service/{service}", f":{port}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    """A port of this machine that leads to a service. kubectl gives up when a connection breaks, and is started again."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        here = free.getsockname()[1]
+    again = f"while :; do kubectl --namespace {NAMESPACE} port-forward service/{service} {here}:{port}; sleep 0.2; done"
+    with subprocess.Popen(["bash", "-c", again], stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
-            yield re.search(r"127\.0\.0\.1:(\d+)", process.stdout.readline())[1]
+            assert "Forwarding" in process.stdout.readline()
+            yield here
         finally:
-            process.terminate()
+            os.killpg(process.pid, signal.SIGTERM)

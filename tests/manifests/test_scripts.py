@@ -252,7 +252,12 @@ def test_down_can_be_repeated(complete, versions):
 
 def test_an_image_is_built_and_has_to_work(machine):
     machine.play("docker", '*"image:1 --user") echo 1000;;')
-    dockerfiles = {"cpu": "Dockerfile", "gpu": "Dockerfile", "neuron": "Dockerfile.neuron", "serving": "Dockerfile.serving"}
+    dockerfiles = {
+        "cpu": "Dockerfile",
+        "gpu": "Dockerfile",
+        "neuron": "Dockerfile.neuron",
+        "serving": "Dockerfile.serving",
+    }
     for target, dockerfile in dockerfiles.items():
         result = machine.run("images/build.sh", target, "image:1")
         assert (result.returncode, result.stdout) == (0, "image:1 works\n")

@@ -79,6 +79,8 @@ def test_an_export_in_a_store_needs_no_registry(command, monkeypatch):
     code, output, _ = command("--dry-run", "--model", "s3://bucket/served")
     assert code == 0
     assert arguments(output)[0] == "s3://bucket/served"
+    code, output, _ = command("--dry-run", "--model", "s3://bucket/served", "--serve", "--log - --log-share 0.1")
+    assert arguments(output)[:5] == ["s3://bucket/served", "--log", "-", "--log-share", "0.1"]
 
 
 @pytest.mark.parametrize("option", ["--name", "--alias"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import hashlib
 import json
 import logging
 import random
@@ -83,19 +84,27 @@ class RefusedRequestError(Exception):
 
 
 class PredictionLog:
-    """Writes a sample of the predictions, a JSON object a line, for `vit-distill drift`. Photos are not kept."""
+    """Writes a sample of the predictions, a JSON object a line, for `vit-distill drift`; of photos only where a folder is given."""
 
-    def __init__(self, stream: TextIO, *, share: float) -> None:
-        """Take an open file; `share` of the predictions are written, chosen by chance."""
-        self._stream, self._share = stream, share
+    def __init__(self, stream: TextIO, *, share: float, photos: Path | None = None) -> None:
+        """Take an open file; `share` of the predictions are written, chosen by chance, and their photos below `photos`."""
+        self._stream, self._share, self._photos = stream, share, photos
         self._chance = random.Random()  # a sample, no secret
 
-    def add(self, said: Prediction, version: str) -> None:
+    def add(self, said: Prediction, version: str, photo: bytes = b"") -> None:
         """Write a prediction, if it is drawn."""
-        if self._chance.random() < self._share:
-            label, probability = next(iter(said.labels.items()))
-            row = {"time": round(time.time(), 3), "version": version, "label": label, "probability": probability}
+        if self._chance.random() >= self._share:
+            return
+        label, probability = next(iter(said.labels.items()))
+        row = {"time": round(time.time(), 3), "version": version, "label": label, "probability": probability}
+        try:
+            if photo and self._photos is not None:
+                row["photo"] = hashlib.sha256(photo).hexdigest()
+                (self._photos / row["photo"]).write_bytes(photo)
             self._stream.write(f"{json.dumps(row, ensure_ascii=False)}\n")
+            self._stream.flush()
+        except OSError as error:  # a full disk keeps no client from its answer
+            logger.warning("a prediction is not logged: %s", error)
 
 
 class Metrics:
@@ -280,7 +289,7 @@ class PhotoServer:
             row = await self._batcher.submit(square)
             (said,) = self.model.predictions(row[None].astype(np.float64), top=top)
             if self._log is not None:
-                self._log.add(said, self.model.version)
+                self._log.add(said, self.model.version, body)
             request.state.note = (
                 f"{len(body):,} bytes {next(iter(said.labels))!r} {next(iter(said.labels.values())):.3f}"
             )
@@ -304,8 +313,9 @@ class PhotoServer:
             squares = await self._asked_squares(asked)
             rows = np.stack(await asyncio.gather(*map(self._batcher.submit, squares))).astype(np.float64)
             said = self.model.predictions(rows, top=1)
-            for one in said if self._log is not None else ():
-                self._log.add(one, self.model.version) if self._log else None
+            if self._log is not None:
+                for one in said:
+                    self._log.add(one, self.model.version)
             request.state.note = f"{len(rows)} photos"
             outputs = [
                 {"name": "probabilities", "datatype": "FP64", "shape": list(rows.shape), "data": rows.ravel().tolist()},

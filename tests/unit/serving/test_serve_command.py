@@ -115,6 +115,8 @@ def test_what_cannot_be_served_is_one_message(exported, trained_digits, tmp_path
             ([changed(exported, tmp_path / "failed", failed=True)], "did not pass its gate (accuracy: too low); serve another one"),
             ([exported, "--beside", tmp_path / "none"], "none: no student at "),
             ([exported, "--log", "/proc/none/log"], "cannot write to /proc/none"),
+            ([exported, "--log-photos", "/tmp"], "--log-photos: goes with the predictions of --log FILE"),
+            ([exported, "--log", "-", "--log-photos", "/proc/none"], "cannot write to /proc/none"),
         ):  # fmt: skip
             assert cli.main(["serve", *map(str, arguments)]) == EXIT_CODE
             printed = capsys.readouterr().err

@@ -1,6 +1,8 @@
 """What the server answers, what it refuses, and that nothing that a client sends makes it fail."""
 
 import base64
+import contextlib
+import hashlib
 import io
 import json
 import re
@@ -8,6 +10,7 @@ import struct
 import threading
 import time
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -272,6 +275,31 @@ def test_predictions_are_logged_by_their_share(model):
         known = {(one["labels"][0]["label"], one["labels"][0]["probability"]) for one in said}
         assert {(row["label"], row["probability"]) for row in rows} <= known
         assert {row["version"] for row in rows} == {model.version}
+
+
+def test_photos_are_kept_only_where_a_folder_is_given(model, tmp_path):
+    sent = [photo(seed) for seed in range(3)]
+    for folder in (None, tmp_path):
+        stream = io.StringIO()
+        server = PhotoServer(model, name="student", most=LIMITS, log=PredictionLog(stream, share=1, photos=folder))
+        with TestClient(server) as client:
+            for one in sent:
+                assert client.post("/predict", content=one).status_code == 200
+        rows = [json.loads(line) for line in stream.getvalue().splitlines()]
+        assert [row.get("photo") for row in rows] == [folder and hashlib.sha256(one).hexdigest() for one in sent]
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        row["photo"]: one for row, one in zip(rows, sent, strict=True)
+    }
+
+
+def test_a_log_that_cannot_be_written_keeps_no_client_from_its_answer(model, tmp_path, caplog):
+    with Path("/dev/full").open("w") as stream:
+        server = PhotoServer(model, name="student", most=LIMITS, log=PredictionLog(stream, share=1))
+        with TestClient(server) as client:
+            assert client.post("/predict", content=photo()).status_code == 200
+        with contextlib.suppress(OSError):
+            stream.close()
+    assert "a prediction is not logged: [Errno 28] No space left on device" in caplog.text
 
 
 def test_another_model_stands_beside(model, trained_digits):
