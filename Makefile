@@ -144,7 +144,7 @@ sbom: $(AUDIT)  ## write sbom/*.json: the Python packages of the images with the
 
 .PHONY: image manifests kind-up kind-load test-kind kind-down
 IMAGE_NAME = $(or $(IMAGE),$(shell $(VENV)/python -c \
-	'from components.image import IMAGE; print(IMAGE$(if $(filter neuron,$(TARGET)),.replace(":", "-neuron:")))'))
+	'from components import IMAGE; print(IMAGE$(if $(filter neuron,$(TARGET)),.replace(":", "-neuron:")))'))
 
 image: $(READY)  ## build and check the image of tasks and jobs [TARGET=cpu|gpu|neuron IMAGE=name:tag]
 	@manifests/images/build.sh "$(or $(TARGET),cpu)" "$(IMAGE_NAME)"

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from kfp import compiler
 
-from components.image import IMAGE_VARIABLE
+from components import IMAGE_VARIABLE
 from pipelines.distillation import NAME, definition
 from trainer.errors import DeployError
 from trainer.graph import OPTIONAL_STAGES

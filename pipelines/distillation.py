@@ -17,6 +17,7 @@ The exit handler costs a level in Kubeflow's UI and a driver's pod. It stays bec
 was lost or the run was stopped, and only then do jobs on the node pools and the run in MLflow need to be ended.
 """
 
+import argparse
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -26,8 +27,10 @@ from kfp.dsl.pipeline_channel import PipelineParameterChannel
 
 from components import kfp_components
 from components.finishing import RUN_LABEL, WORKFLOW
+from components.launching import Placement
 from components.sections import KUBEFLOW_UI
 from components.task import RECORDED
+from trainer import commands
 from trainer.graph import OPTIONAL_STAGES, STAGES
 
 NAME = "distillation"
@@ -172,3 +175,37 @@ def _on_cluster(task: dsl.PipelineTask, size: Size) -> dsl.PipelineTask:
 
 
 distillation = definition()
+
+
+def add_parameters(options: commands.Options, *, files: bool, pool: str, processes: str) -> None:
+    """Add an option for each parameter of the pipeline.
+
+    Args:
+        options: of a command.
+        files: whether the recipe may be a file of this machine.
+        pool: what it means to name none.
+        processes: what it means to give no number of them.
+    """
+    commands.add_recipe(options, files=files)
+    commands.add_overrides(options)
+    options.add_argument("--dataset", default="", help="images, instead of the recipe's data.source")
+    options.add_argument(
+        "--teacher", default="", help="weights of the teacher, instead of the recipe's pretrain.weights"
+    )
+    options.add_argument(
+        "--experiment",
+        default="",
+        help="of MLflow, and of KFP on a cluster, instead of the recipe's tracking.experiment",
+    )
+    commands.add_place(options, pool=pool, processes=processes)
+
+
+def given_parameters(options: argparse.Namespace) -> dict[str, str]:
+    """Return the values of those that `add_parameters` added, but for the place."""
+    named = {name: getattr(options, name) for name in ("recipe", "dataset", "teacher", "experiment")}
+    return {**named, "overrides": commands.as_text(options.overrides)}
+
+
+def given_place(options: argparse.Namespace, *, default_pool: str = "") -> Placement:
+    """Return where the trainings run; not checked."""
+    return Placement(pool=options.pool or default_pool, nodes=options.nodes, processes_per_node=options.processes)

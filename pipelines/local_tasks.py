@@ -85,7 +85,7 @@ def run(
         pipeline: KFP's YAML.
         parameters: the pipeline's parameters.
         directory: where its artifacts go.
-        cache_root: what was made before, and whether it is still valid.
+        cache_root: what was made before.
         fresh: make everything again.
         log: takes kfp's own words.
         reporter: reports every task.

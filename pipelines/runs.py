@@ -15,7 +15,6 @@ import re
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import kfp_server_api
@@ -54,42 +53,34 @@ def name_of(recipe: str) -> str:
     return f"{recipe} {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunRequest:
-    """What a run or a schedule starts."""
-
-    version: Any
-    """Of the pipeline."""
-    experiment_id: str
-    parameters: Mapping[str, str | int]
-    service_account: str
-    experiment: str
-    """In MLflow too."""
-
-    def fields(self) -> dict[str, Any]:
-        """Return what a run and a schedule have of it, as KFP names it."""
-        return {
-            "experiment_id": self.experiment_id,
-            "pipeline_version_reference": kfp_server_api.V2beta1PipelineVersionReference(
-                pipeline_id=self.version.pipeline_id, pipeline_version_id=self.version.pipeline_version_id
-            ),
-            "runtime_config": kfp_server_api.V2beta1RuntimeConfig(parameters=dict(self.parameters)),
-            "service_account": self.service_account,
-        }
+def request(
+    version: Any, experiment_id: str, parameters: Mapping[str, str | int], service_account: str
+) -> dict[str, Any]:
+    """Return what a run or a schedule of a pipeline's version starts, as KFP's fields."""
+    return {
+        "experiment_id": experiment_id,
+        "pipeline_version_reference": kfp_server_api.V2beta1PipelineVersionReference(
+            pipeline_id=version.pipeline_id, pipeline_version_id=version.pipeline_version_id
+        ),
+        "runtime_config": kfp_server_api.V2beta1RuntimeConfig(parameters=dict(parameters)),
+        "service_account": service_account,
+    }
 
 
-def start(api: Api, name: str, job: RunRequest) -> Any:
-    """Start a run and say where it is seen.
+def start(api: Api, name: str, fields: Mapping[str, Any], experiment: str) -> Any:
+    """Start a run and say where it is seen; `fields` are those of `request`, `experiment` is the name in MLflow too.
 
     Raises:
         DeployError: the API refuses; or its answer was lost and no run of this name is there.
     """
-    description = f"In MLflow: run {name!r} of the experiment {job.experiment!r}. {MLFLOW_UI}"
-    wanted = kfp_server_api.V2beta1Run(display_name=name, description=description, **job.fields())
+    description = f"In MLflow: run {name!r} of the experiment {experiment!r}. {MLFLOW_UI}"
+    wanted = kfp_server_api.V2beta1Run(display_name=name, description=description, **fields)
     try:
         run = api.runs.run_service_create_run(wanted)
     except UnansweredError as error:
-        listed = every(api.runs.run_service_list_runs, "runs", experiment_id=job.experiment_id, filter=named(name))
+        listed = every(
+            api.runs.run_service_list_runs, "runs", experiment_id=fields["experiment_id"], filter=named(name)
+        )
         try:
             run = next(listed, None)
         except UnansweredError:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from components.image import IMAGE
+from components import IMAGE
 from pipelines import connection, versions
 from pipelines.connection import Api
 from pipelines.distillation import NAME

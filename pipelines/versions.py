@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import re
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import kfp_server_api
 from pipelines import compile as compilation
 from pipelines.connection import CONFLICT, NOT_FOUND, Api, RefusedError, every
 from pipelines.distillation import NAME
-from pipelines.runs import RunRequest
 from trainer import __version__
 from trainer.errors import SettingsError
 from trainer.graph import OPTIONAL_STAGES
@@ -140,21 +139,21 @@ def cron_of(text: str) -> str:
     return " ".join(["0", *fields])
 
 
-def put_schedule(api: Api, name: str, cron: str, job: RunRequest) -> None:
+def put_schedule(api: Api, name: str, cron: str, fields: Mapping[str, Any]) -> None:
     """Have one schedule of this name, as it is given here: KFP cannot change one, so another is made and the old one removed.
 
     Args:
         api: the API.
         name: the schedule's.
         cron: when, in KFP's form.
-        job: what it starts.
+        fields: what it starts, of `runs.request`.
 
     Raises:
         DeployError: the API refuses.
     """
     wanted = kfp_server_api.V2beta1RecurringRun(
         display_name=name,
-        **job.fields(),
+        **fields,
         trigger=kfp_server_api.V2beta1Trigger(cron_schedule=kfp_server_api.V2beta1CronSchedule(cron=cron)),
         mode=kfp_server_api.RecurringRunMode.ENABLE,
         max_concurrency="1",
@@ -172,7 +171,11 @@ def put_schedule(api: Api, name: str, cron: str, job: RunRequest) -> None:
             of.no_catchup,
         )
 
-    there = [schedule for schedule in schedules(api, job.version.pipeline_id) if schedule.display_name == name]
+    there = [
+        schedule
+        for schedule in schedules(api, fields["pipeline_version_reference"].pipeline_id)
+        if schedule.display_name == name
+    ]
     alike = (schedule for schedule in there if schedule.status == "ENABLED" and essence(schedule) == essence(wanted))
     same = next(alike, None)
     kept = same or api.schedules.recurring_run_service_create_recurring_run(wanted)

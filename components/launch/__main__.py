@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from components import extra
+from components import missing_extra
 from components.launch import pools
 from components.launch.job_manifest import BACKENDS, DEFAULT_NAMESPACE, Identity, default_namespace
 from trainer import commands, config, stages
@@ -121,7 +121,7 @@ def _render(options: argparse.Namespace) -> None:
 
 
 def _reap(options: argparse.Namespace) -> None:
-    if message := extra.missing("reap"):
+    if message := missing_extra("reap"):
         raise LaunchError(message)
     from components.launch import reaper
     from components.launch.client import Cluster

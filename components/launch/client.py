@@ -52,7 +52,6 @@ VERBS: Mapping[str, tuple[str, ...]] = {
 }
 """The verbs that a launcher needs on each kind of object; on the jobs of either backend it needs `JOB_VERBS`."""
 
-
 Result = TypeVar("Result")
 
 
@@ -69,10 +68,6 @@ class ServerRequest:
 
     def __str__(self) -> str:
         return f"{self.verb} {' '.join((str(self.resource), *self.names))} in namespace {self.namespace}"
-
-    @property
-    def path(self) -> str:
-        return self.resource.path(self.namespace, *self.names)
 
     @property
     def kind(self) -> str:
@@ -121,13 +116,7 @@ class LogNotReadyError(ClusterError):
 
 
 def response_error(status: int, message: str, request: ServerRequest) -> ClusterError:
-    """Return the error for an answer that is no success.
-
-    Args:
-        status: the HTTP status; 0: the connection is not trusted.
-        message: the server's own words.
-        request: what was asked.
-    """
+    """Return the error for an HTTP status that is no success (0: the connection is not trusted), with the server's own words."""
     host, resource = request.host, request.resource
     if status in _RETRYABLE:
         return ApiUnavailableError(f"the API server {host} cannot {request} now ({status}): {message}")
@@ -141,9 +130,8 @@ def response_error(status: int, message: str, request: ServerRequest) -> Cluster
         )
     if status == 404:
         return _not_found(request, message)
-    if status == 403 and re.search(
-        r'User ".*" cannot ', message
-    ):  # 403 also stands for a quota or an admission webhook
+    # 403 also stands for a quota or an admission webhook.
+    if status == 403 and re.search(r'User ".*" cannot ', message):
         verbs = ", ".join(VERBS.get(request.kind, JOB_VERBS))
         rule = f'{{apiGroups: ["{resource.group}"], resources: [{request.kind}], verbs: [{verbs}]}}'
         return ForbiddenError(
@@ -247,9 +235,6 @@ class Cluster:
     def connect(cls, namespace: str = "") -> Self:
         """Find the cluster: `KUBECONFIG`, else the pod's own service account, else `~/.kube/config`.
 
-        Args:
-            namespace: where jobs run; empty: `job_manifest.default_namespace`.
-
         Raises:
             ClusterError: there is none of these, or it is not usable.
         """
@@ -281,11 +266,7 @@ class Cluster:
         self._client.close()
 
     def create(self, resource: Resource, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Create an object, and return it as the server made it.
-
-        Raises:
-            KindNotInstalledError: this cluster's version of the kind lacks fields.
-        """
+        """Create an object, and return it as the server made it."""
         # Strict: by default the server drops unknown fields with a warning, and the job would run without them.
         return self._json("create", resource, query={"fieldValidation": "Strict"}, body=manifest)
 
@@ -302,17 +283,7 @@ class Cluster:
         return self._json("patch", resource, name, body=change)
 
     def delete(self, resource: Resource, name: str, *, uid: str, version: str = "") -> None:
-        """Delete an object if it is the one with this uid. It stays visible until everything that it owns is gone.
-
-        Args:
-            resource: its kind.
-            name: its name.
-            uid: distinguishes it from an earlier or a later one of this name.
-            version: the resource version that it must still have; empty: any.
-
-        Raises:
-            ConflictError: it is another one, or has changed.
-        """
+        """Delete an object if it is the one with this uid, and has still this resource version (empty: any); else a `ConflictError`."""
         preconditions = {"uid": uid} | ({"resourceVersion": version} if version else {})
         # Foreground: the job stays visible until its pods are gone, so a caller can wait for them.
         options = {"propagationPolicy": "Foreground", "preconditions": preconditions}
@@ -320,13 +291,8 @@ class Cluster:
 
     def watch(self, resource: Resource, version: str, *, labels: str = "", fields: str = "") -> Stream:
         """Stream the changes since a resource version, one JSON object a line; see `watch_events`."""
-        query = {
-            "watch": "true",
-            "resourceVersion": version,
-            "timeoutSeconds": WATCH_TIMEOUT_S,
-            "allowWatchBookmarks": "true",
-        }
-        query |= _selectors(labels, fields)
+        query = {"watch": "true", "timeoutSeconds": WATCH_TIMEOUT_S, "allowWatchBookmarks": "true"}
+        query |= {"resourceVersion": version, **_selectors(labels, fields)}
         return Stream(self._open("watch", resource, query=query, timeout_s=WATCH_TIMEOUT_S + 10), self.host)
 
     def log(self, pod: str, *, container: str, since: str = "", previous: bool = False) -> Stream:
@@ -337,9 +303,6 @@ class Cluster:
             container: its name.
             since: RFC 3339 time of the first line wanted; the server may begin up to a second earlier.
             previous: read the container before its last restart.
-
-        Raises:
-            LogNotReadyError: the container has not started.
         """
         query: dict[str, Any] = {"container": container, "timestamps": "true"}
         query |= {"previous": "true"} if previous else {"follow": "true"}
@@ -373,7 +336,7 @@ class Cluster:
         content = "application/merge-patch+json" if verb == "patch" else "application/json"
         try:
             response: urllib3.BaseHTTPResponse = self._client.call_api(
-                request.path,
+                resource.path(self.namespace, *names),
                 _METHODS.get(verb, "GET"),
                 query_params=[*query.items()],
                 header_params={"Accept": "application/json", "Content-Type": content},
@@ -500,10 +463,6 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-class NoKubeconfigError(Exception):
-    """There is no usable kubeconfig; the text says why."""
-
-
 def proxy_to_service(configuration: Any, *, kubeconfig: str | None, namespace: str, service: str, port: str) -> str:
     """Send a generated client's requests to a service through the API server, as kubeconfig's user.
 
@@ -518,13 +477,13 @@ def proxy_to_service(configuration: Any, *, kubeconfig: str | None, namespace: s
         The name of kubeconfig's context.
 
     Raises:
-        NoKubeconfigError: there is none, or it cannot be read.
+        ClusterError: there is no kubeconfig, or it cannot be read.
     """
     try:
         _, context = config.list_kube_config_contexts(kubeconfig)
         config.load_kube_config(kubeconfig, client_configuration=configuration)
     except (ConfigException, OSError, yaml.YAMLError, TypeError) as error:  # TypeError: YAML of another form
-        raise NoKubeconfigError(f"kubeconfig cannot be used ({' '.join(str(error).split())})") from error
+        raise ClusterError(f"kubeconfig cannot be used ({' '.join(str(error).split())})") from error
     address = f"{configuration.host}/api/v1/namespaces/{namespace}/services/{service}:{port}/proxy"
     refresh = configuration.refresh_api_key_hook
 

@@ -6,11 +6,11 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from components.launch.client import ApiRetry, ApiUnavailableError, Cluster, ClusterError, ConflictError, NotFoundError
 from components.launch.job_manifest import (
@@ -217,56 +217,41 @@ def _shown(value: Any) -> str:
 
 
 class JobRecord:
-    """Collects what is kept of a job, and writes it below a URI when its block ends, however it ends.
+    """Collects a job's log lines, and writes what is kept of it below a URI in the end; without a URI nothing is kept.
 
     A record that cannot be written is a warning: it must not hide how the job ended.
     """
 
-    def __init__(self, uri: str | None) -> None:
-        """Prepare.
-
-        Args:
-            uri: where the record goes, a folder of this machine or of an object store; None: nowhere.
-        """
-        self.manifest: Mapping[str, Any] = {}
-        """The job as it was sent."""
-        self.status: Mapping[str, Any] = {}
-        """How it ended."""
-        self.events: Sequence[Mapping[str, Any]] = ()
-        """Kubernetes' events about it."""
+    def __init__(self, uri: str) -> None:
         self._uri, self._open = uri, ExitStack()
-        self._logs: dict[str, TextIO] = {}
-        self._folder = Path()
-
-    def __enter__(self) -> Self:
         self._folder = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="launch-")))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._open:
-            self._try(self._write)
+        self._logs: dict[str, TextIO] = {}
 
     def add_line(self, line: LogLine) -> None:
         """Keep a line of a replica's log."""
 
-        def write() -> None:
+        def add() -> None:
             if line.replica not in self._logs:
                 file = (self._folder / f"{line.replica}.log").open("w", encoding="utf-8")
                 self._logs[line.replica] = self._open.enter_context(file)
             self._logs[line.replica].write(f"{line.time} {line.text}\n")
 
-        self._try(write)
+        self._try(add)
 
-    def _write(self) -> None:
-        for name, content in (("job", self.manifest), ("status", self.status), ("events", self.events)):
-            self._store(json.dumps(content, indent=2, ensure_ascii=False).encode(), f"{name}.json")
-        for replica, file in self._logs.items():
-            file.flush()
-            self._store(Path(file.name).read_bytes(), "logs", f"{replica}.log")
-        logger.info("manifest, status, events and logs of the job are kept in %s", self._uri)
+    def write(self, **contents: object) -> None:
+        """Write the logs, and each of the contents as JSON in a file of its name; nothing more can be added then."""
 
-    def _store(self, content: bytes, *names: str) -> None:
-        storage.write_bytes(storage.join(self._uri or "", *names), content)
+        def write() -> None:
+            for name, content in contents.items():
+                text = json.dumps(content, indent=2, ensure_ascii=False)
+                storage.write_bytes(storage.join(self._uri, f"{name}.json"), text.encode())
+            for replica, file in self._logs.items():
+                file.flush()
+                storage.write_bytes(storage.join(self._uri, "logs", f"{replica}.log"), Path(file.name).read_bytes())
+            logger.info("manifest, status, events and logs of the job are kept in %s", self._uri)
+
+        with self._open:
+            self._try(write)
 
     def _try(self, action: Callable[[], None]) -> None:
         """Run an action of the record, if there is one; after a failure there is none."""
@@ -276,4 +261,4 @@ class JobRecord:
             action()
         except (TrainerError, OSError) as error:
             logger.warning("the record of the job cannot be kept in %s: %s", self._uri, error)
-            self._uri = None
+            self._uri = ""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from components.image import IMAGE, IMAGE_VARIABLE, neuron
+from components import IMAGE, IMAGE_VARIABLE
 from components.launch.pools import RESERVED, SECRET, Pool, quantity
 from trainer.artifacts import digest
 from trainer.base_models import holds_secret
@@ -82,13 +82,8 @@ class Identity:
     owner: Owner | None = None
 
     @classmethod
-    def from_environment(cls, task: str, *, namespace: str = "", attempt: int = 1) -> Self:
-        """Return the identity of a task's job, from the environment that Kubeflow Pipelines or a local run has set.
-
-        Args:
-            task: the task's name.
-            namespace: where its job goes; empty: `TRAINER_NAMESPACE`, or the pod's own namespace, or kubeflow.
-            attempt: which of the task's jobs it is.
+    def from_environment(cls, task: str) -> Self:
+        """Return the identity of a task's first job, from the environment that Kubeflow Pipelines or a local run has set.
 
         Raises:
             LaunchError: nothing names the run.
@@ -97,13 +92,8 @@ class Identity:
         if not run:
             raise LaunchError(f"{task}: nothing names the run, so its job can have no name; set TRAINER_RUN")
         pod, uid = os.environ.get("KFP_POD_NAME"), os.environ.get("KFP_POD_UID")
-        return cls(
-            run=run,
-            task=task,
-            attempt=attempt,
-            namespace=namespace or default_namespace(),
-            owner=Owner(name=pod, uid=uid) if pod and uid else None,
-        )
+        owner = Owner(name=pod, uid=uid) if pod and uid else None
+        return cls(run=run, task=task, namespace=default_namespace(), owner=owner)
 
     @property
     def name(self) -> str:
@@ -117,24 +107,6 @@ class Identity:
     def labels(self, stage: str) -> dict[str, str]:
         """Return the labels of the job and its pods, by which they are found."""
         return {RUN_LABEL: label_value(self.run), TASK_LABEL: label_value(self.task), STAGE_LABEL: label_value(stage)}
-
-    def metadata(self, stage: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Render the metadata of a job.
-
-        Args:
-            stage: the stage that it runs.
-            body: the manifest without metadata, whose hash is recorded.
-        """
-        metadata: dict[str, Any] = {
-            "name": self.name,
-            "namespace": self.namespace,
-            "labels": self.labels(stage) | {ATTEMPT_LABEL: str(self.attempt)},
-            "annotations": {HASH_ANNOTATION: spec_hash(body)},
-        }
-        if self.owner:
-            owner = {"apiVersion": "v1", "kind": "Pod", "name": self.owner.name, "uid": self.owner.uid}
-            metadata["ownerReferences"] = [owner]
-        return metadata
 
 
 def default_namespace() -> str:
@@ -247,10 +219,10 @@ def pod_template(spec: JobSpec, pool: Pool, identity: Identity, *, container: di
 
 
 def pod_image(pool: Pool, task: str = IMAGE) -> str:
-    """Return the pool's own image, or else that of its task, in the variant for the pool's device.
+    """Return the pool's own image, or else that of its task; for Neuron the one built beside it, with `-neuron` after its name.
 
     Raises:
-        LaunchError: the variant is not known, since a digest names the task's image.
+        LaunchError: that one is not known, since a digest names the task's image.
     """
     if pool.image or pool.device != "xla":
         return pool.image or task
@@ -258,7 +230,9 @@ def pod_image(pool: Pool, task: str = IMAGE) -> str:
         raise LaunchError(
             f"pool {pool.name}: {task} names one image by its digest, not that for Neuron; set image of the pool"
         )
-    return neuron(task)
+    folder, slash, name = task.rpartition("/")
+    base, colon, tag = name.partition(":")
+    return f"{folder}{slash}{base}-neuron{colon}{tag}"
 
 
 def pod_resources(pool: Pool) -> dict[str, Any]:
@@ -304,26 +278,17 @@ def pod_environment(spec: JobSpec, pool: Pool, identity: Identity) -> list[dict[
         SettingsError: the job does not fit the pool's nodes.
     """
     for name in spec.environment:
-        if SECRET.search(name) or RESERVED.fullmatch(name):
-            raise LaunchError(
-                f"{spec.stage}: {name} cannot be part of a job's environment: "
-                + (
-                    "it looks like a secret; name it under secrets of the pool"
-                    if SECRET.search(name)
-                    else "it is set by the launcher"
-                )
-            )
+        secret = "it looks like a secret; name it under secrets of the pool" if SECRET.search(name) else ""
+        if why := secret or ("it is set by the launcher" if RESERVED.fullmatch(name) else ""):
+            raise LaunchError(f"{spec.stage}: {name} cannot be part of a job's environment: {why}")
     # A pod sees all cores of its node, but may use only those that it requested.
     threads = max(1, int(pool.cpus / pool.processes(spec.processes_per_node)))
-    defaults = {
+    values = {
         "TRAINER_RUN": identity.run,
         "OMP_NUM_THREADS": str(threads),
         # The root file system is read-only, so these point to volumes.
         "HOME": "/tmp",
         "HF_HOME": f"{CACHE}/huggingface",
-    }
-    values = {
-        **defaults,
         **pool.environment,
         **spec.environment,
         **pool.place(spec.nodes, spec.processes_per_node).environment(),
@@ -350,11 +315,7 @@ def pod_environment(spec: JobSpec, pool: Pool, identity: Identity) -> list[dict[
 
 
 def forwarded_environment(task: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a task forwards to its job: no secret's value, and no place on the task's own machine.
-
-    Args:
-        task: the task's environment.
-    """
+    """Return the variables that a task forwards to its job: no secret's value, and no place on the task's own machine."""
     forwarded = {name: task[name] for name in FORWARDED if task.get(name)}
     forwarded |= {name: task[name] for name in (CHECKPOINTS_VARIABLE, COMPILE_CACHE) if "://" in task.get(name, "")}
     if not tracks_in_reach(task):
@@ -372,11 +333,7 @@ def tracks_in_reach(task: Mapping[str, str]) -> bool:
 
 
 def check_compile_cache(pool: Pool, task: Mapping[str, str]) -> None:
-    """Check that the next job finds what is compiled on a pool.
-
-    Args:
-        pool: where the job runs.
-        task: the environment of the task that launches it.
+    """Check that the next job finds what is compiled on a pool; `task` is the environment of the task that launches it.
 
     Raises:
         SettingsError: it would be lost with the pods.
@@ -425,8 +382,8 @@ class Backend:
     """The name of the training container in a job's pods."""
     renderer: Callable[[JobSpec, Pool, Identity], dict[str, Any]]
     """A pure function; `render` adds the launching process's environment and image."""
-    state: Callable[[Mapping[str, Any]], JobState]
-    """A job as the API server shows it -> its state."""
+    phases: Mapping[str, JobPhase]
+    """Type of a condition in a job's status -> phase; where several are true, the first one here decides."""
     pod_selector: Callable[[str], str]
     """A job's name -> the label selector of its pods."""
     replica: Callable[[Mapping[str, str]], str]
@@ -440,11 +397,19 @@ class Backend:
         """
         forwarded = forwarded_environment(os.environ)
         image = pod_image(pool, os.environ.get(IMAGE_VARIABLE) or IMAGE)
-        return self.renderer(
-            replace(spec, environment=forwarded | dict(spec.environment)),
-            pool.model_copy(update={"image": image}),
-            identity,
-        )
+        spec = replace(spec, environment={**forwarded, **spec.environment})
+        return self.renderer(spec, pool.model_copy(update={"image": image}), identity)
+
+    def state(self, job: Mapping[str, Any]) -> JobState:
+        """Read the state of a job as the API server shows it."""
+        status = job.get("status", {})
+        true = {one["type"]: one for one in status.get("conditions") or [] if one.get("status") == "True"}
+        for kind, phase in self.phases.items():
+            if kind in true:
+                return JobState(phase=phase, reason=true[kind].get("reason", ""), message=true[kind].get("message", ""))
+        # A TrainJob has no condition for running; pods that are ready show it.
+        ready = any(part.get("ready") for part in status.get("jobsStatus") or [])
+        return JobState(phase="running" if ready else "pending")
 
 
 def render_pytorchjob(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
@@ -473,30 +438,26 @@ def render_pytorchjob(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str
         "activeDeadlineSeconds": 60 * (pool.queued_minutes + pool.running_minutes),
         "ttlSecondsAfterFinished": 60 * pool.keep_minutes,
     }
+    port = {"name": "pytorchjob-port", "containerPort": 23456, "protocol": "TCP"}
+    container = {"name": PYTORCHJOB_CONTAINER, "ports": [port]}
+    replica = {
+        # Exit codes below 128 fail the job: the trainer's own errors, which would come again. Others (preempted, killed, crashed) get a
+        # new pod.
+        "restartPolicy": "ExitCode" if pool.retries else "Never",
+        "template": pod_template(spec, pool, identity, container=container),
+    }
     masters = 0 if pool.elastic_min_nodes else 1
     job = {
         "nprocPerNode": str(pool.processes(spec.processes_per_node)),
         "runPolicy": run_policy,
         **({"elasticPolicy": elastic_policy} if pool.elastic_min_nodes else {}),
         "pytorchReplicaSpecs": {
-            role: _replica_spec(count, spec, pool, identity)
+            role: {"replicas": count, **replica}
             for role, count in {"Master": masters, "Worker": spec.nodes - masters}.items()
             if count
         },
     }
     return _manifest(PYTORCHJOBS, "PyTorchJob", job, spec, pool, identity)
-
-
-def _replica_spec(count: int, spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
-    port = {"name": "pytorchjob-port", "containerPort": 23456, "protocol": "TCP"}
-    container = {"name": PYTORCHJOB_CONTAINER, "ports": [port]}
-    return {
-        "replicas": count,
-        # Exit codes below 128 fail the job: the trainer's own errors, which would come again. Others (preempted, killed, crashed) get a
-        # new pod.
-        "restartPolicy": "ExitCode" if pool.retries else "Never",
-        "template": pod_template(spec, pool, identity, container=container),
-    }
 
 
 def render_trainjob(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
@@ -543,11 +504,7 @@ def _runtime_patch(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, A
             # then denies the change, and the job stays suspended.
             **({} if pool.queue else {"terminationGracePeriodSeconds": GRACE_PERIOD_S}),
             "containers": [
-                {
-                    "name": TRAINJOB_NODE,
-                    "volumeMounts": VOLUME_MOUNTS,
-                    "securityContext": CONTAINER_SECURITY,
-                }
+                {"name": TRAINJOB_NODE, "volumeMounts": VOLUME_MOUNTS, "securityContext": CONTAINER_SECURITY}
             ],
             "volumes": pod_volumes(pool),
         },
@@ -563,48 +520,17 @@ def _manifest(
     resource: Resource, kind: str, job: dict[str, Any], spec: JobSpec, pool: Pool, identity: Identity
 ) -> dict[str, Any]:
     head = {"apiVersion": f"{resource.group}/{resource.version}", "kind": kind}
-    metadata = identity.metadata(spec.stage, {**head, "spec": job})
+    metadata: dict[str, Any] = {
+        "name": identity.name,
+        "namespace": identity.namespace,
+        "labels": {**identity.labels(spec.stage), ATTEMPT_LABEL: str(identity.attempt)},
+        "annotations": {HASH_ANNOTATION: spec_hash({**head, "spec": job})},
+    }
+    if owner := identity.owner:
+        metadata["ownerReferences"] = [{"apiVersion": "v1", "kind": "Pod", "name": owner.name, "uid": owner.uid}]
     if pool.queue:
         metadata["labels"][QUEUE_LABEL] = pool.queue
     return {**head, "metadata": metadata, "spec": job}
-
-
-def _pytorchjob_state(job: Mapping[str, Any]) -> JobState:
-    phases: Mapping[str, JobPhase] = {
-        "Failed": "failed",
-        "Succeeded": "succeeded",
-        "Suspended": "suspended",
-        "Restarting": "restarting",
-        "Running": "running",
-    }
-    return _state_from_conditions(job, phases)
-
-
-def _trainjob_state(job: Mapping[str, Any]) -> JobState:
-    state = _state_from_conditions(job, {"Failed": "failed", "Complete": "succeeded", "Suspended": "suspended"})
-    # A TrainJob has no condition for running; pods that are ready show it.
-    if state.phase == "pending" and any(part.get("ready") for part in job.get("status", {}).get("jobsStatus") or []):
-        return JobState(phase="running")
-    return state
-
-
-def _state_from_conditions(job: Mapping[str, Any], phases: Mapping[str, JobPhase]) -> JobState:
-    """Return the state that the conditions of a job's status show.
-
-    Args:
-        job: the job as the API server shows it.
-        phases: type of a condition -> phase; where several are true, the first one here decides.
-    """
-    conditions = job.get("status", {}).get("conditions") or []
-    true = {condition["type"]: condition for condition in conditions if condition.get("status") == "True"}
-    for kind, phase in phases.items():
-        if kind in true:
-            return JobState(phase=phase, reason=true[kind].get("reason", ""), message=true[kind].get("message", ""))
-    return JobState(phase="pending")
-
-
-def _pytorchjob_replica(labels: Mapping[str, str]) -> str:
-    return f"{labels['training.kubeflow.org/replica-type']}-{labels['training.kubeflow.org/replica-index']}"
 
 
 BACKENDS: Mapping[str, Backend] = {
@@ -613,18 +539,24 @@ BACKENDS: Mapping[str, Backend] = {
         kind="PyTorchJob",
         container=PYTORCHJOB_CONTAINER,
         renderer=render_pytorchjob,
-        state=_pytorchjob_state,
+        phases={
+            "Failed": "failed",
+            "Succeeded": "succeeded",
+            "Suspended": "suspended",
+            "Restarting": "restarting",
+            "Running": "running",
+        },
         pod_selector="training.kubeflow.org/job-name={}".format,
-        replica=_pytorchjob_replica,
+        replica="{0[training.kubeflow.org/replica-type]}-{0[training.kubeflow.org/replica-index]}".format,
     ),
     "trainjob": Backend(
         resource=TRAINJOBS,
         kind="TrainJob",
         container=TRAINJOB_NODE,
         renderer=render_trainjob,
-        state=_trainjob_state,
+        phases={"Failed": "failed", "Complete": "succeeded", "Suspended": "suspended"},
         pod_selector=f"jobset.sigs.k8s.io/jobset-name={{}},jobset.sigs.k8s.io/replicatedjob-name={TRAINJOB_NODE}".format,
-        replica=lambda labels: f"{TRAINJOB_NODE}-{labels['batch.kubernetes.io/job-completion-index']}",
+        replica=f"{TRAINJOB_NODE}-{{0[batch.kubernetes.io/job-completion-index]}}".format,
     ),
 }
 """Name of a pool's backend -> the backend."""

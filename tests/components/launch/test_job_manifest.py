@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.image import IMAGE
+from components import IMAGE
 from components.launch import job_manifest, pools
 from components.launch.job_manifest import BACKENDS, HASH_ANNOTATION, Identity, JobState, Owner
 from tests.stand_ins.kubernetes import schemas
@@ -88,9 +88,8 @@ def test_the_environment_of_a_task_names_its_job(monkeypatch):
         "TRAINER_NAMESPACE": "team",
     }.items():
         monkeypatch.setenv(name, value)
-    job = Identity.from_environment("distill", attempt=2)
-    assert job == Identity(run="run-1", task="distill", attempt=2, namespace="team", owner=Owner(name="pod", uid="uid"))
-    assert Identity.from_environment("distill", namespace="mine").namespace == "mine"
+    job = Identity.from_environment("distill")
+    assert job == Identity(run="run-1", task="distill", attempt=1, namespace="team", owner=Owner(name="pod", uid="uid"))
     monkeypatch.delenv("KFP_RUN_ID")
     monkeypatch.delenv("KFP_POD_UID")
     job = Identity.from_environment("distill")
@@ -107,10 +106,13 @@ def test_without_a_run_there_is_no_name(monkeypatch):
 
 
 def test_the_job_belongs_to_its_tasks_pod():
-    job = Identity(run="a", task="distill", owner=Owner(name="pod", uid="u-1"))
-    metadata = job.metadata("distill", MANIFEST)
-    assert metadata["ownerReferences"] == [{"apiVersion": "v1", "kind": "Pod", "name": "pod", "uid": "u-1"}]
-    assert "ownerReferences" not in Identity(run="a", task="distill").metadata("distill", MANIFEST)
+    def metadata(owner):
+        job = Identity(run="a", task="distill", owner=owner)
+        return job_manifest.render_pytorchjob(spec(), pools.get("cpu"), job)["metadata"]
+
+    owner = Owner(name="pod", uid="u-1")
+    assert metadata(owner)["ownerReferences"] == [{"apiVersion": "v1", "kind": "Pod", "name": "pod", "uid": "u-1"}]
+    assert "ownerReferences" not in metadata(None)
 
 
 def test_the_hash_is_of_the_specification_alone():
