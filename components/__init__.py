@@ -9,8 +9,7 @@ from trainer import __version__
 
 IMAGE_NAME = "vit-distillation"
 IMAGE = f"{IMAGE_NAME}:{__version__}"
-IMAGE_VARIABLE = "TRAINER_IMAGE"
-"""Environment variable of a task: the image that it runs on, and its jobs too."""
+IMAGE_VARIABLE = "TRAINER_IMAGE"  # environment variable of a task: the image that it runs on, and its jobs too
 INSTALL_EXTRA = "pip install 'vit-distillation-pipeline[kubeflow]'"
 
 

@@ -27,11 +27,9 @@ JOB = "job.json"
 class Placement:
     """Where a training runs, as the pipeline's parameters say."""
 
-    pool: str = ""
-    """Name of a node pool; empty: this machine."""
+    pool: str = ""  # name of a node pool; empty: this machine
     nodes: int = 1
-    processes_per_node: int = 0
-    """0: one for each device of a machine."""
+    processes_per_node: int = 0  # 0: one for each device of a machine
 
     def check(self, *, warms_up: bool = False) -> None:
         """Find what is wrong before anything starts; `warms_up`: compiling beforehand is asked for, which has to outlive the pods.
@@ -58,11 +56,7 @@ class Placement:
             raise SettingsError(f"nodes = {self.nodes}, but this machine is one; name a node pool with pool")
 
     def processes(self, wanted: str) -> int:
-        """Return the number of training processes on all machines, where `run.device` is as wanted.
-
-        Raises:
-            SettingsError: there is no such pool, or its nodes have not devices enough.
-        """
+        """Return the number of training processes on all machines, where `run.device` is as wanted."""
         if self.pool:
             return self.nodes * pools.get(self.pool).processes(self.processes_per_node)
         return self.processes_per_node or processes_here(wanted)
@@ -130,11 +124,7 @@ def _shared(uri: str, kind: Kind) -> str:
 
 
 def exchange_folder() -> str:
-    """Return the folder of `TRAINER_ARTIFACTS`.
-
-    Raises:
-        LaunchError: it is not set, or no object store's.
-    """
+    """Return the folder of `TRAINER_ARTIFACTS`; a `LaunchError` if it is not set, or no object store's."""
     folder = os.environ.get(ARTIFACTS, "")
     if not storage.is_remote(folder):
         raise LaunchError(

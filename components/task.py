@@ -29,8 +29,7 @@ from trainer.tuning.tuning_schema import read_tuning
 if TYPE_CHECKING:
     from kfp import dsl
 
-DEBUG = "TRAINER_DEBUG"
-"""Environment variable, set to show the traceback of an error that has a message."""
+DEBUG = "TRAINER_DEBUG"  # environment variable, set to show the traceback of an error that has a message
 RECORDED, ONLINE = "recorded", "online"
 """Where a distillation takes the teacher's outputs from: a recording, or the teacher itself in every step."""
 ERROR_FILE = "TRAINER_ERROR_FILE"
@@ -52,8 +51,7 @@ def log_plainly() -> None:
 def reporting(name: str) -> Iterator[None]:
     """Show the task's own log as plain lines, and end it with one message where the user can mend what is wrong.
 
-    Raises:
-        SystemExit: in place of a `TrainerError`, whose message was reported, and of an interruption.
+    A `TrainerError`, whose message was reported, and an interruption become a `SystemExit`.
     """
     log_plainly()
     try:
@@ -139,12 +137,9 @@ def warm_up(settings: str, inputs: Mapping[str, str], place: Placement) -> tuple
 class Tuned(NamedTuple):
     """What the task tune hands to those after it."""
 
-    distill: str
-    """The section of the distillation, as JSON."""
-    distill_teacher: str
-    """`recorded` if reinforce has to run before distill, `online` if not."""
-    tuning_uri: str
-    """The reference to the tuning; empty where nothing was measured."""
+    distill: str  # the section of the distillation, as JSON
+    distill_teacher: str  # `recorded` if reinforce has to run before distill, `online` if not
+    tuning_uri: str  # the reference to the tuning; empty where nothing was measured
 
 
 def tune(settings: str, inputs: Mapping[str, str], place: Placement) -> Tuned:

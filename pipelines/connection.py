@@ -36,8 +36,7 @@ POD_FILES = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 DEFAULT_NAMESPACE = "kubeflow"
 SERVICE = "ml-pipeline"
 LOCAL_UI = "http://localhost:8080"
-TIMEOUT_S = (10, 60)
-"""To connect, and to answer."""
+TIMEOUT_S = (10, 60)  # to connect, and to answer
 BAD_REQUEST, NOT_FOUND, CONFLICT = 400, 404, 409
 
 
@@ -58,19 +57,13 @@ class Location:
     """Where the API is."""
 
     configuration: kfp_server_api.Configuration
-    address: str
-    """As the user knows it."""
-    found: str
-    """What named it."""
-    namespace: str
-    """Where Kubeflow Pipelines runs."""
-    ui: str = ""
-    """Where a browser finds the UI; empty where a port has to be forwarded to it first."""
-    credentials: str
-    """As whom we ask, in words."""
+    address: str  # as the user knows it
+    found: str  # what named it
+    namespace: str  # where Kubeflow Pipelines runs
+    ui: str = ""  # where a browser finds the UI; empty where a port has to be forwarded to it first
+    credentials: str  # as whom we ask, in words
     cookies: str | None = None
-    proxied: bool = False
-    """Whether kubeconfig's API server stands in between."""
+    proxied: bool = False  # whether kubeconfig's API server stands in between
 
 
 def port_forward(namespace: str) -> str:
@@ -79,16 +72,7 @@ def port_forward(namespace: str) -> str:
 
 
 def find(host: str, namespace: str, environment: Mapping[str, str]) -> Location:
-    """Find where the API is.
-
-    Args:
-        host: as given on the command line, or empty.
-        namespace: where Kubeflow Pipelines runs; empty for the usual one.
-        environment: the environment variables.
-
-    Raises:
-        DeployError: nowhere, or what names it is wrong.
-    """
+    """Find where the API is; a `DeployError` if nowhere, or if what names it is wrong."""
     namespace, ui = namespace or DEFAULT_NAMESPACE, environment.get(KUBEFLOW_UI, "")
     configuration = kfp_server_api.Configuration(host="")
     # What may have arrived is not sent again, except for reading; a redirection leads to a login page, which we must see as such.
@@ -250,11 +234,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def connect(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Api:
-    """Find the API, say where and as whom it is asked, and see that it is the API.
-
-    Raises:
-        DeployError: it is nowhere to be found, does not answer, refuses, or is something else.
-    """
+    """Find the API, say where and as whom it is asked, and see that it is the API; a `DeployError` if it is not."""
     namespace = options.namespace or environment.get("NAMESPACE", "")
     home = options.kfp_namespace or environment.get("KFP_NAMESPACE") or namespace
     place = find(options.host, home, environment)
@@ -296,13 +276,7 @@ def _user_namespace(api: Api, namespace: str) -> str | None:
 
 
 def every(method: Callable[..., Any], field: str, **arguments: Any) -> Iterator[Any]:
-    """Yield all entries of a list that comes in pages.
-
-    Args:
-        method: lists them.
-        field: of the answer, that holds them.
-        arguments: of the method.
-    """
+    """Yield all entries of a list that comes in pages: `method` gives a page for its arguments, `field` of which holds them."""
     token = ""
     while True:
         page = method(page_size=100, page_token=token, **arguments)

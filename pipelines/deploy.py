@@ -56,11 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def deploy(options: argparse.Namespace) -> None:
-    """Check everything that can be checked here, then upload, schedule, run, wait.
-
-    Raises:
-        TrainerError: a setting is wrong, before anything is sent; the API is not there or refuses; the run did not succeed.
-    """
+    """Check everything that can be checked here, before anything is sent, then upload, schedule, run, wait."""
     if options.wait and not options.run:
         raise SettingsError("WAIT=1 follows a run; add RUN=1")
     if Path(options.recipe).suffix:

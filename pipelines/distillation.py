@@ -27,6 +27,7 @@ from kfp.dsl.pipeline_channel import PipelineParameterChannel
 
 from components import kfp_components
 from components.finishing import RUN_LABEL, WORKFLOW
+from components.launch.job_manifest import USER
 from components.launching import Placement
 from components.sections import KUBEFLOW_UI
 from components.task import RECORDED
@@ -34,8 +35,7 @@ from trainer import commands
 from trainer.graph import OPTIONAL_STAGES, STAGES
 
 NAME = "distillation"
-KEPT_S = 7 * 24 * 3600
-"""How long the pods of a run and their logs stay on the cluster after its end."""
+KEPT_S = 7 * 24 * 3600  # how long the pods of a run and their logs stay on the cluster after its end
 
 # The names of the ConfigMaps and Secrets are those of `manifests/base`.
 CONFIG_MAP = "vit-distillation"
@@ -55,7 +55,6 @@ STORE_SECRET = "vit-distillation-store"
 STORE_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 TRACKING_SECRET = "vit-distillation-tracking"
 TRACKING_KEYS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
-USER = 1000
 RETRIES = 2
 """A pod that was taken away is started again; a job that still runs is then followed further, not started twice."""
 TRIED_FOR = f"{30 * 24 * 3600}s"
@@ -74,8 +73,7 @@ class Size:
 
 SMALL = Size(cpu="200m", cpu_limit="1", memory="512Mi", memory_limit="2Gi")
 """For a task that only launches a job and follows it."""
-WORK = Size(cpu="1", cpu_limit="4", memory="2Gi", memory_limit="16Gi")
-"""For a task that does its work itself."""
+WORK = Size(cpu="1", cpu_limit="4", memory="2Gi", memory_limit="16Gi")  # for a task that does its work itself
 
 
 def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = "") -> BaseComponent:
@@ -180,11 +178,7 @@ distillation = definition()
 def add_parameters(options: commands.Options, *, files: bool, pool: str, processes: str) -> None:
     """Add an option for each parameter of the pipeline.
 
-    Args:
-        options: of a command.
-        files: whether the recipe may be a file of this machine.
-        pool: what it means to name none.
-        processes: what it means to give no number of them.
+    `files` says whether the recipe may be a file of this machine, `pool` and `processes` what it means to name none and to give no number.
     """
     commands.add_recipe(options, files=files)
     commands.add_overrides(options)

@@ -139,9 +139,7 @@ def _run_pipeline(
                 )
             except local_tasks.TaskError as error:
                 raise LaunchError(str(error)) from error
-    # `kfp.local` succeeds when it leaves out a task whose inputs it could not resolve; we do not.
-    if skipped := sorted(compilation.task_names(pipeline) - tasks.keys()):
-        raise LaunchError(f"the pipeline ended without running {', '.join(skipped)}; look into kfp.log of the run")
+    _check_all_ran(pipeline, tasks)
     # The register stage's summary beside the run's artifacts; a stage taken from the cache keeps its true seconds.
     registration = Path(references.uri_of(tasks["register"].outputs["registration_uri"]))
     summary: dict[str, Any] = json.loads((registration / summaries.SUMMARY).read_text())
@@ -158,6 +156,12 @@ def _run_pipeline(
     storage.write_bytes(directory / summaries.SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False).encode())
     front_page.write(directory, summary)
     return summary
+
+
+def _check_all_ran(pipeline: str, tasks: Mapping[str, Any]) -> None:
+    """`kfp.local` succeeds when it leaves out a task whose inputs it could not resolve; we do not."""
+    if skipped := sorted(compilation.task_names(pipeline) - tasks.keys()):
+        raise LaunchError(f"the pipeline ended without running {', '.join(skipped)}; look into kfp.log of the run")
 
 
 def code_version(*folders: Path) -> str:

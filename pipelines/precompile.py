@@ -39,11 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def warm_up(options: argparse.Namespace) -> None:
-    """Run the stage warm_up as a job, and leave its report and the job's record below `runs`.
-
-    Raises:
-        TrainerError: a setting is wrong, or what is compiled would be lost, before anything starts; or the job failed.
-    """
+    """Run the stage warm_up as a job, after checking that it can work, and leave its report and the job's record below `runs`."""
     settings = sections.resolve(options.recipe, commands.as_text([*options.overrides, "warm_up.enabled=true"]))
     place = Placement(pool=options.pool, nodes=options.nodes, processes_per_node=options.processes)
     place.check(warms_up=True)

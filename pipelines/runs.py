@@ -26,10 +26,8 @@ from trainer import commands
 from trainer.errors import DeployError
 
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
-INTERVALS_S = (0.2, 5.0)
-"""Between two looks at a run: at first, and after a while."""
-AWAY_S = 300.0
-"""How long the API may be away before we stop to follow a run."""
+INTERVALS_S = (0.2, 5.0)  # between two looks at a run: at first, and after a while
+AWAY_S = 300.0  # how long the API may be away before we stop to follow a run
 DEFAULT_HOURS = 168.0
 MLFLOW_UI = "Open http://localhost:5000 after: kubectl --namespace kubeflow port-forward service/mlflow 5000"
 """The way to the MLflow that `manifests/install.sh` puts beside Kubeflow."""
@@ -70,8 +68,7 @@ def request(
 def start(api: Api, name: str, fields: Mapping[str, Any], experiment: str) -> Any:
     """Start a run and say where it is seen; `fields` are those of `request`, `experiment` is the name in MLflow too.
 
-    Raises:
-        DeployError: the API refuses; or its answer was lost and no run of this name is there.
+    A `DeployError` if the API refuses; or if its answer was lost and no run of this name is there.
     """
     description = f"In MLflow: run {name!r} of the experiment {experiment!r}. {MLFLOW_UI}"
     wanted = kfp_server_api.V2beta1Run(display_name=name, description=description, **fields)
@@ -95,13 +92,7 @@ def start(api: Api, name: str, fields: Mapping[str, Any], experiment: str) -> An
 
 
 def follow(api: Api, run_id: str, tasks: Collection[str], *, hours: float = DEFAULT_HOURS) -> None:
-    """Wait for a run's end and print its tasks' states as they change.
-
-    Args:
-        api: the API.
-        run_id: the run.
-        tasks: names of the tasks to show; KFP has others of its own.
-        hours: how long to wait at most.
+    """Wait for a run's end and print the states of these tasks as they change; KFP has others of its own.
 
     Raises:
         DeployError: the run did not succeed, with what KFP says of each failed task; or the wait became too long.
@@ -213,12 +204,7 @@ def _failure(api: Api, run: Any, tasks: Collection[str]) -> str:
 
 
 def last_words(workflow: Mapping[str, Any], tasks: Collection[str]) -> dict[str, str]:
-    """Return task -> what its last pod that failed said, or what Kubernetes said of that; of tasks with such a pod.
-
-    Args:
-        workflow: Argo's, of the run.
-        tasks: their names.
-    """
+    """Return task -> what its last pod that failed said, or what Kubernetes said of that; of tasks with such a pod in Argo's Workflow."""
     nodes = (workflow.get("status") or {}).get("nodes") or {}
     failed = [node for node in nodes.values() if node["type"] == "Pod" and node["phase"] in ("Failed", "Error")]
     words = {}
@@ -237,11 +223,7 @@ def _in_one_line(text: str) -> str:
 
 
 def stop(api: Api, run_id: str) -> None:
-    """Ask for a run's end; one that has ended, or is about to, needs no asking.
-
-    Raises:
-        DeployError: there is no such run, or the API refuses.
-    """
+    """Ask for a run's end; one that has ended, or is about to, needs no asking."""
     try:
         api.runs.run_service_terminate_run(run_id)
     except RefusedError as error:

@@ -24,23 +24,13 @@ _CRON_FIELDS = (("minute", 0, 59), ("hour", 0, 23), ("day", 1, 31), ("month", 1,
 
 
 def content_of(image: str) -> str:
-    """Name the versions of one content: by the project's version and a digest of the whole compiled pipeline with its image.
-
-    Raises:
-        DeployError: the compiled file is not what the definition says now.
-    """
+    """Name the versions of one content: by the project's version and a digest of the whole compiled pipeline with its image."""
     text = compilation.for_cluster(compilation.committed_text(), image)
     return f"{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def name_of(content: str, optional: Collection[str], generation: str) -> str:
-    """Name a version: `0.1.0-0123456789ab`, `0.1.0-0123456789ab-plain`, `0.1.0-0123456789ab-tune-reinforce-fresh-20260131t120000z`.
-
-    Args:
-        content: of `content_of`.
-        optional: the stages of `OPTIONAL_STAGES` that its graph has.
-        generation: of `generation`.
-    """
+    """Name a version: `0.1.0-0123456789ab`, `0.1.0-0123456789ab-plain`, `0.1.0-0123456789ab-tune-reinforce-fresh-20260131t120000z`."""
     stages = "" if set(optional) == set(OPTIONAL_STAGES) else f"-{'-'.join(optional) or 'plain'}".replace("_", "-")
     return f"{content}{stages}{f'-fresh-{generation}' if generation else ''}"
 
@@ -78,11 +68,7 @@ def versions(api: Api, pipeline_id: str) -> dict[str, Any]:
 
 
 def upload(api: Api, name: str, text: str) -> Any:
-    """Upload a compiled pipeline as a version, unless it is there, and report which.
-
-    Raises:
-        DeployError: the API refuses.
-    """
+    """Upload a compiled pipeline as a version, unless it is there, and report which."""
     found: Any = pipeline(api)
     if found is None:
         body = kfp_server_api.V2beta1Pipeline(
@@ -112,15 +98,9 @@ def upload(api: Api, name: str, text: str) -> Any:
 
 
 def cron_of(text: str) -> str:
-    """Return KFP's form of a cron expression: it has a field for seconds before the usual five.
+    """Return KFP's form of a cron expression (minute, hour, day, month, weekday): with a field for seconds before these.
 
     KFP takes five fields too, and reads them as seconds, minutes, hours, days, months: "0 3 * * *" would run every hour.
-
-    Args:
-        text: minute, hour, day, month, weekday.
-
-    Raises:
-        SettingsError: it is none.
     """
     fields = text.split()
     if len(fields) != len(_CRON_FIELDS):
@@ -140,16 +120,9 @@ def cron_of(text: str) -> str:
 
 
 def put_schedule(api: Api, name: str, cron: str, fields: Mapping[str, Any]) -> None:
-    """Have one schedule of this name, as it is given here: KFP cannot change one, so another is made and the old one removed.
+    """Have one schedule of this name, of KFP's form of a cron expression, which starts a `runs.request`.
 
-    Args:
-        api: the API.
-        name: the schedule's.
-        cron: when, in KFP's form.
-        fields: what it starts, of `runs.request`.
-
-    Raises:
-        DeployError: the API refuses.
+    KFP cannot change a schedule, so another is made and the old one removed.
     """
     wanted = kfp_server_api.V2beta1RecurringRun(
         display_name=name,

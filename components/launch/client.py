@@ -33,13 +33,10 @@ CONNECT_TIMEOUT_S = 5
 RESPONSE_TIMEOUT_S = 20
 WATCH_TIMEOUT_S = 60
 """The server ends a watch after this time, so a connection that died silently is noticed soon after it."""
-LOG_TIMEOUT_S = 60
-"""A log that is silent for so long is requested again, since its connection may be dead."""
-POOL_SIZE = 128
-"""Connections kept for later requests: one for each replica's log, and some more."""
+LOG_TIMEOUT_S = 60  # a log that is silent for so long is requested again, since its connection may be dead
+POOL_SIZE = 128  # connections kept for later requests: one for each replica's log, and some more
 BACKOFF = Retry(first_s=0.2, longest_s=10.0)
-SETTLE_S = 10.0
-"""Time after the API server's return until its watches have delivered everything that was missed."""
+SETTLE_S = 10.0  # time after the API server's return until its watches have delivered everything that was missed
 
 _RETRYABLE = {408, 429, 500, 502, 503, 504}
 _METHODS: Mapping[str, str] = {"create": "POST", "patch": "PATCH", "delete": "DELETE"}
@@ -63,8 +60,7 @@ class ServerRequest:
     namespace: str
     verb: str
     resource: Resource
-    names: tuple[str, ...] = ()
-    """Name of an object, and of its subresource."""
+    names: tuple[str, ...] = ()  # name of an object, and of its subresource
 
     def __str__(self) -> str:
         return f"{self.verb} {' '.join((str(self.resource), *self.names))} in namespace {self.namespace}"
@@ -195,11 +191,7 @@ class Stream:
         self._response.close()
 
     def __iter__(self) -> Iterator[str]:
-        """Yield lines as they come, until the server ends the response.
-
-        Raises:
-            ApiUnavailableError: the connection broke, or `end` was called.
-        """
+        """Yield lines as they come, until the server ends the response; an `ApiUnavailableError` if it broke, or `end` was called."""
         rest = b""
         while data := self._read():
             *lines, rest = (rest + data).split(b"\n")
@@ -233,11 +225,7 @@ class Cluster:
 
     @classmethod
     def connect(cls, namespace: str = "") -> Self:
-        """Find the cluster: `KUBECONFIG`, else the pod's own service account, else `~/.kube/config`.
-
-        Raises:
-            ClusterError: there is none of these, or it is not usable.
-        """
+        """Find the cluster: `KUBECONFIG`, else the pod's own service account, else `~/.kube/config`; a `ClusterError` if there is none."""
         configuration = client.Configuration()
         if not os.environ.get("KUBECONFIG") and os.environ.get("KUBERNETES_SERVICE_HOST"):
             try:
@@ -298,11 +286,8 @@ class Cluster:
     def log(self, pod: str, *, container: str, since: str = "", previous: bool = False) -> Stream:
         """Stream the lines of a container, each after its time, with those that are still to come.
 
-        Args:
-            pod: its name.
-            container: its name.
-            since: RFC 3339 time of the first line wanted; the server may begin up to a second earlier.
-            previous: read the container before its last restart.
+        `since` is the RFC 3339 time of the first one wanted; the server may begin up to a second earlier. `previous` reads the container
+        before its last restart. A `LogNotReadyError` if the container has not started.
         """
         query: dict[str, Any] = {"container": container, "timestamps": "true"}
         query |= {"previous": "true"} if previous else {"follow": "true"}
@@ -397,8 +382,7 @@ class ApiRetry:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s, self._stop, self._lock = timeout_s, threading.Event(), threading.Lock()
         self._failures, self._lost_at, self._back_at = 0, 0.0, -SETTLE_S
-        self._authorized = False
-        """Whether the server has accepted the credentials before."""
+        self._authorized = False  # whether the server has accepted the credentials before
 
     def stop(self) -> None:
         """End all waits."""
@@ -411,11 +395,7 @@ class ApiRetry:
             return self._failures < 2 and time.monotonic() - self._back_at >= SETTLE_S
 
     def wait(self, seconds: float) -> None:
-        """Wait; 0 only checks whether to stop.
-
-        Raises:
-            RetryStopped: `stop` was called.
-        """
+        """Wait; 0 only checks whether to stop, which raises `RetryStopped`."""
         if self._stop.wait(seconds):
             raise RetryStopped
 
@@ -464,20 +444,10 @@ def format_duration(seconds: float) -> str:
 
 
 def proxy_to_service(configuration: Any, *, kubeconfig: str | None, namespace: str, service: str, port: str) -> str:
-    """Send a generated client's requests to a service through the API server, as kubeconfig's user.
+    """Send a generated client's requests to a service through the API server, as kubeconfig's user; return kubeconfig's context.
 
-    Args:
-        configuration: the client's, with the fields of `kubernetes.client.Configuration`; changed.
-        kubeconfig: its file, or several as in KUBECONFIG; None for the usual place.
-        namespace: where the service is.
-        service: its name.
-        port: name of its port.
-
-    Returns:
-        The name of kubeconfig's context.
-
-    Raises:
-        ClusterError: there is no kubeconfig, or it cannot be read.
+    Changes `configuration`, which has the fields of `kubernetes.client.Configuration`. `kubeconfig` may be several files, as in KUBECONFIG;
+    None is the usual place. A `ClusterError` if there is none, or it cannot be read.
     """
     try:
         _, context = config.list_kube_config_contexts(kubeconfig)

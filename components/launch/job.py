@@ -27,32 +27,25 @@ from components.launch.readers import LogLine
 from trainer import storage
 from trainer.artifacts import canonical_json
 from trainer.errors import LaunchError, TrainerError
+from trainer.formatting import listed
 from trainer.launch import JobSpec
 
 logger = logging.getLogger(__name__)
 
 SHOWN_DIFFERENCES = 5
-LATE_S = 1.0
-"""How much later than an interrupted request the server may still create what it asked for."""
+LATE_S = 1.0  # how much later than an interrupted request the server may still create what it asked for
 
 
 class TaskJob:
     """The job of one task. What asks the API server raises a `ClusterError` if it does not answer or refuses."""
 
     def __init__(self, cluster: Cluster, backend: Backend, spec: JobSpec, pool: Pool, identity: Identity) -> None:
-        """Render the job; nothing is sent before `submit`.
-
-        Raises:
-            TrainerError: the job does not fit the pool or the backend.
-        """
+        """Render the job, which may not fit the pool or the backend; nothing is sent before `submit`."""
         self.backend = backend
-        self.manifest = backend.render(spec, pool, identity)
-        """As it is sent."""
+        self.manifest = backend.render(spec, pool, identity)  # as it is sent
         self._cluster, self._spec, self._pool, self._identity = cluster, spec, pool, identity
-        self._created: dict[str, Any] = {}
-        """As the server has it; empty until it is created or adopted."""
-        self._unanswered = False
-        """Whether a request to create it got no answer."""
+        self._created: dict[str, Any] = {}  # as the server has it; empty until it is created or adopted
+        self._unanswered = False  # whether a request to create it got no answer
 
     @property
     def name(self) -> str:
@@ -156,21 +149,16 @@ class TaskJob:
         self.manifest = self.backend.render(self._spec, self._pool, replace(self._identity, attempt=attempt))
 
     def _adopt(self, job: dict[str, Any], retry: ApiRetry) -> None:
-        """Take an existing job, if its specification is the same, and make this task's pod its owner.
-
-        Raises:
-            LaunchError: it has another specification.
-        """
+        """Take an existing job, if its specification is the same (else a `LaunchError`), and make this task's pod its owner."""
         self._unanswered = False
         self._set_attempt(_attempt(job) or 1)
         if _hash(job) != _hash(self.manifest):
             found = differences(job, self.manifest)
             # Fields that the server and the operator filled in by themselves explain least.
             found.sort(key=lambda text: text.endswith(" -> unset"))
-            shown = "; ".join(found[:SHOWN_DIFFERENCES]) or "its recorded hash differs"
-            more = f"; and {len(found) - SHOWN_DIFFERENCES} more" if len(found) > SHOWN_DIFFERENCES else ""
+            shown = listed(found, SHOWN_DIFFERENCES, between="; ", last="; and ") or "its recorded hash differs"
             raise LaunchError(
-                f"job {self.name} of this run and task exists already with another specification: {shown}{more}. "
+                f"job {self.name} of this run and task exists already with another specification: {shown}. "
                 f"Wait for its end, delete it ({self.kubectl('delete')}), or give the run another name"
             )
         self._created = job

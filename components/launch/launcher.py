@@ -39,22 +39,16 @@ from trainer.launch import JobSpec, Launcher
 logger = logging.getLogger(__name__)
 
 MINUTE_S = 60.0
-API_TIMEOUT_S = 900.0
-"""How long the API server may be unavailable before the launcher gives up; the job then continues."""
+API_TIMEOUT_S = 900.0  # how long the API server may be unavailable before the launcher gives up; the job then continues
 DELETE_TIMEOUT_S, GONE_TIMEOUT_S = 5.0, 15.0
 """How long the launcher retries a deletion, and waits for its end, after Ctrl-C."""
 MAX_ATTEMPTS = 3
 """How many jobs a task may have in a run, one after the other, while they fail in a way that need not happen again."""
-RETRY_DELAY_S = 10.0
-"""Pause before the next attempt, for the cause to pass."""
-ENDED_LOGS_S = 10.0
-"""How long the launcher waits for the last lines of replicas that have ended."""
-RUNNING_LOGS_S = 0.5
-"""How long it waits for lines of replicas that still run, such as workers after the master's end."""
-GONE_POLL_S = 0.5
-"""How often it checks whether a deleted job is gone."""
-UNSETTLED_POLL_S = 0.5
-"""How often it checks a limit that was reached while the API server was unavailable."""
+RETRY_DELAY_S = 10.0  # pause before the next attempt, for the cause to pass
+ENDED_LOGS_S = 10.0  # how long the launcher waits for the last lines of replicas that have ended
+RUNNING_LOGS_S = 0.5  # how long it waits for lines of replicas that still run, such as workers after the master's end
+GONE_POLL_S = 0.5  # how often it checks whether a deleted job is gone
+UNSETTLED_POLL_S = 0.5  # how often it checks a limit that was reached while the API server was unavailable
 
 
 class _RetryableJobError(LaunchError):
@@ -152,11 +146,7 @@ class ClusterLauncher(Launcher):
 
 
 def _check_outcome(outcome: JobOutcome, job: TaskJob, progress: JobProgress) -> None:
-    """Return if the job has succeeded.
-
-    Raises:
-        LaunchError: it has not; with the cause.
-    """
+    """Return if the job has succeeded, else raise a `LaunchError` with the cause."""
     if outcome.kind == "failed":
         message = explain_failure(job.name, job.kubectl("describe"), progress)
         if not fails_again(progress):
@@ -197,29 +187,19 @@ class JobFollower:
         record: str,
         report: Callable[[str], None],
     ) -> None:
-        """Prepare; nothing is read before `follow`.
+        """Prepare; nothing is read before `follow`. `progress` takes what is observed of the job, `report` messages about it.
 
-        Args:
-            cluster: where the job is.
-            job: the job.
-            progress: takes what is observed of it.
-            retry: repeats requests while the API server is unavailable.
-            record: URI below which log lines, status and events are written in the end; empty: nowhere.
-            report: takes messages about the job.
+        Log lines, status and events are written below the URI `record` in the end, if there is one.
         """
         self._cluster, self._job, self._progress = cluster, job, progress
         self._record, self._report = JobRecord(record), report
         self._inbox: queue.SimpleQueue[Change | LogLine | ThreadEnded] = queue.SimpleQueue()
         self._retry, self._threads = retry, ReaderThreads(retry, self._inbox.put)
         self._log_readers: dict[str, LogReader] = {}
-        self._unread_logs: set[str] = set()
-        """Replicas whose log is not read to its end."""
-        self._finishing = False
-        """Whether the job has ended, and only the rest of the logs is read."""
-        self._forbidden: set[str] = set()
-        """What the account may not read."""
-        self._last_seen: dict[str, Any] = {}
-        """The job, as the API server showed it last."""
+        self._unread_logs: set[str] = set()  # replicas whose log is not read to its end
+        self._finishing = False  # whether the job has ended, and only the rest of the logs is read
+        self._forbidden: set[str] = set()  # what the account may not read
+        self._last_seen: dict[str, Any] = {}  # the job, as the API server showed it last
 
     def __enter__(self) -> Self:
         self._threads.__enter__()
@@ -341,11 +321,7 @@ class JobFollower:
             self._progress.add_event(name.removeprefix(f"{job}-"), event)
 
     def _on_thread_end(self, ended: ThreadEnded) -> None:
-        """Handle the end of a thread.
-
-        Raises:
-            Exception: what it failed with, unless the job can be followed without it.
-        """
+        """Handle the end of a thread: raise what it failed with, unless the job can be followed without it."""
         self._unread_logs.discard(ended.name)
         if ended.error is None:
             return
@@ -358,10 +334,8 @@ class JobFollower:
         if what not in self._forbidden:
             logger.warning("%s; the job is followed without its %s", ended.error, what)
         self._forbidden.add(what)
-        if what == "pods":
-            self._progress.ignore_pods()
-        if what != "events":
-            self._progress.ignore_silence()
+        self._progress.pods_readable &= what != "pods"
+        self._progress.logs_readable &= what == "events"
 
     def _read_remaining_logs(self) -> None:
         self._finishing = True

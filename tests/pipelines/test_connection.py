@@ -71,7 +71,9 @@ def test_in_a_pod_the_service_beside_it(tmp_path, monkeypatch):
     monkeypatch.setattr(connection, "POD_FILES", tmp_path)
     place = connection.find("", "ml", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
     assert place.configuration.host == "http://ml-pipeline.ml.svc.cluster.local:8888"
-    assert connection.port_forward(place.namespace) == "kubectl port-forward --namespace ml service/ml-pipeline-ui 8080:80"
+    assert (
+        connection.port_forward(place.namespace) == "kubectl port-forward --namespace ml service/ml-pipeline-ui 8080:80"
+    )
 
 
 def test_nowhere():

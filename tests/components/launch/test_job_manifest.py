@@ -123,10 +123,14 @@ def test_the_hash_is_of_the_specification_alone():
     assert job_manifest.spec_hash(MANIFEST) != job_manifest.spec_hash(MANIFEST | {"kind": "TrainJob"})
 
 
+def pod_on(pool):
+    job = Identity(run="run", task="distill")
+    return job_manifest.pod_template(spec(), pool, job, container={"name": "pytorch"})
+
+
 @pytest.fixture(params=["cpu", "gpu-a100-spot", "neuron-trn1-16"])
 def template(request):
-    job = Identity(run="run", task="distill")
-    return job_manifest.pod_template(spec(), pools.get(request.param), job, container={"name": "pytorch"})
+    return pod_on(pools.get(request.param))
 
 
 def test_a_pod_meets_pod_security_restricted(template):
@@ -156,13 +160,14 @@ def test_only_volumes_can_be_written_to_and_the_environment_points_there(templat
 
 
 def test_shared_memory_is_memory():
-    volumes = {volume["name"]: volume["emptyDir"] for volume in job_manifest.pod_volumes(pools.get("gpu-a100"))}
+    volumes = {volume["name"]: volume["emptyDir"] for volume in pod_on(pools.get("gpu-a100"))["spec"]["volumes"]}
     assert volumes["shared-memory"] == {"medium": "Memory", "sizeLimit": "256Gi"}
     assert volumes["cache"] == {"sizeLimit": "250Gi"}
 
 
 def test_limits_are_requests_and_accelerators_are_among_them():
-    resources = job_manifest.pod_resources(pools.get("gpu-h100"))
+    (container,) = pod_on(pools.get("gpu-h100"))["spec"]["containers"]
+    resources = container["resources"]
     assert resources["limits"] == resources["requests"]
     assert resources["limits"]["nvidia.com/gpu"] == "8"
     assert resources["limits"]["vpc.amazonaws.com/efa"] == "32"
@@ -195,8 +200,12 @@ def test_the_image_is_the_pools_or_the_tasks_for_the_pools_device():
 
 
 def test_placement_says_nothing_where_the_pool_says_nothing():
-    assert job_manifest.pod_placement(pools.get("cpu").model_copy(update={"service_account": ""})) == {}
-    assert job_manifest.pod_placement(pools.get("gpu-a10g-spot")) == {
+    def placement(pool):
+        names = ("nodeSelector", "tolerations", "serviceAccountName")
+        return {name: value for name, value in pod_on(pool)["spec"].items() if name in names}
+
+    assert placement(pools.get("cpu").model_copy(update={"service_account": ""})) == {}
+    assert placement(pools.get("gpu-a10g-spot")) == {
         "nodeSelector": {"node.kubernetes.io/instance-type": "g5.xlarge", "eks.amazonaws.com/capacityType": "SPOT"},
         "tolerations": [
             {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
