@@ -226,7 +226,7 @@ class JobFollower:
             "events": (EVENTS, {}),
         }
         for name, (resource, selectors) in watches.items():
-            informer = Informer(self._cluster, resource, self._threads, self._inbox.put, **selectors)
+            informer = Informer(self._cluster, resource, self._threads, **selectors)
             self._threads.start(name, informer.run)
         while not (outcome := self._outcome()):
             self._report_messages()
@@ -299,7 +299,7 @@ class JobFollower:
         if reader:
             reader.update(replica)
         elif replica.placed:
-            reader = LogReader(replica, self._job.backend.container, self._cluster, self._threads, self._inbox.put)
+            reader = LogReader(replica, self._job.backend.container, self._cluster, self._threads)
             self._log_readers[name] = reader
             self._unread_logs.add(name)
             self._threads.start(name, reader.run)

@@ -53,9 +53,9 @@ class ThreadEnded:
 class ReaderThreads:
     """Threads and their streams. A context manager: after it none of them runs."""
 
-    def __init__(self, retry: ApiRetry, publish: Callable[[ThreadEnded], None]) -> None:
-        """Prepare; `retry` repeats the threads' requests, and stopping it ends their waits; `publish` takes the end of each, in it."""
-        self.retry, self._publish = retry, publish
+    def __init__(self, retry: ApiRetry, publish: Callable[[Change | LogLine | ThreadEnded], None]) -> None:
+        """Prepare; `retry` repeats the threads' requests, and stopping it ends their waits; `publish` takes what they read, in each."""
+        self.retry, self.publish = retry, publish
         self._threads: list[threading.Thread] = []
         self._streams: set[Stream] = set()
         self._lock = threading.Lock()
@@ -83,7 +83,7 @@ class ReaderThreads:
                 return
             except Exception as error:  # noqa: BLE001  # raised again in the thread that follows the job
                 failure = error
-            self._publish(ThreadEnded(name, failure))
+            self.publish(ThreadEnded(name, failure))
 
         # A daemon, since a request without an answer must not keep the process from ending.
         thread = threading.Thread(target=run, name=name, daemon=True)
@@ -117,15 +117,8 @@ class Change:
 class Informer:
     """Lists objects, then watches from there; lists again when the watch breaks; polls where a watch is not possible."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        resource: Resource,
-        threads: ReaderThreads,
-        publish: Callable[[Change], None],
-        **selectors: str,
-    ) -> None:
-        self._cluster, self._resource, self._threads, self._publish = cluster, resource, threads, publish
+    def __init__(self, cluster: Cluster, resource: Resource, threads: ReaderThreads, **selectors: str) -> None:
+        self._cluster, self._resource, self._threads = cluster, resource, threads
         self._selectors = selectors
         self._known: dict[str, dict[str, Any]] = {}  # the objects at the last list or event, by uid
         self._short_watches, self._polling = 0, False
@@ -149,10 +142,10 @@ class Informer:
         listed = {item["metadata"]["uid"]: item for item in listing.items}
         for uid, known in self._known.items():
             if uid not in listed:
-                self._publish(Change(self._resource, known, deleted=True))
+                self._threads.publish(Change(self._resource, known, deleted=True))
         for uid, item in listed.items():
             if uid not in self._known or _version(item) != _version(self._known[uid]):
-                self._publish(Change(self._resource, item))
+                self._threads.publish(Change(self._resource, item))
         self._known = listed
         return listing.version
 
@@ -185,7 +178,7 @@ class Informer:
         self._known[item["metadata"]["uid"]] = item
         if deleted:
             del self._known[item["metadata"]["uid"]]
-        self._publish(Change(self._resource, item, deleted=deleted))
+        self._threads.publish(Change(self._resource, item, deleted=deleted))
 
     def _poll(self, why: str) -> None:
         self._polling = True
@@ -248,16 +241,8 @@ class LogPosition:
 class LogReader:
     """Reads the containers of one replica, one after the other."""
 
-    def __init__(
-        self,
-        replica: Replica,
-        container: str,
-        cluster: Cluster,
-        threads: ReaderThreads,
-        publish: Callable[[LogLine], None],
-    ) -> None:
-        self._replica, self._container, self._cluster = replica, container, cluster
-        self._threads, self._publish = threads, publish
+    def __init__(self, replica: Replica, container: str, cluster: Cluster, threads: ReaderThreads) -> None:
+        self._replica, self._container, self._cluster, self._threads = replica, container, cluster, threads
         self._position, self._changed = LogPosition(), threading.Condition()
         self._last_read: tuple[str, int] | None = None  # pod and restart count of the last container that was read
         self._complete = False  # whether that container had ended before its log was read to the end
@@ -322,7 +307,7 @@ class LogReader:
                         return False
                 for line in stream:
                     if taken := self._position.take(line):
-                        self._publish(LogLine(replica.name, *taken))
+                        self._threads.publish(LogLine(replica.name, *taken))
         except LogNotReadyError:
             return replica.over  # then it ended before it began
         except ApiUnavailableError:
