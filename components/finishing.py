@@ -33,10 +33,8 @@ ENDS = {
 KFP's driver hands over the last state that ML Metadata has of their group (`Execution.State`), `kfp.local` SUCCEEDED or FAILED. A group is
 left RUNNING where a task's pod never ran or was killed, so that no launcher wrote down its end; a run that is stopped is such a case.
 """
-WORKFLOW = "TRAINER_WORKFLOW"
-"""Environment variable of a task on a cluster: the name of its run's Workflow."""
-RUN_LABEL = "pipeline/runid"
-"""The label by which Workflows and pods of KFP know their run."""
+WORKFLOW = "TRAINER_WORKFLOW"  # environment variable of a task on a cluster: the name of its run's Workflow
+RUN_LABEL = "pipeline/runid"  # the label by which Workflows and pods of KFP know their run
 FAILED = f"{RUN_LABEL},workflows.argoproj.io/phase in (Failed,Error)"
 """Selects Workflows of KFP that did not succeed, by the labels that Argo keeps: each is large, and most did."""
 LEFT_AFTER_S, LEFT_FOR_S = 60.0, 900.0
@@ -90,14 +88,9 @@ def _is_stopped(workflow: Mapping[str, Any]) -> bool:
 
 
 def end_left_runs(cluster: Cluster) -> list[str]:
-    """End runs in MLflow whose own `finish` has not run to its end, for the reaper: Argo may end it together with a run that is stopped.
+    """End runs in MLflow whose own `finish` has not run to its end: Argo may end it together with a run that is stopped.
 
-    Returns:
-        KFP's ids of those that were still open.
-
-    Raises:
-        ClusterError: the API server does not answer or refuses.
-        TrackingError: MLflow does not answer or refuses.
+    Returns KFP's ids of those that were still open. Raises a `ClusterError` or a `TrackingError` where a server does not answer or refuses.
     """
     ended = []
     for workflow in filter(_is_left, cluster.list(WORKFLOWS, labels=FAILED).items):

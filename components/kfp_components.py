@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kfp import dsl
 
-from components.image import IMAGE
+from components import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -63,18 +63,12 @@ def configure(
         generation: Of what KFP's cache holds; what was made under another one is not taken from it.
         run_name: As Kubeflow shows the run.
     """
-    from components import sections, task
-    from components.launching import Placement
+    from components import launching, sections, task
 
     with task.reporting("configure"):
         settings = sections.resolve(recipe, overrides, dataset, teacher, experiment)
-        return sections.configure(
-            settings,
-            Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node),
-            optional_stages,
-            generation,
-            run_name,
-        )
+        place = launching.Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
+        return sections.configure(settings, place, optional_stages, generation, run_name)
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -120,10 +114,9 @@ def warm_up(
         processes_per_node: Processes on each machine; 0: one for each of its devices.
         dataset: The prepared data set, its URI and digest.
     """
-    from components import task
-    from components.launching import Placement
+    from components import launching, task
 
-    place = Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
+    place = launching.Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
     return task.warm_up(settings, {"dataset": dataset}, place)
 
 
@@ -152,10 +145,9 @@ def pretrain(
         dataset: The prepared data set, its URI and digest.
         teacher: The teacher's model directory.
     """
-    from components import task
-    from components.launching import Placement
+    from components import launching, task
 
-    place = Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
+    place = launching.Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
     return task.train("pretrain", settings, {"dataset": dataset}, place, {"teacher": teacher})
 
 
@@ -182,10 +174,9 @@ def tune(
         dataset: The prepared data set, its URI and digest.
         teacher: The teacher's model directory, its URI and digest.
     """
-    from components import task
-    from components.launching import Placement
+    from components import launching, task
 
-    place = Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
+    place = launching.Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
     return task.tune(settings, {"dataset": dataset, "teacher": teacher}, place)
 
 
@@ -216,10 +207,9 @@ def reinforce(
         teacher: The teacher's model directory, its URI and digest.
         recording: What the recorded outputs hold, as a page.
     """
-    from components import task
-    from components.launching import Placement
+    from components import launching, task
 
-    place = Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
+    place = launching.Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
     inputs = {"dataset": dataset, "teacher": teacher}
     return task.reinforce(settings, distill_teacher, inputs, place, recording)
 
@@ -253,10 +243,9 @@ def distill(
         teacher_outputs: The teacher's recorded outputs, their URI and digest; empty: the teacher runs in every step.
         student: The student's model directory.
     """
-    from components import task
-    from components.launching import Placement
+    from components import launching, task
 
-    place = Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
+    place = launching.Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
     inputs = {"dataset": dataset, "teacher": teacher, "teacher_outputs": teacher_outputs}
     return task.train("distill", settings, inputs, place, {"student": student})
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
+from components.launch import job_manifest, pools
 from trainer import artifacts, storage
 from trainer.config import DEVICE_VARIABLE
 from trainer.errors import LaunchError, SettingsError
@@ -26,17 +27,12 @@ JOB = "job.json"
 class Placement:
     """Where a training runs, as the pipeline's parameters say."""
 
-    pool: str = ""
-    """Name of a node pool; empty: this machine."""
+    pool: str = ""  # name of a node pool; empty: this machine
     nodes: int = 1
-    processes_per_node: int = 0
-    """0: one for each device of a machine."""
+    processes_per_node: int = 0  # 0: one for each device of a machine
 
     def check(self, *, warms_up: bool = False) -> None:
-        """Find what is wrong before anything starts.
-
-        Args:
-            warms_up: whether compiling beforehand is asked for, which has to outlive the pods.
+        """Find what is wrong before anything starts; `warms_up`: compiling beforehand is asked for, which has to outlive the pods.
 
         Raises:
             SettingsError: there is no such pool, or a number makes no sense or not on this pool, or a warm-up would be lost with its pods.
@@ -48,8 +44,6 @@ class Placement:
                 f"processes_per_node must be >= 0 (0: one for each device), got {self.processes_per_node}"
             )
         if self.pool:
-            from components.launch import job_manifest, pools
-
             pool = pools.get(self.pool)
             pool.place(self.nodes, self.processes_per_node)
             if warms_up:
@@ -62,26 +56,14 @@ class Placement:
             raise SettingsError(f"nodes = {self.nodes}, but this machine is one; name a node pool with pool")
 
     def processes(self, wanted: str) -> int:
-        """Return the number of training processes on all machines, where `run.device` is as wanted.
-
-        Raises:
-            SettingsError: there is no such pool, or its nodes have not devices enough.
-        """
+        """Return the number of training processes on all machines, where `run.device` is as wanted."""
         if self.pool:
-            from components.launch import pools
-
             return self.nodes * pools.get(self.pool).processes(self.processes_per_node)
         return self.processes_per_node or processes_here(wanted)
 
     def device(self, wanted: str) -> str:
-        """Return the kind of the devices that trainings run on, where `run.device` is as wanted; a pool's own takes precedence.
-
-        Raises:
-            SettingsError: there is no such pool.
-        """
+        """Return the kind of the devices that trainings run on, where `run.device` is as wanted; a pool's own takes precedence."""
         if self.pool:
-            from components.launch import pools
-
             return pools.get(self.pool).device
         if wanted != "auto":
             return wanted
@@ -90,61 +72,46 @@ class Placement:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingTask:
-    """A training stage, as KFP's task has it."""
-
-    stage: str
-    """A key of `STAGES`."""
-    settings: str
-    """Its section of the settings, as JSON text."""
-    inputs: Mapping[str, str]
-    """Keyword of each input that is given -> its URI."""
-    outputs: Mapping[str, str]
-    """Keyword of each output -> its URI."""
-    place: Placement
-    job: str
-    """URI of the record: what was launched; of a cluster's job also how it ended, its events and its logs."""
-
-
-def launch(training: TrainingTask) -> None:
+def launch(
+    name: str, settings: str, inputs: Mapping[str, str], outputs: Mapping[str, str], place: Placement, record: str
+) -> None:
     """Run a training stage to its end, and keep a record of the launch.
+
+    Args:
+        name: a key of `STAGES`.
+        settings: its section of the settings, as JSON text.
+        inputs: keyword of each input that is given -> its URI.
+        outputs: keyword of each output -> its URI.
+        place: where it runs.
+        record: URI of what was launched; of a cluster's job also of how it ended, its events and its logs.
 
     Raises:
         LaunchError: naming what failed, why, and the next move.
         SettingsError: there is no such pool.
     """
-    stage, place = STAGES[training.stage], training.place
-    spec = JobSpec(
-        stage=stage.name,
-        settings=json.loads(training.settings),
-        inputs=training.inputs,
-        outputs=training.outputs,
-        nodes=place.nodes,
-        processes_per_node=place.processes_per_node,
-    )
+    stage = STAGES[name]
+    spec = JobSpec(stage=name, settings=json.loads(settings), inputs=inputs, outputs=outputs, nodes=place.nodes)
     if not place.pool:
         spec = replace(spec, processes_per_node=place.processes(os.environ.get(DEVICE_VARIABLE) or "auto"))
-        record = storage.local_path(training.job)
-        record.mkdir(parents=True, exist_ok=True)
-        (record / JOB).write_text(json.dumps(asdict(spec), indent=2))
+        folder = storage.local_path(record)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / JOB).write_text(json.dumps(asdict(spec), indent=2))
         LocalLauncher().run(spec)
         return
-    from components.launch import job_manifest, pools
     from components.launch.launcher import ClusterLauncher
 
-    pool, task = pools.get(place.pool), job_manifest.Identity.from_environment(stage.name)
-    outputs = {
-        name: uri if storage.is_remote(uri) else storage.join(exchange_folder(), "runs", task.run, stage.name, name)
-        for name, uri in training.outputs.items()
+    pool, task = pools.get(place.pool), job_manifest.Identity.from_environment(name)
+    reached = {
+        key: uri if storage.is_remote(uri) else storage.join(exchange_folder(), "runs", task.run, name, key)
+        for key, uri in outputs.items()
     }
-    inputs = {name: _shared(uri, stage.all_inputs[name]) for name, uri in training.inputs.items()}
+    shared = {key: _shared(uri, stage.all_inputs[key]) for key, uri in inputs.items()}
     processes = pool.processes(place.processes_per_node)
-    spec = replace(spec, inputs=inputs, outputs=outputs, processes_per_node=processes)
-    ClusterLauncher(pool, task, record=training.job).run(spec)
-    for name, uri in training.outputs.items():
-        if outputs[name] != uri:
-            artifacts.copy(outputs[name], uri, stage.outputs[name])
+    spec = replace(spec, inputs=shared, outputs=reached, processes_per_node=processes)
+    ClusterLauncher(pool, task, record=record).run(spec)
+    for key, uri in outputs.items():
+        if reached[key] != uri:
+            artifacts.copy(reached[key], uri, stage.outputs[key])
 
 
 def _shared(uri: str, kind: Kind) -> str:
@@ -157,11 +124,7 @@ def _shared(uri: str, kind: Kind) -> str:
 
 
 def exchange_folder() -> str:
-    """Return the folder of `TRAINER_ARTIFACTS`.
-
-    Raises:
-        LaunchError: it is not set, or no object store's.
-    """
+    """Return the folder of `TRAINER_ARTIFACTS`; a `LaunchError` if it is not set, or no object store's."""
     folder = os.environ.get(ARTIFACTS, "")
     if not storage.is_remote(folder):
         raise LaunchError(

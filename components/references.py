@@ -20,11 +20,7 @@ _PATTERN = re.compile(r"(?P<uri>.+)#(?P<kind>[a-z_]+)=(?P<fingerprint>[0-9a-f]{6
 
 
 def to(uri: str, kind: Kind) -> str:
-    """Make the reference to an artifact that was made.
-
-    Raises:
-        ArtifactError: it is not there.
-    """
+    """Make the reference to an artifact; an `ArtifactError` if it was not made."""
     return f"{uri}#{kind}={artifacts.manifest(uri, kind).fingerprint}"
 
 
@@ -32,15 +28,8 @@ def shared(uri: str, kind: Kind, run: str) -> str:
     """Make the reference to what a run made, or return that to the same content if another run made it before.
 
     Runs that start together each make the same data set. With two references to it, a later run would get one of them from KFP's cache,
-    and train again what the cache has under the other.
-
-    Args:
-        uri: the artifact's, in the run's folder of the pipeline's root: `ROOT/RUN/...`.
-        kind: the artifact's.
-        run: the id of the run; empty where there is none, as in `kfp.local`.
-
-    Raises:
-        ArtifactError: it is not there.
+    and train again what the cache has under the other. The artifact is in the run's folder of the pipeline's root, `ROOT/RUN/...`; `run` is
+    empty where there is none, as in `kfp.local`.
     """
     reference = to(uri, kind)
     root, inside, _ = uri.partition(f"/{run}/")
@@ -82,11 +71,7 @@ def uri_of(reference: str) -> str:
 
 
 def uris(references: Mapping[str, str]) -> dict[str, str]:
-    """Return where each given input is, by keyword, after checking that it still is what it was.
-
-    Raises:
-        ArtifactError: one is gone, or another one stands in its place.
-    """
+    """Return where each given input is, by keyword; an `ArtifactError` if one is gone, or another one stands in its place."""
     found = {}
     for name, reference in references.items():
         if not reference:
@@ -108,11 +93,7 @@ def uris(references: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_whole(reference: str) -> bool:
-    """Check whether the artifact is still what it was: every file, by its checksum.
-
-    Raises:
-        ArtifactError: it is gone or damaged.
-    """
+    """Check whether the artifact is still what it was, every file by its checksum; an `ArtifactError` if it is gone or damaged."""
     parts = _parts(reference)
     return artifacts.read(parts["uri"], cast("Kind", parts["kind"])).fingerprint == parts["fingerprint"]
 

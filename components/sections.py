@@ -16,18 +16,13 @@ from trainer.errors import SettingsError, TrackingError
 from trainer.graph import OPTIONAL_STAGES, STAGES, needed_stages
 from trainer.host import environment_variables
 
-KUBEFLOW_UI = "KF_PIPELINES_UI_ENDPOINT"
-"""Environment variable: the address of Kubeflow's UI, for links."""
+KUBEFLOW_UI = "KF_PIPELINES_UI_ENDPOINT"  # environment variable: the address of Kubeflow's UI, for links
 
 
 def resolve(
     recipe: str, overrides: str = "", dataset: str = "", teacher: str = "", experiment: str = ""
 ) -> config.Settings:
-    """Resolve the settings of a run from the pipeline's parameters, of which the named ones go before `overrides`.
-
-    Raises:
-        SettingsError: an unknown recipe or setting, a value that is not allowed, or sections that do not fit together.
-    """
+    """Resolve the settings of a run from the pipeline's parameters, of which the named ones go before `overrides`."""
     named = {"data.source": dataset, "pretrain.weights": teacher, "tracking.experiment": experiment}
     # Each value is quoted twice: as TOML text, so that a name like `1` stays text, and for the shell's rules.
     further = [shlex.quote(f"{key}={json.dumps(value)}") for key, value in named.items() if value]
@@ -56,10 +51,8 @@ def configure(
         all settings.
 
     Raises:
-        SettingsError: there is no such place, or a warm-up there would be lost, or the graph lacks a stage that the settings ask for.
-        TrainerError: a late stage would end, as `preflight.checked` says.
-        DataError: the images are not there.
-        TrackingError: MLflow does not answer or refuses.
+        SettingsError: the graph lacks a stage that the settings ask for; or as `Placement.check` says.
+        TrainerError: a late stage would end, as `preflight.checked` says; or there are no images, or MLflow does not answer.
     """
     if missing := [stage for stage in needed_stages(settings) if stage not in optional.split()]:
         raise SettingsError(
@@ -83,11 +76,17 @@ def configure(
         else:
             tracking.check()
         tracking.start_parent(resolved, tags, name=run_name if on_cluster else "")
+    distill = settings.distill
+    student = [
+        artifacts.weights_version(distill.weights, distill.weights_file)
+    ]  # and what it learns from beside the pipeline's teacher
+    student += [artifacts.manifest(uri, "model").fingerprint for uri in distill.further_teachers]
+    student += [artifacts.manifest(uri, "teacher_outputs").fingerprint for uri in distill.further_recordings]
     outputs = {
         **{stage: canonical_json(settings.for_stage(stage)) for stage in STAGES},
         "source_version": f"{source_version} {generation}".rstrip(),  # the first task that is cached reads it
         "teacher_weights_version": artifacts.weights_version(settings.pretrain.weights, settings.pretrain.weights_file),
-        "student_weights_version": _student_version(settings.distill),
+        "student_weights_version": " ".join(filter(None, student)),
         "device": place.device(settings.run.device),
         "resolved": canonical_json(resolved),
     }
@@ -96,18 +95,10 @@ def configure(
     return made
 
 
-def _student_version(settings: config.DistillSettings) -> str:
-    """Return what changes with the weights that the student starts from and with what the settings name beside the pipeline's teacher."""
-    made = [artifacts.manifest(uri, "model").fingerprint for uri in settings.further_teachers]
-    made += [artifacts.manifest(uri, "teacher_outputs").fingerprint for uri in settings.further_recordings]
-    return " ".join(filter(None, [artifacts.weights_version(settings.weights, settings.weights_file), *made]))
-
-
 def _experiment(settings: config.TrackingSettings) -> dict[str, str]:
     """Return the variable that names the run's experiment, unless it was set when the run was started, as on this machine.
 
-    Raises:
-        TrackingError: the settings ask for other tracking than the cluster's, which all tasks read from their environment.
+    A `TrackingError` if the settings ask for other tracking than the cluster's, which all tasks read from their environment.
     """
     if tracking.EXPERIMENT_NAME in os.environ or tracking.EXPERIMENT_ID in os.environ:
         return {}

@@ -1,4 +1,4 @@
-"""What a component's body calls: a stage as a KFP task.
+"""What a component's body calls: a stage as a KFP task, which ends as `reporting` says.
 
 What a stage makes lies in the task's folder of the pipeline's root, and is handed on as a reference, a text. KFP's own artifacts are what
 a person opens: pages, metrics, teacher and student.
@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from components import launching, references
-from components.launching import Placement, TrainingTask
+from components.launching import Placement
 from trainer import artifacts, limits, stages, storage, tracking
 from trainer.config import DistillSettings, ExportSettings, TuneSettings, WarmUpSettings
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, PreemptedError, TrainerError
@@ -29,28 +29,31 @@ from trainer.tuning.tuning_schema import read_tuning
 if TYPE_CHECKING:
     from kfp import dsl
 
-DEBUG = "TRAINER_DEBUG"
-"""Environment variable, set to show the traceback of an error that has a message."""
+DEBUG = "TRAINER_DEBUG"  # environment variable, set to show the traceback of an error that has a message
 RECORDED, ONLINE = "recorded", "online"
 """Where a distillation takes the teacher's outputs from: a recording, or the teacher itself in every step."""
 ERROR_FILE = "TRAINER_ERROR_FILE"
 """Environment variable that names the file for the message, for whoever shows it; else it is printed."""
 
 
-@contextmanager
-def reporting(name: str) -> Iterator[None]:
-    """Show the task's own log as plain lines, and end it with one message where the user can mend what is wrong.
-
-    Raises:
-        SystemExit: in place of a `TrainerError`, whose message was reported, and of an interruption.
-    """
-    # KFP's executor has put its own prefix on every line of the root logger.
+def log_plainly() -> None:
+    """Print our own log as plain lines."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(limits.PrintableFormatter("%(message)s"))
     for package in ("trainer", "components"):
         logger = logging.getLogger(package)
+        # KFP's executor has put its own prefix on every line of the root logger.
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.INFO)
+
+
+@contextmanager
+def reporting(name: str) -> Iterator[None]:
+    """Show the task's own log as plain lines, and end it with one message where the user can mend what is wrong.
+
+    A `TrainerError`, whose message was reported, and an interruption become a `SystemExit`.
+    """
+    log_plainly()
     try:
         with ended_by_sigterm():
             yield
@@ -81,9 +84,6 @@ def run_stage(stage: str, settings: str, inputs: Mapping[str, str], **further: o
 
     Returns:
         References to its outputs, in the order of the stage's.
-
-    Raises:
-        SystemExit: the stage failed with a message, which was reported.
     """
     with reporting(stage):
         places = _places(stage)
@@ -98,33 +98,13 @@ def train(
     place: Placement,
     models: Mapping[str, dsl.Model] = MappingProxyType({}),
 ) -> tuple[str, ...]:
-    """Run a training stage as a group of processes, here or on a node pool.
+    """Run a training stage as a group of processes, here or on a node pool; else as `run_stage`.
 
-    Args:
-        stage: a key of `STAGES`.
-        settings: its section of the settings, as a JSON object.
-        inputs: keyword of each input -> reference to the artifact; empty where an optional one is not given.
-        place: where it runs.
-        models: keyword of each output that is one of KFP's artifacts too -> that, which gets kind and fingerprint as metadata.
-
-    Returns:
-        References to its outputs, in the order of the stage's.
-
-    Raises:
-        SystemExit: the stage failed with a message, which was reported.
+    `models` has the keyword of each output that is one of KFP's artifacts too, which gets kind and fingerprint as metadata.
     """
     with reporting(stage):
         places = _places(stage)
-        launching.launch(
-            TrainingTask(
-                stage=stage,
-                settings=settings,
-                inputs=references.uris(inputs),
-                outputs=places,
-                place=place,
-                job=_place("job"),
-            )
-        )
+        launching.launch(stage, settings, references.uris(inputs), places, place, record=_place("job"))
         for name, model in models.items():
             kind = stages.STAGES[stage].outputs[name]
             model.metadata.update(kind=kind, fingerprint=artifacts.manifest(places[name], kind).fingerprint)
@@ -148,11 +128,7 @@ def _made(stage: str, places: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def warm_up(settings: str, inputs: Mapping[str, str], place: Placement) -> tuple[str, ...]:
-    """Run the stage warm_up if its section says so; gives the reference to its report, empty where nothing was run.
-
-    Raises:
-        SystemExit: the stage failed with a message, which was reported.
-    """
+    """Run the stage warm_up if its section says so; gives the reference to its report, empty where nothing was run."""
     if not WarmUpSettings.model_validate_json(settings).enabled:
         return ("",)
     return train("warm_up", settings, inputs, place)
@@ -161,20 +137,13 @@ def warm_up(settings: str, inputs: Mapping[str, str], place: Placement) -> tuple
 class Tuned(NamedTuple):
     """What the task tune hands to those after it."""
 
-    distill: str
-    """The section of the distillation, as JSON."""
-    distill_teacher: str
-    """`recorded` if reinforce has to run before distill, `online` if not."""
-    tuning_uri: str
-    """The reference to the tuning; empty where nothing was measured."""
+    distill: str  # the section of the distillation, as JSON
+    distill_teacher: str  # `recorded` if reinforce has to run before distill, `online` if not
+    tuning_uri: str  # the reference to the tuning; empty where nothing was measured
 
 
 def tune(settings: str, inputs: Mapping[str, str], place: Placement) -> Tuned:
-    """Run the stage tune if its section says so, and give the settings that distill then uses.
-
-    Raises:
-        SystemExit: the stage failed with a message, which was reported.
-    """
+    """Run the stage tune if its section says so, and give the settings that distill then uses."""
     section = TuneSettings.model_validate_json(settings)
     if not section.enabled:
         return _tuned(section.distill or DistillSettings())
@@ -191,11 +160,7 @@ def _tuned(settings: DistillSettings, made: str = "") -> Tuned:
 def reinforce(
     settings: str, distill_teacher: str, inputs: Mapping[str, str], place: Placement, recording: dsl.HTML
 ) -> tuple[str, ...]:
-    """Run the stage reinforce if the distillation reads what it records; gives the reference to that, empty where nothing was recorded.
-
-    Raises:
-        SystemExit: the stage failed with a message, which was reported.
-    """
+    """Run the stage reinforce if the distillation reads what it records; gives the reference to that, empty where nothing was recorded."""
     if distill_teacher != RECORDED:
         return ("",)
     (made,) = train("reinforce", settings, inputs, place)

@@ -1,7 +1,8 @@
-"""Make pictures of reports with Chromium.
+"""Make pictures of reports, and of Kubeflow's UI, with Chromium.
 
-python docs/pictures.py RUN             that of README.md
-python docs/pictures.py BEFORE AFTER    those of docs/profiling.md
+python docs/pictures.py RUN                       that of README.md
+python docs/pictures.py BEFORE AFTER              those of docs/profiling.md
+python docs/pictures.py RUN_ID --kubeflow URL     that of docs/cluster.md: a run that has ended, in the UI at this address
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 TRAINING = "distill"
 _TALLEST = 6000
 _MARGIN = 12
+SETTLED_MS = 4000  # Kubeflow's UI draws a graph some time after its last request
 
 
 def browser() -> str | None:
@@ -41,7 +43,7 @@ def browser() -> str | None:
 def chromium(
     page: Path, *arguments: str, width: int = 1000, height: int = _TALLEST, dark: bool = False
 ) -> tuple[str, list[str]]:
-    """Open a page in Chromium without a window.
+    """Open a page in Chromium without a window, and return what it prints, and the messages on the page's console.
 
     Args:
         page: an HTML file.
@@ -49,9 +51,6 @@ def chromium(
         width: of the window, in pixels.
         height: of the window, in pixels.
         dark: whether the reader prefers dark pages.
-
-    Returns:
-        What Chromium prints, and the messages on the page's console.
 
     Raises:
         FileNotFoundError: there is no Chromium.
@@ -120,6 +119,25 @@ def parts(before: ComparedRun, after: ComparedRun) -> Mapping[str, list[Block | 
     return shown
 
 
+def kubeflow_picture(ui: str, run: str, file: Path) -> None:
+    """Draw the graph of a run in Kubeflow's UI into a PNG file."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=browser(), args=["--no-sandbox"])
+        page = opened.new_page(viewport={"width": 1500, "height": 900})
+        page.goto(f"{ui}/#/runs/details/{run}", wait_until="networkidle")
+        page.wait_for_timeout(SETTLED_MS)
+        for text in ("Distillation", "Open Sub-DAG"):
+            page.get_by_text(text, exact=True).first.click()
+            page.wait_for_timeout(SETTLED_MS)
+        page.locator(".react-flow__controls-fitview").click()
+        page.wait_for_timeout(SETTLED_MS)
+        page.add_style_tag(content=".react-flow__minimap, .react-flow__controls {display: none}")
+        page.screenshot(path=file, clip={"x": 218, "y": 0, "width": 1282, "height": 800})
+        opened.close()
+
+
 def report_parts(side: ComparedRun) -> list[Block | None]:
     """The parts of a run's report that its picture shows: what was found in the distillation, and where its steps' time goes."""
     if TRAINING not in side.trainings:
@@ -134,10 +152,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", metavar="RUN", help="directory of a run")
     parser.add_argument("after", nargs="?", metavar="AFTER", help="directory of another run, with other settings")
+    parser.add_argument(
+        "--kubeflow", metavar="URL", help="of Kubeflow Pipelines' UI: the picture of the run with the id RUN there"
+    )
     parser.add_argument("--output", type=Path, default=PICTURES, metavar="DIR", help="default: %(default)s")
     options = parser.parse_args()
     try:
         make_directory(options.output)
+        if options.kubeflow:
+            kubeflow_picture(options.kubeflow, options.before, options.output / "run.png")
+            return 0
         before = read_compared_run(options.before)
         if options.after is None:
             lead = verdict(before.answers, list(before.trainings.values())).text

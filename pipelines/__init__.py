@@ -2,10 +2,10 @@
 
 import sys
 
-from components import extra
+from components import missing_extra
 from trainer.errors import EXIT_CODE
 
-if message := extra.missing("the package `pipelines`"):
+if message := missing_extra("the package `pipelines`"):
     # `python -m pipelines.deploy` is being located: this is a command, which ends in one message.
     if sys.argv[:1] == ["-m"]:
         print(f"error: {message}", file=sys.stderr)

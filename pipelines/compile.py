@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from kfp import compiler
 
-from components.image import IMAGE_VARIABLE
+from components import IMAGE_VARIABLE
 from pipelines.distillation import NAME, definition
 from trainer.errors import DeployError
 from trainer.graph import OPTIONAL_STAGES
@@ -21,12 +21,7 @@ COMPILED = Path(__file__).parent / "compiled" / f"{NAME}.yaml"
 
 
 def compiled_text(optional: Collection[str] = OPTIONAL_STAGES, generation: str = "") -> str:
-    """Compile the pipeline to KFP's YAML.
-
-    Args:
-        optional: which of `OPTIONAL_STAGES` are in its graph.
-        generation: another one takes nothing from KFP's cache that was made under this.
-    """
+    """Compile `definition` to KFP's YAML."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / f"{NAME}.yaml"
         compiler.Compiler().compile(definition(optional, generation), str(path))
@@ -34,11 +29,7 @@ def compiled_text(optional: Collection[str] = OPTIONAL_STAGES, generation: str =
 
 
 def committed_text() -> str:
-    """Return the compiled pipeline with all stages, as it is committed.
-
-    Raises:
-        DeployError: the file is not what the definition says now.
-    """
+    """Return the compiled pipeline with all stages, as it is committed; a `DeployError` if the definition says something else now."""
     text = compiled_text()
     if not COMPILED.is_file() or COMPILED.read_text() != text:
         raise DeployError(

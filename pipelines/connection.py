@@ -1,5 +1,8 @@
 """The Kubeflow Pipelines API, found, asked and understood; each refusal is one message with the next move.
 
+It is looked for where people have it, in this order: `--host` or KFP_HOST (or KFP_ENDPOINT, or kfp's own KF_PIPELINES_ENDPOINT);
+the service in this cluster, if this is a pod; the API server of kubeconfig, which passes requests on to the service.
+
 The generated client is used and not `kfp.Client` on top of it, which repeats and prints of its own accord, writes into the home
 directory, and loses its way through the API server as soon as kubeconfig's user has a token.
 """
@@ -9,18 +12,31 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import kfp_server_api
+import urllib3
 from urllib3 import exceptions as transport
 
-from pipelines import places
-from pipelines.places import AUTHORITY_VARIABLE, COOKIES_VARIABLE, HOST_VARIABLES, SERVICE, TOKEN_VARIABLE, Location
+from components.launch.client import ClusterError, proxy_to_service
+from components.sections import KUBEFLOW_UI
 from trainer.errors import DeployError
 
-TIMEOUT_S = (10, 60)
-"""To connect, and to answer."""
+HOST_VARIABLES = ("KFP_HOST", "KFP_ENDPOINT", "KF_PIPELINES_ENDPOINT")
+TOKEN_VARIABLE = "KFP_TOKEN"  # a name
+COOKIES_VARIABLE = "KFP_COOKIES"
+AUTHORITY_VARIABLE = "KFP_CA_FILE"
+TOKEN_FILE_VARIABLE = "KF_PIPELINES_SA_TOKEN_PATH"  # kfp's name
+TOKEN_FILE = "/var/run/secrets/kubeflow/pipelines/token"  # where kfp looks
+POD_FILES = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+DEFAULT_NAMESPACE = "kubeflow"
+SERVICE = "ml-pipeline"
+LOCAL_UI = "http://localhost:8080"
+TIMEOUT_S = (10, 60)  # to connect, and to answer
 BAD_REQUEST, NOT_FOUND, CONFLICT = 400, 404, 409
 
 
@@ -34,6 +50,111 @@ class RefusedError(DeployError):
 
 class UnansweredError(DeployError):
     """No answer: what was asked for may have been done or not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Location:
+    """Where the API is."""
+
+    configuration: kfp_server_api.Configuration
+    address: str  # as the user knows it
+    found: str  # what named it
+    namespace: str  # where Kubeflow Pipelines runs
+    ui: str = ""  # where a browser finds the UI; empty where a port has to be forwarded to it first
+    credentials: str  # as whom we ask, in words
+    cookies: str | None = None
+    proxied: bool = False  # whether kubeconfig's API server stands in between
+
+
+def port_forward(namespace: str) -> str:
+    """Return the command that brings the UI to `LOCAL_UI`."""
+    return f"kubectl port-forward --namespace {namespace} service/ml-pipeline-ui 8080:80"
+
+
+def find(host: str, namespace: str, environment: Mapping[str, str]) -> Location:
+    """Find where the API is; a `DeployError` if nowhere, or if what names it is wrong."""
+    namespace, ui = namespace or DEFAULT_NAMESPACE, environment.get(KUBEFLOW_UI, "")
+    configuration = kfp_server_api.Configuration(host="")
+    # What may have arrived is not sent again, except for reading; a redirection leads to a login page, which we must see as such.
+    configuration.retries = urllib3.Retry(
+        connect=2, read=2, other=0, status=0, redirect=False, backoff_factor=0.2, allowed_methods=["GET"]
+    )
+    given = {"--host": host} | {name: environment.get(name, "") for name in HOST_VARIABLES}
+    if name := next((name for name, value in given.items() if value), ""):
+        configuration.host = given[name].split("#")[0].rstrip("/")
+        if not re.match(r"https?://[^/]", configuration.host):
+            raise DeployError(f"{name} must start with http:// or https://, got {given[name]!r}")
+        if authority := environment.get(AUTHORITY_VARIABLE):
+            if not Path(authority).is_file():
+                raise DeployError(
+                    f"{AUTHORITY_VARIABLE}={authority} is no file; name the certificate authority's PEM file"
+                )
+            configuration.ssl_ca_cert = authority
+        found, ui = f"from {name}", ui or configuration.host
+    elif environment.get("KUBERNETES_SERVICE_HOST") and POD_FILES.is_dir():
+        configuration.host = f"http://{SERVICE}.{namespace}.svc.cluster.local:8888"
+        found = "the service in this cluster"
+    else:
+        return _through_kubeconfig(configuration, namespace, environment, ui)
+    return Location(
+        configuration=configuration,
+        address=configuration.host,
+        found=found,
+        namespace=namespace,
+        ui=ui,
+        credentials=_authenticate(configuration, environment),
+        cookies=environment.get(COOKIES_VARIABLE) or None,
+    )
+
+
+def _through_kubeconfig(
+    configuration: kfp_server_api.Configuration, namespace: str, environment: Mapping[str, str], ui: str
+) -> Location:
+    try:
+        context = proxy_to_service(
+            configuration,
+            kubeconfig=environment.get("KUBECONFIG") or None,
+            namespace=namespace,
+            service=SERVICE,
+            port="http",
+        )
+    except ClusterError as error:
+        raise DeployError(
+            f"no Kubeflow Pipelines to be found: {HOST_VARIABLES[0]} is not set, this is no pod of a cluster, and {error}; "
+            f"set {HOST_VARIABLES[0]} to the address of its UI or API, such as {LOCAL_UI} after: {port_forward(namespace)}"
+        ) from error
+    return Location(
+        configuration=configuration,
+        address=f"service {namespace}/{SERVICE}",
+        found=f"through kubeconfig's context {context}",
+        namespace=namespace,
+        ui=ui,
+        credentials="as kubeconfig's user",
+        proxied=True,
+    )
+
+
+def _authenticate(configuration: kfp_server_api.Configuration, environment: Mapping[str, str]) -> str:
+    """Set the token; gives in words as whom we ask."""
+    token = environment.get(TOKEN_VARIABLE, "").strip()
+    file = environment.get(TOKEN_FILE_VARIABLE) or TOKEN_FILE
+    used = []
+    if token:
+        configuration.api_key["authorization"] = token
+        used.append(f"the token of {TOKEN_VARIABLE}")
+    elif Path(file).is_file():
+
+        def read_token(changed: kfp_server_api.Configuration) -> None:
+            changed.api_key["authorization"] = Path(file).read_text().strip()
+
+        read_token(configuration)
+        # Before each request: the kubelet renews it while we wait for a run.
+        configuration.refresh_api_key_hook = read_token
+        used.append(f"the token in {file}")
+    configuration.api_key_prefix["authorization"] = "Bearer"
+    if environment.get(COOKIES_VARIABLE):
+        used.append(f"the cookies of {COOKIES_VARIABLE}")
+    return f"with {' and '.join(used)}" if used else "without token or cookies"
 
 
 class Api(kfp_server_api.ApiClient):  # type: ignore[misc]  # it has no types
@@ -83,7 +204,7 @@ class Api(kfp_server_api.ApiClient):  # type: ignore[misc]  # it has no types
         """Return what to open in a browser for `runs/details/ID`, with what has to be done before."""
         if self.place.ui:
             return f"{self.place.ui.rstrip('/')}/#/{path}"
-        return f"{places.LOCAL_UI}/#/{path}  (after: {self.place.port_forward})"
+        return f"{LOCAL_UI}/#/{path}  (after: {port_forward(self.place.namespace)})"
 
     def close(self) -> None:
         super().close()
@@ -96,16 +217,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "where Kubeflow Pipelines is",
         f"""Without --host: the service in this cluster, if this is a pod, or else through kubeconfig's API server.
   {TOKEN_VARIABLE}, {COOKIES_VARIABLE}      a token, or the cookies of a browser that is logged in
-  {places.TOKEN_FILE_VARIABLE}  a file with a token (default: {places.TOKEN_FILE})
+  {TOKEN_FILE_VARIABLE}  a file with a token (default: {TOKEN_FILE})
   {AUTHORITY_VARIABLE}                 PEM file of a certificate authority of your own
-  {places.UI_VARIABLE}    address of the UI for links, if it is another""",
+  {KUBEFLOW_UI}    address of the UI for links, if it is another""",
     )
     group.add_argument(
         "--host", default="", metavar="URL", help=f"of its UI or its API (default: {', '.join(HOST_VARIABLES)})"
     )
-    group.add_argument(
-        "--namespace", default="", help=f"where the runs go (default: NAMESPACE, {places.DEFAULT_NAMESPACE})"
-    )
+    group.add_argument("--namespace", default="", help=f"where the runs go (default: NAMESPACE, {DEFAULT_NAMESPACE})")
     group.add_argument(
         "--kfp-namespace",
         default="",
@@ -115,18 +234,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def connect(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Api:
-    """Find the API, say where and as whom it is asked, and see that it is the API.
-
-    Args:
-        options: what `add_arguments` added.
-        environment: the environment variables.
-
-    Raises:
-        DeployError: it is nowhere to be found, does not answer, refuses, or is something else.
-    """
+    """Find the API, say where and as whom it is asked, and see that it is the API; a `DeployError` if it is not."""
     namespace = options.namespace or environment.get("NAMESPACE", "")
     home = options.kfp_namespace or environment.get("KFP_NAMESPACE") or namespace
-    place = places.find(options.host, home, environment)
+    place = find(options.host, home, environment)
     print(f"Kubeflow Pipelines: {place.address}, {place.found}, {place.credentials}", flush=True)
     api = Api(place)
     try:
@@ -157,7 +268,7 @@ def _user_namespace(api: Api, namespace: str) -> str | None:
         if namespace and namespace != api.place.namespace:
             print(f"note: it serves one user and runs everything in its own namespace; {namespace} is not used")
         return None
-    own = places.POD_FILES / "namespace"
+    own = POD_FILES / "namespace"
     namespace = namespace or (own.read_text().strip() if own.is_file() else "")
     if not namespace:
         raise DeployError(f"Kubeflow Pipelines at {api.place.address} serves several users; name yours: NAMESPACE=...")
@@ -165,13 +276,7 @@ def _user_namespace(api: Api, namespace: str) -> str | None:
 
 
 def every(method: Callable[..., Any], field: str, **arguments: Any) -> Iterator[Any]:
-    """Yield all entries of a list that comes in pages.
-
-    Args:
-        method: lists them.
-        field: of the answer, that holds them.
-        arguments: of the method.
-    """
+    """Yield all entries of a list that comes in pages: `method` gives a page for its arguments, `field` of which holds them."""
     token = ""
     while True:
         page = method(page_size=100, page_token=token, **arguments)
@@ -238,7 +343,7 @@ def _unanswered(place: Location, error: transport.HTTPError) -> DeployError:
         return UnansweredError(f"{where}: no such host; check the name, and the network or VPN that knows it")
     if isinstance(reason, transport.NewConnectionError):
         return UnansweredError(
-            f"{where}: connection refused; if a port is forwarded there, start that again: {place.port_forward}"
+            f"{where}: connection refused; if a port is forwarded there, start that again: {port_forward(place.namespace)}"
         )
     text = str(reason).rsplit(">: ", maxsplit=1)[-1]  # without urllib3's `<Connection object at 0x...>: `
     if isinstance(reason, transport.TimeoutError):

@@ -17,10 +17,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from components import sections
-from components.image import IMAGE
+from components import IMAGE, sections
 from pipelines import compile as compilation
-from pipelines import connection, pipeline_options, runs, versions
+from pipelines import connection, runs, versions
+from pipelines.distillation import add_parameters, given_parameters, given_place
 from trainer import commands
 from trainer.errors import SettingsError
 from trainer.graph import OPTIONAL_STAGES, needed_stages
@@ -49,18 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     start.add_argument("--service-account", default=SERVICE_ACCOUNT, metavar="NAME", help="default: %(default)s")
     group = parser.add_argument_group("the pipeline's parameters")
-    pipeline_options.add(group, files=False, pool=DEFAULT_POOL, processes="the pool's own")
+    add_parameters(group, files=False, pool=DEFAULT_POOL, processes="the pool's own")
     connection.add_arguments(parser)
     options = parser.parse_args(arguments)
     return commands.exit_code(lambda: deploy(options))
 
 
 def deploy(options: argparse.Namespace) -> None:
-    """Check everything that can be checked here, then upload, schedule, run, wait.
-
-    Raises:
-        TrainerError: a setting is wrong, before anything is sent; the API is not there or refuses; the run did not succeed.
-    """
+    """Check everything that can be checked here, before anything is sent, then upload, schedule, run, wait."""
     if options.wait and not options.run:
         raise SettingsError("WAIT=1 follows a run; add RUN=1")
     if Path(options.recipe).suffix:
@@ -68,9 +64,9 @@ def deploy(options: argparse.Namespace) -> None:
             f"recipe {options.recipe} is a file of this machine, which a cluster's tasks cannot read; "
             "put it into trainer/recipes and build an image with it, or give its settings with SET"
         )
-    place = pipeline_options.place(options, default_pool=DEFAULT_POOL)
+    place, parameters = given_place(options, default_pool=DEFAULT_POOL), given_parameters(options)
     place.check()
-    settings = sections.resolve(**pipeline_options.values(options))
+    settings = sections.resolve(**parameters)
     cron = versions.cron_of(options.cron) if options.cron else ""
     starts = bool(options.run or cron)
     image, optional = options.image or IMAGE, needed_stages(settings) if starts else OPTIONAL_STAGES
@@ -86,17 +82,17 @@ def deploy(options: argparse.Namespace) -> None:
             )
         if not starts:
             return
-        job = runs.RunRequest(
+        experiment = settings.tracking.experiment
+        request = runs.request(
             version=version,
-            experiment_id=runs.experiment(api, settings.tracking.experiment),
-            parameters={**pipeline_options.values(options), **dataclasses.asdict(place)},
+            experiment_id=runs.experiment(api, experiment),
+            parameters={**parameters, **dataclasses.asdict(place)},
             service_account=options.service_account,
-            experiment=settings.tracking.experiment,
         )
         if cron:
-            versions.put_schedule(api, f"scheduled {options.recipe}", cron, job)
+            versions.put_schedule(api, f"scheduled {options.recipe}", cron, request)
         if options.run:
-            run = runs.start(api, runs.name_of(options.recipe), job)
+            run = runs.start(api, runs.name_of(options.recipe), request, experiment)
             if options.wait:
                 runs.follow(api, run.run_id, compilation.task_names(text), hours=options.hours)
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from components.image import SERVING_IMAGE
+from components import SERVING_IMAGE
 from trainer import commands, tracking
 from trainer.errors import DeployError, SettingsError
 

@@ -17,6 +17,7 @@ The exit handler costs a level in Kubeflow's UI and a driver's pod. It stays bec
 was lost or the run was stopped, and only then do jobs on the node pools and the run in MLflow need to be ended.
 """
 
+import argparse
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -26,13 +27,15 @@ from kfp.dsl.pipeline_channel import PipelineParameterChannel
 
 from components import kfp_components
 from components.finishing import RUN_LABEL, WORKFLOW
+from components.launch.job_manifest import USER
+from components.launching import Placement
 from components.sections import KUBEFLOW_UI
 from components.task import RECORDED
+from trainer import commands
 from trainer.graph import OPTIONAL_STAGES, STAGES
 
 NAME = "distillation"
-KEPT_S = 7 * 24 * 3600
-"""How long the pods of a run and their logs stay on the cluster after its end."""
+KEPT_S = 7 * 24 * 3600  # how long the pods of a run and their logs stay on the cluster after its end
 
 # The names of the ConfigMaps and Secrets are those of `manifests/base`.
 CONFIG_MAP = "vit-distillation"
@@ -52,7 +55,6 @@ STORE_SECRET = "vit-distillation-store"
 STORE_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 TRACKING_SECRET = "vit-distillation-tracking"
 TRACKING_KEYS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
-USER = 1000
 RETRIES = 2
 """A pod that was taken away is started again; a job that still runs is then followed further, not started twice."""
 TRIED_FOR = f"{30 * 24 * 3600}s"
@@ -71,8 +73,7 @@ class Size:
 
 SMALL = Size(cpu="200m", cpu_limit="1", memory="512Mi", memory_limit="2Gi")
 """For a task that only launches a job and follows it."""
-WORK = Size(cpu="1", cpu_limit="4", memory="2Gi", memory_limit="16Gi")
-"""For a task that does its work itself."""
+WORK = Size(cpu="1", cpu_limit="4", memory="2Gi", memory_limit="16Gi")  # for a task that does its work itself
 
 
 def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = "") -> BaseComponent:
@@ -172,3 +173,33 @@ def _on_cluster(task: dsl.PipelineTask, size: Size) -> dsl.PipelineTask:
 
 
 distillation = definition()
+
+
+def add_parameters(options: commands.Options, *, files: bool, pool: str, processes: str) -> None:
+    """Add an option for each parameter of the pipeline.
+
+    `files` says whether the recipe may be a file of this machine, `pool` and `processes` what it means to name none and to give no number.
+    """
+    commands.add_recipe(options, files=files)
+    commands.add_overrides(options)
+    options.add_argument("--dataset", default="", help="images, instead of the recipe's data.source")
+    options.add_argument(
+        "--teacher", default="", help="weights of the teacher, instead of the recipe's pretrain.weights"
+    )
+    options.add_argument(
+        "--experiment",
+        default="",
+        help="of MLflow, and of KFP on a cluster, instead of the recipe's tracking.experiment",
+    )
+    commands.add_place(options, pool=pool, processes=processes)
+
+
+def given_parameters(options: argparse.Namespace) -> dict[str, str]:
+    """Return the values of those that `add_parameters` added, but for the place."""
+    named = {name: getattr(options, name) for name in ("recipe", "dataset", "teacher", "experiment")}
+    return {**named, "overrides": commands.as_text(options.overrides)}
+
+
+def given_place(options: argparse.Namespace, *, default_pool: str = "") -> Placement:
+    """Return where the trainings run; not checked."""
+    return Placement(pool=options.pool or default_pool, nodes=options.nodes, processes_per_node=options.processes)

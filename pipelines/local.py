@@ -21,11 +21,10 @@ from typing import Any
 
 import components
 import trainer
-from components import launching, references, sections, task
-from components.image import tagged
+from components import IMAGE_NAME, launching, references, sections, task
 from components.launching import Placement
 from pipelines import compile as compilation
-from pipelines import pipeline_options
+from pipelines.distillation import add_parameters, given_parameters, given_place
 from trainer import commands, config, front_page, launch, runner, storage, tracking
 from trainer import summary as summaries
 from trainer.errors import LaunchError, OutputError, TrackingError, writing_to
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pipelines.local", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    pipeline_options.add(
+    add_parameters(
         parser,
         files=True,
         pool="on this machine",
@@ -66,8 +65,8 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         TrainerError: a setting is wrong, before anything starts; or a stage failed, which has printed its own message.
     """
-    settings = sections.resolve(**pipeline_options.values(options))
-    place = pipeline_options.place(options)
+    parameters, place = given_parameters(options), given_place(options)
+    settings = sections.resolve(**parameters)
     place.check(warms_up=settings.warm_up.enabled)
     place = with_processes(place, settings.run.device)
     if place.pool:
@@ -83,9 +82,10 @@ def run(options: argparse.Namespace) -> None:
         (directory / name).unlink(missing_ok=True)
     os.environ.update(_environment(settings, directory, place))
     os.environ[task.DEBUG] = "1" if options.debug else ""
-    parameters = {**pipeline_options.values(options), **asdict(place)}
     try:
-        summary = _run_pipeline(parameters, directory, needed_stages(settings), fresh=options.fresh)
+        summary = _run_pipeline(
+            {**parameters, **asdict(place)}, directory, needed_stages(settings), fresh=options.fresh
+        )
     except BaseException as error:
         _close_tracking("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise
@@ -94,12 +94,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def with_processes(place: Placement, device: str) -> Placement:
-    """Return the place with training processes, where none are asked for here: one for each GPU; two without, which shows what several do.
-
-    Args:
-        place: as asked for.
-        device: `run.device`.
-    """
+    """Return the place with training processes, if none are asked for here: one for each GPU; else two, which shows what several do."""
     if place.pool or place.processes_per_node:
         return place
     gpus = launch.gpus() if device in {"auto", "cuda"} else 0
@@ -128,7 +123,7 @@ def _run_pipeline(
     """Run the pipeline with the optional stages that are named; gives the content of `summary.json`."""
     from pipelines import local_tasks
 
-    pipeline = compilation.with_image(compilation.compiled_text(optional), tagged(f"local-{code_version(*CODE)}"))
+    pipeline = compilation.with_image(compilation.compiled_text(optional), f"{IMAGE_NAME}:local-{code_version(*CODE)}")
     with writing_to(directory):
         (directory / "pipeline.yaml").write_text(pipeline)
         with (directory / "kfp.log").open("w") as log:
@@ -148,25 +143,25 @@ def _run_pipeline(
     # The register stage's summary beside the run's artifacts; a stage taken from the cache keeps its true seconds.
     registration = Path(references.uri_of(tasks["register"].outputs["registration_uri"]))
     summary: dict[str, Any] = json.loads((registration / summaries.SUMMARY).read_text())
-    for name, stage in summary["stages"].items():
-        task_name = name.replace("_", "-")  # as KFP has it
-        if task_name in tasks and tasks[task_name].cached:
-            stage["cached"] = True
-    storage.write_bytes(directory / summaries.SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False).encode())
-    for stage in STAGES.values():
-        ran = tasks.get(stage.name.replace("_", "-"))  # as KFP has it
+    for name, stage in STAGES.items():
+        ran = tasks.get(name.replace("_", "-"))  # as KFP has it
+        if ran and ran.cached and name in summary["stages"]:
+            summary["stages"][name]["cached"] = True
         for keyword, spec in stage.makes.items():
             if ran and (reference := ran.outputs[f"{keyword}_uri"]):
-                _link(directory / spec.folder, Path(references.uri_of(reference)))
+                # A name at the top leads to the artifact, whose own place is some folders down, or in an earlier run.
+                made = directory / f".{spec.folder}.{os.getpid()}"
+                made.symlink_to(os.path.relpath(Path(references.uri_of(reference)).resolve(), directory.resolve()))
+                made.replace(directory / spec.folder)
+    storage.write_bytes(directory / summaries.SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False).encode())
     front_page.write(directory, summary)
     return summary
 
 
-def _link(link: Path, target: Path) -> None:
-    """Let a name at the top of the run's directory lead to an artifact, whose own place is some folders down, or in an earlier run."""
-    made = link.with_name(f".{link.name}.{os.getpid()}")
-    made.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()))
-    made.replace(link)
+def _check_all_ran(pipeline: str, tasks: Mapping[str, Any]) -> None:
+    """`kfp.local` succeeds when it leaves out a task whose inputs it could not resolve; we do not."""
+    if skipped := sorted(compilation.task_names(pipeline) - tasks.keys()):
+        raise LaunchError(f"the pipeline ended without running {', '.join(skipped)}; look into kfp.log of the run")
 
 
 def code_version(*folders: Path) -> str:
@@ -176,13 +171,6 @@ def code_version(*folders: Path) -> str:
         for path in sorted(path for path in root.rglob("*") if path.suffix in {".jinja", ".py", ".toml"}):
             digest.update(f"{root.name}/{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
-
-
-def _check_all_ran(pipeline: str, tasks: Mapping[str, Any]) -> None:
-    """`kfp.local` succeeds when it leaves out a task whose inputs it could not resolve; we do not."""
-    skipped = sorted(compilation.task_names(pipeline) - tasks.keys())
-    if skipped:
-        raise LaunchError(f"the pipeline ended without running {', '.join(skipped)}; look into kfp.log of the run")
 
 
 def _close_tracking(status: str) -> None:

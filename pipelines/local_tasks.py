@@ -41,11 +41,9 @@ class Task:
     """A task that has ended well."""
 
     name: str
-    seconds: float
-    """From its start to its end in this run."""
+    seconds: float  # from its start to its end in this run
     cached: bool
-    outputs: Mapping[str, Any]
-    """Parameters, and artifacts as KFP's objects."""
+    outputs: Mapping[str, Any]  # parameters, and artifacts as KFP's objects
 
 
 class TaskReporter:
@@ -79,16 +77,7 @@ def run(
     log: TextIO,
     reporter: TaskReporter,
 ) -> dict[str, Task]:
-    """Run a compiled pipeline on this machine, one task after the other.
-
-    Args:
-        pipeline: KFP's YAML.
-        parameters: the pipeline's parameters.
-        directory: where its artifacts go.
-        cache_root: what was made before, and whether it is still valid.
-        fresh: make everything again.
-        log: takes kfp's own words.
-        reporter: reports every task.
+    """Run a compiled pipeline on this machine, one task after the other; `log` takes kfp's own words.
 
     Returns:
         Name of each task that ran or was found in the cache -> the task.
@@ -106,7 +95,15 @@ def run(
     )
     tasks = _Tasks(reporter, log, directory / "error.txt")
     checked = CheckedCache(cache_root, fresh=fresh)
-    with _in_place_of_kfp(tasks, checked), contextlib.redirect_stdout(log), warnings.catch_warnings():
+    with contextlib.ExitStack() as after, contextlib.redirect_stdout(log), warnings.catch_warnings():
+        places: tuple[tuple[Any, str, Any], ...] = (
+            (cache, "get_local_cache", lambda: checked),
+            (task_executor, "execute_single_task", tasks.execute),
+            (subprocess_task_handler, "run_local_subprocess", tasks.run_subprocess),
+        )
+        for module, name, function in places:
+            after.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, function)
         warnings.filterwarnings("ignore", message=".*custom or non-Python base image", category=RuntimeWarning)
         # What a pod on a cluster gets means nothing here.
         warnings.filterwarnings("ignore", message=".* have no effect in the current local runner", category=UserWarning)
@@ -195,39 +192,16 @@ def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _end(process)
-        raise
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    try:
-        parent = psutil.Process(process.pid)
-        family = [*parent.children(recursive=True), parent]
-    except psutil.NoSuchProcess:  # it ended by itself
         family = []
-    for member in family:
-        with contextlib.suppress(psutil.NoSuchProcess):  # ended with another one
-            member.terminate()
-    _, alive = psutil.wait_procs(family, timeout=GRACE_S)
-    for member in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    process.wait()
-
-
-@contextmanager
-def _in_place_of_kfp(tasks: _Tasks, checked: CheckedCache) -> Iterator[None]:
-    """Put our functions in the place of those of `kfp.local`, and put these back in the end."""
-    places: list[tuple[Any, str, Any]] = [
-        (cache, "get_local_cache", lambda: checked),
-        (task_executor, "execute_single_task", tasks.execute),
-        (subprocess_task_handler, "run_local_subprocess", tasks.run_subprocess),
-    ]
-    before = [(module, name, getattr(module, name)) for module, name, _ in places]
-    try:
-        for module, name, function in places:
-            setattr(module, name, function)
-        yield
-    finally:
-        for module, name, function in before:
-            setattr(module, name, function)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself
+            parent = psutil.Process(process.pid)
+            family = [*parent.children(recursive=True), parent]
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):  # ended with another one
+                member.terminate()
+        _, alive = psutil.wait_procs(family, timeout=GRACE_S)
+        for member in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.wait()
+        raise

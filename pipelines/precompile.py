@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from components import launching, sections
-from components.launching import TrainingTask
-from pipelines import pipeline_options
-from trainer import commands, limits, runner, stages, storage
+from components import launching, sections, task
+from components.launching import Placement
+from trainer import commands, runner, stages, storage
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,22 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--dataset", default="", metavar="URI", help="a prepared data set (default: the recipe's images, prepared here)"
     )
     options = parser.parse_args(arguments)
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(limits.PrintableFormatter("%(message)s"))
-    for name in ("trainer", "components"):
-        logging.getLogger(name).addHandler(handler)
-        logging.getLogger(name).setLevel(logging.INFO)
+    task.log_plainly()
     return commands.exit_code(lambda: warm_up(options))
 
 
 def warm_up(options: argparse.Namespace) -> None:
-    """Run the stage warm_up as a job, and leave its report and the job's record below `runs`.
-
-    Raises:
-        TrainerError: a setting is wrong, or what is compiled would be lost, before anything starts; or the job failed.
-    """
+    """Run the stage warm_up as a job, after checking that it can work, and leave its report and the job's record below `runs`."""
     settings = sections.resolve(options.recipe, commands.as_text([*options.overrides, "warm_up.enabled=true"]))
-    place = pipeline_options.place(options)
+    place = Placement(pool=options.pool, nodes=options.nodes, processes_per_node=options.processes)
     place.check(warms_up=True)
     storage.children(launching.exchange_folder())  # a store that refuses, or is not there, is reported before the work
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(options.recipe).stem}-warm-up"
@@ -61,17 +51,9 @@ def warm_up(options: argparse.Namespace) -> None:
     if not dataset:
         dataset = str(directory / "dataset")
         stages.call("prepare", json.dumps(settings.for_stage("prepare")), {"dataset": dataset})
-    launching.launch(
-        TrainingTask(
-            stage="warm_up",
-            settings=json.dumps(settings.for_stage("warm_up")),
-            inputs={"dataset": dataset},
-            outputs={"warmed": str(directory / "warmed")},
-            place=place,
-            job=str(directory / "job"),
-        )
-    )
-    print(f"what was compiled: {directory / 'warmed'}")
+    warmed, section = str(directory / "warmed"), json.dumps(settings.for_stage("warm_up"))
+    launching.launch("warm_up", section, {"dataset": dataset}, {"warmed": warmed}, place, record=str(directory / "job"))
+    print(f"what was compiled: {warmed}")
 
 
 if __name__ == "__main__":

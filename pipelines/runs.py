@@ -15,7 +15,6 @@ import re
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import kfp_server_api
@@ -27,10 +26,8 @@ from trainer import commands
 from trainer.errors import DeployError
 
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
-INTERVALS_S = (0.2, 5.0)
-"""Between two looks at a run: at first, and after a while."""
-AWAY_S = 300.0
-"""How long the API may be away before we stop to follow a run."""
+INTERVALS_S = (0.2, 5.0)  # between two looks at a run: at first, and after a while
+AWAY_S = 300.0  # how long the API may be away before we stop to follow a run
 DEFAULT_HOURS = 168.0
 MLFLOW_UI = "Open http://localhost:5000 after: kubectl --namespace kubeflow port-forward service/mlflow 5000"
 """The way to the MLflow that `manifests/install.sh` puts beside Kubeflow."""
@@ -54,42 +51,33 @@ def name_of(recipe: str) -> str:
     return f"{recipe} {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunRequest:
-    """What a run or a schedule starts."""
-
-    version: Any
-    """Of the pipeline."""
-    experiment_id: str
-    parameters: Mapping[str, str | int]
-    service_account: str
-    experiment: str
-    """In MLflow too."""
-
-    def fields(self) -> dict[str, Any]:
-        """Return what a run and a schedule have of it, as KFP names it."""
-        return {
-            "experiment_id": self.experiment_id,
-            "pipeline_version_reference": kfp_server_api.V2beta1PipelineVersionReference(
-                pipeline_id=self.version.pipeline_id, pipeline_version_id=self.version.pipeline_version_id
-            ),
-            "runtime_config": kfp_server_api.V2beta1RuntimeConfig(parameters=dict(self.parameters)),
-            "service_account": self.service_account,
-        }
+def request(
+    version: Any, experiment_id: str, parameters: Mapping[str, str | int], service_account: str
+) -> dict[str, Any]:
+    """Return what a run or a schedule of a pipeline's version starts, as KFP's fields."""
+    return {
+        "experiment_id": experiment_id,
+        "pipeline_version_reference": kfp_server_api.V2beta1PipelineVersionReference(
+            pipeline_id=version.pipeline_id, pipeline_version_id=version.pipeline_version_id
+        ),
+        "runtime_config": kfp_server_api.V2beta1RuntimeConfig(parameters=dict(parameters)),
+        "service_account": service_account,
+    }
 
 
-def start(api: Api, name: str, job: RunRequest) -> Any:
-    """Start a run and say where it is seen.
+def start(api: Api, name: str, fields: Mapping[str, Any], experiment: str) -> Any:
+    """Start a run and say where it is seen; `fields` are those of `request`, `experiment` is the name in MLflow too.
 
-    Raises:
-        DeployError: the API refuses; or its answer was lost and no run of this name is there.
+    A `DeployError` if the API refuses; or if its answer was lost and no run of this name is there.
     """
-    description = f"In MLflow: run {name!r} of the experiment {job.experiment!r}. {MLFLOW_UI}"
-    wanted = kfp_server_api.V2beta1Run(display_name=name, description=description, **job.fields())
+    description = f"In MLflow: run {name!r} of the experiment {experiment!r}. {MLFLOW_UI}"
+    wanted = kfp_server_api.V2beta1Run(display_name=name, description=description, **fields)
     try:
         run = api.runs.run_service_create_run(wanted)
     except UnansweredError as error:
-        listed = every(api.runs.run_service_list_runs, "runs", experiment_id=job.experiment_id, filter=named(name))
+        listed = every(
+            api.runs.run_service_list_runs, "runs", experiment_id=fields["experiment_id"], filter=named(name)
+        )
         try:
             run = next(listed, None)
         except UnansweredError:
@@ -104,13 +92,7 @@ def start(api: Api, name: str, job: RunRequest) -> Any:
 
 
 def follow(api: Api, run_id: str, tasks: Collection[str], *, hours: float = DEFAULT_HOURS) -> None:
-    """Wait for a run's end and print its tasks' states as they change.
-
-    Args:
-        api: the API.
-        run_id: the run.
-        tasks: names of the tasks to show; KFP has others of its own.
-        hours: how long to wait at most.
+    """Wait for a run's end and print the states of these tasks as they change; KFP has others of its own.
 
     Raises:
         DeployError: the run did not succeed, with what KFP says of each failed task; or the wait became too long.
@@ -222,12 +204,7 @@ def _failure(api: Api, run: Any, tasks: Collection[str]) -> str:
 
 
 def last_words(workflow: Mapping[str, Any], tasks: Collection[str]) -> dict[str, str]:
-    """Return task -> what its last pod that failed said, or what Kubernetes said of that; of tasks with such a pod.
-
-    Args:
-        workflow: Argo's, of the run.
-        tasks: their names.
-    """
+    """Return task -> what its last pod that failed said, or what Kubernetes said of that; of tasks with such a pod in Argo's Workflow."""
     nodes = (workflow.get("status") or {}).get("nodes") or {}
     failed = [node for node in nodes.values() if node["type"] == "Pod" and node["phase"] in ("Failed", "Error")]
     words = {}
@@ -246,11 +223,7 @@ def _in_one_line(text: str) -> str:
 
 
 def stop(api: Api, run_id: str) -> None:
-    """Ask for a run's end; one that has ended, or is about to, needs no asking.
-
-    Raises:
-        DeployError: there is no such run, or the API refuses.
-    """
+    """Ask for a run's end; one that has ended, or is about to, needs no asking."""
     try:
         api.runs.run_service_terminate_run(run_id)
     except RefusedError as error:

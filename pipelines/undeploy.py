@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from components.image import IMAGE
+from components import IMAGE
 from pipelines import connection, versions
 from pipelines.connection import Api
 from pipelines.distillation import NAME
@@ -36,11 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def undeploy(options: argparse.Namespace) -> None:
-    """Remove a version, or all, and say what was removed; what is not there needs no removing.
-
-    Raises:
-        TrainerError: the API is not there or refuses.
-    """
+    """Remove a version, or all, and say what was removed; what is not there needs no removing."""
     content = "" if options.all or options.version else versions.content_of(options.image or IMAGE)
     with connection.connect(options) as api:
         pipeline = versions.pipeline(api)

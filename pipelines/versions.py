@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import re
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import kfp_server_api
 from pipelines import compile as compilation
 from pipelines.connection import CONFLICT, NOT_FOUND, Api, RefusedError, every
 from pipelines.distillation import NAME
-from pipelines.runs import RunRequest
 from trainer import __version__
 from trainer.errors import SettingsError
 from trainer.graph import OPTIONAL_STAGES
@@ -25,23 +24,13 @@ _CRON_FIELDS = (("minute", 0, 59), ("hour", 0, 23), ("day", 1, 31), ("month", 1,
 
 
 def content_of(image: str) -> str:
-    """Name the versions of one content: by the project's version and a digest of the whole compiled pipeline with its image.
-
-    Raises:
-        DeployError: the compiled file is not what the definition says now.
-    """
+    """Name the versions of one content: by the project's version and a digest of the whole compiled pipeline with its image."""
     text = compilation.for_cluster(compilation.committed_text(), image)
     return f"{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def name_of(content: str, optional: Collection[str], generation: str) -> str:
-    """Name a version: `0.1.0-0123456789ab`, `0.1.0-0123456789ab-plain`, `0.1.0-0123456789ab-tune-reinforce-fresh-20260131t120000z`.
-
-    Args:
-        content: of `content_of`.
-        optional: the stages of `OPTIONAL_STAGES` that its graph has.
-        generation: of `generation`.
-    """
+    """Name a version: `0.1.0-0123456789ab`, `0.1.0-0123456789ab-plain`, `0.1.0-0123456789ab-tune-reinforce-fresh-20260131t120000z`."""
     stages = "" if set(optional) == set(OPTIONAL_STAGES) else f"-{'-'.join(optional) or 'plain'}".replace("_", "-")
     return f"{content}{stages}{f'-fresh-{generation}' if generation else ''}"
 
@@ -79,11 +68,7 @@ def versions(api: Api, pipeline_id: str) -> dict[str, Any]:
 
 
 def upload(api: Api, name: str, text: str) -> Any:
-    """Upload a compiled pipeline as a version, unless it is there, and report which.
-
-    Raises:
-        DeployError: the API refuses.
-    """
+    """Upload a compiled pipeline as a version, unless it is there, and report which."""
     found: Any = pipeline(api)
     if found is None:
         body = kfp_server_api.V2beta1Pipeline(
@@ -113,15 +98,9 @@ def upload(api: Api, name: str, text: str) -> Any:
 
 
 def cron_of(text: str) -> str:
-    """Return KFP's form of a cron expression: it has a field for seconds before the usual five.
+    """Return KFP's form of a cron expression (minute, hour, day, month, weekday): with a field for seconds before these.
 
     KFP takes five fields too, and reads them as seconds, minutes, hours, days, months: "0 3 * * *" would run every hour.
-
-    Args:
-        text: minute, hour, day, month, weekday.
-
-    Raises:
-        SettingsError: it is none.
     """
     fields = text.split()
     if len(fields) != len(_CRON_FIELDS):
@@ -140,21 +119,14 @@ def cron_of(text: str) -> str:
     return " ".join(["0", *fields])
 
 
-def put_schedule(api: Api, name: str, cron: str, job: RunRequest) -> None:
-    """Have one schedule of this name, as it is given here: KFP cannot change one, so another is made and the old one removed.
+def put_schedule(api: Api, name: str, cron: str, fields: Mapping[str, Any]) -> None:
+    """Have one schedule of this name, of KFP's form of a cron expression, which starts a `runs.request`.
 
-    Args:
-        api: the API.
-        name: the schedule's.
-        cron: when, in KFP's form.
-        job: what it starts.
-
-    Raises:
-        DeployError: the API refuses.
+    KFP cannot change a schedule, so another is made and the old one removed.
     """
     wanted = kfp_server_api.V2beta1RecurringRun(
         display_name=name,
-        **job.fields(),
+        **fields,
         trigger=kfp_server_api.V2beta1Trigger(cron_schedule=kfp_server_api.V2beta1CronSchedule(cron=cron)),
         mode=kfp_server_api.RecurringRunMode.ENABLE,
         max_concurrency="1",
@@ -172,7 +144,11 @@ def put_schedule(api: Api, name: str, cron: str, job: RunRequest) -> None:
             of.no_catchup,
         )
 
-    there = [schedule for schedule in schedules(api, job.version.pipeline_id) if schedule.display_name == name]
+    there = [
+        schedule
+        for schedule in schedules(api, fields["pipeline_version_reference"].pipeline_id)
+        if schedule.display_name == name
+    ]
     alike = (schedule for schedule in there if schedule.status == "ENABLED" and essence(schedule) == essence(wanted))
     same = next(alike, None)
     kept = same or api.schedules.recurring_run_service_create_recurring_run(wanted)

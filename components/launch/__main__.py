@@ -6,20 +6,16 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import yaml
 
-from components import extra
+from components import missing_extra
 from components.launch import pools
 from components.launch.job_manifest import BACKENDS, DEFAULT_NAMESPACE, Identity, default_namespace
 from trainer import commands, config, stages
 from trainer.commands import Subparsers
 from trainer.errors import LaunchError, TrainerError
 from trainer.launch import JobSpec, flag
-
-if TYPE_CHECKING:
-    from components.launch.client import Cluster
 
 _DESCRIPTION = """Show node pools and jobs, and delete jobs that were left over.
 
@@ -47,8 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_render(subparsers)
     text = "List the node pools: what a node is, how many processes train on it, and its price."
-    listing = subparsers.add_parser("pools", help="list the node pools", description=text)
-    listing.set_defaults(command=_pools)
+    subparsers.add_parser("pools", help="list the node pools", description=text).set_defaults(command=_pools)
     _add_reap(subparsers)
     return parser
 
@@ -121,8 +116,9 @@ def _render(options: argparse.Namespace) -> None:
 
 
 def _reap(options: argparse.Namespace) -> None:
-    if message := extra.missing("reap"):
+    if message := missing_extra("reap"):
         raise LaunchError(message)
+    from components import finishing
     from components.launch import reaper
     from components.launch.client import Cluster
 
@@ -131,7 +127,11 @@ def _reap(options: argparse.Namespace) -> None:
     count = 0
     with Cluster.connect(options.namespace) as cluster:
         if options.orphaned and not options.dry_run:
-            _end_left_runs(cluster)
+            try:
+                for run in finishing.end_left_runs(cluster):
+                    print(f"ended in MLflow: the run {run}, whose task `finish` did not complete")
+            except TrainerError as error:  # the jobs cost money and are deleted all the same
+                print(f"warning: runs may be left open in MLflow: {error}", file=sys.stderr)
         found = reaper.find_orphaned(cluster) if options.orphaned else reaper.find(cluster, options.run or "")
         for job in (job for job in found if job.age_s >= least_s):
             if options.dry_run or reaper.delete(cluster, job):
@@ -140,16 +140,6 @@ def _reap(options: argparse.Namespace) -> None:
             else:
                 print(f"skipped, since it was changed or deleted meanwhile: {job}")
     print(f"{count} of this project's jobs {done} in namespace {options.namespace}")
-
-
-def _end_left_runs(cluster: Cluster) -> None:
-    from components import finishing
-
-    try:
-        for run in finishing.end_left_runs(cluster):
-            print(f"ended in MLflow: the run {run}, whose task `finish` did not complete")
-    except TrainerError as error:  # the jobs cost money and are deleted all the same
-        print(f"warning: runs may be left open in MLflow: {error}", file=sys.stderr)
 
 
 def _pools(_options: argparse.Namespace) -> None:

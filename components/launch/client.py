@@ -33,13 +33,10 @@ CONNECT_TIMEOUT_S = 5
 RESPONSE_TIMEOUT_S = 20
 WATCH_TIMEOUT_S = 60
 """The server ends a watch after this time, so a connection that died silently is noticed soon after it."""
-LOG_TIMEOUT_S = 60
-"""A log that is silent for so long is requested again, since its connection may be dead."""
-POOL_SIZE = 128
-"""Connections kept for later requests: one for each replica's log, and some more."""
+LOG_TIMEOUT_S = 60  # a log that is silent for so long is requested again, since its connection may be dead
+POOL_SIZE = 128  # connections kept for later requests: one for each replica's log, and some more
 BACKOFF = Retry(first_s=0.2, longest_s=10.0)
-SETTLE_S = 10.0
-"""Time after the API server's return until its watches have delivered everything that was missed."""
+SETTLE_S = 10.0  # time after the API server's return until its watches have delivered everything that was missed
 
 _RETRYABLE = {408, 429, 500, 502, 503, 504}
 _METHODS: Mapping[str, str] = {"create": "POST", "patch": "PATCH", "delete": "DELETE"}
@@ -52,7 +49,6 @@ VERBS: Mapping[str, tuple[str, ...]] = {
 }
 """The verbs that a launcher needs on each kind of object; on the jobs of either backend it needs `JOB_VERBS`."""
 
-
 Result = TypeVar("Result")
 
 
@@ -64,15 +60,10 @@ class ServerRequest:
     namespace: str
     verb: str
     resource: Resource
-    names: tuple[str, ...] = ()
-    """Name of an object, and of its subresource."""
+    names: tuple[str, ...] = ()  # name of an object, and of its subresource
 
     def __str__(self) -> str:
         return f"{self.verb} {' '.join((str(self.resource), *self.names))} in namespace {self.namespace}"
-
-    @property
-    def path(self) -> str:
-        return self.resource.path(self.namespace, *self.names)
 
     @property
     def kind(self) -> str:
@@ -121,13 +112,7 @@ class LogNotReadyError(ClusterError):
 
 
 def response_error(status: int, message: str, request: ServerRequest) -> ClusterError:
-    """Return the error for an answer that is no success.
-
-    Args:
-        status: the HTTP status; 0: the connection is not trusted.
-        message: the server's own words.
-        request: what was asked.
-    """
+    """Return the error for an HTTP status that is no success (0: the connection is not trusted), with the server's own words."""
     host, resource = request.host, request.resource
     if status in _RETRYABLE:
         return ApiUnavailableError(f"the API server {host} cannot {request} now ({status}): {message}")
@@ -141,9 +126,8 @@ def response_error(status: int, message: str, request: ServerRequest) -> Cluster
         )
     if status == 404:
         return _not_found(request, message)
-    if status == 403 and re.search(
-        r'User ".*" cannot ', message
-    ):  # 403 also stands for a quota or an admission webhook
+    # 403 also stands for a quota or an admission webhook.
+    if status == 403 and re.search(r'User ".*" cannot ', message):
         verbs = ", ".join(VERBS.get(request.kind, JOB_VERBS))
         rule = f'{{apiGroups: ["{resource.group}"], resources: [{request.kind}], verbs: [{verbs}]}}'
         return ForbiddenError(
@@ -207,11 +191,7 @@ class Stream:
         self._response.close()
 
     def __iter__(self) -> Iterator[str]:
-        """Yield lines as they come, until the server ends the response.
-
-        Raises:
-            ApiUnavailableError: the connection broke, or `end` was called.
-        """
+        """Yield lines as they come, until the server ends the response; an `ApiUnavailableError` if it broke, or `end` was called."""
         rest = b""
         while data := self._read():
             *lines, rest = (rest + data).split(b"\n")
@@ -245,14 +225,7 @@ class Cluster:
 
     @classmethod
     def connect(cls, namespace: str = "") -> Self:
-        """Find the cluster: `KUBECONFIG`, else the pod's own service account, else `~/.kube/config`.
-
-        Args:
-            namespace: where jobs run; empty: `job_manifest.default_namespace`.
-
-        Raises:
-            ClusterError: there is none of these, or it is not usable.
-        """
+        """Find the cluster: `KUBECONFIG`, else the pod's own service account, else `~/.kube/config`; a `ClusterError` if there is none."""
         configuration = client.Configuration()
         if not os.environ.get("KUBECONFIG") and os.environ.get("KUBERNETES_SERVICE_HOST"):
             try:
@@ -281,11 +254,7 @@ class Cluster:
         self._client.close()
 
     def create(self, resource: Resource, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Create an object, and return it as the server made it.
-
-        Raises:
-            KindNotInstalledError: this cluster's version of the kind lacks fields.
-        """
+        """Create an object, and return it as the server made it."""
         # Strict: by default the server drops unknown fields with a warning, and the job would run without them.
         return self._json("create", resource, query={"fieldValidation": "Strict"}, body=manifest)
 
@@ -302,17 +271,7 @@ class Cluster:
         return self._json("patch", resource, name, body=change)
 
     def delete(self, resource: Resource, name: str, *, uid: str, version: str = "") -> None:
-        """Delete an object if it is the one with this uid. It stays visible until everything that it owns is gone.
-
-        Args:
-            resource: its kind.
-            name: its name.
-            uid: distinguishes it from an earlier or a later one of this name.
-            version: the resource version that it must still have; empty: any.
-
-        Raises:
-            ConflictError: it is another one, or has changed.
-        """
+        """Delete an object if it is the one with this uid, and has still this resource version (empty: any); else a `ConflictError`."""
         preconditions = {"uid": uid} | ({"resourceVersion": version} if version else {})
         # Foreground: the job stays visible until its pods are gone, so a caller can wait for them.
         options = {"propagationPolicy": "Foreground", "preconditions": preconditions}
@@ -320,26 +279,15 @@ class Cluster:
 
     def watch(self, resource: Resource, version: str, *, labels: str = "", fields: str = "") -> Stream:
         """Stream the changes since a resource version, one JSON object a line; see `watch_events`."""
-        query = {
-            "watch": "true",
-            "resourceVersion": version,
-            "timeoutSeconds": WATCH_TIMEOUT_S,
-            "allowWatchBookmarks": "true",
-        }
-        query |= _selectors(labels, fields)
+        query = {"watch": "true", "timeoutSeconds": WATCH_TIMEOUT_S, "allowWatchBookmarks": "true"}
+        query |= {"resourceVersion": version, **_selectors(labels, fields)}
         return Stream(self._open("watch", resource, query=query, timeout_s=WATCH_TIMEOUT_S + 10), self.host)
 
     def log(self, pod: str, *, container: str, since: str = "", previous: bool = False) -> Stream:
         """Stream the lines of a container, each after its time, with those that are still to come.
 
-        Args:
-            pod: its name.
-            container: its name.
-            since: RFC 3339 time of the first line wanted; the server may begin up to a second earlier.
-            previous: read the container before its last restart.
-
-        Raises:
-            LogNotReadyError: the container has not started.
+        `since` is the RFC 3339 time of the first one wanted; the server may begin up to a second earlier. `previous` reads the container
+        before its last restart. A `LogNotReadyError` if the container has not started.
         """
         query: dict[str, Any] = {"container": container, "timestamps": "true"}
         query |= {"previous": "true"} if previous else {"follow": "true"}
@@ -373,7 +321,7 @@ class Cluster:
         content = "application/merge-patch+json" if verb == "patch" else "application/json"
         try:
             response: urllib3.BaseHTTPResponse = self._client.call_api(
-                request.path,
+                resource.path(self.namespace, *names),
                 _METHODS.get(verb, "GET"),
                 query_params=[*query.items()],
                 header_params={"Accept": "application/json", "Content-Type": content},
@@ -434,8 +382,7 @@ class ApiRetry:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s, self._stop, self._lock = timeout_s, threading.Event(), threading.Lock()
         self._failures, self._lost_at, self._back_at = 0, 0.0, -SETTLE_S
-        self._authorized = False
-        """Whether the server has accepted the credentials before."""
+        self._authorized = False  # whether the server has accepted the credentials before
 
     def stop(self) -> None:
         """End all waits."""
@@ -448,11 +395,7 @@ class ApiRetry:
             return self._failures < 2 and time.monotonic() - self._back_at >= SETTLE_S
 
     def wait(self, seconds: float) -> None:
-        """Wait; 0 only checks whether to stop.
-
-        Raises:
-            RetryStopped: `stop` was called.
-        """
+        """Wait; 0 only checks whether to stop, which raises `RetryStopped`."""
         if self._stop.wait(seconds):
             raise RetryStopped
 
@@ -500,31 +443,17 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-class NoKubeconfigError(Exception):
-    """There is no usable kubeconfig; the text says why."""
-
-
 def proxy_to_service(configuration: Any, *, kubeconfig: str | None, namespace: str, service: str, port: str) -> str:
-    """Send a generated client's requests to a service through the API server, as kubeconfig's user.
+    """Send a generated client's requests to a service through the API server, as kubeconfig's user; return kubeconfig's context.
 
-    Args:
-        configuration: the client's, with the fields of `kubernetes.client.Configuration`; changed.
-        kubeconfig: its file, or several as in KUBECONFIG; None for the usual place.
-        namespace: where the service is.
-        service: its name.
-        port: name of its port.
-
-    Returns:
-        The name of kubeconfig's context.
-
-    Raises:
-        NoKubeconfigError: there is none, or it cannot be read.
+    Changes `configuration`, which has the fields of `kubernetes.client.Configuration`. `kubeconfig` may be several files, as in KUBECONFIG;
+    None is the usual place. A `ClusterError` if there is none, or it cannot be read.
     """
     try:
         _, context = config.list_kube_config_contexts(kubeconfig)
         config.load_kube_config(kubeconfig, client_configuration=configuration)
     except (ConfigException, OSError, yaml.YAMLError, TypeError) as error:  # TypeError: YAML of another form
-        raise NoKubeconfigError(f"kubeconfig cannot be used ({' '.join(str(error).split())})") from error
+        raise ClusterError(f"kubeconfig cannot be used ({' '.join(str(error).split())})") from error
     address = f"{configuration.host}/api/v1/namespaces/{namespace}/services/{service}:{port}/proxy"
     refresh = configuration.refresh_api_key_hook
 

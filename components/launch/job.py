@@ -6,11 +6,11 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from components.launch.client import ApiRetry, ApiUnavailableError, Cluster, ClusterError, ConflictError, NotFoundError
 from components.launch.job_manifest import (
@@ -27,32 +27,25 @@ from components.launch.readers import LogLine
 from trainer import storage
 from trainer.artifacts import canonical_json
 from trainer.errors import LaunchError, TrainerError
+from trainer.formatting import listed
 from trainer.launch import JobSpec
 
 logger = logging.getLogger(__name__)
 
 SHOWN_DIFFERENCES = 5
-LATE_S = 1.0
-"""How much later than an interrupted request the server may still create what it asked for."""
+LATE_S = 1.0  # how much later than an interrupted request the server may still create what it asked for
 
 
 class TaskJob:
     """The job of one task. What asks the API server raises a `ClusterError` if it does not answer or refuses."""
 
     def __init__(self, cluster: Cluster, backend: Backend, spec: JobSpec, pool: Pool, identity: Identity) -> None:
-        """Render the job; nothing is sent before `submit`.
-
-        Raises:
-            TrainerError: the job does not fit the pool or the backend.
-        """
+        """Render the job, which may not fit the pool or the backend; nothing is sent before `submit`."""
         self.backend = backend
-        self.manifest = backend.render(spec, pool, identity)
-        """As it is sent."""
+        self.manifest = backend.render(spec, pool, identity)  # as it is sent
         self._cluster, self._spec, self._pool, self._identity = cluster, spec, pool, identity
-        self._created: dict[str, Any] = {}
-        """As the server has it; empty until it is created or adopted."""
-        self._unanswered = False
-        """Whether a request to create it got no answer."""
+        self._created: dict[str, Any] = {}  # as the server has it; empty until it is created or adopted
+        self._unanswered = False  # whether a request to create it got no answer
 
     @property
     def name(self) -> str:
@@ -156,21 +149,16 @@ class TaskJob:
         self.manifest = self.backend.render(self._spec, self._pool, replace(self._identity, attempt=attempt))
 
     def _adopt(self, job: dict[str, Any], retry: ApiRetry) -> None:
-        """Take an existing job, if its specification is the same, and make this task's pod its owner.
-
-        Raises:
-            LaunchError: it has another specification.
-        """
+        """Take an existing job, if its specification is the same (else a `LaunchError`), and make this task's pod its owner."""
         self._unanswered = False
         self._set_attempt(_attempt(job) or 1)
         if _hash(job) != _hash(self.manifest):
             found = differences(job, self.manifest)
             # Fields that the server and the operator filled in by themselves explain least.
             found.sort(key=lambda text: text.endswith(" -> unset"))
-            shown = "; ".join(found[:SHOWN_DIFFERENCES]) or "its recorded hash differs"
-            more = f"; and {len(found) - SHOWN_DIFFERENCES} more" if len(found) > SHOWN_DIFFERENCES else ""
+            shown = listed(found, SHOWN_DIFFERENCES, between="; ", last="; and ") or "its recorded hash differs"
             raise LaunchError(
-                f"job {self.name} of this run and task exists already with another specification: {shown}{more}. "
+                f"job {self.name} of this run and task exists already with another specification: {shown}. "
                 f"Wait for its end, delete it ({self.kubectl('delete')}), or give the run another name"
             )
         self._created = job
@@ -217,56 +205,41 @@ def _shown(value: Any) -> str:
 
 
 class JobRecord:
-    """Collects what is kept of a job, and writes it below a URI when its block ends, however it ends.
+    """Collects a job's log lines, and writes what is kept of it below a URI in the end; without a URI nothing is kept.
 
     A record that cannot be written is a warning: it must not hide how the job ended.
     """
 
-    def __init__(self, uri: str | None) -> None:
-        """Prepare.
-
-        Args:
-            uri: where the record goes, a folder of this machine or of an object store; None: nowhere.
-        """
-        self.manifest: Mapping[str, Any] = {}
-        """The job as it was sent."""
-        self.status: Mapping[str, Any] = {}
-        """How it ended."""
-        self.events: Sequence[Mapping[str, Any]] = ()
-        """Kubernetes' events about it."""
+    def __init__(self, uri: str) -> None:
         self._uri, self._open = uri, ExitStack()
-        self._logs: dict[str, TextIO] = {}
-        self._folder = Path()
-
-    def __enter__(self) -> Self:
         self._folder = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="launch-")))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._open:
-            self._try(self._write)
+        self._logs: dict[str, TextIO] = {}
 
     def add_line(self, line: LogLine) -> None:
         """Keep a line of a replica's log."""
 
-        def write() -> None:
+        def add() -> None:
             if line.replica not in self._logs:
                 file = (self._folder / f"{line.replica}.log").open("w", encoding="utf-8")
                 self._logs[line.replica] = self._open.enter_context(file)
             self._logs[line.replica].write(f"{line.time} {line.text}\n")
 
-        self._try(write)
+        self._try(add)
 
-    def _write(self) -> None:
-        for name, content in (("job", self.manifest), ("status", self.status), ("events", self.events)):
-            self._store(json.dumps(content, indent=2, ensure_ascii=False).encode(), f"{name}.json")
-        for replica, file in self._logs.items():
-            file.flush()
-            self._store(Path(file.name).read_bytes(), "logs", f"{replica}.log")
-        logger.info("manifest, status, events and logs of the job are kept in %s", self._uri)
+    def write(self, **contents: object) -> None:
+        """Write the logs, and each of the contents as JSON in a file of its name; nothing more can be added then."""
 
-    def _store(self, content: bytes, *names: str) -> None:
-        storage.write_bytes(storage.join(self._uri or "", *names), content)
+        def write() -> None:
+            for name, content in contents.items():
+                text = json.dumps(content, indent=2, ensure_ascii=False)
+                storage.write_bytes(storage.join(self._uri, f"{name}.json"), text.encode())
+            for replica, file in self._logs.items():
+                file.flush()
+                storage.write_bytes(storage.join(self._uri, "logs", f"{replica}.log"), Path(file.name).read_bytes())
+            logger.info("manifest, status, events and logs of the job are kept in %s", self._uri)
+
+        with self._open:
+            self._try(write)
 
     def _try(self, action: Callable[[], None]) -> None:
         """Run an action of the record, if there is one; after a failure there is none."""
@@ -276,4 +249,4 @@ class JobRecord:
             action()
         except (TrainerError, OSError) as error:
             logger.warning("the record of the job cannot be kept in %s: %s", self._uri, error)
-            self._uri = None
+            self._uri = ""

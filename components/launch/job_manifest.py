@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from components.image import IMAGE, IMAGE_VARIABLE, neuron
+from components import IMAGE, IMAGE_VARIABLE
 from components.launch.pools import RESERVED, SECRET, Pool, quantity
 from trainer.artifacts import digest
 from trainer.base_models import holds_secret
@@ -27,8 +27,7 @@ TASK_LABEL = "vit-distillation/task"
 STAGE_LABEL = "vit-distillation/stage"
 ATTEMPT_LABEL = "vit-distillation/attempt"
 HASH_ANNOTATION = "vit-distillation/spec-hash"
-FAILURE_ANNOTATION = "vit-distillation/failure"
-"""Of a failed job that would fail again: its message."""
+FAILURE_ANNOTATION = "vit-distillation/failure"  # of a failed job that would fail again: its message
 
 NAMESPACE_VARIABLE = "TRAINER_NAMESPACE"
 DEFAULT_NAMESPACE = "kubeflow"
@@ -72,38 +71,21 @@ class Owner:
 class Identity:
     """A job of a run."""
 
-    run: str
-    """Name or id of the run, any text."""
-    task: str
-    """The pipeline's task, which is the stage's name."""
-    attempt: int = 1
-    """Counts the jobs of one task in one run."""
+    run: str  # name or id of the run, any text
+    task: str  # the pipeline's task, which is the stage's name
+    attempt: int = 1  # counts the jobs of one task in one run
     namespace: str = DEFAULT_NAMESPACE
     owner: Owner | None = None
 
     @classmethod
-    def from_environment(cls, task: str, *, namespace: str = "", attempt: int = 1) -> Self:
-        """Return the identity of a task's job, from the environment that Kubeflow Pipelines or a local run has set.
-
-        Args:
-            task: the task's name.
-            namespace: where its job goes; empty: `TRAINER_NAMESPACE`, or the pod's own namespace, or kubeflow.
-            attempt: which of the task's jobs it is.
-
-        Raises:
-            LaunchError: nothing names the run.
-        """
+    def from_environment(cls, task: str) -> Self:
+        """Return the identity of a task's first job, as Kubeflow Pipelines or a local run names it; a `LaunchError` if neither did."""
         run = os.environ.get("KFP_RUN_ID") or os.environ.get("TRAINER_RUN")
         if not run:
             raise LaunchError(f"{task}: nothing names the run, so its job can have no name; set TRAINER_RUN")
         pod, uid = os.environ.get("KFP_POD_NAME"), os.environ.get("KFP_POD_UID")
-        return cls(
-            run=run,
-            task=task,
-            attempt=attempt,
-            namespace=namespace or default_namespace(),
-            owner=Owner(name=pod, uid=uid) if pod and uid else None,
-        )
+        owner = Owner(name=pod, uid=uid) if pod and uid else None
+        return cls(run=run, task=task, namespace=default_namespace(), owner=owner)
 
     @property
     def name(self) -> str:
@@ -117,24 +99,6 @@ class Identity:
     def labels(self, stage: str) -> dict[str, str]:
         """Return the labels of the job and its pods, by which they are found."""
         return {RUN_LABEL: label_value(self.run), TASK_LABEL: label_value(self.task), STAGE_LABEL: label_value(stage)}
-
-    def metadata(self, stage: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Render the metadata of a job.
-
-        Args:
-            stage: the stage that it runs.
-            body: the manifest without metadata, whose hash is recorded.
-        """
-        metadata: dict[str, Any] = {
-            "name": self.name,
-            "namespace": self.namespace,
-            "labels": self.labels(stage) | {ATTEMPT_LABEL: str(self.attempt)},
-            "annotations": {HASH_ANNOTATION: spec_hash(body)},
-        }
-        if self.owner:
-            owner = {"apiVersion": "v1", "kind": "Pod", "name": self.owner.name, "uid": self.owner.uid}
-            metadata["ownerReferences"] = [owner]
-        return metadata
 
 
 def default_namespace() -> str:
@@ -161,7 +125,6 @@ USER = 1000
 """The image's user. The pod names it because the operator's own init container has an image whose user is root."""
 GRACE_PERIOD_S = SHUTDOWN_TIMEOUT_S + 30
 """How long a pod has to end: first its processes end, then its termination message and its logs have to get out."""
-COMMAND = ["python"]
 
 POD_SECURITY: dict[str, Any] = {
     "runAsNonRoot": True,
@@ -177,16 +140,9 @@ CONTAINER_SECURITY: dict[str, Any] = {
     "capabilities": {"drop": ["ALL"]},
 }
 
-CACHE = "/cache"
-"""Where a pod keeps what it read from the object store."""
+CACHE = "/cache"  # where a pod keeps what it read from the object store
 CACHE_FRACTION = 0.8
 """Share of the cache's volume that is filled. A pod whose volume exceeds its limit is evicted, and files in transit come on top."""
-VOLUME_MOUNTS = [
-    {"name": "shared-memory", "mountPath": "/dev/shm"},
-    {"name": "cache", "mountPath": CACHE},
-    {"name": "tmp", "mountPath": "/tmp"},
-]
-"""Where a container finds the `pod_volumes`."""
 
 COMPILE_CACHE = "NEURON_COMPILE_CACHE_URL"
 """Where Neuron's compiler keeps graphs: a folder of the pod, or of an object store, where the next job finds them."""
@@ -206,21 +162,26 @@ _SERVICE_LINK = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TC
 
 
 def pod_template(spec: JobSpec, pool: Pool, identity: Identity, *, container: dict[str, Any]) -> dict[str, Any]:
-    """Render a whole pod template.
-
-    Args:
-        spec: the job.
-        pool: where it runs.
-        identity: which job it is.
-        container: what the backend adds to the container, its name among them.
+    """Render a whole pod template; `container` is what the backend adds to the container, its name among them.
 
     Raises:
         LaunchError: the image is not known, or the environment holds a secret or a reserved variable.
+        SettingsError: the job does not fit the pool's nodes.
     """
+    placement = {
+        "nodeSelector": pool.node_selector,
+        "tolerations": [toleration.manifest() for toleration in pool.tolerations],
+        "serviceAccountName": pool.service_account,
+    }
     return {
-        "metadata": pod_metadata(spec, identity),
+        "metadata": {
+            # A sidecar would outlive the training, and the pod would never end.
+            "labels": identity.labels(spec.stage) | {"sidecar.istio.io/inject": "false"},
+            # Moving a training pod to another node restarts the whole job.
+            "annotations": {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"},
+        },
         "spec": {
-            **pod_placement(pool),
+            **{name: value for name, value in placement.items() if value},
             # The API server is the launcher's business, not the training's.
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
@@ -231,26 +192,35 @@ def pod_template(spec: JobSpec, pool: Pool, identity: Identity, *, container: di
                     **container,
                     "image": pod_image(pool),
                     "imagePullPolicy": "IfNotPresent",
-                    "command": COMMAND,
+                    "command": ["python"],
                     "args": spec.node_arguments(),
                     "env": pod_environment(spec, pool, identity),
-                    "resources": pod_resources(pool),
+                    # They are equal: accelerators require it, and a replica that is throttled or evicted holds up all others.
+                    "resources": {"requests": pool.resources, "limits": pool.resources},
                     "securityContext": CONTAINER_SECURITY,
                     # A process that is killed leaves no termination message; its last lines take the place.
                     "terminationMessagePolicy": "FallbackToLogsOnError",
-                    "volumeMounts": VOLUME_MOUNTS,
+                    "volumeMounts": [
+                        {"name": "shared-memory", "mountPath": "/dev/shm"},
+                        {"name": "cache", "mountPath": CACHE},
+                        {"name": "tmp", "mountPath": "/tmp"},
+                    ],
                 }
             ],
-            "volumes": pod_volumes(pool),
+            # Everything that a pod writes to, since its root file system is read-only.
+            "volumes": [
+                {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": pool.shared_memory}},
+                {"name": "cache", "emptyDir": {"sizeLimit": pool.cache}},
+                {"name": "tmp", "emptyDir": {}},
+            ],
         },
     }
 
 
 def pod_image(pool: Pool, task: str = IMAGE) -> str:
-    """Return the pool's own image, or else that of its task, in the variant for the pool's device.
+    """Return the pool's own image, or else that of its task; for Neuron the one built beside it, with `-neuron` after its name.
 
-    Raises:
-        LaunchError: the variant is not known, since a digest names the task's image.
+    That one is not known where a digest names the task's image, which is a `LaunchError`.
     """
     if pool.image or pool.device != "xla":
         return pool.image or task
@@ -258,72 +228,25 @@ def pod_image(pool: Pool, task: str = IMAGE) -> str:
         raise LaunchError(
             f"pool {pool.name}: {task} names one image by its digest, not that for Neuron; set image of the pool"
         )
-    return neuron(task)
-
-
-def pod_resources(pool: Pool) -> dict[str, Any]:
-    """Render requests and limits."""
-    # They are equal: accelerators require it, and a replica that is throttled or evicted holds up all others.
-    return {"requests": pool.resources, "limits": pool.resources}
-
-
-def pod_volumes(pool: Pool) -> list[dict[str, Any]]:
-    """Render the volumes: everything that a pod writes to, since its root file system is read-only."""
-    return [
-        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": pool.shared_memory}},
-        {"name": "cache", "emptyDir": {"sizeLimit": pool.cache}},
-        {"name": "tmp", "emptyDir": {}},
-    ]
-
-
-def pod_metadata(spec: JobSpec, identity: Identity) -> dict[str, Any]:
-    """Render labels and annotations of the pods."""
-    return {
-        # A sidecar would outlive the training, and the pod would never end.
-        "labels": identity.labels(spec.stage) | {"sidecar.istio.io/inject": "false"},
-        # Moving a training pod to another node restarts the whole job.
-        "annotations": {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"},
-    }
-
-
-def pod_placement(pool: Pool) -> dict[str, Any]:
-    """Render which nodes take the pods, and their service account, without what the pool leaves empty."""
-    fields = {
-        "nodeSelector": pool.node_selector,
-        "tolerations": [toleration.manifest() for toleration in pool.tolerations],
-        "serviceAccountName": pool.service_account,
-    }
-    return {name: value for name, value in fields.items() if value}
+    folder, slash, name = task.rpartition("/")
+    base, colon, tag = name.partition(":")
+    return f"{folder}{slash}{base}-neuron{colon}{tag}"
 
 
 def pod_environment(spec: JobSpec, pool: Pool, identity: Identity) -> list[dict[str, Any]]:
-    """Render the container's `env`: values, and secrets by reference.
-
-    Raises:
-        LaunchError: the job's environment holds a secret, also within an address, or sets a reserved variable.
-        SettingsError: the job does not fit the pool's nodes.
-    """
+    """Render the container's `env`: values, and secrets by reference; raises as `pod_template`."""
     for name in spec.environment:
-        if SECRET.search(name) or RESERVED.fullmatch(name):
-            raise LaunchError(
-                f"{spec.stage}: {name} cannot be part of a job's environment: "
-                + (
-                    "it looks like a secret; name it under secrets of the pool"
-                    if SECRET.search(name)
-                    else "it is set by the launcher"
-                )
-            )
+        secret = "it looks like a secret; name it under secrets of the pool" if SECRET.search(name) else ""
+        if why := secret or ("it is set by the launcher" if RESERVED.fullmatch(name) else ""):
+            raise LaunchError(f"{spec.stage}: {name} cannot be part of a job's environment: {why}")
     # A pod sees all cores of its node, but may use only those that it requested.
     threads = max(1, int(pool.cpus / pool.processes(spec.processes_per_node)))
-    defaults = {
+    values = {
         "TRAINER_RUN": identity.run,
         "OMP_NUM_THREADS": str(threads),
         # The root file system is read-only, so these point to volumes.
         "HOME": "/tmp",
         "HF_HOME": f"{CACHE}/huggingface",
-    }
-    values = {
-        **defaults,
         **pool.environment,
         **spec.environment,
         **pool.place(spec.nodes, spec.processes_per_node).environment(),
@@ -340,21 +263,14 @@ def pod_environment(spec: JobSpec, pool: Pool, identity: Identity) -> list[dict[
                 "and name a Secret and its key under secrets of the pool, such as for MLFLOW_TRACKING_PASSWORD"
             )
     references = [
-        {
-            "name": name,
-            "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key, "optional": secret.optional}},
-        }
+        {"name": name, "valueFrom": {"secretKeyRef": secret.model_dump()}}
         for name, secret in sorted(pool.secrets.items())
     ]
     return [{"name": name, "value": values[name]} for name in sorted(values)] + references
 
 
 def forwarded_environment(task: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a task forwards to its job: no secret's value, and no place on the task's own machine.
-
-    Args:
-        task: the task's environment.
-    """
+    """Return the variables that a task forwards to its job: no secret's value, and no place on the task's own machine."""
     forwarded = {name: task[name] for name in FORWARDED if task.get(name)}
     forwarded |= {name: task[name] for name in (CHECKPOINTS_VARIABLE, COMPILE_CACHE) if "://" in task.get(name, "")}
     if not tracks_in_reach(task):
@@ -372,15 +288,7 @@ def tracks_in_reach(task: Mapping[str, str]) -> bool:
 
 
 def check_compile_cache(pool: Pool, task: Mapping[str, str]) -> None:
-    """Check that the next job finds what is compiled on a pool.
-
-    Args:
-        pool: where the job runs.
-        task: the environment of the task that launches it.
-
-    Raises:
-        SettingsError: it would be lost with the pods.
-    """
+    """Check that the next job finds what is compiled on a pool (else a `SettingsError`); `task` is the environment that is handed on."""
     if pool.device != "xla":
         raise SettingsError(
             f"pool {pool.name}: what is compiled on it stays in the pods and is lost with them, so warm_up would warm nothing; it serves "
@@ -395,10 +303,8 @@ def check_compile_cache(pool: Pool, task: Mapping[str, str]) -> None:
         )
 
 
-PYTORCHJOB_CONTAINER = "pytorch"
-"""The operator gives its variables to the container of this name."""
-TRAINJOB_NODE = "node"
-"""The runtime's name for the job of the training pods, and for their container."""
+PYTORCHJOB_CONTAINER = "pytorch"  # the operator gives its variables to the container of this name
+TRAINJOB_NODE = "node"  # the runtime's name for the job of the training pods, and for their container
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 JobPhase = Literal["pending", "suspended", "running", "restarting", "succeeded", "failed"]
@@ -409,10 +315,8 @@ class JobState:
     """The state of a job, in terms that all backends share."""
 
     phase: JobPhase
-    reason: str = ""
-    """The operator's reason, such as PyTorchJobFailed."""
-    message: str = ""
-    """The operator's message."""
+    reason: str = ""  # the operator's reason, such as PyTorchJobFailed
+    message: str = ""  # the operator's message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -425,8 +329,8 @@ class Backend:
     """The name of the training container in a job's pods."""
     renderer: Callable[[JobSpec, Pool, Identity], dict[str, Any]]
     """A pure function; `render` adds the launching process's environment and image."""
-    state: Callable[[Mapping[str, Any]], JobState]
-    """A job as the API server shows it -> its state."""
+    phases: Mapping[str, JobPhase]
+    """Type of a condition in a job's status -> phase; where several are true, the first one here decides."""
     pod_selector: Callable[[str], str]
     """A job's name -> the label selector of its pods."""
     replica: Callable[[Mapping[str, str]], str]
@@ -440,19 +344,23 @@ class Backend:
         """
         forwarded = forwarded_environment(os.environ)
         image = pod_image(pool, os.environ.get(IMAGE_VARIABLE) or IMAGE)
-        return self.renderer(
-            replace(spec, environment=forwarded | dict(spec.environment)),
-            pool.model_copy(update={"image": image}),
-            identity,
-        )
+        spec = replace(spec, environment={**forwarded, **spec.environment})
+        return self.renderer(spec, pool.model_copy(update={"image": image}), identity)
+
+    def state(self, job: Mapping[str, Any]) -> JobState:
+        """Read the state of a job as the API server shows it."""
+        status = job.get("status", {})
+        true = {one["type"]: one for one in status.get("conditions") or [] if one.get("status") == "True"}
+        for kind, phase in self.phases.items():
+            if kind in true:
+                return JobState(phase=phase, reason=true[kind].get("reason", ""), message=true[kind].get("message", ""))
+        # A TrainJob has no condition for running; pods that are ready show it.
+        ready = any(part.get("ready") for part in status.get("jobsStatus") or [])
+        return JobState(phase="running" if ready else "pending")
 
 
 def render_pytorchjob(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
-    """Render a PyTorchJob: a master, and a worker for each further node; an elastic job has workers only, since any node may leave.
-
-    Raises:
-        LaunchError: the job does not fit the pool.
-    """
+    """Render a PyTorchJob: a master, and a worker for each further node; an elastic job has workers only, since any node may leave."""
     if spec.nodes < pool.elastic_min_nodes:
         raise LaunchError(
             f"{spec.stage}: nodes = {spec.nodes}, but pool {pool.name} is elastic and needs {pool.elastic_min_nodes} at least "
@@ -473,13 +381,21 @@ def render_pytorchjob(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str
         "activeDeadlineSeconds": 60 * (pool.queued_minutes + pool.running_minutes),
         "ttlSecondsAfterFinished": 60 * pool.keep_minutes,
     }
+    port = {"name": "pytorchjob-port", "containerPort": 23456, "protocol": "TCP"}
+    container = {"name": PYTORCHJOB_CONTAINER, "ports": [port]}
+    replica = {
+        # Exit codes below 128 fail the job: the trainer's own errors, which would come again. Others (preempted, killed, crashed) get a
+        # new pod.
+        "restartPolicy": "ExitCode" if pool.retries else "Never",
+        "template": pod_template(spec, pool, identity, container=container),
+    }
     masters = 0 if pool.elastic_min_nodes else 1
     job = {
         "nprocPerNode": str(pool.processes(spec.processes_per_node)),
         "runPolicy": run_policy,
         **({"elasticPolicy": elastic_policy} if pool.elastic_min_nodes else {}),
         "pytorchReplicaSpecs": {
-            role: _replica_spec(count, spec, pool, identity)
+            role: {"replicas": count, **replica}
             for role, count in {"Master": masters, "Worker": spec.nodes - masters}.items()
             if count
         },
@@ -487,69 +403,45 @@ def render_pytorchjob(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str
     return _manifest(PYTORCHJOBS, "PyTorchJob", job, spec, pool, identity)
 
 
-def _replica_spec(count: int, spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
-    port = {"name": "pytorchjob-port", "containerPort": 23456, "protocol": "TCP"}
-    container = {"name": PYTORCHJOB_CONTAINER, "ports": [port]}
-    return {
-        "replicas": count,
-        # Exit codes below 128 fail the job: the trainer's own errors, which would come again. Others (preempted, killed, crashed) get a
-        # new pod.
-        "restartPolicy": "ExitCode" if pool.retries else "Never",
-        "template": pod_template(spec, pool, identity, container=container),
-    }
-
-
 def render_trainjob(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
-    """Render a TrainJob on a runtime with torch's policy: `trainer` says what runs, a patch of the runtime what its pods are.
-
-    Raises:
-        LaunchError: the pool asks for what TrainJobs do not support.
-    """
+    """Render a TrainJob on a runtime with torch's policy: `trainer` says what runs, a patch of the runtime what its pods are."""
     for field in ("elastic_min_nodes", "retries"):
         if getattr(pool, field):
             raise LaunchError(
                 f"{spec.stage}: pool {pool.name}: {field} = {getattr(pool, field)} is not supported by TrainJobs; "
                 f'set it to 0, or backend = "pytorchjob"'
             )
+    pod = pod_template(spec, pool, identity, container={"name": TRAINJOB_NODE})
+    (container,) = pod["spec"]["containers"]
     job = {
         "runtimeRef": {"name": pool.runtime},
         # For when the launcher is gone: its own limits are the exact ones.
         "activeDeadlineSeconds": 60 * (pool.queued_minutes + pool.running_minutes),
         "trainer": {
-            "image": pod_image(pool),
-            "command": COMMAND,
-            "args": spec.node_arguments(),
-            "env": pod_environment(spec, pool, identity),
+            **{name: container[name] for name in ("image", "command", "args", "env")},
             "numNodes": spec.nodes,
             "numProcPerNode": pool.processes(spec.processes_per_node),
-            "resourcesPerNode": pod_resources(pool),
+            "resourcesPerNode": container["resources"],
         },
         # The manager says whose patch it is: a path with a domain, as Trainer requires.
-        "runtimePatches": [
-            {"manager": "vit-distillation/launcher", "trainingRuntimeSpec": _runtime_patch(spec, pool, identity)}
-        ],
+        "runtimePatches": [{"manager": "vit-distillation/launcher", "trainingRuntimeSpec": _runtime_patch(pod, pool)}],
     }
     return _manifest(TRAINJOBS, "TrainJob", job, spec, pool, identity)
 
 
-def _runtime_patch(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
+def _runtime_patch(pod: Mapping[str, Any], pool: Pool) -> dict[str, Any]:
     # Trainer lets a patch set these fields only.
+    fields = ["nodeSelector", "tolerations", "serviceAccountName", "securityContext"]
+    # Kueue 0.19 writes a TrainJob with the types of Trainer 2.2, which drops this field of 2.3 when it lets a job start; JobSet
+    # then denies the change, and the job stays suspended.
+    fields += [] if pool.queue else ["terminationGracePeriodSeconds"]
+    (container,) = pod["spec"]["containers"]
     template = {
-        "metadata": pod_metadata(spec, identity),
+        "metadata": pod["metadata"],
         "spec": {
-            **pod_placement(pool),
-            "securityContext": POD_SECURITY,
-            # Kueue 0.19 writes a TrainJob with the types of Trainer 2.2, which drops this field of 2.3 when it lets a job start; JobSet
-            # then denies the change, and the job stays suspended.
-            **({} if pool.queue else {"terminationGracePeriodSeconds": GRACE_PERIOD_S}),
-            "containers": [
-                {
-                    "name": TRAINJOB_NODE,
-                    "volumeMounts": VOLUME_MOUNTS,
-                    "securityContext": CONTAINER_SECURITY,
-                }
-            ],
-            "volumes": pod_volumes(pool),
+            **{name: pod["spec"][name] for name in fields if name in pod["spec"]},
+            "containers": [{name: container[name] for name in ("name", "volumeMounts", "securityContext")}],
+            "volumes": pod["spec"]["volumes"],
         },
     }
     return {
@@ -563,48 +455,17 @@ def _manifest(
     resource: Resource, kind: str, job: dict[str, Any], spec: JobSpec, pool: Pool, identity: Identity
 ) -> dict[str, Any]:
     head = {"apiVersion": f"{resource.group}/{resource.version}", "kind": kind}
-    metadata = identity.metadata(spec.stage, {**head, "spec": job})
+    metadata: dict[str, Any] = {
+        "name": identity.name,
+        "namespace": identity.namespace,
+        "labels": {**identity.labels(spec.stage), ATTEMPT_LABEL: str(identity.attempt)},
+        "annotations": {HASH_ANNOTATION: spec_hash({**head, "spec": job})},
+    }
+    if owner := identity.owner:
+        metadata["ownerReferences"] = [{"apiVersion": "v1", "kind": "Pod", "name": owner.name, "uid": owner.uid}]
     if pool.queue:
         metadata["labels"][QUEUE_LABEL] = pool.queue
     return {**head, "metadata": metadata, "spec": job}
-
-
-def _pytorchjob_state(job: Mapping[str, Any]) -> JobState:
-    phases: Mapping[str, JobPhase] = {
-        "Failed": "failed",
-        "Succeeded": "succeeded",
-        "Suspended": "suspended",
-        "Restarting": "restarting",
-        "Running": "running",
-    }
-    return _state_from_conditions(job, phases)
-
-
-def _trainjob_state(job: Mapping[str, Any]) -> JobState:
-    state = _state_from_conditions(job, {"Failed": "failed", "Complete": "succeeded", "Suspended": "suspended"})
-    # A TrainJob has no condition for running; pods that are ready show it.
-    if state.phase == "pending" and any(part.get("ready") for part in job.get("status", {}).get("jobsStatus") or []):
-        return JobState(phase="running")
-    return state
-
-
-def _state_from_conditions(job: Mapping[str, Any], phases: Mapping[str, JobPhase]) -> JobState:
-    """Return the state that the conditions of a job's status show.
-
-    Args:
-        job: the job as the API server shows it.
-        phases: type of a condition -> phase; where several are true, the first one here decides.
-    """
-    conditions = job.get("status", {}).get("conditions") or []
-    true = {condition["type"]: condition for condition in conditions if condition.get("status") == "True"}
-    for kind, phase in phases.items():
-        if kind in true:
-            return JobState(phase=phase, reason=true[kind].get("reason", ""), message=true[kind].get("message", ""))
-    return JobState(phase="pending")
-
-
-def _pytorchjob_replica(labels: Mapping[str, str]) -> str:
-    return f"{labels['training.kubeflow.org/replica-type']}-{labels['training.kubeflow.org/replica-index']}"
 
 
 BACKENDS: Mapping[str, Backend] = {
@@ -613,18 +474,24 @@ BACKENDS: Mapping[str, Backend] = {
         kind="PyTorchJob",
         container=PYTORCHJOB_CONTAINER,
         renderer=render_pytorchjob,
-        state=_pytorchjob_state,
+        phases={
+            "Failed": "failed",
+            "Succeeded": "succeeded",
+            "Suspended": "suspended",
+            "Restarting": "restarting",
+            "Running": "running",
+        },
         pod_selector="training.kubeflow.org/job-name={}".format,
-        replica=_pytorchjob_replica,
+        replica="{0[training.kubeflow.org/replica-type]}-{0[training.kubeflow.org/replica-index]}".format,
     ),
     "trainjob": Backend(
         resource=TRAINJOBS,
         kind="TrainJob",
         container=TRAINJOB_NODE,
         renderer=render_trainjob,
-        state=_trainjob_state,
+        phases={"Failed": "failed", "Complete": "succeeded", "Suspended": "suspended"},
         pod_selector=f"jobset.sigs.k8s.io/jobset-name={{}},jobset.sigs.k8s.io/replicatedjob-name={TRAINJOB_NODE}".format,
-        replica=lambda labels: f"{TRAINJOB_NODE}-{labels['batch.kubernetes.io/job-completion-index']}",
+        replica=f"{TRAINJOB_NODE}-{{0[batch.kubernetes.io/job-completion-index]}}".format,
     ),
 }
 """Name of a pool's backend -> the backend."""

@@ -21,10 +21,8 @@ from trainer.errors import (
 )
 from trainer.launch import MISSED_ANOTHER
 
-STUCK_S = 300.0
-"""How long a replica may wait for what rarely arrives by itself, such as an image of a wrong name."""
-TAIL_LINES = 10
-"""Last lines of each replica that are kept for messages."""
+STUCK_S = 300.0  # how long a replica may wait for what rarely arrives by itself, such as an image of a wrong name
+TAIL_LINES = 10  # last lines of each replica that are kept for messages
 _STUCK_REASONS = {
     "ErrImagePull",
     "ImagePullBackOff",
@@ -43,12 +41,10 @@ _DISRUPTION_REASONS = {
     "TerminationByKubelet",
 }
 """Reasons of the pod condition DisruptionTarget: Kubernetes has taken the machine away."""
-_NORMAL_PROBLEMS = {"Preempted", "TaintManagerEviction"}
-"""Events of type Normal that are a problem for the job."""
+_NORMAL_PROBLEMS = {"Preempted", "TaintManagerEviction"}  # events of type Normal that are a problem for the job
 _UNSCHEDULED = {"FailedScheduling", "Unschedulable"}
 """Events of a pod that waits for a machine; out of date once its replica has one."""
-_REPORTED_COUNTS = {10, 100, 1000, 10000}
-"""How often a problem has to happen to be reported again."""
+_REPORTED_COUNTS = {10, 100, 1000, 10000}  # how often a problem has to happen to be reported again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +52,10 @@ class Termination:
     """How a replica's container ended, or why its pod was taken away."""
 
     replica: str
-    exit_code: int | None
-    """None: the pod ended and its container had not started."""
-    reason: str
-    """Kubernetes' reason: Completed, Error, OOMKilled, Evicted, PreemptionByScheduler, ..."""
-    message: str
-    """The container's termination message, or Kubernetes' message."""
-    finished: str
-    """RFC 3339 time, in whole seconds."""
+    exit_code: int | None  # None: the pod ended and its container had not started
+    reason: str  # Kubernetes' reason: Completed, Error, OOMKilled, Evicted, PreemptionByScheduler, ...
+    message: str  # the container's termination message, or Kubernetes' message
+    finished: str  # RFC 3339 time, in whole seconds
 
     @property
     def asked_to_end(self) -> bool:
@@ -90,23 +82,17 @@ class Termination:
 class Replica:
     """One pod of a job."""
 
-    name: str
-    """Such as `worker-0`."""
+    name: str  # such as `worker-0`
     pod: str
     uid: str
-    placed: bool
-    """Whether its container runs or ran: it does not wait for a node, an image or a volume."""
+    placed: bool  # whether its container runs or ran: it does not wait for a node, an image or a volume
     running: bool = False
     restarts: int = 0
-    waiting: str = ""
-    """Why its container waits, such as ImagePullBackOff."""
+    waiting: str = ""  # why its container waits, such as ImagePullBackOff
     waiting_message: str = ""
-    over: bool = False
-    """Whether its container has ended and is not started again."""
-    ended: Termination | None = None
-    """The last end of its container."""
-    deleting: bool = False
-    """Whether its deletion was requested."""
+    over: bool = False  # whether its container has ended and is not started again
+    ended: Termination | None = None  # the last end of its container
+    deleting: bool = False  # whether its deletion was requested
 
     @property
     def stuck(self) -> bool:
@@ -115,23 +101,16 @@ class Replica:
 
 
 def read_replica(pod: Mapping[str, Any], name: str, container: str) -> Replica:
-    """Read the status of a pod.
-
-    Args:
-        pod: as the API shows it.
-        name: the replica's.
-        container: the one that trains.
-    """
+    """Read the status of a pod as the API shows it; `name` is the replica's, `container` the one that trains."""
     status = pod.get("status", {})
     containers = status.get("containerStatuses") or []
     own: dict[str, Any] = next((one for one in containers if one["name"] == container), {})
-    state, phase = own.get("state", {}), status.get("phase", "Pending")
+    state, over = own.get("state", {}), status.get("phase") in {"Succeeded", "Failed"}
     waiting: dict[str, Any] = {}
     if "running" not in state:
         # An init container comes first, since the others wait for it.
         states = [one.get("state", {}) for one in [*(status.get("initContainerStatuses") or []), *containers]]
         waiting = next((one["waiting"] for one in states if one.get("waiting")), {})
-    over = phase in {"Succeeded", "Failed"}
     return Replica(
         name=name,
         pod=pod["metadata"]["name"],
@@ -185,43 +164,36 @@ class JobOutcome:
     """How a job ended, or which limit it reached."""
 
     kind: Literal["succeeded", "failed", "deleted", "limit"]
-    message: str = ""
-    """Of a limit, at which the job is to be deleted: which one, and the next move."""
-    retryable: bool = False
-    """Of a limit: whether a new job need not reach it again."""
+    message: str = ""  # of a limit, at which the job is to be deleted: which one, and the next move
+    retryable: bool = False  # of a limit: whether a new job need not reach it again
 
 
 class JobProgress:
     """What was observed of a job."""
 
     def __init__(self, *, nodes: int, limits: JobLimits, now: float) -> None:
-        """Start the clocks.
+        """Start the clocks; `now`, here and in all methods, is in seconds on a monotonic clock.
 
-        Args:
-            nodes: how many replicas have to run for the job to count as running.
-            limits: how long it may take.
-            now: seconds on a monotonic clock, here and in all methods.
+        The job counts as running when as many replicas run as `nodes` says.
         """
         self.state = JobState(phase="pending")
         self.replicas: dict[str, Replica] = {}
         self.log_tails: dict[str, deque[str]] = {}
-        self.last_line_at: dict[str, float] = {}
-        """Replica -> when its last line came."""
+        self.last_line_at: dict[str, float] = {}  # replica -> when its last line came
         self.events: dict[str, Mapping[str, Any]] = {}
         """Uid -> Kubernetes' event, in its last version: an event that happens again keeps its uid and has a higher count."""
         self.lost: dict[str, str] = {}
         """Replica -> how its pod went away without a termination, until a new pod starts in its place."""
-        self.problem = ""
-        """The last problem that is not resolved."""
-        self._problem_about = ""
-        """The replica that has it, or what else."""
+        self.problem = ""  # the last problem that is not resolved
+        self._problem_about = ""  # the replica that has it, or what else
         self._problem_counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         """Failures of each replica. Not their sum counts, since one failure makes the other replicas end too."""
         self._last_failure = ""
+        self.pods_readable = self.logs_readable = True
+        """Without its pods, the job's own state decides; without its logs, silence says nothing."""
         self._nodes, self._limits = nodes, limits
         self._deleted = False
-        self._pods_readable = self._logs_readable = True
         self._running, self._since, self._ran_s = False, now, 0.0
         self._last_output_at = now
         self._stuck, self._stuck_since = False, now
@@ -267,18 +239,8 @@ class JobProgress:
         """Record that a pod of the job was deleted, in this last state; a new one may have its name already."""
         if self.replicas.get(replica.name, replica).uid == replica.uid:
             if not replica.over:
-                self._lose(
-                    replica, "was deleted while it ran" if replica.placed else "was deleted before it had started"
-                )
+                self._lose(replica, f"was deleted {'while it ran' if replica.placed else 'before it had started'}")
             self.update_replica(replace(replica, placed=False, over=True, waiting=""), now)
-
-    def ignore_pods(self) -> None:
-        """Rely on the job's own state: its pods cannot be read."""
-        self._pods_readable = False
-
-    def ignore_silence(self) -> None:
-        """Ignore silence: logs cannot be read."""
-        self._logs_readable = False
 
     def add_line(self, replica: str, text: str, now: float) -> None:
         """Record a line that a replica wrote."""
@@ -320,9 +282,8 @@ class JobProgress:
 
     def _current_limits(self) -> list[tuple[float, float, JobOutcome]]:
         """Return the limits that apply now: seconds, the start of their clock, and the outcome when they are reached."""
-        return self._running_limits() if self._running else self._waiting_limits()
-
-    def _waiting_limits(self) -> list[tuple[float, float, JobOutcome]]:
+        if self._running:
+            return self._running_limits()
         limit_s = self._limits.queued_s
         message = (
             f"was not running after {format_duration(limit_s)} ({self._status})"
@@ -347,7 +308,7 @@ class JobProgress:
             "checkpoint, or raise the pool's running_minutes"
         )
         limits = [(running_s - self._ran_s, self._since, JobOutcome(kind="limit", message=message))]
-        if self._logs_readable:
+        if self.logs_readable:
             last = ""
             if self.last_line_at:
                 replica = max(self.last_line_at, key=lambda name: self.last_line_at[name])
@@ -374,7 +335,7 @@ class JobProgress:
     def _update(self, now: float) -> None:
         """Switch between waiting and running, and report a new status."""
         placed = sum(replica.placed for replica in self.replicas.values())
-        enough = placed >= self._nodes or not self._pods_readable
+        enough = placed >= self._nodes or not self.pods_readable
         running = self.state.phase in {"running", "restarting"} and enough
         if running != self._running:
             self._ran_s += now - self._since if self._running else 0.0
@@ -384,19 +345,17 @@ class JobProgress:
         stuck = any(replica.stuck for replica in self.replicas.values())
         if stuck != self._stuck:
             self._stuck, self._stuck_since = stuck, now
-        status = self._describe(placed)
+        phase, status = self.state.phase, str(self.state.phase)
+        if phase == "suspended":
+            status = "suspended, waiting in its queue"
+        elif phase in {"pending", "running"} and self.pods_readable:
+            word = "running" if self._running else "waiting for its machines"
+            status = f"{word} ({min(placed, self._nodes)} of {self._nodes} replicas)"
+        elif phase in {"restarting", "failed"} and self.state.message:
+            status = f"{phase}: {self.state.message}"
         if status != self._status:
             self._status = status
             self._messages.append(status)
-
-    def _describe(self, placed: int) -> str:
-        phase = self.state.phase
-        if phase == "suspended":
-            return "suspended, waiting in its queue"
-        if phase in {"pending", "running"} and self._pods_readable:
-            word = "running" if self._running else "waiting for its machines"
-            return f"{word} ({min(placed, self._nodes)} of {self._nodes} replicas)"
-        return f"{phase}: {self.state.message}" if phase in {"restarting", "failed"} and self.state.message else phase
 
     def _report_problem(self, about: str, what: str, count: int = 1, *, resolved: bool = False) -> None:
         """Report a problem the first time, and again when its count has reached the next of `_REPORTED_COUNTS`.
@@ -456,13 +415,7 @@ def fails_again(progress: JobProgress) -> bool:
 
 
 def explain_failure(job: str, describe: str, progress: JobProgress) -> str:
-    """Return the message for a failed job.
-
-    Args:
-        job: its name.
-        describe: a command that shows more.
-        progress: what was observed of it.
-    """
+    """Return the message for a failed job; `describe` is a command that shows more."""
     state = progress.state
     failed = f"job {job} failed ({state.reason})" if state.reason else f"job {job} failed"
     culprit = _culprit(progress)
@@ -493,12 +446,7 @@ def _culprit(progress: JobProgress) -> Termination | None:
 
 
 def first_failure(ends: Iterable[Termination], last_line_at: Mapping[str, float]) -> Termination | None:
-    """Return the termination that caused the others; None if none failed.
-
-    Args:
-        ends: how each replica ended.
-        last_line_at: replica -> when its last line came.
-    """
+    """Return the termination that caused the others, from those of all replicas; None if none failed."""
     failed = [end for end in ends if end.exit_code != 0]
     # Times are in whole seconds; within one, the replica that fell silent first failed first.
     return min(failed, key=lambda end: (_rank(end), end.finished, last_line_at.get(end.replica, 0.0)), default=None)

@@ -7,8 +7,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Self
 
@@ -40,22 +39,16 @@ from trainer.launch import JobSpec, Launcher
 logger = logging.getLogger(__name__)
 
 MINUTE_S = 60.0
-API_TIMEOUT_S = 900.0
-"""How long the API server may be unavailable before the launcher gives up; the job then continues."""
+API_TIMEOUT_S = 900.0  # how long the API server may be unavailable before the launcher gives up; the job then continues
 DELETE_TIMEOUT_S, GONE_TIMEOUT_S = 5.0, 15.0
 """How long the launcher retries a deletion, and waits for its end, after Ctrl-C."""
 MAX_ATTEMPTS = 3
 """How many jobs a task may have in a run, one after the other, while they fail in a way that need not happen again."""
-RETRY_DELAY_S = 10.0
-"""Pause before the next attempt, for the cause to pass."""
-ENDED_LOGS_S = 10.0
-"""How long the launcher waits for the last lines of replicas that have ended."""
-RUNNING_LOGS_S = 0.5
-"""How long it waits for lines of replicas that still run, such as workers after the master's end."""
-GONE_POLL_S = 0.5
-"""How often it checks whether a deleted job is gone."""
-UNSETTLED_POLL_S = 0.5
-"""How often it checks a limit that was reached while the API server was unavailable."""
+RETRY_DELAY_S = 10.0  # pause before the next attempt, for the cause to pass
+ENDED_LOGS_S = 10.0  # how long the launcher waits for the last lines of replicas that have ended
+RUNNING_LOGS_S = 0.5  # how long it waits for lines of replicas that still run, such as workers after the master's end
+GONE_POLL_S = 0.5  # how often it checks whether a deleted job is gone
+UNSETTLED_POLL_S = 0.5  # how often it checks a limit that was reached while the API server was unavailable
 
 
 class _RetryableJobError(LaunchError):
@@ -70,8 +63,7 @@ class ClusterLauncher(Launcher):
         pool: Pool,
         identity: Identity,
         *,
-        cluster: Cluster | None = None,
-        record: str | None = None,
+        record: str = "",
         attempts: int = MAX_ATTEMPTS,
         api_timeout_s: float = API_TIMEOUT_S,
     ) -> None:
@@ -80,14 +72,13 @@ class ClusterLauncher(Launcher):
         Args:
             pool: the node pool.
             identity: whose job it is; its attempt is counted here.
-            cluster: where the pool is; None: `Cluster.connect` finds it when a job is run.
             record: URI below which job.json, status.json, events.json and logs/REPLICA.log are written, however the job ends; those
-                of further attempts go to attempt-2, attempt-3 below it.
+                of further attempts go to attempt-2, attempt-3 below it. Empty: nowhere.
             attempts: how many jobs the task may have in its run.
             api_timeout_s: how long the API server may be unavailable.
         """
-        self._pool, self._identity, self._cluster = pool, identity, cluster
-        self._record, self._attempts, self._api_timeout_s = record, attempts, api_timeout_s
+        self._pool, self._identity, self._record = pool, identity, record
+        self._attempts, self._api_timeout_s = attempts, api_timeout_s
 
     def run(self, spec: JobSpec) -> None:
         """Run a job to its end. One of the same run, task and specification that has not ended is adopted.
@@ -100,33 +91,27 @@ class ClusterLauncher(Launcher):
             ApiUnavailableError: the API server was unavailable for too long, and the job continues.
             KeyboardInterrupt: Ctrl-C; the job was deleted.
         """
-        if self._cluster:
-            self._run(spec, self._cluster)
-        else:
-            with Cluster.connect(self._identity.namespace) as cluster:
-                self._run(spec, cluster)
-
-    def _run(self, spec: JobSpec, cluster: Cluster) -> None:
-        if doubt := self._pool.price.doubt() if self._pool.price else "":
-            logger.warning("pool %s: %s", self._pool.name, doubt)
-        if (uri := os.environ.get(TRACKING_URI)) and not tracks_in_reach(os.environ):
-            logger.warning("the job's metrics are not tracked: its pods cannot reach %s=%s", TRACKING_URI, uri)
         record, attempt = self._record, 0
-        while True:
-            job = TaskJob(cluster, BACKENDS[self._pool.backend], spec, self._pool, self._identity)
-            try:
-                return self._run_attempt(job, spec, cluster, record)
-            except _RetryableJobError as failure:
-                # A job that reached a limit is deleted, so the cluster no longer counts it.
-                attempt = max(attempt + 1, job.attempt)
-                if attempt >= self._attempts:
-                    raise
-                logger.warning("%s", failure)
-                logger.warning("retrying in %g s: attempt %d of %d", RETRY_DELAY_S, attempt + 1, self._attempts)
-                record = self._record and storage.join(self._record, f"attempt-{attempt + 1}")
-                time.sleep(RETRY_DELAY_S)
+        with Cluster.connect(self._identity.namespace) as cluster:
+            if doubt := self._pool.price.doubt() if self._pool.price else "":
+                logger.warning("pool %s: %s", self._pool.name, doubt)
+            if (uri := os.environ.get(TRACKING_URI)) and not tracks_in_reach(os.environ):
+                logger.warning("the job's metrics are not tracked: its pods cannot reach %s=%s", TRACKING_URI, uri)
+            while True:
+                job = TaskJob(cluster, BACKENDS[self._pool.backend], spec, self._pool, self._identity)
+                try:
+                    return self._run_attempt(job, spec, cluster, record)
+                except _RetryableJobError as failure:
+                    # A job that reached a limit is deleted, so the cluster no longer counts it.
+                    attempt = max(attempt + 1, job.attempt)
+                    if attempt >= self._attempts:
+                        raise
+                    logger.warning("%s", failure)
+                    logger.warning("retrying in %g s: attempt %d of %d", RETRY_DELAY_S, attempt + 1, self._attempts)
+                    record = self._record and storage.join(self._record, f"attempt-{attempt + 1}")
+                    time.sleep(RETRY_DELAY_S)
 
-    def _run_attempt(self, job: TaskJob, spec: JobSpec, cluster: Cluster, record_uri: str | None) -> None:
+    def _run_attempt(self, job: TaskJob, spec: JobSpec, cluster: Cluster, record: str) -> None:
         start, pool = time.monotonic(), self._pool
 
         def report(text: str) -> None:
@@ -140,11 +125,8 @@ class ClusterLauncher(Launcher):
         )
         progress = JobProgress(nodes=pool.elastic_min_nodes or spec.nodes, limits=limits, now=start)
         retry = ApiRetry(self._api_timeout_s)
-        with (
-            JobRecord(record_uri) as record,
-            JobFollower(cluster, job, progress, retry, record=record, report=report) as follower,
-        ):
-            with _deleted_on_error(job, follower, report):
+        with JobFollower(cluster, job, progress, retry, record=record, report=report) as follower:
+            try:
                 created = job.submit(retry)
                 report(
                     f"created for {spec.nodes} nodes of pool {pool.name}" if created else "exists already; following it"
@@ -154,48 +136,17 @@ class ClusterLauncher(Launcher):
                     raise (_RetryableJobError if outcome.retryable else LaunchError)(
                         f"job {job.name} {outcome.message}"
                     )
+            except ApiUnavailableError as error:
+                left = f"; job {job.name} continues on its own: run the same task again to follow it"
+                raise type(error)(f"{error}{left if job.may_exist else ''}") from error
+            except BaseException:  # Ctrl-C too: a job that is no longer followed is deleted
+                follower.delete_job()
+                raise
             _check_outcome(outcome, job, progress)
 
 
-@contextmanager
-def _deleted_on_error(job: TaskJob, follower: JobFollower, report: Callable[[str], None]) -> Iterator[None]:
-    """Delete a job that is no longer followed, whatever ended the block; but leave it if the API server is unavailable.
-
-    Raises:
-        ApiUnavailableError: the API server was unavailable for too long.
-    """
-    try:
-        yield
-    except ApiUnavailableError as error:
-        left = f"; job {job.name} continues on its own: run the same task again to follow it" if job.may_exist else ""
-        raise type(error)(f"{error}{left}") from error
-    except BaseException:  # Ctrl-C too
-        _delete(job, follower, report)
-        raise
-
-
-def _delete(job: TaskJob, follower: JobFollower, report: Callable[[str], None]) -> None:
-    try:
-        if not ApiRetry(DELETE_TIMEOUT_S)(job.delete):
-            return
-        report("being deleted")
-        gone = follower.wait_until_gone(GONE_TIMEOUT_S)
-    except ClusterError as error:
-        logger.warning("job %s may be left running: %s; delete it with `%s`", job.name, error, job.kubectl("delete"))
-        return
-    report(
-        "deleted"
-        if gone
-        else f"still being deleted after {format_duration(GONE_TIMEOUT_S)}; the cluster will finish that"
-    )
-
-
 def _check_outcome(outcome: JobOutcome, job: TaskJob, progress: JobProgress) -> None:
-    """Return if the job has succeeded.
-
-    Raises:
-        LaunchError: it has not; with the cause.
-    """
+    """Return if the job has succeeded, else raise a `LaunchError` with the cause."""
     if outcome.kind == "failed":
         message = explain_failure(job.name, job.kubectl("describe"), progress)
         if not fails_again(progress):
@@ -233,32 +184,22 @@ class JobFollower:
         progress: JobProgress,
         retry: ApiRetry,
         *,
-        record: JobRecord,
+        record: str,
         report: Callable[[str], None],
     ) -> None:
-        """Prepare; nothing is read before `follow`.
+        """Prepare; nothing is read before `follow`. `progress` takes what is observed of the job, `report` messages about it.
 
-        Args:
-            cluster: where the job is.
-            job: the job.
-            progress: takes what is observed of it.
-            retry: repeats requests while the API server is unavailable.
-            record: takes log lines, status and events.
-            report: takes messages about the job.
+        Log lines, status and events are written below the URI `record` in the end, if there is one.
         """
         self._cluster, self._job, self._progress = cluster, job, progress
-        self._record, self._report = record, report
+        self._record, self._report = JobRecord(record), report
         self._inbox: queue.SimpleQueue[Change | LogLine | ThreadEnded] = queue.SimpleQueue()
         self._retry, self._threads = retry, ReaderThreads(retry, self._inbox.put)
         self._log_readers: dict[str, LogReader] = {}
-        self._unread_logs: set[str] = set()
-        """Replicas whose log is not read to its end."""
-        self._finishing = False
-        """Whether the job has ended, and only the rest of the logs is read."""
-        self._forbidden: set[str] = set()
-        """What the account may not read."""
-        self._last_seen: dict[str, Any] = {}
-        """The job, as the API server showed it last."""
+        self._unread_logs: set[str] = set()  # replicas whose log is not read to its end
+        self._finishing = False  # whether the job has ended, and only the rest of the logs is read
+        self._forbidden: set[str] = set()  # what the account may not read
+        self._last_seen: dict[str, Any] = {}  # the job, as the API server showed it last
 
     def __enter__(self) -> Self:
         self._threads.__enter__()
@@ -266,13 +207,12 @@ class JobFollower:
 
     def __exit__(self, *error: object) -> None:
         self._threads.__exit__(*error)
-        self._record.manifest = self._job.manifest
-        self._record.events = [*self._progress.events.values()]
-        self._record.status = {
+        status = {
             "state": asdict(self._progress.state),
             "replicas": {name: asdict(replica) for name, replica in self._progress.replicas.items()},
             "job": self._last_seen,
         }
+        self._record.write(job=self._job.manifest, status=status, events=[*self._progress.events.values()])
 
     def follow(self) -> JobOutcome:
         """Report the job's progress until it has ended and its logs are read, or a limit is reached.
@@ -286,7 +226,7 @@ class JobFollower:
             "events": (EVENTS, {}),
         }
         for name, (resource, selectors) in watches.items():
-            informer = Informer(self._cluster, resource, self._threads, self._inbox.put, **selectors)
+            informer = Informer(self._cluster, resource, self._threads, **selectors)
             self._threads.start(name, informer.run)
         while not (outcome := self._outcome()):
             self._report_messages()
@@ -301,16 +241,23 @@ class JobFollower:
         # While the API server is unavailable, nothing shows whether a limit was kept.
         return None if outcome and outcome.kind == "limit" and not self._retry.settled else outcome
 
-    def wait_until_gone(self, timeout_s: float) -> bool:
-        """Continue to read until the deleted job no longer exists; return whether that happened in time.
-
-        Raises:
-            ClusterError: the API server does not answer or refuses.
-        """
-        deadline, retry = time.monotonic() + timeout_s, ApiRetry(timeout_s)
-        while not (gone := retry(self._job.is_gone)) and time.monotonic() < deadline:
-            self._process_next(GONE_POLL_S)
-        return gone
+    def delete_job(self) -> None:
+        """Delete the job, if there is one, and continue to read for a while until it no longer exists; a failure is only logged."""
+        job = self._job
+        try:
+            if not ApiRetry(DELETE_TIMEOUT_S)(job.delete):
+                return
+            self._report("being deleted")
+            deadline, retry = time.monotonic() + GONE_TIMEOUT_S, ApiRetry(GONE_TIMEOUT_S)
+            while not (gone := retry(job.is_gone)) and time.monotonic() < deadline:
+                self._process_next(GONE_POLL_S)
+        except ClusterError as error:
+            logger.warning(
+                "job %s may be left running: %s; delete it with `%s`", job.name, error, job.kubectl("delete")
+            )
+            return
+        late = f"still being deleted after {format_duration(GONE_TIMEOUT_S)}; the cluster will finish that"
+        self._report("deleted" if gone else late)
 
     def _report_messages(self) -> None:
         for message in self._progress.take_messages():
@@ -333,15 +280,12 @@ class JobFollower:
         elif item.resource == EVENTS:
             self._on_event(item)
         elif item.object["metadata"]["uid"] == self._job.uid:
-            self._on_job(item)
-
-    def _on_job(self, change: Change) -> None:
-        self._last_seen = change.object
-        if change.deleted:
-            self._progress.mark_job_deleted()
-            return
-        state, deleting = self._job.backend.state(change.object), "deletionTimestamp" in change.object["metadata"]
-        self._progress.set_job_state(state, deleting=deleting, now=time.monotonic())
+            self._last_seen = item.object
+            if item.deleted:
+                self._progress.mark_job_deleted()
+                return
+            state, deleting = self._job.backend.state(item.object), "deletionTimestamp" in item.object["metadata"]
+            self._progress.set_job_state(state, deleting=deleting, now=time.monotonic())
 
     def _on_pod(self, change: Change) -> None:
         name = self._job.backend.replica(change.object["metadata"]["labels"])
@@ -355,7 +299,7 @@ class JobFollower:
         if reader:
             reader.update(replica)
         elif replica.placed:
-            reader = LogReader(replica, self._job.backend.container, self._cluster, self._threads, self._inbox.put)
+            reader = LogReader(replica, self._job.backend.container, self._cluster, self._threads)
             self._log_readers[name] = reader
             self._unread_logs.add(name)
             self._threads.start(name, reader.run)
@@ -377,11 +321,7 @@ class JobFollower:
             self._progress.add_event(name.removeprefix(f"{job}-"), event)
 
     def _on_thread_end(self, ended: ThreadEnded) -> None:
-        """Handle the end of a thread.
-
-        Raises:
-            Exception: what it failed with, unless the job can be followed without it.
-        """
+        """Handle the end of a thread: raise what it failed with, unless the job can be followed without it."""
         self._unread_logs.discard(ended.name)
         if ended.error is None:
             return
@@ -394,10 +334,8 @@ class JobFollower:
         if what not in self._forbidden:
             logger.warning("%s; the job is followed without its %s", ended.error, what)
         self._forbidden.add(what)
-        if what == "pods":
-            self._progress.ignore_pods()
-        if what != "events":
-            self._progress.ignore_silence()
+        self._progress.pods_readable &= what != "pods"
+        self._progress.logs_readable &= what == "events"
 
     def _read_remaining_logs(self) -> None:
         self._finishing = True

@@ -7,6 +7,7 @@ bundled one. `load` checks the whole file before anything is launched.
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -20,10 +21,8 @@ from trainer import limits, storage
 from trainer.costs import PLACE_VARIABLE, Machines, Price
 from trainer.errors import SettingsError, StorageError
 
-POOLS_VARIABLE = "TRAINER_POOLS"
-"""Environment variable that names the file of pools."""
-MOUNTED = Path("/etc/vit-distillation/pools.toml")
-"""Where a cluster mounts its own pools from a ConfigMap."""
+POOLS_VARIABLE = "TRAINER_POOLS"  # environment variable that names the file of pools
+MOUNTED = Path("/etc/vit-distillation/pools.toml")  # where a cluster mounts its own pools from a ConfigMap
 BUNDLED = Path(__file__).with_name("pools.toml")
 
 ACCELERATORS: Mapping[str, str] = {"cuda": "nvidia.com/gpu", "xla": "aws.amazon.com/neuron"}
@@ -40,27 +39,13 @@ RESERVED = re.compile(
 SECRET = re.compile(r"(_|\b)(KEY|KEY_ID|SECRET\w*|TOKEN|PASSWORD|USERNAME)$")
 """Environment variables whose values belong in a Secret."""
 
-_SUFFIXES = {
-    "m": 1e-3,
-    "": 1,
-    "k": 1e3,
-    "M": 1e6,
-    "G": 1e9,
-    "T": 1e12,
-    "Ki": 2**10,
-    "Mi": 2**20,
-    "Gi": 2**30,
-    "Ti": 2**40,
-}
+_SUFFIXES = {"m": 1e-3, "": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SUFFIXES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _QUANTITY = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)(m|k|[MGT]|[KMGT]i)?")
 
 
 def quantity(text: str) -> float:
-    """Return the number of a Kubernetes quantity: `500m` -> 0.5, `2Gi` -> 2147483648.
-
-    Raises:
-        ValueError: it is no quantity, or not above 0.
-    """
+    """Return the number of a Kubernetes quantity: `500m` -> 0.5, `2Gi` -> 2147483648; a `ValueError` if it is none, or not above 0."""
     match = _QUANTITY.fullmatch(text)
     number = float(match[1]) * _SUFFIXES[match[2] or ""] if match else 0.0
     if number <= 0:
@@ -83,7 +68,7 @@ Minutes = Annotated[int, Field(ge=1, le=10**7)]
 
 
 class _PoolTable(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Toleration(_PoolTable):
@@ -110,12 +95,9 @@ class Toleration(_PoolTable):
 class SecretKey(_PoolTable):
     """Where the value of a secret variable is stored."""
 
-    name: Name
-    """Name of the Secret."""
-    key: Annotated[str, Field(pattern=r"^[-._a-zA-Z0-9]+$")]
-    """Key in it."""
-    optional: bool = False
-    """Whether pods start if it is missing."""
+    name: Name  # name of the Secret
+    key: Annotated[str, Field(pattern=r"^[-._a-zA-Z0-9]+$")]  # key in it
+    optional: bool = False  # whether pods start if it is missing
 
 
 class Pool(_PoolTable):
@@ -171,7 +153,7 @@ class Pool(_PoolTable):
         return self
 
     @model_validator(mode="after")
-    def _has_its_device(self) -> Self:
+    def _fits_together(self) -> Self:
         for device, resource in ACCELERATORS.items():
             if device == self.device and self.accelerators < 1:
                 raise ValueError(f'device = "{device}" needs resources."{resource}" = 1 or more')
@@ -182,10 +164,6 @@ class Pool(_PoolTable):
             raise ValueError(
                 f"processes_per_node must be 1 to {limit}, got {self.processes_per_node}: {self._devices_text()}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
         if self.elastic_min_nodes and not self.retries:
             raise ValueError("elastic_min_nodes needs retries >= 1: a node that leaves restarts the others")
         if self.spot and self.price:
@@ -214,11 +192,7 @@ class Pool(_PoolTable):
         return self.device != "xla" or EFA in self.resources
 
     def processes(self, requested: int = 0) -> int:
-        """Return the training processes on a node: the requested number, or else the pool's own.
-
-        Raises:
-            SettingsError: the node has too few devices.
-        """
+        """Return the training processes on a node: as requested, or else the pool's own; a `SettingsError` if it has too few devices."""
         if self.max_processes and requested > self.max_processes:
             raise SettingsError(
                 f"processes_per_node must be 0 (the pool's own number) to {self.max_processes} on pool {self.name}, got {requested}: "
@@ -250,22 +224,14 @@ class Pool(_PoolTable):
 
 
 def load() -> dict[str, Pool]:
-    """Return every pool by its name.
-
-    Raises:
-        SettingsError: the file cannot be read, or naming the pool, the field, its value and what is allowed.
-    """
+    """Return every pool by its name; a `SettingsError` names the pool, the field, its value and what is allowed."""
     path = _path()
     tables = _read(path)
     return {name: _pool(path, name, tables) for name in tables["pools"]}
 
 
 def get(name: str) -> Pool:
-    """Return a pool.
-
-    Raises:
-        SettingsError: there is none of this name (with the nearest and all known), or the file is wrong.
-    """
+    """Return a pool; a `SettingsError` if there is none of this name, or the file is wrong."""
     pools = load()
     if name not in pools:
         raise SettingsError(f"unknown pool {name!r}{_nearest(name, pools)}; {_path()} has {', '.join(pools)}")
@@ -307,21 +273,16 @@ def _pool(path: Path, name: str, tables: Mapping[str, dict[str, Any]]) -> Pool:
             raise SettingsError(
                 f"pools {path}: pool {name}: based_on must be a pool without based_on of its own ({', '.join(plain)}), got {based_on!r}"
             )
-    layers = [tables["defaults"], base, own]
+    layers = [base, own]
     if own.get("spot"):  # its price differs from its base's, and changes
-        layers = [tables["defaults"], _without(base, "price"), tables["spot"], own]
-    values: dict[str, Any] = {}
-    for layer in layers:
-        values = _merge(values, layer)
+        layers = [{key: value for key, value in base.items() if key != "price"}, tables["spot"], own]
+    values = functools.reduce(_merge, layers, tables["defaults"])
+    values = {key: value for key, value in values.items() if key != "based_on"} | {"name": name}
     try:
-        return Pool.model_validate(_without(values, "based_on") | {"name": name})
+        return Pool.model_validate(values)
     except ValidationError as error:
         messages = [f"pools {path}: pool {name}: {_explain(details)}" for details in error.errors()]
         raise SettingsError("\n".join(messages)) from error
-
-
-def _without(table: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in table.items() if name != key}
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Self
@@ -35,10 +35,8 @@ logger = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 5.0
 """How long threads have to end. A stream is ended at once; only a request without an answer yet can take longer."""
 POLL_S = 5.0
-SHORT_WATCH_S = 1.0
-"""A watch that ends sooner than this, without an event, is of no use."""
-MAX_SHORT_WATCHES = 5
-"""After so many of them in a row the informer polls."""
+SHORT_WATCH_S = 1.0  # a watch that ends sooner than this, without an event, is of no use
+MAX_SHORT_WATCHES = 5  # after so many of them in a row the informer polls
 RECONNECT_S = 1.0
 
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)(?: (.*))?", re.DOTALL)
@@ -55,14 +53,9 @@ class ThreadEnded:
 class ReaderThreads:
     """Threads and their streams. A context manager: after it none of them runs."""
 
-    def __init__(self, retry: ApiRetry, publish: Callable[[ThreadEnded], None]) -> None:
-        """Prepare; `start` starts a thread.
-
-        Args:
-            retry: repeats the threads' requests; stopping it ends their waits.
-            publish: takes the end of each thread, in that thread.
-        """
-        self.retry, self._publish = retry, publish
+    def __init__(self, retry: ApiRetry, publish: Callable[[Change | LogLine | ThreadEnded], None]) -> None:
+        """Prepare; `retry` repeats the threads' requests, and stopping it ends their waits; `publish` takes what they read, in each."""
+        self.retry, self.publish = retry, publish
         self._threads: list[threading.Thread] = []
         self._streams: set[Stream] = set()
         self._lock = threading.Lock()
@@ -83,14 +76,14 @@ class ReaderThreads:
         """Run a function in a thread until it returns, fails or is stopped."""
 
         def run() -> None:
+            failure: Exception | None = None
             try:
                 target()
             except RetryStopped:
                 return
             except Exception as error:  # noqa: BLE001  # raised again in the thread that follows the job
-                self._publish(ThreadEnded(name, error))
-            else:
-                self._publish(ThreadEnded(name))
+                failure = error
+            self.publish(ThreadEnded(name, failure))
 
         # A daemon, since a request without an answer must not keep the process from ending.
         thread = threading.Thread(target=run, name=name, daemon=True)
@@ -99,11 +92,7 @@ class ReaderThreads:
 
     @contextmanager
     def open(self, stream: Stream) -> Iterator[Stream]:
-        """Close a stream after the block, and end it when all threads are to end.
-
-        Raises:
-            RetryStopped: all threads are to end.
-        """
+        """Close a stream after the block, and end it when all threads are to end, in which case `RetryStopped` is raised."""
         with stream:
             # Under the lock, so that a stream is either refused here or ended by `__exit__`.
             with self._lock:
@@ -128,20 +117,10 @@ class Change:
 class Informer:
     """Lists objects, then watches from there; lists again when the watch breaks; polls where a watch is not possible."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        resource: Resource,
-        threads: ReaderThreads,
-        publish: Callable[[Change], None],
-        *,
-        labels: str = "",
-        fields: str = "",
-    ) -> None:
-        self._cluster, self._resource, self._threads, self._publish = cluster, resource, threads, publish
-        self._selectors = {"labels": labels, "fields": fields}
-        self._known: dict[str, dict[str, Any]] = {}
-        """The objects at the last list or event, by uid."""
+    def __init__(self, cluster: Cluster, resource: Resource, threads: ReaderThreads, **selectors: str) -> None:
+        self._cluster, self._resource, self._threads = cluster, resource, threads
+        self._selectors = selectors
+        self._known: dict[str, dict[str, Any]] = {}  # the objects at the last list or event, by uid
         self._short_watches, self._polling = 0, False
 
     def run(self) -> None:
@@ -163,10 +142,10 @@ class Informer:
         listed = {item["metadata"]["uid"]: item for item in listing.items}
         for uid, known in self._known.items():
             if uid not in listed:
-                self._publish(Change(self._resource, known, deleted=True))
+                self._threads.publish(Change(self._resource, known, deleted=True))
         for uid, item in listed.items():
             if uid not in self._known or _version(item) != _version(self._known[uid]):
-                self._publish(Change(self._resource, item))
+                self._threads.publish(Change(self._resource, item))
         self._known = listed
         return listing.version
 
@@ -177,7 +156,8 @@ class Informer:
             with self._threads.open(self._cluster.watch(self._resource, version, **self._selectors)) as stream:
                 for kind, item in watch_events(stream):
                     version = _version(item)
-                    self._take(kind, item)
+                    if kind != "BOOKMARK":  # which only brings a newer resource version
+                        self._take(item, deleted=kind == "DELETED")
         except ForbiddenError:
             self._poll("watching them is not allowed")
         except ExpiredError:
@@ -194,15 +174,11 @@ class Informer:
             self._poll("watches break at once")
         return version
 
-    def _take(self, kind: str, item: dict[str, Any]) -> None:
-        if kind == "BOOKMARK":  # it only brings a newer resource version
-            return
-        uid = item["metadata"]["uid"]
-        if kind == "DELETED":
-            self._known.pop(uid, None)
-        else:
-            self._known[uid] = item
-        self._publish(Change(self._resource, item, deleted=kind == "DELETED"))
+    def _take(self, item: dict[str, Any], *, deleted: bool) -> None:
+        self._known[item["metadata"]["uid"]] = item
+        if deleted:
+            del self._known[item["metadata"]["uid"]]
+        self._threads.publish(Change(self._resource, item, deleted=deleted))
 
     def _poll(self, why: str) -> None:
         self._polling = True
@@ -218,8 +194,7 @@ class LogLine:
     """A line that a replica wrote."""
 
     replica: str
-    time: str
-    """RFC 3339; empty for a message of the node instead of a line."""
+    time: str  # RFC 3339; empty for a message of the node instead of a line
     text: str
 
 
@@ -231,8 +206,7 @@ class LogPosition:
     """
 
     def __init__(self) -> None:
-        self.time = ""
-        """RFC 3339 time of the last line."""
+        self.time = ""  # RFC 3339 time of the last line
         self._nanoseconds, self._count = 0, 0
         self._repeating, self._skipped = False, 0
         self._node_message = ""
@@ -267,21 +241,11 @@ class LogPosition:
 class LogReader:
     """Reads the containers of one replica, one after the other."""
 
-    def __init__(
-        self,
-        replica: Replica,
-        container: str,
-        cluster: Cluster,
-        threads: ReaderThreads,
-        publish: Callable[[LogLine], None],
-    ) -> None:
-        self._replica, self._container, self._cluster = replica, container, cluster
-        self._threads, self._publish = threads, publish
+    def __init__(self, replica: Replica, container: str, cluster: Cluster, threads: ReaderThreads) -> None:
+        self._replica, self._container, self._cluster, self._threads = replica, container, cluster, threads
         self._position, self._changed = LogPosition(), threading.Condition()
-        self._last_read: tuple[str, int] | None = None
-        """Pod and restart count of the last container that was read."""
-        self._complete = False
-        """Whether that container had ended before its log was read to the end."""
+        self._last_read: tuple[str, int] | None = None  # pod and restart count of the last container that was read
+        self._complete = False  # whether that container had ended before its log was read to the end
         self._finishing = False
 
     def update(self, replica: Replica) -> None:
@@ -302,11 +266,7 @@ class LogReader:
         return self._replica.over or not self._replica.placed
 
     def run(self) -> None:
-        """Publish lines until everything is read after `finish`, or until stopped.
-
-        Raises:
-            ClusterError: the log cannot be read.
-        """
+        """Publish lines until everything is read after `finish`, or until stopped; a `ClusterError` if the log cannot be read."""
         while replica := self._next():
             self._read(replica)
 
@@ -342,11 +302,12 @@ class LogReader:
             stream = self._cluster.log(replica.pod, container=self._container, since=since, previous=previous)
             with self._threads.open(stream):
                 # A log is requested by the pod's name; only now is it certain that the request did not reach a later pod.
-                if self._is_of_another_pod(replica):
-                    return False
+                with suppress(NotFoundError):
+                    if self._cluster.get(PODS, replica.pod)["metadata"]["uid"] != replica.uid:
+                        return False
                 for line in stream:
                     if taken := self._position.take(line):
-                        self._publish(LogLine(replica.name, *taken))
+                        self._threads.publish(LogLine(replica.name, *taken))
         except LogNotReadyError:
             return replica.over  # then it ended before it began
         except ApiUnavailableError:
@@ -355,11 +316,3 @@ class LogReader:
         except NotFoundError:
             return True  # the pod was deleted, and its log with it
         return True
-
-    def _is_of_another_pod(self, replica: Replica) -> bool:
-        """Return whether a new pod has the name by now: the log would be that pod's."""
-        try:
-            pod = self._cluster.get(PODS, replica.pod)
-        except NotFoundError:
-            return False
-        return bool(pod["metadata"]["uid"] != replica.uid)

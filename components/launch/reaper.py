@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 ORPHANED_AFTER_S = 120.0
 """How long after the end of its task's pod a job is an orphan: KFP waits a minute at most (`pipelines/distillation.py`) before it retries
 the task, whose new pod then adopts the job. A run that has ended retries nothing, and its jobs are orphans at once."""
-WORKFLOW_LABEL = "workflows.argoproj.io/workflow"
-"""The label by which Argo's pods know their Workflow."""
+WORKFLOW_LABEL = "workflows.argoproj.io/workflow"  # the label by which Argo's pods know their Workflow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +47,13 @@ class ProjectJob:
     resource: Resource
     name: str
     uid: str
-    run: str
-    """The run's label: its name, or a short form of it."""
+    run: str  # the run's label: its name, or a short form of it
     task: str
     phase: JobPhase
     age_s: float
-    owner: Owner | None
-    """The pod of the task that follows it; None: it was created from outside of the cluster."""
-    version: str
-    """Its resource version."""
-    orphaned: str = ""
-    """Why it is an orphan; empty: it is none, or that was not checked."""
+    owner: Owner | None  # the pod of the task that follows it; None: it was created from outside of the cluster
+    version: str  # its resource version
+    orphaned: str = ""  # why it is an orphan; empty: it is none, or that was not checked
 
     def __str__(self) -> str:
         age = format_duration(self.age_s)
@@ -104,11 +99,7 @@ def delete_jobs(cluster: Cluster, run: str) -> list[str]:
 
 
 def parse_age(text: str) -> float:
-    """Return the seconds of `90s`, `30m`, `2h`, `7d`.
-
-    Raises:
-        SettingsError: it is no such time.
-    """
+    """Return the seconds of `90s`, `30m`, `2h`, `7d`; a `SettingsError` if it is no such time."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     if not match:
         raise SettingsError(f"{text!r} is no age; give a number with s, m, h or d, such as 30m or 2h")

@@ -16,7 +16,7 @@ import kfp_server_api
 import yaml
 from kfp import compiler, dsl
 
-from components.image import IMAGE
+from components import IMAGE
 from pipelines import connection, runs
 from pipelines.compile import with_image
 from trainer import commands

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from PIL import Image
 
-from components.image import SERVING_IMAGE
+from components import SERVING_IMAGE
 from tests.cluster.conftest import NAMESPACE, SHORT, eventually, forwarded, installed, kubectl, objects
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800, func_only=True)]

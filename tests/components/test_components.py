@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from components import image, kfp_components
+from components import IMAGE, kfp_components
 from components.launching import Placement
 from trainer.graph import STAGES
 
@@ -83,7 +83,7 @@ def test_a_body_uses_nothing_from_its_module(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_component_runs_on_the_one_image_and_installs_nothing(name):
     container = component(name).component_spec.implementation.container
-    assert container.image == image.IMAGE
+    assert container.image == IMAGE
     assert "pip" not in " ".join(container.command[:3])
 
 

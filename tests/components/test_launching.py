@@ -7,7 +7,7 @@ import json
 import pytest
 
 from components import launching
-from components.launching import Placement, TrainingTask
+from components.launching import Placement
 from trainer import artifacts
 from trainer.errors import LaunchError, SettingsError
 
@@ -45,16 +45,9 @@ def test_a_task_of_a_cluster_is_too_small_to_train_in(monkeypatch):
 def test_what_was_launched_here_is_recorded_also_when_it_fails(tmp_path):
     inputs = {name: str(tmp_path / name) for name in ("dataset", "teacher")}
     outputs = {name: str(tmp_path / name) for name in ("student", "evidence")}
-    training = TrainingTask(
-        stage="distill",
-        settings='{"epochs": 1}',
-        inputs=inputs,
-        outputs=outputs,
-        place=Placement(processes_per_node=1),
-        job=str(tmp_path / "job"),
-    )
+    place = Placement(processes_per_node=1)
     with pytest.raises(LaunchError, match="no such directory"):
-        launching.launch(training)
+        launching.launch("distill", '{"epochs": 1}', inputs, outputs, place, record=str(tmp_path / "job"))
     recorded = json.loads((tmp_path / "job" / launching.JOB).read_text())
     assert recorded["stage"] == "distill"
     assert recorded["settings"] == {"epochs": 1}
@@ -67,13 +60,6 @@ def test_a_job_elsewhere_needs_a_store_that_both_reach(tmp_path, monkeypatch, ex
     monkeypatch.setenv(launching.ARTIFACTS, exchange)
     with artifacts.create(tmp_path / "dataset", "dataset", settings={}):
         pass
-    training = TrainingTask(
-        stage="pretrain",
-        settings="{}",
-        inputs={"dataset": str(tmp_path / "dataset")},
-        outputs={},
-        place=Placement(pool="cpu"),
-        job=str(tmp_path),
-    )
+    inputs, place = {"dataset": str(tmp_path / "dataset")}, Placement(pool="cpu")
     with pytest.raises(LaunchError, match=rf"TRAINER_ARTIFACTS='{exchange}': a cluster's job cannot read"):
-        launching.launch(training)
+        launching.launch("pretrain", "{}", inputs, {}, place, record=str(tmp_path))

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from components.image import IMAGE
+from components import IMAGE
 from components.launch import __main__ as command
 from components.launch import reaper
 from pipelines.compile import COMPILED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -11,9 +12,10 @@ import sys
 import pytest
 import yaml
 
-from components.image import IMAGE, IMAGE_VARIABLE
+from components import IMAGE, IMAGE_VARIABLE
 from components.launching import Placement
 from pipelines import compile as compilation
+from pipelines import distillation
 from pipelines.distillation import CONFIG_MAP, STORE_SECRET, TRACKING_SECRET
 from tests.cluster import empty_pipeline
 from trainer.graph import OPTIONAL_STAGES, STAGES
@@ -242,3 +244,31 @@ def test_a_task_that_only_launches_asks_for_little_and_all_have_limits(compiled)
         memory[name.removeprefix("exec-")] = float(resources["resourceMemoryLimit"].removesuffix("Gi"))
     launching = {TASKS[name] for name, stage in STAGES.items() if stage.launched}
     assert {name for name, limit in memory.items() if limit <= 2} == {*launching, "finish"}
+
+
+@pytest.fixture
+def parse():
+    parser = argparse.ArgumentParser()
+    distillation.add_parameters(parser, files=True, pool="here", processes="one")
+    return lambda *arguments: parser.parse_args(arguments)
+
+
+def test_every_parameter_of_the_pipeline_is_an_option(parse):
+    options = parse()
+    place = vars(distillation.given_place(options))
+    wanted = distillation.definition(OPTIONAL_STAGES, "").component_spec.inputs
+    assert {*distillation.given_parameters(options), *place} == {*wanted}
+    assert {**distillation.given_parameters(options), **place} == {
+        **dict.fromkeys(("overrides", "dataset", "teacher", "experiment", "pool"), ""),
+        "recipe": "digits", "nodes": 1, "processes_per_node": 0,
+    }  # fmt: skip
+
+
+def test_settings_that_are_given_twice_are_one_text(parse):
+    options = parse("--set", "a=1 b='x y'", "--pool", "p", "--set", "c=2", "d=3")
+    assert distillation.given_parameters(options)["overrides"] == "a=1 b='x y' c=2 d=3"
+
+
+def test_a_pool_may_have_a_default(parse):
+    assert distillation.given_place(parse(), default_pool="cpu").pool == "cpu"
+    assert distillation.given_place(parse("--pool", "other"), default_pool="cpu").pool == "other"

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from pipelines import connection, places
+from pipelines import connection
 from pipelines.connection import RefusedError, UnansweredError
 from tests.stand_ins.pipelines_api import PipelinesApi
 from trainer.errors import DeployError
@@ -68,10 +68,12 @@ def test_kubeconfigs_user_is_not_known(api, tmp_path):
 
 
 def test_in_a_pod_the_service_beside_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(places, "POD_FILES", tmp_path)
-    place = places.find("", "ml", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    monkeypatch.setattr(connection, "POD_FILES", tmp_path)
+    place = connection.find("", "ml", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
     assert place.configuration.host == "http://ml-pipeline.ml.svc.cluster.local:8888"
-    assert place.port_forward == "kubectl port-forward --namespace ml service/ml-pipeline-ui 8080:80"
+    assert (
+        connection.port_forward(place.namespace) == "kubectl port-forward --namespace ml service/ml-pipeline-ui 8080:80"
+    )
 
 
 def test_nowhere():

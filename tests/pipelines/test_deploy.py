@@ -185,9 +185,9 @@ def test_several_users(command, monkeypatch):
 
 
 def test_parameters_that_the_version_does_not_have_are_refused(api, command, monkeypatch):
-    known = runs.RunRequest
+    known = runs.request
     monkeypatch.setattr(
-        runs, "RunRequest", lambda parameters, **rest: known(parameters={**parameters, "colour": "red"}, **rest)
+        runs, "request", lambda parameters, **rest: known(parameters={**parameters, "colour": "red"}, **rest)
     )
     code, _, errors = command(deploy.main, "--run")
     assert code == 2

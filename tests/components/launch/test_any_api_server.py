@@ -97,14 +97,14 @@ def jobs(kubernetes, backend):
 
 
 @pytest.fixture
-def launch(cluster, pool, identity, spec, backend):
+def launch(pool, identity, spec, backend):
     """Starts the launcher in a thread, and gives what becomes of it."""
     chosen = pool.model_copy(update={"backend": backend, "runtime": "torch-distributed"})
 
     @contextmanager
     def launched():
         with ThreadPoolExecutor(1) as executor:
-            yield executor.submit(ClusterLauncher(chosen, identity, cluster=cluster, attempts=1).run, spec)
+            yield executor.submit(ClusterLauncher(chosen, identity, attempts=1).run, spec)
 
     return launched
 

@@ -19,7 +19,6 @@ from components.launch.client import (
     ExpiredError,
     ForbiddenError,
     LogNotReadyError,
-    NoKubeconfigError,
     NotFoundError,
     RetryStopped,
     ServerRequest,
@@ -221,7 +220,7 @@ def test_the_address_is_the_services_for_every_request(tmp_path, user):
 
 
 def test_a_service_cannot_be_reached_without_a_kubeconfig(tmp_path):
-    with pytest.raises(NoKubeconfigError, match="kubeconfig cannot be used"):
+    with pytest.raises(ClusterError, match="kubeconfig cannot be used"):
         proxy_to_service(
             kfp_server_api.Configuration(), kubeconfig=str(tmp_path / "none"), namespace="a", service="b", port="http"
         )

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from components.launch.client import ApiRetry
-from components.launch.job import JobRecord, TaskJob
+from components.launch.job import TaskJob
 from components.launch.job_manifest import BACKENDS
 from components.launch.job_progress import JobLimits, JobProgress
 from components.launch.launcher import JobFollower
@@ -66,10 +66,7 @@ def test_only_events_of_the_job_and_of_what_was_made_for_it_are_reported(kuberne
     thread = threading.Thread(target=end)
     thread.start()
     progress = JobProgress(nodes=1, limits=JobLimits(queued_s=10, running_s=10, silent_s=10), now=time.monotonic())
-    with (
-        JobRecord(None) as record,
-        JobFollower(cluster, job, progress, ApiRetry(5), record=record, report=messages.append) as follower,
-    ):
+    with JobFollower(cluster, job, progress, ApiRetry(5), record="", report=messages.append) as follower:
         assert follower.follow().kind == "succeeded"
     thread.join()
     assert sorted(line for line in messages if "Trouble" in line) == [

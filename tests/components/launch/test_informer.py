@@ -28,7 +28,7 @@ def watch(cluster, inbox, logged, monkeypatch):
     monkeypatch.setattr(readers, "POLL_S", 0.1)
 
     def watch(threads):
-        threads.start("pods", Informer(cluster, PODS, threads, inbox.put, labels="a=1").run)
+        threads.start("pods", Informer(cluster, PODS, threads, labels="a=1").run)
 
     return watch
 

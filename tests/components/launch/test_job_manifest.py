@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.image import IMAGE
+from components import IMAGE
 from components.launch import job_manifest, pools
 from components.launch.job_manifest import BACKENDS, HASH_ANNOTATION, Identity, JobState, Owner
 from tests.stand_ins.kubernetes import schemas
@@ -88,9 +88,8 @@ def test_the_environment_of_a_task_names_its_job(monkeypatch):
         "TRAINER_NAMESPACE": "team",
     }.items():
         monkeypatch.setenv(name, value)
-    job = Identity.from_environment("distill", attempt=2)
-    assert job == Identity(run="run-1", task="distill", attempt=2, namespace="team", owner=Owner(name="pod", uid="uid"))
-    assert Identity.from_environment("distill", namespace="mine").namespace == "mine"
+    job = Identity.from_environment("distill")
+    assert job == Identity(run="run-1", task="distill", attempt=1, namespace="team", owner=Owner(name="pod", uid="uid"))
     monkeypatch.delenv("KFP_RUN_ID")
     monkeypatch.delenv("KFP_POD_UID")
     job = Identity.from_environment("distill")
@@ -107,10 +106,13 @@ def test_without_a_run_there_is_no_name(monkeypatch):
 
 
 def test_the_job_belongs_to_its_tasks_pod():
-    job = Identity(run="a", task="distill", owner=Owner(name="pod", uid="u-1"))
-    metadata = job.metadata("distill", MANIFEST)
-    assert metadata["ownerReferences"] == [{"apiVersion": "v1", "kind": "Pod", "name": "pod", "uid": "u-1"}]
-    assert "ownerReferences" not in Identity(run="a", task="distill").metadata("distill", MANIFEST)
+    def metadata(owner):
+        job = Identity(run="a", task="distill", owner=owner)
+        return job_manifest.render_pytorchjob(spec(), pools.get("cpu"), job)["metadata"]
+
+    owner = Owner(name="pod", uid="u-1")
+    assert metadata(owner)["ownerReferences"] == [{"apiVersion": "v1", "kind": "Pod", "name": "pod", "uid": "u-1"}]
+    assert "ownerReferences" not in metadata(None)
 
 
 def test_the_hash_is_of_the_specification_alone():
@@ -121,10 +123,14 @@ def test_the_hash_is_of_the_specification_alone():
     assert job_manifest.spec_hash(MANIFEST) != job_manifest.spec_hash(MANIFEST | {"kind": "TrainJob"})
 
 
+def pod_on(pool):
+    job = Identity(run="run", task="distill")
+    return job_manifest.pod_template(spec(), pool, job, container={"name": "pytorch"})
+
+
 @pytest.fixture(params=["cpu", "gpu-a100-spot", "neuron-trn1-16"])
 def template(request):
-    job = Identity(run="run", task="distill")
-    return job_manifest.pod_template(spec(), pools.get(request.param), job, container={"name": "pytorch"})
+    return pod_on(pools.get(request.param))
 
 
 def test_a_pod_meets_pod_security_restricted(template):
@@ -154,13 +160,14 @@ def test_only_volumes_can_be_written_to_and_the_environment_points_there(templat
 
 
 def test_shared_memory_is_memory():
-    volumes = {volume["name"]: volume["emptyDir"] for volume in job_manifest.pod_volumes(pools.get("gpu-a100"))}
+    volumes = {volume["name"]: volume["emptyDir"] for volume in pod_on(pools.get("gpu-a100"))["spec"]["volumes"]}
     assert volumes["shared-memory"] == {"medium": "Memory", "sizeLimit": "256Gi"}
     assert volumes["cache"] == {"sizeLimit": "250Gi"}
 
 
 def test_limits_are_requests_and_accelerators_are_among_them():
-    resources = job_manifest.pod_resources(pools.get("gpu-h100"))
+    (container,) = pod_on(pools.get("gpu-h100"))["spec"]["containers"]
+    resources = container["resources"]
     assert resources["limits"] == resources["requests"]
     assert resources["limits"]["nvidia.com/gpu"] == "8"
     assert resources["limits"]["vpc.amazonaws.com/efa"] == "32"
@@ -193,8 +200,12 @@ def test_the_image_is_the_pools_or_the_tasks_for_the_pools_device():
 
 
 def test_placement_says_nothing_where_the_pool_says_nothing():
-    assert job_manifest.pod_placement(pools.get("cpu").model_copy(update={"service_account": ""})) == {}
-    assert job_manifest.pod_placement(pools.get("gpu-a10g-spot")) == {
+    def placement(pool):
+        names = ("nodeSelector", "tolerations", "serviceAccountName")
+        return {name: value for name, value in pod_on(pool)["spec"].items() if name in names}
+
+    assert placement(pools.get("cpu").model_copy(update={"service_account": ""})) == {}
+    assert placement(pools.get("gpu-a10g-spot")) == {
         "nodeSelector": {"node.kubernetes.io/instance-type": "g5.xlarge", "eks.amazonaws.com/capacityType": "SPOT"},
         "tolerations": [
             {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},

@@ -134,13 +134,13 @@ def test_silence_has_its_limit_and_any_line_is_a_sign_of_life(progress):
 
 
 def test_silence_means_nothing_where_logs_cannot_be_read(progress):
-    progress.ignore_silence()
+    progress.logs_readable = False
     start(progress, 10)
     assert progress.outcome(900) is None
 
 
 def test_without_a_view_of_pods_the_jobs_state_decides(progress):
-    progress.ignore_pods()
+    progress.pods_readable = False
     progress.set_job_state(RUNNING, deleting=False, now=1)
     assert progress.take_messages() == ["running"]
     assert progress.outcome(100).message.startswith("wrote no line")

@@ -38,7 +38,7 @@ def minutes_of_half_a_second(monkeypatch):
 def run(kubernetes, pool, identity, spec, logged):
     """Run a job; changes of the pool by keyword."""
 
-    def run(*, owner=None, record=None, attempts=1, api_timeout_s=60.0, **changes):
+    def run(*, owner=None, record="", attempts=1, api_timeout_s=60.0, **changes):
         changed, owned = pool.model_copy(update=changes), replace(identity, owner=owner)
         ClusterLauncher(changed, owned, record=record, attempts=attempts, api_timeout_s=api_timeout_s).run(spec)
 

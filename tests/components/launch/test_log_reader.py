@@ -111,7 +111,7 @@ def reader(cluster, threads, lines, replica, monkeypatch):
     monkeypatch.setattr(readers, "RECONNECT_S", 0.05)
 
     def reader():
-        started = LogReader(replica(), "main", cluster, threads, lines.put)
+        started = LogReader(replica(), "main", cluster, threads)
         threads.start("log", started.run)
         return started
 
@@ -218,7 +218,7 @@ def test_a_pod_that_was_deleted_is_no_fault(kubernetes, pod, reader, replica, li
 
 def test_nothing_to_read_ends_at_once(kubernetes, cluster, threads, lines):
     waiting = Replica(name="worker-0", pod="p", uid="u", placed=False)
-    follower = LogReader(waiting, "main", cluster, threads, lines.put)
+    follower = LogReader(waiting, "main", cluster, threads)
     threads.start("log", follower.run)
     follower.finish()
     assert read_all(lines) == []
