@@ -82,11 +82,19 @@ def test_each_photo_gets_its_labels_the_answer_and_its_attributes(run, photos, c
     assert any(line.split() == ["parity", said[0]["attributes"]["parity"]] for line in lines[4:])
 
 
-def test_an_export_is_asked_as_the_student_is(exported, trained_digits, monkeypatch):
+def test_an_export_is_asked_as_its_run_is_with_the_temperature_that_a_directory_alone_does_not_know(
+    judged_run, exported, trained_digits, monkeypatch
+):
     model, images = load_model(exported, judged=True), list(trained_digits.images[:5].permute(0, 2, 3, 1).numpy())
-    np.testing.assert_allclose(
-        model.probabilities(images), load_model(trained_digits.student).probabilities(images), atol=1e-5
+    of_run, alone = (
+        load_model(judged_run).probabilities(images),
+        load_model(trained_digits.student).probabilities(images),
     )
+    np.testing.assert_allclose(model.probabilities(images), of_run, atol=1e-5)
+    temperature = artifacts.manifest(judged_run / "evaluation", "evaluation").figures["student"]["temperature"]
+    calibrated = alone.to_numpy() ** (1 / temperature)
+    np.testing.assert_allclose(of_run, calibrated / calibrated.sum(axis=1, keepdims=True), atol=1e-5)
+    assert np.abs(of_run.to_numpy() - alone.to_numpy()).max() > 1e-3
     assert model.predictions(images, top=1)[0].confidence is not None
     found = importlib.util.find_spec
     monkeypatch.setattr(photo_classifier, "find_spec", lambda name: None if name == "onnxruntime" else found(name))
