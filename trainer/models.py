@@ -43,7 +43,7 @@ _RESERVED = frozenset(
     | {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "scriptable"}
 )
 """Arguments of timm about how a model is built rather than what it is; `checkpoint_path` would read any file that it names."""
-_LEFT_OUT = ("embedding", "tokens")
+_LEFT_OUT = ("embedding", "tokens", "temperature")
 """What a model's description has only where it is known."""
 
 
@@ -106,11 +106,15 @@ class ModelCard:
     """Of a teacher without a head, so that its embedding can be standardised; left out of the file where there is none."""
     tokens: EmbeddingStatistics | None = None
     """The same of its patch tokens, of all places together; None also where it has no map of them, and in older directories."""
+    temperature: float | None = None
+    """By which the logits are divided for probabilities, as `evaluate` has fitted it; None where it has not: 1."""
 
     def __post_init__(self) -> None:
         """Check the size, since a description from elsewhere may ask for any."""
         if not 0 < self.image_size <= limits.MODEL_ARGUMENT:
             raise ValueError(f"image_size must be from 1 to {limits.MODEL_ARGUMENT:,}, got {self.image_size}")
+        if self.temperature is not None and not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature must be a positive number, got {self.temperature}")
 
     @property
     def title(self) -> str:

@@ -131,6 +131,7 @@ def load_model(place: str | Path, *, judged: bool = False) -> PhotoClassifier:
             )
         served = ServedStudent(model.path)
         served.tags = served.tags or found.tags
+        served.temperature = card.temperature or found.temperature
         return PhotoClassifier(served, model.fingerprint)
 
 
@@ -197,6 +198,8 @@ class _Found:
     """Conditions of the gate that it did not meet."""
     tags: ClassTags | None = None
     """What is known of its classes, where the directory does not say it."""
+    temperature: float = 1.0
+    """By which its logits are divided, where the directory does not say it."""
 
 
 @contextmanager
@@ -219,7 +222,13 @@ def _found(place: str) -> Iterator[_Found]:
 
         evaluation = finished_run.evaluation_of_student(place)
         reasons = tuple(map(str, evaluation.figures["verdict"]["reasons"])) if evaluation else ()
-        yield _Found(directory=finished_run.find(place, STUDENT), refusals=reasons, tags=finished_run.tags(place))
+        temperature = evaluation.figures["student"].get("temperature", 1.0) if evaluation else 1.0
+        yield _Found(
+            directory=finished_run.find(place, STUDENT),
+            refusals=reasons,
+            tags=finished_run.tags(place),
+            temperature=temperature,
+        )
 
 
 def lines(prediction: Prediction) -> list[str]:

@@ -1,5 +1,6 @@
 """`vit-distill predict`: where its model may lie, what it prints, and what it refuses."""
 
+import importlib.util
 import json
 import shutil
 from dataclasses import replace
@@ -12,9 +13,9 @@ from torch import nn
 
 from tests.distillations import TINY
 from tests.trained_digits import write_tagged_dataset
-from trainer import artifacts, cli, config, load_model, models
+from trainer import artifacts, cli, config, load_model, models, photo_classifier
 from trainer.data.dataset import open_dataset
-from trainer.errors import EXIT_CODE, ArtifactError, ModelError
+from trainer.errors import EXIT_CODE, ArtifactError, ModelError, SettingsError
 from trainer.served_student.class_tags import ClassTags
 
 LABELS = tuple("0123456789")
@@ -79,6 +80,26 @@ def test_each_photo_gets_its_labels_the_answer_and_its_attributes(run, photos, c
     assert [line.split() for line in lines[1:3]] == [[f"{value:.1%}", label] for label, value in (first, second)]
     assert lines[3].split() == ["answer", first[0], f"({first[1]:.1%})"]
     assert any(line.split() == ["parity", said[0]["attributes"]["parity"]] for line in lines[4:])
+
+
+def test_an_export_is_asked_as_its_run_is_with_the_temperature_that_a_directory_alone_does_not_know(
+    judged_run, exported, trained_digits, monkeypatch
+):
+    model, images = load_model(exported, judged=True), list(trained_digits.images[:5].permute(0, 2, 3, 1).numpy())
+    of_run, alone = (
+        load_model(judged_run).probabilities(images),
+        load_model(trained_digits.student).probabilities(images),
+    )
+    np.testing.assert_allclose(model.probabilities(images), of_run, atol=1e-5)
+    temperature = artifacts.manifest(judged_run / "evaluation", "evaluation").figures["student"]["temperature"]
+    calibrated = alone.to_numpy() ** (1 / temperature)
+    np.testing.assert_allclose(of_run, calibrated / calibrated.sum(axis=1, keepdims=True), atol=1e-5)
+    assert np.abs(of_run.to_numpy() - alone.to_numpy()).max() > 1e-3
+    assert model.predictions(images, top=1)[0].confidence is not None
+    found = importlib.util.find_spec
+    monkeypatch.setattr(photo_classifier, "find_spec", lambda name: None if name == "onnxruntime" else found(name))
+    with pytest.raises(SettingsError, match="is an ONNX file, which needs the package onnxruntime"):
+        load_model(exported)
 
 
 def test_a_run_whose_data_set_is_gone_still_has_its_labels(run, photos, tmp_path):

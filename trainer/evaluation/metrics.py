@@ -132,6 +132,34 @@ def calibration(logits: Floats, labels: Ints, bins: int) -> Calibration:
     )
 
 
+_TEMPERATURES = (0.05, 20.0)
+
+
+def fit_temperature(logits: Floats, labels: Ints) -> float:
+    """Choose the number by which logits are divided so that the labels are as probable as they can be (Guo et al. 2017).
+
+    Args:
+        logits: of images that taught nothing, [N, K].
+        labels: index of each image's class, -1 where it is not known.
+
+    Returns:
+        1 where no label is known, or where every prediction is right: then the smaller, the better, without end.
+    """
+    known = labels >= 0
+    logits, labels = logits[known].astype(np.float64), labels[known]
+    if (logits.argmax(axis=1) == labels).all():
+        return 1.0
+    from scipy import optimize  # here, because it takes seconds to import
+
+    def loss(log_temperature: float) -> float:
+        scaled = logits * np.exp(-log_temperature)
+        right = scaled[np.arange(len(labels)), labels]
+        return float((scipy.special.logsumexp(scaled, axis=1) - right).mean())
+
+    found = optimize.minimize_scalar(loss, bounds=np.log(_TEMPERATURES), method="bounded")
+    return float(np.exp(found.x))
+
+
 def _means(sums: npt.NDArray[Any], counts: Ints) -> tuple[float | None, ...]:
     return tuple(float(total / count) if count else None for total, count in zip(sums, counts, strict=True))
 

@@ -117,7 +117,8 @@ def make(
             known = hierarchy.served_tags(data.tags, judged.figures)
             if known is not None:
                 known.write(draft.path)
-            _write(draft.path / CARD, contract(card, chosen, parents, tags=known is not None))
+            temperature = judged.figures["student"].get("temperature", 1.0)
+            _write(draft.path / CARD, contract(card, chosen, parents, temperature=temperature, tags=known is not None))
         machine, name = metrics.machine(), chosen.name if chosen is not None else None
         table = {"chosen": name, "notes": notes, "candidates": [asdict(one) for one in measured]}
         _write(draft.path / CANDIDATES, {"machine": asdict(machine), **table})
@@ -165,6 +166,7 @@ def _measured(
         model,
         (student.path / models.WEIGHTS).stat().st_size,
         test,
+        temperature=evaluation.figures["student"].get("temperature", 1.0),
         batch_sizes=evaluated.latency_batch_sizes,
         runs=evaluated.latency_runs,
     )
@@ -219,7 +221,7 @@ def _reasons(
 
 
 def contract(
-    card: ModelCard, chosen: ServingCandidate, fingerprints: Mapping[str, str], *, tags: bool
+    card: ModelCard, chosen: ServingCandidate, fingerprints: Mapping[str, str], *, temperature: float, tags: bool
 ) -> dict[str, Any]:
     """Build `card.json`: all that whoever feeds the file has to know."""
     if card.square is None:
@@ -240,6 +242,7 @@ def contract(
             "std": list(card.std),
         },
         "labels": list(card.labels),
+        "temperature": temperature,  # probabilities are the softmax of logits / temperature
         "tags": TAGS if tags else None,
         "architecture": card.architecture,
         "origin": asdict(card.origin) if card.origin else None,

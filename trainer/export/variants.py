@@ -93,6 +93,7 @@ def measure(
     size_bytes: int,
     split: Split,
     *,
+    temperature: float,
     batch_sizes: Sequence[int],
     runs: int,
 ) -> list[ServingCandidate]:
@@ -101,6 +102,7 @@ def measure(
     Args:
         own: logits of the student itself, [N, K].
         model: the student, on the CPU, and `size_bytes` of its weights.
+        temperature: by which logits are divided for probabilities.
     """
     logits = {"torch": own, **{name: predict(student.logits, split) for name, student in students.items()}}
     sizes = {"torch": size_bytes, **{name: student.file.stat().st_size for name, student in students.items()}}
@@ -108,6 +110,7 @@ def measure(
     def timed_alike(student: OnnxStudent) -> Callable[[Tensor], Logits]:
         return lambda images: student.logits(images.permute(0, 2, 3, 1).numpy())
 
+    expected = metrics.probabilities(own / temperature)
     timed = metrics.measure_latency(
         {"torch": model, **{name: timed_alike(student) for name, student in students.items()}},
         split.read(range(min(len(split), max(batch_sizes)))),
@@ -121,7 +124,7 @@ def measure(
             top1=metrics.top_k(found, split.labels, 1),
             same=metrics.agreement(found, own),
             difference=float(np.abs(found - own).max()),
-            shift=float(np.abs(metrics.probabilities(found) - metrics.probabilities(own)).sum(axis=1).mean() / 2),
+            shift=float(np.abs(metrics.probabilities(found / temperature) - expected).sum(axis=1).mean() / 2),
             latencies=timed[name],
         )
         for name, found in logits.items()

@@ -53,6 +53,8 @@ class ServedStudent:
         tags = directory / TAGS
         self.tags = ClassTags.of(json.loads(tags.read_text(encoding="utf-8"))) if tags.exists() else None
         """Attributes and hierarchy of the labels, if the registered model has any."""
+        self.temperature: float = card.get("temperature") or 1.0
+        """By which the logits are divided for probabilities; 1 where none was fitted."""
         self._square = Square(**card["square"])
         self._network: OnnxNetwork | TorchNetwork
         if exported:
@@ -108,7 +110,7 @@ class ServedStudent:
         for start in range(0, len(photos), _BATCH_SIZE):
             batch = enumerate(photos[start : start + _BATCH_SIZE], start)
             squares = np.stack([self._read(index, photo) for index, photo in batch])
-            batches.append(softmax(self._network.logits(squares)))
+            batches.append(softmax(self._network.logits(squares) / self.temperature))
         return pd.DataFrame(np.concatenate(batches), columns=self.labels)
 
     def square(self, content: bytes) -> npt.NDArray[np.uint8]:

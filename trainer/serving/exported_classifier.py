@@ -17,6 +17,7 @@ from trainer.export.onnx_student import OnnxStudent, Pixels
 from trainer.prediction import Prediction
 from trainer.served_student.class_tags import ClassTags
 from trainer.served_student.preprocessing import Square, decode, to_square
+from trainer.served_student.pyfunc import softmax
 
 
 class ExportedClassifier:
@@ -45,6 +46,7 @@ class ExportedClassifier:
             self.labels: Sequence[str] = tuple(card["labels"])
             tags = card["tags"] and limits.parse_json((export.path / card["tags"]).read_bytes())
             self.tags = ClassTags.of(tags) if tags else None
+            self._temperature = float(card.get("temperature", 1))
             self.architecture, self.variant = str(card["architecture"]), str(card["variant"])
             reasons: list[str] = card["measured"]["reasons"]
         except (KeyError, TypeError, ValueError) as error:
@@ -72,10 +74,7 @@ class ExportedClassifier:
 
     def probabilities(self, squares: Pixels) -> npt.NDArray[np.float64]:
         """Compute the probability of each class, [B, S, S, 3] -> [B, K]."""
-        logits = self._student.logits(squares).astype(np.float64)
-        powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-        shares: npt.NDArray[np.float64] = powers / powers.sum(axis=1, keepdims=True)
-        return shares
+        return softmax(self._student.logits(squares) / self._temperature)
 
     def predictions(self, probabilities: npt.NDArray[np.float64], *, top: int) -> list[Prediction]:
         """Say what probabilities [B, K] mean: the `top` most probable classes, and where there are tags the answer."""

@@ -23,7 +23,6 @@ from trainer.evaluation.embeddings import Embeddings, embed, spread
 from trainer.evaluation.label_issues import JudgedLabels
 from trainer.evaluation.report import Example, Measured
 from trainer.models import Classifier
-from trainer.served_student.class_tags import ClassTags
 from trainer.tracking.stage_runs import stage_run
 
 METRICS = "metrics.json"
@@ -34,7 +33,7 @@ LABEL_ISSUES = "label_issues.csv"
 _TOP_K = 5
 _IMAGES_A_CONFUSION = 5
 
-Logits = npt.NDArray[np.float32]
+Logits = npt.NDArray[np.floating]
 
 
 def run(
@@ -132,18 +131,28 @@ def _evaluate(
         batch_sizes=settings.latency_batch_sizes,
         runs=settings.latency_runs,
     )
+    (student,) = (subject.model for subject in subjects if subject.name == "student")
+    val = data.split("val")
+    val_logits = predict(student, val, settings.batch_size, "student")
+    temperature = metrics.fit_temperature(val_logits, val.labels)
+    uncalibrated = metrics.calibration(logits["student"], split.labels, settings.calibration_bins)
+    logits["student"] = logits["student"].astype(np.float64) / temperature  # as it is served
     measured = {
         subject.name: _measured(subject, logits[subject.name], split, settings, timed[subject.name])
         for subject in subjects
     }
-    ours, theirs = measured["student"].figures, measured["teacher"].figures
+    ours, theirs = {**measured["student"].figures, "temperature": temperature}, measured["teacher"].figures
+    measured["student"] = replace(measured["student"], figures=ours)
+    ours["test"]["ece_uncalibrated"] = uncalibrated.error
     ours["test"]["agreement"] = metrics.agreement(logits["student"], logits["teacher"])
     if (tags := data.hierarchy) is not None:
         for name, of_model in logits.items():
             measured[name].figures["test"]["levels"] = hierarchy.level_accuracies(tags, of_model, split.labels)
         if settings.answer_risk:
-            (student,) = (subject.model for subject in subjects if subject.name == "student")
-            answering = _answering(settings, tags, student, data.split("val"))
+            threshold = hierarchy.choose_threshold(
+                tags, val_logits / temperature, val.labels, settings.answer_risk
+            )  # on the validation split
+            answering = tags.answering(risk=settings.answer_risk, threshold=threshold)
             ours["test"]["answers"] = hierarchy.answers(answering, logits["student"], split.labels)
     reasons = metrics.judge(
         settings.gate,
@@ -172,12 +181,6 @@ def _evaluate(
     )
     (directory / REPORT).write_text(page, encoding="utf-8")
     return {**{name: dict(measured[name].figures) for name in measured}, "verdict": verdict}
-
-
-def _answering(settings: EvaluateSettings, tags: ClassTags, student: Classifier, split: Split) -> ClassTags:
-    """Choose the threshold of the student's answers on the validation split."""
-    logits, risk = predict(student, split, settings.batch_size, "student"), settings.answer_risk
-    return tags.answering(risk=risk, threshold=hierarchy.choose_threshold(tags, logits, split.labels, risk))
 
 
 def _judged_labels(

@@ -218,15 +218,18 @@ def _log_results(
 
 
 @contextmanager
-def _tagged(student: Path, tags: ClassTags | None) -> Iterator[Path]:
-    """Give the directory to register: the student's, or a copy of it with the tags."""
-    if tags is None:
-        yield student
-        return
+def _served_copy(student: Artifact, temperature: float, tags: ClassTags | None) -> Iterator[Path]:
+    """Give a copy of the student's directory with what its evaluation has found: the temperature in its card, and the tags."""
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
-        copy = Path(folder) / student.name
-        shutil.copytree(student, copy, copy_function=shutil.copyfile)
-        tags.write(copy)
+        copy = Path(folder) / student.path.name
+        with artifacts.create(copy, "model", settings=student.settings, parents=student.parents) as draft:
+            for name in student.files:
+                shutil.copyfile(student.path / name, draft.path / name)
+            card = json.loads((draft.path / models.CONFIG).read_text(encoding="utf-8"))
+            text = json.dumps(card | {"temperature": temperature}, indent=2, ensure_ascii=False)
+            (draft.path / models.CONFIG).write_text(f"{text}\n", encoding="utf-8")
+            if tags is not None:
+                tags.write(draft.path)
         yield copy
 
 
@@ -337,7 +340,7 @@ def _version(
         model = _log_model(client, run_id, exported.path, _ONNX, *described)
         client.log_artifacts(run_id, str(student.path), "student")  # which the model's file cannot be trained from
     else:
-        with _tagged(student.path, classes) as folder:
+        with _served_copy(student, figures["student"].get("temperature", 1.0), classes) as folder:
             model = _log_model(client, run_id, folder, _TORCH, *described)
     try:
         client.create_registered_model(settings.model_name)

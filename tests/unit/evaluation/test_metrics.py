@@ -90,6 +90,23 @@ def test_calibration_error_by_hand():
     assert other.error == pytest.approx((0.38 + 2 * 0.37) / 3)
 
 
+def test_the_temperature_is_that_by_which_the_logits_were_multiplied():
+    generator = np.random.default_rng(0)
+    right = generator.normal(0, 2, (20_000, 5))
+    labels = np.array([generator.choice(5, p=one) for one in metrics.probabilities(right)])
+    for factor in (0.4, 1.0, 3.0):
+        assert metrics.fit_temperature(right * factor, labels) == pytest.approx(factor, rel=0.03)
+    unknown = np.concatenate([labels, np.full(100, -1)])
+    more = np.concatenate([right, generator.normal(0, 50, (100, 5))])
+    assert metrics.fit_temperature(more, unknown) == metrics.fit_temperature(right, labels)
+
+
+@pytest.mark.parametrize("labels", [[0, 1], [-1, -1], []])
+def test_without_a_mistake_or_without_a_label_there_is_no_temperature(labels):
+    logits = np.array([[2.0, 1.0], [0.0, 0.5]], dtype=np.float32)[: len(labels)]
+    assert metrics.fit_temperature(logits, np.array(labels, dtype=np.int64)) == 1
+
+
 def slow_calibration_error(logits: np.ndarray, labels: np.ndarray, bins: int) -> float:
     """Equation 3 of Guo et al. 2017, bin by bin and image by image."""
     error = 0.0

@@ -16,6 +16,7 @@ from trainer import artifacts, models
 from trainer.config import EvaluateSettings, GateSettings
 from trainer.data.dataset import open_dataset
 from trainer.errors import ModelError
+from trainer.evaluation import metrics as scores
 from trainer.stages import evaluate
 
 SETTINGS = EvaluateSettings(latency_runs=10, latency_batch_sizes=(1, 4), gate=GateSettings(max_accuracy_drop=1))
@@ -49,6 +50,29 @@ def test_figures_are_those_of_the_models_themselves(trained_digits, evaluation):
     assert figures["student"]["macs"] < figures["teacher"]["macs"]
     assert 0 < figures["student"]["latency_ms"]["p50"] <= figures["student"]["latency_ms"]["p95"]
     assert figures["verdict"] == {"passed": True, "reasons": []}
+
+
+def test_the_students_temperature_is_fitted_on_the_validation_images_and_counts_wherever_it_is_measured(
+    trained_digits, evaluation
+):
+    data, model = open_dataset(trained_digits.dataset), models.load(trained_digits.student)
+
+    def logits(split):
+        with torch.inference_mode():
+            return model(split.read(range(len(split)))).numpy()
+
+    val, test = data.split("val"), data.split("test")
+    temperature = scores.fit_temperature(logits(val), val.labels)
+    student = evaluation.figures["student"]
+    assert student["temperature"] == pytest.approx(temperature, rel=1e-3)
+    assert abs(temperature - 1) > 0.01
+    before, after = (scores.calibration(logits(test) / by, test.labels, 15) for by in (1, student["temperature"]))
+    assert student["test"]["ece_uncalibrated"] == pytest.approx(before.error, abs=1e-4)
+    assert student["test"]["ece"] == pytest.approx(after.error, abs=1e-4)
+    kept = json.loads((evaluation.path / "metrics.json").read_text())["student"]["calibration"]
+    assert kept["error"] == student["test"]["ece"]
+    page = (evaluation.path / "report.html").read_text()
+    assert f"{student['test']['ece']:.4f} with it, and {before.error:.4f} without" in page
 
 
 def test_confusion_matrix_counts_every_test_image(trained_digits, evaluation):
@@ -141,14 +165,14 @@ def test_levels_of_the_hierarchy_are_measured_and_the_answers_of_a_threshold_for
     assert f"at most 10.0% of all images get a wrong answer; of the test images {answers['wrong']:.1%} do." in page
     assert json.loads((artifact.path / "metrics.json").read_text())["student"]["test"] == student
     # What a data set without a hierarchy has is as it was.
-    assert set(evaluation.figures["student"]["test"]) == {"top1", "top5", "ece", "agreement"}
+    assert set(evaluation.figures["student"]["test"]) == {"top1", "top5", "ece", "ece_uncalibrated", "agreement"}
     assert "answer_risk" not in evaluation.settings
     assert "Levels of the hierarchy" not in (evaluation.path / "report.html").read_text()
 
 
 def test_without_a_hierarchy_a_risk_changes_nothing(trained_digits, tmp_path):
     figures = run(trained_digits, tmp_path / "evaluation", RISKY).figures
-    assert set(figures["student"]["test"]) == {"top1", "top5", "ece", "agreement"}
+    assert set(figures["student"]["test"]) == {"top1", "top5", "ece", "ece_uncalibrated", "agreement"}
 
 
 def test_same_input_and_settings_make_the_same_parents(trained_digits, evaluation):

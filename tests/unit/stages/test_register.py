@@ -13,18 +13,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.trained_digits import TAGS
 from tests.unit.stages.photos import measure, write_photos
-from trainer import artifacts, cli, load_model, models, tracking
+from trainer import artifacts, cli, load_model, models, photo_classifier, tracking
 from trainer.billing import Bill
-from trainer.config import EvaluateSettings, GateSettings, RegisterSettings, TrackingSettings, resolve
+from trainer.config import EvaluateSettings, ExportSettings, GateSettings, RegisterSettings, TrackingSettings, resolve
 from trainer.costs import PLACE_VARIABLE, Machines, Price
 from trainer.distillation import recording
 from trainer.errors import EXIT_CODE, ModelError, TrackingAwayError, TrackingError
 from trainer.evaluation import metrics
 from trainer.forecast import Measurement, WorkCount, forecast
-from trainer.stages import STAGES, evaluate, register
+from trainer.serving.exported_classifier import ExportedClassifier
+from trainer.stages import STAGES, evaluate, export, register
 from trainer.tuning.tuning_schema import FILE, Tuning
 
 # MLflow on SQLAlchemy 2.1
@@ -92,6 +94,12 @@ def run(inputs, evaluation, path, **changed):
     )
 
 
+def exported(inputs, evaluation, place, **changed):
+    """The student as an ONNX file in fp32, or another one that `changed` asks for."""
+    given = {name: inputs[name] for name in ("dataset", "student")}
+    return export.run(ExportSettings(int8=False, **changed), **given, evaluation=evaluation, exported=place).path
+
+
 def read_summary(artifact):
     return json.loads((artifact.path / "summary.json").read_text())
 
@@ -136,6 +144,7 @@ PREDICT = """
     example = mlflow.models.convert_input_example_to_serving_input(model.input_example)
     served = mlflow.models.validate_serving_input(uri, example)
     print(json.dumps({
+        "torch": sorted({"torch", "timm", "safetensors"} & set(sys.modules)),
         "labels": list(probabilities.columns),
         "values": probabilities.values.tolist(),
         "asked": asked, "answers": answers, "expected": expected,
@@ -148,13 +157,17 @@ PREDICT = """
 """
 
 
+@pytest.mark.parametrize("network", ["onnx", "torch"])
 def test_registered_model_answers_about_files_what_was_measured_in_a_clean_process(
-    inputs, tracked, trained_digits, tmp_path
+    inputs, tracked, trained_digits, tmp_path, network
 ):
     write_photos(tmp_path / "photos")
     measured = measure(trained_digits.student, tmp_path / "photos", tmp_path, image_size=64)
     given = {"dataset": measured.dataset, "teacher": trained_digits.teacher, "student": measured.student}
-    evaluation = evaluate.run(EvaluateSettings(latency_runs=10), **given, evaluation=tmp_path / "evaluation")
+    settings = EvaluateSettings(latency_runs=10, gate=PASSING)
+    evaluation = evaluate.run(settings, **given, evaluation=tmp_path / "evaluation")
+    if network == "onnx":
+        given["exported"] = exported(given, evaluation.path, tmp_path / "exported")
     artifact = run(inputs | given, evaluation.path, tmp_path / "registration", model_name="clean")
     version = read_summary(artifact)["mlflow"]["model_version"]
     (tmp_path / "files.json").write_text(json.dumps([str(file) for file in measured.files]))
@@ -171,9 +184,12 @@ def test_registered_model_answers_about_files_what_was_measured_in_a_clean_proce
     )
     assert process.returncode == 0, process.stderr
     answer = json.loads(process.stdout.splitlines()[-1])
+    assert answer["torch"] == ([] if network == "onnx" else ["safetensors", "timm", "torch"])
     assert answer["labels"] == list("0123456789")
     values = np.array(answer["values"])
-    np.testing.assert_allclose(values, metrics.probabilities(measured.logits), atol=1e-5)
+    temperature = evaluation.figures["student"]["temperature"]
+    assert abs(temperature - 1) > 0.01
+    np.testing.assert_allclose(values, metrics.probabilities(measured.logits / temperature), atol=1e-5)
     top1 = evaluation.figures["student"]["test"]["top1"]
     assert metrics.top_k(values, measured.labels, 1) == top1 > 0.6
     for asked, values_of_array, values_of_file in zip(
@@ -258,6 +274,69 @@ def test_model_has_signature_and_pinned_requirements(inputs, evaluations, tracke
     assert f"pillow=={importlib.metadata.version('pillow')}" in requirements
     assert f"timm=={importlib.metadata.version('timm')}" in requirements
     assert all(requirement.count("==") == 1 and "+" not in requirement for requirement in requirements)
+
+
+@pytest.fixture(scope="module")
+def export_of_passing(inputs, evaluations, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        return exported(inputs, evaluations[PASSING], tmp_path_factory.mktemp("exports") / "exported")
+
+
+def test_an_exported_student_is_registered_as_its_onnx_file_without_torch(
+    inputs, evaluations, export_of_passing, tracked, trained_digits, tmp_path, capsys
+):
+    artifact = run(
+        inputs | {"exported": export_of_passing}, evaluations[PASSING], tmp_path / "registration", model_name="onnx"
+    )
+    summary = read_summary(artifact)
+    assert summary["export"]["chosen"] == "fp32"
+    assert summary["reports"]["export"] == str(export_of_passing / "export.html")
+    assert "export" in summary["stages"]
+    version = tracked.get_model_version_by_alias("onnx", "champion")
+    assert version.tags["variant"] == "fp32"
+    import mlflow.pyfunc
+
+    requirements = Path(mlflow.pyfunc.get_model_dependencies("models:/onnx@champion")).read_text().splitlines()
+    assert [one.partition("==")[0] for one in requirements] == ["mlflow", "numpy", "onnxruntime", "pandas", "pillow"]
+    assert all(one.count("==") == 1 and "+" not in one for one in requirements)
+    parent = tracked.get_run(summary["mlflow"]["run_id"])
+    assert parent.data.metrics["export/candidates/fp32/top1"] == summary["student"]["test"]["top1"]
+    assert "student/model.safetensors" in {one.path for one in tracked.list_artifacts(parent.info.run_id, "student")}
+
+    images = trained_digits.images[:9].permute(0, 2, 3, 1).numpy()
+    model = load_model("models:/onnx@champion", judged=True)
+    with torch.inference_mode():
+        logits = models.load(inputs["student"])(trained_digits.images[:9]).numpy()
+    expected = metrics.probabilities(
+        logits / artifacts.manifest(evaluations[PASSING], "evaluation").figures["student"]["temperature"]
+    )
+    np.testing.assert_allclose(model.probabilities(list(images)), expected, atol=1e-5)
+    with photo_classifier.export_at("models:/onnx@champion", judged=True) as place:
+        served = ExportedClassifier(place)
+    np.testing.assert_allclose(served.probabilities(images), expected, atol=1e-5)
+    assert served.version == artifacts.manifest(export_of_passing, "export").fingerprint[:12]
+
+
+def test_what_was_not_exported_is_registered_in_torch_and_cannot_be_served(
+    inputs, evaluations, tracked, monkeypatch, tmp_path, capsys
+):
+    place = exported(inputs, evaluations[FAILING], tmp_path / "exported")
+    assert not (place / "model.onnx").exists()
+    given = inputs | {"exported": place}
+    summary = read_summary(run(given, evaluations[FAILING], tmp_path / "registration", model_name="failed"))
+    assert summary["export"]["chosen"] is None
+    version = summary["mlflow"]["model_version"]
+    assert tracked.get_model_version("failed", version).tags["variant"] == "torch"
+    assert load_model(f"models:/failed/{version}").labels == tuple("0123456789")
+    for words, message in (
+        ([f"models:/failed/{version}"], "did not pass its gate (its MLflow run says why)"),
+        ([f"models:/failed/{version}", "--force"], "is a network in torch, not an ONNX file"),
+        ([str(place)], "has no ONNX file (student "),
+        (["models:/none@champion"], "has no such model"),
+    ):
+        assert cli.main(["serve", *words]) == EXIT_CODE
+        assert message in capsys.readouterr().err
 
 
 def test_a_student_that_does_not_say_how_it_wants_photos_is_not_registered(
