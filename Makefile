@@ -119,6 +119,11 @@ neuron-warm-up: $(READY)  ## compile beforehand on a pool what a recipe's traini
 undeploy-pipeline: $(READY)  ## remove from Kubeflow what deploy-pipeline put there [KFP_HOST=url NAMESPACE=name VERSION=name ALL=1]
 	@$(VENV)/python -m pipelines.undeploy --image "$$IMAGE" $(if $(VERSION),--version "$$VERSION") $(if $(ALL),--all)
 
+.PHONY: predict-photos
+predict-photos: $(READY)  ## predict a bucket of photos on a cluster, into Parquet files [PHOTOS=uri OUTPUT=uri MODEL=models:/vit-student@champion WAIT=1 KFP_HOST= NAMESPACE= IMAGE=]
+	@$(VENV)/python -m pipelines.predict_photos --photos "$(PHOTOS)" --output "$(OUTPUT)" $(if $(MODEL),--model "$(MODEL)") \
+		--image "$$IMAGE" $(if $(WAIT),--wait)
+
 .PHONY: deploy-student undeploy-student
 STUDENT = $(if $(MODEL),--model "$(MODEL)") $(if $(ALIAS),--alias "$(ALIAS)") $(if $(NAME),--name "$(NAME)") $(if $(KSERVE),--kserve) \
 	$(if $(NAMESPACE),--namespace "$(NAMESPACE)") $(if $(CONTEXT),--context "$(CONTEXT)")

@@ -1,4 +1,5 @@
-"""The components of the pipeline: `configure`, one for each stage in the order of the graph (`trainer/graph.py`), and `finish`.
+"""The components of the pipeline: `configure`, one for each stage in the order of the graph (`trainer/graph.py`), and `finish`;
+`predict_photos` is of a pipeline of its own (`pipelines/predict_photos.py`).
 
 Each is thin: at most five statements, counted by a test, which call `components.task`. What a signature has beside its stage's inputs is
 of Kubeflow Pipelines: the stage's settings, the place of a training, what else makes a cached result stale, and the artifacts that a
@@ -398,3 +399,21 @@ def finish(pool: str, status: dsl.PipelineTaskFinalStatus) -> None:
 
     with task.reporting("finish"):
         finishing.finish(pool, status.state, status.error_message)
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def predict_photos(photos: str, model: str, output: str, top: int, force: bool) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
+    "Predicted", [("photos", int), ("unreadable", int)]
+):
+    """Predict the labels of all photos of a folder or a bucket, in Parquet files; what is there already is kept.
+
+    Args:
+        photos: URI of the folder.
+        model: A registered model, such as models:/vit-student@champion, or the URI of a model or an export.
+        output: URI of the folder to write.
+        top: How many labels each photo gets.
+        force: Ask a student that did not pass its gate, too.
+    """
+    from components import task
+
+    return task.predict(photos, model, output, top, force)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from components import launching, references
 from components.launching import Placement
-from trainer import artifacts, limits, stages, storage, tracking
+from trainer import artifacts, batch_prediction, limits, photo_classifier, stages, storage, tracking
 from trainer.config import DistillSettings, ExportSettings, TuneSettings, WarmUpSettings
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, PreemptedError, TrainerError
 from trainer.host import ended_by_sigterm
@@ -109,6 +109,14 @@ def train(
             kind = stages.STAGES[stage].outputs[name]
             model.metadata.update(kind=kind, fingerprint=artifacts.manifest(places[name], kind).fingerprint)
         return _made(stage, places)
+
+
+def predict(photos: str, model: str, output: str, top: int, force: bool) -> tuple[int, int]:
+    """Predict all photos of a folder, as `vit-distill predict --output`; gives how many there are, and how many are unreadable."""
+    with reporting("predict_photos"):
+        classifier = photo_classifier.load_model(model, judged=not force)
+        made = batch_prediction.predict_folder(classifier, photos, output, top=top)
+        return int(made["photos"]), int(made["unreadable"])
 
 
 def _places(stage: str) -> dict[str, str]:

@@ -117,7 +117,7 @@ def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = ""
         """
         place = {"pool": pool, "nodes": nodes, "processes_per_node": processes_per_node}
         finishing = kfp_components.finish(pool=pool).set_caching_options(False).set_display_name("Finish")
-        with dsl.ExitHandler(_on_cluster(finishing, SMALL), name="Distillation"):
+        with dsl.ExitHandler(on_cluster(finishing, SMALL), name="Distillation"):
             configuring = kfp_components.configure(
                 recipe=recipe,
                 overrides=overrides,
@@ -129,7 +129,7 @@ def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = ""
                 run_name=dsl.PIPELINE_JOB_NAME_PLACEHOLDER,
                 **place,
             ).set_caching_options(False)  # images change and tracking servers go down without a change of parameters
-            settings = _on_cluster(configuring, WORK).set_display_name("Configure").outputs
+            settings = on_cluster(configuring, WORK).set_display_name("Configure").outputs
 
             # What a task can take, by the name of its parameter. A stage that is left out hands on empty references.
             left_out = {spec.name: "" for stage in STAGES.values() for spec in stage.makes.values()}
@@ -143,7 +143,7 @@ def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = ""
                 task = component(**{key: given[name if key == "settings" else key] for key in wanted})
                 if not stage.cached:
                     task.set_caching_options(False)
-                _on_cluster(task, SMALL if stage.launched else WORK).set_display_name(stage.title)
+                on_cluster(task, SMALL if stage.launched else WORK).set_display_name(stage.title)
                 tasks[name] = task.after(*(tasks[other] for other in stage.after if other in tasks))
                 # Later tasks can take references to what the stage makes, and its task's other outputs.
                 said = {key: out for key, out in task.outputs.items() if isinstance(out, PipelineParameterChannel)}
@@ -152,7 +152,7 @@ def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = ""
     return distillation
 
 
-def _on_cluster(task: dsl.PipelineTask, size: Size) -> dsl.PipelineTask:
+def on_cluster(task: dsl.PipelineTask, size: Size) -> dsl.PipelineTask:
     """Set what a task's own pod is on a cluster: its size, its environment, its rights. `kfp.local` ignores all of it."""
     task.set_cpu_request(size.cpu).set_cpu_limit(size.cpu_limit)
     task.set_memory_request(size.memory).set_memory_limit(size.memory_limit)

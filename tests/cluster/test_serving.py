@@ -157,7 +157,7 @@ def test_versions_change_break_and_stand_beside_one_another(deploy, registered, 
 
     # One that cannot be fetched takes no request.
     with mlflow() as known:
-        broken = known.create_model_version(registered, "mlflow-artifacts:/0/none/artifacts/model")
+        broken = known.create_model_version(registered, "s3://mlpipeline/none")
     point(registered, "champion", broken.version)
     code, output = deploy("--replicas", "2", "--timeout", "40")
     assert code == 2

@@ -400,8 +400,11 @@ def _check_start(api: PipelinesApi, wanted: Any) -> None:
     if not wanted.display_name:
         raise RefusedError(400, "The run name is empty. Please specify a valid name")
     _get(api.store.experiments, wanted.experiment_id)
-    version = _get(api.store.versions, wanted.pipeline_version_reference.pipeline_version_id)
-    spec = load(version.pipeline_spec["text"]).pipeline_spec
+    if getattr(wanted, "pipeline_spec", None):  # the run's own, not that of a version
+        text = json.dumps(wanted.pipeline_spec["pipeline_spec"])
+    else:
+        text = _get(api.store.versions, wanted.pipeline_version_reference.pipeline_version_id).pipeline_spec["text"]
+    spec = load(text).pipeline_spec
     check_parameters(spec, (wanted.runtime_config and wanted.runtime_config.parameters) or {})
 
 

@@ -1,0 +1,102 @@
+"""Predict all photos of a folder or a bucket on a cluster, by a registered student: a pipeline of one task.
+
+  python -m pipelines.predict_photos --photos s3://BUCKET/photos --output s3://BUCKET/predictions
+  python -m pipelines.predict_photos --photos ... --output ... --model models:/vit-student/7 --wait
+
+The Parquet files are those of `vit-distill predict --output` (docs/serving.md). What an earlier run or attempt has written is kept, so a
+run that was stopped is continued by starting it again.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import kfp_server_api
+import yaml
+from kfp import compiler, dsl
+
+from components import IMAGE, kfp_components
+from pipelines import compile as compilation
+from pipelines import connection, runs
+from pipelines.deploy import SERVICE_ACCOUNT
+from pipelines.distillation import WORK, on_cluster
+from trainer import commands
+from trainer.errors import SettingsError
+
+MODEL = "models:/vit-student@champion"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; gives the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pipelines.predict_photos",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--photos", required=True, metavar="URI", help="folder of the photos, in a store that tasks can read"
+    )
+    parser.add_argument("--output", required=True, metavar="URI", help="folder of the predictions, in such a store")
+    parser.add_argument(
+        "--model", default=MODEL, help="registered model, or URI of one or of an export (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--top", type=commands.positive, default=5, metavar="N", help="labels a photo (default: %(default)s)"
+    )
+    parser.add_argument("--force", action="store_true", help="ask a student that did not pass its gate, too")
+    parser.add_argument("--image", default="", help=f"of the task (default: {IMAGE})")
+    parser.add_argument("--experiment", default="batch-prediction", help="of KFP (default: %(default)s)")
+    parser.add_argument("--service-account", default=SERVICE_ACCOUNT, metavar="NAME", help="default: %(default)s")
+    parser.add_argument("--wait", action="store_true", help="follow the run to its end")
+    runs.add_wait(parser)
+    connection.add_arguments(parser)
+    options = parser.parse_args(arguments)
+    return commands.exit_code(lambda: predict(options))
+
+
+def predict(options: argparse.Namespace) -> None:
+    """Start the run, and follow it where that is wanted.
+
+    Raises:
+        TrainerError: a place is not in a store; the API is not there or refuses; the run did not succeed.
+    """
+    for option in ("photos", "output"):
+        if "://" not in (place := getattr(options, option)):
+            raise SettingsError(
+                f"--{option} {place}: a cluster's task cannot reach it; give a URI, such as s3://BUCKET/{option}"
+            )
+    text = compilation.for_cluster(compiled_text(), options.image or IMAGE)
+    specification, platform = yaml.safe_load_all(text)
+    parameters = {name: getattr(options, name) for name in ("photos", "output", "model", "top", "force")}
+    with connection.connect(options) as api:
+        request: dict[str, Any] = {
+            "experiment_id": runs.experiment(api, options.experiment),
+            "pipeline_spec": {"pipeline_spec": specification, "platform_spec": platform},
+            "runtime_config": kfp_server_api.V2beta1RuntimeConfig(parameters=parameters),
+            "service_account": options.service_account,
+        }
+        run = runs.start(api, runs.name_of("predict"), request, options.experiment)
+        if options.wait:
+            runs.follow(api, run.run_id, compilation.task_names(text), hours=options.hours)
+
+
+@dsl.pipeline(name="batch-prediction", display_name="Predict photos")
+def batch_prediction(photos: str, output: str, model: str = MODEL, top: int = 5, force: bool = False) -> None:
+    """Predict the labels of all photos of a folder or a bucket."""
+    task = kfp_components.predict_photos(photos=photos, output=output, model=model, top=top, force=force)
+    on_cluster(task.set_caching_options(False), WORK).set_display_name("Predict photos")
+
+
+def compiled_text() -> str:
+    """Compile the pipeline to KFP's YAML."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "batch-prediction.yaml"
+        compiler.Compiler().compile(batch_prediction, str(path))
+        return path.read_text()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Predicting a bucket on a cluster: what is started, and what is refused. The files are those of tests/unit/test_batch_prediction.py."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+from kfp import dsl, local
+
+from components import kfp_components
+from pipelines import predict_photos
+from tests.trained_digits import pixels, png, write_model
+
+
+@pytest.mark.usefixtures("deployed")
+def test_a_run_of_one_task_is_started_with_what_was_asked(api, capsys):
+    places = ["--photos", "s3://bucket/photos", "--output", "s3://bucket/out"]
+    assert predict_photos.main([*places, "--top", "3", "--image", "registry/image:1"]) == 0
+    assert "run predict 20" in capsys.readouterr().out
+    (run,) = api.store.runs.values()
+    assert run.runtime_config.parameters == {
+        "photos": "s3://bucket/photos",
+        "output": "s3://bucket/out",
+        "model": "models:/vit-student@champion",
+        "top": 3,
+        "force": False,
+    }
+    (executor,) = run.pipeline_spec["pipeline_spec"]["deploymentSpec"]["executors"].values()
+    assert executor["container"]["image"] == "registry/image:1"
+    (task,) = run.pipeline_spec["pipeline_spec"]["root"]["dag"]["tasks"].values()
+    assert task["cachingOptions"] == {}
+    assert run.pipeline_spec["platform_spec"]["platforms"]["kubernetes"], "secrets and the ConfigMap come from there"
+    assert run.service_account == "vit-distillation"
+
+
+@pytest.mark.usefixtures("deployed")
+@pytest.mark.parametrize("option", ["photos", "output"])
+def test_a_folder_of_this_machine_is_refused(api, capsys, option):
+    places = {"photos": "s3://bucket/photos", "output": "s3://bucket/out", option: "/tmp/here"}
+    assert predict_photos.main([part for name, value in places.items() for part in (f"--{name}", value)]) == 2
+    assert f"--{option} /tmp/here: a cluster's task cannot reach it" in capsys.readouterr().err
+    assert not api.store.runs
+
+
+@pytest.mark.filterwarnings("ignore:You may be attemping to run a task")  # the environment here is that of the image
+def test_the_task_writes_the_files_and_a_second_one_keeps_them(tmp_path, monkeypatch):
+    photos, output = tmp_path / "photos", tmp_path / "out"
+    photos.mkdir()
+    write_model(tmp_path / "student", dim=16, depth=1, steps=1)
+    for number, image in enumerate(pixels(range(3))):
+        (photos / f"{number}.png").write_bytes(png(image))
+    (photos / "broken.jpg").write_bytes(b"no image")
+    monkeypatch.chdir(tmp_path)
+    local.init(local.SubprocessRunner(use_venv=False), pipeline_root=str(tmp_path / "root"))
+    for _ in range(2):
+        task = kfp_components.predict_photos(
+            photos=str(photos), model=str(tmp_path / "student"), output=str(output), top=2, force=False
+        )
+        assert isinstance(task, dsl.PipelineTask)
+        assert (task.outputs["photos"], task.outputs["unreadable"]) == (4, 1)
+        (file,) = output.glob("part-*.parquet")
+        written = file.stat().st_mtime_ns
+        assert len(pq.read_table(file)) == 4
+    assert file.stat().st_mtime_ns == written
+    assert json.loads((output / "predictions.json").read_text())["photos"] == 4
