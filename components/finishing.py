@@ -93,7 +93,7 @@ def end_left_runs(cluster: Cluster) -> list[str]:
     Returns KFP's ids of those that were still open. Raises a `ClusterError` or a `TrackingError` where a server does not answer or refuses.
     """
     ended = []
-    for workflow in filter(_is_left, cluster.list(WORKFLOWS, labels=FAILED).items):
+    for workflow in filter(_is_left, cluster.list(WORKFLOWS, labels=FAILED)["items"]):
         run, status = workflow["metadata"]["labels"][RUN_LABEL], "KILLED" if _is_stopped(workflow) else "FAILED"
         with environment_variables({tracking.RUN: run}):
             if tracking.end_parent_left(status):

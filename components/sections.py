@@ -77,9 +77,8 @@ def configure(
             tracking.check()
         tracking.start_parent(resolved, tags, name=run_name if on_cluster else "")
     distill = settings.distill
-    student = [
-        artifacts.weights_version(distill.weights, distill.weights_file)
-    ]  # and what it learns from beside the pipeline's teacher
+    student = [artifacts.weights_version(distill.weights, distill.weights_file)]
+    # What the student learns from beside the pipeline's teacher.
     student += [artifacts.manifest(uri, "model").fingerprint for uri in distill.further_teachers]
     student += [artifacts.manifest(uri, "teacher_outputs").fingerprint for uri in distill.further_recordings]
     outputs = {

@@ -170,14 +170,6 @@ def cause(error: Exception) -> str:
     return str(error).rpartition("): ")[2] or type(error).__name__
 
 
-@dataclass(frozen=True)
-class ObjectList:
-    """Objects, and the resource version to watch from."""
-
-    items: list[dict[str, Any]]
-    version: str
-
-
 class Stream:
     """Lines of an open-ended response, which another thread can end. A context manager."""
 
@@ -261,10 +253,9 @@ class Cluster:
     def get(self, resource: Resource, name: str) -> dict[str, Any]:
         return self._json("get", resource, name)
 
-    def list(self, resource: Resource, *, labels: str = "", fields: str = "") -> ObjectList:
-        """Return all objects that the selectors match; an empty list where the namespace does not exist."""
-        listed = self._json("list", resource, query=_selectors(labels, fields))
-        return ObjectList(listed["items"], listed["metadata"]["resourceVersion"])
+    def list(self, resource: Resource, *, labels: str = "", fields: str = "") -> dict[str, Any]:
+        """Return the list of all objects that the selectors match; it is empty where the namespace does not exist."""
+        return self._json("list", resource, query=_selectors(labels, fields))
 
     def patch(self, resource: Resource, name: str, change: Mapping[str, Any]) -> dict[str, Any]:
         """Change an object by a JSON merge patch."""

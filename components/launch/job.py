@@ -82,7 +82,7 @@ class TaskJob:
         labels = self._identity.labels(stage="")
         selector = f"{RUN_LABEL}={labels[RUN_LABEL]},{TASK_LABEL}={labels[TASK_LABEL]}"
         resource = self.backend.resource
-        earlier = retry(lambda: self._cluster.list(resource, labels=selector)).items
+        earlier = retry(lambda: self._cluster.list(resource, labels=selector))["items"]
         for job in earlier:
             over = "deletionTimestamp" in job["metadata"] or self.backend.state(job).phase in {"succeeded", "failed"}
             if not over:

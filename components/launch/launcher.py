@@ -342,7 +342,7 @@ class JobFollower:
         try:
             # The job's end may have been published before its pods'.
             listing = ApiRetry(ENDED_LOGS_S)(lambda: self._cluster.list(PODS, labels=self._job.pod_selector))
-            for pod in listing.items:
+            for pod in listing["items"]:
                 self._on_pod(Change(PODS, pod))
         except ForbiddenError:
             pass  # the pods' informer has failed with it, and the warning is logged

@@ -139,7 +139,7 @@ class Informer:
     def _list(self) -> str:
         """Publish what has changed since the last list or event, and return the resource version to watch from."""
         listing = self._threads.retry(lambda: self._cluster.list(self._resource, **self._selectors))
-        listed = {item["metadata"]["uid"]: item for item in listing.items}
+        listed = {item["metadata"]["uid"]: item for item in listing["items"]}
         for uid, known in self._known.items():
             if uid not in listed:
                 self._threads.publish(Change(self._resource, known, deleted=True))
@@ -147,7 +147,7 @@ class Informer:
             if uid not in self._known or _version(item) != _version(self._known[uid]):
                 self._threads.publish(Change(self._resource, item))
         self._known = listed
-        return listing.version
+        return _version(listing)
 
     def _watch(self, version: str) -> str:
         """Publish changes from a version on, and return the version to continue from; empty: list again."""

@@ -110,7 +110,7 @@ def _list(cluster: Cluster, selector: str) -> Iterator[ProjectJob]:
     forbidden: list[ForbiddenError] = []
     for backend in BACKENDS.values():
         try:
-            jobs = cluster.list(backend.resource, labels=selector).items
+            jobs = cluster.list(backend.resource, labels=selector)["items"]
         except KindNotInstalledError:  # then there are no such jobs
             continue
         except ForbiddenError as error:

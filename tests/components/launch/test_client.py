@@ -60,8 +60,8 @@ def test_objects_are_made_listed_changed_and_deleted(kubernetes, cluster):
     kubernetes.script("*", Script(hang=True))
     made = cluster.create(PODS, POD)
     assert cluster.get(PODS, "p")["metadata"]["uid"] == made["metadata"]["uid"]
-    assert [item["metadata"]["name"] for item in cluster.list(PODS, labels="a=1").items] == ["p"]
-    assert cluster.list(PODS, fields="metadata.name=q").items == []
+    assert [item["metadata"]["name"] for item in cluster.list(PODS, labels="a=1")["items"]] == ["p"]
+    assert cluster.list(PODS, fields="metadata.name=q")["items"] == []
     assert cluster.patch(PODS, "p", {"metadata": {"labels": {"a": "2"}}})["metadata"]["labels"] == {"a": "2"}
     with pytest.raises(ConflictError):
         cluster.create(PODS, POD)
@@ -135,7 +135,7 @@ def test_a_missing_namespace_is_named(kubernetes, cluster):
 
 def test_a_watch_gives_changes_until_it_is_ended_from_another_thread(kubernetes, cluster):
     kubernetes.script("*", Script(hang=True))
-    stream, seen, ended = cluster.watch(PODS, cluster.list(PODS).version), [], []
+    stream, seen, ended = cluster.watch(PODS, cluster.list(PODS)["metadata"]["resourceVersion"]), [], []
 
     def read():
         try:
@@ -158,7 +158,7 @@ def test_a_watch_gives_changes_until_it_is_ended_from_another_thread(kubernetes,
 
 
 def test_an_old_version_has_expired(kubernetes, cluster):
-    version = cluster.list(PODS).version
+    version = cluster.list(PODS)["metadata"]["resourceVersion"]
     kubernetes.add_pod("p")
     kubernetes.compact()
     with pytest.raises(ExpiredError):
