@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from trainer.config import DataSettings
 from trainer.data.dataset_schema import UNLABELED, SplitName
-from trainer.data.sources import Item
 from trainer.errors import DataError
 
 
@@ -36,19 +35,6 @@ class ImageCandidate:
     """Of the original, upright, in pixels."""
     appearance: str = ""
     """How it looks, as `near_duplicates.appearance` describes it."""
-
-    @classmethod
-    def of(cls, item: Item, *, key: str, width: int, height: int, appearance: str) -> ImageCandidate:
-        """Add to an item of the source what its decoded image says."""
-        return cls(
-            name=item.name,
-            label=item.label,
-            split=item.split,
-            key=key,
-            width=width,
-            height=height,
-            appearance=appearance,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

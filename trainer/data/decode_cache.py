@@ -108,9 +108,7 @@ class DecodeCache:
         return [
             Quarantined(name=image.name, reason=image.reason)
             if image.reason
-            else ImageCandidate.of(
-                item, key=image.key, width=image.width, height=image.height, appearance=image.appearance or ""
-            )
+            else ImageCandidate(split=item.split, **image.model_dump(exclude={"content", "reason"}))
             for image, item in zip(chunk.images, items, strict=True)
         ]
 

@@ -8,6 +8,7 @@ cache. So neither images nor squares are held in memory, and the result depends 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import math
@@ -25,19 +26,20 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import PIL
 import pyarrow as pa
+from PIL import Image
 from tqdm import tqdm
 
 from trainer import __version__, limits, storage
 from trainer.artifacts import digest
 from trainer.config import LOADING, DataSettings
-from trainer.data import curation, decoding, near_duplicates
+from trainer.data import curation, near_duplicates
 from trainer.data.card import data_card
 from trainer.data.class_tables import read_tags
-from trainer.data.curation import Dropped, ImageCandidate, Quarantined
+from trainer.data.curation import ImageCandidate, Quarantined
 from trainer.data.dataset_schema import (
     CARD,
     DROPPED,
@@ -110,11 +112,16 @@ def prepare(
     processes = processes or min(usable_cores(), math.ceil(len(listing.items) / IMAGES_PER_PROCESS))
     with _open_cache(settings, directory, cache_uri) as cache:
         outcomes = _decode_all(listing, settings, cache, processes)
-        candidates, quarantined = _separate(outcomes, listing.classes)
-        _write_json(directory / QUARANTINE, quarantined)
+        decoded = [outcome for outcome in outcomes if isinstance(outcome, ImageCandidate)]
+        candidates, contradicting = curation.quarantine_contradictions(
+            [replace(one, row=row) for row, one in enumerate(decoded)], listing.classes
+        )
+        bad = [outcome for outcome in outcomes if isinstance(outcome, Quarantined)]
+        quarantined = sorted(bad + contradicting, key=lambda one: one.name)
+        _write_json(directory / QUARANTINE, map(asdict, quarantined))
         _check_quarantined(quarantined, len(listing.items), settings, directory / QUARANTINE)
         kept, dropped = curation.drop_copies(candidates)
-        _write_json(directory / DROPPED, dropped)
+        _write_json(directory / DROPPED, map(asdict, dropped))
         curation.check_classes(kept, listing.classes, settings)
         kept, near = _split(kept, listing, settings, directory)
         splits = {split: [candidate for candidate in kept if candidate.split == split] for split in SPLITS}
@@ -279,10 +286,12 @@ def _decode(item: Item, read: Read, settings: DataSettings) -> tuple[str, Outcom
             raise DataError(f"image {item.name}: not enough memory to decode it; lower data.max_pixels") from error
         how = Square(fit=settings.fit, size=settings.image_size, max_pixels=settings.max_pixels)
         picture = preprocessing.to_square(image, how)
-        square = decoding.encode(picture, settings.encoding, settings.jpeg_quality)
-        decoded = ImageCandidate.of(
-            item,
-            key=decoding.content_key(image),
+        square = encode(picture, settings.encoding, settings.jpeg_quality)
+        decoded = ImageCandidate(
+            name=item.name,
+            label=item.label,
+            split=item.split,
+            key=content_key(image),
             width=image.width,
             height=image.height,
             appearance=near_duplicates.appearance(picture, min(image.size)),
@@ -290,6 +299,22 @@ def _decode(item: Item, read: Read, settings: DataSettings) -> tuple[str, Outcom
     except BadImageError as error:
         return content or str(error), Quarantined(name=item.name, reason=str(error)), b""
     return content, decoded, square
+
+
+def content_key(image: Image.Image) -> str:
+    """Return the SHA-256 of a decoded picture's size and RGB pixels, as hexadecimal text: equal for equal pictures in different files."""
+    size = f"{image.width}x{image.height}:".encode()
+    return hashlib.sha256(size + image.tobytes()).hexdigest()
+
+
+def encode(image: Image.Image, encoding: Literal["jpeg", "png"], jpeg_quality: int) -> bytes:
+    """Encode a picture; JPEG keeps colour at full resolution (4:4:4), since small pictures have little of it to lose."""
+    buffer = io.BytesIO()
+    if encoding == "jpeg":
+        image.save(buffer, "JPEG", quality=jpeg_quality, subsampling=0)
+    else:
+        image.save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def _content(item: Item, read: Read) -> str:
@@ -319,16 +344,6 @@ def _read(item: Item, read: Read) -> bytes:
 # Deciding
 
 
-def _separate(outcomes: Iterable[Outcome], classes: Sequence[str]) -> tuple[list[ImageCandidate], list[Quarantined]]:
-    """Separate candidates from quarantined images; a good image's place among them is its row in the decode cache."""
-    bad = [outcome for outcome in outcomes if isinstance(outcome, Quarantined)]
-    decoded = [outcome for outcome in outcomes if isinstance(outcome, ImageCandidate)]
-    candidates, contradicting = curation.quarantine_contradictions(
-        [replace(one, row=row) for row, one in enumerate(decoded)], classes
-    )
-    return candidates, sorted(bad + contradicting, key=lambda one: one.name)
-
-
 def _check_quarantined(quarantined: Sequence[Quarantined], total: int, settings: DataSettings, file: Path) -> None:
     if len(quarantined) / total <= settings.max_bad_fraction:
         return
@@ -348,17 +363,17 @@ def _split(
     separates = settings.near_duplicates == "separate"
     groups = near_duplicates.groups(candidates) if separates else None
     kept = curation.take_missing_splits(candidates, {item.split for item in listing.items}, settings, groups)
-    near = near_duplicates.find(kept)
-    _write_near_duplicates(near, listing.classes, directory)
+    near, file = near_duplicates.find(kept), directory / NEAR_DUPLICATES
+    file.unlink(missing_ok=True)
     if near.pairs:
+        _write_json(file, [pair.record(listing.classes) for pair in near.pairs])
         first = near.pairs[0]
         found = (
             f"{len(near.pairs)} images look like one of a held-out split, first {first.image.name} of {first.image.split}, like "
             f"{first.twin.name} of {first.twin.split}"
         )
         if settings.near_duplicates == "refuse":
-            listed = directory / NEAR_DUPLICATES
-            raise DataError(f"{found}. All are listed in {listed}; remove them, or set data.near_duplicates=separate")
+            raise DataError(f"{found}. All are listed in {file}; remove them, or set data.near_duplicates=separate")
         logger.warning("prepare: %s; %s", found, "they are left out" if separates else "the data card shows them")
     if separates:
         left_out = {pair.image.key for pair in near.pairs}
@@ -378,19 +393,8 @@ def _split(
 # Writing
 
 
-def _write_json(path: Path, records: Sequence[Quarantined | Dropped]) -> None:
-    _write_records(path, [asdict(one) for one in records])
-
-
-def _write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    path.write_text(json.dumps(records, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _write_near_duplicates(near: NearDuplicates, classes: Sequence[str], directory: Path) -> None:
-    """List them where there are any; without, the data set is what it was before they were looked for."""
-    (directory / NEAR_DUPLICATES).unlink(missing_ok=True)
-    if near.pairs:
-        _write_records(directory / NEAR_DUPLICATES, [pair.record(classes) for pair in near.pairs])
+def _write_json(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    path.write_text(json.dumps([*records], indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _open_squares(cache: DecodeCache, chunks: int) -> Any:
