@@ -255,7 +255,13 @@ def arguments(settings: ModelSettings) -> dict[str, int | float | str | bool]:
     """
     name, args, size = settings.architecture, dict(settings.args), settings.image_size
     check_architecture(name)
-    check_arguments(name, args)
+    if reserved := sorted(_RESERVED & args.keys()):
+        raise ModelError(f"architecture {name!r}: the argument {reserved[0]} is not for models; leave it out")
+    for argument, value in args.items():
+        if isinstance(value, int | float) and not abs(value) <= limits.MODEL_ARGUMENT:
+            raise ModelError(
+                f"architecture {name!r}: the argument {argument} must be at most {limits.MODEL_ARGUMENT:,}, got {value}"
+            )
     if not size:
         return args
     if args.get("img_size", size) != size:
@@ -272,18 +278,6 @@ def check_architecture(architecture: str) -> None:
         close = timm.list_models(f"*{architecture.split('.')[0].split('_')[0]}*")[:5]
         advice = f"; similar: {', '.join(close)}" if close else ""
         raise ModelError(f"architecture {architecture!r}: timm has no such model{advice}")
-
-
-def check_arguments(architecture: str, args: Mapping[str, Any]) -> None:
-    """Make sure that the arguments are for a model, and within limits."""
-    reserved = sorted(_RESERVED & args.keys())
-    if reserved:
-        raise ModelError(f"architecture {architecture!r}: the argument {reserved[0]} is not for models; leave it out")
-    for name, value in args.items():
-        if isinstance(value, int | float) and not abs(value) <= limits.MODEL_ARGUMENT:
-            raise ModelError(
-                f"architecture {architecture!r}: the argument {name} must be at most {limits.MODEL_ARGUMENT:,}, got {value}"
-            )
 
 
 def with_labels(model: Classifier, labels: Sequence[str], *, drop_path: float = 0.0) -> Classifier:
@@ -366,7 +360,14 @@ def feature_size(model: Classifier) -> int:
     Of a model without a head it is the length of its embedding.
     """
     if not model.card.labels:
-        return _embedding_size(model)
+        with _shown_grey(model) as image:
+            shape = model(image).shape
+        if len(shape) != 2:
+            raise ModelError(
+                f"architecture {model.card.architecture!r} without its head gives {tuple(shape[1:])} numbers an image, not one row of "
+                "pooled features; choose another one, or args with a global_pool"
+            )
+        return int(shape[1])
     head = linear_head(model)
     if head is None:
         raise ModelError(
@@ -445,18 +446,6 @@ def train_distilled(model: Classifier) -> None:
     network.set_distilled_training(True)
 
 
-def _embedding_size(model: Classifier) -> int:
-    """Return the length of what a network without a head makes of an image."""
-    with _shown_grey(model) as image:
-        shape = model(image).shape
-    if len(shape) != 2:
-        raise ModelError(
-            f"architecture {model.card.architecture!r} without its head gives {tuple(shape[1:])} numbers an image, not one row of pooled "
-            "features; choose another one, or args with a global_pool"
-        )
-    return int(shape[1])
-
-
 def linear_head(model: Classifier) -> nn.Linear | None:
     """Find the linear layer from pooled features to logits; None in a network that ends in another way (such as VOLO's)."""
     network: Any = model.network
@@ -464,11 +453,13 @@ def linear_head(model: Classifier) -> nn.Linear | None:
     if not isinstance(head, nn.Linear):
         return None
     with _shown_grey(model) as image:
-        if image.is_meta:  # there are no numbers to compare
-            found = _ends_with(head, model, image)
-        else:
-            logits = model.outputs(image, features=True).logits
-            found = logits is not None and torch.allclose(logits, model(image), atol=1e-4)
+        if not image.is_meta:
+            found = _is_its_answer(model.outputs(image, features=True), model, image)
+        else:  # there are no numbers to compare, so the logits have to be what the head gives for an input of the features' shape
+            calls: list[tuple[Tensor, Tensor]] = []
+            with head.register_forward_hook(lambda _, inputs, output: calls.append((inputs[0], output))):
+                logits = model(image)
+            found = len(calls) == 1 and calls[0][1] is logits and calls[0][0].shape == model.pooled(image).shape
     return head if found else None
 
 
@@ -482,14 +473,6 @@ def _shown_grey(model: Classifier) -> Iterator[Tensor]:
             yield torch.full((1, 3, size, size), 128, dtype=torch.uint8, device=next(model.parameters()).device)
     finally:
         model.train(was_training)
-
-
-def _ends_with(head: nn.Linear, model: Classifier, image: Tensor) -> bool:
-    """Return whether the model's logits are its head's output for an input of the pooled features' shape."""
-    calls: list[tuple[Tensor, Tensor]] = []
-    with head.register_forward_hook(lambda _, inputs, output: calls.append((inputs[0], output))):
-        logits = model(image)
-    return len(calls) == 1 and calls[0][1] is logits and calls[0][0].shape == model.pooled(image).shape
 
 
 def save(model: Classifier, directory: Path) -> None:
@@ -559,17 +542,14 @@ def outline(uri: str | Path) -> Classifier:
             raise ModelError(str(error).replace(folder, str(uri))) from error
 
 
-def _read_card(uri: str | Path, file: str | Path) -> ModelCard:
+def _outline(path: Path) -> Classifier:
     try:
-        return TypeAdapter(ModelCard).validate_python(limits.parse_json(storage.read_limited(file, limits.JSON_BYTES)))
+        content = limits.parse_json(storage.read_limited(path / CONFIG, limits.JSON_BYTES))
+        card = TypeAdapter(ModelCard).validate_python(content)
     except (StorageError, ValueError) as error:
         raise ModelError(
-            f"model {uri}: {CONFIG} is not the description of a model ({limits.cut(str(error), 500)}); make it again"
+            f"model {path}: {CONFIG} is not the description of a model ({limits.cut(str(error), 500)}); make it again"
         ) from error
-
-
-def _outline(path: Path) -> Classifier:
-    card = _read_card(path, path / CONFIG)
     with _fitting(path, card):
         given = _shapes(path / WEIGHTS)
         with torch.device("meta"), torch.random.fork_rng(devices=[]):

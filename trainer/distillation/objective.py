@@ -17,8 +17,7 @@ from trainer.data.batch import Batch, Recorded
 from trainer.data.loader import shard_positions
 from trainer.devices import Device
 from trainer.distillation import losses
-from trainer.distillation.balancing import Balance
-from trainer.distillation.frozen_teacher import FrozenTeacher
+from trainer.distillation.frozen_teacher import Balance, FrozenTeacher
 from trainer.distillation.losses import TeacherOutputs, all_logits, top_class
 from trainer.distillation.projected_student import ProjectedStudent
 from trainer.models import Classifier, ModelOutputs

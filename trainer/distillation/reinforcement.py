@@ -38,11 +38,11 @@ from trainer.data.randomness import Indices
 from trainer.data.sampler import SampleSlice, partners
 from trainer.data.views.mixing import mixes
 from trainer.devices import ReadBack
-from trainer.distillation import coverage, shards
-from trainer.distillation.coverage import Coverage
+from trainer.distillation import recording_report, shards
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.losses import TeacherOutputs
 from trainer.distillation.recording import RecordingDescription, Records
+from trainer.distillation.recording_report import Coverage, RecordedWork
 from trainer.distillation.shards import ShardStore, Unit
 from trainer.errors import ArtifactError, TrainingError, make_directory, writing_to
 from trainer.formatting import listed
@@ -180,13 +180,6 @@ def plan_of(description: RecordingDescription, parents: Mapping[str, str]) -> st
     """Compute the SHA-256 of all that the records depend on, as hexadecimal text."""
     version = SCHEMA_VERSIONS["teacher_outputs"]
     return artifacts.digest({"version": version, "description": description.content(), "parents": parents})
-
-
-class RecordedWork(NamedTuple):
-    """What one job has recorded, on all its processes."""
-
-    views: int
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,7 +348,7 @@ class Reinforcement:
             with writing_to(directory):
                 (directory / unit.name).write_bytes(content)
             if classes:
-                counted.append(coverage.count(records, labels[unit.first : unit.first + unit.count], classes))
-        parts = self.processes.gather(coverage.total(counted) if counted else None, "the count of the records")
+                counted.append(recording_report.count(records, labels[unit.first : unit.first + unit.count], classes))
+        parts = self.processes.gather(recording_report.total(counted) if counted else None, "the count of the records")
         there = [part for part in parts if part is not None]
-        return coverage.total(there) if there else None
+        return recording_report.total(there) if there else None

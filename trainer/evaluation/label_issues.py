@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.dataset import Split
-from trainer.evaluation import metrics, probes
-from trainer.evaluation.embeddings import Embeddings
+from trainer.evaluation import metrics
+from trainer.evaluation.embeddings import Embeddings, fit_probe
 from trainer.evaluation.metrics import Floats, Ints
 
 LISTED = 10_000
@@ -172,7 +172,7 @@ def cross_validated(
     Returns:
         Logits [N, K], and which images can be judged: not the only one of a class, since the probe of the others does not know the class.
     """
-    penalty = probes.fit_probe(embeddings, labels, val, val_labels, classes).penalty
+    penalty = fit_probe(embeddings, labels, val, val_labels, classes).penalty
     order = np.argsort(labels, kind="stable")
     counts = np.bincount(labels, minlength=classes)
     ranks = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -182,7 +182,7 @@ def cross_validated(
     for fold in range(FOLDS):
         held, rest = folds == fold, folds != fold
         if held.any() and rest.any():
-            probe = probes.fit_probe(embeddings[rest], labels[rest], val, val_labels, classes, penalties=(penalty,))
+            probe = fit_probe(embeddings[rest], labels[rest], val, val_labels, classes, penalties=(penalty,))
             logits[held] = probe.logits(embeddings[held])
     return logits, counts[labels] > 1
 

@@ -17,8 +17,7 @@ from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples, Views
 from trainer.data.sampler import SampleSlice
 from trainer.devices import Device
-from trainer.distillation.balancing import IMAGES as BALANCED_IMAGES
-from trainer.distillation.frozen_teacher import FrozenTeacher
+from trainer.distillation.frozen_teacher import BALANCED_IMAGES, FrozenTeacher
 from trainer.distillation.objective import DistillObjective
 from trainer.distillation.projected_student import ProjectedStudent, check_compared, prepared_student
 from trainer.distillation.recording import (
@@ -30,8 +29,7 @@ from trainer.distillation.recording import (
     open_recording,
 )
 from trainer.errors import SettingsError
-from trainer.evaluation.embeddings import TOGETHER, embed_together, spread
-from trainer.evaluation.probes import MOST_IMAGES, fit_probe
+from trainer.evaluation.embeddings import MOST_IMAGES, TOGETHER, embed_together, fit_probe, spread
 from trainer.models import Classifier
 from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.recorder import Startup

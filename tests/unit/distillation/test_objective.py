@@ -14,8 +14,7 @@ from trainer.config import DistillSettings, ModelSettings, ViewSettings
 from trainer.data.batch import Batch, Recorded
 from trainer.data.views.mixing import draw_mixing, mix
 from trainer.devices import choose_device
-from trainer.distillation.balancing import Balance
-from trainer.distillation.frozen_teacher import FrozenTeacher
+from trainer.distillation.frozen_teacher import Balance, FrozenTeacher
 from trainer.distillation.losses import decoupled_kl, distillation_kl, recorded_kl
 from trainer.distillation.objective import DistillObjective
 from trainer.distillation.projected_student import ProjectedStudent, prepared_student
