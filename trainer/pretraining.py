@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trainer import models
 from trainer.config import FinetuneSettings, MaeSettings
 from trainer.data.batch import Batch, to_device
-from trainer.data.randomness import uniform
+from trainer.data.sampler import uniform
 from trainer.errors import ModelError
 from trainer.models import Classifier
 from trainer.profiling.timeline import span

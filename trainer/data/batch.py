@@ -43,7 +43,7 @@ class Recorded(NamedTuple):
     """Their logits, float32 [b, K]."""
     rest: Tensor
     """Log of the sum over all other classes of exp(logit / T) at T = 1 and T = 2, float32 [b, 2]; -inf where there are no others."""
-    features: Tensor | None
+    features: Tensor | None = None
     """Pooled features, float32 [b, D]."""
     tokens: Tensor | None = None
     """Patch tokens as they are stored, float16 or int8 [b, h, w, D]."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from trainer.config import DataSettings
 from trainer.data.dataset_schema import UNLABELED, SplitName
 from trainer.errors import DataError
+from trainer.formatting import listed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,11 +180,11 @@ def check_classes(candidates: Iterable[ImageCandidate], classes: Sequence[str], 
         )
 
 
-def check_splits(candidates: Iterable[ImageCandidate], classes: Sequence[str], listed: Collection[int]) -> None:
+def check_splits(candidates: Iterable[ImageCandidate], classes: Sequence[str], taught: Collection[int]) -> None:
     """Make sure that every class can be learnt and that every split measures something.
 
     Args:
-        listed: indices of the classes of which the source has training images, be they good, copies or for val and test.
+        taught: indices of the classes of which the source has training images, be they good, copies or for val and test.
 
     Raises:
         DataError: a class has no training image, or val or test is empty.
@@ -197,7 +198,7 @@ def check_splits(candidates: Iterable[ImageCandidate], classes: Sequence[str], l
             raise DataError(f"split {split} is empty: the source has no good labelled image for it; add some")
     untaught = {name: count for name, count in counts["train"].items() if count == 0}
     measured = {name: counts["val"][name] + counts["test"][name] for name in untaught}
-    unlisted = {name: count for name, count in measured.items() if classes.index(name) not in listed}
+    unlisted = {name: count for name, count in measured.items() if classes.index(name) not in taught}
     if unlisted:
         where = " and ".join(split for split in ("val", "test") if any(counts[split][name] for name in unlisted))
         raise DataError(
@@ -211,6 +212,5 @@ def check_splits(candidates: Iterable[ImageCandidate], classes: Sequence[str], l
 
 
 def _some_classes(counts: Mapping[str, int]) -> str:
-    shown = ", ".join(f"{name!r} ({count})" for name, count in list(counts.items())[:5])
-    more = f" and {len(counts) - 5} more" if len(counts) > 5 else ""
-    return f"{'class' if len(counts) == 1 else 'classes'} {shown}{more}"
+    shown = listed([f"{name!r} ({count})" for name, count in counts.items()], 5)
+    return f"{'class' if len(counts) == 1 else 'classes'} {shown}"

@@ -291,12 +291,8 @@ def open_dataset(uri: str | Path) -> PreparedDataset:
     """
     artifact = artifacts.read(uri, "dataset")
     description = DatasetDescription.read(artifact.path)
-    return PreparedDataset(artifact, description, _read_tags(artifact, description))
-
-
-def _read_tags(artifact: Artifact, description: DatasetDescription) -> ClassTags | None:
     if TAGS not in artifact.files:
-        return None
+        return PreparedDataset(artifact, description)
     try:
         tags = ClassTags.of(limits.parse_json(storage.read_limited(artifact.path / TAGS, limits.JSON_BYTES)))
         if tags.labels != description.classes:
@@ -305,4 +301,4 @@ def _read_tags(artifact: Artifact, description: DatasetDescription) -> ClassTags
         raise ArtifactError(
             f"dataset {artifact.path}: {TAGS} does not describe its classes ({limits.cut(str(error), 500)}); prepare it again"
         ) from error
-    return tags
+    return PreparedDataset(artifact, description, tags)

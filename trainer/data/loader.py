@@ -28,11 +28,9 @@ from trainer.config import DecodeOn, TrainingSettings, ViewSettings, ViewsOn
 from trainer.data.batch import Batch, Recorded, check_gpu_decoding, join_files
 from trainer.data.dataset import Split, empty_images
 from trainer.data.dataset_schema import UNLABELED
-from trainer.data.randomness import Indices
-from trainer.data.sampler import Mask, SampleSlice, StatelessSampler
-from trainer.data.views.mixing import draw_mixing
+from trainer.data.sampler import Indices, Mask, SampleSlice, StatelessSampler
 from trainer.data.views.parameters import ViewParameters, draw_views
-from trainer.data.views.rendering import crop_sample, finish_views
+from trainer.data.views.rendering import crop_sample, draw_mixing, finish_views
 from trainer.devices.torch_private import batches_ready, end_loader_processes, loader_processes
 from trainer.errors import DataError, LostProcessError, SettingsError, TrainerError, TrainingError
 

@@ -49,10 +49,7 @@ class DistillObjective:
     """
 
     def __init__(
-        self,
-        student: Classifier | ProjectedStudent,
-        teachers: Sequence[FrozenTeacher],
-        settings: DistillSettings,
+        self, student: Classifier | ProjectedStudent, teachers: Sequence[FrozenTeacher], settings: DistillSettings
     ) -> None:
         """Combine what is trained with who teaches it.
 
@@ -92,8 +89,7 @@ class DistillObjective:
             ours = model(batch.images, compared=True) if compared else ModelOutputs(model(batch.images))
             logits = _there(ours.logits)
             taught = logits if ours.distilled is None else ours.distilled
-            parts: Losses = {}
-            parts.update(self._compare_all(ours._replace(logits=taught), said, batch.labels))
+            parts = self._compare_all(ours._replace(logits=taught), said, batch.labels)
             if settings.label_weight:
                 smoothing = settings.label_smoothing
                 parts["label"] = cross_entropy(

@@ -36,7 +36,10 @@ class MapProjection(nn.Module):
         self.linear = nn.Linear(own[2], wanted[2])
         alike = own[:2] == wanted[:2]
         for name, given, taught in zip(("rows", "columns"), own, wanted, strict=False):
-            self.register_buffer(name, None if alike else _shares(given, taught), persistent=False)
+            # The matrix [taught, given] that resizes so many places in a row, whose rows sum to 1.
+            row = torch.eye(given)[None, None]
+            shares = F.interpolate(row, size=(taught, given), mode="bilinear", antialias=True)[0, 0]
+            self.register_buffer(name, None if alike else shares, persistent=False)
 
     def forward(self, maps: Tensor) -> Tensor:
         """Maps [B, h, w, S] to maps [B, H, W, D]."""
@@ -45,11 +48,6 @@ class MapProjection(nn.Module):
             maps = torch.einsum("Ww,bHws->bHWs", self.columns, torch.einsum("Hh,bhws->bHws", self.rows, maps))
         projected: Tensor = self.linear(maps)
         return projected
-
-
-def _shares(given: int, wanted: int) -> Tensor:
-    """Return the matrix [wanted, given] that resizes so many places in a row, whose rows sum to 1."""
-    return F.interpolate(torch.eye(given)[None, None], size=(wanted, given), mode="bilinear", antialias=True)[0, 0]
 
 
 class ProjectedStudent(nn.Module):
@@ -107,10 +105,7 @@ class ProjectedStudent(nn.Module):
             logits: Tensor = self.classifier(images)
             return logits
         own = self.classifier.outputs(
-            images,
-            features=self.projection is not None,
-            tokens=self.token_projection is not None,
-            blocks=self.blocks,
+            images, features=self.projection is not None, tokens=self.token_projection is not None, blocks=self.blocks
         )
         return own._replace(
             features=None if self.projection is None else self.projection(own.features),

@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
-from torch import Tensor
 
 from trainer import artifacts, limits, storage
 from trainer.artifacts import Manifest
@@ -92,12 +91,10 @@ class RecordingDescription:
 
     def content(self) -> dict[str, Any]:
         """Return what `recording.json` holds."""
-        content = asdict(self)
-        if self.feature_format == "fp16":
-            content.pop("feature_format")
+        left_out = {"feature_format"} if self.feature_format == "fp16" else set()
         if self.tokens is None:
-            content = {name: value for name, value in content.items() if name not in {"tokens", "token_format"}}
-        return content
+            left_out |= {"tokens", "token_format"}
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
     @property
     def record(self) -> np.dtype[np.void]:
@@ -152,10 +149,8 @@ def _read_description(uri: str | Path, file: str | Path, manifest: Manifest) -> 
     try:
         content = storage.read_limited(file, limits.JSON_BYTES)
         description = _DESCRIPTION.validate_json(content, strict=True)
-        if description.top_k > description.classes:
+        if description.top_k > description.classes or (description.classes and not description.top_k):
             raise ValueError(f"top_k is {description.top_k} of {description.classes} classes")
-        if description.classes and not description.top_k:
-            raise ValueError(f"top_k is 0 of {description.classes} classes")
         if not description.record.itemsize:
             raise ValueError("there are neither classes nor features nor tokens")
     except ValueError as error:
@@ -182,15 +177,15 @@ def _read_description(uri: str | Path, file: str | Path, manifest: Manifest) -> 
     return description
 
 
-def open_recording(uri: str | Path) -> Recording:
-    """Open and check recorded outputs.
+def open_recording(uri: str | Path, *further: str | Path) -> Recording:
+    """Open and check recorded outputs, with those of further teachers on the same views (`check_joined`).
 
     Raises:
         ArtifactError: they are missing, damaged, of another kind or of another schema version.
     """
     artifact = artifacts.read(uri, "teacher_outputs")
     description = _read_description(uri, artifact.path / DESCRIPTION, artifact)
-    return Recording(artifact.path, description, artifact.fingerprint)
+    return Recording(artifact.path, description, artifact.fingerprint, [open_recording(one) for one in further])
 
 
 class Recording:
@@ -199,8 +194,11 @@ class Recording:
     Shards are mapped into memory when they are first read, in each process that reads them.
     """
 
-    def __init__(self, path: Path, description: RecordingDescription, fingerprint: str) -> None:
-        self.description, self.fingerprint = description, fingerprint
+    def __init__(
+        self, path: Path, description: RecordingDescription, fingerprint: str, further: Sequence[Recording] = ()
+    ) -> None:
+        self.description, self.fingerprint, self.further = description, fingerprint, further
+        self.view_seed, self.view_count = description.seed, description.views
         self._path = path
         self._blocks = math.ceil(description.samples / description.block)
         self._maps: dict[int, Records] = {}
@@ -208,18 +206,8 @@ class Recording:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_maps": {}}
 
-    @property
-    def view_seed(self) -> int:
-        """Seed of the recorded views."""
-        return self.description.seed
-
-    @property
-    def view_count(self) -> int:
-        """How many views of each sample were recorded."""
-        return self.description.views
-
     def read(self, indices: Indices, numbers: Indices) -> Recorded:
-        """Read the outputs for these samples (indices into the training split) and views, [B] each.
+        """Read the outputs for these samples (indices into the training split) and views, [B] each; those of further teachers too.
 
         Raises:
             ArtifactError: they name classes that there are not.
@@ -235,7 +223,7 @@ class Recording:
                 f"teacher_outputs {self._path}: records name the class {records['indices'].max()}, but there are "
                 f"{self.description.classes}; record them again"
             )
-        return unpack(records)
+        return unpack(records)._replace(further=tuple(one.read(indices, numbers) for one in self.further))
 
     def _map(self, file: int) -> Records:
         if file not in self._maps:
@@ -251,22 +239,6 @@ class Recording:
                 shape=(unit.count,),
             )
         return self._maps[file]
-
-
-class JoinedRecordings:
-    """Recorded outputs of several teachers on the same views, read together; as `RecordedOutputs` of a loader."""
-
-    def __init__(self, first: Recording, *further: Recording) -> None:
-        """Join recordings whose views are the same (`check_fits` and `check_joined`)."""
-        self.description = first.description
-        self.descriptions = [one.description for one in (first, *further)]
-        self._first, self._further = first, further
-        self.view_seed, self.view_count = first.view_seed, first.view_count
-
-    def read(self, indices: Indices, numbers: Indices) -> Recorded:
-        """Read the first one's outputs, with the others' in `further`."""
-        others = tuple(one.read(indices, numbers) for one in self._further)
-        return self._first.read(indices, numbers)._replace(further=others)
 
 
 def check_joined(uris: Sequence[str | Path], held: Sequence[RecordingDescription]) -> None:
@@ -294,10 +266,11 @@ def unpack(records: Records) -> Recorded:
     """Return records [B] as tensors; where there are no logits they have no columns, and nothing is the sum of the rest."""
     names, count = records.dtype.names or (), len(records)
     beside: dict[str, Any] = {
-        "features": _features(records) if "features" in names else None,
-        "tokens": torch.from_numpy(records["tokens"].copy()) if "tokens" in names else None,
-        "token_steps": torch.from_numpy(records["token_steps"].copy()) if "token_steps" in names else None,
+        name: torch.from_numpy(records[name].copy()) for name in ("tokens", "token_steps") if name in names
     }
+    if "features" in names:  # as they are used, float32 [B, D]
+        scale = records["scale"] if "scale" in names else np.float32(1)
+        beside["features"] = torch.from_numpy(records["features"].astype(np.float32) * scale)
     if "logits" not in names:
         return Recorded(
             indices=torch.empty(count, 0, dtype=torch.int64),
@@ -311,12 +284,6 @@ def unpack(records: Records) -> Recorded:
         rest=torch.from_numpy(records["rest"].astype(np.float32)),
         **beside,
     )
-
-
-def _features(records: Records) -> Tensor:
-    """Return the features of records [B] as they are used, float32 [B, D]."""
-    features = records["features"].astype(np.float32)
-    return torch.from_numpy(features * records["scale"] if "scale" in (records.dtype.names or ()) else features)
 
 
 def placeholder_recording(directory: Path, description: RecordingDescription) -> Recording:

@@ -34,9 +34,8 @@ from trainer import artifacts, storage
 from trainer.config import Workers
 from trainer.data.batch import Batch
 from trainer.data.loader import Views, make_loader
-from trainer.data.randomness import Indices
-from trainer.data.sampler import SampleSlice, partners
-from trainer.data.views.mixing import mixes
+from trainer.data.sampler import Indices, SampleSlice, partners
+from trainer.data.views.rendering import mixes
 from trainer.devices import ReadBack
 from trainer.distillation import recording_report, shards
 from trainer.distillation.frozen_teacher import FrozenTeacher

@@ -62,17 +62,15 @@ def confusion_matrix(predicted: Ints, labels: Ints, classes: int) -> Ints:
 
 def precision(matrix: Ints) -> npt.NDArray[np.float64]:
     """Compute the share of the images predicted as a class that are of it, [K]; NaN for a class that was never predicted."""
-    return _share(np.diag(matrix), matrix.sum(axis=0))
+    with np.errstate(invalid="ignore"):
+        shares: npt.NDArray[np.float64] = np.diag(matrix) / matrix.sum(axis=0)
+    return shares
 
 
 def recall(matrix: Ints) -> npt.NDArray[np.float64]:
     """Compute the share of the images of a class that were predicted as it, [K]; NaN for a class without images."""
-    return _share(np.diag(matrix), matrix.sum(axis=1))
-
-
-def _share(part: Ints, whole: Ints) -> npt.NDArray[np.float64]:
-    undefined = np.full(len(whole), np.nan)
-    shares: npt.NDArray[np.float64] = np.divide(part, whole, out=undefined, where=whole > 0)
+    with np.errstate(invalid="ignore"):
+        shares: npt.NDArray[np.float64] = np.diag(matrix) / matrix.sum(axis=1)
     return shares
 
 

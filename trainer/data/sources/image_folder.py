@@ -71,7 +71,13 @@ class ImageFolder(ImageSource):
 
     def version(self) -> str:
         if storage.is_remote(self.name):
-            return remote_folder_version(self.name)
+            found = objects_digest(self.name, limits.SOURCE_IMAGES, lambda name: not _is_hidden(name))
+            if found is None:
+                raise DataError(_too_many_files(self.name))
+            sha256, count = found
+            if not count:
+                raise DataError(f"folder {self.name}: does not exist; check data.source")
+            return sha256
         return digest([[file.name, *size_and_mtime(file.location)] for file in list_files(self.name, self.outside)])
 
     def _split_and_group(self, name: str, has_splits: bool) -> tuple[SplitName, str]:
@@ -176,19 +182,3 @@ class _FolderWalk:
                     # Names that are not UTF-8 can be stored and shown then.
                     text = os.fsencode(name).decode("utf-8", "replace")
                     yield SourceFile(limits.printable_name(text), entry.path)
-
-
-def remote_folder_version(folder: str) -> str:
-    """Digest the names, sizes and ETags of all objects below a URI, hidden ones left out.
-
-    Raises:
-        UnknownVersionError: the store lists nothing that changes with the content.
-        DataError: there is no such folder, or it exceeds a limit.
-    """
-    found = objects_digest(folder, limits.SOURCE_IMAGES, lambda name: not _is_hidden(name))
-    if found is None:
-        raise DataError(_too_many_files(folder))
-    sha256, count = found
-    if not count:
-        raise DataError(f"folder {folder}: does not exist; check data.source")
-    return sha256

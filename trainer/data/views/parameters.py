@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import ViewSettings
-from trainer.data.randomness import Indices, Keys, uniform
+from trainer.data.sampler import Indices, Keys, uniform
 
 Numbers = npt.NDArray[np.float64]
 Rows = Indices | slice
