@@ -298,11 +298,7 @@ def with_labels(model: Classifier, labels: Sequence[str], *, drop_path: float = 
 
 @torch.no_grad()
 def with_head(model: Classifier, labels: Sequence[str], weight: Tensor, bias: Tensor) -> Classifier:
-    """Copy a model without a head, and give it a linear one for `labels`.
-
-    Args:
-        weight: of the head, [K, D].
-        bias: of the head, [K].
+    """Copy a model without a head, and give it a linear one for `labels`: weight [K, D] and bias [K].
 
     Raises:
         ModelError: the architecture's head is not one linear layer of the pooled features.
@@ -430,9 +426,7 @@ def block_shapes(model: Classifier, blocks: Sequence[int]) -> list[MapShape]:
 
 
 def train_distilled(model: Classifier) -> None:
-    """Let the network give the logits of its class token and of its distillation token apart while it is trained (DeiT).
-
-    In an evaluation it gives their mean.
+    """Let the network give the logits of its class token and of its distillation token apart while it is trained (DeiT), else their mean.
 
     Raises:
         ModelError: it has no distillation token.

@@ -151,10 +151,7 @@ def pin(weights: TimmWeights) -> TimmWeights:
 def load(weights: TimmWeights | PackageWeights, model: ModelSettings, file: str = "") -> Classifier:
     """Build a timm model with all its pretrained weights, its own head's too; for another input size positions are interpolated.
 
-    Args:
-        weights: which ones.
-        model: its arguments and input size.
-        file: a copy of the hub's file (path or URI); empty: the hub or its cache.
+    `model` has its arguments and input size; `file` is a copy of the hub's file (path or URI), empty for the hub or its cache.
     """
     settings = model.model_copy(update={"architecture": weights.name})
     args: Mapping[str, Any] = models.arguments(settings)
@@ -268,12 +265,9 @@ def _labels(name: str, network: Any) -> tuple[str, ...]:
 def with_classes(
     model: Classifier, classes: Sequence[str], label_map: Mapping[str, ClassReference], name: str
 ) -> Classifier:
-    """Keep those rows of a network's head that mean the data set's classes, in their order.
+    """Keep those rows of a network's head for L classes that mean the data set's classes, in their order; `name` is that of the weights.
 
-    Args:
-        model: with a head of L classes.
-        label_map: which class of the model each of the data set's is, by name or index; empty where they have the same names.
-        name: of the weights, for messages.
+    `label_map` says which class of the model each of the data set's is, by name or index; it is empty where they have the same names.
     """
     if not model.card.labels:
         raise ModelError(

@@ -82,11 +82,7 @@ class MaskedAutoencoder(nn.Module):
         return {f"encoder.{name}" for name in self.encoder.no_weight_decay()} | {"mask_token"}
 
     def forward(self, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Hide the patches with the largest noise and predict them.
-
-        Args:
-            images: uint8 [B, 3, H, W].
-            noise: random numbers [B, N].
+        """Hide the patches of images, uint8 [B, 3, H, W], that have the largest noise, [B, N], and predict them.
 
         Returns:
             Loss (a scalar): mean squared error over the hidden patches; predicted patches [B, N, p x p x 3]; mask [B, N], 1 where hidden.
@@ -160,16 +156,9 @@ class MaeObjective(Objective):
 
 
 def draw_noise(keys: Tensor, numbers: Tensor, patches: int, *, seed: int) -> Tensor:
-    """Draw the random numbers whose order is the mask: a function of (seed, key, view number).
+    """Draw the random numbers whose order is the mask, float32 [B, N], N = `patches`: a function of (seed, key, view number).
 
-    Args:
-        keys: int64 [B], on the CPU.
-        numbers: int64 [B], on the CPU.
-        patches: N.
-        seed: the training's seed.
-
-    Returns:
-        float32 [B, N], on the CPU.
+    All are on the CPU; keys and numbers are int64 [B].
     """
     words = keys.numpy().view(np.uint64)[:, None], numbers.numpy()[:, None]
     return torch.from_numpy(uniform(_MASK, seed, *words, np.arange(patches, dtype=np.uint64)[None])).float()
@@ -222,18 +211,10 @@ def sine_positions(width: int, rows: int, columns: int) -> Tensor:
 
 @torch.no_grad()
 def draw_reconstructions(model: MaskedAutoencoder, images: Tensor, keys: Tensor, *, seed: int) -> bytes:
-    """Draw three rows: images, what is visible of them, and the visible patches with the predicted ones between them.
+    """Draw three rows: images, what is visible of them, and the visible patches with the predicted ones between them; gives a PNG file.
 
-    Predictions of normalised targets are shown with each patch's own mean and spread.
-
-    Args:
-        model: a trained masked autoencoder.
-        images: uint8 [B, 3, S, S].
-        keys: key of each image, int64 [B].
-        seed: draws the masks.
-
-    Returns:
-        A PNG file.
+    The images are uint8 [B, 3, S, S], their keys int64 [B]; `seed` draws the masks. Predictions of normalised targets are shown with each
+    patch's own mean and spread.
     """
     model.eval()
     noise = draw_noise(keys, torch.zeros_like(keys), model.encoder.patch_embed.num_patches, seed=seed)

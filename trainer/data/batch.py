@@ -137,14 +137,7 @@ def join_files(files: Sequence[memoryview]) -> tuple[Tensor, Tensor]:
 
 
 def decode_jpegs(joined: Tensor, lengths: Tensor, device: torch.device) -> Tensor:
-    """Decode a batch of JPEG files of equal size on a GPU.
-
-    Args:
-        joined: their bytes, concatenated, uint8 [bytes], on the CPU.
-        lengths: length of each file in bytes, int64 [B], on the CPU.
-
-    Returns:
-        RGB pixels, uint8 [B, 3, S, S], on the device.
+    """Decode a batch of JPEG files of equal size, as `join_files` gives them, on a GPU: uint8 [B, 3, S, S], RGB, on the device.
 
     Raises:
         DataError: a file cannot be decoded.

@@ -250,8 +250,7 @@ def _column(table: str, heading: str, column: int, lines: Sequence[_Line]) -> di
 def _parents(file: str, classes: Sequence[str] | None) -> dict[str, str]:
     """Read `data.hierarchy` as a file: class or group -> the group above it.
 
-    Args:
-        classes: those of the images, which have to be the lowest names of the table; None where they are not known yet.
+    The lowest names have to be the classes; where these are not known yet (None), the table alone is checked.
     """
     table = f"data.hierarchy={file}"
     headings, *lines = _lines("data.hierarchy", file)

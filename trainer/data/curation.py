@@ -111,20 +111,14 @@ def take_missing_splits(
     settings: DataSettings,
     groups: Mapping[str, int] | None = None,
 ) -> list[ImageCandidate]:
-    """Take val and test from train, class by class, where the source does not give them.
+    """Take val and test from train, class by class, where the source does not give them; the candidates stay in their order.
 
     An image has a fixed place in [0, 1), drawn from its content and `split_seed`. Of a class's N images the `test_fraction` x N with
     the smallest places are test, the next `val_fraction` x N are val, both rounded and at least one, and the rest is train. So every
     class has its share, however small it is, and an image that is added or removed moves at most the one image at each limit.
 
-    A group stays together: at the smallest place of its images it goes to test, or else to val, if there is room for all of them in their
-    classes' shares, and to train if there is not.
-
-    Args:
-        groups: content key -> number of the group of images that stay in one split; others are alone.
-
-    Returns:
-        The candidates in the given order, each with its split.
+    A group (`groups`: content key -> its number) stays together: at the smallest place of its images it goes to test, or else to val, if
+    there is room for all of them in their classes' shares, and to train if there is not. Other images are alone.
     """
     fractions = {
         "test": 0.0 if "test" in given else settings.test_fraction,
@@ -183,8 +177,7 @@ def check_classes(candidates: Iterable[ImageCandidate], classes: Sequence[str], 
 def check_splits(candidates: Iterable[ImageCandidate], classes: Sequence[str], taught: Collection[int]) -> None:
     """Make sure that every class can be learnt and that every split measures something.
 
-    Args:
-        taught: indices of the classes of which the source has training images, be they good, copies or for val and test.
+    `taught` are the classes of which the source has training images, be they good, copies or for val and test.
 
     Raises:
         DataError: a class has no training image, or val or test is empty.

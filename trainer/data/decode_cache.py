@@ -77,13 +77,9 @@ class DecodeCache:
         return self.folder / f"{number:06d}.arrow"
 
     def find(self, number: int, items: Sequence[Item], content: Callable[[Item], str]) -> list[Outcome] | None:
-        """Look up a chunk that an earlier attempt has decoded, and bring its squares into the folder.
+        """Return the outcomes of a chunk that was decoded before, and bring its squares into the folder; None if there is none of these.
 
-        Args:
-            content: reads an image's file; returns its SHA-256, or why it cannot be read.
-
-        Returns:
-            The outcome of each image; None if the chunk is not cached, or not of these images.
+        `content` reads an image's file, and returns its SHA-256, or why it cannot be read.
 
         Raises:
             DataError: reading an image failed.
@@ -113,10 +109,7 @@ class DecodeCache:
         ]
 
     def keep(self, number: int, items: Sequence[Item], outcomes: Sequence[Outcome], contents: Sequence[str]) -> None:
-        """Keep a chunk whose squares are in their file.
-
-        Args:
-            contents: SHA-256 of the file of each, or why it cannot be read.
+        """Keep a chunk whose squares are in their file; `contents` has the SHA-256 of each image's file, or why it cannot be read.
 
         Raises:
             OutputError: the file cannot be written.

@@ -58,11 +58,9 @@ Ints: TypeAlias = npt.NDArray[np.intp]
 
 
 def appearance(square: Image.Image, shortest_edge: int) -> str:
-    """Describe how a picture looks: its hash and the colours of its cells as hexadecimal text; empty for one that is too small.
+    """Describe how a stored RGB picture looks: its hash and the colours of its cells as hexadecimal text; empty for one that is too small.
 
-    Args:
-        square: RGB, as it is stored.
-        shortest_edge: of the original, in pixels.
+    `shortest_edge` is that of the original, in pixels.
     """
     if min(shortest_edge, *square.size) < SMALLEST_EDGE:
         return ""

@@ -311,15 +311,9 @@ def placeholder_recording(directory: Path, description: RecordingDescription) ->
 def check_fits(
     uri: str | Path, settings: DistillSettings, *, data: PreparedDataset, dataset: str | Path, teacher: str | Path
 ) -> RecordingDescription:
-    """Refuse outputs that were recorded of something else; by manifests and descriptions, before any record or weight is read.
+    """Refuse outputs that were recorded of something else than of `teacher` on `data`, which lies at `dataset`; returns their description.
 
-    Args:
-        uri: the recorded outputs.
-        data: what the student learns from, opened; it lies at `dataset`.
-        teacher: the one that the student learns from.
-
-    Returns:
-        The description of the recorded outputs.
+    Manifests and descriptions are compared, before any record or weight is read.
 
     Raises:
         ArtifactError: naming each difference and the next move.

@@ -159,16 +159,12 @@ def fit_probe(
     """Fit a linear probe by multinomial logistic regression, the usual measure of frozen embeddings (Radford et al. 2021, CLIP, by L-BFGS).
 
     Minimised is the mean cross-entropy + penalty / 2 x the weights' squared norm, over embeddings that are standardised by the training
-    images; mean and deviation then become part of the weights. Of several penalties the one is taken that is best on the validation split,
-    the largest where they are equal.
+    images; mean and deviation then become part of the weights. Of several penalties, from the largest to the smallest, the one is taken
+    that is best on the validation split, the largest where they are equal.
 
     Args:
-        train: [N, D].
-        labels: int64 [N].
-        val: [M, D].
-        val_labels: int64 [M].
-        classes: K.
-        penalties: those to choose from, from the largest to the smallest.
+        train: [N, D], with their labels, int64 [N].
+        val: [M, D], with theirs, int64 [M].
     """
     values = train.astype(np.float64)
     mean, std = values.mean(0), values.std(0)
@@ -212,10 +208,8 @@ def nearest_neighbors(bank: Embeddings, labels: Ints, embeddings: Embeddings, cl
     Near is what has a large cosine s with it; a neighbour's vote for its class weighs exp(s / 0.07). k is 20, or all there are.
 
     Args:
-        bank: embeddings of images with labels, [N, D].
-        labels: theirs, int64 [N].
+        bank: embeddings of images with labels, [N, D], and these, int64 [N].
         embeddings: of the images in question, [M, D].
-        classes: K.
     """
     known, one_hot, k = _unit(bank), np.eye(classes)[labels], min(NEIGHBORS, len(bank))
     votes: list[Doubles] = []

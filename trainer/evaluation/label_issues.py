@@ -91,9 +91,7 @@ def contradicted(logits: Floats, labels: Ints) -> Contradicted:
     cleanlab does the same, but where several classes reach their thresholds it takes the most probable of all classes, be it one of them
     or not, and so contradicts a few labels more.
 
-    Args:
-        logits: out of sample, [N, K].
-        labels: int64 [N], none below 0.
+    The logits, [N, K], are out of sample; no label, int64 [N], is below 0.
     """
     classes = logits.shape[1]
     own = np.concatenate([part[np.arange(len(part)), labels[rows]] for rows, part in _parts(logits)])
@@ -130,11 +128,9 @@ def _parts(logits: Floats) -> Iterator[tuple[Ints, npt.NDArray[np.float64]]]:
 
 
 def judge(logits: Floats, judged: Mapping[Split, Ints]) -> JudgedLabels:
-    """Judge the labels of images of several splits by one model.
+    """Judge the labels of images of several splits by one model, from its logits out of sample, one split after the other, [N, K].
 
-    Args:
-        logits: out of sample, of the images of all splits, one split after the other, [N, K].
-        judged: split -> indices of its images.
+    `judged`: split -> indices of its images.
     """
     splits = list(judged)
     owners = np.repeat(np.arange(len(splits)), [len(part) for part in judged.values()])
@@ -164,13 +160,10 @@ def judge(logits: Floats, judged: Mapping[Split, Ints]) -> JudgedLabels:
 def cross_validated(
     embeddings: Embeddings, labels: Ints, val: Embeddings, val_labels: Ints, classes: int
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """Compute logits of each image by a linear probe that was fitted to the images of the other folds.
+    """Compute logits of each image by a linear probe that was fitted to the images of the other folds, [N, K], and which can be judged.
 
     Images of a class that follow one another, as those of a burst do, share a fold. The penalty is the one that is best on the validation
-    split for a probe of all images.
-
-    Returns:
-        Logits [N, K], and which images can be judged: not the only one of a class, since the probe of the others does not know the class.
+    split for a probe of all images. The only image of a class cannot be judged, since the probe of the others does not know the class.
     """
     penalty = fit_probe(embeddings, labels, val, val_labels, classes).penalty
     order = np.argsort(labels, kind="stable")

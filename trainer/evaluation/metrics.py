@@ -158,14 +158,11 @@ def judge(
     student_p95_ms: float,
     student_knn_top1: float | None = None,
 ) -> list[str]:
-    """Check every condition of the gate.
+    """Check every condition of the gate; returns each failed one, with its number and its limit.
 
     Args:
         student_knn_top1: of the nearest neighbours of the student's embeddings; None where that was not measured.
         student_p95_ms: 95th percentile of the student's latency at the first of `evaluate.latency_batch_sizes`.
-
-    Returns:
-        Each failed condition, with its number and its limit; empty if all held.
     """
     reasons = []
     student = f"the student's test top-1 of {student_top1:.2%}"
@@ -231,18 +228,13 @@ def machine() -> Machine:
 def measure_latency(
     models: Mapping[str, Callable[[Tensor], object]], images: Tensor, *, batch_sizes: Sequence[int], runs: int
 ) -> dict[str, list[Latency]]:
-    """Time models on the CPU, from raw images to logits.
+    """Time models on the CPU, in evaluation mode, from raw images to logits: for each one a latency for each batch size.
 
-    The models take turns in one loop, so that other work on the machine slows all of them alike.
+    The models take turns in one loop, so that other work on the machine slows all of them alike. They may be other functions of images.
 
     Args:
-        models: by name, on the CPU, in evaluation mode; or other functions of such images.
         images: at least one, uint8 [N, 3, H, W]; repeated to fill a batch.
-        batch_sizes: batch sizes B, each measured separately.
         runs: timed batches for each model and batch size, after a few for warm-up.
-
-    Returns:
-        For each model, one latency for each batch size.
     """
     latencies: dict[str, list[Latency]] = {name: [] for name in models}
     with torch.inference_mode():

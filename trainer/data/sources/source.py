@@ -132,7 +132,6 @@ def objects_digest(uri: str, most: int, wanted: Callable[[str], bool]) -> tuple[
     """Digest name, size and ETag of the wanted objects below a URI, in little memory, since there may be millions of objects.
 
     Args:
-        uri: where they are.
         most: how many are listed, wanted or not.
         wanted: whether the object of a name, relative to the URI, is one.
 

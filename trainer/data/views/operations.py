@@ -62,16 +62,9 @@ def levels(pixels: Tensor) -> Tensor:
 
 
 def apply_operations(views: Tensor, parameters: ViewParameters, magnitude: float) -> Tensor:
-    """Apply each view's operations, one after another.
+    """Apply each view's operations, of a magnitude from 0 to 10, one after another; the views, uint8 [B, 3, V, V], are changed.
 
     The host decides which views an operation changes, so it never waits for the device.
-
-    Args:
-        views: uint8 [B, 3, V, V]; changed in place.
-        magnitude: strength of the operations, 0 to 10.
-
-    Returns:
-        `views`.
     """
     for numbers, negative in zip(parameters.operations.unbind(1), parameters.negative.unbind(1), strict=True):
         amounts = [-magnitude / 10 if backwards else magnitude / 10 for backwards in negative.tolist()]

@@ -58,12 +58,8 @@ def finish_views(views: Tensor, parameters: ViewParameters, settings: ViewSettin
 def erase(views: Tensor, boxes: Tensor) -> Tensor:
     """Fill a rectangle with the view's mean colour: random erasing (Zhong et al. 2020).
 
-    Args:
-        views: uint8 [B, 3, V, V]; changed in place.
-        boxes: rectangles as shares of the edge: left, top, right, bottom; float32 [B, 4], zeros for none, on the CPU.
-
-    Returns:
-        `views`.
+    The views, uint8 [B, 3, V, V], are changed and returned. The boxes are shares of the edge: left, top, right, bottom; float32 [B, 4],
+    zeros for none, on the CPU.
     """
     rows = (boxes[:, 2] > boxes[:, 0]).nonzero().squeeze(1)
     if len(rows):
@@ -78,12 +74,10 @@ def erase(views: Tensor, boxes: Tensor) -> Tensor:
 
 
 def fill_together(views: Tensor, rows: Tensor, edges: Tensor) -> None:
-    """Fill the rectangles of all views in a few operations, since the host has to launch each one on a device.
+    """Fill the rectangles of n views in a few operations, since the host has to launch each one on a device.
 
-    Args:
-        views: uint8 [B, 3, V, V]; changed in place.
-        rows: the n views to change, int64 [n], on the CPU.
-        edges: their rectangles in pixels: left, top, right, bottom; int64 [n, 4], on the CPU.
+    The views, uint8 [B, 3, V, V], are changed. Which ones, int64 [n], and their rectangles in pixels (left, top, right, bottom), int64
+    [n, 4], are on the CPU.
     """
     rows, edges = to_device(rows, views.device), to_device(edges, views.device)
     left, top, right, bottom = edges.view(-1, 4, 1).unbind(1)
@@ -99,16 +93,10 @@ def fill_together(views: Tensor, rows: Tensor, edges: Tensor) -> None:
 
 
 def crop_sample(image: Tensor, box: Sequence[float], *, mirror: bool, out: Tensor) -> None:
-    """Crop, resize and mirror one image on the CPU.
+    """Crop, resize and mirror one image on the CPU: uint8 [3, h, w], in any memory layout, into `out`, uint8 [3, V, V].
 
-    The bits are those of torchvision's `resized_crop` and `horizontal_flip`.
-
-    Args:
-        image: uint8 [3, h, w], in any memory layout.
-        box: left, top, width, height in pixels of `image`. Fractions (of an image that was shrunk while it was decoded) are rounded to
-            whole pixels, which moves the view by at most half of one.
-        mirror: whether to mirror it left to right.
-        out: where the view goes, uint8 [3, V, V].
+    The bits are those of torchvision's `resized_crop` and `horizontal_flip`. The box is left, top, width, height in pixels of the image;
+    fractions (of one that was shrunk while it was decoded) are rounded to whole pixels, which moves the view by at most half of one.
     """
     # torch's resize of uint8 images is fastest for a decoder's interleaved pixels, permuted. torchvision's functions copy them to planar
     # memory first and take twice as long (0.57 ms against 0.27 ms for 100 x 90 of 160 x 160 pixels to 64 x 64, one core).
@@ -232,15 +220,7 @@ def _beta(alpha: float, quantile: Numbers) -> Numbers:
 
 
 def mix(images: Tensor, mixing: Mixing) -> Tensor:
-    """Mix each sample's view with its partner's.
-
-    Args:
-        images: uint8 [b + x, 3, V, V], the first b the samples' own.
-        mixing: mixtures of the b samples, on the images' device.
-
-    Returns:
-        uint8 [b, 3, V, V].
-    """
+    """Mix each sample's view with its partner's: uint8 [b + x, 3, V, V], the first b the samples' own, to uint8 [b, 3, V, V]."""
     mixed = torch.empty_like(images[: len(mixing.partner)])
     centre = (torch.arange(images.shape[-1], device=mixing.box.device) + 0.5) / images.shape[-1]  # of each pixel
     for rows in cache_sized_slices(mixed):
