@@ -43,32 +43,25 @@ _RESERVED = frozenset(
     | {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "scriptable"}
 )
 """Arguments of timm about how a model is built rather than what it is; `checkpoint_path` would read any file that it names."""
-_LEFT_OUT = ("embedding", "tokens")
-"""What a model's description has only where it is known."""
+_LEFT_OUT = ("embedding", "tokens")  # what a model's description has only where it is known
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
     """Pretrained weights from elsewhere."""
 
-    name: str
-    """As the setting `weights` names them, without the revision."""
-    repository: str
-    """Where they are published: a repository of the hub, or a URL; or the file that they were read from."""
-    revision: str
-    """Commit of the repository, or SHA-256 of the file; empty where it is not known."""
-    license: str
-    """As timm knows it; empty where it does not."""
+    name: str  # as the setting `weights` names them, without the revision
+    repository: str  # where they are published: a repository of the hub, or a URL; or the file that they were read from
+    revision: str  # commit of the repository, or SHA-256 of the file; empty where it is not known
+    license: str  # as timm knows it; empty where it does not
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingStatistics:
     """How a model's embedding is distributed over a data set's training images."""
 
-    mean: tuple[float, ...]
-    """Of each of its D numbers."""
-    std: tuple[float, ...]
-    """Standard deviation of each, positive."""
+    mean: tuple[float, ...]  # of each of its D numbers
+    std: tuple[float, ...]  # standard deviation of each, positive
 
     def __post_init__(self) -> None:
         """Check what a description from elsewhere says, since the embedding is divided by it."""
@@ -119,8 +112,7 @@ class ModelCard:
         return ", ".join([self.architecture, *sizes, f"{self.image_size} px"])
 
 
-MapShape = tuple[int, int, int]
-"""Height and width of a map, in places, and numbers of each place."""
+MapShape = tuple[int, int, int]  # height and width of a map, in places, and numbers of each place
 
 
 class ModelOutputs(NamedTuple):

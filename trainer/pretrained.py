@@ -29,8 +29,7 @@ from trainer.config import PACKAGE, TIMM, ClassReference, ModelSettings, Package
 from trainer.errors import ModelError
 from trainer.models import Classifier, Origin
 
-_NAMED = 5
-"""Most classes that a message names."""
+_NAMED = 5  # most classes that a message names
 _FINETUNE = "let it be fine-tuned with a new head (pretrain.finetune.epochs)"
 
 

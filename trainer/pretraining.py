@@ -28,16 +28,11 @@ from trainer.training.classification import cross_entropy
 from trainer.training.lora import add_lora
 from trainer.training.spec import Losses, Objective
 
-_MASK = 0x6D61736B
-"""Keeps the masks' draws apart from all others of the same seed."""
-_GREY = 0.5
-"""Of what is hidden, in the picture."""
-_GAP = 4
-"""Between its images, in pixels ..."""
-_LEAST_EDGE = 96
-"""... which are this large at least."""
-_HEAD = ("head.", "fc_norm.", "attn_pool.")
-"""Weights of the transformer that the encoder does not use."""
+_MASK = 0x6D61736B  # keeps the masks' draws apart from all others of the same seed
+_GREY = 0.5  # of what is hidden, in the picture
+_GAP = 4  # between its images, in pixels ...
+_LEAST_EDGE = 96  # ... which are this large at least
+_HEAD = ("head.", "fc_norm.", "attn_pool.")  # weights of the transformer that the encoder does not use
 
 
 class MaskedAutoencoder(nn.Module):

@@ -22,24 +22,15 @@ from trainer.data.near_duplicates import NearDuplicates
 from trainer.pages import Block, Figure, Legend, PageSection, Paragraph, Photo, PhotoGrid, Subsection, Table
 from trainer.served_student.class_tags import TAGS, ClassTags
 
-ROWS = 200
-"""Longest list of files on the page."""
-CHARACTERS = 500
-"""Longest name or reason on the page; the whole one stands in the file that lists them."""
-CLASSES = 1000
-"""Most classes that the page counts one by one."""
-STRIPS = 100
-"""Most classes of which the page shows pictures."""
-TILE = 64
-"""Edge of a picture on the page, in pixels."""
-ATTRIBUTES, CELL = 10, 100
-"""Most attributes of a class on the page, and most characters of a text among them."""
-FEW = 5
-"""Images of a class in val or test below which the card says that they are few."""
-PAIRS = 24
-"""Pairs of near-duplicates of which the page shows pictures."""
-TILES = 4
-"""Pictures of a class."""
+ROWS = 200  # longest list of files on the page
+CHARACTERS = 500  # longest name or reason on the page; the whole one stands in the file that lists them
+CLASSES = 1000  # most classes that the page counts one by one
+STRIPS = 100  # most classes of which the page shows pictures
+TILE = 64  # edge of a picture on the page, in pixels
+ATTRIBUTES, CELL = 10, 100  # most attributes of a class on the page, and most characters of a text among them
+FEW = 5  # images of a class in val or test below which the card says that they are few
+PAIRS = 24  # pairs of near-duplicates of which the page shows pictures
+TILES = 4  # pictures of a class
 Splits: TypeAlias = Mapping[SplitName, Sequence[ImageCandidate]]
 
 _LABELED: tuple[SplitName, ...] = ("train", "val", "test")

@@ -26,8 +26,7 @@ from trainer.served_student.class_tags import ANSWER, CONFIDENCE, LEVELS, ClassT
 
 _NUMBER = re.compile(r"[+-]?([0-9]{1,20}(\.[0-9]{0,20})?|\.[0-9]{1,20})([eE][+-]?[0-9]{1,2})?")
 """What is read as a number: never one that is infinite or none."""
-_SHOWN = 5
-"""Most names in a message."""
+_SHOWN = 5  # most names in a message
 
 
 def read_tags(settings: DataSettings, listing: SourceListing) -> ClassTags | None:
@@ -187,13 +186,9 @@ def _check_names(table: str, lines: Mapping[str, _Line], names: Sequence[str], c
 
 
 def _attributes(file: str, classes: Sequence[str] | None) -> dict[str, tuple[Value, ...]]:
-    """Read `data.attributes`, whose first column names the class, and each other one is an attribute.
+    """Read `data.attributes`, whose first column names the class; each other one is an attribute: its values in the order of the classes.
 
-    Args:
-        classes: those of the images, which have to be those of the table; None where they are not known yet.
-
-    Returns:
-        The values of each attribute, in the order of the classes; nothing where these are not known.
+    These have to be those of the table. Where they are not known yet (None), the table alone is checked, and nothing comes back.
     """
     table = f"data.attributes={file}"
     first, *lines = _lines("data.attributes", file)

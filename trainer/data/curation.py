@@ -21,21 +21,14 @@ from trainer.formatting import listed
 class ImageCandidate:
     """A decoded image that may be kept."""
 
-    row: int = -1
-    """Row of its stored picture, once all are decoded."""
-    name: str
-    """Its name in the source."""
-    label: int
-    """Index of its class, or -1."""
+    row: int = -1  # row of its stored picture, once all are decoded
+    name: str  # its name in the source
+    label: int  # index of its class, or -1
     split: SplitName
-    key: str
-    """Content key: equal for equal pictures."""
-    width: int
-    """Of the original, upright, in pixels."""
-    height: int
-    """Of the original, upright, in pixels."""
-    appearance: str = ""
-    """How it looks, as `near_duplicates.appearance` describes it."""
+    key: str  # content key: equal for equal pictures
+    width: int  # of the original, upright, in pixels
+    height: int  # of the original, upright, in pixels
+    appearance: str = ""  # how it looks, as `near_duplicates.appearance` describes it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

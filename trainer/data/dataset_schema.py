@@ -30,8 +30,7 @@ DROPPED = "dropped.json"
 NEAR_DUPLICATES = "near_duplicates.json"
 CARD = "card.html"
 
-UNLABELED = -1
-"""The label of an image without one."""
+UNLABELED = -1  # the label of an image without one
 
 
 def features() -> Any:
@@ -49,12 +48,9 @@ def features() -> Any:
 class DatasetDescription:
     """The content of `dataset.json`."""
 
-    classes: tuple[str, ...]
-    """Name of each class, in the order of the labels."""
-    image_size: Annotated[int, Field(ge=1, le=LARGEST_SQUARE)]
-    """Edge of the stored images, in pixels."""
-    images: Mapping[str, NonNegative]
-    """Split -> number of its images."""
+    classes: tuple[str, ...]  # name of each class, in the order of the labels
+    image_size: Annotated[int, Field(ge=1, le=LARGEST_SQUARE)]  # edge of the stored images, in pixels
+    images: Mapping[str, NonNegative]  # split -> number of its images
 
     def write(self, directory: Path) -> None:
         """Write `dataset.json` into an artifact in the making."""

@@ -65,12 +65,9 @@ class _Chunk(StrictModel):
 class DecodeCache:
     """The cached chunks of one preparation; can be pickled for another process."""
 
-    uri: str
-    """Where they are kept."""
-    folder: Path
-    """Where this preparation maps their squares from."""
-    way: str
-    """SHA-256 of all settings and versions that decide the outcome of an image file, as hexadecimal text."""
+    uri: str  # where they are kept
+    folder: Path  # where this preparation maps their squares from
+    way: str  # SHA-256 of all settings and versions that decide the outcome of an image file, as hexadecimal text
 
     def squares(self, number: int) -> Path:
         """Return the file with the squares of a chunk."""

@@ -34,8 +34,7 @@ from trainer.data.views.rendering import crop_sample, draw_mixing, finish_views
 from trainer.devices.torch_private import batches_ready, end_loader_processes, loader_processes
 from trainer.errors import DataError, LostProcessError, SettingsError, TrainerError, TrainingError
 
-PREFETCHED = 2
-"""Micro-batches that each loader process prefetches."""
+PREFETCHED = 2  # micro-batches that each loader process prefetches
 _POLL_S, _PATIENCE, _END_S = 0.5, 1.2, 5
 """Seconds between two checks of whether a batch takes too long, how many times longer it may take than torch allows, and seconds that a
 killed process may take to end."""

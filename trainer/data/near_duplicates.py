@@ -24,23 +24,19 @@ from PIL import Image
 from trainer.data.curation import ImageCandidate
 from trainer.data.dataset_schema import SPLITS, UNLABELED, SplitName
 
-RADIUS = 7
-"""Most bits of 64 in which the hashes of near-duplicates differ."""
-COLOUR_DIFFERENCE = 16
-"""Largest mean difference of the colours of their cells, of 255."""
+RADIUS = 7  # most bits of 64 in which the hashes of near-duplicates differ
+COLOUR_DIFFERENCE = 16  # largest mean difference of the colours of their cells, of 255
 SMALLEST_EDGE = 32
 """Images with a shorter edge are not compared: there is so little in them that different ones have hashes within the radius, as digits of
 8 pixels do (docs/data.md)."""
 
 _CELLS = 4
-_BYTES = 8 + 3 * _CELLS**2
-"""Of an appearance."""
+_BYTES = 8 + 3 * _CELLS**2  # of an appearance
 _BAND_BITS = 16
 _MOST_COMPARED, _MOST_TWINS = 1024, 256
 """Images with which one is compared under each mask, and those that look like it, after which no more are looked for: many images that are
 alike would take quadratic time."""
-_TOGETHER = 2**20
-"""Pairs that are compared at once."""
+_TOGETHER = 2**20  # pairs that are compared at once
 
 _MASKS = [
     np.uint64(((1 << _BAND_BITS) - 1 - (1 << bit)) << start)
@@ -76,8 +72,7 @@ class NearPair:
 
     image: ImageCandidate
     twin: ImageCandidate
-    bits: int
-    """In which their hashes differ."""
+    bits: int  # in which their hashes differ
 
     def record(self, classes: Sequence[str]) -> dict[str, Any]:
         """Return what a file says of it."""

@@ -63,16 +63,11 @@ logger = logging.getLogger(__name__)
 
 CHUNKS = 1000
 """Pieces that the work is cut into; each is a memory-mapped file of the decode cache, and a process cannot map a million files."""
-SMALLEST_CHUNK = 128
-"""A smaller chunk does not repay sending it to a process and caching it."""
-LARGEST_CHUNK = 4096
-"""A larger chunk would take too much memory, since a process holds its squares."""
-IMAGES_PER_PROCESS = 2000
-"""Fewer images per process do not repay its start."""
-SHARD_BYTES = 500 * 10**6
-"""A split's Arrow files hold about this much each."""
-LOG_INTERVAL_S = 10.0
-"""Seconds between two lines on the progress, where there is no terminal."""
+SMALLEST_CHUNK = 128  # a smaller chunk does not repay sending it to a process and caching it
+LARGEST_CHUNK = 4096  # a larger chunk would take too much memory, since a process holds its squares
+IMAGES_PER_PROCESS = 2000  # fewer images per process do not repay its start
+SHARD_BYTES = 500 * 10**6  # a split's Arrow files hold about this much each
+LOG_INTERVAL_S = 10.0  # seconds between two lines on the progress, where there is no terminal
 _WORK = "spool"
 """Folder of the decode cache below the output, removed when the preparation ends; older versions left it under this name too."""
 _DECIDING = {
@@ -80,8 +75,7 @@ _DECIDING = {
     *("min_images_per_class", "max_bad_fraction"),
 }
 """Settings about which decoded images are kept where, not about how they are decoded."""
-_OF_CLASSES = {"attributes", "hierarchy"}
-"""Settings about what is known of classes, not about images."""
+_OF_CLASSES = {"attributes", "hierarchy"}  # settings about what is known of classes, not about images
 
 Read: TypeAlias = Callable[[str], bytes]
 

@@ -32,10 +32,8 @@ Indices = npt.NDArray[np.int64]
 Words = int | Keys | Indices
 Mask = npt.NDArray[np.bool_]
 
-_ORDER = 0x6F72646572
-"""Separates the draws of the order from all others of the same seed."""
-_PAIRS = 0x7061697273
-"""Separates the draws of the pairs from all others of the same seed."""
+_ORDER = 0x6F72646572  # separates the draws of the order from all others of the same seed
+_PAIRS = 0x7061697273  # separates the draws of the pairs from all others of the same seed
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -67,12 +65,9 @@ def uniform(*words: Words) -> npt.NDArray[np.float64]:
 class SampleSlice(NamedTuple):
     """Consecutive positions of the stream."""
 
-    indices: Indices
-    """Sample of each position."""
-    numbers: Indices
-    """Number of the view of each sample."""
-    partners: Indices | None
-    """Sample that each view is mixed with; None where views are not mixed."""
+    indices: Indices  # sample of each position
+    numbers: Indices  # number of the view of each sample
+    partners: Indices | None  # sample that each view is mixed with; None where views are not mixed
 
 
 def partners(count: int, seed: int, number: int, labelled: Mask | None = None) -> Indices:

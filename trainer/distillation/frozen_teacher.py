@@ -30,8 +30,7 @@ CPU_PIXELS = 8 * 224**2
 """Pixels of the images of a float32 forward pass on a CPU; more of them leave its caches, fewer do not fill it."""
 GRAPH_BATCH = 64
 """Up to so many images a forward pass the kernels of a compiled teacher are one CUDA graph: the host is slower than they are."""
-BALANCED_IMAGES = 4096
-"""Training images from which the variances of several teachers' features are measured, at most."""
+BALANCED_IMAGES = 4096  # training images from which the variances of several teachers' features are measured, at most
 
 Floats = npt.NDArray[np.float64]
 

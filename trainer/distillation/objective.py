@@ -26,8 +26,7 @@ from trainer.training.classification import cross_entropy
 from trainer.training.process_group import Processes
 from trainer.training.spec import Losses
 
-TeacherSignal = TeacherOutputs | Recorded
-"""What the teacher says of a batch."""
+TeacherSignal = TeacherOutputs | Recorded  # what the teacher says of a batch
 
 LogitLoss = Callable[[Tensor, TeacherSignal, Tensor], Tensor]
 """The student's logits [B, C], what the teacher says, and the labels [B], -1 where there is none, to a scalar."""

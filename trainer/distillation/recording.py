@@ -38,11 +38,9 @@ DESCRIPTION = "recording.json"
 KEYS = "keys.bin"
 REPORT = "report.html"
 
-MOST_MAPS = 256
-"""Shards that a process keeps open; each takes a file descriptor."""
+MOST_MAPS = 256  # shards that a process keeps open; each takes a file descriptor
 
-MOST_NUMBERS = 10**6
-"""Of each kind in a record; also the most classes, and pixels along an edge."""
+MOST_NUMBERS = 10**6  # of each kind in a record; also the most classes, and pixels along an edge
 
 Count = Annotated[int, Field(ge=1, le=10**12)]
 Places = Annotated[int, Field(ge=1, le=MOST_NUMBERS)]

@@ -25,11 +25,9 @@ from trainer.pages import Figure, Legend, PageSection, Paragraph, Subsection, Ta
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
-TEMPERATURES = (1, 2)
-"""At which the sum of the other classes was recorded."""
+TEMPERATURES = (1, 2)  # at which the sum of the other classes was recorded
 
-LEAST_MISSING = 1e-6
-"""Missing mass below this counts as none in the distribution; the means are exact."""
+LEAST_MISSING = 1e-6  # missing mass below this counts as none in the distribution; the means are exact
 _BINS = 600
 EDGES: Floats = np.logspace(np.log10(LEAST_MISSING), 0, _BINS + 1)
 """Edges of the distribution's bins, in missing mass; below the first edge is one bin more."""

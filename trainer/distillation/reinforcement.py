@@ -56,8 +56,7 @@ logger = logging.getLogger(__name__)
 MEETING = 1024
 """Views that a process records at most before it waits for the others: a slow one keeps them waiting for minutes, not for a whole shard."""
 
-_NAMED = 8
-"""Samples that a message names."""
+_NAMED = 8  # samples that a message names
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -68,8 +67,7 @@ class UnitBatch(NamedTuple):
     """A batch of a unit."""
 
     unit: Unit
-    start: int
-    """Where it begins in the unit."""
+    start: int  # where it begins in the unit
 
 
 def even_batch(block: int, batch_size: int) -> int:
@@ -190,10 +188,8 @@ class Reinforcement:
     description: RecordingDescription
     shelf: ShardStore
     processes: Processes
-    batch_size: int
-    """Largest number of samples in a batch."""
-    workers: Workers
-    """Loader processes beside this process."""
+    batch_size: int  # largest number of samples in a batch
+    workers: Workers  # loader processes beside this process
 
     @property
     def units(self) -> list[Unit]:

@@ -30,11 +30,9 @@ TOGETHER = 64
 """Images of a forward pass that shares a device with nothing else; a training's batch may be many thousands."""
 PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 """Weights of the penalty among which the validation split chooses, the simplest classifier first."""
-MOST_IMAGES = 20_000
-"""Images to which a probe is fitted at most, and among which neighbours are looked for."""
+MOST_IMAGES = 20_000  # images to which a probe is fitted at most, and among which neighbours are looked for
 
-NEIGHBORS = 20
-"""k of DINO's table (Caron et al. 2021)."""
+NEIGHBORS = 20  # k of DINO's table (Caron et al. 2021)
 NEIGHBOR_TEMPERATURE = 0.07
 
 _ITERATIONS = 300
@@ -133,14 +131,10 @@ def _statistics(mean: Doubles, variance: Doubles) -> EmbeddingStatistics:
 class LinearProbe:
     """A linear classifier of embeddings: logits = embedding x weight^T + bias."""
 
-    weight: Doubles
-    """[K, D]."""
-    bias: Doubles
-    """[K]."""
-    penalty: float
-    """The one that was chosen."""
-    val_top1: float
-    """Accuracy on the validation split, by which it was chosen, as a fraction."""
+    weight: Doubles  # [K, D]
+    bias: Doubles  # [K]
+    penalty: float  # the one that was chosen
+    val_top1: float  # accuracy on the validation split, by which it was chosen, as a fraction
 
     def logits(self, embeddings: Embeddings) -> Doubles:
         """Classify embeddings [M, D]: [M, K]."""

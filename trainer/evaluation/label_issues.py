@@ -21,13 +21,10 @@ from trainer.evaluation import metrics
 from trainer.evaluation.embeddings import Embeddings, fit_probe
 from trainer.evaluation.metrics import Floats, Ints
 
-LISTED = 10_000
-"""Most images that are listed, the worst ones."""
-FOLDS = 5
-"""Parts of a cross-validation."""
+LISTED = 10_000  # most images that are listed, the worst ones
+FOLDS = 5  # parts of a cross-validation
 COLUMNS = ("path", "label", "split", "suggested", "confidence", "label_confidence")
-_TOGETHER = 4096
-"""Images whose probabilities are computed at once."""
+_TOGETHER = 4096  # images whose probabilities are computed at once
 _ROUNDING = 1e-6
 """As in cleanlab: rounding does not decide whether an image is at its class's threshold, where the only one of a class always is."""
 
@@ -37,14 +34,11 @@ class LabelIssue:
     """An image whose label is contradicted."""
 
     split: Split
-    index: int
-    """In its split."""
+    index: int  # in its split
     label: int
     suggested: int
-    confidence: float
-    """Probability of the suggested class."""
-    label_confidence: float
-    """Probability of the label."""
+    confidence: float  # probability of the suggested class
+    label_confidence: float  # probability of the label
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,10 +53,8 @@ class LabelCount:
 class JudgedLabels:
     """Of which labels there is doubt."""
 
-    issues: Sequence[LabelIssue]
-    """At most `LISTED` of those that one model judges, the worst first."""
-    counts: Mapping[str, LabelCount]
-    """Name of each split that was judged -> its numbers."""
+    issues: Sequence[LabelIssue]  # at most `LISTED` of those that one model judges, the worst first
+    counts: Mapping[str, LabelCount]  # name of each split that was judged -> its numbers
 
     def __add__(self, other: JudgedLabels) -> JudgedLabels:
         both = sorted([*self.issues, *other.issues], key=lambda one: one.label_confidence - one.confidence)
@@ -75,10 +67,8 @@ class Contradicted:
 
     rows: Ints
     suggested: Ints
-    confidence: npt.NDArray[np.float64]
-    """Probabilities of the suggested classes."""
-    label_confidence: npt.NDArray[np.float64]
-    """Probabilities of the labels."""
+    confidence: npt.NDArray[np.float64]  # probabilities of the suggested classes
+    label_confidence: npt.NDArray[np.float64]  # probabilities of the labels
 
 
 def contradicted(logits: Floats, labels: Ints) -> Contradicted:

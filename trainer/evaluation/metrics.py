@@ -80,8 +80,7 @@ class Confusion:
 
     truth: int
     predicted: int
-    count: int
-    """Images of class `truth` predicted as class `predicted`."""
+    count: int  # images of class `truth` predicted as class `predicted`
 
 
 def worst_confusions(matrix: Ints, count: int) -> list[Confusion]:
@@ -206,8 +205,7 @@ class Latency:
     batch_size: int
     p50_ms: float
     p95_ms: float
-    images_per_second: float
-    """Images of all timed batches, divided by their time."""
+    images_per_second: float  # images of all timed batches, divided by their time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,8 +213,7 @@ class Machine:
     """The machine on which latencies were measured; they mean nothing without it."""
 
     processor: str
-    threads: int
-    """Threads that torch used."""
+    threads: int  # threads that torch used
     torch: str
 
 

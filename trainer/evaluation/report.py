@@ -23,18 +23,15 @@ from trainer.served_student.class_tags import ClassTags
 Example: TypeAlias = tuple[Confusion, npt.NDArray[np.uint8]]
 """A confusion, and test images of the one class taken for the other, [B, 3, S, S]."""
 
-_ISSUES, _NAME = 24, 100
-"""Labels that the page shows with pictures, and most characters of an image's name."""
+_ISSUES, _NAME = 24, 100  # labels that the page shows with pictures, and most characters of an image's name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """What was measured of one model."""
 
-    figures: Mapping[str, Any]
-    """Its main numbers, as `summary.json` shows them."""
-    matrix: Ints
-    """Confusion matrix [K, K], rows are the truth."""
+    figures: Mapping[str, Any]  # its main numbers, as `summary.json` shows them
+    matrix: Ints  # confusion matrix [K, K], rows are the truth
     calibration: Calibration
     latencies: Sequence[Latency]
 

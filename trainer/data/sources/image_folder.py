@@ -99,10 +99,8 @@ class ImageFolder(ImageSource):
 class SourceFile:
     """A file below a source's folder."""
 
-    name: str
-    """Relative to the folder, with /."""
-    location: str
-    """Path or URI."""
+    name: str  # relative to the folder, with /
+    location: str  # path or URI
 
 
 def list_files(folder: str, outside: Outside) -> list[SourceFile]:

@@ -18,8 +18,7 @@ from trainer.errors import ObjectNotFoundError
 
 logger = logging.getLogger(__name__)
 
-_LOG_EVERY = 500_000
-"""Listed objects between two lines of the log."""
+_LOG_EVERY = 500_000  # listed objects between two lines of the log
 
 SPLIT_NAMES: Mapping[str, SplitName] = {
     "train": "train",
@@ -40,14 +39,10 @@ SPLIT_NAMES: Mapping[str, SplitName] = {
 class Item:
     """An image of a source, not yet read."""
 
-    name: str
-    """Its name in messages and on the data card, relative to the source."""
-    location: str
-    """Where the listing's `read` finds it."""
-    label: int
-    """Index of its class, or -1."""
-    split: SplitName
-    """The split that the source puts it in; `train` where the source has no splits."""
+    name: str  # its name in messages and on the data card, relative to the source
+    location: str  # where the listing's `read` finds it
+    label: int  # index of its class, or -1
+    split: SplitName  # the split that the source puts it in; `train` where the source has no splits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,7 @@ from torchvision.transforms.v2 import functional as torchvision
 from trainer.data.batch import to_device
 from trainer.data.views.parameters import OPERATIONS, ViewParameters
 
-GREY_WEIGHTS = (0.299, 0.587, 0.114)
-"""Shares of red, green and blue in grey (ITU-R BT.601)."""
+GREY_WEIGHTS = (0.299, 0.587, 0.114)  # shares of red, green and blue in grey (ITU-R BT.601)
 
 _Map = tuple[tuple[float, float, float], tuple[float, float, float]]
 

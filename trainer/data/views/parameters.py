@@ -25,12 +25,10 @@ Draw = Callable[[Indices, Rows], Numbers]
 
 _AREA, _ASPECT, _LEFT, _TOP, _MIRROR, _BRIGHTNESS, _CONTRAST, _SATURATION = range(8)
 _ERASED, _ERASED_AREA, _ERASED_ASPECT, _ERASED_LEFT, _ERASED_TOP = range(8, 13)
-_OPERATIONS = 13
-"""Index of the first of RandAugment's draws, two for each operation: which one, and its direction."""
+_OPERATIONS = 13  # index of the first of RandAugment's draws, two for each operation: which one, and its direction
 _CROP_AGAIN, _ERASED_AGAIN = 1_000, 1_100
 """Index of the first of the draws that replace an area and a ratio that do not fit, two for each further attempt."""
-_ATTEMPTS = 10
-"""Most draws of an area and a ratio, as in torchvision's RandomResizedCrop and RandomErasing."""
+_ATTEMPTS = 10  # most draws of an area and a ratio, as in torchvision's RandomResizedCrop and RandomErasing
 
 OPERATIONS = (
     "identity",

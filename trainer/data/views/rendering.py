@@ -32,8 +32,7 @@ from trainer.data.sampler import Indices, Keys, uniform
 from trainer.data.views.operations import adjust_colour, apply_operations, channel_means, levels
 from trainer.data.views.parameters import Numbers, ViewParameters
 
-_MIXING = 0x6D6978696E67
-"""Keeps mixing's draws apart from those of the views."""
+_MIXING = 0x6D6978696E67  # keeps mixing's draws apart from those of the views
 
 
 def make_views(images: Tensor, parameters: ViewParameters, size: int, settings: ViewSettings) -> Tensor:
