@@ -71,8 +71,7 @@ class EmbeddingStatistics:
             raise ValueError("embedding must have finite means and positive standard deviations")
 
 
-_SIZES = {"depth": "depth", "embed_dim": "width"}
-"""Arguments of timm's that say how large a model is -> what people call them."""
+_SIZES = {"depth": "depth", "embed_dim": "width"}  # arguments that say how large a model is -> what people call them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,16 +117,11 @@ MapShape = tuple[int, int, int]  # height and width of a map, in places, and num
 class ModelOutputs(NamedTuple):
     """What a network makes of B images, of which only what was asked for is there; maps of h x w places have the channels last."""
 
-    logits: Tensor | None = None
-    """[B, K]; in distilled training those of the class token."""
-    distilled: Tensor | None = None
-    """Logits [B, K] of the distillation token; there are some in distilled training only (`train_distilled`)."""
-    features: Tensor | None = None
-    """Pooled features that the head reads, [B, D]."""
-    tokens: Tensor | None = None
-    """Patch tokens: the last map, after the final norm, [B, h, w, D]."""
-    blocks: tuple[Tensor, ...] = ()
-    """What blocks give, each [B, h, w, D] with its own h, w, D."""
+    logits: Tensor | None = None  # [B, K]; in distilled training those of the class token
+    distilled: Tensor | None = None  # [B, K] of the distillation token, in distilled training only (`train_distilled`)
+    features: Tensor | None = None  # pooled features that the head reads, [B, D]
+    tokens: Tensor | None = None  # patch tokens: the last map, after the final norm, [B, h, w, D]
+    blocks: tuple[Tensor, ...] = ()  # what blocks give, each [B, h, w, D] with its own h, w, D
 
 
 class Classifier(nn.Module):

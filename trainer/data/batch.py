@@ -22,16 +22,11 @@ _BACK = "set data.decode_on=cpu"
 class Mixing(NamedTuple):
     """How each sample's view is mixed with that of its partner."""
 
-    partner: Tensor
-    """Row of the partner among the images, int64 [b]; a sample may be its own."""
-    labels: Tensor
-    """The partner's label, int64 [b]."""
-    share: Tensor
-    """Weight of the sample itself in the target, float32 [b]; the partner has the rest."""
-    blend: Tensor
-    """Weight of the sample itself in its pixels outside of the box, float32 [b]; 1 for CutMix."""
-    box: Tensor
-    """Part that CutMix takes from the partner, as shares of the edge: left, top, right, bottom; float32 [b, 4]."""
+    partner: Tensor  # row of the partner among the images, int64 [b]; a sample may be its own
+    labels: Tensor  # the partner's label, int64 [b]
+    share: Tensor  # weight of the sample itself in the target, float32 [b]; the partner has the rest
+    blend: Tensor  # weight of the sample itself in its pixels outside of the box, float32 [b]; 1 for CutMix
+    box: Tensor  # part CutMix takes from the partner, as shares of the edge: left, top, right, bottom; float32 [b, 4]
 
 
 class Recorded(NamedTuple):

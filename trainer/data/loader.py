@@ -45,13 +45,8 @@ _DIES_WITH_PARENT = 1
 class RecordedOutputs(Protocol):
     """Recorded outputs of a teacher, as a loader reads them."""
 
-    @property
-    def view_seed(self) -> int:
-        """Seed of the recorded views."""
-
-    @property
-    def view_count(self) -> int:
-        """How many views of each sample were recorded."""
+    view_seed: int  # of the recorded views
+    view_count: int  # of each sample
 
     def read(self, indices: Indices, numbers: Indices) -> Recorded:
         """Read the outputs for these samples (indices into the training set) and views."""

@@ -6,7 +6,6 @@ Shapes: B images of C = 3 channels, K classes, S features of the student, D feat
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -27,9 +26,6 @@ from trainer.training.process_group import Processes
 from trainer.training.spec import Losses
 
 TeacherSignal = TeacherOutputs | Recorded  # what the teacher says of a batch
-
-LogitLoss = Callable[[Tensor, TeacherSignal, Tensor], Tensor]
-"""The student's logits [B, C], what the teacher says, and the labels [B], -1 where there is none, to a scalar."""
 
 FeatureLoss = Callable[[Tensor, Tensor], Tensor]
 """The student's projected features, or those of each place, and the teacher's, [B, D] each, to a scalar."""
@@ -64,7 +60,6 @@ class DistillObjective:
         """What the features of each teacher go through; none of a single teacher."""
         self._seen: list[Tensor] = []
         """The teacher's features of this step's micro-batches, where they come into the queue."""
-        self._logit_loss = choose_logit_loss(settings)
         self._feature_loss = FEATURE_LOSSES[settings.feature_loss]
 
     def balance(self, batches: Iterable[Batch], device: Device) -> None:
@@ -121,7 +116,7 @@ class DistillObjective:
         """Yield each loss between the student's outputs, in the teacher's spaces, and the teacher's."""
         settings, between = self._settings, self._feature_loss
         if settings.logit_weight and said.logits.shape[1]:
-            yield "logit", self._logit_loss(_there(ours.logits), said, labels)
+            yield "logit", logit_loss(settings, _there(ours.logits), said, labels)
         if settings.feature_weight:
             yield "feature", between(_there(ours.features), _there(said.features))
         if settings.token_weight:
@@ -193,56 +188,34 @@ def _there(part: Tensor | None) -> Tensor:
     return part
 
 
-def choose_logit_loss(settings: DistillSettings) -> LogitLoss:
-    """The loss that `logit_loss` names, with its settings."""
-    loss = partial(_LOGIT_LOSSES[settings.logit_loss], settings)
-    return partial(_standardized, loss) if settings.standardize_logits else loss
+def logit_loss(settings: DistillSettings, student: Tensor, said: TeacherSignal, labels: Tensor) -> Tensor:
+    """Compute the loss that `logit_loss` names, of the student's logits [B, C]; the labels [B] are -1 where there is none."""
+    classes, temperature = student.shape[1], settings.temperature
+    if settings.standardize_logits:
+        student, said = losses.standardize(student), TeacherOutputs(losses.standardize(all_logits(said, classes)))
+    match settings.logit_loss:
+        case "kl":
+            if isinstance(said, Recorded):
+                return losses.recorded_kl(student, said, temperature)
+            return losses.distillation_kl(student, said.logits, temperature)
+        case "hard":
+            return losses.hard_distillation(student, top_class(said))
+        case "dkd":
+            return losses.decoupled_kl(
+                student,
+                all_logits(said, classes),
+                # Where there is no label, the teacher's top class stands for it: the divergence can be decoupled around any class.
+                labels.where(labels >= 0, top_class(said)),
+                temperature=temperature,
+                alpha=settings.dkd_alpha,
+                beta=settings.dkd_beta,
+            )
+        case "dist":
+            beta, gamma = settings.dist_beta, settings.dist_gamma
+            return losses.relation_loss(
+                student, all_logits(said, classes), temperature=temperature, beta=beta, gamma=gamma
+            )
 
-
-def _kl(settings: DistillSettings, student: Tensor, signal: TeacherSignal, _labels: Tensor) -> Tensor:
-    if isinstance(signal, Recorded):
-        return losses.recorded_kl(student, signal, settings.temperature)
-    return losses.distillation_kl(student, signal.logits, settings.temperature)
-
-
-def _hard(_settings: DistillSettings, student: Tensor, signal: TeacherSignal, _labels: Tensor) -> Tensor:
-    return losses.hard_distillation(student, top_class(signal))
-
-
-def _dkd(settings: DistillSettings, student: Tensor, signal: TeacherSignal, labels: Tensor) -> Tensor:
-    """DKD; where there is no label, the teacher's top class stands for it: the divergence can be decoupled around any class."""
-    return losses.decoupled_kl(
-        student,
-        all_logits(signal, student.shape[1]),
-        labels.where(labels >= 0, top_class(signal)),
-        temperature=settings.temperature,
-        alpha=settings.dkd_alpha,
-        beta=settings.dkd_beta,
-    )
-
-
-def _dist(settings: DistillSettings, student: Tensor, signal: TeacherSignal, _labels: Tensor) -> Tensor:
-    return losses.relation_loss(
-        student,
-        all_logits(signal, student.shape[1]),
-        temperature=settings.temperature,
-        beta=settings.dist_beta,
-        gamma=settings.dist_gamma,
-    )
-
-
-def _standardized(loss: LogitLoss, student: Tensor, signal: TeacherSignal, labels: Tensor) -> Tensor:
-    """A loss between standardised logits."""
-    teacher = losses.standardize(all_logits(signal, student.shape[1]))
-    return loss(losses.standardize(student), TeacherOutputs(teacher), labels)
-
-
-_LOGIT_LOSSES: Mapping[str, Callable[[DistillSettings, Tensor, TeacherSignal, Tensor], Tensor]] = {
-    "kl": _kl,
-    "hard": _hard,
-    "dkd": _dkd,
-    "dist": _dist,
-}
 
 FEATURE_LOSSES: Mapping[str, FeatureLoss] = {
     "cosine": losses.feature_cosine,

@@ -25,10 +25,8 @@ class MapProjection(nn.Module):
     A finer map is averaged (antialiased), so that each of its places is taught.
     """
 
-    rows: Tensor | None
-    """Share of each of the student's h places in each of the teacher's, [H, h]; None where the grids are alike."""
-    columns: Tensor | None
-    """The same of w places."""
+    rows: Tensor | None  # share of each of the student's h places in each of the teacher's, [H, h]; None where alike
+    columns: Tensor | None  # the same of w places
 
     def __init__(self, own: MapShape, wanted: MapShape) -> None:
         """From maps [B, h, w, S] to maps [B, H, W, D], with `own` = (h, w, S) and `wanted` = (H, W, D)."""

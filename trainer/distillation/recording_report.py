@@ -60,20 +60,13 @@ class Coverage:
     """Sums over views."""
 
     views: int
-    labelled: int
-    """Views whose image has a label."""
-    labels_recorded: int
-    """Views whose image's label is among the K entries."""
-    labels_first: int
-    """Views whose image's label is the teacher's top class."""
-    held: Floats
-    """Probability mass of the largest entries, for each temperature and number of entries, [2, L]."""
-    missing: Floats
-    """Probability mass of the classes that were not recorded, for each temperature, [2]."""
-    next_at_most: Floats
-    """What K entries more could hold of it at most, because none is larger than the K-th, [2]."""
-    distribution: Counts
-    """Views by missing mass, for each temperature: none, then the bins between `EDGES`, [2, bins + 1]."""
+    labelled: int  # views whose image has a label
+    labels_recorded: int  # views whose image's label is among the K entries
+    labels_first: int  # views whose image's label is the teacher's top class
+    held: Floats  # probability mass of the largest entries, for each temperature and number of entries, [2, L]
+    missing: Floats  # probability mass of the classes that were not recorded, for each temperature, [2]
+    next_at_most: Floats  # what K entries more could hold of it at most, because none is larger than the K-th, [2]
+    distribution: Counts  # views by missing mass, for each temperature: none, then the bins of `EDGES`, [2, bins + 1]
 
     def mean_held(self) -> Floats:
         """Mean mass of the largest entries, for each temperature and number of entries, [2, L]."""
@@ -173,20 +166,16 @@ def render(
     """Build the whole page, self-contained; `parents`: `dataset` and `teacher` -> fingerprint."""
     without = f" ({description.unlabeled:,} of them without a label)" if description.unlabeled else ""
     what = f"{description.top_k} of {description.classes:,} logits" if held else _headless(description)
-    content = [_mass(description, held), _answers(held)] if held else [_embedding(description)]
+    kept = description.feature_format if description.features else description.token_format
+    embedding = Paragraph(
+        f"The teacher has no head, so there are no logits: what is kept is {_headless(description)}, standardised; as {_PRECISION[kept]}."
+    )
+    content = [_mass(description, held), _answers(held)] if held else [PageSection("Embedding held", [embedding])]
     return pages.render(
         "Recorded teacher outputs",
         f"{description.views} views of {description.samples:,} training images{without}, {what} each",
         [*content, _cost(description, work), _origin(description, parents)],
     )
-
-
-def _embedding(description: RecordingDescription) -> PageSection:
-    note = (
-        f"The teacher has no head, so there are no logits: what is kept is {_headless(description)}, standardised; as "
-        f"{_PRECISION[description.feature_format if description.features else description.token_format]}."
-    )
-    return PageSection("Embedding held", [Paragraph(note)])
 
 
 def _headless(description: RecordingDescription) -> str:
@@ -226,27 +215,17 @@ def _mass(description: RecordingDescription, held: Coverage) -> PageSection:
 
 
 def _ladder(description: RecordingDescription, held: Coverage) -> Table:
-    counts = entries(description.top_k)
+    record, twice = description.record, min(2 * description.top_k, description.classes)
+    entry_bytes = record["indices"].base.itemsize + record["logits"].base.itemsize
+    counts = [*entries(description.top_k), twice]
+    masses = [[f"{mass:.4%}" for mass in means] for means in held.mean_held().T]
+    masses.append([f"at most {mass:.4%}" for mass in held.mean_mass_of_twice()])
     rows = [
-        (f"{count:,}", *(f"{mass:.4%}" for mass in masses), f"{_record_bytes(description, count)}")
-        for count, masses in zip(counts, held.mean_held().T, strict=True)
+        (f"{count:,}", *shown, f"{record.itemsize + (count - description.top_k) * entry_bytes}")
+        for count, shown in zip(counts, masses, strict=True)
     ]
-    twice = min(2 * description.top_k, description.classes)
-    rows.append(
-        (
-            f"{twice:,}",
-            *(f"at most {mass:.4%}" for mass in held.mean_mass_of_twice()),
-            f"{_record_bytes(description, twice)}",
-        )
-    )
     headers = ["entries (reinforce.top_k)", *(f"mean mass at T = {one}" for one in TEMPERATURES), "bytes a view"]
     return Table(headers, rows)
-
-
-def _record_bytes(description: RecordingDescription, entries: int) -> int:
-    """Compute the size of a record with this number of entries, in bytes."""
-    entry = description.record["indices"].base.itemsize + description.record["logits"].base.itemsize
-    return description.record.itemsize + (entries - description.top_k) * entry
 
 
 def _distribution(held: Coverage) -> Figure:
@@ -295,11 +274,8 @@ def _cost(description: RecordingDescription, work: RecordedWork) -> PageSection:
 
 def _origin(description: RecordingDescription, parents: Mapping[str, str]) -> PageSection:
     precision = "" if description.feature_format == "fp16" else f", {_PRECISION[description.feature_format]}"
-    places = sum(
-        description.record[name].itemsize
-        for name in ("tokens", "token_steps")
-        if name in (description.record.names or ())
-    )
+    record = description.record
+    places = sum(record[name].itemsize for name in ("tokens", "token_steps") if name in (record.names or ()))
     tokens = f"{_tokens(description)}, {_PRECISION[description.token_format]}; {places:,} of the bytes of a view"
     rows = [
         ("teacher", f"{description.teacher}, fingerprint {parents['teacher'][:12]}"),

@@ -100,14 +100,10 @@ def worst_confusions(matrix: Ints, count: int) -> list[Confusion]:
 class Calibration:
     """Confidence against accuracy in equal-width bins of confidence, the right edge of each belonging to it."""
 
-    counts: tuple[int, ...]
-    """Images in each bin."""
-    confidence: tuple[float | None, ...]
-    """Mean probability of the predicted class in each bin; None for an empty bin."""
-    accuracy: tuple[float | None, ...]
-    """Share of right predictions in each bin; None for an empty bin."""
-    error: float
-    """Expected calibration error: the mean of |accuracy - confidence| over the bins, weighted by their images."""
+    counts: tuple[int, ...]  # images in each bin
+    confidence: tuple[float | None, ...]  # mean probability of the predicted class in each bin; None for an empty bin
+    accuracy: tuple[float | None, ...]  # share of right predictions in each bin; None for an empty bin
+    error: float  # expected calibration error: the bins' mean of |accuracy - confidence|, weighted by their images
 
 
 def calibration(logits: Floats, labels: Ints, bins: int) -> Calibration:

@@ -55,18 +55,12 @@ ERASED_AREA, ERASED_ASPECT = (0.02, 1 / 3), 10 / 3
 class ViewParameters(NamedTuple):
     """Parameters drawn for B views. Small, and always on the CPU, since the host decides from them which operations run."""
 
-    box: Tensor
-    """The crop in whole stored pixels: left, top, width, height; int64 [B, 4]."""
-    mirror: Tensor
-    """Whether the view is mirrored left to right, bool [B]."""
-    colour: Tensor
-    """Factors of brightness, contrast and saturation, float32 [B, 3]; 1 changes nothing."""
-    operations: Tensor
-    """RandAugment's operations, one after another, as numbers into OPERATIONS; int64 [B, R]."""
-    negative: Tensor
-    """Whether an operation that has a direction goes the negative way, bool [B, R]."""
-    erased: Tensor
-    """Rectangle to erase, as shares of the view's edge: left, top, right, bottom; float32 [B, 4], zeros for none."""
+    box: Tensor  # the crop in whole stored pixels: left, top, width, height; int64 [B, 4]
+    mirror: Tensor  # whether the view is mirrored left to right, bool [B]
+    colour: Tensor  # factors of brightness, contrast and saturation, float32 [B, 3]; 1 changes nothing
+    operations: Tensor  # RandAugment's operations, one after another, as numbers into OPERATIONS; int64 [B, R]
+    negative: Tensor  # whether an operation that has a direction goes the negative way, bool [B, R]
+    erased: Tensor  # what to erase, as shares of the edge: left, top, right, bottom; float32 [B, 4], zeros for none
 
 
 def draw_views(keys: Keys, numbers: Indices, *, stored: int, seed: int, settings: ViewSettings) -> ViewParameters:
