@@ -106,6 +106,8 @@ def start(settings: WeightsSettings, model: ModelSettings) -> tuple[Classifier, 
 def check(settings: WeightsSettings, model: ModelSettings) -> Classifier:
     """Build what `start` would on the meta device; as far as it can be known without fetching them, the weights are there.
 
+    No weights are read, so whether they fit the arguments is not known.
+
     Raises:
         ModelError: there are no such weights, or no such model.
         StorageError: the file is not there, or cannot be read.
@@ -116,9 +118,18 @@ def check(settings: WeightsSettings, model: ModelSettings) -> Classifier:
         return models.outline(settings.weights)
     if isinstance(given, PackageWeights):
         _package(given).read()
-    elif settings.weights_file:
-        _check_file(settings.weights_file)
-    return outline(given, model)
+    else:
+        if settings.weights_file:
+            _check_file(settings.weights_file)
+        _source(given.name)
+    model = model.model_copy(update={"architecture": given.name})
+    args: Mapping[str, Any] = models.arguments(model)
+    with torch.device("meta"):
+        try:
+            network = timm.create_model(given.name, **args)
+        except Exception as error:  # timm passes any argument on to any model
+            raise ModelError(f"{given} cannot be built with the arguments {dict(args)}: {error}") from error
+        return models.wrap(network, model, _labels(given.name, network))
 
 
 def check_same(model: Classifier, settings: ModelSettings, name: str) -> None:
@@ -187,21 +198,6 @@ def load(weights: TimmWeights | PackageWeights, model: ModelSettings, file: str 
         raise ModelError(f"{weights} cannot be built with the arguments {dict(args)}: {reason}; {advice}") from error
     network.pretrained_cfg.pop("state_dict", None)  # the weights a second time
     return models.wrap(network, settings, _labels(weights.name, network), origin)
-
-
-def outline(weights: TimmWeights | PackageWeights, model: ModelSettings) -> Classifier:
-    """Build what `load` would, on the meta device; no weights are read, so whether they fit the arguments is not known."""
-    name = weights.name
-    if isinstance(weights, TimmWeights):
-        _source(name)
-    settings = model.model_copy(update={"architecture": name})
-    args: Mapping[str, Any] = models.arguments(settings)
-    with torch.device("meta"):
-        try:
-            network = timm.create_model(name, **args)
-        except Exception as error:  # timm passes any argument on to any model
-            raise ModelError(f"{weights} cannot be built with the arguments {dict(args)}: {error}") from error
-        return models.wrap(network, settings, _labels(name, network))
 
 
 def _package(weights: PackageWeights) -> WeightsPackage:

@@ -16,6 +16,7 @@ from PIL import Image
 from timm.models import checkpoint_seq
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
+from torchvision.utils import make_grid
 
 from trainer import models
 from trainer.config import FinetuneSettings, MaeSettings
@@ -230,19 +231,12 @@ def draw_reconstructions(model: MaskedAutoencoder, images: Tensor, keys: Tensor,
 
 def _png(rows: list[Tensor]) -> bytes:
     """Rows of images in [0, 1], each [B, 3, H, H], as one picture."""
-    edge = rows[0].shape[-1]
-    scale = max(1, -(-_LEAST_EDGE // edge))
-    step = edge * scale + _GAP
-    canvas = Image.new("RGB", (len(rows[0]) * step - _GAP, len(rows) * step - _GAP), "white")
-    for y, row in enumerate(rows):
-        for x, image in enumerate(row):
-            array = (image.clamp(0, 1) * 255).byte().permute(1, 2, 0).cpu().numpy()
-            canvas.paste(
-                Image.fromarray(array).resize((edge * scale, edge * scale), Image.Resampling.NEAREST),
-                (x * step, y * step),
-            )
+    scale = max(1, -(-_LEAST_EDGE // rows[0].shape[-1]))
+    pixels = (torch.cat(rows).clamp(0, 1) * 255).byte().cpu()
+    pixels = pixels.repeat_interleave(scale, 2).repeat_interleave(scale, 3)
+    grid = make_grid(pixels, nrow=len(rows[0]), padding=_GAP, pad_value=255)[:, _GAP:-_GAP, _GAP:-_GAP]
     file = io.BytesIO()
-    canvas.save(file, "PNG")
+    Image.fromarray(grid.permute(1, 2, 0).numpy()).save(file, "PNG")
     return file.getvalue()
 
 

@@ -72,12 +72,12 @@ _WORK = "spool"
 """Folder of the decode cache below the output, removed when the preparation ends; older versions left it under this name too."""
 _DECIDING = {
     *("val_fraction", "test_fraction", "test_from", "split_seed", "near_duplicates"),
-    *("min_images_per_class", "max_bad_fraction"),
+    *("min_images_per_class", "max_bad_fraction", "attributes", "hierarchy"),
 }
-"""Settings about which decoded images are kept where, not about how they are decoded."""
-_OF_CLASSES = {"attributes", "hierarchy"}  # settings about what is known of classes, not about images
+"""Settings about which decoded images are kept where, and what is known of classes; not about how images are decoded."""
 
 Read: TypeAlias = Callable[[str], bytes]
+DecodedChunk: TypeAlias = tuple[list[Outcome], bool]  # and whether an earlier attempt has decoded it
 
 
 def prepare(
@@ -185,7 +185,7 @@ def _open_cache(settings: DataSettings, directory: Path, cache_uri: str | None) 
 
 def _way(settings: DataSettings) -> str:
     """Return the SHA-256 of all settings and versions that decide the outcome of an image file, as hexadecimal text."""
-    values = settings.model_dump(mode="json", exclude={"source", *LOADING, *_DECIDING, *_OF_CLASSES})
+    values = settings.model_dump(mode="json", exclude={"source", *LOADING, *_DECIDING})
     return digest({"settings": values, "version": __version__, "pillow": PIL.__version__})
 
 
@@ -205,7 +205,7 @@ def _decode_all(listing: SourceListing, settings: DataSettings, cache: DecodeCac
     outcomes: list[Outcome] = []
     total, there, logged_s = len(listing.items), 0, time.monotonic()
     with tqdm(total=total, desc="prepare", unit="image", disable=not sys.stderr.isatty()) as bar:
-        for decoded, was_there in _map(work, _chunks(listing), processes=processes):
+        for decoded, was_there in _map(work, _chunks(listing), processes):
             outcomes += decoded
             there += len(decoded) * was_there
             bar.update(len(decoded))
@@ -219,22 +219,15 @@ def _decode_all(listing: SourceListing, settings: DataSettings, cache: DecodeCac
 
 
 def _map(
-    work: Callable[[int, Sequence[Item]], tuple[list[Outcome], bool]],
-    chunks: Sequence[Sequence[Item]],
-    *,
-    processes: int,
-) -> Iterator[tuple[list[Outcome], bool]]:
+    work: Callable[[int, Sequence[Item]], DecodedChunk], chunks: Sequence[Sequence[Item]], processes: int
+) -> Iterator[DecodedChunk]:
     """Yield every decoded chunk, in order."""
     if processes == 1:
         yield from map(work, count(), chunks)
         return
     # Spawned, because a forked copy of a process with threads (Arrow's, fsspec's) can hang. Ctrl-C is for the parent to handle.
-    with ProcessPoolExecutor(
-        processes,
-        multiprocessing.get_context("spawn"),
-        initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_IGN),
-    ) as pool:
+    spawned, ignored = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
+    with ProcessPoolExecutor(processes, spawned, initializer=signal.signal, initargs=ignored) as pool:
         try:
             yield from pool.map(work, range(len(chunks)), chunks)
         except BrokenProcessPool as error:
@@ -246,8 +239,8 @@ def _map(
 
 def _make_chunk(
     number: int, items: Sequence[Item], *, read: Read, settings: DataSettings, schema: pa.Schema, cache: DecodeCache
-) -> tuple[list[Outcome], bool]:
-    """Decode a chunk into the cache, unless an earlier attempt has done it; returns whether one has, too."""
+) -> DecodedChunk:
+    """Decode a chunk into the cache, unless an earlier attempt has done it."""
     found = cache.find(number, items, partial(_content, read=read))
     if found is not None:
         return found, True
@@ -304,10 +297,7 @@ def content_key(image: Image.Image) -> str:
 def encode(image: Image.Image, encoding: Literal["jpeg", "png"], jpeg_quality: int) -> bytes:
     """Encode a picture; JPEG keeps colour at full resolution (4:4:4), since small pictures have little of it to lose."""
     buffer = io.BytesIO()
-    if encoding == "jpeg":
-        image.save(buffer, "JPEG", quality=jpeg_quality, subsampling=0)
-    else:
-        image.save(buffer, "PNG")
+    image.save(buffer, encoding, **({"quality": jpeg_quality, "subsampling": 0} if encoding == "jpeg" else {}))
     return buffer.getvalue()
 
 

@@ -85,16 +85,13 @@ class DistillObjective:
             taught = logits if ours.distilled is None else ours.distilled
             parts = self._compare_all(ours._replace(logits=taught), said, batch.labels)
             if settings.label_weight:
-                smoothing = settings.label_smoothing
-                parts["label"] = cross_entropy(
-                    logits, batch.labels, batch.mixing, smoothing=smoothing, weights=batch.label_weights
-                )
+                smoothing, weights = settings.label_smoothing, batch.label_weights
+                parts["label"] = cross_entropy(logits, batch.labels, batch.mixing, smoothing=smoothing, weights=weights)
             first, *others = (settings.weight(name) * part for name, part in parts.items())
             loss = sum(others, first)
+            answer = (logits + taught).detach()
             answered = [
-                (weight, losses.agreement((logits + taught).detach(), top_class(one)))
-                for weight, one in said
-                if one.logits.shape[1]
+                (weight, losses.agreement(answer, top_class(one))) for weight, one in said if one.logits.shape[1]
             ]
             if answered:
                 parts["agreement"] = _mean(answered)
@@ -123,25 +120,15 @@ class DistillObjective:
             yield "token", between(_there(ours.tokens).flatten(0, 2), _there(said.tokens).flatten(0, 2))
         if settings.block_weight:
             assert isinstance(said, TeacherOutputs), "the settings refuse recorded outputs with blocks"
-            pairs = [
-                between(own.flatten(0, 2), their.flatten(0, 2))
-                for own, their in zip(ours.blocks, said.blocks, strict=True)
-            ]
-            yield "block", torch.stack(pairs).mean()
+            pairs = zip(ours.blocks, said.blocks, strict=True)
+            yield "block", torch.stack([between(own.flatten(0, 2), their.flatten(0, 2)) for own, their in pairs]).mean()
         if settings.similarity_weight:
             assert isinstance(self.model, ProjectedStudent), "it holds the queue"
-            features = _there(said.features)
-            self._seen.append(features)
-            yield (
-                "similarity",
-                losses.similarity_loss(
-                    _there(ours.features),
-                    features,
-                    _there(self.model.queue),
-                    temperature=settings.similarity_temperature,
-                    teacher_temperature=settings.similarity_teacher_temperature,
-                ),
-            )
+            own, theirs, queue = _there(ours.features), _there(said.features), _there(self.model.queue)
+            self._seen.append(theirs)
+            ours_t, theirs_t = settings.similarity_temperature, settings.similarity_teacher_temperature
+            loss = losses.similarity_loss(own, theirs, queue, temperature=ours_t, teacher_temperature=theirs_t)
+            yield "similarity", loss
 
     def show(self, batch: Batch) -> None:
         """A forward pass of the student alone."""
