@@ -32,20 +32,13 @@ class Mixing(NamedTuple):
 class Recorded(NamedTuple):
     """A teacher's recorded outputs for each sample's view."""
 
-    indices: Tensor
-    """Classes of the largest logits, int64 [b, K], the largest first."""
-    logits: Tensor
-    """Their logits, float32 [b, K]."""
-    rest: Tensor
-    """Log of the sum over all other classes of exp(logit / T) at T = 1 and T = 2, float32 [b, 2]; -inf where there are no others."""
-    features: Tensor | None = None
-    """Pooled features, float32 [b, D]."""
-    tokens: Tensor | None = None
-    """Patch tokens as they are stored, float16 or int8 [b, h, w, D]."""
-    token_steps: Tensor | None = None
-    """What one step of an int8 token's numbers is, float32 [b, h, w, 1]; None for float16."""
-    further: tuple[Recorded, ...] = ()
-    """What further teachers say of the same views."""
+    indices: Tensor  # classes of the largest logits, int64 [b, K], the largest first
+    logits: Tensor  # their logits, float32 [b, K]
+    rest: Tensor  # log of the others' sum of exp(logit / T) at T = 1 and 2, float32 [b, 2]; -inf where there are none
+    features: Tensor | None = None  # pooled features, float32 [b, D]
+    tokens: Tensor | None = None  # patch tokens as they are stored, float16 or int8 [b, h, w, D]
+    token_steps: Tensor | None = None  # one step of an int8 token's numbers, float32 [b, h, w, 1]; None for float16
+    further: tuple[Recorded, ...] = ()  # what further teachers say of the same views
 
     def restored(self) -> Recorded:
         """Return the same with its tokens as they are used, float32; on the device, since stored ones are faster sent."""

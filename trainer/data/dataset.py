@@ -36,8 +36,7 @@ from trainer.served_student.preprocessing import BadImageError, Square, is_jpeg,
 
 Pixels = npt.NDArray[np.uint8]
 
-IN_MEMORY_BYTES = 512 * 1024**2
-"""A split whose decoded images take at most this is kept decoded, in each process that reads it."""
+IN_MEMORY_BYTES = 512 * 1024**2  # a split is kept decoded up to this size, in each process that reads it
 
 
 class Split:
@@ -56,8 +55,7 @@ class Split:
         if any(columns.column(column).null_count for column in ("image", "label", "key")):
             raise ValueError("a row lacks its image, label or key")
         self._files = _files(self._table)
-        self.labels: npt.NDArray[np.int64] = columns.column("label").to_numpy()
-        """Index of each image's class, or -1 where it has none, [N]."""
+        self.labels: npt.NDArray[np.int64] = columns.column("label").to_numpy()  # of the class; -1 where none, [N]
         keys = (int(key[:16], 16) for key in columns.column("key").to_pylist())
         self.keys: npt.NDArray[np.uint64] = np.fromiter(keys, dtype=np.uint64, count=len(self))
         """The first 8 bytes of each image's content key, [N]."""

@@ -38,8 +38,7 @@ PREFETCHED = 2  # micro-batches that each loader process prefetches
 _POLL_S, _PATIENCE, _END_S = 0.5, 1.2, 5
 """Seconds between two checks of whether a batch takes too long, how many times longer it may take than torch allows, and seconds that a
 killed process may take to end."""
-_DIES_WITH_PARENT = 1
-"""PR_SET_PDEATHSIG of Linux' prctl: the signal that a process gets when its parent has ended, for whatever reason."""
+_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux' prctl: the signal that a process gets when its parent has ended
 
 
 class RecordedOutputs(Protocol):
@@ -82,8 +81,7 @@ class Samples:
         self.image_size = self._splits[0].image_size
         self.labels = np.concatenate([split.labels for split in self._splits])
         labelled = self.labels != UNLABELED
-        self.labelled: Mask | None = None if labelled.all() else labelled
-        """Which samples have a label, [N]; None: all."""
+        self.labelled: Mask | None = None if labelled.all() else labelled  # which samples have a label, [N]; None: all
         self.keys = np.concatenate([split.keys for split in self._splits])
 
     def __len__(self) -> int:

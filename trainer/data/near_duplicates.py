@@ -87,14 +87,10 @@ class NearPair:
 class NearDuplicates:
     """The images that look like one of a held-out split: of val or test for training images, of test for those of val."""
 
-    pairs: Sequence[NearPair]
-    """One for each such image, the nearest first."""
-    measured: Mapping[tuple[SplitName, SplitName], int]
-    """(held-out split, another one) -> images of the first that look like one of the second."""
-    skipped: int
-    """Images that are too small to be compared."""
-    complete: bool
-    """Whether every image was compared with every one that it might look like."""
+    pairs: Sequence[NearPair]  # one for each such image, the nearest first
+    measured: Mapping[tuple[SplitName, SplitName], int]  # (held-out split, another) -> its images that look like those
+    skipped: int  # images that are too small to be compared
+    complete: bool  # whether every image was compared with every one that it might look like
 
 
 def find(candidates: Sequence[ImageCandidate]) -> NearDuplicates:
@@ -105,9 +101,7 @@ def find(candidates: Sequence[ImageCandidate]) -> NearDuplicates:
     splits = np.array([SPLITS.index(member.split) for member in members], dtype=np.intp)
     seen = np.zeros((len(members), len(SPLITS)), dtype=np.bool_)  # of which splits an image looks like another one
     count = len(members)
-    best = np.full(
-        count, _NONE
-    )  # of each image: rank of its twin, bits and twin, packed so that the smallest is the best
+    best = np.full(count, _NONE)  # of each image: rank of its twin, bits, twin; packed so that the smallest is the best
     for left, right, bits in search.pairs():
         seen[left, splits[right]] = seen[right, splits[left]] = True
         image, twin = np.where(ranks[left] < ranks[right], (left, right), (right, left))

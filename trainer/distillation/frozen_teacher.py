@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import scipy.linalg
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,11 +24,10 @@ from trainer.config import Compile, Precision
 from trainer.devices import Device
 from trainer.distillation.losses import TeacherOutputs
 from trainer.errors import ModelError
-from trainer.models import Classifier, EmbeddingStatistics
+from trainer.models import Classifier
 from trainer.training.parallelize import use_fast_kernels
 
-CPU_PIXELS = 8 * 224**2
-"""Pixels of the images of a float32 forward pass on a CPU; more of them leave its caches, fewer do not fill it."""
+CPU_PIXELS = 8 * 224**2  # of a float32 forward pass on a CPU; more of them leave its caches, fewer do not fill it
 GRAPH_BATCH = 64
 """Up to so many images a forward pass the kernels of a compiled teacher are one CUDA graph: the host is slower than they are."""
 BALANCED_IMAGES = 4096  # training images from which the variances of several teachers' features are measured, at most
@@ -82,7 +82,12 @@ class FrozenTeacher:
             models.token_shape(self._model)
         if blocks:
             models.block_shapes(self._model, blocks)
-        self._embedding, self._token = (self._scale(known) for known in (model.card.embedding, model.card.tokens))
+        self._embedding, self._token = (
+            None
+            if known is None
+            else [torch.tensor(one, device=device.torch_device) for one in (known.mean, known.std)]
+            for known in (model.card.embedding, model.card.tokens)
+        )
         if device.uses_bf16(precision):
             # Kept in bf16 is what autocast would convert in every forward pass: the same outputs, bit by bit. Kinds derived from these
             # may compute with their weights first, and stay as they are.
@@ -117,13 +122,6 @@ class FrozenTeacher:
         tokens = _standardized(maps.pop(0), self._token) if self._tokens else None
         return TeacherOutputs(logits, features, tokens, tuple(maps))
 
-    def _scale(self, known: EmbeddingStatistics | None) -> tuple[Tensor, Tensor] | None:
-        """Bring mean and standard deviation of each number to the device."""
-        place = self._device.torch_device
-        return (
-            None if known is None else (torch.tensor(known.mean, device=place), torch.tensor(known.std, device=place))
-        )
-
     def _forward(self, size: int) -> Callable[[Tensor], Sequence[Tensor]]:
         """The network for parts of `size` images: to `_answer`'s tensors."""
         if not self._compiles:
@@ -140,7 +138,7 @@ class FrozenTeacher:
         return [part for part in (said.logits, said.features, said.tokens, *said.blocks) if part is not None]
 
 
-def _standardized(values: Tensor, scale: tuple[Tensor, Tensor] | None) -> Tensor:
+def _standardized(values: Tensor, scale: Sequence[Tensor] | None) -> Tensor:
     """Return (values - mean) / standard deviation of each number of the last dimension, where these are known."""
     return values if scale is None else (values - scale[0]) / scale[1]
 
@@ -191,18 +189,15 @@ def hadamard(size: int) -> Floats:
     Raises:
         ModelError: for this size they give none.
     """
-    doublings: Floats = np.ones((1, 1))
-    rest = size
-    while True:
-        small = np.ones((1, 1)) if rest == 1 else _paley(rest)
-        if small is not None:
-            return np.kron(doublings, small).astype(np.float64)
+    doubled, rest = 1, size
+    while (small := np.ones((1, 1)) if rest == 1 else _paley(rest)) is None:
         if rest % 2:
             raise ModelError(
                 f"a teacher has features of length {size}, for which no Hadamard matrix is built here, so they cannot be balanced with "
                 "those of another; set distill.feature_weight=0, or leave the teacher out of distill.further_teachers"
             )
-        doublings, rest = np.kron(doublings, [[1, 1], [1, -1]]).astype(np.float64), rest // 2
+        doubled, rest = 2 * doubled, rest // 2
+    return np.kron(scipy.linalg.hadamard(doubled), small).astype(np.float64)
 
 
 def _paley(size: int) -> Floats | None:

@@ -56,10 +56,8 @@ class DistillObjective:
         self.model: nn.Module = student
         self.left_out: Collection[str] = ()
         self._teachers, self._settings = teachers, settings
-        self._balances: list[Balance] = []
-        """What the features of each teacher go through; none of a single teacher."""
-        self._seen: list[Tensor] = []
-        """The teacher's features of this step's micro-batches, where they come into the queue."""
+        self._balances: list[Balance] = []  # what the features of each teacher go through; none of a single teacher
+        self._seen: list[Tensor] = []  # the teacher's features of this step's micro-batches, for the queue
         self._feature_loss = FEATURE_LOSSES[settings.feature_loss]
 
     def balance(self, batches: Iterable[Batch], device: Device) -> None:
@@ -126,8 +124,8 @@ class DistillObjective:
             assert isinstance(self.model, ProjectedStudent), "it holds the queue"
             own, theirs, queue = _there(ours.features), _there(said.features), _there(self.model.queue)
             self._seen.append(theirs)
-            ours_t, theirs_t = settings.similarity_temperature, settings.similarity_teacher_temperature
-            loss = losses.similarity_loss(own, theirs, queue, temperature=ours_t, teacher_temperature=theirs_t)
+            t, teacher_t = settings.similarity_temperature, settings.similarity_teacher_temperature
+            loss = losses.similarity_loss(own, theirs, queue, temperature=t, teacher_temperature=teacher_t)
             yield "similarity", loss
 
     def show(self, batch: Batch) -> None:

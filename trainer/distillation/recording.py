@@ -44,6 +44,7 @@ MOST_NUMBERS = 10**6  # of each kind in a record; also the most classes, and pix
 
 Count = Annotated[int, Field(ge=1, le=10**12)]
 Places = Annotated[int, Field(ge=1, le=MOST_NUMBERS)]
+Numbers = Annotated[int, Field(ge=0, le=MOST_NUMBERS)]
 Records = npt.NDArray[np.void]
 Indices = npt.NDArray[np.int64]
 
@@ -52,43 +53,26 @@ Indices = npt.NDArray[np.int64]
 class RecordingDescription:
     """What `recording.json` says: what the outputs depend on, and the layout of a record."""
 
-    samples: Count
-    """Images: those of the training split, and after them those without labels where these were recorded too."""
-    views: Count
-    """Views of each."""
-    block: Count
-    """Samples in a shard; the last one of a view may have fewer."""
-    classes: Annotated[int, Field(ge=0, le=MOST_NUMBERS)]
-    """Of the teacher's head; 0 where it has none."""
-    top_k: Annotated[int, Field(ge=0, le=MOST_NUMBERS)]
-    """Logits a record; at most `classes`, and 0 only where there are none."""
-    features: Annotated[int, Field(ge=0, le=MOST_NUMBERS)]
-    """Length of the pooled features; 0 where they were not asked for."""
-    seed: NonNegative
-    """Seed of the views."""
-    view_size: Annotated[int, Field(ge=1, le=MOST_NUMBERS)]
-    """Edge of the views, in pixels."""
-    augmentation: Mapping[str, Any]
-    """The settings of the views."""
-    decoder: str
-    """What decoded the stored images."""
-    teacher: str
-    """The teacher's architecture."""
-    precision: str
-    """Of the teacher's forward pass, `bf16` or `fp32`."""
-    dataset: Mapping[str, Any]
-    """The settings that made the data set."""
-    unlabeled: NonNegative = 0
-    """How many of the images have no label."""
-    feature_format: FeatureFormat = "fp16"
-    """Of the features; left out of the file where it is fp16."""
-    tokens: tuple[Places, Places, Places] | None = None
-    """Shape of the patch tokens: h, w, and numbers of each; left out of the file, with the next one, where they were not asked for."""
-    token_format: FeatureFormat = "int8"
-    """Of the patch tokens."""
+    samples: Count  # images of the training split, and after them those without labels where these were recorded too
+    views: Count  # views of each
+    block: Count  # samples in a shard; the last one of a view may have fewer
+    classes: Numbers  # of the teacher's head; 0 where it has none
+    top_k: Numbers  # logits a record; at most `classes`, and 0 only where there are none
+    features: Numbers  # length of the pooled features; 0 where they were not asked for
+    seed: NonNegative  # seed of the views
+    view_size: Places  # edge of the views, in pixels
+    augmentation: Mapping[str, Any]  # the settings of the views
+    decoder: str  # what decoded the stored images
+    teacher: str  # the teacher's architecture
+    precision: str  # of the teacher's forward pass, `bf16` or `fp32`
+    dataset: Mapping[str, Any]  # the settings that made the data set
+    unlabeled: NonNegative = 0  # how many of the images have no label
+    feature_format: FeatureFormat = "fp16"  # of the features
+    tokens: tuple[Places, Places, Places] | None = None  # shape of the patch tokens: h, w, and numbers of each
+    token_format: FeatureFormat = "int8"  # of the patch tokens
 
     def content(self) -> dict[str, Any]:
-        """Return what `recording.json` holds."""
+        """Return what `recording.json` holds; `feature_format` is left out where it is fp16, and tokens where there are none."""
         left_out = {"feature_format"} if self.feature_format == "fp16" else set()
         if self.tokens is None:
             left_out |= {"tokens", "token_format"}

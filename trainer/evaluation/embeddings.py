@@ -27,8 +27,7 @@ Embeddings = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
 TOGETHER = 64  # images of a forward pass that shares a device with nothing else; a training's batch may be thousands
-PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
-"""Weights of the penalty among which the validation split chooses, the simplest classifier first."""
+PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # among which the validation split chooses, the simplest classifier first
 MOST_IMAGES = 20_000  # images to which a probe is fitted at most, and among which neighbours are looked for
 
 NEIGHBORS = 20  # k of DINO's table (Caron et al. 2021)

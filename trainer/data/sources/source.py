@@ -49,16 +49,11 @@ class Item:
 class SourceListing:
     """The images of a source."""
 
-    items: Sequence[Item]
-    """In an order that depends on names only."""
-    classes: tuple[str, ...]
-    """Name of each class, in the order of the labels."""
-    read: Callable[[str], bytes]
-    """Location -> the image file's bytes; can be pickled for another process. Raises OSError."""
-    notes: tuple[str, ...] = ()
-    """What was left out, for the data card."""
-    groups: tuple[str, ...] = ()
-    """The folders above each class's own, joined by /, in the order of the labels; none of a source that has no folders."""
+    items: Sequence[Item]  # in an order that depends on names only
+    classes: tuple[str, ...]  # name of each class, in the order of the labels
+    read: Callable[[str], bytes]  # location -> the file's bytes; can be pickled for another process; raises OSError
+    notes: tuple[str, ...] = ()  # what was left out, for the data card
+    groups: tuple[str, ...] = ()  # folders above each class's own, joined by /, by label; none without folders
 
 
 class UnknownVersionError(Exception):

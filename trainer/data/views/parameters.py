@@ -20,8 +20,7 @@ from trainer.data.sampler import Indices, Keys, uniform
 
 Numbers = npt.NDArray[np.float64]
 Rows = Indices | slice
-Draw = Callable[[Indices, Rows], Numbers]
-"""Indices of draws [N] and rows of the batch -> a number in [0, 1) for each, [N, rows]."""
+Draw = Callable[[Indices, Rows], Numbers]  # indices of draws [N] and rows of the batch -> numbers in [0, 1), [N, rows]
 
 _AREA, _ASPECT, _LEFT, _TOP, _MIRROR, _BRIGHTNESS, _CONTRAST, _SATURATION = range(8)
 _ERASED, _ERASED_AREA, _ERASED_ASPECT, _ERASED_LEFT, _ERASED_TOP = range(8, 13)
