@@ -89,9 +89,8 @@ class DecodeCache:
         except (ObjectNotFoundError, ValidationError):  # none, or one written by another version of this project
             return None
         named = [(image.name, image.label) for image in chunk.images]
-        if chunk.way != self.way or named != [(item.name, item.label) for item in items]:
-            return None
-        if any(not image.reason and image.appearance is None for image in chunk.images):
+        is_old = any(not image.reason and image.appearance is None for image in chunk.images)
+        if chunk.way != self.way or named != [(item.name, item.label) for item in items] or is_old:
             return None
         if not self._has_squares(number, chunk.squares):
             logger.warning("%s: its squares are not whole; decoding these images again", self._uri(number, "jsonl"))

@@ -167,12 +167,10 @@ class Views:
         if partners is not None:
             shown, shown_numbers, rows = _with_partners(indices, numbers, partners)
             mixing = draw_mixing(keys, numbers, rows, samples.labels[partners], seed=seed, settings=settings)
-        parameters = draw_views(
-            samples.keys[shown], shown_numbers, stored=samples.image_size, seed=seed, settings=settings
-        )
+        drawn = draw_views(samples.keys[shown], shown_numbers, stored=samples.image_size, seed=seed, settings=settings)
         lengths = None
         if not self._on_device:
-            images = self._make(shown, parameters)
+            images = self._make(shown, drawn)
         elif not self._encoded:
             images = samples.read(shown)
         else:
@@ -182,7 +180,7 @@ class Views:
             labels=torch.from_numpy(labels),
             keys=torch.from_numpy(keys.view(np.int64)),
             numbers=torch.from_numpy(numbers),
-            views=parameters if self._on_device else None,
+            views=drawn if self._on_device else None,
             mixing=mixing,
             lengths=lengths,
         )

@@ -88,11 +88,9 @@ class DistillObjective:
             first, *others = (settings.weight(name) * part for name, part in parts.items())
             loss = sum(others, first)
             answer = (logits + taught).detach()
-            answered = [
-                (weight, losses.agreement(answer, top_class(one))) for weight, one in said if one.logits.shape[1]
-            ]
-            if answered:
-                parts["agreement"] = _mean(answered)
+            agreed = [(weight, losses.agreement(answer, top_class(one))) for weight, one in said if one.logits.shape[1]]
+            if agreed:
+                parts["agreement"] = _mean(agreed)
         return {"loss": loss} | parts
 
     def _compare_all(self, ours: ModelOutputs, said: Sequence[tuple[float, TeacherSignal]], labels: Tensor) -> Losses:

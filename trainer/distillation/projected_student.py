@@ -108,9 +108,7 @@ class ProjectedStudent(nn.Module):
         return own._replace(
             features=None if self.projection is None else self.projection(own.features),
             tokens=None if self.token_projection is None else self.token_projection(own.tokens),
-            blocks=tuple(
-                projection(block) for projection, block in zip(self.block_projections, own.blocks, strict=True)
-            ),
+            blocks=tuple(project(block) for project, block in zip(self.block_projections, own.blocks, strict=True)),
         )
 
     def no_weight_decay(self) -> set[str]:

@@ -88,7 +88,7 @@ def contradicted(logits: Floats, labels: Ints) -> Contradicted:
     counts = np.bincount(labels, minlength=classes)
     sums = np.bincount(labels, weights=own, minlength=classes)
     thresholds = np.divide(sums, counts, out=np.full(classes, np.inf), where=counts > 0)
-    rows, suggested, confidence, margins = [], [], [], []
+    found = []
     for start_rows, part in _parts(logits):
         given, places = labels[start_rows], np.arange(len(part))
         best = np.where(part >= thresholds - _ROUNDING, part, -1.0).argmax(axis=1)
@@ -96,18 +96,12 @@ def contradicted(logits: Floats, labels: Ints) -> Contradicted:
         wrong = np.flatnonzero(is_confident & (best != given) & (part[places, given] < part.max(axis=1)))
         others = part[wrong]
         others[np.arange(len(wrong)), given[wrong]] = -1
-        rows.append(start_rows[wrong])
-        suggested.append(best[wrong])
-        confidence.append(part[wrong, best[wrong]])
-        margins.append(part[wrong, given[wrong]] - others.max(axis=1, initial=-1))
-    found = np.concatenate(rows)
-    worst = np.argsort(np.concatenate(margins), kind="stable")
-    return Contradicted(
-        rows=found[worst],
-        suggested=np.concatenate(suggested)[worst],
-        confidence=np.concatenate(confidence)[worst],
-        label_confidence=own[found[worst]],
-    )
+        margins = part[wrong, given[wrong]] - others.max(axis=1, initial=-1)
+        found.append((start_rows[wrong], best[wrong], part[wrong, best[wrong]], margins))
+    *kept, margins = map(np.concatenate, zip(*found, strict=True))
+    worst = np.argsort(margins, kind="stable")
+    rows, suggested, confidence = (values[worst] for values in kept)
+    return Contradicted(rows=rows, suggested=suggested, confidence=confidence, label_confidence=own[rows])
 
 
 def _parts(logits: Floats) -> Iterator[tuple[Ints, npt.NDArray[np.float64]]]:

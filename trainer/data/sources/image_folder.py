@@ -123,7 +123,7 @@ def list_files(folder: str, outside: Outside) -> list[SourceFile]:
                 raise DataError(
                     f"folder {root}: {'is a file' if root.exists() else 'does not exist'}; check data.source"
                 )
-            found = _FolderWalk(root, outside).files(root, "", frozenset())
+            found = _walk(root, outside)
         files = sorted(itertools.islice(found, limits.SOURCE_IMAGES + 1), key=lambda file: file.name)
     except OSError as error:
         raise DataError(
@@ -142,41 +142,38 @@ def _is_hidden(name: str) -> bool:
     return any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
 
 
-class _FolderWalk:
-    """A walk through a folder of this machine, within its limits."""
+def _walk(root: Path, outside: Outside) -> Iterator[SourceFile]:
+    """Yield the files below a folder of this machine, through links too (data sets are often linked together), but never around a loop."""
+    real_root, counted = root.resolve(), itertools.count(1)
 
-    def __init__(self, root: Path, outside: Outside) -> None:
-        self._root, self._real_root, self._outside = root, root.resolve(), outside
-        self._folders = 0
-
-    def files(self, folder: Path, prefix: str, above: frozenset[Path]) -> Iterator[SourceFile]:
-        """Yield the files below a folder, through links too (data sets are often linked together), but never around a loop."""
+    def files(folder: Path, prefix: str, above: frozenset[Path]) -> Iterator[SourceFile]:
         real = folder.resolve()
         if real in above:
             return
-        self._folders += 1
         if len(above) > limits.FOLDER_DEPTH:
             raise DataError(
-                f"folder {self._root}: {limits.cut(prefix, 200)} lies deeper than {limits.FOLDER_DEPTH} folders; move its images up"
+                f"folder {root}: {limits.cut(prefix, 200)} lies deeper than {limits.FOLDER_DEPTH} folders; move its images up"
             )
-        if self._folders > limits.FOLDERS:
+        if next(counted) > limits.FOLDERS:
             raise DataError(
-                f"folder {self._root}: holds more than {limits.FOLDERS:,} folders, counted as often as links lead to them; "
+                f"folder {root}: holds more than {limits.FOLDERS:,} folders, counted as often as links lead to them; "
                 "remove such links, or give a part of it"
             )
         with os.scandir(folder) as entries:
             for entry in entries:
                 path, name = Path(entry.path), prefix + entry.name
-                followed = entry.is_symlink() and not _is_hidden(entry.name) and self._outside == "refuse"
-                if followed and not path.resolve().is_relative_to(self._real_root):
+                followed = entry.is_symlink() and not _is_hidden(entry.name) and outside == "refuse"
+                if followed and not path.resolve().is_relative_to(real_root):
                     raise DataError(
-                        f"folder {self._root}: {name} is a link to {path.resolve()}, which lies outside of it; remove it, or set "
+                        f"folder {root}: {name} is a link to {path.resolve()}, which lies outside of it; remove it, or set "
                         "data.outside=read if you trust who made it"
                     )
                 if entry.is_dir():
-                    yield from self.files(path, f"{name}/", above | {real})
+                    yield from files(path, f"{name}/", above | {real})
                 # A dangling link counts as a file, so that it is reported; a pipe does not, since reading it would block.
                 elif entry.is_file() or not path.exists():
                     # Names that are not UTF-8 can be stored and shown then.
                     text = os.fsencode(name).decode("utf-8", "replace")
                     yield SourceFile(limits.printable_name(text), entry.path)
+
+    return files(root, "", frozenset())
