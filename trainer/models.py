@@ -43,7 +43,8 @@ _RESERVED = frozenset(
     | {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "scriptable"}
 )
 """Arguments of timm about how a model is built rather than what it is; `checkpoint_path` would read any file that it names."""
-_LEFT_OUT = ("embedding", "tokens")  # what a model's description has only where it is known
+_LEFT_OUT = ("embedding", "tokens")
+"""What a model's description has only where it is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
