@@ -9,8 +9,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_S = 10.0
-"""Longest wait for the Hub's answer."""
+_ANSWER_S = 10.0  # longest wait for the Hub's answer
 
 
 def weights_revision(name: str) -> str | None:

@@ -51,24 +51,18 @@ _LEFT_OUT = ("embedding", "tokens", "temperature")
 class Origin:
     """Pretrained weights from elsewhere."""
 
-    name: str
-    """As the setting `weights` names them, without the revision."""
-    repository: str
-    """Where they are published: a repository of the hub, or a URL; or the file that they were read from."""
-    revision: str
-    """Commit of the repository, or SHA-256 of the file; empty where it is not known."""
-    license: str
-    """As timm knows it; empty where it does not."""
+    name: str  # as the setting `weights` names them, without the revision
+    repository: str  # where they are published: a repository of the hub, or a URL; or the file that they were read from
+    revision: str  # commit of the repository, or SHA-256 of the file; empty where it is not known
+    license: str  # as timm knows it; empty where it does not
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingStatistics:
     """How a model's embedding is distributed over a data set's training images."""
 
-    mean: tuple[float, ...]
-    """Of each of its D numbers."""
-    std: tuple[float, ...]
-    """Standard deviation of each, positive."""
+    mean: tuple[float, ...]  # of each of its D numbers
+    std: tuple[float, ...]  # standard deviation of each, positive
 
     def __post_init__(self) -> None:
         """Check what a description from elsewhere says, since the embedding is divided by it."""
@@ -78,8 +72,7 @@ class EmbeddingStatistics:
             raise ValueError("embedding must have finite means and positive standard deviations")
 
 
-_SIZES = {"depth": "depth", "embed_dim": "width"}
-"""Arguments of timm's that say how large a model is -> what people call them."""
+_SIZES = {"depth": "depth", "embed_dim": "width"}  # arguments that say how large a model is -> what people call them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,23 +116,17 @@ class ModelCard:
         return ", ".join([self.architecture, *sizes, f"{self.image_size} px"])
 
 
-MapShape = tuple[int, int, int]
-"""Height and width of a map, in places, and numbers of each place."""
+MapShape = tuple[int, int, int]  # height and width of a map, in places, and numbers of each place
 
 
 class ModelOutputs(NamedTuple):
     """What a network makes of B images, of which only what was asked for is there; maps of h x w places have the channels last."""
 
-    logits: Tensor | None = None
-    """[B, K]; in distilled training those of the class token."""
-    distilled: Tensor | None = None
-    """Logits [B, K] of the distillation token; there are some in distilled training only (`train_distilled`)."""
-    features: Tensor | None = None
-    """Pooled features that the head reads, [B, D]."""
-    tokens: Tensor | None = None
-    """Patch tokens: the last map, after the final norm, [B, h, w, D]."""
-    blocks: tuple[Tensor, ...] = ()
-    """What blocks give, each [B, h, w, D] with its own h, w, D."""
+    logits: Tensor | None = None  # [B, K]; in distilled training those of the class token
+    distilled: Tensor | None = None  # [B, K] of the distillation token, in distilled training only (`train_distilled`)
+    features: Tensor | None = None  # pooled features that the head reads, [B, D]
+    tokens: Tensor | None = None  # patch tokens: the last map, after the final norm, [B, h, w, D]
+    blocks: tuple[Tensor, ...] = ()  # what blocks give, each [B, h, w, D] with its own h, w, D
 
 
 class Classifier(nn.Module):
@@ -259,7 +246,13 @@ def arguments(settings: ModelSettings) -> dict[str, int | float | str | bool]:
     """
     name, args, size = settings.architecture, dict(settings.args), settings.image_size
     check_architecture(name)
-    check_arguments(name, args)
+    if reserved := sorted(_RESERVED & args.keys()):
+        raise ModelError(f"architecture {name!r}: the argument {reserved[0]} is not for models; leave it out")
+    for argument, value in args.items():
+        if isinstance(value, int | float) and not abs(value) <= limits.MODEL_ARGUMENT:
+            raise ModelError(
+                f"architecture {name!r}: the argument {argument} must be at most {limits.MODEL_ARGUMENT:,}, got {value}"
+            )
     if not size:
         return args
     if args.get("img_size", size) != size:
@@ -276,18 +269,6 @@ def check_architecture(architecture: str) -> None:
         close = timm.list_models(f"*{architecture.split('.')[0].split('_')[0]}*")[:5]
         advice = f"; similar: {', '.join(close)}" if close else ""
         raise ModelError(f"architecture {architecture!r}: timm has no such model{advice}")
-
-
-def check_arguments(architecture: str, args: Mapping[str, Any]) -> None:
-    """Make sure that the arguments are for a model, and within limits."""
-    reserved = sorted(_RESERVED & args.keys())
-    if reserved:
-        raise ModelError(f"architecture {architecture!r}: the argument {reserved[0]} is not for models; leave it out")
-    for name, value in args.items():
-        if isinstance(value, int | float) and not abs(value) <= limits.MODEL_ARGUMENT:
-            raise ModelError(
-                f"architecture {architecture!r}: the argument {name} must be at most {limits.MODEL_ARGUMENT:,}, got {value}"
-            )
 
 
 def with_labels(model: Classifier, labels: Sequence[str], *, drop_path: float = 0.0) -> Classifier:
@@ -308,11 +289,7 @@ def with_labels(model: Classifier, labels: Sequence[str], *, drop_path: float = 
 
 @torch.no_grad()
 def with_head(model: Classifier, labels: Sequence[str], weight: Tensor, bias: Tensor) -> Classifier:
-    """Copy a model without a head, and give it a linear one for `labels`.
-
-    Args:
-        weight: of the head, [K, D].
-        bias: of the head, [K].
+    """Copy a model without a head, and give it a linear one for `labels`: weight [K, D] and bias [K].
 
     Raises:
         ModelError: the architecture's head is not one linear layer of the pooled features.
@@ -370,7 +347,14 @@ def feature_size(model: Classifier) -> int:
     Of a model without a head it is the length of its embedding.
     """
     if not model.card.labels:
-        return _embedding_size(model)
+        with _shown_grey(model) as image:
+            shape = model(image).shape
+        if len(shape) != 2:
+            raise ModelError(
+                f"architecture {model.card.architecture!r} without its head gives {tuple(shape[1:])} numbers an image, not one row of "
+                "pooled features; choose another one, or args with a global_pool"
+            )
+        return int(shape[1])
     head = linear_head(model)
     if head is None:
         raise ModelError(
@@ -433,9 +417,7 @@ def block_shapes(model: Classifier, blocks: Sequence[int]) -> list[MapShape]:
 
 
 def train_distilled(model: Classifier) -> None:
-    """Let the network give the logits of its class token and of its distillation token apart while it is trained (DeiT).
-
-    In an evaluation it gives their mean.
+    """Let the network give the logits of its class token and of its distillation token apart while it is trained (DeiT), else their mean.
 
     Raises:
         ModelError: it has no distillation token.
@@ -449,18 +431,6 @@ def train_distilled(model: Classifier) -> None:
     network.set_distilled_training(True)
 
 
-def _embedding_size(model: Classifier) -> int:
-    """Return the length of what a network without a head makes of an image."""
-    with _shown_grey(model) as image:
-        shape = model(image).shape
-    if len(shape) != 2:
-        raise ModelError(
-            f"architecture {model.card.architecture!r} without its head gives {tuple(shape[1:])} numbers an image, not one row of pooled "
-            "features; choose another one, or args with a global_pool"
-        )
-    return int(shape[1])
-
-
 def linear_head(model: Classifier) -> nn.Linear | None:
     """Find the linear layer from pooled features to logits; None in a network that ends in another way (such as VOLO's)."""
     network: Any = model.network
@@ -468,11 +438,13 @@ def linear_head(model: Classifier) -> nn.Linear | None:
     if not isinstance(head, nn.Linear):
         return None
     with _shown_grey(model) as image:
-        if image.is_meta:  # there are no numbers to compare
-            found = _ends_with(head, model, image)
-        else:
-            logits = model.outputs(image, features=True).logits
-            found = logits is not None and torch.allclose(logits, model(image), atol=1e-4)
+        if not image.is_meta:
+            found = _is_its_answer(model.outputs(image, features=True), model, image)
+        else:  # there are no numbers to compare, so the logits have to be what the head gives for an input of the features' shape
+            calls: list[tuple[Tensor, Tensor]] = []
+            with head.register_forward_hook(lambda _, inputs, output: calls.append((inputs[0], output))):
+                logits = model(image)
+            found = len(calls) == 1 and calls[0][1] is logits and calls[0][0].shape == model.pooled(image).shape
     return head if found else None
 
 
@@ -486,14 +458,6 @@ def _shown_grey(model: Classifier) -> Iterator[Tensor]:
             yield torch.full((1, 3, size, size), 128, dtype=torch.uint8, device=next(model.parameters()).device)
     finally:
         model.train(was_training)
-
-
-def _ends_with(head: nn.Linear, model: Classifier, image: Tensor) -> bool:
-    """Return whether the model's logits are its head's output for an input of the pooled features' shape."""
-    calls: list[tuple[Tensor, Tensor]] = []
-    with head.register_forward_hook(lambda _, inputs, output: calls.append((inputs[0], output))):
-        logits = model(image)
-    return len(calls) == 1 and calls[0][1] is logits and calls[0][0].shape == model.pooled(image).shape
 
 
 def save(model: Classifier, directory: Path) -> None:
@@ -563,17 +527,14 @@ def outline(uri: str | Path) -> Classifier:
             raise ModelError(str(error).replace(folder, str(uri))) from error
 
 
-def _read_card(uri: str | Path, file: str | Path) -> ModelCard:
+def _outline(path: Path) -> Classifier:
     try:
-        return TypeAdapter(ModelCard).validate_python(limits.parse_json(storage.read_limited(file, limits.JSON_BYTES)))
+        content = limits.parse_json(storage.read_limited(path / CONFIG, limits.JSON_BYTES))
+        card = TypeAdapter(ModelCard).validate_python(content)
     except (StorageError, ValueError) as error:
         raise ModelError(
-            f"model {uri}: {CONFIG} is not the description of a model ({limits.cut(str(error), 500)}); make it again"
+            f"model {path}: {CONFIG} is not the description of a model ({limits.cut(str(error), 500)}); make it again"
         ) from error
-
-
-def _outline(path: Path) -> Classifier:
-    card = _read_card(path, path / CONFIG)
     with _fitting(path, card):
         given = _shapes(path / WEIGHTS)
         with torch.device("meta"), torch.random.fork_rng(devices=[]):

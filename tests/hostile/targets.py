@@ -24,9 +24,9 @@ from components.launch import pools
 from trainer import artifacts, config, limits, models, storage
 from trainer.config import DataSettings, ModelSettings
 from trainer.data.class_tables import read_tags
-from trainer.data.dataset import open_dataset
+from trainer.data.dataset import decode_square, open_dataset
 from trainer.data.dataset_schema import SPLITS, DatasetDescription, features
-from trainer.data.decoding import decode_square, encode
+from trainer.data.preparation import encode
 from trainer.data.sources import SourceListing, list_source
 from trainer.distillation import recording, shards
 from trainer.distillation.recording import open_recording

@@ -12,7 +12,7 @@ import torch
 from sklearn.datasets import load_sample_image
 from timm.data import ImageNetInfo
 
-from trainer import artifacts, config, models, pretrained, storage, weight_packages
+from trainer import artifacts, config, models, pretrained, storage
 from trainer.config import TimmWeights
 from trainer.errors import ModelError, ObjectNotFoundError, SettingsError, StorageAwayError
 
@@ -311,12 +311,12 @@ def test_a_file_of_another_model_is_refused(file):
 # Packages: the real weights
 
 
-@pytest.mark.parametrize("name", weight_packages.WEIGHTS_PACKAGES)
+@pytest.mark.parametrize("name", pretrained.WEIGHTS_PACKAGES)
 def test_the_weights_of_a_package_know_imagenet(name):
     """The photo is of a Chinese temple: `palace` to each of them."""
     settings, model = config.WeightsSettings(weights=f"package:{name}"), config.ModelSettings(architecture=name)
     loaded, fingerprint = pretrained.start(settings, model)
-    package = weight_packages.WEIGHTS_PACKAGES[name]
+    package = pretrained.WEIGHTS_PACKAGES[name]
     assert loaded.card.labels == tuple(SYNSETS)
     assert loaded.card.origin == models.Origin(
         name=f"package:{name}", repository=package.url, revision=package.sha256, license="apache-2.0"
@@ -331,7 +331,7 @@ def test_the_weights_of_a_package_know_imagenet(name):
 
 def test_a_package_that_is_not_installed_or_damaged_is_named(monkeypatch, tmp_path):
     name = "tf_efficientnet_lite0"
-    package = weight_packages.WEIGHTS_PACKAGES[name]
+    package = pretrained.WEIGHTS_PACKAGES[name]
     settings, model = config.WeightsSettings(weights=f"package:{name}"), config.ModelSettings(architecture=name)
     monkeypatch.setitem(pretrained.WEIGHTS_PACKAGES, name, replace(package, distribution="not-installed"))
     with pytest.raises(ModelError, match=r"package not-installed is not installed; pip install '.*\[weights\]'"):

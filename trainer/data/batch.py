@@ -22,35 +22,23 @@ _BACK = "set data.decode_on=cpu"
 class Mixing(NamedTuple):
     """How each sample's view is mixed with that of its partner."""
 
-    partner: Tensor
-    """Row of the partner among the images, int64 [b]; a sample may be its own."""
-    labels: Tensor
-    """The partner's label, int64 [b]."""
-    share: Tensor
-    """Weight of the sample itself in the target, float32 [b]; the partner has the rest."""
-    blend: Tensor
-    """Weight of the sample itself in its pixels outside of the box, float32 [b]; 1 for CutMix."""
-    box: Tensor
-    """Part that CutMix takes from the partner, as shares of the edge: left, top, right, bottom; float32 [b, 4]."""
+    partner: Tensor  # row of the partner among the images, int64 [b]; a sample may be its own
+    labels: Tensor  # the partner's label, int64 [b]
+    share: Tensor  # weight of the sample itself in the target, float32 [b]; the partner has the rest
+    blend: Tensor  # weight of the sample itself in its pixels outside of the box, float32 [b]; 1 for CutMix
+    box: Tensor  # part CutMix takes from the partner, as shares of the edge: left, top, right, bottom; float32 [b, 4]
 
 
 class Recorded(NamedTuple):
     """A teacher's recorded outputs for each sample's view."""
 
-    indices: Tensor
-    """Classes of the largest logits, int64 [b, K], the largest first."""
-    logits: Tensor
-    """Their logits, float32 [b, K]."""
-    rest: Tensor
-    """Log of the sum over all other classes of exp(logit / T) at T = 1 and T = 2, float32 [b, 2]; -inf where there are no others."""
-    features: Tensor | None
-    """Pooled features, float32 [b, D]."""
-    tokens: Tensor | None = None
-    """Patch tokens as they are stored, float16 or int8 [b, h, w, D]."""
-    token_steps: Tensor | None = None
-    """What one step of an int8 token's numbers is, float32 [b, h, w, 1]; None for float16."""
-    further: tuple[Recorded, ...] = ()
-    """What further teachers say of the same views."""
+    indices: Tensor  # classes of the largest logits, int64 [b, K], the largest first
+    logits: Tensor  # their logits, float32 [b, K]
+    rest: Tensor  # log of the others' sum of exp(logit / T) at T = 1 and 2, float32 [b, 2]; -inf where there are none
+    features: Tensor | None = None  # pooled features, float32 [b, D]
+    tokens: Tensor | None = None  # patch tokens as they are stored, float16 or int8 [b, h, w, D]
+    token_steps: Tensor | None = None  # one step of an int8 token's numbers, float32 [b, h, w, 1]; None for float16
+    further: tuple[Recorded, ...] = ()  # what further teachers say of the same views
 
     def restored(self) -> Recorded:
         """Return the same with its tokens as they are used, float32; on the device, since stored ones are faster sent."""
@@ -137,14 +125,7 @@ def join_files(files: Sequence[memoryview]) -> tuple[Tensor, Tensor]:
 
 
 def decode_jpegs(joined: Tensor, lengths: Tensor, device: torch.device) -> Tensor:
-    """Decode a batch of JPEG files of equal size on a GPU.
-
-    Args:
-        joined: their bytes, concatenated, uint8 [bytes], on the CPU.
-        lengths: length of each file in bytes, int64 [B], on the CPU.
-
-    Returns:
-        RGB pixels, uint8 [B, 3, S, S], on the device.
+    """Decode a batch of JPEG files of equal size, as `join_files` gives them, on a GPU: uint8 [B, 3, S, S], RGB, on the device.
 
     Raises:
         DataError: a file cannot be decoded.

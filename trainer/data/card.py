@@ -22,24 +22,15 @@ from trainer.data.near_duplicates import NearDuplicates
 from trainer.pages import Block, Figure, Legend, PageSection, Paragraph, Photo, PhotoGrid, Subsection, Table
 from trainer.served_student.class_tags import TAGS, ClassTags
 
-ROWS = 200
-"""Longest list of files on the page."""
-CHARACTERS = 500
-"""Longest name or reason on the page; the whole one stands in the file that lists them."""
-CLASSES = 1000
-"""Most classes that the page counts one by one."""
-STRIPS = 100
-"""Most classes of which the page shows pictures."""
-TILE = 64
-"""Edge of a picture on the page, in pixels."""
-ATTRIBUTES, CELL = 10, 100
-"""Most attributes of a class on the page, and most characters of a text among them."""
-FEW = 5
-"""Images of a class in val or test below which the card says that they are few."""
-PAIRS = 24
-"""Pairs of near-duplicates of which the page shows pictures."""
-TILES = 4
-"""Pictures of a class."""
+ROWS = 200  # longest list of files on the page
+CHARACTERS = 500  # longest name or reason on the page; the whole one stands in the file that lists them
+CLASSES = 1000  # most classes that the page counts one by one
+STRIPS = 100  # most classes of which the page shows pictures
+TILE = 64  # edge of a picture on the page, in pixels
+ATTRIBUTES, CELL = 10, 100  # most attributes of a class on the page, and most characters of a text among them
+FEW = 5  # images of a class in val or test below which the card says that they are few
+PAIRS = 24  # pairs of near-duplicates of which the page shows pictures
+TILES = 4  # pictures of a class
 Splits: TypeAlias = Mapping[SplitName, Sequence[ImageCandidate]]
 
 _LABELED: tuple[SplitName, ...] = ("train", "val", "test")
@@ -100,7 +91,7 @@ def _classes(classes: Sequence[str], splits: Splits) -> PageSection:
     totals = [sum(of_class) for of_class in zip(*counts.values(), strict=True)]
     rows = [(*row, total) for *row, total in zip(classes, *counts.values(), totals, strict=True)]
     note = f"The largest class has {max(totals) / max(min(totals), 1):.1f} times as many images as the smallest."
-    cut = f"The first {CLASSES:,} of {len(rows):,} classes are listed." if len(rows) > CLASSES else ""
+    cut = f"The first {CLASSES:,} of {len(rows):,} classes are listed."
     chart = stacked_columns(classes, list(counts.items()), "Images of each class")
     return PageSection(
         "Classes",
@@ -110,7 +101,7 @@ def _classes(classes: Sequence[str], splits: Splits) -> PageSection:
             Paragraph(note),
             *map(Paragraph, _unmeasured(classes, counts)),
             Table(["class", *_LABELED, "all"], rows[:CLASSES]),
-            Paragraph(cut) if cut else None,
+            Paragraph(cut) if len(rows) > CLASSES else None,
         ],
     )
 
@@ -139,17 +130,13 @@ def _unmeasured(classes: Sequence[str], counts: Mapping[SplitName, Sequence[int]
         missing = [name for name, count in named if count == 0]
         few = [f"{name} ({count})" for name, count in named if 0 < count < FEW]
         if missing:
-            sentences.append(f"No image in {split}: {_some(missing)}.")
+            sentences.append(f"No image in {split}: {formatting.listed(missing, 10)}.")
         if few:
             sentences.append(
-                f"Fewer than {FEW} images in {split}: {_some(few)}. The accuracy of such a class is a rough guess; add images, or raise "
-                f"data.{split}_fraction where the split is taken from train."
+                f"Fewer than {FEW} images in {split}: {formatting.listed(few, 10)}. The accuracy of such a class is a rough guess; add "
+                f"images, or raise data.{split}_fraction where the split is taken from train."
             )
     return sentences
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 def _sizes(members: Sequence[ImageCandidate], image_size: int) -> PageSection:
@@ -213,9 +200,10 @@ def _near_duplicates(
 ) -> PageSection:
     photos = []
     for pair in near.pairs[:PAIRS]:
-        sides = (
-            f"{one.split}, {_class(one, classes)}: {limits.cut(one.name, CELL)}" for one in (pair.image, pair.twin)
-        )
+        sides = []
+        for one in (pair.image, pair.twin):
+            label = formatting.isolated(classes[one.label]) if one.label != UNLABELED else "unlabelled"
+            sides.append(f"{one.split}, {label}: {limits.cut(one.name, CELL)}")
         strip = _strip([pair.image, pair.twin], read)
         photos.append(Photo(strip, f"{' | '.join(sides)} ({pair.bits})", media_type="image/jpeg"))
     are = "were left out" if settings.near_duplicates == "separate" else "are kept"
@@ -225,22 +213,11 @@ def _near_duplicates(
         f"most {near_duplicates.RADIUS}. All are in {NEAR_DUPLICATES}."
     )
     rows = [(split, other, count) for (split, other), count in near.measured.items() if count]
-    notes = [
-        f"{near.skipped:,} images were not compared: an edge is below {near_duplicates.SMALLEST_EDGE} pixels."
-        if near.skipped
-        else "",
-        ""
-        if near.complete
-        else "Of some looks there are so many images that not all of them were compared with one another.",
-    ]
     table = Table(["images of", "that look like one of", "images"], rows)
-    return PageSection(
-        "Near-duplicates", [Paragraph(text), table, PhotoGrid(photos), *map(Paragraph, filter(None, notes))]
-    )
-
-
-def _class(member: ImageCandidate, classes: Sequence[str]) -> str:
-    return formatting.isolated(classes[member.label]) if member.label != UNLABELED else "unlabelled"
+    small = f"{near.skipped:,} images were not compared: an edge is below {near_duplicates.SMALLEST_EDGE} pixels."
+    many = "Of some looks there are so many images that not all of them were compared with one another."
+    notes = [Paragraph(small) if near.skipped else None, None if near.complete else Paragraph(many)]
+    return PageSection("Near-duplicates", [Paragraph(text), table, PhotoGrid(photos), *notes])
 
 
 def _left_out(quarantined: Sequence[Quarantined], dropped: Sequence[Dropped]) -> PageSection:

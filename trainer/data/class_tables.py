@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer import limits
@@ -26,8 +26,7 @@ from trainer.served_student.class_tags import ANSWER, CONFIDENCE, LEVELS, ClassT
 
 _NUMBER = re.compile(r"[+-]?([0-9]{1,20}(\.[0-9]{0,20})?|\.[0-9]{1,20})([eE][+-]?[0-9]{1,2})?")
 """What is read as a number: never one that is infinite or none."""
-_SHOWN = 5
-"""Most names in a message."""
+_SHOWN = 5  # most names in a message
 
 
 def read_tags(settings: DataSettings, listing: SourceListing) -> ClassTags | None:
@@ -43,12 +42,12 @@ def read_tags(settings: DataSettings, listing: SourceListing) -> ClassTags | Non
             f"data.source={settings.source}: a class is named {name!r}, as a column of the predictions is where data.attributes or "
             "data.hierarchy is set; rename the class"
         )
-    attributes = _AttributeTable(settings.attributes).of(listing.classes) if settings.attributes else {}
+    attributes = _attributes(settings.attributes, listing.classes) if settings.attributes else {}
     parents: Mapping[str, str] = {}
     if settings.hierarchy == FOLDERS:
         parents = _parents_by_folders(settings.source, listing)
     elif settings.hierarchy:
-        parents = _HierarchyTable(settings.hierarchy).of(listing.classes)
+        parents = _parents(settings.hierarchy, listing.classes)
     return ClassTags(labels=listing.classes, attributes=attributes, parents=parents)
 
 
@@ -59,9 +58,9 @@ def check_tables(settings: DataSettings) -> None:
         DataError: a table cannot be read, or contradicts itself.
     """
     if settings.attributes:
-        _AttributeTable(settings.attributes)
+        _attributes(settings.attributes, None)
     if settings.hierarchy and settings.hierarchy != FOLDERS:
-        _HierarchyTable(settings.hierarchy)
+        _parents(settings.hierarchy, None)
 
 
 def tables_version(settings: DataSettings) -> str:
@@ -149,157 +148,146 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:_SHOWN])) + more
 
 
-class _ClassLines:
-    """The lines of a table below its headings, by the name in one of their columns, which each has once."""
-
-    def __init__(self, name: str, lines: Sequence[_Line], column: int) -> None:
-        self.name = name
-        self._without = f"{name.partition('=')[0]}="  # a recipe may name a table that is not of the user's images
-        self.lines: dict[str, _Line] = {}
-        for line in lines:
-            key = line.cells[column]
-            if not key:
-                raise DataError(f"{name}, line {line.number}: has no class; write its name, or remove the line")
-            if first := self.lines.get(key):
-                raise DataError(
-                    f"{name}, line {line.number}: {key!r} has a line already, line {first.number}; remove one of them"
-                )
-            self.lines[key] = line
-
-    def check(self, names: Sequence[str], classes: Sequence[str]) -> None:
-        """Make sure that these names, of lines, are those of the classes."""
-        known = set(classes)
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            more = f"; nor are {_some(unknown[1:])}" if len(unknown) > 1 else ""
+def _by_name(table: str, lines: Iterable[_Line], column: int) -> dict[str, _Line]:
+    """Return the lines of a table below its headings by the name in one of their columns, which each has once."""
+    by_name: dict[str, _Line] = {}
+    for line in lines:
+        key = line.cells[column]
+        if not key:
+            raise DataError(f"{table}, line {line.number}: has no class; write its name, or remove the line")
+        if first := by_name.get(key):
             raise DataError(
-                f"{self.name}, line {self.lines[unknown[0]].number}: {unknown[0]!r} is no class of the images"
-                f"{nearest(unknown[0], classes)}{more}; correct the name, remove the line, or leave the table out ({self._without})"
+                f"{table}, line {line.number}: {key!r} has a line already, line {first.number}; remove one of them"
             )
-        missing = [name for name in classes if name not in self.lines]
-        if missing:
-            raise DataError(
-                f"{self.name}: has no line for the class {_some(missing)}; add one for each class, or leave the table out ({self._without})"
-            )
+        by_name[key] = line
+    return by_name
+
+
+def _check_names(table: str, lines: Mapping[str, _Line], names: Sequence[str], classes: Sequence[str]) -> None:
+    """Make sure that these names, of lines, are those of the classes."""
+    without = f"{table.partition('=')[0]}="  # a recipe may name a table that is not of the user's images
+    known = set(classes)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        more = f"; nor are {_some(unknown[1:])}" if len(unknown) > 1 else ""
+        raise DataError(
+            f"{table}, line {lines[unknown[0]].number}: {unknown[0]!r} is no class of the images{nearest(unknown[0], classes)}{more}; "
+            f"correct the name, remove the line, or leave the table out ({without})"
+        )
+    missing = [name for name in classes if name not in lines]
+    if missing:
+        raise DataError(
+            f"{table}: has no line for the class {_some(missing)}; add one for each class, or leave the table out ({without})"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Attributes
 
 
-class _AttributeTable:
-    """`data.attributes`: its first column names the class, and each other one is an attribute."""
+def _attributes(file: str, classes: Sequence[str] | None) -> dict[str, tuple[Value, ...]]:
+    """Read `data.attributes`, whose first column names the class; each other one is an attribute: its values in the order of the classes.
 
-    def __init__(self, file: str) -> None:
-        self._name = f"data.attributes={file}"
-        headings, *lines = _lines("data.attributes", file)
-        self._headings = headings.cells[1:]
-        self._check_headings()
-        self._lines = _ClassLines(self._name, lines, 0)
-        if not lines:
-            raise DataError(f"{self._name}: has no line below its headings; add one for each class")
-        self._values = {
-            heading: self._column(heading, column, lines) for column, heading in enumerate(self._headings, start=1)
-        }
-
-    def _check_headings(self) -> None:
-        if not self._headings:
+    These have to be those of the table. Where they are not known yet (None), the table alone is checked, and nothing comes back.
+    """
+    table = f"data.attributes={file}"
+    first, *lines = _lines("data.attributes", file)
+    headings = first.cells[1:]
+    if not headings:
+        raise DataError(
+            f"{table}: has one column only; the first one names the class, so add a column for each attribute"
+        )
+    if len(headings) > limits.TABLE_COLUMNS:
+        raise DataError(f"{table}: has {len(headings):,} attributes, more than {limits.TABLE_COLUMNS}; remove some")
+    for position, heading in enumerate(headings, start=2):
+        if not heading:
+            raise DataError(f"{table}: column {position} has no heading; name the attribute")
+        if heading in (ANSWER, CONFIDENCE):
             raise DataError(
-                f"{self._name}: has one column only; the first one names the class, so add a column for each attribute"
+                f"{table}: an attribute is named {heading!r}, as another column of the predictions is; rename it"
             )
-        if len(self._headings) > limits.TABLE_COLUMNS:
-            raise DataError(
-                f"{self._name}: has {len(self._headings):,} attributes, more than {limits.TABLE_COLUMNS}; remove some"
-            )
-        for position, heading in enumerate(self._headings, start=2):
-            if not heading:
-                raise DataError(f"{self._name}: column {position} has no heading; name the attribute")
-            if heading in (ANSWER, CONFIDENCE):
-                raise DataError(
-                    f"{self._name}: an attribute is named {heading!r}, as another column of the predictions is; rename it"
-                )
-            if heading in self._headings[: position - 2]:
-                raise DataError(f"{self._name}: two columns are named {heading!r}; rename or remove one of them")
+        if heading in headings[: position - 2]:
+            raise DataError(f"{table}: two columns are named {heading!r}; rename or remove one of them")
+    by_name = _by_name(table, lines, 0)
+    if not lines:
+        raise DataError(f"{table}: has no line below its headings; add one for each class")
+    columns = {heading: _column(table, heading, column, lines) for column, heading in enumerate(headings, start=1)}
+    if classes is None:
+        return {}
+    _check_names(table, by_name, [*by_name], classes)
+    for heading in headings:
+        if heading in classes:
+            raise DataError(f"{table}: an attribute is named {heading!r}, as a class is; rename the column")
+    return {heading: tuple(values[name] for name in classes) for heading, values in columns.items()}
 
-    def _column(self, heading: str, column: int, lines: Sequence[_Line]) -> dict[str, Value]:
-        """Read an attribute's value of each class."""
-        given = [line for line in lines if line.cells[column]]
-        numbers = [line for line in given if _NUMBER.fullmatch(line.cells[column])]
-        if not given:
-            raise DataError(f"{self._name}: the column {heading!r} is empty; fill it, or remove it")
-        if numbers and len(numbers) < len(given):
-            text = next(line for line in given if not _NUMBER.fullmatch(line.cells[column]))
-            raise DataError(
-                f"{self._name}: the column {heading!r} has numbers, such as {numbers[0].cells[column]!r} in line {numbers[0].number}, and "
-                f"texts, such as {limits.cut(text.cells[column], 40)!r} in line {text.number}; write numbers like 1.5 in all lines, or "
-                "texts in all, and leave what is not known empty"
-            )
-        read: dict[str, Value] = {line.cells[0]: None for line in lines}
-        return read | {line.cells[0]: float(line.cells[column]) if numbers else line.cells[column] for line in given}
 
-    def of(self, classes: Sequence[str]) -> dict[str, tuple[Value, ...]]:
-        """Return the values of each attribute in the order of the classes, which have to be those of the table."""
-        self._lines.check([*self._lines.lines], classes)
-        for heading in self._headings:
-            if heading in classes:
-                raise DataError(f"{self._name}: an attribute is named {heading!r}, as a class is; rename the column")
-        return {heading: tuple(values[name] for name in classes) for heading, values in self._values.items()}
+def _column(table: str, heading: str, column: int, lines: Sequence[_Line]) -> dict[str, Value]:
+    """Read an attribute's value of each class."""
+    given = [line for line in lines if line.cells[column]]
+    numbers = [line for line in given if _NUMBER.fullmatch(line.cells[column])]
+    if not given:
+        raise DataError(f"{table}: the column {heading!r} is empty; fill it, or remove it")
+    if numbers and len(numbers) < len(given):
+        text = next(line for line in given if not _NUMBER.fullmatch(line.cells[column]))
+        raise DataError(
+            f"{table}: the column {heading!r} has numbers, such as {numbers[0].cells[column]!r} in line {numbers[0].number}, and "
+            f"texts, such as {limits.cut(text.cells[column], 40)!r} in line {text.number}; write numbers like 1.5 in all lines, or "
+            "texts in all, and leave what is not known empty"
+        )
+    read: dict[str, Value] = {line.cells[0]: None for line in lines}
+    return read | {line.cells[0]: float(line.cells[column]) if numbers else line.cells[column] for line in given}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Hierarchy
 
 
-class _HierarchyTable:
-    """`data.hierarchy` as a file: a class or group, and the group above it, a line."""
+def _parents(file: str, classes: Sequence[str] | None) -> dict[str, str]:
+    """Read `data.hierarchy` as a file: class or group -> the group above it.
 
-    def __init__(self, file: str) -> None:
-        self._name = f"data.hierarchy={file}"
-        headings, *lines = _lines("data.hierarchy", file)
-        if sorted(headings.cells) != ["class", "parent"]:
+    The lowest names have to be the classes; where these are not known yet (None), the table alone is checked.
+    """
+    table = f"data.hierarchy={file}"
+    headings, *lines = _lines("data.hierarchy", file)
+    if sorted(headings.cells) != ["class", "parent"]:
+        raise DataError(
+            f"{table}: its first line must be class,parent, but is {limits.cut(','.join(headings.cells), 200)!r}"
+        )
+    child, parent = headings.cells.index("class"), headings.cells.index("parent")
+    by_name = _by_name(table, lines, child)
+    for line in lines:
+        if not line.cells[parent]:
             raise DataError(
-                f"{self._name}: its first line must be class,parent, but is {limits.cut(','.join(headings.cells), 200)!r}"
+                f"{table}, line {line.number}: {line.cells[child]!r} has no parent; write the group above it, or remove the line "
+                "of a topmost group"
             )
-        child, parent = headings.cells.index("class"), headings.cells.index("parent")
-        self._lines = _ClassLines(self._name, lines, child)
-        for line in lines:
-            if not line.cells[parent]:
+    parents = {name: line.cells[parent] for name, line in by_name.items()}
+    for name, line in by_name.items():
+        path = [name]
+        while path[-1] in parents and len(path) <= LEVELS:
+            above = parents[path[-1]]
+            if above in path:
+                circle = [*path[path.index(above) :], above]
                 raise DataError(
-                    f"{self._name}, line {line.number}: {line.cells[child]!r} has no parent; write the group above it, or remove the line "
-                    "of a topmost group"
+                    f"{table}, line {by_name[above].number}: {' lies in '.join(map(repr, circle[: _SHOWN + 1]))}, which "
+                    "is a circle; each name stands for one class or group, so give the group another name"
                 )
-        self._parents = {name: line.cells[parent] for name, line in self._lines.lines.items()}
-        self._check_circles()
-
-    def _check_circles(self) -> None:
-        for name, line in self._lines.lines.items():
-            path = [name]
-            while path[-1] in self._parents and len(path) <= LEVELS:
-                above = self._parents[path[-1]]
-                if above in path:
-                    circle = [*path[path.index(above) :], above]
-                    raise DataError(
-                        f"{self._name}, line {self._lines.lines[above].number}: {' lies in '.join(map(repr, circle[: _SHOWN + 1]))}, which "
-                        "is a circle; each name stands for one class or group, so give the group another name"
-                    )
-                path.append(above)
-            if len(path) > LEVELS:
-                raise DataError(
-                    f"{self._name}, line {line.number}: {name!r} lies below more than {LEVELS - 1} groups; leave some out"
-                )
-
-    def of(self, classes: Sequence[str]) -> dict[str, str]:
-        """Return class or group -> the group above it; the lowest ones have to be the classes."""
-        groups = set(self._parents.values())
-        for name in classes:
-            if name in groups:
-                below = next(child for child, parent in self._parents.items() if parent == name)
-                raise DataError(
-                    f"{self._name}, line {self._lines.lines[below].number}: {below!r} lies in {name!r}, which is a class itself; a name "
-                    "stands for one level only, so give the group another name"
-                )
-        self._lines.check([name for name in self._parents if name not in groups], classes)
-        return self._parents
+            path.append(above)
+        if len(path) > LEVELS:
+            raise DataError(
+                f"{table}, line {line.number}: {name!r} lies below more than {LEVELS - 1} groups; leave some out"
+            )
+    if classes is None:
+        return parents
+    below = {group: name for name, group in reversed(parents.items())}  # the first of each
+    for name in classes:
+        if name in below:
+            raise DataError(
+                f"{table}, line {by_name[below[name]].number}: {below[name]!r} lies in {name!r}, which is a class itself; a name "
+                "stands for one level only, so give the group another name"
+            )
+    _check_names(table, by_name, [name for name in parents if name not in below], classes)
+    return parents
 
 
 def _parents_by_folders(source: str, listing: SourceListing) -> dict[str, str]:

@@ -13,42 +13,22 @@ from dataclasses import dataclass, replace
 
 from trainer.config import DataSettings
 from trainer.data.dataset_schema import UNLABELED, SplitName
-from trainer.data.sources import Item
 from trainer.errors import DataError
+from trainer.formatting import listed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageCandidate:
     """A decoded image that may be kept."""
 
-    row: int = -1
-    """Row of its stored picture, once all are decoded."""
-    name: str
-    """Its name in the source."""
-    label: int
-    """Index of its class, or -1."""
+    row: int = -1  # row of its stored picture, once all are decoded
+    name: str  # its name in the source
+    label: int  # index of its class, or -1
     split: SplitName
-    key: str
-    """Content key: equal for equal pictures."""
-    width: int
-    """Of the original, upright, in pixels."""
-    height: int
-    """Of the original, upright, in pixels."""
-    appearance: str = ""
-    """How it looks, as `near_duplicates.appearance` describes it."""
-
-    @classmethod
-    def of(cls, item: Item, *, key: str, width: int, height: int, appearance: str) -> ImageCandidate:
-        """Add to an item of the source what its decoded image says."""
-        return cls(
-            name=item.name,
-            label=item.label,
-            split=item.split,
-            key=key,
-            width=width,
-            height=height,
-            appearance=appearance,
-        )
+    key: str  # content key: equal for equal pictures
+    width: int  # of the original, upright, in pixels
+    height: int  # of the original, upright, in pixels
+    appearance: str = ""  # how it looks, as `near_duplicates.appearance` describes it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,20 +104,14 @@ def take_missing_splits(
     settings: DataSettings,
     groups: Mapping[str, int] | None = None,
 ) -> list[ImageCandidate]:
-    """Take val and test from train, class by class, where the source does not give them.
+    """Take val and test from train, class by class, where the source does not give them; the candidates stay in their order.
 
     An image has a fixed place in [0, 1), drawn from its content and `split_seed`. Of a class's N images the `test_fraction` x N with
     the smallest places are test, the next `val_fraction` x N are val, both rounded and at least one, and the rest is train. So every
     class has its share, however small it is, and an image that is added or removed moves at most the one image at each limit.
 
-    A group stays together: at the smallest place of its images it goes to test, or else to val, if there is room for all of them in their
-    classes' shares, and to train if there is not.
-
-    Args:
-        groups: content key -> number of the group of images that stay in one split; others are alone.
-
-    Returns:
-        The candidates in the given order, each with its split.
+    A group (`groups`: content key -> its number) stays together: at the smallest place of its images it goes to test, or else to val, if
+    there is room for all of them in their classes' shares, and to train if there is not. Other images are alone.
     """
     fractions = {
         "test": 0.0 if "test" in given else settings.test_fraction,
@@ -193,11 +167,10 @@ def check_classes(candidates: Iterable[ImageCandidate], classes: Sequence[str], 
         )
 
 
-def check_splits(candidates: Iterable[ImageCandidate], classes: Sequence[str], listed: Collection[int]) -> None:
+def check_splits(candidates: Iterable[ImageCandidate], classes: Sequence[str], taught: Collection[int]) -> None:
     """Make sure that every class can be learnt and that every split measures something.
 
-    Args:
-        listed: indices of the classes of which the source has training images, be they good, copies or for val and test.
+    `taught` are the classes of which the source has training images, be they good, copies or for val and test.
 
     Raises:
         DataError: a class has no training image, or val or test is empty.
@@ -211,7 +184,7 @@ def check_splits(candidates: Iterable[ImageCandidate], classes: Sequence[str], l
             raise DataError(f"split {split} is empty: the source has no good labelled image for it; add some")
     untaught = {name: count for name, count in counts["train"].items() if count == 0}
     measured = {name: counts["val"][name] + counts["test"][name] for name in untaught}
-    unlisted = {name: count for name, count in measured.items() if classes.index(name) not in listed}
+    unlisted = {name: count for name, count in measured.items() if classes.index(name) not in taught}
     if unlisted:
         where = " and ".join(split for split in ("val", "test") if any(counts[split][name] for name in unlisted))
         raise DataError(
@@ -225,6 +198,5 @@ def check_splits(candidates: Iterable[ImageCandidate], classes: Sequence[str], l
 
 
 def _some_classes(counts: Mapping[str, int]) -> str:
-    shown = ", ".join(f"{name!r} ({count})" for name, count in list(counts.items())[:5])
-    more = f" and {len(counts) - 5} more" if len(counts) > 5 else ""
-    return f"{'class' if len(counts) == 1 else 'classes'} {shown}{more}"
+    shown = listed([f"{name!r} ({count})" for name, count in counts.items()], 5)
+    return f"{'class' if len(counts) == 1 else 'classes'} {shown}"

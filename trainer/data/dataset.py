@@ -1,7 +1,8 @@
 """The prepared data set, as trainings and evaluations read it (`dataset_schema` describes its files).
 
 A small split is decoded once into one tensor, so that a read is an index; a large one is memory-mapped and decoded at each read,
-from the map's pages straight into the batch.
+from the map's pages straight into the batch: JPEG by simplejpeg (libjpeg-turbo, and at a half, quarter or eighth of its size where that
+is enough), others by Pillow.
 
 Shapes: N images in a split, B images in a batch, S pixels along an edge.
 """
@@ -9,7 +10,7 @@ Shapes: N images in a split, B images in a batch, S pixels along an edge.
 from __future__ import annotations
 
 import copy
-from bisect import bisect_right
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,20 +18,25 @@ from typing import Any
 import datasets  # type: ignore[import-untyped]  # the package ships no types
 import numpy as np
 import numpy.typing as npt
+import PIL
+import pyarrow as pa
+import pyarrow.compute
+import simplejpeg
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from trainer import artifacts, limits, storage
 from trainer.artifacts import Artifact
 from trainer.data.dataset_schema import DESCRIPTION, SPLITS, DatasetDescription, SplitName
-from trainer.data.decoding import Pixels, decode_square, decoder_of
 from trainer.errors import ArtifactError, DataError, StorageError
 from trainer.served_student.class_tags import TAGS, ClassTags
-from trainer.served_student.preprocessing import BadImageError, Square
+from trainer.served_student.preprocessing import BadImageError, Square, is_jpeg, reason
 
-IN_MEMORY_BYTES = 512 * 1024**2
-"""A split whose decoded images take at most this is kept decoded, in each process that reads it."""
+Pixels = npt.NDArray[np.uint8]
+
+IN_MEMORY_BYTES = 512 * 1024**2  # a split is kept decoded up to this size, in each process that reads it
 
 
 class Split:
@@ -44,13 +50,12 @@ class Split:
         self.image_size = image_size
         self._table = datasets.load_from_disk(str(directory / name))
         self._table.data.table.validate(full=True)  # an offset in a damaged file could lead to any memory
-        self._files = _Files(self._table)
         self._decoded: Tensor | None = None  # uint8 [N, S, S, 3]
         columns = self._table.data
         if any(columns.column(column).null_count for column in ("image", "label", "key")):
             raise ValueError("a row lacks its image, label or key")
-        self.labels: npt.NDArray[np.int64] = columns.column("label").to_numpy()
-        """Index of each image's class, or -1 where it has none, [N]."""
+        self._files = _files(self._table)
+        self.labels: npt.NDArray[np.int64] = columns.column("label").to_numpy()  # of the class; -1 where none, [N]
         keys = (int(key[:16], 16) for key in columns.column("key").to_pylist())
         self.keys: npt.NDArray[np.uint64] = np.fromiter(keys, dtype=np.uint64, count=len(self))
         """The first 8 bytes of each image's content key, [N]."""
@@ -63,13 +68,13 @@ class Split:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
-        self._files = _Files(self._table)
+        self._files = _files(self._table)
 
     def first(self, count: int) -> Split:
         """Return a split of the first `count` images, or of all where there are no more."""
         part = copy.copy(self)
         part._table = self._table.select(range(min(count, len(self))))
-        part._files, part._decoded = _Files(part._table), None
+        part._files, part._decoded = _files(part._table), None
         part.labels, part.keys = self.labels[:count], self.keys[:count]
         return part
 
@@ -111,7 +116,7 @@ class Split:
     def picture(self, index: int, *, shrink: int = 1) -> Tensor:
         """Read the image at `index` (0 <= index < N), which must not be changed: uint8 [3, E, E], the channels innermost in memory.
 
-        E is S, or `S / shrink` rounded up where a JPEG is decoded for it (`decoding.decode_square`).
+        E is S, or `S / shrink` rounded up where a JPEG is decoded for it (`decode_square`).
 
         Raises:
             DataError: it cannot be decoded.
@@ -122,7 +127,7 @@ class Split:
 
     def encoded(self, index: int) -> memoryview:
         """Return the encoded file of the image at `index` (0 <= index < N), a view of the memory-mapped data set."""
-        return self._files[index]
+        return memoryview(self._files[index].as_buffer()).cast("B")
 
     def _decode_all(self, indices: Sequence[int]) -> Tensor:
         images = empty_images(len(indices), self.image_size)
@@ -132,28 +137,67 @@ class Split:
 
     def _decode(self, index: int, *, out: Pixels | None = None, shrink: int = 1) -> Pixels:
         try:
-            return decode_square(self._files[index], self.image_size, out=out, shrink=shrink)
+            return decode_square(self.encoded(index), self.image_size, out=out, shrink=shrink)
         except BadImageError as error:
             raise DataError(
                 f"image {self.names[index]} of split {self.name}: {error}; prepare the data set again"
             ) from error
 
 
-class _Files:
-    """The image files of a split's table, without a copy."""
+def _files(table: datasets.Dataset) -> pa.ChunkedArray:
+    """Return the image files of a split's table, without a copy."""
+    files = pyarrow.compute.struct_field(table.data.column("image"), "bytes")
+    if files.null_count:
+        raise ValueError("a row lacks its image")
+    return files
 
-    def __init__(self, table: Any) -> None:
-        chunks = table.data.column("image").chunks
-        self._columns = [chunk.field("bytes") for chunk in chunks]
-        if any(column.null_count for column in self._columns):
-            raise ValueError("a row lacks its image")
-        self._starts = np.cumsum([0, *map(len, chunks)]).tolist()
 
-    def __getitem__(self, index: int) -> memoryview:
-        if not 0 <= index < self._starts[-1]:
-            raise IndexError(f"image {index} of {self._starts[-1]}")
-        chunk = bisect_right(self._starts, index) - 1
-        return memoryview(self._columns[chunk][index - self._starts[chunk]].as_buffer()).cast("B")
+def decoder_of(encoded: bytes | memoryview) -> str:
+    """Return name and version of the decoder that `decode_square` uses for such a file."""
+    return f"simplejpeg {simplejpeg.__version__}" if is_jpeg(encoded) else f"pillow {PIL.__version__}"
+
+
+def decode_square(encoded: bytes | memoryview, size: int, *, out: Pixels | None = None, shrink: int = 1) -> Pixels:
+    """Decode a stored square.
+
+    Args:
+        out: where the pixels go, contiguous uint8 [size, size, 3]; a new array where not given.
+        shrink: 1, 2, 4 or 8: a JPEG is decoded at this fraction of its size, from its DCT's lower frequencies; others are not shrunk.
+
+    Returns:
+        `out`, or RGB pixels uint8 [E, E, 3]; E is `size / shrink` rounded up for a JPEG, and `size` for others.
+
+    Raises:
+        BadImageError: it cannot be decoded, or is not a square of this size.
+    """
+    jpeg = is_jpeg(encoded)
+    edge = -(-size // shrink) if jpeg else size
+    try:
+        if jpeg:  # at the smallest scale that has at least `edge` pixels
+            if out is None:  # where it is given, it bounds the decoded size
+                height, width, *_ = simplejpeg.decode_jpeg_header(encoded)
+                _check_square(width, height, size)
+            pixels: Pixels = simplejpeg.decode_jpeg(encoded, min_height=edge, min_width=edge, buffer=out)
+        else:
+            with Image.open(io.BytesIO(encoded), formats=["PNG"]) as image:
+                _check_square(*image.size, size)
+                pixels = np.array(image.convert("RGB"))
+    except BadImageError:
+        raise
+    except Exception as error:  # decoders raise nearly anything for a damaged file
+        raise BadImageError(reason(error)) from error
+    if pixels.shape != (edge, edge, 3):
+        raise BadImageError(f"{pixels.shape[1]} x {pixels.shape[0]} pixels instead of {edge} x {edge}")
+    if out is None:
+        return pixels
+    if not jpeg:
+        out[:] = pixels
+    return out
+
+
+def _check_square(width: int, height: int, size: int) -> None:
+    if (width, height) != (size, size):
+        raise BadImageError(f"{width} x {height} pixels instead of {size} x {size}")
 
 
 def empty_images(count: int, size: int) -> Tensor:
@@ -245,12 +289,8 @@ def open_dataset(uri: str | Path) -> PreparedDataset:
     """
     artifact = artifacts.read(uri, "dataset")
     description = DatasetDescription.read(artifact.path)
-    return PreparedDataset(artifact, description, _read_tags(artifact, description))
-
-
-def _read_tags(artifact: Artifact, description: DatasetDescription) -> ClassTags | None:
     if TAGS not in artifact.files:
-        return None
+        return PreparedDataset(artifact, description)
     try:
         tags = ClassTags.of(limits.parse_json(storage.read_limited(artifact.path / TAGS, limits.JSON_BYTES)))
         if tags.labels != description.classes:
@@ -259,4 +299,4 @@ def _read_tags(artifact: Artifact, description: DatasetDescription) -> ClassTags
         raise ArtifactError(
             f"dataset {artifact.path}: {TAGS} does not describe its classes ({limits.cut(str(error), 500)}); prepare it again"
         ) from error
-    return tags
+    return PreparedDataset(artifact, description, tags)

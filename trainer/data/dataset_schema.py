@@ -12,9 +12,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, TypeAdapter
 
 from trainer import limits, storage
+from trainer.base_models import NonNegative
 from trainer.errors import ArtifactError, StorageError
 from trainer.served_student.preprocessing import LARGEST_SQUARE
 
@@ -27,8 +30,7 @@ DROPPED = "dropped.json"
 NEAR_DUPLICATES = "near_duplicates.json"
 CARD = "card.html"
 
-UNLABELED = -1
-"""The label of an image without one."""
+UNLABELED = -1  # the label of an image without one
 
 
 def features() -> Any:
@@ -46,12 +48,9 @@ def features() -> Any:
 class DatasetDescription:
     """The content of `dataset.json`."""
 
-    classes: tuple[str, ...]
-    """Name of each class, in the order of the labels."""
-    image_size: int
-    """Edge of the stored images, in pixels."""
-    images: Mapping[str, int]
-    """Split -> number of its images."""
+    classes: tuple[str, ...]  # name of each class, in the order of the labels
+    image_size: Annotated[int, Field(ge=1, le=LARGEST_SQUARE)]  # edge of the stored images, in pixels
+    images: Mapping[str, NonNegative]  # split -> number of its images
 
     def write(self, directory: Path) -> None:
         """Write `dataset.json` into an artifact in the making."""
@@ -66,19 +65,9 @@ class DatasetDescription:
             ArtifactError: it is not the description of a data set.
         """
         try:
-            content = limits.parse_json(storage.read_limited(directory / DESCRIPTION, limits.JSON_BYTES))
-            found = cls(
-                classes=tuple(content["classes"]), image_size=content["image_size"], images=dict(content["images"])
-            )
-            counts = [*found.images.values(), found.image_size]
-            if not (
-                all(isinstance(name, str) for name in (*found.classes, *found.images))
-                and all(type(count) is int and count >= 0 for count in counts)
-                and 0 < found.image_size <= LARGEST_SQUARE
-            ):
-                raise ValueError("a member is not what it should be")
-        except (StorageError, ValueError, TypeError, KeyError) as error:
+            content = storage.read_limited(directory / DESCRIPTION, limits.JSON_BYTES)
+            return TypeAdapter(cls).validate_json(content, strict=True)
+        except (StorageError, ValueError) as error:
             raise ArtifactError(
-                f"dataset {directory}: {DESCRIPTION} does not describe a data set ({error!r}); prepare it again"
+                f"dataset {directory}: {DESCRIPTION} does not describe a data set ({limits.cut(str(error), 500)}); prepare it again"
             ) from error
-        return found

@@ -65,25 +65,18 @@ class _Chunk(StrictModel):
 class DecodeCache:
     """The cached chunks of one preparation; can be pickled for another process."""
 
-    uri: str
-    """Where they are kept."""
-    folder: Path
-    """Where this preparation maps their squares from."""
-    way: str
-    """SHA-256 of all settings and versions that decide the outcome of an image file, as hexadecimal text."""
+    uri: str  # where they are kept
+    folder: Path  # where this preparation maps their squares from
+    way: str  # SHA-256 of all settings and versions that decide the outcome of an image file, as hexadecimal text
 
     def squares(self, number: int) -> Path:
         """Return the file with the squares of a chunk."""
         return self.folder / f"{number:06d}.arrow"
 
     def find(self, number: int, items: Sequence[Item], content: Callable[[Item], str]) -> list[Outcome] | None:
-        """Look up a chunk that an earlier attempt has decoded, and bring its squares into the folder.
+        """Return the outcomes of a chunk that was decoded before, and bring its squares into the folder; None if there is none of these.
 
-        Args:
-            content: reads an image's file; returns its SHA-256, or why it cannot be read.
-
-        Returns:
-            The outcome of each image; None if the chunk is not cached, or not of these images.
+        `content` reads an image's file, and returns its SHA-256, or why it cannot be read.
 
         Raises:
             DataError: reading an image failed.
@@ -96,9 +89,8 @@ class DecodeCache:
         except (ObjectNotFoundError, ValidationError):  # none, or one written by another version of this project
             return None
         named = [(image.name, image.label) for image in chunk.images]
-        if chunk.way != self.way or named != [(item.name, item.label) for item in items]:
-            return None
-        if any(not image.reason and image.appearance is None for image in chunk.images):
+        is_old = any(not image.reason and image.appearance is None for image in chunk.images)
+        if chunk.way != self.way or named != [(item.name, item.label) for item in items] or is_old:
             return None
         if not self._has_squares(number, chunk.squares):
             logger.warning("%s: its squares are not whole; decoding these images again", self._uri(number, "jsonl"))
@@ -108,17 +100,12 @@ class DecodeCache:
         return [
             Quarantined(name=image.name, reason=image.reason)
             if image.reason
-            else ImageCandidate.of(
-                item, key=image.key, width=image.width, height=image.height, appearance=image.appearance or ""
-            )
+            else ImageCandidate(split=item.split, **image.model_dump(exclude={"content", "reason"}))
             for image, item in zip(chunk.images, items, strict=True)
         ]
 
     def keep(self, number: int, items: Sequence[Item], outcomes: Sequence[Outcome], contents: Sequence[str]) -> None:
-        """Keep a chunk whose squares are in their file.
-
-        Args:
-            contents: SHA-256 of the file of each, or why it cannot be read.
+        """Keep a chunk whose squares are in their file; `contents` has the SHA-256 of each image's file, or why it cannot be read.
 
         Raises:
             OutputError: the file cannot be written.

@@ -28,33 +28,24 @@ from trainer.config import DecodeOn, TrainingSettings, ViewSettings, ViewsOn
 from trainer.data.batch import Batch, Recorded, check_gpu_decoding, join_files
 from trainer.data.dataset import Split, empty_images
 from trainer.data.dataset_schema import UNLABELED
-from trainer.data.randomness import Indices
-from trainer.data.sampler import Mask, SampleSlice, StatelessSampler
-from trainer.data.views.mixing import draw_mixing
+from trainer.data.sampler import Indices, Mask, SampleSlice, StatelessSampler
 from trainer.data.views.parameters import ViewParameters, draw_views
-from trainer.data.views.rendering import crop_sample, finish_views
+from trainer.data.views.rendering import crop_sample, draw_mixing, finish_views
 from trainer.devices.torch_private import batches_ready, end_loader_processes, loader_processes
 from trainer.errors import DataError, LostProcessError, SettingsError, TrainerError, TrainingError
 
-PREFETCHED = 2
-"""Micro-batches that each loader process prefetches."""
+PREFETCHED = 2  # micro-batches that each loader process prefetches
 _POLL_S, _PATIENCE, _END_S = 0.5, 1.2, 5
 """Seconds between two checks of whether a batch takes too long, how many times longer it may take than torch allows, and seconds that a
 killed process may take to end."""
-_DIES_WITH_PARENT = 1
-"""PR_SET_PDEATHSIG of Linux' prctl: the signal that a process gets when its parent has ended, for whatever reason."""
+_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux' prctl: the signal that a process gets when its parent has ended
 
 
 class RecordedOutputs(Protocol):
     """Recorded outputs of a teacher, as a loader reads them."""
 
-    @property
-    def view_seed(self) -> int:
-        """Seed of the recorded views."""
-
-    @property
-    def view_count(self) -> int:
-        """How many views of each sample were recorded."""
+    view_seed: int  # of the recorded views
+    view_count: int  # of each sample
 
     def read(self, indices: Indices, numbers: Indices) -> Recorded:
         """Read the outputs for these samples (indices into the training set) and views."""
@@ -90,8 +81,7 @@ class Samples:
         self.image_size = self._splits[0].image_size
         self.labels = np.concatenate([split.labels for split in self._splits])
         labelled = self.labels != UNLABELED
-        self.labelled: Mask | None = None if labelled.all() else labelled
-        """Which samples have a label, [N]; None: all."""
+        self.labelled: Mask | None = None if labelled.all() else labelled  # which samples have a label, [N]; None: all
         self.keys = np.concatenate([split.keys for split in self._splits])
 
     def __len__(self) -> int:
@@ -177,12 +167,10 @@ class Views:
         if partners is not None:
             shown, shown_numbers, rows = _with_partners(indices, numbers, partners)
             mixing = draw_mixing(keys, numbers, rows, samples.labels[partners], seed=seed, settings=settings)
-        parameters = draw_views(
-            samples.keys[shown], shown_numbers, stored=samples.image_size, seed=seed, settings=settings
-        )
+        drawn = draw_views(samples.keys[shown], shown_numbers, stored=samples.image_size, seed=seed, settings=settings)
         lengths = None
         if not self._on_device:
-            images = self._make(shown, parameters)
+            images = self._make(shown, drawn)
         elif not self._encoded:
             images = samples.read(shown)
         else:
@@ -192,7 +180,7 @@ class Views:
             labels=torch.from_numpy(labels),
             keys=torch.from_numpy(keys.view(np.int64)),
             numbers=torch.from_numpy(numbers),
-            views=parameters if self._on_device else None,
+            views=drawn if self._on_device else None,
             mixing=mixing,
             lengths=lengths,
         )

@@ -24,23 +24,19 @@ from PIL import Image
 from trainer.data.curation import ImageCandidate
 from trainer.data.dataset_schema import SPLITS, UNLABELED, SplitName
 
-RADIUS = 7
-"""Most bits of 64 in which the hashes of near-duplicates differ."""
-COLOUR_DIFFERENCE = 16
-"""Largest mean difference of the colours of their cells, of 255."""
+RADIUS = 7  # most bits of 64 in which the hashes of near-duplicates differ
+COLOUR_DIFFERENCE = 16  # largest mean difference of the colours of their cells, of 255
 SMALLEST_EDGE = 32
 """Images with a shorter edge are not compared: there is so little in them that different ones have hashes within the radius, as digits of
 8 pixels do (docs/data.md)."""
 
 _CELLS = 4
-_BYTES = 8 + 3 * _CELLS**2
-"""Of an appearance."""
+_BYTES = 8 + 3 * _CELLS**2  # of an appearance
 _BAND_BITS = 16
 _MOST_COMPARED, _MOST_TWINS = 1024, 256
 """Images with which one is compared under each mask, and those that look like it, after which no more are looked for: many images that are
 alike would take quadratic time."""
-_TOGETHER = 2**20
-"""Pairs that are compared at once."""
+_TOGETHER = 2**20  # pairs that are compared at once
 
 _MASKS = [
     np.uint64(((1 << _BAND_BITS) - 1 - (1 << bit)) << start)
@@ -58,11 +54,9 @@ Ints: TypeAlias = npt.NDArray[np.intp]
 
 
 def appearance(square: Image.Image, shortest_edge: int) -> str:
-    """Describe how a picture looks: its hash and the colours of its cells as hexadecimal text; empty for one that is too small.
+    """Describe how a stored RGB picture looks: its hash and the colours of its cells as hexadecimal text; empty for one that is too small.
 
-    Args:
-        square: RGB, as it is stored.
-        shortest_edge: of the original, in pixels.
+    `shortest_edge` is that of the original, in pixels.
     """
     if min(shortest_edge, *square.size) < SMALLEST_EDGE:
         return ""
@@ -78,8 +72,7 @@ class NearPair:
 
     image: ImageCandidate
     twin: ImageCandidate
-    bits: int
-    """In which their hashes differ."""
+    bits: int  # in which their hashes differ
 
     def record(self, classes: Sequence[str]) -> dict[str, Any]:
         """Return what a file says of it."""
@@ -94,14 +87,10 @@ class NearPair:
 class NearDuplicates:
     """The images that look like one of a held-out split: of val or test for training images, of test for those of val."""
 
-    pairs: Sequence[NearPair]
-    """One for each such image, the nearest first."""
-    measured: Mapping[tuple[SplitName, SplitName], int]
-    """(held-out split, another one) -> images of the first that look like one of the second."""
-    skipped: int
-    """Images that are too small to be compared."""
-    complete: bool
-    """Whether every image was compared with every one that it might look like."""
+    pairs: Sequence[NearPair]  # one for each such image, the nearest first
+    measured: Mapping[tuple[SplitName, SplitName], int]  # (held-out split, another) -> its images that look like those
+    skipped: int  # images that are too small to be compared
+    complete: bool  # whether every image was compared with every one that it might look like
 
 
 def find(candidates: Sequence[ImageCandidate]) -> NearDuplicates:
@@ -112,9 +101,7 @@ def find(candidates: Sequence[ImageCandidate]) -> NearDuplicates:
     splits = np.array([SPLITS.index(member.split) for member in members], dtype=np.intp)
     seen = np.zeros((len(members), len(SPLITS)), dtype=np.bool_)  # of which splits an image looks like another one
     count = len(members)
-    best = np.full(
-        count, _NONE
-    )  # of each image: rank of its twin, bits and twin, packed so that the smallest is the best
+    best = np.full(count, _NONE)  # of each image: rank of its twin, bits, twin; packed so that the smallest is the best
     for left, right, bits in search.pairs():
         seen[left, splits[right]] = seen[right, splits[left]] = True
         image, twin = np.where(ranks[left] < ranks[right], (left, right), (right, left))

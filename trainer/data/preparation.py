@@ -8,6 +8,7 @@ cache. So neither images nor squares are held in memory, and the result depends 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import math
@@ -25,19 +26,20 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import PIL
 import pyarrow as pa
+from PIL import Image
 from tqdm import tqdm
 
 from trainer import __version__, limits, storage
 from trainer.artifacts import digest
 from trainer.config import LOADING, DataSettings
-from trainer.data import curation, decoding, near_duplicates
+from trainer.data import curation, near_duplicates
 from trainer.data.card import data_card
 from trainer.data.class_tables import read_tags
-from trainer.data.curation import Dropped, ImageCandidate, Quarantined
+from trainer.data.curation import ImageCandidate, Quarantined
 from trainer.data.dataset_schema import (
     CARD,
     DROPPED,
@@ -61,27 +63,21 @@ logger = logging.getLogger(__name__)
 
 CHUNKS = 1000
 """Pieces that the work is cut into; each is a memory-mapped file of the decode cache, and a process cannot map a million files."""
-SMALLEST_CHUNK = 128
-"""A smaller chunk does not repay sending it to a process and caching it."""
-LARGEST_CHUNK = 4096
-"""A larger chunk would take too much memory, since a process holds its squares."""
-IMAGES_PER_PROCESS = 2000
-"""Fewer images per process do not repay its start."""
-SHARD_BYTES = 500 * 10**6
-"""A split's Arrow files hold about this much each."""
-LOG_INTERVAL_S = 10.0
-"""Seconds between two lines on the progress, where there is no terminal."""
+SMALLEST_CHUNK = 128  # a smaller chunk does not repay sending it to a process and caching it
+LARGEST_CHUNK = 4096  # a larger chunk would take too much memory, since a process holds its squares
+IMAGES_PER_PROCESS = 2000  # fewer images per process do not repay its start
+SHARD_BYTES = 500 * 10**6  # a split's Arrow files hold about this much each
+LOG_INTERVAL_S = 10.0  # seconds between two lines on the progress, where there is no terminal
 _WORK = "spool"
 """Folder of the decode cache below the output, removed when the preparation ends; older versions left it under this name too."""
 _DECIDING = {
     *("val_fraction", "test_fraction", "test_from", "split_seed", "near_duplicates"),
-    *("min_images_per_class", "max_bad_fraction"),
+    *("min_images_per_class", "max_bad_fraction", "attributes", "hierarchy"),
 }
-"""Settings about which decoded images are kept where, not about how they are decoded."""
-_OF_CLASSES = {"attributes", "hierarchy"}
-"""Settings about what is known of classes, not about images."""
+"""Settings about which decoded images are kept where, and what is known of classes; not about how images are decoded."""
 
 Read: TypeAlias = Callable[[str], bytes]
+DecodedChunk: TypeAlias = tuple[list[Outcome], bool]  # and whether an earlier attempt has decoded it
 
 
 def prepare(
@@ -110,11 +106,16 @@ def prepare(
     processes = processes or min(usable_cores(), math.ceil(len(listing.items) / IMAGES_PER_PROCESS))
     with _open_cache(settings, directory, cache_uri) as cache:
         outcomes = _decode_all(listing, settings, cache, processes)
-        candidates, quarantined = _separate(outcomes, listing.classes)
-        _write_json(directory / QUARANTINE, quarantined)
+        decoded = [outcome for outcome in outcomes if isinstance(outcome, ImageCandidate)]
+        candidates, contradicting = curation.quarantine_contradictions(
+            [replace(one, row=row) for row, one in enumerate(decoded)], listing.classes
+        )
+        bad = [outcome for outcome in outcomes if isinstance(outcome, Quarantined)]
+        quarantined = sorted(bad + contradicting, key=lambda one: one.name)
+        _write_json(directory / QUARANTINE, map(asdict, quarantined))
         _check_quarantined(quarantined, len(listing.items), settings, directory / QUARANTINE)
         kept, dropped = curation.drop_copies(candidates)
-        _write_json(directory / DROPPED, dropped)
+        _write_json(directory / DROPPED, map(asdict, dropped))
         curation.check_classes(kept, listing.classes, settings)
         kept, near = _split(kept, listing, settings, directory)
         splits = {split: [candidate for candidate in kept if candidate.split == split] for split in SPLITS}
@@ -184,7 +185,7 @@ def _open_cache(settings: DataSettings, directory: Path, cache_uri: str | None) 
 
 def _way(settings: DataSettings) -> str:
     """Return the SHA-256 of all settings and versions that decide the outcome of an image file, as hexadecimal text."""
-    values = settings.model_dump(mode="json", exclude={"source", *LOADING, *_DECIDING, *_OF_CLASSES})
+    values = settings.model_dump(mode="json", exclude={"source", *LOADING, *_DECIDING})
     return digest({"settings": values, "version": __version__, "pillow": PIL.__version__})
 
 
@@ -204,7 +205,7 @@ def _decode_all(listing: SourceListing, settings: DataSettings, cache: DecodeCac
     outcomes: list[Outcome] = []
     total, there, logged_s = len(listing.items), 0, time.monotonic()
     with tqdm(total=total, desc="prepare", unit="image", disable=not sys.stderr.isatty()) as bar:
-        for decoded, was_there in _map(work, _chunks(listing), processes=processes):
+        for decoded, was_there in _map(work, _chunks(listing), processes):
             outcomes += decoded
             there += len(decoded) * was_there
             bar.update(len(decoded))
@@ -218,22 +219,15 @@ def _decode_all(listing: SourceListing, settings: DataSettings, cache: DecodeCac
 
 
 def _map(
-    work: Callable[[int, Sequence[Item]], tuple[list[Outcome], bool]],
-    chunks: Sequence[Sequence[Item]],
-    *,
-    processes: int,
-) -> Iterator[tuple[list[Outcome], bool]]:
+    work: Callable[[int, Sequence[Item]], DecodedChunk], chunks: Sequence[Sequence[Item]], processes: int
+) -> Iterator[DecodedChunk]:
     """Yield every decoded chunk, in order."""
     if processes == 1:
         yield from map(work, count(), chunks)
         return
     # Spawned, because a forked copy of a process with threads (Arrow's, fsspec's) can hang. Ctrl-C is for the parent to handle.
-    with ProcessPoolExecutor(
-        processes,
-        multiprocessing.get_context("spawn"),
-        initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_IGN),
-    ) as pool:
+    spawned, ignored = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
+    with ProcessPoolExecutor(processes, spawned, initializer=signal.signal, initargs=ignored) as pool:
         try:
             yield from pool.map(work, range(len(chunks)), chunks)
         except BrokenProcessPool as error:
@@ -245,8 +239,8 @@ def _map(
 
 def _make_chunk(
     number: int, items: Sequence[Item], *, read: Read, settings: DataSettings, schema: pa.Schema, cache: DecodeCache
-) -> tuple[list[Outcome], bool]:
-    """Decode a chunk into the cache, unless an earlier attempt has done it; returns whether one has, too."""
+) -> DecodedChunk:
+    """Decode a chunk into the cache, unless an earlier attempt has done it."""
     found = cache.find(number, items, partial(_content, read=read))
     if found is not None:
         return found, True
@@ -279,10 +273,12 @@ def _decode(item: Item, read: Read, settings: DataSettings) -> tuple[str, Outcom
             raise DataError(f"image {item.name}: not enough memory to decode it; lower data.max_pixels") from error
         how = Square(fit=settings.fit, size=settings.image_size, max_pixels=settings.max_pixels)
         picture = preprocessing.to_square(image, how)
-        square = decoding.encode(picture, settings.encoding, settings.jpeg_quality)
-        decoded = ImageCandidate.of(
-            item,
-            key=decoding.content_key(image),
+        square = encode(picture, settings.encoding, settings.jpeg_quality)
+        decoded = ImageCandidate(
+            name=item.name,
+            label=item.label,
+            split=item.split,
+            key=content_key(image),
             width=image.width,
             height=image.height,
             appearance=near_duplicates.appearance(picture, min(image.size)),
@@ -290,6 +286,19 @@ def _decode(item: Item, read: Read, settings: DataSettings) -> tuple[str, Outcom
     except BadImageError as error:
         return content or str(error), Quarantined(name=item.name, reason=str(error)), b""
     return content, decoded, square
+
+
+def content_key(image: Image.Image) -> str:
+    """Return the SHA-256 of a decoded picture's size and RGB pixels, as hexadecimal text: equal for equal pictures in different files."""
+    size = f"{image.width}x{image.height}:".encode()
+    return hashlib.sha256(size + image.tobytes()).hexdigest()
+
+
+def encode(image: Image.Image, encoding: Literal["jpeg", "png"], jpeg_quality: int) -> bytes:
+    """Encode a picture; JPEG keeps colour at full resolution (4:4:4), since small pictures have little of it to lose."""
+    buffer = io.BytesIO()
+    image.save(buffer, encoding, **({"quality": jpeg_quality, "subsampling": 0} if encoding == "jpeg" else {}))
+    return buffer.getvalue()
 
 
 def _content(item: Item, read: Read) -> str:
@@ -319,16 +328,6 @@ def _read(item: Item, read: Read) -> bytes:
 # Deciding
 
 
-def _separate(outcomes: Iterable[Outcome], classes: Sequence[str]) -> tuple[list[ImageCandidate], list[Quarantined]]:
-    """Separate candidates from quarantined images; a good image's place among them is its row in the decode cache."""
-    bad = [outcome for outcome in outcomes if isinstance(outcome, Quarantined)]
-    decoded = [outcome for outcome in outcomes if isinstance(outcome, ImageCandidate)]
-    candidates, contradicting = curation.quarantine_contradictions(
-        [replace(one, row=row) for row, one in enumerate(decoded)], classes
-    )
-    return candidates, sorted(bad + contradicting, key=lambda one: one.name)
-
-
 def _check_quarantined(quarantined: Sequence[Quarantined], total: int, settings: DataSettings, file: Path) -> None:
     if len(quarantined) / total <= settings.max_bad_fraction:
         return
@@ -348,17 +347,17 @@ def _split(
     separates = settings.near_duplicates == "separate"
     groups = near_duplicates.groups(candidates) if separates else None
     kept = curation.take_missing_splits(candidates, {item.split for item in listing.items}, settings, groups)
-    near = near_duplicates.find(kept)
-    _write_near_duplicates(near, listing.classes, directory)
+    near, file = near_duplicates.find(kept), directory / NEAR_DUPLICATES
+    file.unlink(missing_ok=True)
     if near.pairs:
+        _write_json(file, [pair.record(listing.classes) for pair in near.pairs])
         first = near.pairs[0]
         found = (
             f"{len(near.pairs)} images look like one of a held-out split, first {first.image.name} of {first.image.split}, like "
             f"{first.twin.name} of {first.twin.split}"
         )
         if settings.near_duplicates == "refuse":
-            listed = directory / NEAR_DUPLICATES
-            raise DataError(f"{found}. All are listed in {listed}; remove them, or set data.near_duplicates=separate")
+            raise DataError(f"{found}. All are listed in {file}; remove them, or set data.near_duplicates=separate")
         logger.warning("prepare: %s; %s", found, "they are left out" if separates else "the data card shows them")
     if separates:
         left_out = {pair.image.key for pair in near.pairs}
@@ -378,19 +377,8 @@ def _split(
 # Writing
 
 
-def _write_json(path: Path, records: Sequence[Quarantined | Dropped]) -> None:
-    _write_records(path, [asdict(one) for one in records])
-
-
-def _write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    path.write_text(json.dumps(records, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _write_near_duplicates(near: NearDuplicates, classes: Sequence[str], directory: Path) -> None:
-    """List them where there are any; without, the data set is what it was before they were looked for."""
-    (directory / NEAR_DUPLICATES).unlink(missing_ok=True)
-    if near.pairs:
-        _write_records(directory / NEAR_DUPLICATES, [pair.record(classes) for pair in near.pairs])
+def _write_json(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    path.write_text(json.dumps([*records], indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _open_squares(cache: DecodeCache, chunks: int) -> Any:

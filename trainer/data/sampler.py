@@ -14,6 +14,8 @@ wholly of that class. So the labelled samples' pairs do not depend on whether un
 
 Where labelled samples are to be a given share of each batch, there are two such streams, one of labelled and one of unlabelled samples,
 each with epochs of its own, and they are interleaved: of the first p positions `floor(share x p)` are labelled.
+
+All draws, also those of views and masks, are counter-based: a draw is a function of what it is for, without state.
 """
 
 from __future__ import annotations
@@ -25,25 +27,47 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.randomness import Indices, random_bits
-
+Keys = npt.NDArray[np.uint64]
+Indices = npt.NDArray[np.int64]
+Words = int | Keys | Indices
 Mask = npt.NDArray[np.bool_]
 
-_ORDER = 0x6F72646572
-"""Separates the draws of the order from all others of the same seed."""
-_PAIRS = 0x7061697273
-"""Separates the draws of the pairs from all others of the same seed."""
+_ORDER = 0x6F72646572  # separates the draws of the order from all others of the same seed
+_PAIRS = 0x7061697273  # separates the draws of the pairs from all others of the same seed
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def random_bits(*words: Words) -> npt.NDArray[np.uint64]:
+    """Draw 64 random bits for each tuple of words (seed, sample key, view number, ...); arrays are broadcast against one another.
+
+    The words are mixed with the finaliser of SplitMix64 (Steele, Lea, Flood 2014). So a draw does not depend on the number of workers or
+    processes, on the batch size, or on earlier draws.
+    """
+    state = np.zeros((), dtype=np.uint64)
+    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is intended
+        for word in words:
+            state = (state ^ np.asarray(word).astype(np.uint64)) + _GAMMA
+            state = (state ^ (state >> np.uint64(30))) * _MIX_1
+            state = (state ^ (state >> np.uint64(27))) * _MIX_2
+            state = state ^ (state >> np.uint64(31))
+    return np.asarray(state)
+
+
+def uniform(*words: Words) -> npt.NDArray[np.float64]:
+    """Draw a number in [0, 1) for each tuple of words, with 53 random bits."""
+    numbers: npt.NDArray[np.float64] = (random_bits(*words) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers
 
 
 class SampleSlice(NamedTuple):
     """Consecutive positions of the stream."""
 
-    indices: Indices
-    """Sample of each position."""
-    numbers: Indices
-    """Number of the view of each sample."""
-    partners: Indices | None
-    """Sample that each view is mixed with; None where views are not mixed."""
+    indices: Indices  # sample of each position
+    numbers: Indices  # number of the view of each sample
+    partners: Indices | None  # sample that each view is mixed with; None where views are not mixed
 
 
 def partners(count: int, seed: int, number: int, labelled: Mask | None = None) -> Indices:

@@ -4,7 +4,7 @@ One without a head says its embedding and its patch tokens, standardised: with e
 images, which its card holds (as in UNIC, Sariyildiz et al. 2024, but measured once beforehand). Else the numbers that vary most would be
 all that counts, and a mean that all images share would hide what differs.
 
-Shapes: B images, D pooled features, C classes, h x w patches.
+Shapes: B images, D pooled features, C classes, h x w patches; N images of which features are known.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+import scipy.linalg
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,13 +24,15 @@ from trainer.config import Compile, Precision
 from trainer.devices import Device
 from trainer.distillation.losses import TeacherOutputs
 from trainer.errors import ModelError
-from trainer.models import Classifier, EmbeddingStatistics
+from trainer.models import Classifier
 from trainer.training.parallelize import use_fast_kernels
 
-CPU_PIXELS = 8 * 224**2
-"""Pixels of the images of a float32 forward pass on a CPU; more of them leave its caches, fewer do not fill it."""
+CPU_PIXELS = 8 * 224**2  # of a float32 forward pass on a CPU; more of them leave its caches, fewer do not fill it
 GRAPH_BATCH = 64
 """Up to so many images a forward pass the kernels of a compiled teacher are one CUDA graph: the host is slower than they are."""
+BALANCED_IMAGES = 4096  # training images from which the variances of several teachers' features are measured, at most
+
+Floats = npt.NDArray[np.float64]
 
 
 class FrozenTeacher:
@@ -77,7 +82,12 @@ class FrozenTeacher:
             models.token_shape(self._model)
         if blocks:
             models.block_shapes(self._model, blocks)
-        self._embedding, self._token = (self._scale(known) for known in (model.card.embedding, model.card.tokens))
+        self._embedding, self._token = (
+            None
+            if known is None
+            else [torch.tensor(one, device=device.torch_device) for one in (known.mean, known.std)]
+            for known in (model.card.embedding, model.card.tokens)
+        )
         if device.uses_bf16(precision):
             # Kept in bf16 is what autocast would convert in every forward pass: the same outputs, bit by bit. Kinds derived from these
             # may compute with their weights first, and stay as they are.
@@ -112,13 +122,6 @@ class FrozenTeacher:
         tokens = _standardized(maps.pop(0), self._token) if self._tokens else None
         return TeacherOutputs(logits, features, tokens, tuple(maps))
 
-    def _scale(self, known: EmbeddingStatistics | None) -> tuple[Tensor, Tensor] | None:
-        """Bring mean and standard deviation of each number to the device."""
-        place = self._device.torch_device
-        return (
-            None if known is None else (torch.tensor(known.mean, device=place), torch.tensor(known.std, device=place))
-        )
-
     def _forward(self, size: int) -> Callable[[Tensor], Sequence[Tensor]]:
         """The network for parts of `size` images: to `_answer`'s tensors."""
         if not self._compiles:
@@ -135,6 +138,82 @@ class FrozenTeacher:
         return [part for part in (said.logits, said.features, said.tokens, *said.blocks) if part is not None]
 
 
-def _standardized(values: Tensor, scale: tuple[Tensor, Tensor] | None) -> Tensor:
+def _standardized(values: Tensor, scale: Sequence[Tensor] | None) -> Tensor:
     """Return (values - mean) / standard deviation of each number of the last dimension, where these are known."""
     return values if scale is None else (values - scale[0]) / scale[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several teachers
+
+
+class Balance:
+    """PHI-S: one teacher's pooled features rotated and scaled so that every number of them varies alike, whatever the teacher.
+
+    Ranzinger et al. 2024, "PHI-S: Distribution Balancing for Label-Free Multi-Teacher Distillation": the features are turned into their
+    principal axes and from there by a Hadamard matrix, all of whose entries have the same size, so that each number gets an equal part of
+    every axis' variance; one factor then makes that variance 1. Nothing is stretched against anything else, unlike by standardisation of
+    each number, and the errors of a student are equally dear in all directions.
+    """
+
+    def __init__(self, features: npt.NDArray[np.floating], device: torch.device | str = "cpu") -> None:
+        """Measure mean and covariance of features [N, D].
+
+        Raises:
+            ModelError: they do not vary, or D is a length for which no Hadamard matrix is built here.
+        """
+        values = features.astype(np.float64)
+        mean = values.mean(0)
+        variances, axes = np.linalg.eigh(np.cov(values - mean, rowvar=False, bias=True).reshape(len(mean), -1))
+        spread = float(np.sqrt(variances.clip(0).mean()))
+        if not spread > 0:
+            raise ModelError(
+                "a teacher's features are the same for all training images; leave it out of distill.further_teachers"
+            )
+        turned = axes @ hadamard(len(mean)).T / np.sqrt(len(mean))
+        self._mean = torch.tensor(mean, dtype=torch.float32, device=device)
+        self._matrix = torch.tensor(turned / spread, dtype=torch.float32, device=device)
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Turn and scale features [B, D], in float32."""
+        with torch.autocast(features.device.type, enabled=False):
+            return (features.float() - self._mean) @ self._matrix
+
+
+def hadamard(size: int) -> Floats:
+    """Build a Hadamard matrix [size, size]: entries 1 and -1, its columns orthogonal.
+
+    By Sylvester's doubling of one of Paley's two constructions (1933), which covers the lengths of common networks (192, 384, 768, 1024,
+    1152, 1280, 2048, ...).
+
+    Raises:
+        ModelError: for this size they give none.
+    """
+    doubled, rest = 1, size
+    while (small := np.ones((1, 1)) if rest == 1 else _paley(rest)) is None:
+        if rest % 2:
+            raise ModelError(
+                f"a teacher has features of length {size}, for which no Hadamard matrix is built here, so they cannot be balanced with "
+                "those of another; set distill.feature_weight=0, or leave the teacher out of distill.further_teachers"
+            )
+        doubled, rest = 2 * doubled, rest // 2
+    return np.kron(scipy.linalg.hadamard(doubled), small).astype(np.float64)
+
+
+def _paley(size: int) -> Floats | None:
+    """Build one of size q + 1 for a prime q = 3 modulo 4, or 2 (q + 1) for a prime q = 1 modulo 4; None for another size."""
+    for prime, remainder in ((size - 1, 3), (size // 2 - 1, 1)):
+        if prime % 4 != remainder or prime < 3 or any(prime % number == 0 for number in range(2, int(prime**0.5) + 1)):
+            continue
+        squares = {number * number % prime for number in range(1, prime)}
+        residues = np.array([0, *(1 if number in squares else -1 for number in range(1, prime))], dtype=np.float64)
+        numbers = np.arange(prime)
+        bordered = np.zeros((prime + 1, prime + 1))
+        bordered[0, 1:], bordered[1:, 1:] = 1, residues[(numbers[:, None] - numbers) % prime]
+        if remainder == 3:
+            bordered[1:, 0] = -1
+            return bordered + np.eye(prime + 1)
+        if size % 2 == 0:
+            bordered[1:, 0] = 1
+            return np.kron(bordered, [[1, 1], [1, -1]]) + np.kron(np.eye(prime + 1), [[1, -1], [-1, -1]])
+    return None

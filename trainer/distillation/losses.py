@@ -17,21 +17,16 @@ from torch import Tensor
 
 from trainer.data.batch import Recorded
 
-_HALF_ROUNDING = 2.0**-11
-"""Largest relative error of a number that is stored in half precision."""
+_HALF_ROUNDING = 2.0**-11  # largest relative error of a number that is stored in half precision
 
 
 class TeacherOutputs(NamedTuple):
     """Complete outputs of a teacher; `Recorded` has its largest logits and the sum of the rest."""
 
-    logits: Tensor
-    """float32 [B, C]; C is 0 for a teacher without a head."""
-    features: Tensor | None = None
-    """Pooled features, float32 [B, D]."""
-    tokens: Tensor | None = None
-    """Patch tokens, float32 [B, h, w, D]."""
-    blocks: tuple[Tensor, ...] = ()
-    """What blocks give, each float32 [B, h, w, D] with its own h, w, D."""
+    logits: Tensor  # float32 [B, C]; C is 0 for a teacher without a head
+    features: Tensor | None = None  # pooled features, float32 [B, D]
+    tokens: Tensor | None = None  # patch tokens, float32 [B, h, w, D]
+    blocks: tuple[Tensor, ...] = ()  # what blocks give, each float32 [B, h, w, D] with its own h, w, D
 
 
 def complete(recorded: Recorded, classes: int) -> TeacherOutputs | None:

@@ -6,7 +6,6 @@ Shapes: B images of C = 3 channels, K classes, S features of the student, D feat
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -17,8 +16,7 @@ from trainer.data.batch import Batch, Recorded
 from trainer.data.loader import shard_positions
 from trainer.devices import Device
 from trainer.distillation import losses
-from trainer.distillation.balancing import Balance
-from trainer.distillation.frozen_teacher import FrozenTeacher
+from trainer.distillation.frozen_teacher import Balance, FrozenTeacher
 from trainer.distillation.losses import TeacherOutputs, all_logits, top_class
 from trainer.distillation.projected_student import ProjectedStudent
 from trainer.models import Classifier, ModelOutputs
@@ -27,11 +25,7 @@ from trainer.training.classification import cross_entropy
 from trainer.training.process_group import Processes
 from trainer.training.spec import Losses
 
-TeacherSignal = TeacherOutputs | Recorded
-"""What the teacher says of a batch."""
-
-LogitLoss = Callable[[Tensor, TeacherSignal, Tensor], Tensor]
-"""The student's logits [B, C], what the teacher says, and the labels [B], -1 where there is none, to a scalar."""
+TeacherSignal = TeacherOutputs | Recorded  # what the teacher says of a batch
 
 FeatureLoss = Callable[[Tensor, Tensor], Tensor]
 """The student's projected features, or those of each place, and the teacher's, [B, D] each, to a scalar."""
@@ -50,10 +44,7 @@ class DistillObjective:
     """
 
     def __init__(
-        self,
-        student: Classifier | ProjectedStudent,
-        teachers: Sequence[FrozenTeacher],
-        settings: DistillSettings,
+        self, student: Classifier | ProjectedStudent, teachers: Sequence[FrozenTeacher], settings: DistillSettings
     ) -> None:
         """Combine what is trained with who teaches it.
 
@@ -65,11 +56,8 @@ class DistillObjective:
         self.model: nn.Module = student
         self.left_out: Collection[str] = ()
         self._teachers, self._settings = teachers, settings
-        self._balances: list[Balance] = []
-        """What the features of each teacher go through; none of a single teacher."""
-        self._seen: list[Tensor] = []
-        """The teacher's features of this step's micro-batches, where they come into the queue."""
-        self._logit_loss = choose_logit_loss(settings)
+        self._balances: list[Balance] = []  # what the features of each teacher go through; none of a single teacher
+        self._seen: list[Tensor] = []  # the teacher's features of this step's micro-batches, for the queue
         self._feature_loss = FEATURE_LOSSES[settings.feature_loss]
 
     def balance(self, batches: Iterable[Batch], device: Device) -> None:
@@ -93,22 +81,16 @@ class DistillObjective:
             ours = model(batch.images, compared=True) if compared else ModelOutputs(model(batch.images))
             logits = _there(ours.logits)
             taught = logits if ours.distilled is None else ours.distilled
-            parts: Losses = {}
-            parts.update(self._compare_all(ours._replace(logits=taught), said, batch.labels))
+            parts = self._compare_all(ours._replace(logits=taught), said, batch.labels)
             if settings.label_weight:
-                smoothing = settings.label_smoothing
-                parts["label"] = cross_entropy(
-                    logits, batch.labels, batch.mixing, smoothing=smoothing, weights=batch.label_weights
-                )
+                smoothing, weights = settings.label_smoothing, batch.label_weights
+                parts["label"] = cross_entropy(logits, batch.labels, batch.mixing, smoothing=smoothing, weights=weights)
             first, *others = (settings.weight(name) * part for name, part in parts.items())
             loss = sum(others, first)
-            answered = [
-                (weight, losses.agreement((logits + taught).detach(), top_class(one)))
-                for weight, one in said
-                if one.logits.shape[1]
-            ]
-            if answered:
-                parts["agreement"] = _mean(answered)
+            answer = (logits + taught).detach()
+            agreed = [(weight, losses.agreement(answer, top_class(one))) for weight, one in said if one.logits.shape[1]]
+            if agreed:
+                parts["agreement"] = _mean(agreed)
         return {"loss": loss} | parts
 
     def _compare_all(self, ours: ModelOutputs, said: Sequence[tuple[float, TeacherSignal]], labels: Tensor) -> Losses:
@@ -127,32 +109,22 @@ class DistillObjective:
         """Yield each loss between the student's outputs, in the teacher's spaces, and the teacher's."""
         settings, between = self._settings, self._feature_loss
         if settings.logit_weight and said.logits.shape[1]:
-            yield "logit", self._logit_loss(_there(ours.logits), said, labels)
+            yield "logit", logit_loss(settings, _there(ours.logits), said, labels)
         if settings.feature_weight:
             yield "feature", between(_there(ours.features), _there(said.features))
         if settings.token_weight:
             yield "token", between(_there(ours.tokens).flatten(0, 2), _there(said.tokens).flatten(0, 2))
         if settings.block_weight:
             assert isinstance(said, TeacherOutputs), "the settings refuse recorded outputs with blocks"
-            pairs = [
-                between(own.flatten(0, 2), their.flatten(0, 2))
-                for own, their in zip(ours.blocks, said.blocks, strict=True)
-            ]
-            yield "block", torch.stack(pairs).mean()
+            pairs = zip(ours.blocks, said.blocks, strict=True)
+            yield "block", torch.stack([between(own.flatten(0, 2), their.flatten(0, 2)) for own, their in pairs]).mean()
         if settings.similarity_weight:
             assert isinstance(self.model, ProjectedStudent), "it holds the queue"
-            features = _there(said.features)
-            self._seen.append(features)
-            yield (
-                "similarity",
-                losses.similarity_loss(
-                    _there(ours.features),
-                    features,
-                    _there(self.model.queue),
-                    temperature=settings.similarity_temperature,
-                    teacher_temperature=settings.similarity_teacher_temperature,
-                ),
-            )
+            own, theirs, queue = _there(ours.features), _there(said.features), _there(self.model.queue)
+            self._seen.append(theirs)
+            t, teacher_t = settings.similarity_temperature, settings.similarity_teacher_temperature
+            loss = losses.similarity_loss(own, theirs, queue, temperature=t, teacher_temperature=teacher_t)
+            yield "similarity", loss
 
     def show(self, batch: Batch) -> None:
         """A forward pass of the student alone."""
@@ -199,56 +171,34 @@ def _there(part: Tensor | None) -> Tensor:
     return part
 
 
-def choose_logit_loss(settings: DistillSettings) -> LogitLoss:
-    """The loss that `logit_loss` names, with its settings."""
-    loss = partial(_LOGIT_LOSSES[settings.logit_loss], settings)
-    return partial(_standardized, loss) if settings.standardize_logits else loss
+def logit_loss(settings: DistillSettings, student: Tensor, said: TeacherSignal, labels: Tensor) -> Tensor:
+    """Compute the loss that `logit_loss` names, of the student's logits [B, C]; the labels [B] are -1 where there is none."""
+    classes, temperature = student.shape[1], settings.temperature
+    if settings.standardize_logits:
+        student, said = losses.standardize(student), TeacherOutputs(losses.standardize(all_logits(said, classes)))
+    match settings.logit_loss:
+        case "kl":
+            if isinstance(said, Recorded):
+                return losses.recorded_kl(student, said, temperature)
+            return losses.distillation_kl(student, said.logits, temperature)
+        case "hard":
+            return losses.hard_distillation(student, top_class(said))
+        case "dkd":
+            return losses.decoupled_kl(
+                student,
+                all_logits(said, classes),
+                # Where there is no label, the teacher's top class stands for it: the divergence can be decoupled around any class.
+                labels.where(labels >= 0, top_class(said)),
+                temperature=temperature,
+                alpha=settings.dkd_alpha,
+                beta=settings.dkd_beta,
+            )
+        case "dist":
+            beta, gamma = settings.dist_beta, settings.dist_gamma
+            return losses.relation_loss(
+                student, all_logits(said, classes), temperature=temperature, beta=beta, gamma=gamma
+            )
 
-
-def _kl(settings: DistillSettings, student: Tensor, signal: TeacherSignal, _labels: Tensor) -> Tensor:
-    if isinstance(signal, Recorded):
-        return losses.recorded_kl(student, signal, settings.temperature)
-    return losses.distillation_kl(student, signal.logits, settings.temperature)
-
-
-def _hard(_settings: DistillSettings, student: Tensor, signal: TeacherSignal, _labels: Tensor) -> Tensor:
-    return losses.hard_distillation(student, top_class(signal))
-
-
-def _dkd(settings: DistillSettings, student: Tensor, signal: TeacherSignal, labels: Tensor) -> Tensor:
-    """DKD; where there is no label, the teacher's top class stands for it: the divergence can be decoupled around any class."""
-    return losses.decoupled_kl(
-        student,
-        all_logits(signal, student.shape[1]),
-        labels.where(labels >= 0, top_class(signal)),
-        temperature=settings.temperature,
-        alpha=settings.dkd_alpha,
-        beta=settings.dkd_beta,
-    )
-
-
-def _dist(settings: DistillSettings, student: Tensor, signal: TeacherSignal, _labels: Tensor) -> Tensor:
-    return losses.relation_loss(
-        student,
-        all_logits(signal, student.shape[1]),
-        temperature=settings.temperature,
-        beta=settings.dist_beta,
-        gamma=settings.dist_gamma,
-    )
-
-
-def _standardized(loss: LogitLoss, student: Tensor, signal: TeacherSignal, labels: Tensor) -> Tensor:
-    """A loss between standardised logits."""
-    teacher = losses.standardize(all_logits(signal, student.shape[1]))
-    return loss(losses.standardize(student), TeacherOutputs(teacher), labels)
-
-
-_LOGIT_LOSSES: Mapping[str, Callable[[DistillSettings, Tensor, TeacherSignal, Tensor], Tensor]] = {
-    "kl": _kl,
-    "hard": _hard,
-    "dkd": _dkd,
-    "dist": _dist,
-}
 
 FEATURE_LOSSES: Mapping[str, FeatureLoss] = {
     "cosine": losses.feature_cosine,

@@ -25,10 +25,8 @@ class MapProjection(nn.Module):
     A finer map is averaged (antialiased), so that each of its places is taught.
     """
 
-    rows: Tensor | None
-    """Share of each of the student's h places in each of the teacher's, [H, h]; None where the grids are alike."""
-    columns: Tensor | None
-    """The same of w places."""
+    rows: Tensor | None  # share of each of the student's h places in each of the teacher's, [H, h]; None where alike
+    columns: Tensor | None  # the same of w places
 
     def __init__(self, own: MapShape, wanted: MapShape) -> None:
         """From maps [B, h, w, S] to maps [B, H, W, D], with `own` = (h, w, S) and `wanted` = (H, W, D)."""
@@ -36,7 +34,10 @@ class MapProjection(nn.Module):
         self.linear = nn.Linear(own[2], wanted[2])
         alike = own[:2] == wanted[:2]
         for name, given, taught in zip(("rows", "columns"), own, wanted, strict=False):
-            self.register_buffer(name, None if alike else _shares(given, taught), persistent=False)
+            # The matrix [taught, given] that resizes so many places in a row, whose rows sum to 1.
+            row = torch.eye(given)[None, None]
+            shares = F.interpolate(row, size=(taught, given), mode="bilinear", antialias=True)[0, 0]
+            self.register_buffer(name, None if alike else shares, persistent=False)
 
     def forward(self, maps: Tensor) -> Tensor:
         """Maps [B, h, w, S] to maps [B, H, W, D]."""
@@ -45,11 +46,6 @@ class MapProjection(nn.Module):
             maps = torch.einsum("Ww,bHws->bHWs", self.columns, torch.einsum("Hh,bhws->bHws", self.rows, maps))
         projected: Tensor = self.linear(maps)
         return projected
-
-
-def _shares(given: int, wanted: int) -> Tensor:
-    """Return the matrix [wanted, given] that resizes so many places in a row, whose rows sum to 1."""
-    return F.interpolate(torch.eye(given)[None, None], size=(wanted, given), mode="bilinear", antialias=True)[0, 0]
 
 
 class ProjectedStudent(nn.Module):
@@ -107,17 +103,12 @@ class ProjectedStudent(nn.Module):
             logits: Tensor = self.classifier(images)
             return logits
         own = self.classifier.outputs(
-            images,
-            features=self.projection is not None,
-            tokens=self.token_projection is not None,
-            blocks=self.blocks,
+            images, features=self.projection is not None, tokens=self.token_projection is not None, blocks=self.blocks
         )
         return own._replace(
             features=None if self.projection is None else self.projection(own.features),
             tokens=None if self.token_projection is None else self.token_projection(own.tokens),
-            blocks=tuple(
-                projection(block) for projection, block in zip(self.block_projections, own.blocks, strict=True)
-            ),
+            blocks=tuple(project(block) for project, block in zip(self.block_projections, own.blocks, strict=True)),
         )
 
     def no_weight_decay(self) -> set[str]:

@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
-from torch import Tensor
 
 from trainer import artifacts, limits, storage
 from trainer.artifacts import Manifest
@@ -39,14 +38,13 @@ DESCRIPTION = "recording.json"
 KEYS = "keys.bin"
 REPORT = "report.html"
 
-MOST_MAPS = 256
-"""Shards that a process keeps open; each takes a file descriptor."""
+MOST_MAPS = 256  # shards that a process keeps open; each takes a file descriptor
 
-MOST_NUMBERS = 10**6
-"""Of each kind in a record; also the most classes, and pixels along an edge."""
+MOST_NUMBERS = 10**6  # of each kind in a record; also the most classes, and pixels along an edge
 
 Count = Annotated[int, Field(ge=1, le=10**12)]
 Places = Annotated[int, Field(ge=1, le=MOST_NUMBERS)]
+Numbers = Annotated[int, Field(ge=0, le=MOST_NUMBERS)]
 Records = npt.NDArray[np.void]
 Indices = npt.NDArray[np.int64]
 
@@ -55,49 +53,30 @@ Indices = npt.NDArray[np.int64]
 class RecordingDescription:
     """What `recording.json` says: what the outputs depend on, and the layout of a record."""
 
-    samples: Count
-    """Images: those of the training split, and after them those without labels where these were recorded too."""
-    views: Count
-    """Views of each."""
-    block: Count
-    """Samples in a shard; the last one of a view may have fewer."""
-    classes: Annotated[int, Field(ge=0, le=MOST_NUMBERS)]
-    """Of the teacher's head; 0 where it has none."""
-    top_k: Annotated[int, Field(ge=0, le=MOST_NUMBERS)]
-    """Logits a record; at most `classes`, and 0 only where there are none."""
-    features: Annotated[int, Field(ge=0, le=MOST_NUMBERS)]
-    """Length of the pooled features; 0 where they were not asked for."""
-    seed: NonNegative
-    """Seed of the views."""
-    view_size: Annotated[int, Field(ge=1, le=MOST_NUMBERS)]
-    """Edge of the views, in pixels."""
-    augmentation: Mapping[str, Any]
-    """The settings of the views."""
-    decoder: str
-    """What decoded the stored images."""
-    teacher: str
-    """The teacher's architecture."""
-    precision: str
-    """Of the teacher's forward pass, `bf16` or `fp32`."""
-    dataset: Mapping[str, Any]
-    """The settings that made the data set."""
-    unlabeled: NonNegative = 0
-    """How many of the images have no label."""
-    feature_format: FeatureFormat = "fp16"
-    """Of the features; left out of the file where it is fp16."""
-    tokens: tuple[Places, Places, Places] | None = None
-    """Shape of the patch tokens: h, w, and numbers of each; left out of the file, with the next one, where they were not asked for."""
-    token_format: FeatureFormat = "int8"
-    """Of the patch tokens."""
+    samples: Count  # images of the training split, and after them those without labels where these were recorded too
+    views: Count  # views of each
+    block: Count  # samples in a shard; the last one of a view may have fewer
+    classes: Numbers  # of the teacher's head; 0 where it has none
+    top_k: Numbers  # logits a record; at most `classes`, and 0 only where there are none
+    features: Numbers  # length of the pooled features; 0 where they were not asked for
+    seed: NonNegative  # seed of the views
+    view_size: Places  # edge of the views, in pixels
+    augmentation: Mapping[str, Any]  # the settings of the views
+    decoder: str  # what decoded the stored images
+    teacher: str  # the teacher's architecture
+    precision: str  # of the teacher's forward pass, `bf16` or `fp32`
+    dataset: Mapping[str, Any]  # the settings that made the data set
+    unlabeled: NonNegative = 0  # how many of the images have no label
+    feature_format: FeatureFormat = "fp16"  # of the features
+    tokens: tuple[Places, Places, Places] | None = None  # shape of the patch tokens: h, w, and numbers of each
+    token_format: FeatureFormat = "int8"  # of the patch tokens
 
     def content(self) -> dict[str, Any]:
-        """Return what `recording.json` holds."""
-        content = asdict(self)
-        if self.feature_format == "fp16":
-            content.pop("feature_format")
+        """Return what `recording.json` holds; `feature_format` is left out where it is fp16, and tokens where there are none."""
+        left_out = {"feature_format"} if self.feature_format == "fp16" else set()
         if self.tokens is None:
-            content = {name: value for name, value in content.items() if name not in {"tokens", "token_format"}}
-        return content
+            left_out |= {"tokens", "token_format"}
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
     @property
     def record(self) -> np.dtype[np.void]:
@@ -152,10 +131,8 @@ def _read_description(uri: str | Path, file: str | Path, manifest: Manifest) -> 
     try:
         content = storage.read_limited(file, limits.JSON_BYTES)
         description = _DESCRIPTION.validate_json(content, strict=True)
-        if description.top_k > description.classes:
+        if description.top_k > description.classes or (description.classes and not description.top_k):
             raise ValueError(f"top_k is {description.top_k} of {description.classes} classes")
-        if description.classes and not description.top_k:
-            raise ValueError(f"top_k is 0 of {description.classes} classes")
         if not description.record.itemsize:
             raise ValueError("there are neither classes nor features nor tokens")
     except ValueError as error:
@@ -182,15 +159,15 @@ def _read_description(uri: str | Path, file: str | Path, manifest: Manifest) -> 
     return description
 
 
-def open_recording(uri: str | Path) -> Recording:
-    """Open and check recorded outputs.
+def open_recording(uri: str | Path, *further: str | Path) -> Recording:
+    """Open and check recorded outputs, with those of further teachers on the same views (`check_joined`).
 
     Raises:
         ArtifactError: they are missing, damaged, of another kind or of another schema version.
     """
     artifact = artifacts.read(uri, "teacher_outputs")
     description = _read_description(uri, artifact.path / DESCRIPTION, artifact)
-    return Recording(artifact.path, description, artifact.fingerprint)
+    return Recording(artifact.path, description, artifact.fingerprint, [open_recording(one) for one in further])
 
 
 class Recording:
@@ -199,8 +176,11 @@ class Recording:
     Shards are mapped into memory when they are first read, in each process that reads them.
     """
 
-    def __init__(self, path: Path, description: RecordingDescription, fingerprint: str) -> None:
-        self.description, self.fingerprint = description, fingerprint
+    def __init__(
+        self, path: Path, description: RecordingDescription, fingerprint: str, further: Sequence[Recording] = ()
+    ) -> None:
+        self.description, self.fingerprint, self.further = description, fingerprint, further
+        self.view_seed, self.view_count = description.seed, description.views
         self._path = path
         self._blocks = math.ceil(description.samples / description.block)
         self._maps: dict[int, Records] = {}
@@ -208,18 +188,8 @@ class Recording:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_maps": {}}
 
-    @property
-    def view_seed(self) -> int:
-        """Seed of the recorded views."""
-        return self.description.seed
-
-    @property
-    def view_count(self) -> int:
-        """How many views of each sample were recorded."""
-        return self.description.views
-
     def read(self, indices: Indices, numbers: Indices) -> Recorded:
-        """Read the outputs for these samples (indices into the training split) and views, [B] each.
+        """Read the outputs for these samples (indices into the training split) and views, [B] each; those of further teachers too.
 
         Raises:
             ArtifactError: they name classes that there are not.
@@ -235,7 +205,7 @@ class Recording:
                 f"teacher_outputs {self._path}: records name the class {records['indices'].max()}, but there are "
                 f"{self.description.classes}; record them again"
             )
-        return unpack(records)
+        return unpack(records)._replace(further=tuple(one.read(indices, numbers) for one in self.further))
 
     def _map(self, file: int) -> Records:
         if file not in self._maps:
@@ -251,22 +221,6 @@ class Recording:
                 shape=(unit.count,),
             )
         return self._maps[file]
-
-
-class JoinedRecordings:
-    """Recorded outputs of several teachers on the same views, read together; as `RecordedOutputs` of a loader."""
-
-    def __init__(self, first: Recording, *further: Recording) -> None:
-        """Join recordings whose views are the same (`check_fits` and `check_joined`)."""
-        self.description = first.description
-        self.descriptions = [one.description for one in (first, *further)]
-        self._first, self._further = first, further
-        self.view_seed, self.view_count = first.view_seed, first.view_count
-
-    def read(self, indices: Indices, numbers: Indices) -> Recorded:
-        """Read the first one's outputs, with the others' in `further`."""
-        others = tuple(one.read(indices, numbers) for one in self._further)
-        return self._first.read(indices, numbers)._replace(further=others)
 
 
 def check_joined(uris: Sequence[str | Path], held: Sequence[RecordingDescription]) -> None:
@@ -294,10 +248,11 @@ def unpack(records: Records) -> Recorded:
     """Return records [B] as tensors; where there are no logits they have no columns, and nothing is the sum of the rest."""
     names, count = records.dtype.names or (), len(records)
     beside: dict[str, Any] = {
-        "features": _features(records) if "features" in names else None,
-        "tokens": torch.from_numpy(records["tokens"].copy()) if "tokens" in names else None,
-        "token_steps": torch.from_numpy(records["token_steps"].copy()) if "token_steps" in names else None,
+        name: torch.from_numpy(records[name].copy()) for name in ("tokens", "token_steps") if name in names
     }
+    if "features" in names:  # as they are used, float32 [B, D]
+        scale = records["scale"] if "scale" in names else np.float32(1)
+        beside["features"] = torch.from_numpy(records["features"].astype(np.float32) * scale)
     if "logits" not in names:
         return Recorded(
             indices=torch.empty(count, 0, dtype=torch.int64),
@@ -311,12 +266,6 @@ def unpack(records: Records) -> Recorded:
         rest=torch.from_numpy(records["rest"].astype(np.float32)),
         **beside,
     )
-
-
-def _features(records: Records) -> Tensor:
-    """Return the features of records [B] as they are used, float32 [B, D]."""
-    features = records["features"].astype(np.float32)
-    return torch.from_numpy(features * records["scale"] if "scale" in (records.dtype.names or ()) else features)
 
 
 def placeholder_recording(directory: Path, description: RecordingDescription) -> Recording:
@@ -344,15 +293,9 @@ def placeholder_recording(directory: Path, description: RecordingDescription) ->
 def check_fits(
     uri: str | Path, settings: DistillSettings, *, data: PreparedDataset, dataset: str | Path, teacher: str | Path
 ) -> RecordingDescription:
-    """Refuse outputs that were recorded of something else; by manifests and descriptions, before any record or weight is read.
+    """Refuse outputs that were recorded of something else than of `teacher` on `data`, which lies at `dataset`; returns their description.
 
-    Args:
-        uri: the recorded outputs.
-        data: what the student learns from, opened; it lies at `dataset`.
-        teacher: the one that the student learns from.
-
-    Returns:
-        The description of the recorded outputs.
+    Manifests and descriptions are compared, before any record or weight is read.
 
     Raises:
         ArtifactError: naming each difference and the next move.

@@ -1,27 +1,143 @@
-"""The page on recorded teacher outputs: what they hold of the teacher, and what they cost."""
+"""What recorded teacher outputs hold of the teacher, and what they cost: counted, and as a page.
+
+Probability mass and labels are counted shard by shard and added up, over all processes.
+
+Shapes: B records, K logits a record, L numbers of entries (1, 2, 4, ... K).
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from trainer import pages
 from trainer.charts import outlines
-from trainer.distillation.coverage import EDGES, TEMPERATURES, Coverage, entries
+from trainer.data.dataset_schema import UNLABELED
 from trainer.distillation.recording import RecordingDescription
-from trainer.distillation.reinforcement import RecordedWork
 from trainer.pages import Figure, Legend, PageSection, Paragraph, Subsection, Table
 
+Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+TEMPERATURES = (1, 2)  # at which the sum of the other classes was recorded
+
+LEAST_MISSING = 1e-6  # missing mass below this counts as none in the distribution; the means are exact
+_BINS = 600
+EDGES: Floats = np.logspace(np.log10(LEAST_MISSING), 0, _BINS + 1)
+"""Edges of the distribution's bins, in missing mass; below the first edge is one bin more."""
 _BARS = 60
 _PRECISION = {
     "fp16": "fp16: each to within 2^-11 (0.05 %) of itself",
     "int8": "int8 with a scale: each to within 1/254 (0.4 %) of the largest one of the view's features, or of the token",
 }
 """What is kept of each number, in words."""
+
+
+class RecordedWork(NamedTuple):
+    """What one job has recorded, on all its processes."""
+
+    views: int
+    seconds: float
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What they hold
+
+
+def entries(top_k: int) -> list[int]:
+    """The numbers of entries that are looked at: powers of two, and `top_k` itself."""
+    return [2**power for power in range(top_k.bit_length()) if 2**power < top_k] + [top_k]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """Sums over views."""
+
+    views: int
+    labelled: int  # views whose image has a label
+    labels_recorded: int  # views whose image's label is among the K entries
+    labels_first: int  # views whose image's label is the teacher's top class
+    held: Floats  # probability mass of the largest entries, for each temperature and number of entries, [2, L]
+    missing: Floats  # probability mass of the classes that were not recorded, for each temperature, [2]
+    next_at_most: Floats  # what K entries more could hold of it at most, because none is larger than the K-th, [2]
+    distribution: Counts  # views by missing mass, for each temperature: none, then the bins of `EDGES`, [2, bins + 1]
+
+    def mean_held(self) -> Floats:
+        """Mean mass of the largest entries, for each temperature and number of entries, [2, L]."""
+        return self.held / self.views
+
+    def mean_mass(self) -> Floats:
+        """Mean mass of all K entries, for each temperature, [2]."""
+        return 1 - self.missing / self.views
+
+    def mean_mass_of_twice(self) -> Floats:
+        """What 2K entries would hold at most in the mean, for each temperature, [2]."""
+        return 1 - (self.missing - self.next_at_most) / self.views
+
+    def quantile(self, share: float, temperature: int) -> float:
+        """The mass of the K entries that this share of the views stays below, to within 1.2 % of the missing mass."""
+        counts = self.distribution[TEMPERATURES.index(temperature)]
+        position = np.searchsorted(counts[::-1].cumsum(), max(1, np.ceil(share * self.views)))
+        bin_number = len(counts) - 1 - int(position)
+        return 1.0 if bin_number == 0 else float(1 - np.sqrt(EDGES[bin_number - 1] * EDGES[bin_number]))
+
+    def figures(self) -> dict[str, Any]:
+        """The main numbers, as `summary.json` shows them."""
+        mass = {
+            f"t{temperature}": {
+                "mean": float(mean),
+                "p5": self.quantile(0.05, temperature),
+                "p1": self.quantile(0.01, temperature),
+            }
+            for temperature, mean in zip(TEMPERATURES, self.mean_mass(), strict=True)
+        }
+        return {
+            "mass": mass,
+            "label_recorded": self.labels_recorded / max(1, self.labelled),
+            "teacher_top1": self.labels_first / max(1, self.labelled),
+        }
+
+
+def count(records: npt.NDArray[np.void], labels: npt.NDArray[np.int64], classes: int) -> Coverage:
+    """The coverage of records [B] of a teacher with so many classes; `labels` [B] of their images are -1 where there is none."""
+    logits, top_k = records["logits"].astype(np.float64), records["logits"].shape[1]
+    held, missing, at_most, distribution = [], [], [], []
+    for column, temperature in enumerate(TEMPERATURES):
+        scaled, rest = logits / temperature, records["rest"][:, column].astype(np.float64)
+        total = np.logaddexp(np.logaddexp.reduce(scaled, axis=1), rest)
+        mass, lacking = np.exp(scaled - total[:, None]), np.exp(rest - total)
+        held.append(mass.cumsum(1)[:, np.array(entries(top_k)) - 1].sum(0))
+        missing.append(lacking.sum())
+        at_most.append(np.minimum(lacking, mass[:, -1] * min(top_k, classes - top_k)).sum())
+        bins = np.minimum(np.searchsorted(EDGES, lacking, side="right"), _BINS)
+        distribution.append(np.bincount(bins, minlength=_BINS + 1))
+    is_label = records["indices"] == labels[:, None]
+    return Coverage(
+        views=len(records),
+        labelled=int((labels != UNLABELED).sum()),
+        labels_recorded=int(is_label.any(1).sum()),
+        labels_first=int(is_label[:, 0].sum()),
+        held=np.stack(held),
+        missing=np.array(missing),
+        next_at_most=np.array(at_most),
+        distribution=np.stack(distribution),
+    )
+
+
+def total(parts: Iterable[Coverage]) -> Coverage:
+    """The coverage of all parts together; there is one at least."""
+    values = [vars(part) for part in parts]
+    return Coverage(**{name: sum(value[name] for value in values[1:]) + values[0][name] for name in values[0]})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The page
 
 
 def figures(description: RecordingDescription, held: Coverage | None, work: RecordedWork) -> dict[str, Any]:
@@ -50,20 +166,16 @@ def render(
     """Build the whole page, self-contained; `parents`: `dataset` and `teacher` -> fingerprint."""
     without = f" ({description.unlabeled:,} of them without a label)" if description.unlabeled else ""
     what = f"{description.top_k} of {description.classes:,} logits" if held else _headless(description)
-    content = [_mass(description, held), _answers(held)] if held else [_embedding(description)]
+    kept = description.feature_format if description.features else description.token_format
+    embedding = Paragraph(
+        f"The teacher has no head, so there are no logits: what is kept is {_headless(description)}, standardised; as {_PRECISION[kept]}."
+    )
+    content = [_mass(description, held), _answers(held)] if held else [PageSection("Embedding held", [embedding])]
     return pages.render(
         "Recorded teacher outputs",
         f"{description.views} views of {description.samples:,} training images{without}, {what} each",
         [*content, _cost(description, work), _origin(description, parents)],
     )
-
-
-def _embedding(description: RecordingDescription) -> PageSection:
-    note = (
-        f"The teacher has no head, so there are no logits: what is kept is {_headless(description)}, standardised; as "
-        f"{_PRECISION[description.feature_format if description.features else description.token_format]}."
-    )
-    return PageSection("Embedding held", [Paragraph(note)])
 
 
 def _headless(description: RecordingDescription) -> str:
@@ -103,27 +215,17 @@ def _mass(description: RecordingDescription, held: Coverage) -> PageSection:
 
 
 def _ladder(description: RecordingDescription, held: Coverage) -> Table:
-    counts = entries(description.top_k)
+    record, twice = description.record, min(2 * description.top_k, description.classes)
+    entry_bytes = record["indices"].base.itemsize + record["logits"].base.itemsize
+    counts = [*entries(description.top_k), twice]
+    masses = [[f"{mass:.4%}" for mass in means] for means in held.mean_held().T]
+    masses.append([f"at most {mass:.4%}" for mass in held.mean_mass_of_twice()])
     rows = [
-        (f"{count:,}", *(f"{mass:.4%}" for mass in masses), f"{_record_bytes(description, count)}")
-        for count, masses in zip(counts, held.mean_held().T, strict=True)
+        (f"{count:,}", *shown, f"{record.itemsize + (count - description.top_k) * entry_bytes}")
+        for count, shown in zip(counts, masses, strict=True)
     ]
-    twice = min(2 * description.top_k, description.classes)
-    rows.append(
-        (
-            f"{twice:,}",
-            *(f"at most {mass:.4%}" for mass in held.mean_mass_of_twice()),
-            f"{_record_bytes(description, twice)}",
-        )
-    )
     headers = ["entries (reinforce.top_k)", *(f"mean mass at T = {one}" for one in TEMPERATURES), "bytes a view"]
     return Table(headers, rows)
-
-
-def _record_bytes(description: RecordingDescription, entries: int) -> int:
-    """Compute the size of a record with this number of entries, in bytes."""
-    entry = description.record["indices"].base.itemsize + description.record["logits"].base.itemsize
-    return description.record.itemsize + (entries - description.top_k) * entry
 
 
 def _distribution(held: Coverage) -> Figure:
@@ -172,11 +274,8 @@ def _cost(description: RecordingDescription, work: RecordedWork) -> PageSection:
 
 def _origin(description: RecordingDescription, parents: Mapping[str, str]) -> PageSection:
     precision = "" if description.feature_format == "fp16" else f", {_PRECISION[description.feature_format]}"
-    places = sum(
-        description.record[name].itemsize
-        for name in ("tokens", "token_steps")
-        if name in (description.record.names or ())
-    )
+    record = description.record
+    places = sum(record[name].itemsize for name in ("tokens", "token_steps") if name in (record.names or ()))
     tokens = f"{_tokens(description)}, {_PRECISION[description.token_format]}; {places:,} of the bytes of a view"
     rows = [
         ("teacher", f"{description.teacher}, fingerprint {parents['teacher'][:12]}"),

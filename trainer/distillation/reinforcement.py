@@ -34,15 +34,14 @@ from trainer import artifacts, storage
 from trainer.config import Workers
 from trainer.data.batch import Batch
 from trainer.data.loader import Views, make_loader
-from trainer.data.randomness import Indices
-from trainer.data.sampler import SampleSlice, partners
-from trainer.data.views.mixing import mixes
+from trainer.data.sampler import Indices, SampleSlice, partners
+from trainer.data.views.rendering import mixes
 from trainer.devices import ReadBack
-from trainer.distillation import coverage, shards
-from trainer.distillation.coverage import Coverage
+from trainer.distillation import recording_report, shards
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.losses import TeacherOutputs
 from trainer.distillation.recording import RecordingDescription, Records
+from trainer.distillation.recording_report import Coverage, RecordedWork
 from trainer.distillation.shards import ShardStore, Unit
 from trainer.errors import ArtifactError, TrainingError, make_directory, writing_to
 from trainer.formatting import listed
@@ -57,8 +56,7 @@ logger = logging.getLogger(__name__)
 MEETING = 1024
 """Views that a process records at most before it waits for the others: a slow one keeps them waiting for minutes, not for a whole shard."""
 
-_NAMED = 8
-"""Samples that a message names."""
+_NAMED = 8  # samples that a message names
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -69,8 +67,7 @@ class UnitBatch(NamedTuple):
     """A batch of a unit."""
 
     unit: Unit
-    start: int
-    """Where it begins in the unit."""
+    start: int  # where it begins in the unit
 
 
 def even_batch(block: int, batch_size: int) -> int:
@@ -182,13 +179,6 @@ def plan_of(description: RecordingDescription, parents: Mapping[str, str]) -> st
     return artifacts.digest({"version": version, "description": description.content(), "parents": parents})
 
 
-class RecordedWork(NamedTuple):
-    """What one job has recorded, on all its processes."""
-
-    views: int
-    seconds: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class Reinforcement:
     """One recording, on one of its processes."""
@@ -198,10 +188,8 @@ class Reinforcement:
     description: RecordingDescription
     shelf: ShardStore
     processes: Processes
-    batch_size: int
-    """Largest number of samples in a batch."""
-    workers: Workers
-    """Loader processes beside this process."""
+    batch_size: int  # largest number of samples in a batch
+    workers: Workers  # loader processes beside this process
 
     @property
     def units(self) -> list[Unit]:
@@ -355,7 +343,7 @@ class Reinforcement:
             with writing_to(directory):
                 (directory / unit.name).write_bytes(content)
             if classes:
-                counted.append(coverage.count(records, labels[unit.first : unit.first + unit.count], classes))
-        parts = self.processes.gather(coverage.total(counted) if counted else None, "the count of the records")
+                counted.append(recording_report.count(records, labels[unit.first : unit.first + unit.count], classes))
+        parts = self.processes.gather(recording_report.total(counted) if counted else None, "the count of the records")
         there = [part for part in parts if part is not None]
-        return coverage.total(there) if there else None
+        return recording_report.total(there) if there else None

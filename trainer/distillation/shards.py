@@ -23,8 +23,7 @@ from trainer.errors import ArtifactError, ObjectNotFoundError
 
 BLOCK = 16_384
 """Most samples in a shard: 0.8 MB without features, and seconds to minutes of a teacher's work, which an interruption may lose."""
-SHARD_BYTES = 2**28
-"""Most bytes of a shard, of which a process holds two in memory; a single record may be larger."""
+SHARD_BYTES = 2**28  # most bytes of a shard, of which a process holds two in memory; a single record may be larger
 FOLDER = "records"
 
 _MAGIC = b"VITRECRD"
@@ -40,10 +39,8 @@ class Unit:
     """One view of a block of samples: what is recorded, kept and found again as a whole."""
 
     view: int
-    first: int
-    """Index of the first sample."""
-    count: int
-    """Number of samples."""
+    first: int  # index of the first sample
+    count: int  # number of samples
     block: int
 
     @property

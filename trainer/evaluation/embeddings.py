@@ -1,27 +1,40 @@
-"""What a model without a head makes of images, and how that is distributed over a data set.
+"""What a model without a head makes of images, how that is distributed over a data set, and what it knows of the classes.
 
-Shapes: N images, D numbers of an embedding.
+Frozen embeddings are asked about classes by a linear probe, and by the vote of the nearest neighbours.
+
+Shapes: N images, M other images, D numbers of an embedding, K classes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+import scipy.optimize
+import scipy.special
 import torch
-from torch import Tensor
 
 from trainer.data.dataset import Split
 from trainer.devices import Device
 from trainer.errors import ModelError
+from trainer.evaluation.metrics import Ints
 from trainer.models import Classifier, EmbeddingStatistics
 from trainer.training.process_group import Processes
 
 Embeddings = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
 
-TOGETHER = 64
-"""Images of a forward pass that shares a device with nothing else; a training's batch may be many thousands."""
+TOGETHER = 64  # images of a forward pass that shares a device with nothing else; a training's batch may be thousands
+PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # among which the validation split chooses, the simplest classifier first
+MOST_IMAGES = 20_000  # images to which a probe is fitted at most, and among which neighbours are looked for
+
+NEIGHBORS = 20  # k of DINO's table (Caron et al. 2021)
+NEIGHBOR_TEMPERATURE = 0.07
+
+_ITERATIONS = 300
+_VOTES_TOGETHER = 1024
 _LEAST_STD = 0.01
 """Smallest standard deviation of a number of the embedding, as a share of that of all: one that hardly varies is no target."""
 
@@ -37,14 +50,18 @@ def embed(
         ModelError: a number is not finite.
     """
     model.to(device.torch_device).eval()
-    parts = [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
+    batches = []
     with device.inference():
-        batches = [
-            _embed(model, split.read(device.filled(part, batch_size)).to(device.torch_device), moments).cpu()[
-                : len(part)
-            ]
-            for part in parts
-        ]
+        for start in range(0, len(indices), batch_size):
+            part = indices[start : start + batch_size]
+            images = split.read(device.filled(part, batch_size)).to(device.torch_device)
+            outputs = model.outputs(images, logits=False, features=True, tokens=moments)
+            assert outputs.features is not None, "they were asked for"
+            numbers = [outputs.features.float()]
+            if outputs.tokens is not None:
+                tokens = outputs.tokens.float()
+                numbers += [tokens.mean((1, 2)), tokens.square().mean((1, 2))]
+            batches.append(torch.cat(numbers, 1).cpu()[: len(part)])
     embeddings: Embeddings = torch.cat(batches).numpy() if batches else np.empty((0, 0), dtype=np.float32)
     broken = np.flatnonzero(~np.isfinite(embeddings).all(axis=1))
     if len(broken):
@@ -55,29 +72,12 @@ def embed(
     return embeddings
 
 
-def _embed(model: Classifier, images: Tensor, moments: bool) -> Tensor:
-    outputs = model.outputs(images, logits=False, features=True, tokens=moments)
-    parts = (
-        []
-        if outputs.tokens is None
-        else [outputs.tokens.float().mean((1, 2)), outputs.tokens.float().square().mean((1, 2))]
-    )
-    assert outputs.features is not None, "they were asked for"
-    return torch.cat([outputs.features.float(), *parts], 1)
-
-
 def embed_together(
-    model: Classifier,
-    split: Split,
-    indices: Sequence[int],
-    processes: Processes,
-    batch_size: int = TOGETHER,
-    *,
-    moments: bool = False,
+    model: Classifier, split: Split, indices: Sequence[int], processes: Processes, *, moments: bool = False
 ) -> Embeddings:
     """Compute the same with the images dealt to all processes; every process gets all of them, [N, D] or [N, D + 2 T]."""
     rank, world_size = processes.rank, processes.world_size
-    own = embed(model, split, indices[rank::world_size], processes.device, batch_size, moments=moments)
+    own = embed(model, split, indices[rank::world_size], processes.device, TOGETHER, moments=moments)
     parts = [part for part in processes.gather(own, "the embeddings") if len(part)]
     together = np.empty((len(indices), parts[0].shape[1]), dtype=np.float32)
     for place, part in enumerate(parts):
@@ -87,9 +87,7 @@ def embed_together(
 
 def spread(count: int, most: int) -> list[int]:
     """Choose at most so many of `count` images, evenly from the first to the last."""
-    if count <= most:
-        return list(range(count))
-    chosen: list[int] = np.linspace(0, count - 1, most).round().astype(np.int64).tolist()
+    chosen: list[int] = np.linspace(0, count - 1, min(count, most)).round().astype(np.int64).tolist()
     return chosen
 
 
@@ -107,7 +105,7 @@ def token_statistics(moments: Embeddings) -> EmbeddingStatistics | None:
     return _statistics(mean, np.maximum(square - mean**2, 0))
 
 
-def _statistics(mean: npt.NDArray[np.float64], variance: npt.NDArray[np.float64]) -> EmbeddingStatistics:
+def _statistics(mean: Doubles, variance: Doubles) -> EmbeddingStatistics:
     """Return the statistics of each number.
 
     With s the root mean square of all standard deviations, (0.01 s)^2 is added to each variance: where a number hardly varies, the noise
@@ -119,9 +117,104 @@ def _statistics(mean: npt.NDArray[np.float64], variance: npt.NDArray[np.float64]
             "the teacher's embedding is the same for all training images, so there is nothing to learn from it; give other weights "
             "(pretrain.weights)"
         )
-    return EmbeddingStatistics(mean=_rounded(mean), std=_rounded(std))
+    # Rounded to float32, in which they are used.
+    return EmbeddingStatistics(mean=tuple(mean.astype(np.float32).tolist()), std=tuple(std.astype(np.float32).tolist()))
 
 
-def _rounded(values: npt.NDArray[np.float64]) -> tuple[float, ...]:
-    """Return float32 values, in which they are used."""
-    return tuple(values.astype(np.float32).astype(np.float64).tolist())
+# ---------------------------------------------------------------------------------------------------------------------
+# What embeddings know of the classes
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearProbe:
+    """A linear classifier of embeddings: logits = embedding x weight^T + bias."""
+
+    weight: Doubles  # [K, D]
+    bias: Doubles  # [K]
+    penalty: float  # the one that was chosen
+    val_top1: float  # accuracy on the validation split, by which it was chosen, as a fraction
+
+    def logits(self, embeddings: Embeddings) -> Doubles:
+        """Classify embeddings [M, D]: [M, K]."""
+        result: Doubles = embeddings.astype(np.float64) @ self.weight.T + self.bias
+        return result
+
+
+def fit_probe(
+    train: Embeddings,
+    labels: Ints,
+    val: Embeddings,
+    val_labels: Ints,
+    classes: int,
+    penalties: Sequence[float] = PENALTIES,
+) -> LinearProbe:
+    """Fit a linear probe by multinomial logistic regression, the usual measure of frozen embeddings (Radford et al. 2021, CLIP, by L-BFGS).
+
+    Minimised is the mean cross-entropy + penalty / 2 x the weights' squared norm, over embeddings that are standardised by the training
+    images; mean and deviation then become part of the weights. Of several penalties, from the largest to the smallest, the one is taken
+    that is best on the validation split, the largest where they are equal.
+
+    Args:
+        train: [N, D], with their labels, int64 [N].
+        val: [M, D], with theirs, int64 [M].
+    """
+    values = train.astype(np.float64)
+    mean, std = values.mean(0), values.std(0)
+    std = np.where(std > 0, std, 1.0)
+    values = (values - mean) / std
+    start, fitted = np.zeros((classes, values.shape[1] + 1)), []
+    for penalty in penalties:
+        start = _minimize(start, values, labels, penalty)
+        weight = start[:, :-1] / std
+        probe = LinearProbe(weight=weight, bias=start[:, -1] - weight @ mean, penalty=penalty, val_top1=0.0)
+        right = probe.logits(val).argmax(1) == val_labels
+        fitted.append(replace(probe, val_top1=float(right.mean()) if len(right) else 0.0))
+    return max(fitted, key=lambda probe: probe.val_top1)
+
+
+def _minimize(start: Doubles, values: Doubles, labels: Ints, penalty: float) -> Doubles:
+    """Minimise from a point [K, D + 1], whose last column is the bias."""
+    rows = np.arange(len(labels))
+
+    def objective(flat: Doubles) -> tuple[float, Doubles]:
+        point = flat.reshape(start.shape)
+        weight = point[:, :-1]
+        log_probabilities = scipy.special.log_softmax(values @ weight.T + point[:, -1], axis=1)
+        loss = -log_probabilities[rows, labels].mean() + penalty / 2 * np.square(weight).sum()
+        error = np.exp(log_probabilities)
+        error[rows, labels] -= 1
+        error /= len(labels)
+        gradient = np.concatenate([error.T @ values + penalty * weight, error.sum(0)[:, None]], axis=1)
+        return float(loss), gradient.ravel()
+
+    found = scipy.optimize.minimize(
+        objective, start.ravel(), jac=True, method="L-BFGS-B", options={"maxiter": _ITERATIONS}
+    )
+    result: Doubles = found.x.reshape(start.shape)
+    return result
+
+
+def nearest_neighbors(bank: Embeddings, labels: Ints, embeddings: Embeddings, classes: int) -> Doubles:
+    """Count the votes of each image's k nearest neighbours for each class, [M, K] (Wu et al. 2018, as DINO, Caron et al. 2021, has it).
+
+    Near is what has a large cosine s with it; a neighbour's vote for its class weighs exp(s / 0.07). k is 20, or all there are.
+
+    Args:
+        bank: embeddings of images with labels, [N, D], and these, int64 [N].
+        embeddings: of the images in question, [M, D].
+    """
+    known, one_hot, k = _unit(bank), np.eye(classes)[labels], min(NEIGHBORS, len(bank))
+    votes: list[Doubles] = []
+    for start in range(0, len(embeddings), _VOTES_TOGETHER):
+        cosines = _unit(embeddings[start : start + _VOTES_TOGETHER]) @ known.T
+        nearest = np.argsort(-cosines, axis=1, kind="stable")[:, :k]
+        weights = np.exp(np.take_along_axis(cosines, nearest, axis=1) / NEIGHBOR_TEMPERATURE)
+        votes.append((weights[:, :, None] * one_hot[nearest]).sum(1))
+    return np.concatenate(votes)
+
+
+def _unit(embeddings: Embeddings) -> Doubles:
+    """Scale each to length 1."""
+    values = embeddings.astype(np.float64)
+    lengths: Doubles = np.linalg.norm(values, axis=1, keepdims=True)
+    return values / np.maximum(lengths, 1e-12)

@@ -30,12 +30,7 @@ def choose_threshold(tags: ClassTags, logits: Floats, labels: Ints, risk: float)
     For each image there is a smallest threshold with which its answer is right: 0 where its predicted class is right, or else the
     probability of the topmost wrong name on the way up from it. Of these N in ascending order, number ceil((N + 1)(1 - risk)) is chosen,
     the quantile of split conformal prediction: for one more image like these, the probability of a wrong answer is at most `risk` (Goren
-    et al. 2024). Where N is too small for that the threshold is 1, and nothing is ever sure enough.
-
-    Args:
-        logits: of the classes, [N, K].
-        labels: index of each image's class, [N].
-        risk: above 0 and below 1.
+    et al. 2024). Where N is too small for that the threshold is 1, and nothing is ever sure enough. Logits are [N, K], labels int64 [N].
     """
     confidences = tags.confidences(probabilities(logits))
     right = _right_levels(tags, logits.argmax(axis=1), labels)

@@ -17,17 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.dataset import Split
-from trainer.evaluation import metrics, probes
-from trainer.evaluation.embeddings import Embeddings
+from trainer.evaluation import metrics
+from trainer.evaluation.embeddings import Embeddings, fit_probe
 from trainer.evaluation.metrics import Floats, Ints
 
-LISTED = 10_000
-"""Most images that are listed, the worst ones."""
-FOLDS = 5
-"""Parts of a cross-validation."""
+LISTED = 10_000  # most images that are listed, the worst ones
+FOLDS = 5  # parts of a cross-validation
 COLUMNS = ("path", "label", "split", "suggested", "confidence", "label_confidence")
-_TOGETHER = 4096
-"""Images whose probabilities are computed at once."""
+_TOGETHER = 4096  # images whose probabilities are computed at once
 _ROUNDING = 1e-6
 """As in cleanlab: rounding does not decide whether an image is at its class's threshold, where the only one of a class always is."""
 
@@ -37,14 +34,11 @@ class LabelIssue:
     """An image whose label is contradicted."""
 
     split: Split
-    index: int
-    """In its split."""
+    index: int  # in its split
     label: int
     suggested: int
-    confidence: float
-    """Probability of the suggested class."""
-    label_confidence: float
-    """Probability of the label."""
+    confidence: float  # probability of the suggested class
+    label_confidence: float  # probability of the label
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,10 +53,8 @@ class LabelCount:
 class JudgedLabels:
     """Of which labels there is doubt."""
 
-    issues: Sequence[LabelIssue]
-    """At most `LISTED` of those that one model judges, the worst first."""
-    counts: Mapping[str, LabelCount]
-    """Name of each split that was judged -> its numbers."""
+    issues: Sequence[LabelIssue]  # at most `LISTED` of those that one model judges, the worst first
+    counts: Mapping[str, LabelCount]  # name of each split that was judged -> its numbers
 
     def __add__(self, other: JudgedLabels) -> JudgedLabels:
         both = sorted([*self.issues, *other.issues], key=lambda one: one.label_confidence - one.confidence)
@@ -75,10 +67,8 @@ class Contradicted:
 
     rows: Ints
     suggested: Ints
-    confidence: npt.NDArray[np.float64]
-    """Probabilities of the suggested classes."""
-    label_confidence: npt.NDArray[np.float64]
-    """Probabilities of the labels."""
+    confidence: npt.NDArray[np.float64]  # probabilities of the suggested classes
+    label_confidence: npt.NDArray[np.float64]  # probabilities of the labels
 
 
 def contradicted(logits: Floats, labels: Ints) -> Contradicted:
@@ -91,16 +81,14 @@ def contradicted(logits: Floats, labels: Ints) -> Contradicted:
     cleanlab does the same, but where several classes reach their thresholds it takes the most probable of all classes, be it one of them
     or not, and so contradicts a few labels more.
 
-    Args:
-        logits: out of sample, [N, K].
-        labels: int64 [N], none below 0.
+    The logits, [N, K], are out of sample; no label, int64 [N], is below 0.
     """
     classes = logits.shape[1]
     own = np.concatenate([part[np.arange(len(part)), labels[rows]] for rows, part in _parts(logits)])
     counts = np.bincount(labels, minlength=classes)
     sums = np.bincount(labels, weights=own, minlength=classes)
     thresholds = np.divide(sums, counts, out=np.full(classes, np.inf), where=counts > 0)
-    rows, suggested, confidence, margins = [], [], [], []
+    found = []
     for start_rows, part in _parts(logits):
         given, places = labels[start_rows], np.arange(len(part))
         best = np.where(part >= thresholds - _ROUNDING, part, -1.0).argmax(axis=1)
@@ -108,18 +96,12 @@ def contradicted(logits: Floats, labels: Ints) -> Contradicted:
         wrong = np.flatnonzero(is_confident & (best != given) & (part[places, given] < part.max(axis=1)))
         others = part[wrong]
         others[np.arange(len(wrong)), given[wrong]] = -1
-        rows.append(start_rows[wrong])
-        suggested.append(best[wrong])
-        confidence.append(part[wrong, best[wrong]])
-        margins.append(part[wrong, given[wrong]] - others.max(axis=1, initial=-1))
-    found = np.concatenate(rows)
-    worst = np.argsort(np.concatenate(margins), kind="stable")
-    return Contradicted(
-        rows=found[worst],
-        suggested=np.concatenate(suggested)[worst],
-        confidence=np.concatenate(confidence)[worst],
-        label_confidence=own[found[worst]],
-    )
+        margins = part[wrong, given[wrong]] - others.max(axis=1, initial=-1)
+        found.append((start_rows[wrong], best[wrong], part[wrong, best[wrong]], margins))
+    *kept, margins = map(np.concatenate, zip(*found, strict=True))
+    worst = np.argsort(margins, kind="stable")
+    rows, suggested, confidence = (values[worst] for values in kept)
+    return Contradicted(rows=rows, suggested=suggested, confidence=confidence, label_confidence=own[rows])
 
 
 def _parts(logits: Floats) -> Iterator[tuple[Ints, npt.NDArray[np.float64]]]:
@@ -130,11 +112,9 @@ def _parts(logits: Floats) -> Iterator[tuple[Ints, npt.NDArray[np.float64]]]:
 
 
 def judge(logits: Floats, judged: Mapping[Split, Ints]) -> JudgedLabels:
-    """Judge the labels of images of several splits by one model.
+    """Judge the labels of images of several splits by one model, from its logits out of sample, one split after the other, [N, K].
 
-    Args:
-        logits: out of sample, of the images of all splits, one split after the other, [N, K].
-        judged: split -> indices of its images.
+    `judged`: split -> indices of its images.
     """
     splits = list(judged)
     owners = np.repeat(np.arange(len(splits)), [len(part) for part in judged.values()])
@@ -164,15 +144,12 @@ def judge(logits: Floats, judged: Mapping[Split, Ints]) -> JudgedLabels:
 def cross_validated(
     embeddings: Embeddings, labels: Ints, val: Embeddings, val_labels: Ints, classes: int
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """Compute logits of each image by a linear probe that was fitted to the images of the other folds.
+    """Compute logits of each image by a linear probe that was fitted to the images of the other folds, [N, K], and which can be judged.
 
     Images of a class that follow one another, as those of a burst do, share a fold. The penalty is the one that is best on the validation
-    split for a probe of all images.
-
-    Returns:
-        Logits [N, K], and which images can be judged: not the only one of a class, since the probe of the others does not know the class.
+    split for a probe of all images. The only image of a class cannot be judged, since the probe of the others does not know the class.
     """
-    penalty = probes.fit_probe(embeddings, labels, val, val_labels, classes).penalty
+    penalty = fit_probe(embeddings, labels, val, val_labels, classes).penalty
     order = np.argsort(labels, kind="stable")
     counts = np.bincount(labels, minlength=classes)
     ranks = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -182,7 +159,7 @@ def cross_validated(
     for fold in range(FOLDS):
         held, rest = folds == fold, folds != fold
         if held.any() and rest.any():
-            probe = probes.fit_probe(embeddings[rest], labels[rest], val, val_labels, classes, penalties=(penalty,))
+            probe = fit_probe(embeddings[rest], labels[rest], val, val_labels, classes, penalties=(penalty,))
             logits[held] = probe.logits(embeddings[held])
     return logits, counts[labels] > 1
 

@@ -62,17 +62,15 @@ def confusion_matrix(predicted: Ints, labels: Ints, classes: int) -> Ints:
 
 def precision(matrix: Ints) -> npt.NDArray[np.float64]:
     """Compute the share of the images predicted as a class that are of it, [K]; NaN for a class that was never predicted."""
-    return _share(np.diag(matrix), matrix.sum(axis=0))
+    with np.errstate(invalid="ignore"):
+        shares: npt.NDArray[np.float64] = np.diag(matrix) / matrix.sum(axis=0)
+    return shares
 
 
 def recall(matrix: Ints) -> npt.NDArray[np.float64]:
     """Compute the share of the images of a class that were predicted as it, [K]; NaN for a class without images."""
-    return _share(np.diag(matrix), matrix.sum(axis=1))
-
-
-def _share(part: Ints, whole: Ints) -> npt.NDArray[np.float64]:
-    undefined = np.full(len(whole), np.nan)
-    shares: npt.NDArray[np.float64] = np.divide(part, whole, out=undefined, where=whole > 0)
+    with np.errstate(invalid="ignore"):
+        shares: npt.NDArray[np.float64] = np.diag(matrix) / matrix.sum(axis=1)
     return shares
 
 
@@ -82,8 +80,7 @@ class Confusion:
 
     truth: int
     predicted: int
-    count: int
-    """Images of class `truth` predicted as class `predicted`."""
+    count: int  # images of class `truth` predicted as class `predicted`
 
 
 def worst_confusions(matrix: Ints, count: int) -> list[Confusion]:
@@ -103,14 +100,10 @@ def worst_confusions(matrix: Ints, count: int) -> list[Confusion]:
 class Calibration:
     """Confidence against accuracy in equal-width bins of confidence, the right edge of each belonging to it."""
 
-    counts: tuple[int, ...]
-    """Images in each bin."""
-    confidence: tuple[float | None, ...]
-    """Mean probability of the predicted class in each bin; None for an empty bin."""
-    accuracy: tuple[float | None, ...]
-    """Share of right predictions in each bin; None for an empty bin."""
-    error: float
-    """Expected calibration error: the mean of |accuracy - confidence| over the bins, weighted by their images."""
+    counts: tuple[int, ...]  # images in each bin
+    confidence: tuple[float | None, ...]  # mean probability of the predicted class in each bin; None for an empty bin
+    accuracy: tuple[float | None, ...]  # share of right predictions in each bin; None for an empty bin
+    error: float  # expected calibration error: the bins' mean of |accuracy - confidence|, weighted by their images
 
 
 def calibration(logits: Floats, labels: Ints, bins: int) -> Calibration:
@@ -188,14 +181,11 @@ def judge(
     student_p95_ms: float,
     student_knn_top1: float | None = None,
 ) -> list[str]:
-    """Check every condition of the gate.
+    """Check every condition of the gate; returns each failed one, with its number and its limit.
 
     Args:
         student_knn_top1: of the nearest neighbours of the student's embeddings; None where that was not measured.
         student_p95_ms: 95th percentile of the student's latency at the first of `evaluate.latency_batch_sizes`.
-
-    Returns:
-        Each failed condition, with its number and its limit; empty if all held.
     """
     reasons = []
     student = f"the student's test top-1 of {student_top1:.2%}"
@@ -239,8 +229,7 @@ class Latency:
     batch_size: int
     p50_ms: float
     p95_ms: float
-    images_per_second: float
-    """Images of all timed batches, divided by their time."""
+    images_per_second: float  # images of all timed batches, divided by their time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,8 +237,7 @@ class Machine:
     """The machine on which latencies were measured; they mean nothing without it."""
 
     processor: str
-    threads: int
-    """Threads that torch used."""
+    threads: int  # threads that torch used
     torch: str
 
 
@@ -261,18 +249,13 @@ def machine() -> Machine:
 def measure_latency(
     models: Mapping[str, Callable[[Tensor], object]], images: Tensor, *, batch_sizes: Sequence[int], runs: int
 ) -> dict[str, list[Latency]]:
-    """Time models on the CPU, from raw images to logits.
+    """Time models on the CPU, in evaluation mode, from raw images to logits: for each one a latency for each batch size.
 
-    The models take turns in one loop, so that other work on the machine slows all of them alike.
+    The models take turns in one loop, so that other work on the machine slows all of them alike. They may be other functions of images.
 
     Args:
-        models: by name, on the CPU, in evaluation mode; or other functions of such images.
         images: at least one, uint8 [N, 3, H, W]; repeated to fill a batch.
-        batch_sizes: batch sizes B, each measured separately.
         runs: timed batches for each model and batch size, after a few for warm-up.
-
-    Returns:
-        For each model, one latency for each batch size.
     """
     latencies: dict[str, list[Latency]] = {name: [] for name in models}
     with torch.inference_mode():

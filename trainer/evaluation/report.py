@@ -23,19 +23,15 @@ from trainer.served_student.class_tags import ClassTags
 Example: TypeAlias = tuple[Confusion, npt.NDArray[np.uint8]]
 """A confusion, and test images of the one class taken for the other, [B, 3, S, S]."""
 
-
-_ISSUES, _NAME = 24, 100
-"""Labels that the page shows with pictures, and most characters of an image's name."""
+_ISSUES, _NAME = 24, 100  # labels that the page shows with pictures, and most characters of an image's name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """What was measured of one model."""
 
-    figures: Mapping[str, Any]
-    """Its main numbers, as `summary.json` shows them."""
-    matrix: Ints
-    """Confusion matrix [K, K], rows are the truth."""
+    figures: Mapping[str, Any]  # its main numbers, as `summary.json` shows them
+    matrix: Ints  # confusion matrix [K, K], rows are the truth
     calibration: Calibration
     latencies: Sequence[Latency]
 
@@ -114,16 +110,13 @@ def _levels(teacher: Measured, student: Measured, tags: ClassTags) -> PageSectio
     answers = student.figures["test"].get("answers")
     rows = []
     for number, level in enumerate(tags.levels, start=1):
-        named = "classes" if level is tags.levels[-1] else f"{len(level.names):,}: {_first(level.names)}"
+        first = ", ".join(map(isolated, level.names[:4])) + (", ..." if len(level.names) > 4 else "")
+        named = "classes" if level is tags.levels[-1] else f"{len(level.names):,}: {first}"
         shares = [f"{accuracy[str(number)]:.2%}" for accuracy in accuracies]
         rows.append((number, named, *shares, *([f"{answers['named'][str(number)]:.1%}"] if answers else [])))
     headers = ["level", "names", "teacher", "student", *(["answers of the student"] if answers else [])]
     note = "How often the predicted class belongs to the right name of each level; a class that ends above a level stands for itself."
     return PageSection("Levels of the hierarchy", [Table(headers, rows), Paragraph(note), _answers(answers)])
-
-
-def _first(names: Sequence[str]) -> str:
-    return ", ".join(map(isolated, names[:4])) + (", ..." if len(names) > 4 else "")
 
 
 def _answers(answers: Mapping[str, Any] | None) -> Paragraph | None:
@@ -158,8 +151,7 @@ def _calibration(both: Mapping[str, Measured]) -> PageSection:
     drawn, legend = [], []
     for series, (name, measured) in enumerate(both.items()):
         one = measured.calibration
-        curve = ReliabilityCurve(name=name, confidence=one.confidence, accuracy=one.accuracy, counts=one.counts)
-        drawn.append(curve)
+        drawn.append(ReliabilityCurve(name=name, confidence=one.confidence, accuracy=one.accuracy, counts=one.counts))
         legend.append((f"g{series}", f"{name}, error {one.error:.3f}"))
     caption = "How often a prediction is right, by its confidence; above the dotted line the model is too modest, below it too sure"
     student = both["student"].figures
@@ -202,10 +194,12 @@ def _label_issues(judged: JudgedLabels, teacher: Measured, classes: Sequence[str
         (split, count.judged, count.contradicted, f"{count.contradicted / max(count.judged, 1):.1%}")
         for split, count in judged.counts.items()
     ]
+    contradicted = sum(count.contradicted for count in judged.counts.values())
+    which = "All" if contradicted == len(judged.issues) else f"The worst {len(judged.issues):,}"
     text = (
         "These labels may be wrong: the teacher gives another class at least the probability that images of that class get on average "
         "(confident learning). Many are right all the same, so look at them. The worst come first: the label, and what the teacher says. "
-        f"{_listed(judged)}"
+        f"{which} are in label_issues.csv."
     )
     by_heart = (
         "The teacher was trained on the labels of train, so those that it has learned by heart, though wrong, are not contradicted."
@@ -217,12 +211,6 @@ def _label_issues(judged: JudgedLabels, teacher: Measured, classes: Sequence[str
         "Labels that the teacher contradicts",
         [Paragraph(text), table, Paragraph(by_heart) if by_heart else None, PhotoGrid(photos)],
     )
-
-
-def _listed(judged: JudgedLabels) -> str:
-    count = sum(one.contradicted for one in judged.counts.values())
-    which = "All" if count == len(judged.issues) else f"The worst {len(judged.issues):,}"
-    return f"{which} are in label_issues.csv."
 
 
 def strip(images: npt.NDArray[np.uint8], edge: int = 96) -> bytes:

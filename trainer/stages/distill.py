@@ -17,12 +17,10 @@ from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples, Views
 from trainer.data.sampler import SampleSlice
 from trainer.devices import Device
-from trainer.distillation.balancing import IMAGES as BALANCED_IMAGES
-from trainer.distillation.frozen_teacher import FrozenTeacher
+from trainer.distillation.frozen_teacher import BALANCED_IMAGES, FrozenTeacher
 from trainer.distillation.objective import DistillObjective
 from trainer.distillation.projected_student import ProjectedStudent, check_compared, prepared_student
 from trainer.distillation.recording import (
-    JoinedRecordings,
     Recording,
     RecordingDescription,
     check_fits,
@@ -30,8 +28,7 @@ from trainer.distillation.recording import (
     open_recording,
 )
 from trainer.errors import SettingsError
-from trainer.evaluation.embeddings import TOGETHER, embed_together, spread
-from trainer.evaluation.probes import MOST_IMAGES, fit_probe
+from trainer.evaluation.embeddings import MOST_IMAGES, TOGETHER, embed_together, fit_probe, spread
 from trainer.models import Classifier
 from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.recorder import Startup
@@ -70,7 +67,7 @@ def run(
     parents = {"dataset": data.fingerprint, "teacher": teaching.fingerprint}
     if weights:
         parents["weights"] = weights
-    recording: Recording | JoinedRecordings | None = None
+    recording: Recording | None = None
     teachers: list[Classifier] = []
     mass: dict[str, float] | None = None
     for number, further in enumerate(settings.further_teachers, start=2):
@@ -86,9 +83,8 @@ def run(
             held = [check_fits(uri, settings, data=data, dataset=dataset, teacher=one) for uri, one in pairs]
             check_joined(places, held)
             _check_content(settings, classifier, places, held)  # before the records are fetched
-            opened = [open_recording(uri) for uri in places]
-            recording = JoinedRecordings(*opened) if len(opened) > 1 else opened[0]
-            for number, one in enumerate(opened, start=1):
+            recording = open_recording(*places)
+            for number, one in enumerate([recording, *recording.further], start=1):
                 parents[f"teacher_outputs_{number}" if number > 1 else "teacher_outputs"] = one.fingerprint
             figures = artifacts.manifest(teacher_outputs, "teacher_outputs").figures.get("mass", {})
             mass = {temperature.removeprefix("t"): of_it["mean"] for temperature, of_it in figures.items()}
@@ -224,7 +220,7 @@ def load_teachers(settings: DistillSettings, teacher: str | Path, data: Prepared
 
 
 def _first_views(
-    settings: DistillSettings, samples: Samples, size: int, recording: Recording | JoinedRecordings | None
+    settings: DistillSettings, samples: Samples, size: int, recording: Recording | None
 ) -> Iterator[Batch]:
     """Yield the first view of images spread over all samples, or what was recorded of it, in batches on the CPU."""
     unmixed = settings.views.model_copy(update={"mixup": 0.0, "cutmix": 0.0})
@@ -268,13 +264,13 @@ def make_objective(
     settings: DistillSettings,
     student: Classifier,
     teachers: Sequence[Classifier],
-    recording: Recording | JoinedRecordings | None,
+    recording: Recording | None,
     device: Device,
 ) -> DistillObjective:
     """Make what is learned, on its device, from teachers that are online or from recorded outputs; a teacher is changed."""
     spoken_of: Sequence[Classifier | RecordingDescription] = teachers
     if recording is not None:
-        spoken_of = recording.descriptions if isinstance(recording, JoinedRecordings) else [recording.description]
+        spoken_of = [one.description for one in (recording, *recording.further)]
     # The projections start the same whether the teacher is online or recorded.
     torch.manual_seed((settings.seed or 0) + 1)
     model = prepared_student(student, settings, *spoken_of) if spoken_of else student
@@ -294,9 +290,7 @@ def make_objective(
     return DistillObjective(model, frozen, settings)
 
 
-def view_size(
-    student: Classifier, teachers: Sequence[Classifier], recording: Recording | JoinedRecordings | None
-) -> int:
+def view_size(student: Classifier, teachers: Sequence[Classifier], recording: Recording | None) -> int:
     """Return the edge of the views, in pixels: that of the recorded ones, or the largest input of the student and its teachers."""
     if recording is not None:
         return recording.description.view_size

@@ -18,8 +18,8 @@ from trainer.config import EvaluateSettings
 from trainer.data.dataset import PreparedDataset, Split, open_dataset
 from trainer.devices import choose_device
 from trainer.errors import DataError, ModelError
-from trainer.evaluation import hierarchy, label_issues, metrics, probes, report
-from trainer.evaluation.embeddings import Embeddings, embed, spread
+from trainer.evaluation import hierarchy, label_issues, metrics, report
+from trainer.evaluation.embeddings import MOST_IMAGES, Embeddings, embed, fit_probe, nearest_neighbors, spread
 from trainer.evaluation.label_issues import JudgedLabels
 from trainer.evaluation.report import Example, Measured
 from trainer.models import Classifier
@@ -99,11 +99,11 @@ def _probed(subjects: Sequence[_Evaluated], data: PreparedDataset, settings: Eva
         model, size = subject.model, settings.batch_size
         embedded = {"train": embed(model, train, _bank(train), device, size)}
         asked = embed(model, test, range(len(test)), device, size)
-        votes = probes.nearest_neighbors(embedded["train"], labels, asked, classes)
+        votes = nearest_neighbors(embedded["train"], labels, asked, classes)
         if not model.card.labels:
             val = data.split("val")
             embedded["val"] = embed(model, val, range(len(val)), device, size)
-            probe = probes.fit_probe(embedded["train"], labels, embedded["val"], val.labels, classes)
+            probe = fit_probe(embedded["train"], labels, embedded["val"], val.labels, classes)
             weight, bias = torch.from_numpy(probe.weight).float(), torch.from_numpy(probe.bias).float()
             model = models.with_head(model.cpu(), data.classes, weight, bias).eval()
         knn_top1 = metrics.top_k(votes, test.labels, 1)
@@ -114,7 +114,7 @@ def _probed(subjects: Sequence[_Evaluated], data: PreparedDataset, settings: Eva
 
 def _bank(train: Split) -> list[int]:
     """Choose the training images to which probes are fitted."""
-    return spread(len(train), probes.MOST_IMAGES)
+    return spread(len(train), MOST_IMAGES)
 
 
 def _evaluate(

@@ -20,7 +20,7 @@ from trainer.config import DistillSettings, ReinforceSettings, TuneSettings, Vie
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import MicroBatches, Samples, Views, makes_views_on_device
 from trainer.data.sampler import StatelessSampler
-from trainer.data.views.mixing import mixes
+from trainer.data.views.rendering import mixes
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.recording import (
     Recording,

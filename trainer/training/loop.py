@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.data.batch import Batch
 from trainer.data.loader import MicroBatches
-from trainer.data.randomness import random_bits
+from trainer.data.sampler import random_bits
 from trainer.devices import RowShardedOptimizer
 from trainer.errors import PreemptedError, TrainingError
 from trainer.formatting import listed

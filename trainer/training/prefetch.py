@@ -14,8 +14,7 @@ from torch import Tensor
 
 from trainer.data.batch import Batch, Mixing, Recorded, decode_jpegs
 from trainer.data.loader import Views
-from trainer.data.views.mixing import mix
-from trainer.data.views.rendering import make_views
+from trainer.data.views.rendering import make_views, mix
 from trainer.devices import Device
 from trainer.profiling.timeline import span
 

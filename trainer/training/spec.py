@@ -21,7 +21,7 @@ from trainer.data.loader import (
     shard_positions,
 )
 from trainer.data.sampler import StatelessSampler
-from trainer.data.views.mixing import mixes
+from trainer.data.views.rendering import mixes
 from trainer.errors import SettingsError
 from trainer.step_schedule import learning_rate_at, step_count
 from trainer.training.checkpoints import Checkpoints

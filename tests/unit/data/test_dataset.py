@@ -10,6 +10,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import PIL
 import pytest
 import simplejpeg
 import torch
@@ -17,10 +18,11 @@ from PIL import Image
 
 from trainer import artifacts
 from trainer.data import dataset as reading
-from trainer.data.dataset import open_dataset
+from trainer.data.dataset import decode_square, decoder_of, open_dataset
 from trainer.data.dataset_schema import SPLITS, DatasetDescription, features
+from trainer.data.preparation import encode
 from trainer.errors import ArtifactError, DataError
-from trainer.served_student.preprocessing import Square
+from trainer.served_student.preprocessing import BadImageError, Square
 
 SIZE = 12
 CHUNKS = (slice(0, 3), slice(3, 4), slice(4, 7))
@@ -225,3 +227,64 @@ def test_an_image_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
         DatasetDescription(classes=("a", "b"), image_size=SIZE, images={"train": 2}).write(draft.path)
     with pytest.raises(DataError, match=str(broken["key"][1])):
         open_dataset(path).split("train").read([0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stored squares
+
+
+def square(encoding: str, size: int = 40) -> bytes:
+    """A picture that is smooth in one corner and noisy in another."""
+    smooth = np.asarray(Image.radial_gradient("L").resize((size, size)).convert("RGB")).astype(np.int64)
+    noise = np.random.default_rng(0).integers(0, 256, (size, size, 3), dtype=np.uint8)
+    pixels = np.clip(smooth + noise * np.linspace(0, 0.5, size)[:, None], 0, 255).astype(np.uint8)
+    return encode(Image.fromarray(pixels), encoding, 95)
+
+
+@pytest.mark.parametrize("encoding", ["jpeg", "png"])
+@pytest.mark.parametrize("kind", [bytes, memoryview])
+def test_a_stored_square_is_decoded_to_the_bit_as_pillow_does(encoding: str, kind: type) -> None:
+    content = square(encoding)
+    expected = np.asarray(Image.open(io.BytesIO(content)))
+    np.testing.assert_array_equal(decode_square(kind(content), 40), expected)
+    room = np.zeros((2, 40, 40, 3), dtype=np.uint8)
+    assert np.shares_memory(decode_square(kind(content), 40, out=room[1]), room)
+    np.testing.assert_array_equal(room[1], expected)
+    assert not room[0].any()
+
+
+@pytest.mark.parametrize(("shrink", "edge"), [(1, 40), (2, 20), (4, 10), (8, 5)])
+def test_a_jpeg_is_shrunk_while_it_is_decoded(shrink: int, edge: int) -> None:
+    content = square("jpeg")
+    pixels = decode_square(content, 40, shrink=shrink)
+    assert pixels.shape == (edge, edge, 3)
+    means = decode_square(content, 40).reshape(edge, shrink, edge, shrink, 3).astype(float).mean((1, 3))
+    assert np.abs(pixels - means).mean() < 2
+
+
+def test_an_edge_that_is_no_multiple_is_rounded_up() -> None:
+    assert decode_square(square("jpeg", 43), 43, shrink=4).shape == (11, 11, 3)
+
+
+def test_other_formats_are_not_shrunk() -> None:
+    assert decode_square(square("png"), 40, shrink=2).shape == (40, 40, 3)
+
+
+@pytest.mark.parametrize("encoding", ["jpeg", "png"])
+@pytest.mark.parametrize("size", [39, 41])
+def test_a_square_of_another_size_is_refused(encoding: str, size: int) -> None:
+    with pytest.raises(BadImageError, match=f"40 x 40 pixels instead of {size} x {size}|buffer is too small"):
+        decode_square(square(encoding), size, out=np.empty((size, size, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("encoding", ["jpeg", "png"])
+@pytest.mark.parametrize("part", [0.01, 0.3, 0.9])
+def test_a_damaged_square_is_refused(encoding: str, part: float) -> None:
+    content = square(encoding)
+    with pytest.raises(BadImageError, match=r"damaged|truncated"):
+        decode_square(content[: int(len(content) * part)], 40)
+
+
+def test_the_decoder_is_named_with_its_version() -> None:
+    assert decoder_of(square("jpeg")).split() == ["simplejpeg", simplejpeg.__version__]
+    assert decoder_of(square("png")).split() == ["pillow", PIL.__version__]

@@ -35,8 +35,7 @@ from trainer.data.loader import (
     shard_positions,
 )
 from trainer.data.sampler import SampleSlice, StatelessSampler
-from trainer.data.views.mixing import mixes
-from trainer.data.views.rendering import make_views
+from trainer.data.views.rendering import make_views, mixes
 from trainer.errors import DataError, LostProcessError, SettingsError, TrainingError
 
 

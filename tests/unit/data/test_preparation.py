@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import logging
 import os
@@ -20,10 +22,10 @@ from trainer.data import preparation
 from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import SPLITS, DatasetDescription
 from trainer.data.decode_cache import DecodeCache
-from trainer.data.decoding import content_key
-from trainer.data.preparation import prepare
+from trainer.data.preparation import content_key, encode, prepare
 from trainer.data.sources import Item, SourceListing
 from trainer.errors import DataError
+from trainer.served_student.preprocessing import decode
 from trainer.stages.prepare import run
 
 
@@ -358,3 +360,35 @@ def test_a_process_that_decodes_loads_neither_torch_nor_datasets() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def noise(height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def file(image: Image.Image, kind: str) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return buffer.getvalue()
+
+
+def test_the_content_key_depends_on_pixels_and_shape_only() -> None:
+    pixels = noise(6, 8)
+    keys = {
+        content_key(decode(file(Image.fromarray(pixels), kind), max_pixels=99, min_edge=1)) for kind in ("PNG", "BMP")
+    }
+    assert keys == {hashlib.sha256(b"8x6:" + pixels.tobytes()).hexdigest()}
+    assert content_key(Image.fromarray(pixels.reshape(8, 6, 3))) not in keys
+    pixels[0, 0, 0] ^= 1
+    assert content_key(Image.fromarray(pixels)) not in keys
+
+
+def test_encodings() -> None:
+    image = Image.fromarray(noise(32, 32))
+    exact = Image.open(io.BytesIO(encode(image, "png", 95)))
+    np.testing.assert_array_equal(np.asarray(exact), noise(32, 32))
+    smooth = Image.radial_gradient("L").resize((32, 32)).convert("RGB")
+    near = Image.open(io.BytesIO(encode(smooth, "jpeg", 95)))
+    assert near.format == "JPEG"
+    np.testing.assert_allclose(np.asarray(near).astype(int), np.asarray(smooth).astype(int), atol=6)
+    assert len(encode(image, "jpeg", 50)) < len(encode(image, "jpeg", 95))

@@ -1,6 +1,7 @@
 """Each loss against its paper's formula in slow float64 loops, against identities, and from recorded outputs against complete ones."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from trainer.config import DistillSettings
 from trainer.data.batch import Recorded
 from trainer.distillation import losses
 from trainer.distillation.losses import TeacherOutputs, all_logits, complete, top_class
-from trainer.distillation.objective import FEATURE_LOSSES, choose_logit_loss
+from trainer.distillation.objective import FEATURE_LOSSES, logit_loss
 
 BATCH, CLASSES = 6, 5
 TEMPERATURES = [0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0]
@@ -130,7 +131,7 @@ def similarity(temperature, teacher_temperature):
 
 def chosen(**settings):
     """What the objective computes with these settings, as a function of the student's logits."""
-    loss = choose_logit_loss(DistillSettings(**settings))
+    loss = partial(logit_loss, DistillSettings(**settings))
     return lambda student: loss(student, TeacherOutputs(TEACHER), LABELS)
 
 
@@ -336,7 +337,7 @@ OTHERS = [{"logit_loss": "hard"}, {"logit_loss": "dkd"}, {"logit_loss": "dist"},
 
 @pytest.mark.parametrize("settings", OTHERS, ids=str)
 def test_from_complete_recorded_logits_a_loss_is_that_of_the_rounded_ones(settings):
-    loss = choose_logit_loss(DistillSettings(**settings))
+    loss = partial(logit_loss, DistillSettings(**settings))
     online, recorded = (logits(0).requires_grad_() for _ in range(2))
     loss(online, TeacherOutputs(TEACHER.half().float()), LABELS).backward()
     loss(recorded, record(TEACHER, CLASSES), LABELS).backward()
@@ -344,7 +345,7 @@ def test_from_complete_recorded_logits_a_loss_is_that_of_the_rounded_ones(settin
 
 
 def test_the_hard_loss_needs_the_recorded_top_class_alone():
-    loss = choose_logit_loss(DistillSettings(logit_loss="hard"))
+    loss = partial(logit_loss, DistillSettings(logit_loss="hard"))
     assert torch.equal(loss(logits(0), record(TEACHER, 1), LABELS), loss(logits(0), TeacherOutputs(TEACHER), LABELS))
 
 
@@ -460,7 +461,7 @@ def test_the_rest_is_taught_as_one_class():
 )
 def test_no_loss_reads_a_value_back(settings, count):
     """Tensors without values stand in for those of a device: whatever waits for a value raises."""
-    loss, recorded = choose_logit_loss(DistillSettings(**settings)), record(TEACHER, count or CLASSES)
+    loss, recorded = partial(logit_loss, DistillSettings(**settings)), record(TEACHER, count or CLASSES)
     said = recorded._replace(
         **{name: part.to("meta") for name, part in recorded._asdict().items() if isinstance(part, torch.Tensor)}
     )

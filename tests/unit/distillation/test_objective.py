@@ -12,10 +12,9 @@ from tests.unit.distillation.test_recording import DESCRIPTION
 from trainer import models
 from trainer.config import DistillSettings, ModelSettings, ViewSettings
 from trainer.data.batch import Batch, Recorded
-from trainer.data.views.mixing import draw_mixing, mix
+from trainer.data.views.rendering import draw_mixing, mix
 from trainer.devices import choose_device
-from trainer.distillation.balancing import Balance
-from trainer.distillation.frozen_teacher import FrozenTeacher
+from trainer.distillation.frozen_teacher import Balance, FrozenTeacher
 from trainer.distillation.losses import decoupled_kl, distillation_kl, recorded_kl
 from trainer.distillation.objective import DistillObjective
 from trainer.distillation.projected_student import ProjectedStudent, prepared_student

@@ -7,7 +7,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from tests.trained_digits import change_labels
-from trainer.evaluation import label_issues, metrics, probes
+from trainer.evaluation import label_issues, metrics
 from trainer.evaluation.label_issues import contradicted, cross_validated
 
 
@@ -122,13 +122,13 @@ def test_no_image_is_judged_by_a_probe_that_was_fitted_to_it(digits, monkeypatch
     labels[[3, 17]] = 10  # a class of two images
     labels[8] = 11  # and of one
     fits = []
-    fit = probes.fit_probe
+    fit = label_issues.fit_probe
 
     def recorded(embeddings, own, *others, **options):
         fits.append((embeddings, own))
         return fit(embeddings, own, *others, **options)
 
-    monkeypatch.setattr(probes, "fit_probe", recorded)
+    monkeypatch.setattr(label_issues, "fit_probe", recorded)
     logits, judged = cross_validated(pixels[:60], labels, pixels[60:90], labels[:30], 12)
     assert np.flatnonzero(~judged).tolist() == [8]
     assert len(fits) == 1 + label_issues.FOLDS

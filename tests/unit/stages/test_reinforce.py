@@ -17,7 +17,7 @@ from trainer.config import DistillSettings, ReinforceSettings, ViewSettings
 from trainer.data.dataset import open_dataset
 from trainer.data.loader import Samples, Views
 from trainer.data.sampler import SampleSlice, partners
-from trainer.data.views.mixing import mix
+from trainer.data.views.rendering import mix
 from trainer.distillation.recording import check_fits, open_recording
 from trainer.errors import ArtifactError, SettingsError, StorageError, TrainingError
 from trainer.stages import reinforce

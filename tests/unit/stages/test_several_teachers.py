@@ -184,12 +184,10 @@ def test_what_tries_a_distillation_beforehand_refuses_several_teachers():
 
 
 def test_joined_recordings_read_all_of_them(first, record, other):
-    from trainer.distillation.recording import JoinedRecordings
-
     second = record(other)
     one, two = open_recording(first), open_recording(second)
     rows, numbers = np.array([3, 0, 7]), np.array([1, 0, 1])
-    said = JoinedRecordings(one, two).read(rows, numbers)
+    said = open_recording(first, second).read(rows, numbers)
     assert torch.equal(said.logits, one.read(rows, numbers).logits)
     (further,) = said.further
     assert torch.equal(further.features, two.read(rows, numbers).features)

@@ -4,9 +4,8 @@ import torch
 
 from trainer.config import ViewSettings
 from trainer.data.batch import Batch, Mixing, Recorded
-from trainer.data.views.mixing import draw_mixing, mix
 from trainer.data.views.parameters import draw_views
-from trainer.data.views.rendering import make_views
+from trainer.data.views.rendering import draw_mixing, make_views, mix
 from trainer.devices import choose_device
 from trainer.training.prefetch import Prefetcher, _moved, _parted, render
 

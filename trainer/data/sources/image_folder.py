@@ -71,7 +71,13 @@ class ImageFolder(ImageSource):
 
     def version(self) -> str:
         if storage.is_remote(self.name):
-            return remote_folder_version(self.name)
+            found = objects_digest(self.name, limits.SOURCE_IMAGES, lambda name: not _is_hidden(name))
+            if found is None:
+                raise DataError(_too_many_files(self.name))
+            sha256, count = found
+            if not count:
+                raise DataError(f"folder {self.name}: does not exist; check data.source")
+            return sha256
         return digest([[file.name, *size_and_mtime(file.location)] for file in list_files(self.name, self.outside)])
 
     def _split_and_group(self, name: str, has_splits: bool) -> tuple[SplitName, str]:
@@ -93,10 +99,8 @@ class ImageFolder(ImageSource):
 class SourceFile:
     """A file below a source's folder."""
 
-    name: str
-    """Relative to the folder, with /."""
-    location: str
-    """Path or URI."""
+    name: str  # relative to the folder, with /
+    location: str  # path or URI
 
 
 def list_files(folder: str, outside: Outside) -> list[SourceFile]:
@@ -119,7 +123,7 @@ def list_files(folder: str, outside: Outside) -> list[SourceFile]:
                 raise DataError(
                     f"folder {root}: {'is a file' if root.exists() else 'does not exist'}; check data.source"
                 )
-            found = _FolderWalk(root, outside).files(root, "", frozenset())
+            found = _walk(root, outside)
         files = sorted(itertools.islice(found, limits.SOURCE_IMAGES + 1), key=lambda file: file.name)
     except OSError as error:
         raise DataError(
@@ -138,57 +142,38 @@ def _is_hidden(name: str) -> bool:
     return any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
 
 
-class _FolderWalk:
-    """A walk through a folder of this machine, within its limits."""
+def _walk(root: Path, outside: Outside) -> Iterator[SourceFile]:
+    """Yield the files below a folder of this machine, through links too (data sets are often linked together), but never around a loop."""
+    real_root, counted = root.resolve(), itertools.count(1)
 
-    def __init__(self, root: Path, outside: Outside) -> None:
-        self._root, self._real_root, self._outside = root, root.resolve(), outside
-        self._folders = 0
-
-    def files(self, folder: Path, prefix: str, above: frozenset[Path]) -> Iterator[SourceFile]:
-        """Yield the files below a folder, through links too (data sets are often linked together), but never around a loop."""
+    def files(folder: Path, prefix: str, above: frozenset[Path]) -> Iterator[SourceFile]:
         real = folder.resolve()
         if real in above:
             return
-        self._folders += 1
         if len(above) > limits.FOLDER_DEPTH:
             raise DataError(
-                f"folder {self._root}: {limits.cut(prefix, 200)} lies deeper than {limits.FOLDER_DEPTH} folders; move its images up"
+                f"folder {root}: {limits.cut(prefix, 200)} lies deeper than {limits.FOLDER_DEPTH} folders; move its images up"
             )
-        if self._folders > limits.FOLDERS:
+        if next(counted) > limits.FOLDERS:
             raise DataError(
-                f"folder {self._root}: holds more than {limits.FOLDERS:,} folders, counted as often as links lead to them; "
+                f"folder {root}: holds more than {limits.FOLDERS:,} folders, counted as often as links lead to them; "
                 "remove such links, or give a part of it"
             )
         with os.scandir(folder) as entries:
             for entry in entries:
                 path, name = Path(entry.path), prefix + entry.name
-                followed = entry.is_symlink() and not _is_hidden(entry.name) and self._outside == "refuse"
-                if followed and not path.resolve().is_relative_to(self._real_root):
+                followed = entry.is_symlink() and not _is_hidden(entry.name) and outside == "refuse"
+                if followed and not path.resolve().is_relative_to(real_root):
                     raise DataError(
-                        f"folder {self._root}: {name} is a link to {path.resolve()}, which lies outside of it; remove it, or set "
+                        f"folder {root}: {name} is a link to {path.resolve()}, which lies outside of it; remove it, or set "
                         "data.outside=read if you trust who made it"
                     )
                 if entry.is_dir():
-                    yield from self.files(path, f"{name}/", above | {real})
+                    yield from files(path, f"{name}/", above | {real})
                 # A dangling link counts as a file, so that it is reported; a pipe does not, since reading it would block.
                 elif entry.is_file() or not path.exists():
                     # Names that are not UTF-8 can be stored and shown then.
                     text = os.fsencode(name).decode("utf-8", "replace")
                     yield SourceFile(limits.printable_name(text), entry.path)
 
-
-def remote_folder_version(folder: str) -> str:
-    """Digest the names, sizes and ETags of all objects below a URI, hidden ones left out.
-
-    Raises:
-        UnknownVersionError: the store lists nothing that changes with the content.
-        DataError: there is no such folder, or it exceeds a limit.
-    """
-    found = objects_digest(folder, limits.SOURCE_IMAGES, lambda name: not _is_hidden(name))
-    if found is None:
-        raise DataError(_too_many_files(folder))
-    sha256, count = found
-    if not count:
-        raise DataError(f"folder {folder}: does not exist; check data.source")
-    return sha256
+    return files(root, "", frozenset())

@@ -18,8 +18,7 @@ from trainer.errors import ObjectNotFoundError
 
 logger = logging.getLogger(__name__)
 
-_LOG_EVERY = 500_000
-"""Listed objects between two lines of the log."""
+_LOG_EVERY = 500_000  # listed objects between two lines of the log
 
 SPLIT_NAMES: Mapping[str, SplitName] = {
     "train": "train",
@@ -40,30 +39,21 @@ SPLIT_NAMES: Mapping[str, SplitName] = {
 class Item:
     """An image of a source, not yet read."""
 
-    name: str
-    """Its name in messages and on the data card, relative to the source."""
-    location: str
-    """Where the listing's `read` finds it."""
-    label: int
-    """Index of its class, or -1."""
-    split: SplitName
-    """The split that the source puts it in; `train` where the source has no splits."""
+    name: str  # its name in messages and on the data card, relative to the source
+    location: str  # where the listing's `read` finds it
+    label: int  # index of its class, or -1
+    split: SplitName  # the split that the source puts it in; `train` where the source has no splits
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceListing:
     """The images of a source."""
 
-    items: Sequence[Item]
-    """In an order that depends on names only."""
-    classes: tuple[str, ...]
-    """Name of each class, in the order of the labels."""
-    read: Callable[[str], bytes]
-    """Location -> the image file's bytes; can be pickled for another process. Raises OSError."""
-    notes: tuple[str, ...] = ()
-    """What was left out, for the data card."""
-    groups: tuple[str, ...] = ()
-    """The folders above each class's own, joined by /, in the order of the labels; none of a source that has no folders."""
+    items: Sequence[Item]  # in an order that depends on names only
+    classes: tuple[str, ...]  # name of each class, in the order of the labels
+    read: Callable[[str], bytes]  # location -> the file's bytes; can be pickled for another process; raises OSError
+    notes: tuple[str, ...] = ()  # what was left out, for the data card
+    groups: tuple[str, ...] = ()  # folders above each class's own, joined by /, by label; none without folders
 
 
 class UnknownVersionError(Exception):
@@ -132,7 +122,6 @@ def objects_digest(uri: str, most: int, wanted: Callable[[str], bool]) -> tuple[
     """Digest name, size and ETag of the wanted objects below a URI, in little memory, since there may be millions of objects.
 
     Args:
-        uri: where they are.
         most: how many are listed, wanted or not.
         wanted: whether the object of a name, relative to the URI, is one.
 

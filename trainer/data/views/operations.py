@@ -20,8 +20,7 @@ from torchvision.transforms.v2 import functional as torchvision
 from trainer.data.batch import to_device
 from trainer.data.views.parameters import OPERATIONS, ViewParameters
 
-GREY_WEIGHTS = (0.299, 0.587, 0.114)
-"""Shares of red, green and blue in grey (ITU-R BT.601)."""
+GREY_WEIGHTS = (0.299, 0.587, 0.114)  # shares of red, green and blue in grey (ITU-R BT.601)
 
 _Map = tuple[tuple[float, float, float], tuple[float, float, float]]
 
@@ -62,21 +61,14 @@ def levels(pixels: Tensor) -> Tensor:
 
 
 def apply_operations(views: Tensor, parameters: ViewParameters, magnitude: float) -> Tensor:
-    """Apply each view's operations, one after another.
+    """Apply each view's operations, of a magnitude from 0 to 10, one after another; the views, uint8 [B, 3, V, V], are changed.
 
     The host decides which views an operation changes, so it never waits for the device.
-
-    Args:
-        views: uint8 [B, 3, V, V]; changed in place.
-        magnitude: strength of the operations, 0 to 10.
-
-    Returns:
-        `views`.
     """
     for numbers, negative in zip(parameters.operations.unbind(1), parameters.negative.unbind(1), strict=True):
         amounts = [-magnitude / 10 if backwards else magnitude / 10 for backwards in negative.tolist()]
         names = [OPERATIONS[number] for number in numbers.tolist()]
-        for apply, family in _FAMILIES.items():
+        for family, apply in _FAMILIES:
             rows = [row for row, name in enumerate(names) if name in family]
             if rows:
                 on_device = to_device(torch.tensor(rows), views.device)
@@ -133,18 +125,6 @@ def _sharpen(views: Tensor, _: list[str], amounts: list[float]) -> Tensor:
     return levels(pixels)
 
 
-def _posterize(views: Tensor, _: list[str], amounts: list[float]) -> Tensor:
-    """Keep the upper bits, at least four."""
-    kept: Tensor = torchvision.posterize(views, bits=8 - round(4 * abs(amounts[0])))
-    return kept
-
-
-def _solarize(views: Tensor, _: list[str], amounts: list[float]) -> Tensor:
-    """Invert the brighter pixels."""
-    inverted: Tensor = torchvision.solarize(views, threshold=255 * (1 - abs(amounts[0])))
-    return inverted
-
-
 def _autocontrast(views: Tensor, _: list[str], __: list[float]) -> Tensor:
     """Stretch each channel to 0..255; a channel of a single level stays."""
     pixels = views.float()
@@ -154,19 +134,16 @@ def _autocontrast(views: Tensor, _: list[str], __: list[float]) -> Tensor:
     return levels(torch.where(extent > 0, stretched, pixels))
 
 
-def _equalize(views: Tensor, _: list[str], __: list[float]) -> Tensor:
-    """Give each channel's levels equal shares, by Pillow's rule; a channel with hardly more than one level stays."""
-    equalized: Tensor = torchvision.equalize(views)
-    return equalized
-
-
-_FAMILIES: dict[Callable[[Tensor, list[str], list[float]], Tensor], set[str]] = {
-    _warp: {"shear_x", "shear_y", "translate_x", "translate_y", "rotate"},
-    _recolour: {"brightness", "contrast", "colour"},
-    _sharpen: {"sharpness"},
-    _posterize: {"posterize"},
-    _solarize: {"solarize"},
-    _autocontrast: {"autocontrast"},
-    _equalize: {"equalize"},
-}
-"""The operations that each function applies, together."""
+_FAMILIES: tuple[tuple[set[str], Callable[[Tensor, list[str], list[float]], Tensor]], ...] = (
+    ({"shear_x", "shear_y", "translate_x", "translate_y", "rotate"}, _warp),
+    ({"brightness", "contrast", "colour"}, _recolour),
+    ({"sharpness"}, _sharpen),
+    # Keep the upper bits, at least four.
+    ({"posterize"}, lambda views, _, amounts: torchvision.posterize(views, bits=8 - round(4 * abs(amounts[0])))),
+    # Invert the brighter pixels.
+    ({"solarize"}, lambda views, _, amounts: torchvision.solarize(views, threshold=255 * (1 - abs(amounts[0])))),
+    ({"autocontrast"}, _autocontrast),
+    # Give each channel's levels equal shares, by Pillow's rule; a channel with hardly more than one level stays.
+    ({"equalize"}, lambda views, _, __: torchvision.equalize(views)),
+)
+"""Operations that are applied together, and by what."""

@@ -16,21 +16,18 @@ import torch
 from torch import Tensor
 
 from trainer.config import ViewSettings
-from trainer.data.randomness import Indices, Keys, uniform
+from trainer.data.sampler import Indices, Keys, uniform
 
 Numbers = npt.NDArray[np.float64]
 Rows = Indices | slice
-Draw = Callable[[Indices, Rows], Numbers]
-"""Indices of draws [N] and rows of the batch -> a number in [0, 1) for each, [N, rows]."""
+Draw = Callable[[Indices, Rows], Numbers]  # indices of draws [N] and rows of the batch -> numbers in [0, 1), [N, rows]
 
 _AREA, _ASPECT, _LEFT, _TOP, _MIRROR, _BRIGHTNESS, _CONTRAST, _SATURATION = range(8)
 _ERASED, _ERASED_AREA, _ERASED_ASPECT, _ERASED_LEFT, _ERASED_TOP = range(8, 13)
-_OPERATIONS = 13
-"""Index of the first of RandAugment's draws, two for each operation: which one, and its direction."""
+_OPERATIONS = 13  # index of the first of RandAugment's draws, two for each operation: which one, and its direction
 _CROP_AGAIN, _ERASED_AGAIN = 1_000, 1_100
 """Index of the first of the draws that replace an area and a ratio that do not fit, two for each further attempt."""
-_ATTEMPTS = 10
-"""Most draws of an area and a ratio, as in torchvision's RandomResizedCrop and RandomErasing."""
+_ATTEMPTS = 10  # most draws of an area and a ratio, as in torchvision's RandomResizedCrop and RandomErasing
 
 OPERATIONS = (
     "identity",
@@ -57,18 +54,12 @@ ERASED_AREA, ERASED_ASPECT = (0.02, 1 / 3), 10 / 3
 class ViewParameters(NamedTuple):
     """Parameters drawn for B views. Small, and always on the CPU, since the host decides from them which operations run."""
 
-    box: Tensor
-    """The crop in whole stored pixels: left, top, width, height; int64 [B, 4]."""
-    mirror: Tensor
-    """Whether the view is mirrored left to right, bool [B]."""
-    colour: Tensor
-    """Factors of brightness, contrast and saturation, float32 [B, 3]; 1 changes nothing."""
-    operations: Tensor
-    """RandAugment's operations, one after another, as numbers into OPERATIONS; int64 [B, R]."""
-    negative: Tensor
-    """Whether an operation that has a direction goes the negative way, bool [B, R]."""
-    erased: Tensor
-    """Rectangle to erase, as shares of the view's edge: left, top, right, bottom; float32 [B, 4], zeros for none."""
+    box: Tensor  # the crop in whole stored pixels: left, top, width, height; int64 [B, 4]
+    mirror: Tensor  # whether the view is mirrored left to right, bool [B]
+    colour: Tensor  # factors of brightness, contrast and saturation, float32 [B, 3]; 1 changes nothing
+    operations: Tensor  # RandAugment's operations, one after another, as numbers into OPERATIONS; int64 [B, R]
+    negative: Tensor  # whether an operation that has a direction goes the negative way, bool [B, R]
+    erased: Tensor  # what to erase, as shares of the edge: left, top, right, bottom; float32 [B, 4], zeros for none
 
 
 def draw_views(keys: Keys, numbers: Indices, *, stored: int, seed: int, settings: ViewSettings) -> ViewParameters:

@@ -1,4 +1,4 @@
-"""Views: the augmented images that a training step sees.
+"""Views: the augmented images that a training step sees, alone or mixed with one another (mixup and CutMix).
 
 A view is a function of (seed, sample key, view number, settings, stored size, view size); so it does not depend on workers, processes,
 the batch size or a resume. The loader makes it image by image, or a device makes a batch of them: crop, colour, RandAugment's operations,
@@ -9,7 +9,10 @@ view's pixel aside). A GPU rounds colours and RandAugment's bilinear warp differ
 Both ways resize with an antialiased triangle filter restricted to the box, whose weights are whole numbers (fixed point), and round after
 each axis. So sums are exact in any order: a crop has the same bits in every batch and on every device.
 
-Shapes: B images, S x S stored pixels, V x V pixels of a view, T taps of the filter.
+A view is mixed with the same-numbered view of its partner, which is a function of (seed, view number) (`trainer.data.sampler`); the
+mixture is one of (seed, sample key, view number). So a teacher's outputs for a mixed view can be recorded.
+
+Shapes: B images, S x S stored pixels, V x V pixels of a view, T taps of the filter; b samples and b + x images that are mixed.
 """
 
 from __future__ import annotations
@@ -17,14 +20,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+import scipy.special
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.config import ViewSettings
-from trainer.data.batch import cache_sized_slices, to_device
+from trainer.data.batch import Mixing, cache_sized_slices, to_device
+from trainer.data.sampler import Indices, Keys, uniform
 from trainer.data.views.operations import adjust_colour, apply_operations, channel_means, levels
-from trainer.data.views.parameters import ViewParameters
+from trainer.data.views.parameters import Numbers, ViewParameters
+
+_MIXING = 0x6D6978696E67  # keeps mixing's draws apart from those of the views
 
 
 def make_views(images: Tensor, parameters: ViewParameters, size: int, settings: ViewSettings) -> Tensor:
@@ -49,12 +57,8 @@ def finish_views(views: Tensor, parameters: ViewParameters, settings: ViewSettin
 def erase(views: Tensor, boxes: Tensor) -> Tensor:
     """Fill a rectangle with the view's mean colour: random erasing (Zhong et al. 2020).
 
-    Args:
-        views: uint8 [B, 3, V, V]; changed in place.
-        boxes: rectangles as shares of the edge: left, top, right, bottom; float32 [B, 4], zeros for none, on the CPU.
-
-    Returns:
-        `views`.
+    The views, uint8 [B, 3, V, V], are changed and returned. The boxes are shares of the edge: left, top, right, bottom; float32 [B, 4],
+    zeros for none, on the CPU.
     """
     rows = (boxes[:, 2] > boxes[:, 0]).nonzero().squeeze(1)
     if len(rows):
@@ -69,12 +73,10 @@ def erase(views: Tensor, boxes: Tensor) -> Tensor:
 
 
 def fill_together(views: Tensor, rows: Tensor, edges: Tensor) -> None:
-    """Fill the rectangles of all views in a few operations, since the host has to launch each one on a device.
+    """Fill the rectangles of n views in a few operations, since the host has to launch each one on a device.
 
-    Args:
-        views: uint8 [B, 3, V, V]; changed in place.
-        rows: the n views to change, int64 [n], on the CPU.
-        edges: their rectangles in pixels: left, top, right, bottom; int64 [n, 4], on the CPU.
+    The views, uint8 [B, 3, V, V], are changed. Which ones, int64 [n], and their rectangles in pixels (left, top, right, bottom), int64
+    [n, 4], are on the CPU.
     """
     rows, edges = to_device(rows, views.device), to_device(edges, views.device)
     left, top, right, bottom = edges.view(-1, 4, 1).unbind(1)
@@ -90,16 +92,10 @@ def fill_together(views: Tensor, rows: Tensor, edges: Tensor) -> None:
 
 
 def crop_sample(image: Tensor, box: Sequence[float], *, mirror: bool, out: Tensor) -> None:
-    """Crop, resize and mirror one image on the CPU.
+    """Crop, resize and mirror one image on the CPU: uint8 [3, h, w], in any memory layout, into `out`, uint8 [3, V, V].
 
-    The bits are those of torchvision's `resized_crop` and `horizontal_flip`.
-
-    Args:
-        image: uint8 [3, h, w], in any memory layout.
-        box: left, top, width, height in pixels of `image`. Fractions (of an image that was shrunk while it was decoded) are rounded to
-            whole pixels, which moves the view by at most half of one.
-        mirror: whether to mirror it left to right.
-        out: where the view goes, uint8 [3, V, V].
+    The bits are those of torchvision's `resized_crop` and `horizontal_flip`. The box is left, top, width, height in pixels of the image;
+    fractions (of one that was shrunk while it was decoded) are rounded to whole pixels, which moves the view by at most half of one.
     """
     # torch's resize of uint8 images is fastest for a decoder's interleaved pixels, permuted. torchvision's functions copy them to planar
     # memory first and take twice as long (0.57 ms against 0.27 ms for 100 x 90 of 160 x 160 pixels to 64 x 64, one core).
@@ -179,3 +175,58 @@ def _filter(start: Tensor, length: Tensor, place: Tensor, *, stored: int) -> tup
     dense = weights.new_zeros((len(start), size, stored + taps))  # a tap past the last pixel has no weight
     dense.scatter_(2, pixel.long() + start.view(-1, 1, 1), weights)
     return dense[:, :, :stored], unit.float()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mixing
+
+
+def mixes(settings: ViewSettings) -> bool:
+    """Return whether views are mixed at all."""
+    return settings.mixup > 0 or settings.cutmix > 0
+
+
+def draw_mixing(
+    keys: Keys, numbers: Indices, partner: Indices, partner_labels: Indices, *, seed: int, settings: ViewSettings
+) -> Mixing:
+    """Draw how the views of samples with these keys and view numbers, [b], are mixed with their partners'.
+
+    `partner` has the row of each one's partner among the batch's images, [b]; at least one of mixup's and CutMix's alphas is above 0.
+    """
+    kind, quantile, x, y = uniform(_MIXING, seed, keys, numbers, np.arange(4)[:, None])
+    kind_share = {(True, False): 0.0, (False, True): 1.0, (True, True): 0.5}[settings.mixup > 0, settings.cutmix > 0]
+    is_cutmix = kind < kind_share
+    share = np.where(is_cutmix, _beta(settings.cutmix, quantile), _beta(settings.mixup, quantile))
+    edge = np.sqrt(1 - share) / 2
+    box = np.clip(np.stack([x - edge, y - edge, x + edge, y + edge], axis=1), 0, 1)
+    box[~is_cutmix] = 0
+    outside = 1 - (box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1])
+    return Mixing(
+        partner=torch.from_numpy(partner),
+        labels=torch.from_numpy(partner_labels),
+        share=torch.from_numpy(np.where(is_cutmix, outside, share)).float(),
+        blend=torch.from_numpy(np.where(is_cutmix, 1.0, share)).float(),
+        box=torch.from_numpy(box).float(),
+    )
+
+
+def _beta(alpha: float, quantile: Numbers) -> Numbers:
+    """Compute quantiles of Beta(alpha, alpha); ones where alpha is 0, which leaves the image as it is."""
+    if not alpha:
+        return np.ones_like(quantile)
+    values: Numbers = scipy.special.betaincinv(alpha, alpha, quantile)
+    return values
+
+
+def mix(images: Tensor, mixing: Mixing) -> Tensor:
+    """Mix each sample's view with its partner's: uint8 [b + x, 3, V, V], the first b the samples' own, to uint8 [b, 3, V, V]."""
+    mixed = torch.empty_like(images[: len(mixing.partner)])
+    centre = (torch.arange(images.shape[-1], device=mixing.box.device) + 0.5) / images.shape[-1]  # of each pixel
+    for rows in cache_sized_slices(mixed):
+        own, partner = images[rows].float(), images[mixing.partner[rows]].float()
+        left, top, right, bottom = mixing.box[rows].view(-1, 4, 1).unbind(1)
+        columns, lines = (centre >= left) & (centre < right), (centre >= top) & (centre < bottom)
+        inside = (lines.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(1)  # [b, 1, V, V]
+        weight = mixing.blend[rows].view(-1, 1, 1, 1).masked_fill(inside, 0)
+        mixed[rows] = levels(own.sub_(partner).mul_(weight).add_(partner))
+    return mixed

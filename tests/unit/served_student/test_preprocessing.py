@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import struct
 import zlib
@@ -11,12 +10,9 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-import PIL
 import pytest
-import simplejpeg
 from PIL import Image
 
-from trainer.data.decoding import content_key, decode_square, decoder_of, encode
 from trainer.served_student.preprocessing import BadImageError, Fit, Square, decode, to_square
 
 Pixels = npt.NDArray[np.uint8]
@@ -201,17 +197,6 @@ def test_pillows_own_limit_is_left_as_it_was() -> None:
     assert before == Image.MAX_IMAGE_PIXELS
 
 
-def test_the_content_key_depends_on_pixels_and_shape_only() -> None:
-    pixels = noise(6, 8)
-    keys = {
-        content_key(decode(file(Image.fromarray(pixels), kind), max_pixels=99, min_edge=1)) for kind in ("PNG", "BMP")
-    }
-    assert keys == {hashlib.sha256(b"8x6:" + pixels.tobytes()).hexdigest()}
-    assert content_key(Image.fromarray(pixels.reshape(8, 6, 3))) not in keys
-    pixels[0, 0, 0] ^= 1
-    assert content_key(Image.fromarray(pixels)) not in keys
-
-
 def fitted(image: Image.Image, size: int, fit: Fit) -> Pixels:
     return np.asarray(to_square(image, Square(fit=fit, size=size, max_pixels=1)))
 
@@ -231,74 +216,3 @@ def test_reduction_is_antialiased() -> None:
     board = (np.indices((64, 64)).sum(0) % 2 * 255).astype(np.uint8)
     small = fitted(Image.fromarray(board).convert("RGB"), 16, "crop")
     np.testing.assert_allclose(small, 127.5, atol=3)
-
-
-def test_encodings() -> None:
-    image = Image.fromarray(noise(32, 32))
-    exact = Image.open(io.BytesIO(encode(image, "png", 95)))
-    np.testing.assert_array_equal(np.asarray(exact), noise(32, 32))
-    smooth = Image.radial_gradient("L").resize((32, 32)).convert("RGB")
-    near = Image.open(io.BytesIO(encode(smooth, "jpeg", 95)))
-    assert near.format == "JPEG"
-    np.testing.assert_allclose(np.asarray(near).astype(int), np.asarray(smooth).astype(int), atol=6)
-    assert len(encode(image, "jpeg", 50)) < len(encode(image, "jpeg", 95))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Stored squares
-
-
-def square(encoding: str, size: int = 40) -> bytes:
-    """A picture that is smooth in one corner and noisy in another."""
-    smooth = np.asarray(Image.radial_gradient("L").resize((size, size)).convert("RGB")).astype(np.int64)
-    pixels = np.clip(smooth + noise(size, size) * np.linspace(0, 0.5, size)[:, None], 0, 255).astype(np.uint8)
-    return encode(Image.fromarray(pixels), encoding, 95)
-
-
-@pytest.mark.parametrize("encoding", ["jpeg", "png"])
-@pytest.mark.parametrize("kind", [bytes, memoryview])
-def test_a_stored_square_is_decoded_to_the_bit_as_pillow_does(encoding: str, kind: type) -> None:
-    content = square(encoding)
-    expected = np.asarray(Image.open(io.BytesIO(content)))
-    np.testing.assert_array_equal(decode_square(kind(content), 40), expected)
-    room = np.zeros((2, 40, 40, 3), dtype=np.uint8)
-    assert np.shares_memory(decode_square(kind(content), 40, out=room[1]), room)
-    np.testing.assert_array_equal(room[1], expected)
-    assert not room[0].any()
-
-
-@pytest.mark.parametrize(("shrink", "edge"), [(1, 40), (2, 20), (4, 10), (8, 5)])
-def test_a_jpeg_is_shrunk_while_it_is_decoded(shrink: int, edge: int) -> None:
-    content = square("jpeg")
-    pixels = decode_square(content, 40, shrink=shrink)
-    assert pixels.shape == (edge, edge, 3)
-    means = decode_square(content, 40).reshape(edge, shrink, edge, shrink, 3).astype(float).mean((1, 3))
-    assert np.abs(pixels - means).mean() < 2
-
-
-def test_an_edge_that_is_no_multiple_is_rounded_up() -> None:
-    assert decode_square(square("jpeg", 43), 43, shrink=4).shape == (11, 11, 3)
-
-
-def test_other_formats_are_not_shrunk() -> None:
-    assert decode_square(square("png"), 40, shrink=2).shape == (40, 40, 3)
-
-
-@pytest.mark.parametrize("encoding", ["jpeg", "png"])
-@pytest.mark.parametrize("size", [39, 41])
-def test_a_square_of_another_size_is_refused(encoding: str, size: int) -> None:
-    with pytest.raises(BadImageError, match=f"40 x 40 pixels instead of {size} x {size}|buffer is too small"):
-        decode_square(square(encoding), size, out=np.empty((size, size, 3), dtype=np.uint8))
-
-
-@pytest.mark.parametrize("encoding", ["jpeg", "png"])
-@pytest.mark.parametrize("part", [0.01, 0.3, 0.9])
-def test_a_damaged_square_is_refused(encoding: str, part: float) -> None:
-    content = square(encoding)
-    with pytest.raises(BadImageError, match=r"damaged|truncated"):
-        decode_square(content[: int(len(content) * part)], 40)
-
-
-def test_the_decoder_is_named_with_its_version() -> None:
-    assert decoder_of(square("jpeg")).split() == ["simplejpeg", simplejpeg.__version__]
-    assert decoder_of(square("png")).split() == ["pillow", PIL.__version__]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.unit.distillation.test_recording import DESCRIPTION, records_of
-from trainer.distillation import coverage
+from trainer.distillation import recording_report
 
 VIEWS = 400
 
@@ -33,13 +33,13 @@ def masses(logits, temperature, entries):
 
 @pytest.mark.parametrize("top_k", [1, 4, 5, 12])
 def test_mass_and_labels_are_those_of_a_slow_computation(logits, labels, top_k):
-    held = coverage.count(records_of(logits, replace(DESCRIPTION, top_k=top_k)), labels, 12)
+    held = recording_report.count(records_of(logits, replace(DESCRIPTION, top_k=top_k)), labels, 12)
     assert held.views == VIEWS
     order = (-logits).argsort(1).numpy()[:, :top_k]
     assert held.labels_recorded == sum(label in row for label, row in zip(labels, order, strict=True))
     assert held.labels_first == sum(label == row[0] for label, row in zip(labels, order, strict=True))
-    for row, temperature in enumerate(coverage.TEMPERATURES):
-        for column, entries in enumerate(coverage.entries(top_k)):
+    for row, temperature in enumerate(recording_report.TEMPERATURES):
+        for column, entries in enumerate(recording_report.entries(top_k)):
             assert held.mean_held()[row, column] == pytest.approx(masses(logits, temperature, entries).mean(), abs=5e-4)
         assert held.mean_mass()[row] == pytest.approx(masses(logits, temperature, top_k).mean(), abs=5e-4)
         twice = masses(logits, temperature, min(12, 2 * top_k)).mean()
@@ -50,8 +50,8 @@ def test_mass_and_labels_are_those_of_a_slow_computation(logits, labels, top_k):
 @pytest.mark.parametrize("share", [0.01, 0.05, 0.5, 1.0])
 def test_quantiles_are_those_of_the_sorted_records(logits, labels, share):
     records = records_of(logits, DESCRIPTION)
-    held = coverage.count(records, labels, 12)
-    for column, temperature in enumerate(coverage.TEMPERATURES):
+    held = recording_report.count(records, labels, 12)
+    for column, temperature in enumerate(recording_report.TEMPERATURES):
         missing = []
         for values, rest in zip(records["logits"].astype(float), records["rest"][:, column].astype(float), strict=True):
             missing.append(1 / (1 + sum(np.exp(value / temperature - rest) for value in values)))
@@ -61,16 +61,17 @@ def test_quantiles_are_those_of_the_sorted_records(logits, labels, share):
 
 def test_parts_add_up_to_the_whole(logits, labels):
     records = records_of(logits, DESCRIPTION)
-    whole = coverage.count(records, labels, 12)
-    parts = coverage.total(
-        coverage.count(records[part], labels[part], 12) for part in (slice(0, 7), slice(7, 300), slice(300, None))
+    whole = recording_report.count(records, labels, 12)
+    parts = recording_report.total(
+        recording_report.count(records[part], labels[part], 12)
+        for part in (slice(0, 7), slice(7, 300), slice(300, None))
     )
     for name, value in vars(whole).items():
         assert np.allclose(getattr(parts, name), value, rtol=1e-12), name
 
 
 def test_where_all_logits_are_recorded_nothing_is_missing(logits, labels):
-    held = coverage.count(records_of(logits, replace(DESCRIPTION, top_k=12)), labels, 12)
+    held = recording_report.count(records_of(logits, replace(DESCRIPTION, top_k=12)), labels, 12)
     assert held.mean_mass().tolist() == [1, 1]
     assert held.figures()["mass"]["t2"] == {"mean": 1.0, "p5": 1.0, "p1": 1.0}
     assert held.figures()["label_recorded"] == 1
@@ -78,15 +79,15 @@ def test_where_all_logits_are_recorded_nothing_is_missing(logits, labels):
 
 def test_shares_of_labels_are_of_the_images_that_have_one(logits, labels):
     records, half = records_of(logits, DESCRIPTION), np.where(np.arange(VIEWS) % 2, labels, -1)
-    held, labelled = coverage.count(records, half, 12), coverage.count(records[1::2], labels[1::2], 12)
+    held, labelled = recording_report.count(records, half, 12), recording_report.count(records[1::2], labels[1::2], 12)
     assert (held.views, held.labelled) == (VIEWS, VIEWS // 2)
     for name in ("label_recorded", "teacher_top1"):
         assert held.figures()[name] == labelled.figures()[name] > 0
-    nothing = coverage.count(records, np.full(VIEWS, -1), 12)
+    nothing = recording_report.count(records, np.full(VIEWS, -1), 12)
     assert nothing.figures()["teacher_top1"] == 0
 
 
 def test_the_numbers_of_entries_end_with_those_recorded():
-    assert [coverage.entries(top_k) for top_k in (1, 2, 3, 10, 16)] == [
+    assert [recording_report.entries(top_k) for top_k in (1, 2, 3, 10, 16)] == [
         [1], [1, 2], [1, 2, 3], [1, 2, 4, 8, 10], [1, 2, 4, 8, 16],
     ]  # fmt: skip

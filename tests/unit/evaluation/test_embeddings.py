@@ -12,7 +12,7 @@ from trainer import models
 from trainer.data.dataset import open_dataset
 from trainer.devices import Device, choose_device
 from trainer.errors import ModelError
-from trainer.evaluation import embeddings, probes
+from trainer.evaluation import embeddings
 
 CLASSES, SIZE = 4, 6
 
@@ -46,21 +46,20 @@ def votes_by_hand(embedding):
 
 
 def test_neighbours_vote_as_in_the_papers_loop(monkeypatch):
-    monkeypatch.setattr(probes, "_VOTES_TOGETHER", 7)
-    votes = probes.nearest_neighbors(BANK, BANK_LABELS, OTHERS, CLASSES)
+    monkeypatch.setattr(embeddings, "_VOTES_TOGETHER", 7)
+    votes = embeddings.nearest_neighbors(BANK, BANK_LABELS, OTHERS, CLASSES)
     assert np.allclose(votes, [votes_by_hand(embedding) for embedding in OTHERS], rtol=1e-6)
 
 
 def test_of_few_known_images_all_are_neighbours():
-    votes = probes.nearest_neighbors(BANK[:3], np.array([0, 2, 2]), OTHERS[:5], CLASSES)
+    votes = embeddings.nearest_neighbors(BANK[:3], np.array([0, 2, 2]), OTHERS[:5], CLASSES)
     assert (votes[:, [1, 3]] == 0).all()
     assert (votes[:, [0, 2]] > 0).all()
 
 
-def test_a_probe_is_scikit_learns_logistic_regression(monkeypatch):
+def test_a_probe_is_scikit_learns_logistic_regression():
     """Its C is 1 / (penalty x N), on the same standardised embeddings."""
-    monkeypatch.setattr(probes, "PENALTIES", (1e-2,))
-    probe = probes.fit_probe(BANK, BANK_LABELS, OTHERS, OTHER_LABELS, CLASSES)
+    probe = embeddings.fit_probe(BANK, BANK_LABELS, OTHERS, OTHER_LABELS, CLASSES, penalties=(1e-2,))
     mean, std = BANK.astype(np.float64).mean(0), BANK.astype(np.float64).std(0)
     known = LogisticRegression(C=1 / (1e-2 * len(BANK)), tol=1e-8, max_iter=5000)
     known.fit((BANK - mean) / std, BANK_LABELS)
@@ -69,13 +68,12 @@ def test_a_probe_is_scikit_learns_logistic_regression(monkeypatch):
     assert np.allclose(powers / powers.sum(1, keepdims=True), known.predict_proba((OTHERS - mean) / std), atol=2e-3)
 
 
-def test_the_penalty_is_the_one_that_is_best_on_the_validation_split(monkeypatch):
+def test_the_penalty_is_the_one_that_is_best_on_the_validation_split():
     alone = {}
-    for penalty in probes.PENALTIES:
-        with monkeypatch.context() as patch:
-            patch.setattr(probes, "PENALTIES", (penalty,))
-            alone[penalty] = probes.fit_probe(BANK, BANK_LABELS, OTHERS, OTHER_LABELS, CLASSES).val_top1
-    probe = probes.fit_probe(BANK, BANK_LABELS, OTHERS, OTHER_LABELS, CLASSES)
+    for penalty in embeddings.PENALTIES:
+        probe = embeddings.fit_probe(BANK, BANK_LABELS, OTHERS, OTHER_LABELS, CLASSES, penalties=(penalty,))
+        alone[penalty] = probe.val_top1
+    probe = embeddings.fit_probe(BANK, BANK_LABELS, OTHERS, OTHER_LABELS, CLASSES)
     assert probe.val_top1 == pytest.approx((probe.logits(OTHERS).argmax(1) == OTHER_LABELS).mean())
     assert probe.val_top1 == pytest.approx(max(alone.values()), abs=0.021)  # one image, as fits begin with the last one
     assert probe.val_top1 > 0.5
@@ -84,7 +82,7 @@ def test_the_penalty_is_the_one_that_is_best_on_the_validation_split(monkeypatch
 def test_a_number_that_never_varies_does_no_harm():
     still = BANK.copy()
     still[:, 0] = 2.5
-    probe = probes.fit_probe(still, BANK_LABELS, OTHERS, OTHER_LABELS, CLASSES)
+    probe = embeddings.fit_probe(still, BANK_LABELS, OTHERS, OTHER_LABELS, CLASSES)
     assert np.isfinite(probe.weight).all()
     assert np.isfinite(probe.bias).all()
 
@@ -135,10 +133,11 @@ class Group:
 def test_images_dealt_to_processes_come_back_in_their_order(count, digits, teacher, monkeypatch):
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
     model, split, device = models.load(teacher), open_dataset(digits).split("val"), choose_device().open()
+    monkeypatch.setattr(embeddings, "TOGETHER", 4)
     indices, said = list(range(5, 5 + 2 * count, 2)), []
     for rank in range(2):
         said.append(embeddings.embed(model, split, indices[rank::3], device, 4))
-    together = embeddings.embed_together(model, split, indices, Group(2, said, device), 4)
+    together = embeddings.embed_together(model, split, indices, Group(2, said, device))
     with torch.no_grad():
         wanted = model.pooled(split.read(indices)).numpy()
     assert np.allclose(together, wanted, atol=1e-5)
