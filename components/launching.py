@@ -15,7 +15,7 @@ from trainer import artifacts, storage
 from trainer.config import DEVICE_VARIABLE
 from trainer.errors import LaunchError, SettingsError
 from trainer.graph import STAGES, Kind
-from trainer.launch import JobSpec, LocalLauncher, processes_here
+from trainer.launch import JobSpec, processes_here, run_here
 
 ARTIFACTS = "TRAINER_ARTIFACTS"
 """Environment variable: the folder of an object store through which jobs exchange artifacts with this machine."""
@@ -128,7 +128,7 @@ def launch(training: TrainingTask) -> None:
         record = storage.local_path(training.job)
         record.mkdir(parents=True, exist_ok=True)
         (record / JOB).write_text(json.dumps(asdict(spec), indent=2))
-        LocalLauncher().run(spec)
+        run_here(spec)
         return
     from components.launch import job_manifest, pools
     from components.launch.launcher import ClusterLauncher

@@ -26,7 +26,7 @@ from components.image import tagged
 from components.launching import Placement
 from pipelines import compile as compilation
 from pipelines import pipeline_options
-from trainer import commands, config, front_page, launch, runner, storage, tracking
+from trainer import commands, config, finished_run, launch, runner, storage, tracking
 from trainer import summary as summaries
 from trainer.errors import LaunchError, OutputError, TrackingError, writing_to
 from trainer.graph import STAGES, needed_stages
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
             raise OutputError(
                 f"cannot write to {directory}: it has {own.name}/ of `python -m trainer run`; choose another output"
             )
-    for name in (summaries.SUMMARY, front_page.INDEX):
+    for name in (summaries.SUMMARY, finished_run.INDEX):
         (directory / name).unlink(missing_ok=True)
     os.environ.update(_environment(settings, directory, place))
     os.environ[task.DEBUG] = "1" if options.debug else ""
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
     except BaseException as error:
         _close_tracking("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise
-    print(f"\n{summaries.table(summary, directory / front_page.INDEX)}")
+    print(f"\n{summaries.table(summary, directory / finished_run.INDEX)}")
     _close_tracking("FINISHED")
 
 
@@ -158,7 +158,7 @@ def _run_pipeline(
         for keyword, spec in stage.makes.items():
             if ran and (reference := ran.outputs[f"{keyword}_uri"]):
                 _link(directory / spec.folder, Path(references.uri_of(reference)))
-    front_page.write(directory, summary)
+    finished_run.write_front_page(directory, summary)
     return summary
 
 

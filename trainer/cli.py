@@ -231,22 +231,22 @@ def _stage(options: argparse.Namespace) -> None:
             raise SettingsError(f"--settings {options.settings!r} is not JSON: {error}") from error
         if not isinstance(section, dict):
             raise SettingsError(f"--settings {options.settings!r} is not a JSON object")
-    inputs = {name: value for name in stage.all_inputs if (value := getattr(options, name)) is not None}
-    outputs = {name: getattr(options, name) for name in stage.outputs}
-    if stage.launched and not options.worker:
-        config.validate_section(stage.section, section)
-        spec = launch.JobSpec(
-            stage=stage.name,
-            settings=section,
-            inputs=inputs,
-            outputs=outputs,
-            processes_per_node=options.processes or launch.processes_here(os.environ[config.DEVICE_VARIABLE]),
-        )
-        run = launch.join_node if options.node else launch.LocalLauncher().run
-        run(spec)
+    keywords = (*stage.all_inputs, *stage.outputs)
+    directories = {name: value for name in keywords if (value := getattr(options, name)) is not None}
+    if options.worker:
+        stages.call(stage.name, json.dumps(section), directories)
         return
-    further = {"recipe": options.recipe, "resolved": settings.model_dump(mode="json")} if stage.takes_recipe else {}
-    stages.call(stage.name, json.dumps(section), {**inputs, **outputs}, **further)
+    from trainer import runner
+
+    config.validate_section(stage.section, section)
+    runner.run_stage(
+        stage,
+        section,
+        directories,
+        processes=options.processes if stage.launched else 1,
+        given={"recipe": options.recipe, "resolved": settings.model_dump(mode="json")},
+        launcher=launch.join_node if options.node else None,
+    )
 
 
 def _config(options: argparse.Namespace) -> None:

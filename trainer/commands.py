@@ -44,6 +44,11 @@ def fraction(text: str) -> float:
     return value
 
 
+def add_with_default(options: Options, name: str, default: object, text: str, **further: Any) -> None:
+    """Add an option whose help ends with its default."""
+    options.add_argument(name, default=default, help=f"{text} (default: %(default)s)".lstrip(), **further)
+
+
 def add_recipe(
     options: Options, name: str = "--recipe", *, default: str = "digits", files: bool = True, **further: Any
 ) -> None:
@@ -89,9 +94,7 @@ def add_place(
         metavar="NAME",
         help=f"node pool of the trainings, from the file TRAINER_POOLS or ours (`python -m components.launch pools` lists them){shown}",
     )
-    options.add_argument(
-        "--nodes", type=number, default=1, metavar="N", help="machines of the pool (default: %(default)s)"
-    )
+    add_with_default(options, "--nodes", 1, "machines of the pool", type=number, metavar="N")
     add_processes(options, where=" on each machine", default=processes, number=number)
 
 

@@ -1,8 +1,8 @@
 """Launching: a stage as a group of training processes.
 
-`JobSpec` says what is to run; a `Launcher` runs it. The one here starts torch's elastic agent (what torchrun is made of) on this machine;
-the one for clusters stands in `components/launch`, and its pods start the agent with `join_node`. Both end in the same command in each
-process: `python -m trainer stage NAME --worker ...`.
+`JobSpec` says what is to run. `run_here` starts torch's elastic agent (what torchrun is made of) on this machine; the launcher for clusters
+stands in `components/launch`, and its pods start the agent with `join_node`. Both end in the same command in each process:
+`python -m trainer stage NAME --worker ...`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trainer.costs import local_place
 from trainer.errors import EXIT_CODE, PREEMPTED_EXIT_CODE, CrashError, LaunchError, PreemptedError, TrainerError
@@ -86,45 +86,38 @@ def flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-class Launcher(Protocol):
-    """Runs jobs somewhere."""
+def run_here(spec: JobSpec) -> None:
+    """Run a job of one node on this machine to its end; end all processes if one fails, or at Ctrl-C or SIGTERM.
 
-    def run(self, spec: JobSpec) -> None:
-        """Run a job to its end; raises a `LaunchError` that names the process that failed, why, and the next move."""
-        ...
+    Raises:
+        LaunchError: names the process that failed, why, and the next move.
+    """
+    launched_unix = time.time()
+    from torch.distributed.launcher.api import LaunchConfig
 
-
-class LocalLauncher(Launcher):
-    """Runs a job on this machine, one node only."""
-
-    def run(self, spec: JobSpec) -> None:
-        """Start the processes and wait for them; end them all if one fails, or at Ctrl-C or SIGTERM."""
-        launched_unix = time.time()
-        from torch.distributed.launcher.api import LaunchConfig
-
-        if spec.nodes != 1:
-            raise LaunchError(
-                f"{spec.stage}: {spec.nodes} nodes were asked for, but this machine is one; use a cluster's launcher"
-            )
-        place = local_place(spec.processes_per_node).environment()
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=spec.processes_per_node,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            monitor_interval=0.1,
+    if spec.nodes != 1:
+        raise LaunchError(
+            f"{spec.stage}: {spec.nodes} nodes were asked for, but this machine is one; use a cluster's launcher"
         )
-        _run_agent(config, replace(spec, environment={**place, **spec.environment}), launched_unix=launched_unix)
+    place = local_place(spec.processes_per_node).environment()
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=spec.processes_per_node,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    _run_agent(config, replace(spec, environment={**place, **spec.environment}), launched_unix=launched_unix)
 
 
 def join_node(spec: JobSpec) -> None:
     """Run this node's part of the job that `PET_*` describe, torchrun's own variables, which a cluster's operator sets.
 
-    The operator also sets the numbers of nodes and processes. Ends as `LocalLauncher.run`, or because the nodes did not find one another.
+    The operator also sets the numbers of nodes and processes. Ends as `run_here`, or because the nodes did not find one another.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous import RendezvousError

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from trainer import commands, config, errors, limits, tracking
@@ -75,12 +76,13 @@ def add_forecast(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         help="numbers of nodes (default: those tried)",
     )
     default = config.TuneSettings.model_fields["assumed_efficiency"].default
-    parser.add_argument(
+    commands.add_with_default(
+        parser,
         "--efficiency",
+        default,
+        "speed-up of twice as many nodes, as a share of 2, where only one number was tried",
         type=commands.fraction,
-        default=default,
         metavar="E",
-        help="speed-up of twice as many nodes, as a share of 2, where only one number was tried (default: %(default)s)",
     )
     commands.add_debug(parser, default=argparse.SUPPRESS)
     parser.set_defaults(command=_forecast)
@@ -140,15 +142,14 @@ def add_predict(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("photos", nargs="+", metavar="FILE", help="an image file; with --output one folder or URI")
     parser.add_argument("--output", metavar="DIR", help="folder or URI for the predictions of a whole folder")
-    parser.add_argument(
+    commands.add_with_default(
+        parser,
         "--model",
-        default="runs/latest",
+        "runs/latest",
+        "directory of a run or of a model, or a registered one, such as models:/vit-student@champion",
         metavar="DIR",
-        help="directory of a run or of a model, or a registered one, such as models:/vit-student@champion (default: %(default)s)",
     )
-    parser.add_argument(
-        "--top", type=commands.positive, default=5, metavar="K", help="how many labels (default: %(default)s)"
-    )
+    commands.add_with_default(parser, "--top", 5, "how many labels", type=commands.positive, metavar="K")
     parser.add_argument("--json", action="store_true", help="print a list of objects, as JSON")
     parser.add_argument("--force", action="store_true", help="ask a student that did not pass its gate, too")
     commands.add_debug(parser, default=argparse.SUPPRESS)
@@ -194,12 +195,13 @@ def add_drift(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         metavar="PREDICTIONS",
         help="what `predict --output` or a server wrote: a folder or a file, here or in a store",
     )
-    parser.add_argument(
+    commands.add_with_default(
+        parser,
         "--limit",
+        0.1,
+        "least share of the predictions that has to fall elsewhere to count as drift",
         type=commands.fraction,
-        default=0.1,
         metavar="D",
-        help="least share of the predictions that has to fall elsewhere to count as drift (default: %(default)s)",
     )
     parser.add_argument("--output", metavar="FILE", help="write the comparison as a page (HTML), too")
     commands.add_debug(parser, default=argparse.SUPPRESS)
@@ -248,63 +250,34 @@ def add_serve(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         description="Answer photos over HTTP, by `POST /predict` and the Open Inference Protocol v2, and serve a page to try it. Needs the "
         "extra `serve`.",
     )
+    add = partial(commands.add_with_default, parser)
     parser.add_argument("export", metavar="EXPORT", help="what `export` wrote: a directory or a URI")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)"
     )
-    parser.add_argument("--port", type=int, default=8000, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--name", default="student", help="what the protocol calls the model (default: %(default)s)")
+    add("--port", 8000, "", type=int, metavar="N")
+    add("--name", "student", "what the protocol calls the model")
     parser.add_argument(
         "--beside", default="", metavar="MODEL", help="a model whose answer stands beside, such as a run's teacher"
     )
     parser.add_argument(
         "--threads", type=commands.positive, default=0, metavar="N", help="that compute an answer (default: one a core)"
     )
-    parser.add_argument(
-        "--batch-size",
-        type=commands.positive,
-        default=16,
-        metavar="N",
-        help="photos computed together (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--wait-ms",
-        type=commands.seconds,
-        default=2.0,
-        metavar="T",
-        help="a photo waits for others on an idle server (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--in-flight",
-        type=commands.positive,
-        default=64,
-        metavar="N",
-        help="requests at a time; further ones are refused (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=commands.positive,
-        default=10,
-        metavar="S",
-        help="seconds for a request (default: %(default)s)",
-    )
-    parser.add_argument(
+    add("--batch-size", 16, "photos computed together", type=commands.positive, metavar="N")
+    add("--wait-ms", 2.0, "a photo waits for others on an idle server", type=commands.seconds, metavar="T")
+    add("--in-flight", 64, "requests at a time; further ones are refused", type=commands.positive, metavar="N")
+    add("--timeout", 10, "seconds for a request", type=commands.positive, metavar="S")
+    add(
         "--drain",
+        0.0,
+        "seconds that a server which is asked to end stays alive without being ready",
         type=commands.seconds,
-        default=0.0,
         metavar="S",
-        help="seconds that a server which is asked to end stays alive without being ready (default: %(default)s)",
     )
     parser.add_argument(
         "--log", default="", metavar="FILE", help="append label and probability of predictions to a file, for `drift`"
     )
-    parser.add_argument(
-        "--log-share",
-        type=commands.fraction,
-        default=1.0,
-        metavar="P",
-        help="share of the predictions in it (default: %(default)s)",
-    )
+    add("--log-share", 1.0, "share of the predictions in it", type=commands.fraction, metavar="P")
     parser.add_argument("--force", action="store_true", help="serve an export that did not pass its gate, too")
     commands.add_debug(parser, default=argparse.SUPPRESS)
     parser.set_defaults(command=_serve)
@@ -353,7 +326,7 @@ def add_ui(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--store", default="", metavar="URI", help=f"what to show (default: {tracking.URI}, or else runs/mlflow.db)"
     )
-    parser.add_argument("--port", type=commands.positive, default=5000, metavar="N", help="(default: %(default)s)")
+    commands.add_with_default(parser, "--port", 5000, "", type=commands.positive, metavar="N")
     commands.add_debug(parser, default=argparse.SUPPRESS)
     parser.set_defaults(command=_ui)
 

@@ -8,15 +8,15 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainer import artifacts, config, front_page, launch, preflight, stages, storage, tracking
+from trainer import artifacts, config, finished_run, launch, preflight, stages, storage, tracking
 from trainer.errors import ArtifactError, OutputError, TrackingError, make_directory, writing_to
 from trainer.graph import STAGES, Stage
-from trainer.launch import JobSpec, LocalLauncher
+from trainer.launch import JobSpec
 from trainer.summary import SUMMARY
 from trainer.tuning.tuning_schema import read_tuning
 
@@ -97,7 +97,7 @@ def run(
     summary = (directory / "registration" / SUMMARY).read_bytes()
     storage.write_bytes(directory / SUMMARY, summary)
     content: dict[str, Any] = json.loads(summary)
-    return content, front_page.write(directory, content)
+    return content, finished_run.write_front_page(directory, content)
 
 
 def folders(stage: Stage, settings: config.Settings) -> dict[str, str]:
@@ -128,6 +128,7 @@ def run_stage(
     *,
     processes: int,
     given: Mapping[str, Any],
+    launcher: Callable[[JobSpec], None] | None = None,
 ) -> None:
     """Run a stage on its inputs and outputs; `given` has the `recipe` and all `resolved` settings, for a stage that takes them."""
     if stage.launched:
@@ -135,7 +136,7 @@ def run_stage(
         outputs = {keyword: directories[keyword] for keyword in stage.outputs}
         processes = processes or launch.processes_here(os.environ[config.DEVICE_VARIABLE])
         spec = JobSpec(stage=stage.name, settings=section, inputs=inputs, outputs=outputs, processes_per_node=processes)
-        LocalLauncher().run(spec)
+        (launcher or launch.run_here)(spec)
     else:
         stages.call(stage.name, json.dumps(section), directories, **(given if stage.takes_recipe else {}))
 

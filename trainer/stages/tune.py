@@ -45,15 +45,7 @@ from trainer.training.spec import TrainingSpec, fit_batch
 from trainer.tuning import forecast_table
 from trainer.tuning.candidates import Workload
 from trainer.tuning.search import SearchResult, search
-from trainer.tuning.trials import (
-    MakeTraining,
-    RecordingTime,
-    TrialLog,
-    Trials,
-    from_trial,
-    measure_training,
-    place_of,
-)
+from trainer.tuning.trials import MakeTraining, RecordingTime, TrialLog, Trials, from_trial, measure_training, place_of
 from trainer.tuning.tuning_schema import FILE, Candidate, Trial, Tuning
 
 logger = logging.getLogger(__name__)
@@ -64,17 +56,8 @@ _TIMED, _MOST_TIMED, _TIMED_S = 3, 50, 0.5
 """Forward passes of the teacher that are timed, at least, and at most if they are done within so many seconds; the fastest counts."""
 _TEACHER_IMAGES = {"cpu": 8, "cuda": 256, "xla": 256}
 """Images of each."""
-_BESIDE_THE_TRIALS = {
-    "enabled",
-    "search",
-    "apply",
-    "minutes",
-    "assumed_efficiency",
-    "elsewhere",
-    "budget_usd",
-    "budget_hours",
-}
-"""Settings that change neither a trial nor which one follows another."""
+_OF_THE_TRIALS = {"distill", "reinforce", "largest_batch_growth", "fewest_steps"}
+"""Settings that change a trial, or which one follows another."""
 
 
 def run(
@@ -109,7 +92,7 @@ def run(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tune-")))
         # The trials are kept in a place that is named by all that they depend on, and their order.
         depends_on = {
-            "settings": settings.model_dump(mode="json", exclude=_BESIDE_THE_TRIALS),
+            "settings": settings.model_dump(mode="json", include=_OF_THE_TRIALS),
             "parents": dict(parents),
             "place": place_of(processes).model_dump(mode="json"),
             "machine": [
