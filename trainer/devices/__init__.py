@@ -150,8 +150,7 @@ class Host(Device):
     """The processor. `auto` is fp32 here: for small models bf16 is slower on any processor."""
 
     def uses_bf16(self, precision: Precision) -> bool:
-        """Whether bf16 was asked for and this processor has instructions for it; emulated, it takes 10 to 15 times as long as fp32."""
-        return precision == "bf16" and has_bf16_instructions()
+        return precision == "bf16" and has_bf16_instructions()  # emulated, it takes 10 to 15 times as long as fp32
 
 
 @functools.cache
@@ -172,7 +171,6 @@ class CudaDevice(Device):
     """A GPU of NVIDIA."""
 
     def seed(self, seed: int) -> None:
-        """Seed the CPU's generator and the GPU's."""
         super().seed(seed)
         torch.cuda.manual_seed(seed)
 
@@ -192,13 +190,11 @@ class CudaDevice(Device):
             torch.use_deterministic_algorithms(False)
 
     def synchronize(self) -> None:
-        """Wait for all that was given to the GPU."""
         torch.cuda.synchronize(self.torch_device)
 
     @property
     def pins_memory(self) -> bool:
-        """Copies from page-locked memory go over a stream of their own."""
-        return True
+        return True  # copies from page-locked memory go over a stream of their own
 
 
 class RowShardedOptimizer(torch.optim.Optimizer):

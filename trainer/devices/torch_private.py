@@ -51,19 +51,16 @@ class CompileHooks:
     """Calls a function before and after each graph that torch compiles, of backward passes too."""
 
     def __init__(self, started: Callable[[], None], ended: Callable[[], None]) -> None:
-        """Call `started` and `ended` between `add` and `remove`."""
         self._started: Callable[[Any], None] = lambda _: started()
         self._ended: Callable[[Any], None] = lambda _: ended()
 
     def add(self) -> None:
-        """Begin to call them."""
         from torch._dynamo.callback import callback_handler  # takes a second, which only a recording needs
 
         callback_handler.register_start_callback(self._started)
         callback_handler.register_end_callback(self._ended)
 
     def remove(self) -> None:
-        """Call them no more."""
         from torch._dynamo.callback import callback_handler
 
         callback_handler.remove_start_callback(self._started)

@@ -23,7 +23,6 @@ from trainer.evaluation.embeddings import Embeddings, embed, spread
 from trainer.evaluation.label_issues import JudgedLabels
 from trainer.evaluation.report import Example, Measured
 from trainer.models import Classifier
-from trainer.served_student.class_tags import ClassTags
 from trainer.tracking.stage_runs import stage_run
 
 METRICS = "metrics.json"
@@ -95,10 +94,11 @@ def _probed(subjects: Sequence[_Evaluated], data: PreparedDataset, settings: Eva
     """Measure what the embeddings know: nearest neighbours' votes for all models, and a linear probe as the head of one that has none."""
     device, train, test = choose_device().open(), data.split("train"), data.split("test")
     classes, done = len(data.classes), []
-    labels = train.labels[_bank(train)]
+    bank = spread(len(train), probes.MOST_IMAGES)
+    labels = train.labels[bank]
     for subject in subjects:
         model, size = subject.model, settings.batch_size
-        embedded = {"train": embed(model, train, _bank(train), device, size)}
+        embedded = {"train": embed(model, train, bank, device, size)}
         asked = embed(model, test, range(len(test)), device, size)
         votes = probes.nearest_neighbors(embedded["train"], labels, asked, classes)
         if not model.card.labels:
@@ -111,11 +111,6 @@ def _probed(subjects: Sequence[_Evaluated], data: PreparedDataset, settings: Eva
         probed = model is not subject.model
         done.append(replace(subject, model=model.cpu(), knn_top1=knn_top1, probed=probed, embedded=embedded))
     return done
-
-
-def _bank(train: Split) -> list[int]:
-    """Choose the training images to which probes are fitted."""
-    return spread(len(train), probes.MOST_IMAGES)
 
 
 def _evaluate(
@@ -143,7 +138,10 @@ def _evaluate(
             measured[name].figures["test"]["levels"] = hierarchy.level_accuracies(tags, of_model, split.labels)
         if settings.answer_risk:
             (student,) = (subject.model for subject in subjects if subject.name == "student")
-            answering = _answering(settings, tags, student, data.split("val"))
+            val, risk = data.split("val"), settings.answer_risk
+            of_val = predict(student, val, settings.batch_size, "student")
+            threshold = hierarchy.choose_threshold(tags, of_val, val.labels, risk)
+            answering = tags.answering(risk=risk, threshold=threshold)
             ours["test"]["answers"] = hierarchy.answers(answering, logits["student"], split.labels)
     reasons = metrics.judge(
         settings.gate,
@@ -165,19 +163,18 @@ def _evaluate(
         judged = _judged_labels(settings, data, teacher, logits["teacher"])
         details["label_issues"] = {name: asdict(count) for name, count in judged.counts.items()}
         label_issues.write(directory / LABEL_ISSUES, judged.issues, classes)
-    _write_json(directory / METRICS, {**details, "machine": asdict(machine), "verdict": verdict})
-    _write_json(directory / CONFUSION, {"labels": list(classes), "matrix": student_matrix.tolist()})
+    written = {
+        METRICS: {**details, "machine": asdict(machine), "verdict": verdict},
+        CONFUSION: {"labels": list(classes), "matrix": student_matrix.tolist()},
+    }
+    for file, content in written.items():
+        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+        (directory / file).write_text(text + "\n", encoding="utf-8")
     page = report.render(
         classes=classes, **measured, machine=machine, verdict=verdict, examples=examples, tags=tags, judged=judged
     )
     (directory / REPORT).write_text(page, encoding="utf-8")
     return {**{name: dict(measured[name].figures) for name in measured}, "verdict": verdict}
-
-
-def _answering(settings: EvaluateSettings, tags: ClassTags, student: Classifier, split: Split) -> ClassTags:
-    """Choose the threshold of the student's answers on the validation split."""
-    logits, risk = predict(student, split, settings.batch_size, "student"), settings.answer_risk
-    return tags.answering(risk=risk, threshold=hierarchy.choose_threshold(tags, logits, split.labels, risk))
 
 
 def _judged_labels(
@@ -191,7 +188,7 @@ def _judged_labels(
     if settings.label_issues != "all":
         return held_out
     device, train, embedded = choose_device().open(), data.split("train"), dict(teacher.embedded)
-    chosen = np.array(_bank(train))
+    chosen = np.array(spread(len(train), probes.MOST_IMAGES))
     for split, indices in ((train, chosen), (val, np.arange(len(val)))):
         if split.name not in embedded:
             embedded[split.name] = embed(teacher.model, split, indices.tolist(), device, size)
@@ -261,36 +258,24 @@ def _examples(settings: EvaluateSettings, split: Split, logits: Logits, matrix: 
     examples = []
     for confusion in metrics.worst_confusions(matrix, settings.worst_confusions):
         shown = np.flatnonzero((split.labels == confusion.truth) & (predicted == confusion.predicted))
-        images = split.read(shown[:_IMAGES_A_CONFUSION].tolist()).numpy()
-        examples.append((confusion, images))
+        examples.append((confusion, split.read(shown[:_IMAGES_A_CONFUSION].tolist()).numpy()))
     return examples
 
 
 def _details(measured: Measured, classes: Sequence[str]) -> dict[str, Any]:
-    precision, recall = metrics.precision(measured.matrix), metrics.recall(measured.matrix)
+    shares = np.stack([metrics.precision(measured.matrix), metrics.recall(measured.matrix)], axis=1)
+    # JSON has no NaN.
+    known = [[None if np.isnan(share) else float(share) for share in of_class] for of_class in shares]
     return {
         **measured.figures,
         "latency": [asdict(timed) for timed in measured.latencies],
         "calibration": asdict(measured.calibration),
         "classes": {
-            label: {
-                "images": int(measured.matrix[index].sum()),
-                "precision": _number(precision[index]),
-                "recall": _number(recall[index]),
-            }
-            for index, label in enumerate(classes)
+            label: {"images": int(row.sum()), "precision": precision, "recall": recall}
+            for label, row, (precision, recall) in zip(classes, measured.matrix, known, strict=True)
         },
         "worst_confusions": [
             {"truth": classes[pair.truth], "predicted": classes[pair.predicted], "count": pair.count}
             for pair in metrics.worst_confusions(measured.matrix, len(classes))
         ],
     }
-
-
-def _number(value: float) -> float | None:
-    """JSON has no NaN."""
-    return None if np.isnan(value) else float(value)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")

@@ -171,6 +171,10 @@ class Subject:
             [copy.deepcopy(self.teacher)] if self.teacher and settings.needs_teacher and recording is None else []
         )
         student = copy.deepcopy(self.student)
+        batch_size, precision = batch_size_of(settings, processes), settings.precision
+        validating = partial(
+            validate, split=self.data.split("val"), processes=processes, batch_size=batch_size, precision=precision
+        )
         return TrainingSpec(
             name=NAME,
             objective=distill.make_objective(settings, student, teachers, recording, processes.device),
@@ -182,33 +186,23 @@ class Subject:
             checkpoints=Checkpoints(root, NAME, settings={}, parents={"dataset": self.data.fingerprint}),
             teacher_outputs=recording,
             labelled_share=settings.labeled_share,
-            validate=partial(
-                validate,
-                split=self.data.split("val"),
-                processes=processes,
-                batch_size=batch_size_of(settings, processes),
-                precision=settings.precision,
-            )
-            if settings.head == "trained"
-            else None,
+            validate=validating if settings.head == "trained" else None,
         )
 
     def recording_s_of(self, settings: DistillSettings) -> float | None:
-        """Return the seconds that a forecast has to count for recording; none where nothing has to be recorded."""
+        """Return the seconds that a forecast counts for recording; none where nothing has to be recorded."""
         return self.takes.recording_s if settings.reads_recording and self.takes.recording_s else None
 
     def job(self, tuned: TuneSettings) -> Workload:
         """Return what the search may not change."""
         settings, processes, device = self.settings, self.processes, self.processes.device
-        images = settings.epochs * len(self.samples)
+        images, growth = settings.epochs * len(self.samples), tuned.largest_batch_growth
         limits = {
-            f"tune.largest_batch_growth is {tuned.largest_batch_growth:g}": int(
-                settings.batch_size * tuned.largest_batch_growth
-            ),
+            f"tune.largest_batch_growth is {growth:g}": int(settings.batch_size * growth),
             f"fewer than {tuned.fewest_steps:,} steps would be left (tune.fewest_steps)": images // tuned.fewest_steps,
             "there are no more images to train on": len(self.samples),
         }
-        tightest = min(limits, key=lambda why: limits[why])
+        tightest = min(limits, key=limits.__getitem__)
         return Workload(
             images=images,
             largest_batch=max(limits[tightest], settings.batch_size),
@@ -377,16 +371,14 @@ def _search(subject: Subject, settings: TuneSettings, make: MakeTraining, trial_
     trials = Trials(make, subject.settings, subject.processes)
 
     def measure(candidate: Candidate, rate_to_beat: float) -> Trial:
-        trial = trial_log.trial(candidate)
-        if trial is not None:
+        if trial := trial_log.trial(candidate):
             trials.learn(trial)
-            return trial
-        trial = trials.measure(candidate, rate_to_beat)
-        trial_log.note(trial)
+        else:
+            trial = trials.measure(candidate, rate_to_beat)
+            trial_log.note(trial)
         return trial
 
-    job = subject.job(settings)
-    return search(Candidate.of(subject.settings), job, measure, limit_s=60 * settings.minutes)
+    return search(Candidate.of(subject.settings), subject.job(settings), measure, limit_s=60 * settings.minutes)
 
 
 def _reasons(found: SearchResult) -> Iterator[str]:
