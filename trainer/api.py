@@ -62,7 +62,6 @@ def run_stage(
 
 
 def _stage(name: str, directories: Mapping[str, object]) -> Stage:
-    """Return the stage, if it takes exactly these directories."""
     stage = STAGES.get(name)
     if stage is None:
         raise SettingsError(f"stage {name!r}: there is none of this name; choose from {', '.join(STAGES)}")

@@ -366,8 +366,7 @@ def _check_manifest(uri: str | Path, kind: Kind, content: Mapping[str, Any]) -> 
 
 
 def _is_inside(name: str) -> bool:
-    """Return whether a file of this name lies in the artifact, and is neither its manifest nor a journal of a transfer."""
-    # S3 takes names of 1024 bytes, file systems parts of 255, to which a transfer adds an ending.
+    # S3 takes names of 1024 bytes, file systems parts of 255, to which a transfer adds an ending, `.partial` for its journal.
     return (
         name != MANIFEST
         and name.isprintable()

@@ -136,18 +136,11 @@ def _parser(program: str = "") -> argparse.ArgumentParser:
 
 
 def _add_run(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "run",
-        help="run all stages of a recipe",
-        description="Run all stages of a recipe on this machine and print what came out. A run that was interrupted goes on where it "
-        "stood when it is started again with the same --output.",
-    )
+    parser = commands.add_command(subparsers, _run, "run all stages of a recipe")
     commands.add_recipe(parser, "recipe")
     commands.add_overrides(parser)
-    commands.add_debug(parser, default=argparse.SUPPRESS)
     parser.add_argument("--output", metavar="DIR", help="where to write (default: runs/<time>-<recipe>)")
     commands.add_processes(parser, number=commands.positive)
-    parser.set_defaults(command=_run)
 
 
 def _add_stage(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -180,16 +173,10 @@ def _add_stage(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _add_config(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "config",
-        help="show the resolved settings, each with its meaning",
-        description="Show every setting that a recipe resolves to, with its type, limits and meaning.",
-    )
+    parser = commands.add_command(subparsers, _config, "show the resolved settings, each with its meaning")
     commands.add_recipe(parser, "recipe", default="", nargs="?")
     commands.add_overrides(parser)
-    commands.add_debug(parser, default=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print the values alone, as JSON")
-    parser.set_defaults(command=_config)
 
 
 def _add_recipes(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -209,6 +196,9 @@ def _add_completion(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
+    """Run all stages of a recipe on this machine and print what came out. A run that was interrupted goes on where it stood when it is
+    started again with the same --output.
+    """
     from trainer import runner, summary
 
     result, page = runner.run(options.recipe, options.overrides, output=options.output, processes=options.processes)
@@ -250,6 +240,7 @@ def _stage(options: argparse.Namespace) -> None:
 
 
 def _config(options: argparse.Namespace) -> None:
+    """Show every setting that a recipe resolves to, with its type, limits and meaning."""
     settings = config.resolve(options.recipe, options.overrides)
     if options.json:
         print(json.dumps(settings.model_dump(mode="json"), indent=2))
@@ -286,7 +277,6 @@ def _completion(options: argparse.Namespace) -> None:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """All options and arguments, those of commands too."""
     for action in parser._actions:
         yield action
         if isinstance(action, Subparsers):

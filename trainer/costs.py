@@ -91,7 +91,6 @@ class Machines(_Group):
         return None if self.price is None else self.price.dollars_an_hour * self.nodes * seconds / 3600
 
     def environment(self) -> dict[str, str]:
-        """Return the variable that tells processes where they run."""
         return {PLACE_VARIABLE: self.model_dump_json(exclude_none=True)}
 
 

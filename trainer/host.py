@@ -136,7 +136,6 @@ class EndRequest:
             raise Terminated
 
     def defer(self) -> None:
-        """Only note a first request from here on."""
         self._deferred = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

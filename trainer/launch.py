@@ -159,7 +159,6 @@ def _is_static(config: LaunchConfig) -> bool:
 
 
 def _config_of_node(spec: JobSpec) -> LaunchConfig:
-    """Read the environment as torchrun does."""
     from torch.distributed.run import config_from_args, parse_args
 
     if "PET_NNODES" not in os.environ:

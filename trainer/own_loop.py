@@ -35,7 +35,6 @@ class LoopRecording:
     """
 
     def __init__(self, name: str, output: Path, model: nn.Module | None) -> None:
-        """Args as `trainer.record` has them."""
         self.report = output / "report" / profile.REPORT
         """The page, once the block has ended."""
         self.verdict = ""

@@ -201,13 +201,9 @@ def _check_batches(settings: Settings, listing: SourceListing | None, processes:
     trainings = [entry for entry in trainings if entry[1].epochs]
     for name, training, most in trainings:
         if listing and training.batch_size > most:
-            logger.warning(
-                "%s.batch_size = %d, but %s has %d images for it before val and test are taken; it will be clamped to those that are left",
-                name,
-                training.batch_size,
-                settings.data.source,
-                most,
-            )
+            has = f"{settings.data.source} has {most} images for it before val and test are taken"
+            text = "%s.batch_size = %d, but %s; it will be clamped to those that are left"
+            logger.warning(text, name, training.batch_size, has)
     for name, training, most in trainings:
         try:
             micro_batch_size(training.for_images(most) if listing else training, processes)
@@ -232,7 +228,6 @@ def _tried(name: str) -> Iterator[None]:
 
 
 def _step(model: Classifier) -> None:
-    """Run a forward pass of two images."""
     import torch
 
     size = model.card.image_size

@@ -6,7 +6,7 @@ Its keys are a contract: tests, reports and people read the same file; keys are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,8 @@ SUMMARY = "summary.json"
 PRICED = ("warm_up", "reinforce", "distill")
 """Stages that count as the distillation where runs stand side by side."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Registered:
-    """Where MLflow keeps a run and its student; None where nothing is tracked."""
-
-    tracking_uri: str | None = None
-    run_id: str | None = None
-    model_name: str | None = None
-    model_version: str | None = None
+NOT_TRACKED: Mapping[str, str | None] = dict.fromkeys(("tracking_uri", "run_id", "model_name", "model_version"))
+"""Where MLflow keeps a run and its student, if nothing is tracked."""
 
 
 def build(
@@ -40,7 +33,7 @@ def build(
     recording: Mapping[str, Any] | None,
     profile: Mapping[str, Any],
     evaluation: Mapping[str, Any],
-    registered: Registered,
+    registered: Mapping[str, str | None],
     reports: Mapping[str, str],
 ) -> dict[str, Any]:
     """Build the content of `summary.json` from the figures of the artifacts; `recording` is None where the teacher ran in every step."""
@@ -59,7 +52,7 @@ def build(
         "student": {key: student[key] for key in of_student},
         "profile": {key: profile.get(key, "") for key in ("verdict", "outcome")},
         "verdict": dict(evaluation["verdict"]),
-        "mlflow": asdict(registered),
+        "mlflow": dict(registered),
         "reports": dict(reports),
     }
 
@@ -123,16 +116,12 @@ def comparison(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
     teacher, student = summary["teacher"], summary["student"]
     points = 100 * (student["test"]["top1"] - teacher["test"]["top1"])
     p50 = [model["latency_ms"]["p50"] for model in (teacher, student)]
+    size = [model["parameters"] for model in (teacher, student)]
     return [
         ("", "teacher", "student", ""),
         ("model", teacher["title"], student["title"], ""),
         ("test top-1", f"{teacher['test']['top1']:.2%}", f"{student['test']['top1']:.2%}", f"{points:+.2f} points"),
-        (
-            "parameters",
-            f"{teacher['parameters']:,}",
-            f"{student['parameters']:,}",
-            ratio(teacher["parameters"], student["parameters"], "smaller", "larger"),
-        ),
+        ("parameters", f"{size[0]:,}", f"{size[1]:,}", ratio(size[0], size[1], "smaller", "larger")),
         ("latency p50 (CPU)", f"{p50[0]:.2f} ms", f"{p50[1]:.2f} ms", ratio(p50[0], p50[1], "faster", "slower")),
     ]
 
@@ -172,12 +161,10 @@ class PricedRun:
 
     @property
     def dollars(self) -> float | None:
-        """Cost of the time; None without a price."""
         return self.place.dollars(self.seconds) if self.place else None
 
     @property
     def epoch_s(self) -> float | None:
-        """Seconds per epoch."""
         return self.seconds / self.epochs if self.epochs else None
 
 

@@ -262,7 +262,6 @@ class TrainingSettings(Section):
     """What the training records of itself."""
 
     def peak_learning_rate(self) -> float:
-        """Return the learning rate after warm-up."""
         return self.base_learning_rate * self.batch_size / 256
 
     def for_images(self, images: int, parts: int = 1) -> Self:
@@ -442,7 +441,6 @@ class PretrainSettings(WeightsSettings, LoadingSettings):
         return self
 
     def _check_headless(self) -> None:
-        """Make sure that nothing is asked of a head that is left out; raises a `ValueError`."""
         if self.finetune.epochs:
             raise ValueError(
                 f"head is none, so there is no classifier to fine-tune, but finetune.epochs is {self.finetune.epochs}; set "
@@ -493,7 +491,6 @@ class ReinforceSettings(LoadingSettings):
 
     @property
     def records_unlabeled(self) -> bool:
-        """Whether images without labels are recorded too."""
         return self.unlabeled is not False
 
     def logits(self, classes: int) -> int:
@@ -592,18 +589,15 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     """Label smoothing: share of the target spread over all classes."""
 
     def weight(self, term: str) -> float:
-        """Return the weight of one of `TERMS`."""
         weight: float = getattr(self, f"{term}_weight")
         return weight
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether any loss compares with the teacher."""
         return any(map(self.weight, TAUGHT))
 
     @property
     def compares_features(self) -> bool:
-        """Whether any loss compares pooled features."""
         return self.feature_weight > 0 or self.similarity_weight > 0
 
     @property
@@ -613,7 +607,6 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
 
     @property
     def reads_recording(self) -> bool:
-        """Whether the student learns from recorded teacher outputs."""
         return self.teacher == "recorded" and self.needs_teacher
 
     @property
@@ -668,7 +661,6 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
         return self
 
     def _check_teachers(self) -> None:
-        """Make sure that what is set of several teachers fits together; raises a `ValueError`."""
         count = len(self.further_teachers)
         if self.teacher_weights and len(self.teacher_weights) != count + 1:
             raise ValueError(

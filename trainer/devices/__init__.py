@@ -53,15 +53,12 @@ class Device:
         return self
 
     def uses_bf16(self, precision: Precision) -> bool:
-        """Whether this precision is bf16 here."""
         return precision == "bf16" or (precision == "auto" and self.has_bf16)
 
     def compiles_with(self, setting: Compile) -> bool:
-        """Whether torch.compile is used here."""
         return setting == "on" or (setting == "auto" and self.compiles)
 
     def autocast(self, precision: Precision) -> AbstractContextManager[object]:
-        """bf16 autocast, or none."""
         return torch.autocast(self.kind, dtype=torch.bfloat16, enabled=self.uses_bf16(precision))
 
     def inference(self) -> AbstractContextManager[object]:
@@ -118,7 +115,6 @@ class Device:
         """Replace each gradient by its mean over all processes, where DistributedDataParallel has not; `bf16`: sent as that."""
 
     def average(self, tensors: Sequence[Tensor], *, world_size: int) -> None:
-        """Replace each tensor by its mean over all processes."""
         together = torch.cat([tensor.flatten() for tensor in tensors]) / world_size
         dist.all_reduce(together)
         for tensor, mean in zip(tensors, together.split([tensor.numel() for tensor in tensors]), strict=True):
@@ -266,7 +262,6 @@ class ReadBack:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Send these tensors, each with its name."""
         self._tensors, self._copied, self._in_flight = dict(tensors), None, None
         kinds = {tensor.device.type for tensor in tensors.values()}
         if "cuda" in kinds:
@@ -282,13 +277,11 @@ class ReadBack:
 
     @property
     def arrived(self) -> bool:
-        """Whether they can be read without waiting."""
         if self._in_flight is not None:
             return self._in_flight.arrived
         return self._copied is None or bool(self._copied.query())
 
     def wait(self) -> Mapping[str, Tensor]:
-        """Return the tensors on the host."""
         if self._in_flight is not None:
             return dict(zip(self._tensors, self._in_flight.wait(), strict=True))
         if self._copied is not None:

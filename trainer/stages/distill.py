@@ -88,8 +88,8 @@ def run(
             if settings.logit_weight and not any(one.classes for one in held):  # one of several teachers may have none
                 whose = f"the teacher whose outputs {' and '.join(map(str, places))} holds"
                 raise SettingsError(_no_logits(settings, whose))
-            for uri, one in zip(places, held, strict=True):
-                _check_recording(settings, classifier, uri, one)  # before the records are fetched
+            for uri, description in zip(places, held, strict=True):
+                _check_recording(settings, classifier, uri, description)  # before the records are fetched
             opened = [open_recording(uri) for uri in places]
             recording = JoinedRecordings(*opened) if len(opened) > 1 else opened[0]
             for number, one in enumerate(opened, start=1):
@@ -155,12 +155,11 @@ def _tell(samples: Samples, settings: DistillSettings) -> None:
     logger.info("distill  %s labelled and %s unlabelled images", f"{labelled:,}", f"{samples.unlabeled:,}")
     in_a_step = settings.batch_size * labelled / len(samples)
     if samples.unlabeled and settings.label_weight and not settings.labeled_share and in_a_step < _FEW_LABELLED:
-        logger.warning(
+        text = (
             "distill  of %d images in a step %.1f are labelled in the mean, and a step without any counts as 0 in the curve of the label "
-            "loss; hold a share of them in each step with distill.labeled_share",
-            settings.batch_size,
-            in_a_step,
+            "loss; hold a share of them in each step with distill.labeled_share"
         )
+        logger.warning(text, settings.batch_size, in_a_step)
 
 
 def _check_recording(
@@ -188,7 +187,6 @@ def _check_recording(
 
 
 def _no_logits(settings: DistillSettings, teacher: str) -> str:
-    """Say that a logit loss needs a teacher with a head."""
     return (
         f"distill.logit_weight is {settings.logit_weight:g}, but {teacher} has no head, so there are no logits; set "
         "distill.logit_weight=0 and distill.feature_weight=1, and without labels distill.label_weight=0 and distill.head=probe"
@@ -244,12 +242,8 @@ def add_probe(model: Classifier, session: Session) -> Classifier:
     probe = None
     if session.processes.is_first:
         probe = fit_probe(known, train.labels[chosen], unknown, val.labels, len(session.data.classes))
-        logger.info(
-            "distill  linear probe on %s images: validation top-1 %.2f%%, penalty %g",
-            f"{len(chosen):,}",
-            100 * probe.val_top1,
-            probe.penalty,
-        )
+        text = "distill  linear probe on %s images: validation top-1 %.2f%%, penalty %g"
+        logger.info(text, f"{len(chosen):,}", 100 * probe.val_top1, probe.penalty)
     probe = session.processes.gather(probe, "the linear probe")[0]
     assert probe is not None, "the first process has fitted one"
     weight, bias = torch.from_numpy(probe.weight).float(), torch.from_numpy(probe.bias).float()

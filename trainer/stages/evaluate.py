@@ -67,8 +67,6 @@ def run(
 
 @dataclass(frozen=True, kw_only=True)
 class _Evaluated:
-    """A model under evaluation."""
-
     name: str
     model: Classifier
     size_bytes: int
@@ -253,7 +251,6 @@ def _measured(
 
 
 def _examples(settings: EvaluateSettings, split: Split, logits: Logits, matrix: metrics.Ints) -> list[Example]:
-    """Pick test images for each of the student's worst confusions."""
     predicted = logits.argmax(axis=1)
     examples = []
     for confusion in metrics.worst_confusions(matrix, settings.worst_confusions):

@@ -83,13 +83,9 @@ def pretrain(model: Classifier, settings: PretrainSettings, session: Session) ->
     if session.processes.is_first:
         split = session.data.split("val")
         count = min(_PICTURED, len(split))
-        device = session.processes.device.torch_device
-        picture = draw_reconstructions(
-            trained,
-            split.read(range(count)).to(device),
-            torch.from_numpy(split.keys[:count].view("int64")),
-            seed=session.seed,
-        )
+        images = split.read(range(count)).to(session.processes.device.torch_device)
+        keys = torch.from_numpy(split.keys[:count].view("int64"))
+        picture = draw_reconstructions(trained, images, keys, seed=session.seed)
         (session.evidence.path / RECONSTRUCTIONS).write_bytes(picture)
 
 

@@ -34,7 +34,7 @@ from trainer.profiling.evidence import read_evidence
 from trainer.served_student.class_tags import ANSWER, CONFIDENCE, ClassTags
 from trainer.served_student.pyfunc import TOP_K
 from trainer.stages import evaluate, profile
-from trainer.summary import SUMMARY, Registered
+from trainer.summary import NOT_TRACKED, SUMMARY
 from trainer.tracking.stage_runs import stage_run
 from trainer.tuning.tuning_schema import read_tuning
 
@@ -170,11 +170,10 @@ def _register(
     recipe: str,
     resolved: Mapping[str, Any],
     bill: Bill,
-) -> Registered:
-    """Log and register, if this run is tracked."""
+) -> Mapping[str, str | None]:
     tracking_uri = tracking.uri()
     if tracking_uri is None:
-        return Registered()
+        return NOT_TRACKED
     figures = inputs["evaluation"].figures
     with stage_run("register", settings.model_dump(mode="json")) as tracker, tracking.uploading():
         with tracking.explained():
@@ -185,9 +184,8 @@ def _register(
             if figures["verdict"]["passed"]:
                 client.set_registered_model_alias(settings.model_name, settings.alias, version)
         tracking.finish_parent()
-    return Registered(
-        tracking_uri=tracking.shown(tracking_uri), run_id=run_id, model_name=settings.model_name, model_version=version
-    )
+    uri = tracking.shown(tracking_uri)
+    return dict(NOT_TRACKED, tracking_uri=uri, run_id=run_id, model_name=settings.model_name, model_version=version)
 
 
 def _log_results(
@@ -208,7 +206,6 @@ def _log_results(
 
 
 def _output_schema(labels: Sequence[str], tags: ClassTags | None) -> Schema:
-    """Describe the columns of a prediction."""
     from mlflow.types import ColSpec, Schema, TensorSpec
 
     columns: list[ColSpec | TensorSpec] = [ColSpec("double", label) for label in labels]
@@ -234,12 +231,8 @@ def _log_model(
     # The one specification that lets arrays of any shape and type through. MLflow refuses a list in any case where inputs are described,
     # and without a description MLServer, with which KServe serves models of MLflow, does not load the model.
     any_images = TensorSpec(np.dtype(object), (-1,), name=None)
-    logged = client.create_logged_model(
-        experiment_id=client.get_run(run_id).info.experiment_id,
-        name="student",
-        source_run_id=run_id,
-        model_type="pyfunc",
-    )
+    experiment = client.get_run(run_id).info.experiment_id
+    logged = client.create_logged_model(experiment, name="student", source_run_id=run_id, model_type="pyfunc")
     # MLflow derives requirements.txt from it. A local version (2.15.0+cu132) is not to be had elsewhere.
     pinned = [f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in _REQUIREMENTS]
     dependencies = [f"python={platform.python_version()}", "pip", {"pip": pinned}]

@@ -382,7 +382,6 @@ def _search(subject: Subject, settings: TuneSettings, make: MakeTraining, trial_
 
 
 def _reasons(found: SearchResult) -> Iterator[str]:
-    """What was changed, in words."""
     for tried in found.tried[1:]:
         if tried.taken:
             yield f"{tried.idea}: {tried.verdict}"

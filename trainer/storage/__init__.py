@@ -135,9 +135,8 @@ def read_limited(uri: str | Path, limit: int) -> bytes:
     """Read a whole object or file that others have made; at most `limit` bytes of it are read.
 
     Raises:
-        ObjectNotFoundError: there is none.
         ObjectTooLargeError: it has more bytes.
-        StorageError: it cannot be read.
+        StorageError: as `read_bytes`.
     """
     if not is_remote(uri):
         with reading(uri):
@@ -168,7 +167,6 @@ def write_bytes(uri: str | Path, content: bytes) -> None:
 
 
 def _write_through(path: Path, mode: str, content: bytes) -> None:
-    """Write a file and flush it to the disk."""
     with path.open(mode) as file:
         file.write(content)
         file.flush()
@@ -413,13 +411,8 @@ class Outage:
             if self.since is None:
                 self.since = time.monotonic()
                 if attempts > 1:  # else the error says it all
-                    logger.warning(
-                        "%s: %s; %s is away or busy, so requests are tried again, each up to %d times",
-                        uri,
-                        _describe(error),
-                        _store(),
-                        attempts,
-                    )
+                    text = "%s: %s; %s is away or busy, so requests are tried again, each up to %d times"
+                    logger.warning(text, uri, _describe(error), _store(), attempts)
 
     def ended(self, call: object, *, answered: bool) -> None:
         """Note that a request has ended; where it was answered the store is back, unless others still fail."""
@@ -478,7 +471,6 @@ def call(uri: str, request: Callable[[], T]) -> T:
 
 
 def _passes(error: Exception) -> bool:
-    """Return whether the same request may succeed later."""
     from aiohttp import ClientError
     from botocore import exceptions  # type: ignore[import-untyped]  # the package ships no types
 

@@ -165,7 +165,6 @@ def _exclusively(key: str, what: str) -> Iterator[None]:
 
 
 def _locks(descriptor: int) -> bool:
-    """Take a lock if it is free; returns whether it was."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

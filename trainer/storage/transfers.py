@@ -61,7 +61,6 @@ class _Progress:
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        """Count `count` more bytes as moved."""
         with self._lock:
             self._done += count
             if time.monotonic() - self._said >= LOG_INTERVAL_S:
@@ -102,8 +101,6 @@ def download_directory(uri: str, directory: Path, records: Mapping[str, FileReco
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """A range of a file that is to be fetched."""
-
     uri: str
     file: Path
     number: int
@@ -197,7 +194,6 @@ def upload_directory(directory: Path, uri: str, records: Mapping[str, FileRecord
 
 
 def _is_there(uri: str, record: FileRecord) -> bool:
-    """Return whether the object of this name was sent with this checksum."""
     return is_s3(uri) and bool(_s3_call("head_object", uri)["Metadata"].get(_DIGEST) == record["sha256"])
 
 
