@@ -607,6 +607,7 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
 
     @property
     def reads_recording(self) -> bool:
+        """Whether the student learns from recorded teacher outputs."""
         return self.teacher == "recorded" and self.needs_teacher
 
     @property
