@@ -78,10 +78,10 @@ class Bill(StrictModel):
 def stage_bill(stage: str, manifest: Manifest, evidence: Evidence | None = None) -> StageBill:
     """Bill a stage from the manifest of what it made, and from what its trainings recorded, if it trains."""
     records = [training.ranks[0].record for training in evidence.trainings] if evidence else []
-    parts = {}  # of a stage that ran in its task's own process only the total is known
-    if records:
-        parts = _parts_of_trainings(records, manifest)
-    elif manifest.startup_seconds is not None:
+    parts = _parts_of_trainings(records, manifest) if records else {}
+    if (
+        not records and manifest.startup_seconds is not None
+    ):  # else it ran in its task's own process: only the total is known
         parts = {"startup": manifest.startup_seconds, "work": manifest.seconds}
     seconds = sum(parts.values()) if parts else manifest.seconds
     place = (records[-1].place if records else None) or manifest.place

@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ def _parser(program: str = "") -> argparse.ArgumentParser:
         _add_config,
         result_commands.add_serve,
         result_commands.add_ui,
-        _add_recipes,
+        partial(commands.add_command, command=_recipes, text="list the recipes"),
         _add_completion,
     ):
         add(subparsers)
@@ -177,11 +178,6 @@ def _add_config(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     commands.add_recipe(parser, "recipe", default="", nargs="?")
     commands.add_overrides(parser)
     parser.add_argument("--json", action="store_true", help="print the values alone, as JSON")
-
-
-def _add_recipes(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("recipes", help="list the recipes", description="List the recipes.")
-    parser.set_defaults(command=_recipes)
 
 
 def _add_completion(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -250,6 +246,7 @@ def _config(options: argparse.Namespace) -> None:
 
 
 def _recipes(_options: argparse.Namespace) -> None:
+    """List the recipes."""
     for name, text in config.recipes().items():
         print(f"{name:<12}{text}")
     print(

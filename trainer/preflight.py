@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from trainer import artifacts, limits, storage
+from trainer.base_models import Section
 from trainer.config import DistillSettings, PretrainSettings, Settings, TimmWeights, TrainingSettings, WeightsSettings
 from trainer.data import class_tables, sources
 from trainer.data.dataset_schema import UNLABELED
@@ -70,15 +71,12 @@ def pinned(settings: Settings) -> Settings:
             from trainer import pretrained
 
             changed[name] = section.model_copy(update={"weights": str(pretrained.pin(weights))})
-    warm_up = settings.warm_up.model_copy(
-        update={
-            name: new for name, new in changed.items() if getattr(settings.warm_up, name) == getattr(settings, name)
-        }
-    )
-    tune = settings.tune
-    if "distill" in changed and tune.distill == settings.distill:
-        tune = tune.model_copy(update={"distill": changed["distill"]})
-    return settings.model_copy(update={**changed, "warm_up": warm_up, "tune": tune}) if changed else settings
+    sections: dict[str, Section] = {**changed}
+    for name in ("warm_up", "tune"):  # which may have the same sections
+        part: Section = getattr(settings, name)
+        same = {one: new for one, new in changed.items() if getattr(part, one, None) == getattr(settings, one)}
+        sections[name] = part.model_copy(update=same)
+    return settings.model_copy(update=sections)
 
 
 def _student(settings: DistillSettings, classes: Sequence[str], *, trains_here: bool) -> Classifier:

@@ -118,6 +118,7 @@ def _evaluate(
     classes, split = data.classes, data.split("test")
     if settings.gate.min_knn_accuracy or not all(subject.model.card.labels for subject in subjects):
         subjects = _probed(subjects, data, settings)
+    teacher, student = subjects
     logits = {subject.name: predict(subject.model, split, settings.batch_size, subject.name) for subject in subjects}
     timed = metrics.measure_latency(
         {subject.name: subject.model for subject in subjects},
@@ -135,9 +136,8 @@ def _evaluate(
         for name, of_model in logits.items():
             measured[name].figures["test"]["levels"] = hierarchy.level_accuracies(tags, of_model, split.labels)
         if settings.answer_risk:
-            (student,) = (subject.model for subject in subjects if subject.name == "student")
             val, risk = data.split("val"), settings.answer_risk
-            of_val = predict(student, val, settings.batch_size, "student")
+            of_val = predict(student.model, val, settings.batch_size, "student")
             threshold = hierarchy.choose_threshold(tags, of_val, val.labels, risk)
             answering = tags.answering(risk=risk, threshold=threshold)
             ours["test"]["answers"] = hierarchy.answers(answering, logits["student"], split.labels)
@@ -157,7 +157,6 @@ def _evaluate(
     details: dict[str, Any] = {name: _details(part, classes) for name, part in measured.items()}
     judged: JudgedLabels | None = None
     if settings.label_issues != "off":
-        (teacher,) = (subject for subject in subjects if subject.name == "teacher")
         judged = _judged_labels(settings, data, teacher, logits["teacher"])
         details["label_issues"] = {name: asdict(count) for name, count in judged.counts.items()}
         label_issues.write(directory / LABEL_ISSUES, judged.issues, classes)

@@ -35,23 +35,17 @@ def run(
     Raises:
         ArtifactError: evidence is missing, damaged, or of another version.
     """
-    sources = {
-        "pretrain_evidence": read_evidence(pretrain_evidence),
-        "distill_evidence": read_evidence(distill_evidence),
-    }
-    bill = make_bill(
-        [
-            stage_bill("pretrain", artifacts.manifest(pretrain_evidence, "evidence"), sources["pretrain_evidence"]),
-            stage_bill("distill", artifacts.manifest(distill_evidence, "evidence"), sources["distill_evidence"]),
-        ]
-    )
-    parents = {name: source.fingerprint for name, source in sources.items()}
+    sources, bills = [], []
+    for stage, place in (("pretrain", pretrain_evidence), ("distill", distill_evidence)):
+        sources.append(read_evidence(place))
+        bills.append(stage_bill(stage, artifacts.manifest(place, "evidence"), sources[-1]))
+    parents = {"pretrain_evidence": sources[0].fingerprint, "distill_evidence": sources[1].fingerprint}
     values = settings.model_dump(mode="json")
     with (
         stage_run("profile", values) as tracker,
         artifacts.create(report, "report", settings=values, parents=parents) as draft,
     ):
-        verdict = write(draft, settings, list(sources.values()), bill)
+        verdict = write(draft, settings, sources, make_bill(bills))
         tracker.metrics(0, tracking.numbers(draft.figures))
         if dataset := artifacts.manifest(distill_evidence, "evidence").parents.get("dataset"):
             draft.figures["dataset"] = dataset  # a comparison of reports asks for it
