@@ -35,12 +35,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 
 
 def run_stage(
-    name: str,
-    *,
-    recipe: str = "",
-    overrides: str | Iterable[str] = (),
-    processes: int = 0,
-    **directories: str | Path,
+    name: str, *, recipe: str = "", overrides: str | Iterable[str] = (), processes: int = 0, **directories: str | Path
 ) -> dict[str, Manifest]:
     """Run one stage on given inputs, as `python -m trainer stage NAME` does.
 

@@ -43,18 +43,13 @@ _WITHOUT_CACHE = "on a cluster, where KFP's cache takes that stage for done, sta
 
 _COVERED = ("kind", "schema_version", "settings", "parents", "files")
 """What the fingerprint covers."""
-_MEMBERS: Mapping[str, type | tuple[type, ...]] = {
-    "kind": str,
-    "schema_version": int,
-    "settings": dict,
-    "parents": dict,
-    "files": dict,
-    "fingerprint": str,
-    "created": object,
-    "seconds": (int, float),
-    "figures": dict,
+_MEMBERS = {
+    str: ("kind", "fingerprint"),
+    int: ("schema_version",),
+    int | float: ("seconds",),
+    dict: ("settings", "parents", "files", "figures"),
 }
-"""Members that a manifest must have -> what they are."""
+"""Type -> the members of it that a manifest must have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,7 +320,7 @@ def _load_manifest(uri: str | Path, kind: Kind) -> dict[str, Any]:
         raise ArtifactError(f"{kind} {uri}: {MANIFEST} is not readable ({error}); make it again") from error
     if not (
         isinstance(content, dict)
-        and all(isinstance(content.get(name), kinds) for name, kinds in _MEMBERS.items())
+        and all(isinstance(content.get(name), form) for form, names in _MEMBERS.items() for name in names)
         and all(isinstance(parent, str) for parent in content["parents"].values())
     ):
         raise ArtifactError(f"{kind} {uri}: {MANIFEST} is not the manifest of an artifact; make it again")

@@ -133,12 +133,8 @@ def join_node(spec: JobSpec) -> None:
             logger.info("%s: joining the others at %s", node, config.rdzv_endpoint)
         # The first process makes a new store for each start of an elastic job: the one that torch's agents share keeps earlier keys.
         store = {} if _is_static(config) else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        part = replace(
-            spec,
-            nodes=config.max_nodes,
-            processes_per_node=config.nproc_per_node,
-            environment={**store, **spec.environment},
-        )
+        environment = {**store, **spec.environment}
+        part = replace(spec, nodes=config.max_nodes, processes_per_node=config.nproc_per_node, environment=environment)
         _wait_for_first_node(config, spec, node)
         try:
             _run_agent(config, part, launched_unix=started_unix(), node=node)

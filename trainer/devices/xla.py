@@ -9,7 +9,7 @@ import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch_xla
@@ -21,10 +21,8 @@ from torch_xla.distributed import parallel_loader
 from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 from trainer.config import Compile, Precision
-from trainer.devices import Device, RowShardedOptimizer
+from trainer.devices import Device, Item, RowShardedOptimizer
 from trainer.errors import SettingsError
-
-Item = TypeVar("Item")
 
 _RUNTIME = "PJRT_DEVICE"
 """Environment variable that names the runtime."""
