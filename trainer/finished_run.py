@@ -32,18 +32,7 @@ CAPTIONS = {"reconstructions": "Masked autoencoder: images, what it saw of them,
 
 
 def write_front_page(directory: Path, content: Mapping[str, Any]) -> Path:
-    """Write the front page of a run, and copy the pages that it leads to beside it.
-
-    Args:
-        directory: of the run, on this machine.
-        content: its `summary.json`.
-
-    Returns:
-        The file.
-
-    Raises:
-        OutputError: the directory cannot be written.
-    """
+    """Write the front page of a run from its `summary.json`, copy the pages that it leads to beside it, and return the file."""
     reports = {name: Path(place) for name, place in content["reports"].items()}
     links: list[tuple[str, str]] = []
     photos: list[Photo] = []
@@ -100,14 +89,7 @@ def _page(name: str, content: Mapping[str, Any], links: list[tuple[str, str]], p
 
 
 def find(run: str, artifact: ArtifactSpec) -> str:
-    """Return where a run has an artifact.
-
-    Args:
-        run: the directory of the run, here or in a store.
-
-    Raises:
-        ArtifactError: it has none, or its summary is not that of a run.
-    """
+    """Return where a run, whose directory is here or in a store, has an artifact; an `ArtifactError` if it has none."""
     places = _places(run, artifact)
     for place in places:
         if artifacts.exists(place):
@@ -145,11 +127,7 @@ def _pipelines(run: str) -> Iterator[str]:
 
 
 def evaluation_of_student(run: str) -> Manifest | None:
-    """Return the manifest of a run's evaluation; None where its student was not judged.
-
-    Raises:
-        ArtifactError: the run has no student, or its evaluation is damaged.
-    """
+    """Return the manifest of a run's evaluation; None where its student was not judged, an `ArtifactError` if it has none."""
     student = artifacts.manifest(find(run, STUDENT), "model").fingerprint
     place = next(filter(artifacts.exists, _places(run, EVALUATION)), None)
     evaluation = artifacts.manifest(place, "evaluation") if place else None
@@ -161,9 +139,6 @@ def tags(run: str) -> ClassTags | None:
     """Return what a run's student knows of its classes beside their pictures, as it would be registered with it.
 
     Of the data set nothing but its tags is read; None where it has none, where it is gone, or where the student was not judged.
-
-    Raises:
-        ArtifactError: the tags are damaged.
     """
     evaluation = evaluation_of_student(run)
     place = next(filter(artifacts.exists, _places(run, DATASET)), None)

@@ -87,11 +87,7 @@ def flag(name: str) -> str:
 
 
 def run_here(spec: JobSpec) -> None:
-    """Run a job of one node on this machine to its end; end all processes if one fails, or at Ctrl-C or SIGTERM.
-
-    Raises:
-        LaunchError: names the process that failed, why, and the next move.
-    """
+    """Run a job of one node on this machine; all processes end if one fails, which a `LaunchError` names, or at Ctrl-C or SIGTERM."""
     launched_unix = time.time()
     from torch.distributed.launcher.api import LaunchConfig
 

@@ -58,7 +58,7 @@ def run(
     Args:
         recipe: its name or path.
         output: the run's directory; None for a new one below `runs/`.
-        processes: how many processes train; 0: one for each GPU, or else one.
+        processes: how many train; 0: one for each GPU, or else one.
 
     Returns:
         The content of `summary.json`, and the run's front page.

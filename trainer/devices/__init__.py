@@ -45,11 +45,7 @@ class Device:
     up. Shapes, and numbers that become a part of it, must not change."""
 
     def open(self) -> Self:
-        """Make sure that it is there; where there are several processes, when they have met, which some runtimes need first.
-
-        Raises:
-            SettingsError: it is not.
-        """
+        """Make sure that it is there, or raise a `SettingsError`; some runtimes need several processes to have met before."""
         return self
 
     def uses_bf16(self, precision: Precision) -> bool:
@@ -236,11 +232,7 @@ def choose_device(local_rank: int = 0) -> Device:
 
 
 def check_device(wanted: str) -> None:
-    """Make sure that this machine has a device of this kind, without opening it.
-
-    Raises:
-        SettingsError: it has none.
-    """
+    """Make sure that this machine has a device of this kind, without opening it; a `SettingsError` if it has none."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise SettingsError("run.device is cuda, but torch finds no GPU on this machine; set run.device=cpu or auto")
     if wanted == "xla" and importlib.util.find_spec("torch_xla") is None:

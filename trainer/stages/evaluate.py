@@ -197,11 +197,7 @@ def _judged_labels(
 
 
 def predict(model: Classifier, split: Split, batch_size: int, name: str) -> Logits:
-    """Compute a model's logits on a whole split, fp32 [N, K]; the model ends on the CPU.
-
-    Raises:
-        ModelError: a logit is not finite.
-    """
+    """Compute a model's logits on a whole split, fp32 [N, K], or raise a `ModelError` for one not finite; the model ends on the CPU."""
     device = choose_device().open()
     model.to(device.torch_device)
     parts = (range(start, min(start + batch_size, len(split))) for start in range(0, len(split), batch_size))

@@ -27,11 +27,7 @@ MOST_EMBEDDED = 10_000
 
 
 def run(settings: PretrainSettings, *, dataset: str | Path, teacher: str | Path, evidence: str | Path) -> None:
-    """Make the teacher; runs in every training process.
-
-    Raises:
-        SettingsError: there are neither weights nor labels to learn from.
-    """
+    """Make the teacher; runs in every training process."""
     startup = Startup()
     with startup.part("fetch"):
         data = open_dataset(dataset)

@@ -60,11 +60,7 @@ class Warmed(StrictModel):
 
 
 def run(settings: WarmUpSettings, *, dataset: str | Path, warmed: str | Path) -> None:
-    """Compile what the trainings will ask for; runs in every training process.
-
-    Raises:
-        SettingsError: what to compile for was not given.
-    """
+    """Compile what the trainings will ask for, or raise a `SettingsError` if none is given; runs in every training process."""
     data = open_dataset(dataset)
     values, parents = settings.model_dump(mode="json"), {"dataset": data.fingerprint}
     teacher, recorder, student = settings.pretrain, settings.reinforce, settings.distill

@@ -80,11 +80,7 @@ def is_s3(uri: str | Path) -> bool:
 
 
 def local_path(uri: str | Path) -> Path:
-    """Return the path of a local URI, a plain path or `file://...`.
-
-    Raises:
-        StorageError: it is remote, or not a path.
-    """
+    """Return the path of a local URI, a plain path or `file://...`; a `StorageError` if it is remote, or not a path."""
     if is_remote(uri):
         raise StorageError(f"{uri}: a path on this machine is needed here, not a remote one; give a local directory")
     path = str(uri).removeprefix("file://")
@@ -117,12 +113,7 @@ def exists(uri: str | Path) -> bool:
 
 
 def read_bytes(uri: str | Path, start: int | None = None, end: int | None = None) -> bytes:
-    """Read an object or a file, or the bytes from `start` up to `end` of it.
-
-    Raises:
-        ObjectNotFoundError: there is none.
-        StorageError: it cannot be read.
-    """
+    """Read an object or a file, or the bytes from `start` up to `end` of it; raises an `ObjectNotFoundError`, or a `StorageError`."""
     if not is_remote(uri):
         with reading(uri):
             return read_file(local_path(uri), start, end)
@@ -132,12 +123,7 @@ def read_bytes(uri: str | Path, start: int | None = None, end: int | None = None
 
 
 def read_limited(uri: str | Path, limit: int) -> bytes:
-    """Read a whole object or file that others have made; at most `limit` bytes of it are read.
-
-    Raises:
-        ObjectTooLargeError: it has more bytes.
-        StorageError: as `read_bytes`.
-    """
+    """Read a whole object or file that others have made as `read_bytes` does, or raise an `ObjectTooLargeError`."""
     if not is_remote(uri):
         with reading(uri):
             return read_file(local_path(uri), limit=limit)
@@ -214,12 +200,7 @@ def write_checksummed(uri: str | Path, text: str) -> None:
 
 
 def read_checksummed(uri: str | Path) -> str:
-    """Read a text that `write_checksummed` has written.
-
-    Raises:
-        ObjectNotFoundError: there is none.
-        ObjectDamagedError: it is not what was written.
-    """
+    """Read a text that `write_checksummed` has written; an `ObjectDamagedError` if it is not what was written."""
     seal, _, text = read_bytes(uri).partition(b"\n")
     text = text.removesuffix(b"\n")
     if seal.decode(errors="replace") != _checksum(text):
@@ -324,11 +305,7 @@ def remove_file(uri: str | Path) -> None:
 
 
 def locate(uri: str | Path) -> tuple[Any, str]:
-    """Return fsspec's file system for a remote URI, and the path in it.
-
-    Raises:
-        StorageError: the scheme is not supported, the URI names no place in a store, or the environment lacks the store's address.
-    """
+    """Return fsspec's file system for a remote URI and the path in it; a `StorageError` if URI and environment do not name them."""
     scheme, _, path = str(uri).partition("://")
     if scheme not in _S3_SCHEMES:
         try:

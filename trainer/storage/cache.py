@@ -39,11 +39,7 @@ _used: dict[Path, int] = {}
 
 
 def root() -> Path:
-    """Return the folder of the cache: `TRAINER_CACHE`, or one in the user's cache folder.
-
-    Raises:
-        StorageError: neither is known.
-    """
+    """Return the folder of the cache: `TRAINER_CACHE`, or one in the user's cache folder; a `StorageError` if neither is known."""
     named, base = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(named or Path(base or Path.home() / ".cache") / "vit-distillation")
