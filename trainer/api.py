@@ -120,10 +120,8 @@ class LoopRecording:
         from trainer.profiling.recorder import Recorder, Sources
         from trainer.stages import profile
 
-        self.report = output / "report" / profile.REPORT
-        """The page, once the block has ended."""
-        self.verdict = ""
-        """The page's first sentence, once the block has ended."""
+        self.report = output / "report" / profile.REPORT  # the page, once the block has ended
+        self.verdict = ""  # the page's first sentence, once the block has ended
         self._name, self._output, self._model = name, output, model
         parameter = None if model is None else next(model.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device

@@ -42,7 +42,6 @@ MANIFEST = "manifest.json"
 _WITHOUT_CACHE = "on a cluster, where KFP's cache takes that stage for done, start a run without the cache: make deploy-pipeline FRESH=1"
 
 _COVERED = ("kind", "schema_version", "settings", "parents", "files")
-"""What the fingerprint covers."""
 _MEMBERS = {
     str: ("kind", "fingerprint"),
     int: ("schema_version",),

@@ -56,14 +56,10 @@ class Bill(StrictModel):
     """What a run took."""
 
     stages: tuple[StageBill, ...]
-    seconds: Seconds
-    """Of all stages."""
-    dollars: float | None
-    """Of the stages with a known price; none where no price is known."""
-    forecast: Forecast | None = None
-    """What was expected before the distillation."""
-    notes: tuple[str, ...] = ()
-    """What the total leaves out, and what speaks against a price."""
+    seconds: Seconds  # of all stages
+    dollars: float | None  # of the stages with a known price; none where no price is known
+    forecast: Forecast | None = None  # what was expected before the distillation
+    notes: tuple[str, ...] = ()  # what the total leaves out, and what speaks against a price
 
     def stage(self, name: str) -> StageBill | None:
         return next((one for one in self.stages if one.stage == name), None)

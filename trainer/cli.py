@@ -18,8 +18,7 @@ from trainer.commands import Subparsers
 from trainer.errors import SettingsError, TrainerError
 from trainer.host import Terminated, ended_by_sigterm
 
-SCRIPT = "vit-distill"
-"""What the script is called that an installation brings."""
+SCRIPT = "vit-distill"  # what the script is called that an installation brings
 
 
 _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, and prove what was done.

@@ -29,8 +29,7 @@ Count = Annotated[int, Field(ge=0)]
 CONFIDENCE = 0.95
 MOST_BLOCKS = 10
 """Most blocks of consecutive steps whose means are taken as independent; few and long, since a slow moment spans several steps."""
-LEAST_STEPS = 4
-"""Fewer steps give no interval."""
+LEAST_STEPS = 4  # fewer steps give no interval
 
 
 class Measurement(StrictModel):
@@ -47,7 +46,6 @@ class Measurement(StrictModel):
     step_high_s: Seconds
     """95 % interval of that mean (`mean_interval`)."""
     steps: Count
-    """Number of measured steps."""
     startup_s: Seconds
     """From the start of the job to the end of the first step (fetch, import, compile), and what is compiled later."""
     compile_s: Seconds = 0.0
@@ -68,8 +66,7 @@ class WorkCount(StrictModel):
     steps: Count
     validations: Count
     checkpoints: Count
-    windows: Count = 0
-    """Of the operators' profiler."""
+    windows: Count = 0  # of the operators' profiler
 
 
 class Forecast(StrictModel):
@@ -79,16 +76,12 @@ class Forecast(StrictModel):
     hours: float
     hours_low: float
     hours_high: float
-    dollars: float | None
-    """None where the price is not known, as is the interval then."""
+    dollars: float | None  # None where the price is not known, as is the interval then
     dollars_low: float | None
     dollars_high: float | None
     stages: tuple[str, ...] = ("distill",)
-    """The stages that it covers."""
-    compile_hours: float = 0.0
-    """Part of `hours` in the compiler."""
-    assumptions: tuple[str, ...] = ()
-    """What was assumed and not measured, and doubts about the price."""
+    compile_hours: float = 0.0  # part of `hours` in the compiler
+    assumptions: tuple[str, ...] = ()  # what was assumed and not measured, and doubts about the price
 
     def __str__(self) -> str:
         """Format it: `3.20 h (3.11 h to 3.34 h, 12.0 min of it compiling), $281.06 ($273.16 to $293.35)`."""

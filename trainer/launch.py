@@ -39,8 +39,7 @@ FAILURES_VARIABLE = "TRAINER_FAILURES"
 TERMINATION_LOG_VARIABLE = "TRAINER_TERMINATION_LOG"
 """Environment variable that names the file for a failing node's message; without it Kubernetes' own, where there is one."""
 TERMINATION_LOG = "/dev/termination-log"
-TERMINATION_LOG_BYTES = 4096
-"""More of it Kubernetes does not keep."""
+TERMINATION_LOG_BYTES = 4096  # more of it Kubernetes does not keep
 SHUTDOWN_TIMEOUT_S = 30
 """How long processes have to end after one has failed, or after they were asked to: in that time they write a checkpoint."""
 AT_ONCE_S = 10
@@ -59,16 +58,12 @@ class JobSpec:
     """A stage to be run by a group of processes."""
 
     stage: str
-    settings: Mapping[str, Any]
-    """The stage's section."""
-    inputs: Mapping[str, str]
-    """Keyword of each input -> its URI."""
-    outputs: Mapping[str, str]
-    """Keyword of each output -> its URI."""
+    settings: Mapping[str, Any]  # the stage's section
+    inputs: Mapping[str, str]  # keyword of each input -> its URI
+    outputs: Mapping[str, str]  # keyword of each output -> its URI
     processes_per_node: int = 1
     nodes: int = 1
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Further environment variables of every process."""
+    environment: Mapping[str, str] = field(default_factory=dict)  # further environment variables of every process
 
     def arguments(self, role: str = "--worker") -> list[str]:
         """Return what follows `python` in every process, or with `--node` on every node of a cluster's job, which starts the processes."""

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SOME_CLASSES = ("a", "b")
-"""For heads where the data set's classes are not known yet."""
+_SOME_CLASSES = ("a", "b")  # for heads where the data set's classes are not known yet
 
 
 def checked(settings: Settings, *, trains_here: bool, processes: int = 1) -> Settings:

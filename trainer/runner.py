@@ -22,11 +22,9 @@ from trainer.tuning.tuning_schema import read_tuning
 
 logger = logging.getLogger(__name__)
 
-RUNS = Path("runs")
-"""Where runs are kept unless an output is given."""
+RUNS = Path("runs")  # where runs are kept unless an output is given
 LATEST = "latest"
-IDENTITY = ".run-id"
-"""Name of the file in a run's directory by which MLflow's runs of it are known."""
+IDENTITY = ".run-id"  # name of the file in a run's directory by which MLflow's runs of it are known
 
 
 def new_directory(recipe: str, output: str | None) -> Path:

@@ -17,8 +17,7 @@ from trainer.errors import ArtifactError, ObjectNotFoundError
 from trainer.forecast import Forecast
 
 SUMMARY = "summary.json"
-PRICED = ("warm_up", "reinforce", "distill")
-"""Stages that count as the distillation where runs stand side by side."""
+PRICED = ("warm_up", "reinforce", "distill")  # stages that count as the distillation where runs stand side by side
 
 NOT_TRACKED: Mapping[str, str | None] = dict.fromkeys(("tracking_uri", "run_id", "model_name", "model_version"))
 """Where MLflow keeps a run and its student, if nothing is tracked."""
@@ -151,12 +150,10 @@ class PricedRun:
 
     name: str
     place: Machines | None
-    seconds: float
-    """Billed wall time."""
+    seconds: float  # billed wall time
     iterations_per_second: float | None = None
     images_per_second: float | None = None
-    accuracy: float | None = None
-    """As a fraction."""
+    accuracy: float | None = None  # as a fraction
     epochs: float | None = None
 
     @property

@@ -20,12 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 class DdpTimings(NamedTuple):
     """What DistributedDataParallel has measured of one backward pass, in nanoseconds."""
 
-    iteration: int
-    """Number of the pass, from 1 on."""
+    iteration: int  # number of the pass, from 1 on
     backward: int
     exchange: int
-    hidden: int
-    """Of the exchange, while the backward pass computed."""
+    hidden: int  # of the exchange, while the backward pass computed
 
 
 def ddp_timings(model: DistributedDataParallel) -> DdpTimings | None:

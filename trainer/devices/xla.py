@@ -24,12 +24,9 @@ from trainer.config import Compile, Precision
 from trainer.devices import Device, Item, RowShardedOptimizer
 from trainer.errors import SettingsError
 
-_RUNTIME = "PJRT_DEVICE"
-"""Environment variable that names the runtime."""
-_AHEAD = 2
-"""Batches that wait on the host, and on the device."""
-_NEVER = 2**62
-"""Batches after which torch_xla's loader would dispatch by itself."""
+_RUNTIME = "PJRT_DEVICE"  # environment variable that names the runtime
+_AHEAD = 2  # batches that wait on the host, and on the device
+_NEVER = 2**62  # batches after which torch_xla's loader would dispatch by itself
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,8 +39,7 @@ from trainer.training.session import Session, open_session
 
 logger = logging.getLogger(__name__)
 
-_FEW_LABELLED = 8
-"""Labelled images in a step, in the mean; with as many, one step in three thousand has none."""
+_FEW_LABELLED = 8  # labelled images in a step, in the mean; with as many, one step in three thousand has none
 
 
 def run(

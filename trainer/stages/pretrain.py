@@ -19,11 +19,9 @@ from trainer.profiling.recorder import Startup
 from trainer.training.lora import merge_lora
 from trainer.training.session import Session, open_session
 
-RECONSTRUCTIONS = "mae/reconstructions.png"
-"""Where the picture stands in the evidence."""
+RECONSTRUCTIONS = "mae/reconstructions.png"  # where the picture stands in the evidence
 _PICTURED = 8
-MOST_EMBEDDED = 10_000
-"""Training images by which an embedding is standardised, at most."""
+MOST_EMBEDDED = 10_000  # training images by which an embedding is standardised, at most
 
 
 def run(settings: PretrainSettings, *, dataset: str | Path, teacher: str | Path, evidence: str | Path) -> None:

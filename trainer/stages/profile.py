@@ -20,10 +20,8 @@ from trainer.tracking.stage_runs import stage_run
 
 logger = logging.getLogger(__name__)
 
-SUMMARY = "summary.json"
-"""The numbers of every training."""
-BILL = "bill.json"
-"""What the trainings took."""
+SUMMARY = "summary.json"  # the numbers of every training
+BILL = "bill.json"  # what the trainings took
 REPORT = "report.html"
 
 

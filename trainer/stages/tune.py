@@ -50,12 +50,10 @@ from trainer.tuning.tuning_schema import FILE, Candidate, Trial, Tuning
 
 logger = logging.getLogger(__name__)
 
-NAME = "tune"
-"""Of the trials, in the log, among the metrics and beside the checkpoints."""
+NAME = "tune"  # of the trials, in the log, among the metrics and beside the checkpoints
 _TIMED, _MOST_TIMED, _TIMED_S = 3, 50, 0.5
 """Forward passes of the teacher that are timed, at least, and at most if they are done within so many seconds; the fastest counts."""
-_TEACHER_IMAGES = {"cpu": 8, "cuda": 256, "xla": 256}
-"""Images of each."""
+_TEACHER_IMAGES = {"cpu": 8, "cuda": 256, "xla": 256}  # images of each
 _OF_THE_TRIALS = {"distill", "reinforce", "largest_batch_growth", "fewest_steps"}
 """Settings that change a trial, or which one follows another."""
 

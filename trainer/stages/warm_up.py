@@ -39,8 +39,7 @@ from trainer.tuning.trials import place_of
 
 logger = logging.getLogger(__name__)
 
-FILE = "warm-up.json"
-"""The report, in the artifact."""
+FILE = "warm-up.json"  # the report, in the artifact
 
 Part = TypeVar("Part", bound=TrainingSettings)
 
@@ -99,13 +98,10 @@ class Rehearsal:
     """The first steps of a recipe's trainings, on one of its processes."""
 
     data: PreparedDataset
-    dataset: str | Path
-    """Where it lies."""
+    dataset: str | Path  # where it lies
     processes: Processes
-    folder: Path
-    """For outputs that are thrown away."""
-    root: str
-    """For checkpoints, of all processes."""
+    folder: Path  # for outputs that are thrown away
+    root: str  # for checkpoints, of all processes
 
     def trainings(
         self, teacher: PretrainSettings, recorder: ReinforceSettings, student: DistillSettings

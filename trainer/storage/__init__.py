@@ -46,11 +46,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CONNECTIONS = 8
-"""Concurrent requests."""
+CONNECTIONS = 8  # concurrent requests
 CONNECT_TIMEOUT_S = 10
-READ_TIMEOUT_S = 60
-"""Longest silence of the store within an answer."""
+READ_TIMEOUT_S = 60  # longest silence of the store within an answer
 
 ATTEMPTS_VARIABLE = "AWS_MAX_ATTEMPTS"
 ATTEMPTS = 9
@@ -224,12 +222,9 @@ def files(uri: str | Path) -> dict[str, int]:
 class Listed(NamedTuple):
     """An object as the store lists it."""
 
-    name: str
-    """Relative to the URI that was listed."""
-    size: int
-    """In bytes."""
-    tag: str
-    """Changes with the content; empty where the store lists nothing of the kind."""
+    name: str  # relative to the URI that was listed
+    size: int  # in bytes
+    tag: str  # changes with the content; empty where the store lists nothing of the kind
 
 
 def listing(uri: str | Path) -> Iterator[Listed]:

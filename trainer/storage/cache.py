@@ -30,12 +30,10 @@ LIMIT_VARIABLE = "TRAINER_CACHE_GIB"
 LIMIT_GIB = 100.0
 """When the cache holds more, the least recently used folders are evicted, unless a process is using them."""
 
-LOG_INTERVAL_S = 30.0
-"""Seconds between two lines about a wait."""
+LOG_INTERVAL_S = 30.0  # seconds between two lines about a wait
 _POLL_S = 0.1
 
-_used: dict[Path, int] = {}
-"""Folder that this process uses -> descriptor that holds its lock."""
+_used: dict[Path, int] = {}  # folder that this process uses -> descriptor that holds its lock
 
 
 def root() -> Path:

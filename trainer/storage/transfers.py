@@ -27,23 +27,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
-PART_BYTES = 8 * 2**20
-"""Larger files travel in parts of this size; S3 requires at least 5 MiB."""
-LOG_INTERVAL_S = 15.0
-"""Seconds between two lines about a transfer's progress."""
-_MOST_PARTS = 10_000
-"""S3's limit for one object."""
-_DIGEST = "sha256"
-"""Key of the checksum in an object's metadata."""
+PART_BYTES = 8 * 2**20  # larger files travel in parts of this size; S3 requires at least 5 MiB
+LOG_INTERVAL_S = 15.0  # seconds between two lines about a transfer's progress
+_MOST_PARTS = 10_000  # S3's limit for one object
+_DIGEST = "sha256"  # key of the checksum in an object's metadata
 
 
 class FileRecord(TypedDict):
     """A file in a manifest."""
 
-    size: int
-    """In bytes."""
-    sha256: str
-    """As hexadecimal text."""
+    size: int  # in bytes
+    sha256: str  # as hexadecimal text
 
 
 def _in_parallel(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
