@@ -59,6 +59,9 @@ def _page(name: str, content: Mapping[str, Any], links: list[tuple[str, str]], p
         verdict = [Paragraph("The student did not pass the gate:", "bad"), BulletList(reasons)]
     notes = [text for text in (billing.forecast_text(bill), *bill.notes) if text]
     mlflow = content["mlflow"]
+    tracked = (
+        f"{mlflow['tracking_uri']}, run {mlflow['run_id']}, {mlflow['model_name']} version {mlflow['model_version']}"
+    )
     return pages.render(
         f"Run {isolated(name)}: the student {'passed' if passed else 'did not pass'}",
         f"{content['student']['test']['top1']:.1%} test top-1, the teacher {content['teacher']['test']['top1']:.1%}; "
@@ -70,16 +73,7 @@ def _page(name: str, content: Mapping[str, Any], links: list[tuple[str, str]], p
             PageSection("Profile", [Paragraph(content["profile"]["verdict"] or "Nothing was trained in this run.")]),
             PageSection("Bill", [Table(heading, bill_rows), BulletList(notes) if notes else None]),
             PageSection("Pictures", photos) if photos else None,
-            PageSection(
-                "MLflow",
-                [
-                    Paragraph(
-                        f"{mlflow['tracking_uri']}, run {mlflow['run_id']}, {mlflow['model_name']} version {mlflow['model_version']}"
-                    )
-                ],
-            )
-            if mlflow["tracking_uri"]
-            else None,
+            PageSection("MLflow", [Paragraph(tracked)]) if mlflow["tracking_uri"] else None,
         ],
     )
 

@@ -203,8 +203,7 @@ def _filled(section: AnySection, values: Mapping[str, Any]) -> AnySection:
 
 AnySection = TypeVar("AnySection", bound=Section)
 
-_MOST_EXPLAINED = 30
-"""Wrong settings that a message explains."""
+_MOST_EXPLAINED = 30  # wrong settings that a message explains
 _ALTERNATIVE = re.compile(r"(constrained-)?(int|float|str|bool)|literal\[.*\]")
 """What pydantic adds to the location of an error in a setting that has alternatives, such as a whole number or auto."""
 

@@ -21,8 +21,7 @@ CHECKPOINTS_VARIABLE = "TRAINER_CHECKPOINTS"
 WAIT_VARIABLE = "TRAINER_WAIT_S"
 """Environment variable with the seconds for which a training process waits for the others, or for a loader process; 600 without it."""
 
-DEVICE_VARIABLE = "TRAINER_DEVICE"
-"""Environment variable that says where to train: auto, cpu, cuda or xla."""
+DEVICE_VARIABLE = "TRAINER_DEVICE"  # environment variable that says where to train: auto, cpu, cuda or xla
 
 Precision = Literal["auto", "fp32", "bf16"]
 Compile = Literal["auto", "on", "off"]
@@ -69,14 +68,10 @@ class ModelSettings(Section):
     """Edge of the model's input, in pixels; 0 is the architecture's own."""
 
 
-TIMM = "timm:"
-"""What the name of timm's pretrained weights begins with in `weights`."""
-PACKAGE = "package:"
-"""What the name of weights from an installed Python package begins with."""
-BUNDLED = "bundled:"
-"""What the name of a table of classes begins with that a recipe of this package brings."""
-FOLDERS = "folders"
-"""The setting `data.hierarchy` where folders are the groups."""
+TIMM = "timm:"  # what the name of timm's pretrained weights begins with in `weights`
+PACKAGE = "package:"  # what the name of weights from an installed Python package begins with
+BUNDLED = "bundled:"  # what the name of a table of classes begins with that a recipe of this package brings
+FOLDERS = "folders"  # the setting `data.hierarchy` where folders are the groups
 
 
 def _is_unset(value: object) -> bool:
@@ -455,8 +450,7 @@ class PretrainSettings(WeightsSettings, LoadingSettings):
             )
 
 
-TOP_K = 10
-"""Logits that are recorded of a view where nothing else is said or needed."""
+TOP_K = 10  # logits that are recorded of a view where nothing else is said or needed
 
 
 class ReinforceSettings(LoadingSettings):
@@ -502,8 +496,7 @@ TAUGHT = ("logit", "feature", "token", "block", "similarity")
 """What the teacher is compared in, each with a loss and the setting `NAME_weight`."""
 RECORDED_BY = {"feature": "features", "token": "tokens", "similarity": "features"}
 """Of these -> the setting of `reinforce` with which that is recorded."""
-TERMS = (*TAUGHT, "label")
-"""Of the distillation's loss."""
+TERMS = (*TAUGHT, "label")  # of the distillation's loss
 
 
 class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):

@@ -88,16 +88,13 @@ def run(
         tracker = stack.enter_context(stage_run(NAME, values, active=processes.is_first))
         forecast.check_budget(place_of(processes), settings.budget_usd)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tune-")))
+        gpu = torch.cuda.get_device_name() if processes.device.kind == "cuda" else ""
         # The trials are kept in a place that is named by all that they depend on, and their order.
         depends_on = {
             "settings": settings.model_dump(mode="json", include=_OF_THE_TRIALS),
             "parents": dict(parents),
             "place": place_of(processes).model_dump(mode="json"),
-            "machine": [
-                torch.cuda.get_device_name() if processes.device.kind == "cuda" else "",
-                usable_cores(),
-                torch.__version__,
-            ],
+            "machine": [gpu, usable_cores(), torch.__version__],
         }
         trial_log = TrialLog(
             storage.join(checkpoint_root(tuning), f"trials-{artifacts.digest(depends_on)[:16]}"), processes
