@@ -218,20 +218,13 @@ def _stage(options: argparse.Namespace) -> None:
             raise SettingsError(f"--settings {options.settings!r} is not a JSON object")
     keywords = (*stage.all_inputs, *stage.outputs)
     directories = {name: value for name in keywords if (value := getattr(options, name)) is not None}
-    if options.worker:
-        stages.call(stage.name, json.dumps(section), directories)
+    if stage.launched and not options.worker:
+        config.validate_section(stage.section, section)
+        run = launch.join_node if options.node else launch.run_here
+        run(launch.job_of(stage, section, directories, options.processes))
         return
-    from trainer import runner
-
-    config.validate_section(stage.section, section)
-    runner.run_stage(
-        stage,
-        section,
-        directories,
-        processes=options.processes if stage.launched else 1,
-        given={"recipe": options.recipe, "resolved": settings.model_dump(mode="json")},
-        launcher=launch.join_node if options.node else None,
-    )
+    further = {"recipe": options.recipe, "resolved": settings.model_dump(mode="json")} if stage.takes_recipe else {}
+    stages.call(stage.name, json.dumps(section), directories, **further)
 
 
 def _config(options: argparse.Namespace) -> None:

@@ -24,8 +24,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.config import DEVICE_VARIABLE
 from trainer.costs import local_place
 from trainer.errors import EXIT_CODE, PREEMPTED_EXIT_CODE, CrashError, LaunchError, PreemptedError, TrainerError
+from trainer.graph import Stage
 from trainer.host import LAUNCHED_VARIABLE, Terminated, environment_variables, started_unix, usable_cores
 
 if TYPE_CHECKING:
@@ -79,6 +81,17 @@ class JobSpec:
 def flag(name: str) -> str:
     """Return the command-line flag of an input or output: `pretrain_evidence` -> `pretrain-evidence`."""
     return name.replace("_", "-")
+
+
+def job_of(stage: Stage, settings: Mapping[str, Any], directories: Mapping[str, str], processes: int) -> JobSpec:
+    """Describe a stage on one machine, whose inputs and outputs are `directories`; 0 processes: one for each GPU, or else one."""
+    return JobSpec(
+        stage=stage.name,
+        settings=settings,
+        inputs={keyword: directories[keyword] for keyword in stage.all_inputs if keyword in directories},
+        outputs={keyword: directories[keyword] for keyword in stage.outputs},
+        processes_per_node=processes or processes_here(os.environ[DEVICE_VARIABLE]),
+    )
 
 
 def run_here(spec: JobSpec) -> None:

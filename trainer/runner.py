@@ -8,7 +8,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 from trainer import artifacts, config, finished_run, launch, preflight, stages, storage, tracking
 from trainer.errors import ArtifactError, OutputError, TrackingError, make_directory, writing_to
 from trainer.graph import STAGES, Stage
-from trainer.launch import JobSpec
 from trainer.summary import SUMMARY
 from trainer.tuning.tuning_schema import read_tuning
 
@@ -126,15 +125,10 @@ def run_stage(
     *,
     processes: int,
     given: Mapping[str, Any],
-    launcher: Callable[[JobSpec], None] | None = None,
 ) -> None:
     """Run a stage on its inputs and outputs; `given` has the `recipe` and all `resolved` settings, for a stage that takes them."""
     if stage.launched:
-        inputs = {keyword: directories[keyword] for keyword in stage.all_inputs if keyword in directories}
-        outputs = {keyword: directories[keyword] for keyword in stage.outputs}
-        processes = processes or launch.processes_here(os.environ[config.DEVICE_VARIABLE])
-        spec = JobSpec(stage=stage.name, settings=section, inputs=inputs, outputs=outputs, processes_per_node=processes)
-        (launcher or launch.run_here)(spec)
+        launch.run_here(launch.job_of(stage, section, directories, processes))
     else:
         stages.call(stage.name, json.dumps(section), directories, **(given if stage.takes_recipe else {}))
 
