@@ -56,10 +56,14 @@ class Bill(StrictModel):
     """What a run took."""
 
     stages: tuple[StageBill, ...]
-    seconds: Seconds  # of all stages
-    dollars: float | None  # of the stages with a known price; none where no price is known
-    forecast: Forecast | None = None  # what was expected before the distillation
-    notes: tuple[str, ...] = ()  # what the total leaves out, and what speaks against a price
+    seconds: Seconds
+    """Of all stages."""
+    dollars: float | None
+    """Of the stages with a known price; none where no price is known."""
+    forecast: Forecast | None = None
+    """What was expected before the distillation."""
+    notes: tuple[str, ...] = ()
+    """What the total leaves out, and what speaks against a price."""
 
     def stage(self, name: str) -> StageBill | None:
         return next((one for one in self.stages if one.stage == name), None)
@@ -74,10 +78,10 @@ class Bill(StrictModel):
 def stage_bill(stage: str, manifest: Manifest, evidence: Evidence | None = None) -> StageBill:
     """Bill a stage from the manifest of what it made, and from what its trainings recorded, if it trains."""
     records = [training.ranks[0].record for training in evidence.trainings] if evidence else []
-    parts = _parts_of_trainings(records, manifest) if records else {}
-    if (
-        not records and manifest.startup_seconds is not None
-    ):  # else it ran in its task's own process: only the total is known
+    parts = {}  # of a stage that ran in its task's own process only the total is known
+    if records:
+        parts = _parts_of_trainings(records, manifest)
+    elif manifest.startup_seconds is not None:
         parts = {"startup": manifest.startup_seconds, "work": manifest.seconds}
     seconds = sum(parts.values()) if parts else manifest.seconds
     place = (records[-1].place if records else None) or manifest.place

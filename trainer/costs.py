@@ -71,11 +71,14 @@ class Price(_Group):
 class Machines(_Group):
     """Machines of one kind on which something runs."""
 
-    pool: Annotated[str, Field(min_length=1)]  # name of the node pool; `this machine` without one
+    pool: Annotated[str, Field(min_length=1)]
+    """Name of the node pool; `this machine` without one."""
     instance: str = ""
-    nodes: Annotated[int, Field(ge=1)] = 1  # how many were asked for
+    nodes: Annotated[int, Field(ge=1)] = 1
+    """How many were asked for."""
     processes_per_node: Annotated[int, Field(ge=1)] = 1
-    price: Price | None = None  # of one node; none where it is not known, or varies as that of a spot pool
+    price: Price | None = None
+    """Of one node; none where it is not known, or varies as that of a spot pool."""
 
     def __str__(self) -> str:
         """Name them, as `4 nodes of gpu-a100 (p4d.24xlarge)`."""

@@ -66,7 +66,8 @@ class WorkCount(StrictModel):
     steps: Count
     validations: Count
     checkpoints: Count
-    windows: Count = 0  # of the operators' profiler
+    windows: Count = 0
+    """Of the operators' profiler."""
 
 
 class Forecast(StrictModel):
@@ -76,12 +77,15 @@ class Forecast(StrictModel):
     hours: float
     hours_low: float
     hours_high: float
-    dollars: float | None  # None where the price is not known, as is the interval then
+    dollars: float | None
+    """None where the price is not known, as is the interval then."""
     dollars_low: float | None
     dollars_high: float | None
     stages: tuple[str, ...] = ("distill",)
-    compile_hours: float = 0.0  # part of `hours` in the compiler
-    assumptions: tuple[str, ...] = ()  # what was assumed and not measured, and doubts about the price
+    compile_hours: float = 0.0
+    """Part of `hours` in the compiler."""
+    assumptions: tuple[str, ...] = ()
+    """What was assumed and not measured, and doubts about the price."""
 
     def __str__(self) -> str:
         """Format it: `3.20 h (3.11 h to 3.34 h, 12.0 min of it compiling), $281.06 ($273.16 to $293.35)`."""
