@@ -84,11 +84,7 @@ def run(
             pairs = zip(places, [teacher, *settings.further_teachers], strict=True)
             held = [check_fits(uri, settings, data=data, dataset=dataset, teacher=one) for uri, one in pairs]
             check_joined(places, held)
-            if settings.logit_weight and not any(one.classes for one in held):  # one of several teachers may have none
-                whose = f"the teacher whose outputs {' and '.join(map(str, places))} holds"
-                raise SettingsError(_no_logits(settings, whose))
-            for uri, description in zip(places, held, strict=True):
-                _check_recording(settings, classifier, uri, description)  # before the records are fetched
+            _check_content(settings, classifier, places, held)  # before the records are fetched
             opened = [open_recording(uri) for uri in places]
             recording = JoinedRecordings(*opened) if len(opened) > 1 else opened[0]
             for number, one in enumerate(opened, start=1):
@@ -161,10 +157,22 @@ def _tell(samples: Samples, settings: DistillSettings) -> None:
         logger.warning(text, settings.batch_size, in_a_step)
 
 
+def _check_content(
+    settings: DistillSettings,
+    student: Classifier,
+    uris: Sequence[str | Path],
+    recordings: Sequence[RecordingDescription],
+) -> None:
+    """Refuse recorded outputs that lack what the losses or the student need; one of several teachers may have no logits."""
+    if settings.logit_weight and not any(held.classes for held in recordings):
+        raise SettingsError(_no_logits(settings, f"the teacher whose outputs {' and '.join(map(str, uris))} holds"))
+    for uri, held in zip(uris, recordings, strict=True):
+        _check_recording(settings, student, uri, held)
+
+
 def _check_recording(
     settings: DistillSettings, student: Classifier, uri: str | Path, held: RecordingDescription
 ) -> None:
-    """Refuse recorded outputs that lack what the losses or the student need."""
     if settings.needs_all_logits and held.top_k < held.classes:
         loss = f"distill.logit_loss={settings.logit_loss}" + " with standardize_logits" * settings.standardize_logits
         raise SettingsError(

@@ -92,11 +92,10 @@ def _probed(subjects: Sequence[_Evaluated], data: PreparedDataset, settings: Eva
     """Measure what the embeddings know: nearest neighbours' votes for all models, and a linear probe as the head of one that has none."""
     device, train, test = choose_device().open(), data.split("train"), data.split("test")
     classes, done = len(data.classes), []
-    bank = spread(len(train), probes.MOST_IMAGES)
-    labels = train.labels[bank]
+    labels = train.labels[_bank(train)]
     for subject in subjects:
         model, size = subject.model, settings.batch_size
-        embedded = {"train": embed(model, train, bank, device, size)}
+        embedded = {"train": embed(model, train, _bank(train), device, size)}
         asked = embed(model, test, range(len(test)), device, size)
         votes = probes.nearest_neighbors(embedded["train"], labels, asked, classes)
         if not model.card.labels:
@@ -109,6 +108,11 @@ def _probed(subjects: Sequence[_Evaluated], data: PreparedDataset, settings: Eva
         probed = model is not subject.model
         done.append(replace(subject, model=model.cpu(), knn_top1=knn_top1, probed=probed, embedded=embedded))
     return done
+
+
+def _bank(train: Split) -> list[int]:
+    """Choose the training images to which probes are fitted."""
+    return spread(len(train), probes.MOST_IMAGES)
 
 
 def _evaluate(
@@ -185,7 +189,7 @@ def _judged_labels(
     if settings.label_issues != "all":
         return held_out
     device, train, embedded = choose_device().open(), data.split("train"), dict(teacher.embedded)
-    chosen = np.array(spread(len(train), probes.MOST_IMAGES))
+    chosen = np.array(_bank(train))
     for split, indices in ((train, chosen), (val, np.arange(len(val)))):
         if split.name not in embedded:
             embedded[split.name] = embed(teacher.model, split, indices.tolist(), device, size)

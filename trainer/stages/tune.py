@@ -45,7 +45,15 @@ from trainer.training.spec import TrainingSpec, fit_batch
 from trainer.tuning import forecast_table
 from trainer.tuning.candidates import Workload
 from trainer.tuning.search import SearchResult, search
-from trainer.tuning.trials import MakeTraining, RecordingTime, TrialLog, Trials, from_trial, measure_training, place_of
+from trainer.tuning.trials import (
+    MakeTraining,
+    RecordingTime,
+    TrialLog,
+    Trials,
+    from_trial,
+    measure_training,
+    place_of,
+)
 from trainer.tuning.tuning_schema import FILE, Candidate, Trial, Tuning
 
 logger = logging.getLogger(__name__)
@@ -166,10 +174,6 @@ class Subject:
             [copy.deepcopy(self.teacher)] if self.teacher and settings.needs_teacher and recording is None else []
         )
         student = copy.deepcopy(self.student)
-        batch_size, precision = batch_size_of(settings, processes), settings.precision
-        validating = partial(
-            validate, split=self.data.split("val"), processes=processes, batch_size=batch_size, precision=precision
-        )
         return TrainingSpec(
             name=NAME,
             objective=distill.make_objective(settings, student, teachers, recording, processes.device),
@@ -181,7 +185,15 @@ class Subject:
             checkpoints=Checkpoints(root, NAME, settings={}, parents={"dataset": self.data.fingerprint}),
             teacher_outputs=recording,
             labelled_share=settings.labeled_share,
-            validate=validating if settings.head == "trained" else None,
+            validate=partial(
+                validate,
+                split=self.data.split("val"),
+                processes=processes,
+                batch_size=batch_size_of(settings, processes),
+                precision=settings.precision,
+            )
+            if settings.head == "trained"
+            else None,
         )
 
     def recording_s_of(self, settings: DistillSettings) -> float | None:
@@ -191,9 +203,11 @@ class Subject:
     def job(self, tuned: TuneSettings) -> Workload:
         """Return what the search may not change."""
         settings, processes, device = self.settings, self.processes, self.processes.device
-        images, growth = settings.epochs * len(self.samples), tuned.largest_batch_growth
+        images = settings.epochs * len(self.samples)
         limits = {
-            f"tune.largest_batch_growth is {growth:g}": int(settings.batch_size * growth),
+            f"tune.largest_batch_growth is {tuned.largest_batch_growth:g}": int(
+                settings.batch_size * tuned.largest_batch_growth
+            ),
             f"fewer than {tuned.fewest_steps:,} steps would be left (tune.fewest_steps)": images // tuned.fewest_steps,
             "there are no more images to train on": len(self.samples),
         }
