@@ -6,7 +6,7 @@ Its keys are a contract: tests, reports and people read the same file; keys are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,15 @@ from trainer.forecast import Forecast
 SUMMARY = "summary.json"
 PRICED = ("warm_up", "reinforce", "distill")  # stages that count as the distillation where runs stand side by side
 
-NOT_TRACKED: Mapping[str, str | None] = dict.fromkeys(("tracking_uri", "run_id", "model_name", "model_version"))
-"""Where MLflow keeps a run and its student, if nothing is tracked."""
+
+@dataclass(frozen=True, kw_only=True)
+class Registered:
+    """Where MLflow keeps a run and its student; None where nothing is tracked."""
+
+    tracking_uri: str | None = None
+    run_id: str | None = None
+    model_name: str | None = None
+    model_version: str | None = None
 
 
 def build(
@@ -32,7 +39,7 @@ def build(
     recording: Mapping[str, Any] | None,
     profile: Mapping[str, Any],
     evaluation: Mapping[str, Any],
-    registered: Mapping[str, str | None],
+    registered: Registered,
     reports: Mapping[str, str],
 ) -> dict[str, Any]:
     """Build the content of `summary.json` from the figures of the artifacts; `recording` is None where the teacher ran in every step."""
@@ -51,7 +58,7 @@ def build(
         "student": {key: student[key] for key in of_student},
         "profile": {key: profile.get(key, "") for key in ("verdict", "outcome")},
         "verdict": dict(evaluation["verdict"]),
-        "mlflow": dict(registered),
+        "mlflow": asdict(registered),
         "reports": dict(reports),
     }
 

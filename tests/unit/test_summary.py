@@ -11,7 +11,7 @@ from trainer.billing import StageBill, make_bill
 from trainer.costs import Machines, Price
 from trainer.errors import EXIT_CODE, ArtifactError
 from trainer.forecast import Forecast
-from trainer.summary import NOT_TRACKED, PricedRun, price_rows, price_table, read_run
+from trainer.summary import PricedRun, Registered, price_rows, price_table, read_run
 
 PRICE = Price(dollars_an_hour=36.0, date="2026-11", region="us-east-1", source="list")
 EXPECTED = Forecast(
@@ -69,9 +69,7 @@ def built(**changes):
         "recording": None,
         "profile": {"verdict": "nothing slows it", "outcome": "healthy", "distill": {"step_ms": 12.0}},
         "evaluation": {"teacher": TEACHER, "student": STUDENT, "verdict": {"passed": True, "reasons": []}},
-        "registered": {
-            "tracking_uri": "sqlite:///x.db", "run_id": "abc", "model_name": "vit-student", "model_version": "3",
-        },
+        "registered": Registered(tracking_uri="sqlite:///x.db", run_id="abc", model_name="vit-student", model_version="3"),
         "reports": {"data": "/runs/x/dataset/card.html", "evaluation": "/runs/x/evaluation/report.html"},
     }  # fmt: skip
     return summary.build(**{**arguments, **changes})
@@ -173,7 +171,7 @@ def test_table_of_a_failed_gate_and_an_untracked_run():
         "student": STUDENT,
         "verdict": {"passed": False, "reasons": ["latency: too long"]},
     }
-    text = table(built(evaluation=evaluation, registered=NOT_TRACKED))
+    text = table(built(evaluation=evaluation, registered=Registered()))
     assert "gate not passed" in text
     assert "  - latency: too long" in text
     assert "nothing is tracked" in text

@@ -34,7 +34,7 @@ from trainer.profiling.evidence import read_evidence
 from trainer.served_student.class_tags import ANSWER, CONFIDENCE, ClassTags
 from trainer.served_student.pyfunc import TOP_K
 from trainer.stages import evaluate, profile
-from trainer.summary import NOT_TRACKED, SUMMARY
+from trainer.summary import SUMMARY, Registered
 from trainer.tracking.stage_runs import stage_run
 from trainer.tuning.tuning_schema import read_tuning
 
@@ -48,6 +48,7 @@ _RECORDING = "reinforce.html"
 
 _REQUIREMENTS = ("mlflow", "numpy", "pandas", "pillow", "safetensors", "timm", "torch", "torchvision")
 _EXAMPLE_EDGE = 64  # the example is kept as JSON, and the student takes photos of any size
+_PICTURES = "**/*.png"
 
 
 def run(
@@ -81,11 +82,10 @@ def run(
             f"student {given['student']}: {models.CONFIG} does not say how a photo becomes its input, because an older version wrote it; "
             "remove the directory and distil it again"
         )
-    # Of the optional ones the manifest is enough: the records may be many gigabytes.
-    optional = {
-        name: artifacts.manifest(given[name], kind) for name, kind in stage.optional_inputs.items() if name in given
-    }
-    made: dict[str, Manifest] = {**read, **optional}
+    made: dict[str, Manifest] = dict(read)
+    for name, kind in stage.optional_inputs.items():
+        if name in given:  # the manifest is enough: the records may be many gigabytes
+            made[name] = artifacts.manifest(given[name], kind)
     tuned = read_tuning(given["tuning"]) if "tuning" in given else None
     forecast = tuned.forecast if tuned else None
     stages = list(_stage_bills(made, given))
@@ -153,7 +153,7 @@ def _reports(inputs: Mapping[str, Artifact]) -> dict[str, tuple[str, str]]:
         "evaluation": ("evaluation", evaluate.REPORT),
     }
     evidence = inputs["pretrain_evidence"].path
-    pictures = [picture.relative_to(evidence) for picture in sorted(evidence.glob("**/*.png"))]
+    pictures = [picture.relative_to(evidence) for picture in sorted(evidence.glob(_PICTURES))]
     return pages | {picture.stem: ("pretrain_evidence", picture.as_posix()) for picture in pictures}
 
 
@@ -170,10 +170,11 @@ def _register(
     recipe: str,
     resolved: Mapping[str, Any],
     bill: Bill,
-) -> Mapping[str, str | None]:
+) -> Registered:
+    """Log and register, if this run is tracked."""
     tracking_uri = tracking.uri()
     if tracking_uri is None:
-        return NOT_TRACKED
+        return Registered()
     figures = inputs["evaluation"].figures
     with stage_run("register", settings.model_dump(mode="json")) as tracker, tracking.uploading():
         with tracking.explained():
@@ -184,8 +185,9 @@ def _register(
             if figures["verdict"]["passed"]:
                 client.set_registered_model_alias(settings.model_name, settings.alias, version)
         tracking.finish_parent()
-    uri = tracking.shown(tracking_uri)
-    return dict(NOT_TRACKED, tracking_uri=uri, run_id=run_id, model_name=settings.model_name, model_version=version)
+    return Registered(
+        tracking_uri=tracking.shown(tracking_uri), run_id=run_id, model_name=settings.model_name, model_version=version
+    )
 
 
 def _log_results(
@@ -205,7 +207,21 @@ def _log_results(
     client.log_batch(run_id, metrics=[Metric(name, value, now_ms, 0) for name, value in figures.items()])
 
 
+@contextmanager
+def _tagged(student: Path, tags: ClassTags | None) -> Iterator[Path]:
+    """Give the directory to register: the student's, or a copy of it with the tags."""
+    if tags is None:
+        yield student
+        return
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        copy = Path(folder) / student.name
+        shutil.copytree(student, copy, copy_function=shutil.copyfile)
+        tags.write(copy)
+        yield copy
+
+
 def _output_schema(labels: Sequence[str], tags: ClassTags | None) -> Schema:
+    """Describe the columns of a prediction."""
     from mlflow.types import ColSpec, Schema, TensorSpec
 
     columns: list[ColSpec | TensorSpec] = [ColSpec("double", label) for label in labels]
@@ -233,9 +249,6 @@ def _log_model(
     any_images = TensorSpec(np.dtype(object), (-1,), name=None)
     experiment = client.get_run(run_id).info.experiment_id
     logged = client.create_logged_model(experiment, name="student", source_run_id=run_id, model_type="pyfunc")
-    # MLflow derives requirements.txt from it. A local version (2.15.0+cu132) is not to be had elsewhere.
-    pinned = [f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in _REQUIREMENTS]
-    dependencies = [f"python={platform.python_version()}", "pip", {"pip": pinned}]
     info: ModelInfo = Model.log(
         artifact_path=None,
         flavor=mlflow.pyfunc,
@@ -248,7 +261,7 @@ def _log_model(
             Schema([any_images]), _output_schema(card.labels, tags), ParamSchema([ParamSpec(TOP_K, "long", 0)])
         ),
         input_example=example(dataset),
-        conda_env={"name": "student", "channels": ["conda-forge"], "dependencies": dependencies},
+        conda_env=conda_environment(),
         metadata={"labels": list(card.labels), "architecture": card.architecture},
     )
     return info
@@ -262,6 +275,15 @@ def example(dataset: str | Path) -> npt.NDArray[np.uint8]:
     return thinned
 
 
+def conda_environment() -> dict[str, Any]:
+    """Return what the registered model needs, at the versions of this process; MLflow derives requirements.txt from it."""
+    # A local version (2.15.0+cu132) is not to be had elsewhere.
+    versions = {name: importlib.metadata.version(name).partition("+")[0] for name in _REQUIREMENTS}
+    pinned = [f"{name}=={version}" for name, version in versions.items()]
+    dependencies = [f"python={platform.python_version()}", "pip", {"pip": pinned}]
+    return {"name": "student", "channels": ["conda-forge"], "dependencies": dependencies}
+
+
 def _version(
     client: MlflowClient,
     settings: RegisterSettings,
@@ -270,9 +292,9 @@ def _version(
     run_id: str,
 ) -> str:
     """Return the run's version of the registered model: the one of a try that ended before it could tell, or else a new one."""
-    figures, student = inputs["evaluation"].figures, inputs["student"]
+    figures, parents = inputs["evaluation"].figures, inputs["student"].parents
     fingerprints = {name: inputs[name].fingerprint for name in ("dataset", "teacher", "student")}
-    fingerprints |= {name: value for name, value in student.parents.items() if name == "teacher_outputs"}
+    fingerprints |= {name: parents[name] for name in ("teacher_outputs",) if name in parents}
     tags = {
         **{f"{name}_fingerprint": value for name, value in fingerprints.items()},
         "verdict": "passed" if figures["verdict"]["passed"] else "not passed",
@@ -286,13 +308,9 @@ def _version(
             return str(found.version)
     from mlflow.exceptions import MlflowException
 
-    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
-        directory = student.path
-        if classes is not None:  # they are registered with it
-            directory = Path(folder) / student.path.name
-            shutil.copytree(student.path, directory, copy_function=shutil.copyfile)
-            classes.write(directory)
-        model = _log_model(client, run_id, directory, models.load(student).card, given["dataset"], classes)
+    student = inputs["student"]
+    with _tagged(student.path, classes) as folder:
+        model = _log_model(client, run_id, folder, models.load(student).card, given["dataset"], classes)
     try:
         client.create_registered_model(settings.model_name)
     except MlflowException as error:
