@@ -90,18 +90,8 @@ def _set_up_logging(*, quiet: bool) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(limits.PrintableFormatter("%(asctime)s  %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, handlers=[handler], force=True)
-    for name in (
-        "httpx",
-        "urllib3",
-        "alembic",
-        "mlflow",
-        "matplotlib",
-        "fsspec",
-        "datasets",
-        "aiobotocore",
-        "onnx_ir",
-        "onnxscript",
-    ):
+    hub_and_stores = ("httpx", "urllib3", "fsspec", "aiobotocore", "datasets")
+    for name in (*hub_and_stores, "alembic", "mlflow", "matplotlib", "onnx_ir", "onnxscript"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
