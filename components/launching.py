@@ -16,7 +16,7 @@ from trainer import artifacts, storage
 from trainer.config import DEVICE_VARIABLE
 from trainer.errors import LaunchError, SettingsError
 from trainer.graph import STAGES, Kind
-from trainer.launch import JobSpec, LocalLauncher, processes_here
+from trainer.launch import JobSpec, processes_here, run_here
 
 ARTIFACTS = "TRAINER_ARTIFACTS"
 """Environment variable: the folder of an object store through which jobs exchange artifacts with this machine."""
@@ -96,7 +96,7 @@ def launch(
         folder = storage.local_path(record)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / JOB).write_text(json.dumps(asdict(spec), indent=2))
-        LocalLauncher().run(spec)
+        run_here(spec)
         return
     from components.launch.launcher import ClusterLauncher
 

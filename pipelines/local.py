@@ -25,7 +25,7 @@ from components import IMAGE_NAME, launching, references, sections, task
 from components.launching import Placement
 from pipelines import compile as compilation
 from pipelines.distillation import add_parameters, given_parameters, given_place
-from trainer import commands, config, front_page, launch, runner, storage, tracking
+from trainer import commands, config, finished_run, launch, runner, storage, tracking
 from trainer import summary as summaries
 from trainer.errors import LaunchError, OutputError, TrackingError, writing_to
 from trainer.graph import STAGES, needed_stages
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
             raise OutputError(
                 f"cannot write to {directory}: it has {own.name}/ of `python -m trainer run`; choose another output"
             )
-    for name in (summaries.SUMMARY, front_page.INDEX):
+    for name in (summaries.SUMMARY, finished_run.INDEX):
         (directory / name).unlink(missing_ok=True)
     os.environ.update(_environment(settings, directory, place))
     os.environ[task.DEBUG] = "1" if options.debug else ""
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
     except BaseException as error:
         _close_tracking("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise
-    print(f"\n{summaries.table(summary, directory / front_page.INDEX)}")
+    print(f"\n{summaries.table(summary, directory / finished_run.INDEX)}")
     _close_tracking("FINISHED")
 
 
@@ -154,7 +154,7 @@ def _run_pipeline(
                 made.symlink_to(os.path.relpath(Path(references.uri_of(reference)).resolve(), directory.resolve()))
                 made.replace(directory / spec.folder)
     storage.write_bytes(directory / summaries.SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False).encode())
-    front_page.write(directory, summary)
+    finished_run.write_front_page(directory, summary)
     return summary
 
 

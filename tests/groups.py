@@ -99,10 +99,10 @@ def start(distillation, *, processes=1, fault=None, stage="distill", **environme
 
 def launch(spec):
     """Run a job by the launcher of this machine, with forked processes."""
-    from trainer.launch import LocalLauncher
+    from trainer.launch import run_here
 
     with forking():
-        LocalLauncher().run(spec)
+        run_here(spec)
 
 
 @contextlib.contextmanager

@@ -12,9 +12,8 @@ import torch
 
 from tests.benchmarks import bench_accuracy
 from tests.distillations import TINY
-from trainer import cli, stages
+from trainer import cli, launch, stages
 from trainer.data import dataset as dataset_module
-from trainer.launch import LocalLauncher
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of libraries that the benchmarks measure ours against
 
@@ -39,7 +38,7 @@ def bench(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(dataset_module, "IN_MEMORY_BYTES", dataset_module.IN_MEMORY_BYTES)
-    monkeypatch.setattr(LocalLauncher, "run", run_without_launcher)
+    monkeypatch.setattr(launch, "run_here", run_without_launcher)
     threads = torch.get_num_threads()
 
     def print_table(name, *arguments):
@@ -50,7 +49,7 @@ def bench(monkeypatch, tmp_path, capsys):
     torch.set_num_threads(threads)
 
 
-def run_without_launcher(_launcher, spec):
+def run_without_launcher(spec):
     """A launched stage in this process: a launcher takes seconds for each."""
     stages.call(spec.stage, json.dumps(spec.settings), {**spec.inputs, **spec.outputs})
 

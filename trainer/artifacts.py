@@ -42,19 +42,13 @@ MANIFEST = "manifest.json"
 _WITHOUT_CACHE = "on a cluster, where KFP's cache takes that stage for done, start a run without the cache: make deploy-pipeline FRESH=1"
 
 _COVERED = ("kind", "schema_version", "settings", "parents", "files")
-"""What the fingerprint covers."""
-_MEMBERS: Mapping[str, type | tuple[type, ...]] = {
-    "kind": str,
-    "schema_version": int,
-    "settings": dict,
-    "parents": dict,
-    "files": dict,
-    "fingerprint": str,
-    "created": object,
-    "seconds": (int, float),
-    "figures": dict,
+_MEMBERS = {
+    str: ("kind", "fingerprint"),
+    int: ("schema_version",),
+    int | float: ("seconds",),
+    dict: ("settings", "parents", "files", "figures"),
 }
-"""Members that a manifest must have -> what they are."""
+"""Type -> the members of it that a manifest must have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,7 +319,7 @@ def _load_manifest(uri: str | Path, kind: Kind) -> dict[str, Any]:
         raise ArtifactError(f"{kind} {uri}: {MANIFEST} is not readable ({error}); make it again") from error
     if not (
         isinstance(content, dict)
-        and all(isinstance(content.get(name), kinds) for name, kinds in _MEMBERS.items())
+        and all(isinstance(content.get(name), form) for form, names in _MEMBERS.items() for name in names)
         and all(isinstance(parent, str) for parent in content["parents"].values())
     ):
         raise ArtifactError(f"{kind} {uri}: {MANIFEST} is not the manifest of an artifact; make it again")
@@ -366,8 +360,7 @@ def _check_manifest(uri: str | Path, kind: Kind, content: Mapping[str, Any]) -> 
 
 
 def _is_inside(name: str) -> bool:
-    """Return whether a file of this name lies in the artifact, and is neither its manifest nor a journal of a transfer."""
-    # S3 takes names of 1024 bytes, file systems parts of 255, to which a transfer adds an ending.
+    # S3 takes names of 1024 bytes, file systems parts of 255, to which a transfer adds an ending, `.partial` for its journal.
     return (
         name != MANIFEST
         and name.isprintable()

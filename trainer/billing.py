@@ -66,7 +66,6 @@ class Bill(StrictModel):
     """What the total leaves out, and what speaks against a price."""
 
     def stage(self, name: str) -> StageBill | None:
-        """Return the bill of a stage; none if it did not run."""
         return next((one for one in self.stages if one.stage == name), None)
 
     @property

@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,7 @@ from trainer.commands import Subparsers
 from trainer.errors import SettingsError, TrainerError
 from trainer.host import Terminated, ended_by_sigterm
 
-SCRIPT = "vit-distill"
-"""What the script is called that an installation brings."""
+SCRIPT = "vit-distill"  # what the script is called that an installation brings
 
 
 _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, and prove what was done.
@@ -90,18 +90,8 @@ def _set_up_logging(*, quiet: bool) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(limits.PrintableFormatter("%(asctime)s  %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, handlers=[handler], force=True)
-    for name in (
-        "httpx",
-        "urllib3",
-        "alembic",
-        "mlflow",
-        "matplotlib",
-        "fsspec",
-        "datasets",
-        "aiobotocore",
-        "onnx_ir",
-        "onnxscript",
-    ):
+    hub_and_stores = ("httpx", "urllib3", "fsspec", "aiobotocore", "datasets")
+    for name in (*hub_and_stores, "alembic", "mlflow", "matplotlib", "onnx_ir", "onnxscript"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
@@ -128,7 +118,7 @@ def _parser(program: str = "") -> argparse.ArgumentParser:
         _add_config,
         result_commands.add_serve,
         result_commands.add_ui,
-        _add_recipes,
+        partial(commands.add_command, command=_recipes, text="list the recipes"),
         _add_completion,
     ):
         add(subparsers)
@@ -136,18 +126,11 @@ def _parser(program: str = "") -> argparse.ArgumentParser:
 
 
 def _add_run(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "run",
-        help="run all stages of a recipe",
-        description="Run all stages of a recipe on this machine and print what came out. A run that was interrupted goes on where it "
-        "stood when it is started again with the same --output.",
-    )
+    parser = commands.add_command(subparsers, _run, "run all stages of a recipe")
     commands.add_recipe(parser, "recipe")
     commands.add_overrides(parser)
-    commands.add_debug(parser, default=argparse.SUPPRESS)
     parser.add_argument("--output", metavar="DIR", help="where to write (default: runs/<time>-<recipe>)")
     commands.add_processes(parser, number=commands.positive)
-    parser.set_defaults(command=_run)
 
 
 def _add_stage(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -180,21 +163,10 @@ def _add_stage(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _add_config(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "config",
-        help="show the resolved settings, each with its meaning",
-        description="Show every setting that a recipe resolves to, with its type, limits and meaning.",
-    )
+    parser = commands.add_command(subparsers, _config, "show the resolved settings, each with its meaning")
     commands.add_recipe(parser, "recipe", default="", nargs="?")
     commands.add_overrides(parser)
-    commands.add_debug(parser, default=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print the values alone, as JSON")
-    parser.set_defaults(command=_config)
-
-
-def _add_recipes(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("recipes", help="list the recipes", description="List the recipes.")
-    parser.set_defaults(command=_recipes)
 
 
 def _add_completion(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -209,6 +181,9 @@ def _add_completion(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
+    """Run all stages of a recipe on this machine and print what came out. A run that was interrupted goes on where it stood when it is
+    started again with the same --output.
+    """
     from trainer import runner, summary
 
     result, page = runner.run(options.recipe, options.overrides, output=options.output, processes=options.processes)
@@ -231,25 +206,19 @@ def _stage(options: argparse.Namespace) -> None:
             raise SettingsError(f"--settings {options.settings!r} is not JSON: {error}") from error
         if not isinstance(section, dict):
             raise SettingsError(f"--settings {options.settings!r} is not a JSON object")
-    inputs = {name: value for name in stage.all_inputs if (value := getattr(options, name)) is not None}
-    outputs = {name: getattr(options, name) for name in stage.outputs}
+    keywords = (*stage.all_inputs, *stage.outputs)
+    directories = {name: value for name in keywords if (value := getattr(options, name)) is not None}
     if stage.launched and not options.worker:
         config.validate_section(stage.section, section)
-        spec = launch.JobSpec(
-            stage=stage.name,
-            settings=section,
-            inputs=inputs,
-            outputs=outputs,
-            processes_per_node=options.processes or launch.processes_here(os.environ[config.DEVICE_VARIABLE]),
-        )
-        run = launch.join_node if options.node else launch.LocalLauncher().run
-        run(spec)
+        run = launch.join_node if options.node else launch.run_here
+        run(launch.job_of(stage, section, directories, options.processes))
         return
     further = {"recipe": options.recipe, "resolved": settings.model_dump(mode="json")} if stage.takes_recipe else {}
-    stages.call(stage.name, json.dumps(section), {**inputs, **outputs}, **further)
+    stages.call(stage.name, json.dumps(section), directories, **further)
 
 
 def _config(options: argparse.Namespace) -> None:
+    """Show every setting that a recipe resolves to, with its type, limits and meaning."""
     settings = config.resolve(options.recipe, options.overrides)
     if options.json:
         print(json.dumps(settings.model_dump(mode="json"), indent=2))
@@ -259,6 +228,7 @@ def _config(options: argparse.Namespace) -> None:
 
 
 def _recipes(_options: argparse.Namespace) -> None:
+    """List the recipes."""
     for name, text in config.recipes().items():
         print(f"{name:<12}{text}")
     print(
@@ -286,7 +256,6 @@ def _completion(options: argparse.Namespace) -> None:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """All options and arguments, those of commands too."""
     for action in parser._actions:
         yield action
         if isinstance(action, Subparsers):

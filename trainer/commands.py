@@ -44,6 +44,11 @@ def fraction(text: str) -> float:
     return value
 
 
+def add_with_default(options: Options, name: str, default: object, text: str, **further: Any) -> None:
+    """Add an option whose help ends with its default."""
+    options.add_argument(name, default=default, help=f"{text} (default: %(default)s)".lstrip(), **further)
+
+
 def add_recipe(
     options: Options, name: str = "--recipe", *, default: str = "digits", files: bool = True, **further: Any
 ) -> None:
@@ -55,15 +60,9 @@ def add_recipe(
 
 def add_overrides(options: Options) -> None:
     """Add the settings that differ from the recipe's: `options.overrides`, a list of texts."""
-    options.add_argument(
-        "--set",
-        dest="overrides",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change settings, such as distill.temperature=2 (`python -m trainer config RECIPE` lists them)",
-    )
+    text = "change settings, such as distill.temperature=2 (`python -m trainer config RECIPE` lists them)"
+    form: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "KEY=VALUE"}
+    options.add_argument("--set", dest="overrides", default=[], help=text, **form)
 
 
 def add_processes(
@@ -81,23 +80,27 @@ def add_place(
 
     `pool` says what it means to name none, and is None where one has to be named; `processes` says what it means to give no number of them.
     """
-    shown = f" (default: {pool})" if pool else ""
-    options.add_argument(
-        "--pool",
-        required=pool is None,
-        default="",
-        metavar="NAME",
-        help=f"node pool of the trainings, from the file TRAINER_POOLS or ours (`python -m components.launch pools` lists them){shown}",
-    )
-    options.add_argument(
-        "--nodes", type=number, default=1, metavar="N", help="machines of the pool (default: %(default)s)"
-    )
+    text = "node pool of the trainings, from the file TRAINER_POOLS or ours (`python -m components.launch pools` lists them)"
+    text += f" (default: {pool})" if pool else ""
+    options.add_argument("--pool", required=pool is None, default="", metavar="NAME", help=text)
+    add_with_default(options, "--nodes", 1, "machines of the pool", type=number, metavar="N")
     add_processes(options, where=" on each machine", default=processes, number=number)
 
 
 def add_debug(options: Options, *, default: Any = False) -> None:
     """Add the option that shows tracebacks; below another command that has it `default` is `argparse.SUPPRESS`, to keep what was given."""
     options.add_argument("--debug", action="store_true", default=default, help="show the traceback of an error")
+
+
+def add_command(
+    subparsers: Subparsers[argparse.ArgumentParser], command: Callable[[argparse.Namespace], None], text: str
+) -> argparse.ArgumentParser:
+    """Add a command, named as its function, whose docstring describes it; `text` stands in the list of commands."""
+    described = " ".join((command.__doc__ or "").split())
+    parser = subparsers.add_parser(command.__name__.strip("_"), help=text, description=described)
+    add_debug(parser, default=argparse.SUPPRESS)
+    parser.set_defaults(command=command)
+    return parser
 
 
 def as_text(overrides: Iterable[str]) -> str:

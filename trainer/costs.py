@@ -21,8 +21,7 @@ from trainer.errors import SettingsError
 PLACE_VARIABLE = "TRAINER_PLACE"
 """Environment variable with the `Machines` of this process, as JSON; whoever launches it sets it."""
 THIS_MACHINE = "this machine"
-OLD_DAYS = 180
-"""A price is doubtful when it is older."""
+OLD_DAYS = 180  # a price is doubtful when it is older
 
 
 def _month_or_day(text: str) -> str:
@@ -91,7 +90,6 @@ class Machines(_Group):
         return None if self.price is None else self.price.dollars_an_hour * self.nodes * seconds / 3600
 
     def environment(self) -> dict[str, str]:
-        """Return the variable that tells processes where they run."""
         return {PLACE_VARIABLE: self.model_dump_json(exclude_none=True)}
 
 

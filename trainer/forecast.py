@@ -29,8 +29,7 @@ Count = Annotated[int, Field(ge=0)]
 CONFIDENCE = 0.95
 MOST_BLOCKS = 10
 """Most blocks of consecutive steps whose means are taken as independent; few and long, since a slow moment spans several steps."""
-LEAST_STEPS = 4
-"""Fewer steps give no interval."""
+LEAST_STEPS = 4  # fewer steps give no interval
 
 
 class Measurement(StrictModel):
@@ -47,7 +46,6 @@ class Measurement(StrictModel):
     step_high_s: Seconds
     """95 % interval of that mean (`mean_interval`)."""
     steps: Count
-    """Number of measured steps."""
     startup_s: Seconds
     """From the start of the job to the end of the first step (fetch, import, compile), and what is compiled later."""
     compile_s: Seconds = 0.0
@@ -84,7 +82,6 @@ class Forecast(StrictModel):
     dollars_low: float | None
     dollars_high: float | None
     stages: tuple[str, ...] = ("distill",)
-    """The stages that it covers."""
     compile_hours: float = 0.0
     """Part of `hours` in the compiler."""
     assumptions: tuple[str, ...] = ()

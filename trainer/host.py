@@ -116,8 +116,7 @@ class EndRequest:
 
     def __init__(self) -> None:
         """Begin without a request; signals reach this object while `with` is open."""
-        self.came = False
-        """Whether this process was asked to end."""
+        self.came = False  # whether this process was asked to end
         self._deferred = False
         self._came_s = 0.0
         self._before: dict[signal.Signals, Any] = {}
@@ -136,7 +135,6 @@ class EndRequest:
             raise Terminated
 
     def defer(self) -> None:
-        """Only note a first request from here on."""
         self._deferred = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -1,8 +1,8 @@
 """Launching: a stage as a group of training processes.
 
-`JobSpec` says what is to run; a `Launcher` runs it. The one here starts torch's elastic agent (what torchrun is made of) on this machine;
-the one for clusters stands in `components/launch`, and its pods start the agent with `join_node`. Both end in the same command in each
-process: `python -m trainer stage NAME --worker ...`.
+`JobSpec` says what is to run. `run_here` starts torch's elastic agent (what torchrun is made of) on this machine; the launcher for clusters
+stands in `components/launch`, and its pods start the agent with `join_node`. Both end in the same command in each process:
+`python -m trainer stage NAME --worker ...`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from trainer.config import DEVICE_VARIABLE
 from trainer.costs import local_place
 from trainer.errors import EXIT_CODE, PREEMPTED_EXIT_CODE, CrashError, LaunchError, PreemptedError, TrainerError
+from trainer.graph import Stage
 from trainer.host import LAUNCHED_VARIABLE, Terminated, environment_variables, started_unix, usable_cores
 
 if TYPE_CHECKING:
@@ -39,8 +41,7 @@ FAILURES_VARIABLE = "TRAINER_FAILURES"
 TERMINATION_LOG_VARIABLE = "TRAINER_TERMINATION_LOG"
 """Environment variable that names the file for a failing node's message; without it Kubernetes' own, where there is one."""
 TERMINATION_LOG = "/dev/termination-log"
-TERMINATION_LOG_BYTES = 4096
-"""More of it Kubernetes does not keep."""
+TERMINATION_LOG_BYTES = 4096  # more of it Kubernetes does not keep
 SHUTDOWN_TIMEOUT_S = 30
 """How long processes have to end after one has failed, or after they were asked to: in that time they write a checkpoint."""
 AT_ONCE_S = 10
@@ -59,16 +60,12 @@ class JobSpec:
     """A stage to be run by a group of processes."""
 
     stage: str
-    settings: Mapping[str, Any]
-    """The stage's section."""
-    inputs: Mapping[str, str]
-    """Keyword of each input -> its URI."""
-    outputs: Mapping[str, str]
-    """Keyword of each output -> its URI."""
+    settings: Mapping[str, Any]  # the stage's section
+    inputs: Mapping[str, str]  # keyword of each input -> its URI
+    outputs: Mapping[str, str]  # keyword of each output -> its URI
     processes_per_node: int = 1
     nodes: int = 1
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Further environment variables of every process."""
+    environment: Mapping[str, str] = field(default_factory=dict)  # further environment variables of every process
 
     def arguments(self, role: str = "--worker") -> list[str]:
         """Return what follows `python` in every process, or with `--node` on every node of a cluster's job, which starts the processes."""
@@ -86,45 +83,45 @@ def flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-class Launcher(Protocol):
-    """Runs jobs somewhere."""
+def job_of(stage: Stage, settings: Mapping[str, Any], directories: Mapping[str, str], processes: int) -> JobSpec:
+    """Describe a stage on one machine, whose inputs and outputs are `directories`; 0 processes: one for each GPU, or else one."""
+    return JobSpec(
+        stage=stage.name,
+        settings=settings,
+        inputs={keyword: directories[keyword] for keyword in stage.all_inputs if keyword in directories},
+        outputs={keyword: directories[keyword] for keyword in stage.outputs},
+        processes_per_node=processes or processes_here(os.environ[DEVICE_VARIABLE]),
+    )
 
-    def run(self, spec: JobSpec) -> None:
-        """Run a job to its end; raises a `LaunchError` that names the process that failed, why, and the next move."""
-        ...
 
+def run_here(spec: JobSpec) -> None:
+    """Run a job of one node on this machine; all processes end if one fails, which a `LaunchError` names, or at Ctrl-C or SIGTERM."""
+    launched_unix = time.time()
+    from torch.distributed.launcher.api import LaunchConfig
 
-class LocalLauncher(Launcher):
-    """Runs a job on this machine, one node only."""
-
-    def run(self, spec: JobSpec) -> None:
-        """Start the processes and wait for them; end them all if one fails, or at Ctrl-C or SIGTERM."""
-        launched_unix = time.time()
-        from torch.distributed.launcher.api import LaunchConfig
-
-        if spec.nodes != 1:
-            raise LaunchError(
-                f"{spec.stage}: {spec.nodes} nodes were asked for, but this machine is one; use a cluster's launcher"
-            )
-        place = local_place(spec.processes_per_node).environment()
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=spec.processes_per_node,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            monitor_interval=0.1,
+    if spec.nodes != 1:
+        raise LaunchError(
+            f"{spec.stage}: {spec.nodes} nodes were asked for, but this machine is one; use a cluster's launcher"
         )
-        _run_agent(config, replace(spec, environment={**place, **spec.environment}), launched_unix=launched_unix)
+    place = local_place(spec.processes_per_node).environment()
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=spec.processes_per_node,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    _run_agent(config, replace(spec, environment={**place, **spec.environment}), launched_unix=launched_unix)
 
 
 def join_node(spec: JobSpec) -> None:
     """Run this node's part of the job that `PET_*` describe, torchrun's own variables, which a cluster's operator sets.
 
-    The operator also sets the numbers of nodes and processes. Ends as `LocalLauncher.run`, or because the nodes did not find one another.
+    The operator also sets the numbers of nodes and processes. Ends as `run_here`, or because the nodes did not find one another.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -140,12 +137,8 @@ def join_node(spec: JobSpec) -> None:
             logger.info("%s: joining the others at %s", node, config.rdzv_endpoint)
         # The first process makes a new store for each start of an elastic job: the one that torch's agents share keeps earlier keys.
         store = {} if _is_static(config) else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        part = replace(
-            spec,
-            nodes=config.max_nodes,
-            processes_per_node=config.nproc_per_node,
-            environment={**store, **spec.environment},
-        )
+        environment = {**store, **spec.environment}
+        part = replace(spec, nodes=config.max_nodes, processes_per_node=config.nproc_per_node, environment=environment)
         _wait_for_first_node(config, spec, node)
         try:
             _run_agent(config, part, launched_unix=started_unix(), node=node)
@@ -166,7 +159,6 @@ def _is_static(config: LaunchConfig) -> bool:
 
 
 def _config_of_node(spec: JobSpec) -> LaunchConfig:
-    """Read the environment as torchrun does."""
     from torch.distributed.run import config_from_args, parse_args
 
     if "PET_NNODES" not in os.environ:

@@ -13,43 +13,25 @@ import re
 import tomllib
 from typing import Any, NoReturn
 
-JSON_BYTES = 32 * 2**20
-"""A manifest, or any other JSON file."""
-TOML_BYTES = 256 * 2**10
-"""A recipe, or a file of node pools."""
-CSV_BYTES = 2**30
-"""A list of images."""
-TABLE_BYTES = 8 * 2**20
-"""A table of classes: `data.attributes` or `data.hierarchy`."""
-IMAGE_BYTES = 256 * 2**20
-"""An image file; `data.max_pixels` limits what is in it."""
-WEIGHTS_HEADER_BYTES = 8 * 2**20
-"""The header of a safetensors file, which says what tensors there are."""
-FILE_BYTES = 2**40
-"""A file of an artifact. It travels in 10,000 parts at most, eight of them at the same time, each in memory."""
+JSON_BYTES = 32 * 2**20  # a manifest, or any other JSON file
+TOML_BYTES = 256 * 2**10  # a recipe, or a file of node pools
+CSV_BYTES = 2**30  # a list of images
+TABLE_BYTES = 8 * 2**20  # a table of classes: `data.attributes` or `data.hierarchy`
+IMAGE_BYTES = 256 * 2**20  # an image file; `data.max_pixels` limits what is in it
+WEIGHTS_HEADER_BYTES = 8 * 2**20  # the header of a safetensors file, which says what tensors there are
+FILE_BYTES = 2**40  # a file of an artifact, which travels in 10,000 parts at most, eight at a time, each in memory
 
-NESTING = 32
-"""Depth of nested lists and groups in JSON, in TOML and in the name of a setting."""
-DOTS_IN_A_LINE = 1000
-"""Of a TOML file: the time of Python's parser grows with the square of the parts of a name."""
+NESTING = 32  # depth of nested lists and groups in JSON, in TOML and in the name of a setting
+DOTS_IN_A_LINE = 1000  # of a TOML file: the time of Python's parser grows with the square of the parts of a name
 ARTIFACT_FILES = 200_000
-"""Files of an artifact."""
-SOURCE_IMAGES = 20_000_000
-"""Images of `data.source`; each takes about 500 bytes."""
-FOLDER_DEPTH = 32
-"""Depth of folders below `data.source`."""
-FOLDERS = 1_000_000
-"""Folders below `data.source`; one that several links lead to counts for each."""
-NAME_CHARACTERS = 200
-"""The name of a class."""
-TABLE_COLUMNS = 100
-"""Attributes of a class."""
-CELL_CHARACTERS = 1000
-"""A value in a table of classes."""
-MODEL_ARGUMENT = 16_384
-"""A number among the arguments of a model, such as its width."""
-MESSAGE_CHARACTERS = 10_000
-"""A message to a user; one that quotes a long file is cut."""
+SOURCE_IMAGES = 20_000_000  # images of `data.source`; each takes about 500 bytes
+FOLDER_DEPTH = 32  # depth of folders below `data.source`
+FOLDERS = 1_000_000  # folders below `data.source`; one that several links lead to counts for each
+NAME_CHARACTERS = 200  # the name of a class
+TABLE_COLUMNS = 100  # attributes of a class
+CELL_CHARACTERS = 1000  # a value in a table of classes
+MODEL_ARGUMENT = 16_384  # a number among the arguments of a model, such as its width
+MESSAGE_CHARACTERS = 10_000  # a message to a user; one that quotes a long file is cut
 
 _UNPRINTABLE = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 """Control characters, which a terminal obeys, marks that reverse the direction of text, and surrogates."""

@@ -12,8 +12,7 @@ from pathlib import Path
 from trainer import limits
 from trainer.errors import ObjectNotFoundError, ObjectTooLargeError, StorageError
 
-_LONGEST_PATH, _LONGEST_PART = 4095, 255
-"""Limits of Linux, in bytes."""
+_LONGEST_PATH, _LONGEST_PART = 4095, 255  # limits of Linux, in bytes
 
 
 def checked_path(path: str | Path) -> Path:

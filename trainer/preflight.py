@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from trainer import artifacts, limits, storage
+from trainer.base_models import Section
 from trainer.config import DistillSettings, PretrainSettings, Settings, TimmWeights, TrainingSettings, WeightsSettings
 from trainer.data import class_tables, sources
 from trainer.data.dataset_schema import UNLABELED
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SOME_CLASSES = ("a", "b")
-"""For heads where the data set's classes are not known yet."""
+_SOME_CLASSES = ("a", "b")  # for heads where the data set's classes are not known yet
 
 
 def checked(settings: Settings, *, trains_here: bool, processes: int = 1) -> Settings:
@@ -75,15 +75,12 @@ def pinned(settings: Settings) -> Settings:
             from trainer import pretrained
 
             changed[name] = section.model_copy(update={"weights": str(pretrained.pin(weights))})
-    warm_up = settings.warm_up.model_copy(
-        update={
-            name: new for name, new in changed.items() if getattr(settings.warm_up, name) == getattr(settings, name)
-        }
-    )
-    tune = settings.tune
-    if "distill" in changed and tune.distill == settings.distill:
-        tune = tune.model_copy(update={"distill": changed["distill"]})
-    return settings.model_copy(update={**changed, "warm_up": warm_up, "tune": tune}) if changed else settings
+    sections: dict[str, Section] = {**changed}
+    for name in ("warm_up", "tune"):  # which may have the same sections
+        part: Section = getattr(settings, name)
+        same = {one: new for one, new in changed.items() if getattr(part, one, None) == getattr(settings, one)}
+        sections[name] = part.model_copy(update=same)
+    return settings.model_copy(update=sections)
 
 
 def _student(settings: DistillSettings, classes: Sequence[str], *, trains_here: bool) -> Classifier:
@@ -206,13 +203,9 @@ def _check_batches(settings: Settings, listing: SourceListing | None, processes:
     trainings = [entry for entry in trainings if entry[1].epochs]
     for name, training, most in trainings:
         if listing and training.batch_size > most:
-            logger.warning(
-                "%s.batch_size = %d, but %s has %d images for it before val and test are taken; it will be clamped to those that are left",
-                name,
-                training.batch_size,
-                settings.data.source,
-                most,
-            )
+            has = f"{settings.data.source} has {most} images for it before val and test are taken"
+            text = "%s.batch_size = %d, but %s; it will be clamped to those that are left"
+            logger.warning(text, name, training.batch_size, has)
     for name, training, most in trainings:
         try:
             micro_batch_size(training.for_images(most) if listing else training, processes)
@@ -237,7 +230,6 @@ def _tried(name: str) -> Iterator[None]:
 
 
 def _step(model: Classifier) -> None:
-    """Run a forward pass of two images."""
     import torch
 
     size = model.card.image_size

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from trainer import commands, config, errors, limits, tracking
@@ -24,20 +25,16 @@ from trainer.prediction import Prediction
 
 def add_compare(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     """Add `compare`: two runs side by side."""
-    parser = subparsers.add_parser(
-        "compare",
-        help="put two runs or trainings side by side",
-        description="Put two runs or trainings side by side, before and after: settings, accuracy, cost, phases, operators, use of the "
-        "machine, findings. Each is the directory of a run, of its report, or of evidence, here or in a store.",
-    )
+    parser = commands.add_command(subparsers, _compare, "put two runs or trainings side by side")
     parser.add_argument("before", metavar="A")
     parser.add_argument("after", metavar="B")
     parser.add_argument("--output", metavar="FILE", help="write the comparison as a page (HTML), too")
-    commands.add_debug(parser, default=argparse.SUPPRESS)
-    parser.set_defaults(command=_compare)
 
 
 def _compare(options: argparse.Namespace) -> None:
+    """Put two runs or trainings side by side, before and after: settings, accuracy, cost, phases, operators, use of the machine,
+    findings. Each is the directory of a run, of its report, or of evidence, here or in a store.
+    """
     from trainer.profiling import compare
 
     compared = compare.compare(*map(compare.read_compared_run, (options.before, options.after)))
@@ -60,33 +57,17 @@ def _write_page(output: str, content: str) -> None:
 
 def add_forecast(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     """Add `forecast`: time and dollars where `tune` has measured."""
-    parser = subparsers.add_parser(
-        "forecast",
-        help="show what a distillation will take where it was tried",
-        description="Show time and dollars of a distillation on every pool where the stage tune tried it, and on other numbers of nodes.",
-    )
+    parser = commands.add_command(subparsers, _forecast, "show what a distillation will take where it was tried")
     parser.add_argument("tunings", nargs="+", metavar="TUNING", help="what tune wrote, or the directory of its run")
-    parser.add_argument(
-        "--nodes",
-        type=commands.positive,
-        nargs="+",
-        default=[],
-        metavar="N",
-        help="numbers of nodes (default: those tried)",
-    )
+    text = "numbers of nodes (default: those tried)"
+    parser.add_argument("--nodes", type=commands.positive, nargs="+", default=[], metavar="N", help=text)
     default = config.TuneSettings.model_fields["assumed_efficiency"].default
-    parser.add_argument(
-        "--efficiency",
-        type=commands.fraction,
-        default=default,
-        metavar="E",
-        help="speed-up of twice as many nodes, as a share of 2, where only one number was tried (default: %(default)s)",
-    )
-    commands.add_debug(parser, default=argparse.SUPPRESS)
-    parser.set_defaults(command=_forecast)
+    text = "speed-up of twice as many nodes, as a share of 2, where only one number was tried"
+    commands.add_with_default(parser, "--efficiency", default, text, type=commands.fraction, metavar="E")
 
 
 def _forecast(options: argparse.Namespace) -> None:
+    """Show time and dollars of a distillation on every pool where the stage tune tried it, and on other numbers of nodes."""
     from trainer.tuning import forecast_table
 
     tunings = forecast_table.read_tunings(options.tunings)
@@ -96,23 +77,16 @@ def _forecast(options: argparse.Namespace) -> None:
 
 def add_bill(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     """Add `bill`: what runs took and cost."""
-    parser = subparsers.add_parser(
-        "bill",
-        help="show what runs took and cost",
-        description="Show what a run took and cost, stage by stage, or what several reached for their money: rates, accuracy, time, "
-        "dollars. A run has a bill when its stage register is done. TRAINER_PLACE gives this machine a price (docs/cluster.md).",
-    )
+    parser = commands.add_command(subparsers, _bill, "show what runs took and cost")
     parser.add_argument("runs", nargs="*", metavar="RUN", help="directory of a run, or of its registration")
-    parser.add_argument(
-        "--experiment",
-        metavar="NAME",
-        help=f"all runs of an MLflow experiment, too ({tracking.URI}, or else runs/mlflow.db)",
-    )
-    commands.add_debug(parser, default=argparse.SUPPRESS)
-    parser.set_defaults(command=_bill)
+    text = f"all runs of an MLflow experiment, too ({tracking.URI}, or else runs/mlflow.db)"
+    parser.add_argument("--experiment", metavar="NAME", help=text)
 
 
 def _bill(options: argparse.Namespace) -> None:
+    """Show what a run took and cost, stage by stage, or what several reached for their money: rates, accuracy, time, dollars. A run has
+    a bill when its stage register is done. TRAINER_PLACE gives this machine a price (docs/cluster.md).
+    """
     from trainer import runner, summary
 
     if not options.runs and not options.experiment:
@@ -131,31 +105,21 @@ def _bill(options: argparse.Namespace) -> None:
 
 def add_predict(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     """Add `predict`: what a student says of photos."""
-    parser = subparsers.add_parser(
-        "predict",
-        help="show what a student says of photos",
-        description="Show the most probable labels of each photo, and where the model knows more of its classes the answer of the "
-        "hierarchy and the attributes. With --output, classify all photos of a folder or bucket into Parquet files; the same command "
-        "continues one that was stopped.",
-    )
+    parser = commands.add_command(subparsers, _predict, "show what a student says of photos")
     parser.add_argument("photos", nargs="+", metavar="FILE", help="an image file; with --output one folder or URI")
     parser.add_argument("--output", metavar="DIR", help="folder or URI for the predictions of a whole folder")
-    parser.add_argument(
-        "--model",
-        default="runs/latest",
-        metavar="DIR",
-        help="directory of a run or of a model, or a registered one, such as models:/vit-student@champion (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--top", type=commands.positive, default=5, metavar="K", help="how many labels (default: %(default)s)"
-    )
+    text = "directory of a run or of a model, or a registered one, such as models:/vit-student@champion"
+    commands.add_with_default(parser, "--model", "runs/latest", text, metavar="DIR")
+    commands.add_with_default(parser, "--top", 5, "how many labels", type=commands.positive, metavar="K")
     parser.add_argument("--json", action="store_true", help="print a list of objects, as JSON")
     parser.add_argument("--force", action="store_true", help="ask a student that did not pass its gate, too")
-    commands.add_debug(parser, default=argparse.SUPPRESS)
-    parser.set_defaults(command=_predict)
 
 
 def _predict(options: argparse.Namespace) -> None:
+    """Show the most probable labels of each photo, and where the model knows more of its classes the answer of the hierarchy and the
+    attributes. With --output, classify all photos of a folder or bucket into Parquet files; the same command continues one that was
+    stopped.
+    """
     from trainer import batch_prediction, photo_classifier
     from trainer.served_student.preprocessing import BadImageError
 
@@ -182,31 +146,19 @@ def _predict(options: argparse.Namespace) -> None:
 
 def add_drift(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     """Add `drift`: new predictions against an evaluation."""
-    parser = subparsers.add_parser(
-        "drift",
-        help="compare new predictions with the evaluation of a run",
-        description="Compare how often each class is predicted, and how sure the predictions are, with what the student of a run said of "
-        "the test photos that it was judged by. Needs no labels.",
-    )
+    parser = commands.add_command(subparsers, _drift, "compare new predictions with the evaluation of a run")
     parser.add_argument("run", metavar="RUN", help="directory of the run whose student made the predictions")
-    parser.add_argument(
-        "predictions",
-        metavar="PREDICTIONS",
-        help="what `predict --output` or a server wrote: a folder or a file, here or in a store",
-    )
-    parser.add_argument(
-        "--limit",
-        type=commands.fraction,
-        default=0.1,
-        metavar="D",
-        help="least share of the predictions that has to fall elsewhere to count as drift (default: %(default)s)",
-    )
+    text = "what `predict --output` or a server wrote: a folder or a file, here or in a store"
+    parser.add_argument("predictions", metavar="PREDICTIONS", help=text)
+    text = "least share of the predictions that has to fall elsewhere to count as drift"
+    commands.add_with_default(parser, "--limit", 0.1, text, type=commands.fraction, metavar="D")
     parser.add_argument("--output", metavar="FILE", help="write the comparison as a page (HTML), too")
-    commands.add_debug(parser, default=argparse.SUPPRESS)
-    parser.set_defaults(command=_drift)
 
 
 def _drift(options: argparse.Namespace) -> None:
+    """Compare how often each class is predicted, and how sure the predictions are, with what the student of a run said of the test
+    photos that it was judged by. Needs no labels.
+    """
     from trainer import drift
 
     found = drift.compare(options.run, options.predictions, limit=options.limit)
@@ -217,21 +169,17 @@ def _drift(options: argparse.Namespace) -> None:
 
 def add_export(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     """Add `export`: a student as an ONNX file."""
-    parser = subparsers.add_parser(
-        "export",
-        help="write a run's student as an ONNX file",
-        description="Write the student of a run as ONNX, check its answers on the run's test photos, try int8, measure all of it on this "
-        "machine, and keep the fastest that passes the gate of the run, with a card that says how to feed it. Needs the extra `export`.",
-    )
+    parser = commands.add_command(subparsers, _export, "write a run's student as an ONNX file")
     parser.add_argument("run", metavar="RUN", help="directory of a run")
     parser.add_argument("--output", required=True, metavar="DIR", help="where to write")
     parser.add_argument("--no-int8", dest="quantized", action="store_false", help="leave int8 out")
     parser.add_argument("--force", action="store_true", help="keep fp32 where nothing passes the gate")
-    commands.add_debug(parser, default=argparse.SUPPRESS)
-    parser.set_defaults(command=_export)
 
 
 def _export(options: argparse.Namespace) -> None:
+    """Write the student of a run as ONNX, check its answers on the run's test photos, try int8, measure all of it on this machine, and
+    keep the fastest that passes the gate of the run, with a card that says how to feed it. Needs the extra `export`.
+    """
     from trainer.export import exporting, variants
 
     made = exporting.export(options.run, options.output, quantized=options.quantized, force=options.force)
@@ -242,12 +190,8 @@ def _export(options: argparse.Namespace) -> None:
 
 def add_serve(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     """Add `serve`: that file behind HTTP."""
-    parser = subparsers.add_parser(
-        "serve",
-        help="answer photos over HTTP with an exported student",
-        description="Answer photos over HTTP, by `POST /predict` and the Open Inference Protocol v2, and serve a page to try it. Needs the "
-        "extra `serve`.",
-    )
+    parser = commands.add_command(subparsers, _serve, "answer photos over HTTP with an exported student")
+    add = partial(commands.add_with_default, parser)
     parser.add_argument(
         "export",
         metavar="EXPORT",
@@ -257,62 +201,27 @@ def add_serve(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)"
     )
-    parser.add_argument("--port", type=int, default=8000, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--name", default="student", help="what the protocol calls the model (default: %(default)s)")
+    add("--port", 8000, "", type=int, metavar="N")
+    add("--name", "student", "what the protocol calls the model")
     parser.add_argument(
         "--beside", default="", metavar="MODEL", help="a model whose answer stands beside, such as a run's teacher"
     )
     parser.add_argument(
         "--threads", type=commands.positive, default=0, metavar="N", help="that compute an answer (default: one a core)"
     )
-    parser.add_argument(
-        "--batch-size",
-        type=commands.positive,
-        default=16,
-        metavar="N",
-        help="photos computed together (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--wait-ms",
-        type=commands.seconds,
-        default=2.0,
-        metavar="T",
-        help="a photo waits for others on an idle server (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--in-flight",
-        type=commands.positive,
-        default=64,
-        metavar="N",
-        help="requests at a time; further ones are refused (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=commands.positive,
-        default=10,
-        metavar="S",
-        help="seconds for a request (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--drain",
-        type=commands.seconds,
-        default=0.0,
-        metavar="S",
-        help="seconds that a server which is asked to end stays alive without being ready (default: %(default)s)",
-    )
+    add("--batch-size", 16, "photos computed together", type=commands.positive, metavar="N")
+    add("--wait-ms", 2.0, "a photo waits for others on an idle server", type=commands.seconds, metavar="T")
+    add("--in-flight", 64, "requests at a time; further ones are refused", type=commands.positive, metavar="N")
+    add("--timeout", 10, "seconds for a request", type=commands.positive, metavar="S")
+    text = "seconds that a server which is asked to end stays alive without being ready"
+    add("--drain", 0.0, text, type=commands.seconds, metavar="S")
     parser.add_argument(
         "--log",
         default="",
         metavar="FILE",
         help="append label and probability of predictions to a file, for `drift`; -: standard output",
     )
-    parser.add_argument(
-        "--log-share",
-        type=commands.fraction,
-        default=1.0,
-        metavar="P",
-        help="share of the predictions in it (default: %(default)s)",
-    )
+    add("--log-share", 1.0, "share of the predictions in it", type=commands.fraction, metavar="P")
     parser.add_argument(
         "--log-photos",
         default="",
@@ -320,11 +229,12 @@ def add_serve(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         help="keep the photos that `POST /predict` got of that sample, by SHA-256",
     )
     parser.add_argument("--force", action="store_true", help="serve an export that did not pass its gate, too")
-    commands.add_debug(parser, default=argparse.SUPPRESS)
-    parser.set_defaults(command=_serve)
 
 
 def _serve(options: argparse.Namespace) -> None:
+    """Answer photos over HTTP, by `POST /predict` and the Open Inference Protocol v2, and serve a page to try it. Needs the extra
+    `serve`.
+    """
     for name in ("fastapi", "onnxruntime", "prometheus_client", "uvicorn"):
         if importlib.util.find_spec(name) is None:
             raise SettingsError(f"serve: needs the package {name}; pip install 'vit-distillation-pipeline[serve]'")
@@ -365,20 +275,15 @@ def _serve(options: argparse.Namespace) -> None:
 
 def add_ui(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     """Add `ui`: MLflow's pages."""
-    parser = subparsers.add_parser(
-        "ui",
-        help="serve MLflow's pages on what was tracked",
-        description="Serve MLflow's pages on what was tracked, until Ctrl-C, and print the address of the experiment that changed last.",
-    )
+    parser = commands.add_command(subparsers, _ui, "serve MLflow's pages on what was tracked")
     parser.add_argument(
         "--store", default="", metavar="URI", help=f"what to show (default: {tracking.URI}, or else runs/mlflow.db)"
     )
-    parser.add_argument("--port", type=commands.positive, default=5000, metavar="N", help="(default: %(default)s)")
-    commands.add_debug(parser, default=argparse.SUPPRESS)
-    parser.set_defaults(command=_ui)
+    commands.add_with_default(parser, "--port", 5000, "", type=commands.positive, metavar="N")
 
 
 def _ui(options: argparse.Namespace) -> None:
+    """Serve MLflow's pages on what was tracked, until Ctrl-C, and print the address of the experiment that changed last."""
     from trainer import runner
 
     if options.store:

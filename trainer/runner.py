@@ -13,20 +13,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainer import artifacts, config, front_page, launch, preflight, stages, storage, tracking
+from trainer import artifacts, config, finished_run, launch, preflight, stages, storage, tracking
 from trainer.errors import ArtifactError, OutputError, TrackingError, make_directory, writing_to
 from trainer.graph import STAGES, Stage
-from trainer.launch import JobSpec, LocalLauncher
 from trainer.summary import SUMMARY
 from trainer.tuning.tuning_schema import read_tuning
 
 logger = logging.getLogger(__name__)
 
-RUNS = Path("runs")
-"""Where runs are kept unless an output is given."""
+RUNS = Path("runs")  # where runs are kept unless an output is given
 LATEST = "latest"
-IDENTITY = ".run-id"
-"""Name of the file in a run's directory by which MLflow's runs of it are known."""
+IDENTITY = ".run-id"  # name of the file in a run's directory by which MLflow's runs of it are known
 
 
 def new_directory(recipe: str, output: str | None) -> Path:
@@ -58,7 +55,7 @@ def run(
     Args:
         recipe: its name or path.
         output: the run's directory; None for a new one below `runs/`.
-        processes: how many processes train; 0: one for each GPU, or else one.
+        processes: how many train; 0: one for each GPU, or else one.
 
     Returns:
         The content of `summary.json`, and the run's front page.
@@ -97,7 +94,7 @@ def run(
     summary = (directory / "registration" / SUMMARY).read_bytes()
     storage.write_bytes(directory / SUMMARY, summary)
     content: dict[str, Any] = json.loads(summary)
-    return content, front_page.write(directory, content)
+    return content, finished_run.write_front_page(directory, content)
 
 
 def folders(stage: Stage, settings: config.Settings) -> dict[str, str]:
@@ -131,11 +128,7 @@ def run_stage(
 ) -> None:
     """Run a stage on its inputs and outputs; `given` has the `recipe` and all `resolved` settings, for a stage that takes them."""
     if stage.launched:
-        inputs = {keyword: directories[keyword] for keyword in stage.all_inputs if keyword in directories}
-        outputs = {keyword: directories[keyword] for keyword in stage.outputs}
-        processes = processes or launch.processes_here(os.environ[config.DEVICE_VARIABLE])
-        spec = JobSpec(stage=stage.name, settings=section, inputs=inputs, outputs=outputs, processes_per_node=processes)
-        LocalLauncher().run(spec)
+        launch.run_here(launch.job_of(stage, section, directories, processes))
     else:
         stages.call(stage.name, json.dumps(section), directories, **(given if stage.takes_recipe else {}))
 

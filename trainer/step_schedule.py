@@ -7,38 +7,24 @@ import math
 from trainer.config import TrainingSettings
 
 
-def learning_rate(step: int, *, peak: float, final: float, warmup_steps: int, total_steps: int) -> float:
-    """Warm up linearly to `peak`, then follow a cosine down to `final` (Loshchilov & Hutter 2017, without restarts).
-
-    Args:
-        step: 0 .. total_steps - 1.
-        peak: learning rate at the end of the warm-up.
-        final: learning rate at the last step.
-        warmup_steps: steps of the warm-up; the first one has peak / warmup_steps.
-        total_steps: steps of the training.
-    """
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, total_steps - 1 - warmup_steps)
-    return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-
 def step_count(settings: TrainingSettings, samples: int) -> int:
     """Count the optimiser steps that see `samples` x `epochs` samples; the last batch reaches a little further."""
     return math.ceil(settings.epochs * samples / settings.batch_size)
 
 
 def learning_rate_at(step: int, settings: TrainingSettings, *, samples: int) -> float:
-    """Return the learning rate that these settings give to a step of a training on `samples` samples."""
+    """Warm up linearly to the peak, then follow a cosine down (Loshchilov & Hutter 2017, without restarts).
+
+    Args:
+        step: from 0 on; the first one has peak / warm-up steps, the last one the final learning rate.
+        samples: to train on.
+    """
     total, peak = step_count(settings, samples), settings.peak_learning_rate()
-    warmup = round(settings.warmup_epochs * samples / settings.batch_size)
-    return learning_rate(
-        step,
-        peak=peak,
-        final=peak * settings.final_learning_rate,
-        warmup_steps=min(warmup, total // 2),
-        total_steps=total,
-    )
+    warmup = min(round(settings.warmup_epochs * samples / settings.batch_size), total // 2)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress, final = (step - warmup) / max(1, total - 1 - warmup), peak * settings.final_learning_rate
+    return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 def is_validation_step(step: int, settings: TrainingSettings, samples: int) -> bool:

@@ -17,8 +17,7 @@ from trainer.errors import ArtifactError, ObjectNotFoundError
 from trainer.forecast import Forecast
 
 SUMMARY = "summary.json"
-PRICED = ("warm_up", "reinforce", "distill")
-"""Stages that count as the distillation where runs stand side by side."""
+PRICED = ("warm_up", "reinforce", "distill")  # stages that count as the distillation where runs stand side by side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,16 +135,12 @@ def comparison(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
     teacher, student = summary["teacher"], summary["student"]
     points = 100 * (student["test"]["top1"] - teacher["test"]["top1"])
     p50 = [model["latency_ms"]["p50"] for model in (teacher, student)]
+    size = [model["parameters"] for model in (teacher, student)]
     return [
         ("", "teacher", "student", ""),
         ("model", teacher["title"], student["title"], ""),
         ("test top-1", f"{teacher['test']['top1']:.2%}", f"{student['test']['top1']:.2%}", f"{points:+.2f} points"),
-        (
-            "parameters",
-            f"{teacher['parameters']:,}",
-            f"{student['parameters']:,}",
-            ratio(teacher["parameters"], student["parameters"], "smaller", "larger"),
-        ),
+        ("parameters", f"{size[0]:,}", f"{size[1]:,}", ratio(size[0], size[1], "smaller", "larger")),
         ("latency p50 (CPU)", f"{p50[0]:.2f} ms", f"{p50[1]:.2f} ms", ratio(p50[0], p50[1], "faster", "slower")),
     ]
 
@@ -175,22 +170,18 @@ class PricedRun:
 
     name: str
     place: Machines | None
-    seconds: float
-    """Billed wall time."""
+    seconds: float  # billed wall time
     iterations_per_second: float | None = None
     images_per_second: float | None = None
-    accuracy: float | None = None
-    """As a fraction."""
+    accuracy: float | None = None  # as a fraction
     epochs: float | None = None
 
     @property
     def dollars(self) -> float | None:
-        """Cost of the time; None without a price."""
         return self.place.dollars(self.seconds) if self.place else None
 
     @property
     def epoch_s(self) -> float | None:
-        """Seconds per epoch."""
         return self.seconds / self.epochs if self.epochs else None
 
 

@@ -34,7 +34,7 @@ from components.launch.pools import Pool
 from components.launch.readers import Change, Informer, LogLine, LogReader, ReaderThreads, ThreadEnded
 from trainer import storage
 from trainer.errors import LaunchError
-from trainer.launch import JobSpec, Launcher
+from trainer.launch import JobSpec
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class _RetryableJobError(LaunchError):
     """A job failed in a way that need not happen again."""
 
 
-class ClusterLauncher(Launcher):
+class ClusterLauncher:
     """Runs jobs on a node pool."""
 
     def __init__(

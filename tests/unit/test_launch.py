@@ -67,13 +67,13 @@ def test_the_command_is_one_that_the_command_line_takes(name, monkeypatch):
 
 def test_several_nodes_are_refused_here():
     with pytest.raises(LaunchError, match="2 nodes were asked for, but this machine is one"):
-        launch.LocalLauncher().run(spec(nodes=2))
+        launch.run_here(spec(nodes=2))
 
 
 def test_a_wrong_place_is_refused_before_anything_starts(monkeypatch):
     monkeypatch.setenv(PLACE_VARIABLE, '{"pool": "workstation", "price": 0.35}')
     with pytest.raises(SettingsError, match=r"TRAINER_PLACE=.*: price: Input should be an object"):
-        launch.LocalLauncher().run(spec())
+        launch.run_here(spec())
 
 
 def leave(folder, rank, message, when, start=0):

@@ -8,7 +8,6 @@ from trainer.step_schedule import (
     checkpoint_count,
     is_checkpoint_step,
     is_validation_step,
-    learning_rate,
     learning_rate_at,
     step_count,
     validation_count,
@@ -21,15 +20,19 @@ def test_warm_up_and_cosine_are_those_of_torch():
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / 10, total_iters=9)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=89, eta_min=0.004)
     schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[10])
+    settings = TrainingSettings(
+        epochs=10, batch_size=256, base_learning_rate=0.4, final_learning_rate=0.01, warmup_epochs=1
+    )
     for step in range(100):
-        ours = learning_rate(step, peak=0.4, final=0.004, warmup_steps=10, total_steps=100)
+        ours = learning_rate_at(step, settings, samples=2560)
         assert ours == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-6)
         optimizer.step()
         schedule.step()
 
 
 def test_the_last_step_has_the_final_rate():
-    assert learning_rate(99, peak=1.0, final=0.01, warmup_steps=0, total_steps=100) == pytest.approx(0.01)
+    settings = TrainingSettings(epochs=10, batch_size=256, base_learning_rate=1.0, warmup_epochs=0)
+    assert learning_rate_at(99, settings, samples=2560) == pytest.approx(0.01)
 
 
 def test_the_peak_is_scaled_with_the_batch():

@@ -19,51 +19,16 @@ from pydantic_core import ErrorDetails
 
 from trainer import limits, local_files
 from trainer.base_models import Section, nearest, texts
-from trainer.config.settings import BUNDLED as BUNDLED
-from trainer.config.settings import CHECKPOINTS_VARIABLE as CHECKPOINTS_VARIABLE
-from trainer.config.settings import DEVICE_VARIABLE as DEVICE_VARIABLE
-from trainer.config.settings import FOLDERS as FOLDERS
-from trainer.config.settings import LOADING as LOADING
-from trainer.config.settings import PACKAGE as PACKAGE
-from trainer.config.settings import RECORDED_BY as RECORDED_BY
-from trainer.config.settings import TAUGHT as TAUGHT
-from trainer.config.settings import TERMS as TERMS
-from trainer.config.settings import TIMM as TIMM
-from trainer.config.settings import TOP_K as TOP_K
-from trainer.config.settings import WAIT_VARIABLE as WAIT_VARIABLE
-from trainer.config.settings import ClassReference as ClassReference
-from trainer.config.settings import Compile as Compile
-from trainer.config.settings import DataSettings as DataSettings
-from trainer.config.settings import DecodeOn as DecodeOn
-from trainer.config.settings import DistillSettings as DistillSettings
-from trainer.config.settings import EvaluateSettings as EvaluateSettings
-from trainer.config.settings import EvidenceSettings as EvidenceSettings
-from trainer.config.settings import ExportSettings as ExportSettings
-from trainer.config.settings import FeatureFormat as FeatureFormat
-from trainer.config.settings import FinetuneSettings as FinetuneSettings
-from trainer.config.settings import GateSettings as GateSettings
-from trainer.config.settings import LoadingSettings as LoadingSettings
-from trainer.config.settings import LoraSettings as LoraSettings
-from trainer.config.settings import MaeSettings as MaeSettings
-from trainer.config.settings import ModelSettings as ModelSettings
-from trainer.config.settings import Outside as Outside
-from trainer.config.settings import PackageWeights as PackageWeights
-from trainer.config.settings import Precision as Precision
-from trainer.config.settings import PretrainSettings as PretrainSettings
-from trainer.config.settings import ProfileSettings as ProfileSettings
-from trainer.config.settings import RegisterSettings as RegisterSettings
-from trainer.config.settings import ReinforceSettings as ReinforceSettings
-from trainer.config.settings import Settings as Settings
-from trainer.config.settings import TimmWeights as TimmWeights
-from trainer.config.settings import TrackingSettings as TrackingSettings
-from trainer.config.settings import TrainingSettings as TrainingSettings
-from trainer.config.settings import TuneSettings as TuneSettings
-from trainer.config.settings import ViewSettings as ViewSettings
-from trainer.config.settings import ViewsOn as ViewsOn
-from trainer.config.settings import WarmUpSettings as WarmUpSettings
-from trainer.config.settings import WatchSettings as WatchSettings
-from trainer.config.settings import WeightsSettings as WeightsSettings
-from trainer.config.settings import Workers as Workers
+from trainer.config.settings import *  # noqa: F403  # every setting is named here
+from trainer.config.settings import (
+    RECORDED_BY,
+    TOP_K,
+    DistillSettings,
+    ReinforceSettings,
+    Settings,
+    ViewSettings,
+    WatchSettings,
+)
 from trainer.errors import ObjectNotFoundError, SettingsError, StorageError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -188,7 +153,6 @@ def recording_mistakes(distill: DistillSettings, reinforce: ReinforceSettings) -
 
 
 def _merge(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay the changes over the defaults, group by group."""
     merged = dict(defaults)
     for key, value in changes.items():
         default = defaults.get(key)
@@ -230,7 +194,6 @@ def _inherit(settings: Settings) -> Settings:
 
 
 def _filled(section: AnySection, values: Mapping[str, Any]) -> AnySection:
-    """Give the section these values where it has none."""
     missing = {key: value for key, value in values.items() if getattr(section, key, value) is None}
     return section.model_copy(update=missing)
 
@@ -240,8 +203,9 @@ def _filled(section: AnySection, values: Mapping[str, Any]) -> AnySection:
 
 AnySection = TypeVar("AnySection", bound=Section)
 
-_MOST_EXPLAINED = 30
-"""Wrong settings that a message explains."""
+_MOST_EXPLAINED = 30  # wrong settings that a message explains
+_ALTERNATIVE = re.compile(r"(constrained-)?(int|float|str|bool)|literal\[.*\]")
+"""What pydantic adds to the location of an error in a setting that has alternatives, such as a whole number or auto."""
 
 
 def validate(section: type[AnySection], values: Mapping[str, Any], *, prefix: str = "") -> AnySection:
@@ -275,21 +239,12 @@ def validate_section(name: str, values: Mapping[str, Any]) -> Section:
     return validate(section, values, prefix=name)
 
 
-_ALTERNATIVE = re.compile(r"(constrained-)?(int|float|str|bool)|literal\[.*\]")
-"""What pydantic adds to the location of an error in a setting that has alternatives, such as a whole number or auto."""
-
-
-_COMPARISONS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
-_LIMITS = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
+_COMPARISONS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _TYPE_NAMES = {
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "int_type": "a whole number",
-    "float_parsing": "a number",
-    "float_type": "a number",
+    **dict.fromkeys(("int_parsing", "int_from_float", "int_type"), "a whole number"),
+    **dict.fromkeys(("float_parsing", "float_type"), "a number"),
+    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
     "finite_number": "a finite number",
-    "bool_parsing": "true or false",
-    "bool_type": "true or false",
     "string_type": "text",
     "tuple_type": "a list",
 }
@@ -318,8 +273,9 @@ def _explain(section: type[Section], alternatives: Sequence[ErrorDetails], prefi
 def _allowed(details: ErrorDetails) -> str:
     """Return what a value must be; empty where that is not what the error is about."""
     kind, context = details["type"], details.get("ctx", {})
-    if kind in _COMPARISONS:
-        return f"{_COMPARISONS[kind]} {context[_LIMITS[kind]]}"
+    for name, sign in _COMPARISONS.items():
+        if name in context:
+            return f"{sign} {context[name]}"
     if kind == "literal_error":
         expected: str = context["expected"]
         return expected.strip("'") if expected.count("'") == 2 else expected  # a single one is quoted for no reason
@@ -343,7 +299,6 @@ def walk(section: type[Section] | Section, prefix: str = "") -> Iterator[tuple[s
 
 @functools.cache
 def _properties(model: type[Section]) -> Mapping[str, Any]:
-    """Return the JSON schema of each setting of a group."""
     properties: Mapping[str, Any] = model.model_json_schema()["properties"]
     return properties
 
@@ -356,16 +311,10 @@ def _schema_text(schema: Mapping[str, Any]) -> str:
         return f"`{schema['const']}`"
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
-    if "$ref" in schema:
+    kind = schema.get("type", "")
+    if "$ref" in schema or kind == "object":
         return "group"
-    names = {
-        "integer": "whole number",
-        "number": "number",
-        "string": "text",
-        "boolean": "true or false",
-        "array": "list",
-    }
-    text = names.get(schema.get("type", ""), "group" if schema.get("type") == "object" else schema.get("type", ""))
+    names = {"integer": "whole number", "string": "text", "boolean": "true or false", "array": "list"}
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     limits = [f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema]
-    return ", ".join([text, *limits])
+    return ", ".join([names.get(kind, kind), *limits])

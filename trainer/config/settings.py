@@ -21,8 +21,7 @@ CHECKPOINTS_VARIABLE = "TRAINER_CHECKPOINTS"
 WAIT_VARIABLE = "TRAINER_WAIT_S"
 """Environment variable with the seconds for which a training process waits for the others, or for a loader process; 600 without it."""
 
-DEVICE_VARIABLE = "TRAINER_DEVICE"
-"""Environment variable that says where to train: auto, cpu, cuda or xla."""
+DEVICE_VARIABLE = "TRAINER_DEVICE"  # environment variable that says where to train: auto, cpu, cuda or xla
 
 Precision = Literal["auto", "fp32", "bf16"]
 Compile = Literal["auto", "on", "off"]
@@ -69,14 +68,10 @@ class ModelSettings(Section):
     """Edge of the model's input, in pixels; 0 is the architecture's own."""
 
 
-TIMM = "timm:"
-"""What the name of timm's pretrained weights begins with in `weights`."""
-PACKAGE = "package:"
-"""What the name of weights from an installed Python package begins with."""
-BUNDLED = "bundled:"
-"""What the name of a table of classes begins with that a recipe of this package brings."""
-FOLDERS = "folders"
-"""The setting `data.hierarchy` where folders are the groups."""
+TIMM = "timm:"  # what the name of timm's pretrained weights begins with in `weights`
+PACKAGE = "package:"  # what the name of weights from an installed Python package begins with
+BUNDLED = "bundled:"  # what the name of a table of classes begins with that a recipe of this package brings
+FOLDERS = "folders"  # the setting `data.hierarchy` where folders are the groups
 
 
 def _is_unset(value: object) -> bool:
@@ -262,7 +257,6 @@ class TrainingSettings(Section):
     """What the training records of itself."""
 
     def peak_learning_rate(self) -> float:
-        """Return the learning rate after warm-up."""
         return self.base_learning_rate * self.batch_size / 256
 
     def for_images(self, images: int, parts: int = 1) -> Self:
@@ -442,7 +436,6 @@ class PretrainSettings(WeightsSettings, LoadingSettings):
         return self
 
     def _check_headless(self) -> None:
-        """Make sure that nothing is asked of a head that is left out; raises a `ValueError`."""
         if self.finetune.epochs:
             raise ValueError(
                 f"head is none, so there is no classifier to fine-tune, but finetune.epochs is {self.finetune.epochs}; set "
@@ -457,8 +450,7 @@ class PretrainSettings(WeightsSettings, LoadingSettings):
             )
 
 
-TOP_K = 10
-"""Logits that are recorded of a view where nothing else is said or needed."""
+TOP_K = 10  # logits that are recorded of a view where nothing else is said or needed
 
 
 class ReinforceSettings(LoadingSettings):
@@ -493,7 +485,6 @@ class ReinforceSettings(LoadingSettings):
 
     @property
     def records_unlabeled(self) -> bool:
-        """Whether images without labels are recorded too."""
         return self.unlabeled is not False
 
     def logits(self, classes: int) -> int:
@@ -505,8 +496,7 @@ TAUGHT = ("logit", "feature", "token", "block", "similarity")
 """What the teacher is compared in, each with a loss and the setting `NAME_weight`."""
 RECORDED_BY = {"feature": "features", "token": "tokens", "similarity": "features"}
 """Of these -> the setting of `reinforce` with which that is recorded."""
-TERMS = (*TAUGHT, "label")
-"""Of the distillation's loss."""
+TERMS = (*TAUGHT, "label")  # of the distillation's loss
 
 
 class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
@@ -592,18 +582,15 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     """Label smoothing: share of the target spread over all classes."""
 
     def weight(self, term: str) -> float:
-        """Return the weight of one of `TERMS`."""
         weight: float = getattr(self, f"{term}_weight")
         return weight
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether any loss compares with the teacher."""
         return any(map(self.weight, TAUGHT))
 
     @property
     def compares_features(self) -> bool:
-        """Whether any loss compares pooled features."""
         return self.feature_weight > 0 or self.similarity_weight > 0
 
     @property
@@ -668,7 +655,6 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
         return self
 
     def _check_teachers(self) -> None:
-        """Make sure that what is set of several teachers fits together; raises a `ValueError`."""
         count = len(self.further_teachers)
         if self.teacher_weights and len(self.teacher_weights) != count + 1:
             raise ValueError(

@@ -45,23 +45,16 @@ class Device:
     up. Shapes, and numbers that become a part of it, must not change."""
 
     def open(self) -> Self:
-        """Make sure that it is there; where there are several processes, when they have met, which some runtimes need first.
-
-        Raises:
-            SettingsError: it is not.
-        """
+        """Make sure that it is there, or raise a `SettingsError`; some runtimes need several processes to have met before."""
         return self
 
     def uses_bf16(self, precision: Precision) -> bool:
-        """Whether this precision is bf16 here."""
         return precision == "bf16" or (precision == "auto" and self.has_bf16)
 
     def compiles_with(self, setting: Compile) -> bool:
-        """Whether torch.compile is used here."""
         return setting == "on" or (setting == "auto" and self.compiles)
 
     def autocast(self, precision: Precision) -> AbstractContextManager[object]:
-        """bf16 autocast, or none."""
         return torch.autocast(self.kind, dtype=torch.bfloat16, enabled=self.uses_bf16(precision))
 
     def inference(self) -> AbstractContextManager[object]:
@@ -118,7 +111,6 @@ class Device:
         """Replace each gradient by its mean over all processes, where DistributedDataParallel has not; `bf16`: sent as that."""
 
     def average(self, tensors: Sequence[Tensor], *, world_size: int) -> None:
-        """Replace each tensor by its mean over all processes."""
         together = torch.cat([tensor.flatten() for tensor in tensors]) / world_size
         dist.all_reduce(together)
         for tensor, mean in zip(tensors, together.split([tensor.numel() for tensor in tensors]), strict=True):
@@ -150,8 +142,7 @@ class Host(Device):
     """The processor. `auto` is fp32 here: for small models bf16 is slower on any processor."""
 
     def uses_bf16(self, precision: Precision) -> bool:
-        """Whether bf16 was asked for and this processor has instructions for it; emulated, it takes 10 to 15 times as long as fp32."""
-        return precision == "bf16" and has_bf16_instructions()
+        return precision == "bf16" and has_bf16_instructions()  # emulated, it takes 10 to 15 times as long as fp32
 
 
 @functools.cache
@@ -172,7 +163,6 @@ class CudaDevice(Device):
     """A GPU of NVIDIA."""
 
     def seed(self, seed: int) -> None:
-        """Seed the CPU's generator and the GPU's."""
         super().seed(seed)
         torch.cuda.manual_seed(seed)
 
@@ -192,13 +182,11 @@ class CudaDevice(Device):
             torch.use_deterministic_algorithms(False)
 
     def synchronize(self) -> None:
-        """Wait for all that was given to the GPU."""
         torch.cuda.synchronize(self.torch_device)
 
     @property
     def pins_memory(self) -> bool:
-        """Copies from page-locked memory go over a stream of their own."""
-        return True
+        return True  # copies from page-locked memory go over a stream of their own
 
 
 class RowShardedOptimizer(torch.optim.Optimizer):
@@ -244,11 +232,7 @@ def choose_device(local_rank: int = 0) -> Device:
 
 
 def check_device(wanted: str) -> None:
-    """Make sure that this machine has a device of this kind, without opening it.
-
-    Raises:
-        SettingsError: it has none.
-    """
+    """Make sure that this machine has a device of this kind, without opening it; a `SettingsError` if it has none."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise SettingsError("run.device is cuda, but torch finds no GPU on this machine; set run.device=cpu or auto")
     if wanted == "xla" and importlib.util.find_spec("torch_xla") is None:
@@ -270,7 +254,6 @@ class ReadBack:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Send these tensors, each with its name."""
         self._tensors, self._copied, self._in_flight = dict(tensors), None, None
         kinds = {tensor.device.type for tensor in tensors.values()}
         if "cuda" in kinds:
@@ -286,13 +269,11 @@ class ReadBack:
 
     @property
     def arrived(self) -> bool:
-        """Whether they can be read without waiting."""
         if self._in_flight is not None:
             return self._in_flight.arrived
         return self._copied is None or bool(self._copied.query())
 
     def wait(self) -> Mapping[str, Tensor]:
-        """Return the tensors on the host."""
         if self._in_flight is not None:
             return dict(zip(self._tensors, self._in_flight.wait(), strict=True))
         if self._copied is not None:

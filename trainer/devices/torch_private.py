@@ -20,12 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 class DdpTimings(NamedTuple):
     """What DistributedDataParallel has measured of one backward pass, in nanoseconds."""
 
-    iteration: int
-    """Number of the pass, from 1 on."""
+    iteration: int  # number of the pass, from 1 on
     backward: int
     exchange: int
-    hidden: int
-    """Of the exchange, while the backward pass computed."""
+    hidden: int  # of the exchange, while the backward pass computed
 
 
 def ddp_timings(model: DistributedDataParallel) -> DdpTimings | None:
@@ -51,19 +49,16 @@ class CompileHooks:
     """Calls a function before and after each graph that torch compiles, of backward passes too."""
 
     def __init__(self, started: Callable[[], None], ended: Callable[[], None]) -> None:
-        """Call `started` and `ended` between `add` and `remove`."""
         self._started: Callable[[Any], None] = lambda _: started()
         self._ended: Callable[[Any], None] = lambda _: ended()
 
     def add(self) -> None:
-        """Begin to call them."""
         from torch._dynamo.callback import callback_handler  # takes a second, which only a recording needs
 
         callback_handler.register_start_callback(self._started)
         callback_handler.register_end_callback(self._ended)
 
     def remove(self) -> None:
-        """Call them no more."""
         from torch._dynamo.callback import callback_handler
 
         callback_handler.remove_start_callback(self._started)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch_xla
@@ -21,17 +21,12 @@ from torch_xla.distributed import parallel_loader
 from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 from trainer.config import Compile, Precision
-from trainer.devices import Device, RowShardedOptimizer
+from trainer.devices import Device, Item, RowShardedOptimizer
 from trainer.errors import SettingsError
 
-Item = TypeVar("Item")
-
-_RUNTIME = "PJRT_DEVICE"
-"""Environment variable that names the runtime."""
-_AHEAD = 2
-"""Batches that wait on the host, and on the device."""
-_NEVER = 2**62
-"""Batches after which torch_xla's loader would dispatch by itself."""
+_RUNTIME = "PJRT_DEVICE"  # environment variable that names the runtime
+_AHEAD = 2  # batches that wait on the host, and on the device
+_NEVER = 2**62  # batches after which torch_xla's loader would dispatch by itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +47,6 @@ class XlaDevice(Device):
         )
 
     def open(self) -> Self:
-        """Begin the runtime.
-
-        Raises:
-            SettingsError: the runtime that `PJRT_DEVICE` names finds no device.
-        """
         try:
             torch_xla.device()
         except RuntimeError as error:
@@ -67,11 +57,6 @@ class XlaDevice(Device):
         return self
 
     def compiles_with(self, setting: Compile) -> bool:
-        """Never by torch.compile.
-
-        Raises:
-            SettingsError: it is asked for.
-        """
         if setting == "on":
             raise SettingsError("compile=on: XLA compiles whole steps by itself; set compile=auto")
         return False
@@ -81,16 +66,14 @@ class XlaDevice(Device):
         return torch.autocast("xla", dtype=torch.bfloat16, enabled=self.uses_bf16(precision))
 
     def inference(self) -> AbstractContextManager[object]:
-        """Torch's inference mode cannot make views of weights that were made outside of it, on this device."""
+        # Torch's inference mode cannot make views of weights that were made outside of it, on this device.
         return torch.no_grad()
 
     def seed(self, seed: int) -> None:
-        """Seed the CPU's generator and the device's."""
         super().seed(seed)
         xla_model.set_rng_state(seed, str(self.torch_device))
 
     def synchronize(self) -> None:
-        """Hand over what was noted, and wait for all of it."""
         self.dispatch()
         xla_model.wait_device_ops()
 
@@ -100,15 +83,9 @@ class XlaDevice(Device):
         _Dispatches.count += 1
 
     def is_out_of_memory(self, error: RuntimeError) -> bool:
-        """By what XLA calls it; no other type of error says so."""
-        return "RESOURCE_EXHAUSTED" in str(error)
+        return "RESOURCE_EXHAUSTED" in str(error)  # no type of error says so
 
     def send_ahead(self, items: Iterable[Item]) -> Generator[Item]:
-        """The same items, in which lists of tensors have been sent to the device by torch_xla's threads.
-
-        Raises:
-            Exception: what the items raise, when its turn comes.
-        """
         loader = parallel_loader.ParallelLoader(
             _outcomes(items),
             [self.torch_device],
@@ -125,23 +102,19 @@ class XlaDevice(Device):
             loader.close()
 
     def host_copies(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The tensors on the host, by one transfer."""
-        copies: list[Tensor] = torch_xla._XLAC._xla_get_cpu_tensors(list(tensors))
+        copies: list[Tensor] = torch_xla._XLAC._xla_get_cpu_tensors(list(tensors))  # by one transfer
         return copies
 
     @property
     def place(self) -> tuple[int, int]:
-        """Ordinal and world size."""
         return runtime.global_ordinal(), runtime.world_size()
 
     def share_weights(self, model: nn.Module) -> bool:
-        """Give all processes the first one's weights."""
         xla_model.broadcast_master_param(model)
         self.dispatch()
         return True
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter], *, world_size: int, bf16: bool) -> None:
-        """Replace each gradient by its mean over all processes."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if world_size == 1:
             return
@@ -154,22 +127,20 @@ class XlaDevice(Device):
             gradient.copy_(mean)
 
     def average(self, tensors: Sequence[Tensor], *, world_size: int) -> None:
-        """Replace each tensor by its mean over all processes."""
         xla_model.all_reduce(xla_model.REDUCE_SUM, [*tensors], scale=1 / world_size)
 
     @property
     def adamw_options(self) -> dict[str, Any]:
-        """The number of steps is on the device, or it would be a constant of the graph; XLA fuses what it is given."""
+        # The number of steps is on the device, or it would be a constant of the graph; XLA fuses what it is given.
         return {"fused": False, "foreach": False, "capturable": True}
 
     def sharded_adamw(
         self, groups: list[dict[str, Any]], options: Mapping[str, Any], *, clip_norm: float
     ) -> torch.optim.Optimizer:
-        """AdamW for rows of each weight; it also exchanges gradients and clips them."""
         return ShardedAdamW(groups, options, clip_norm=clip_norm)
 
     def numbers(self, values: Sequence[float]) -> Sequence[Tensor]:
-        """On the device: else 0 and 1 would be constants of the graph, and others decide which operations it is made of."""
+        # On the device: else 0 and 1 would be constants of the graph, and others decide which operations it is made of.
         return list(torch.tensor(values, dtype=torch.float32).to(self.torch_device))
 
 
@@ -177,7 +148,6 @@ class ShardedAdamW(ZeroRedundancyOptimizer, RowShardedOptimizer):  # type: ignor
     """torch_xla's ZeRO-1 around AdamW; the weights of its rows are the ones that are trained."""
 
     def __init__(self, groups: list[dict[str, Any]], options: Mapping[str, Any], *, clip_norm: float) -> None:
-        """Over `groups`, of weights on the device."""
         ZeroRedundancyOptimizer.__init__(
             self,
             groups,
@@ -201,7 +171,6 @@ class InFlight:
     """Tensors that are being computed: read without waiting once the graph after theirs was handed over."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Of tensors that were noted or handed over."""
         self._tensors, self._due = tensors, _Dispatches.count + 2
 
     @property
@@ -210,7 +179,6 @@ class InFlight:
         return _Dispatches.count >= self._due
 
     def wait(self) -> Sequence[Tensor]:
-        """The tensors on the host, by one transfer."""
         copies: list[Tensor] = torch_xla._XLAC._xla_get_cpu_tensors(list(self._tensors))
         return copies
 

@@ -99,8 +99,8 @@ class PredictionLog:
         row = {"time": round(time.time(), 3), "version": version, "label": label, "probability": probability}
         try:
             if photo and self._photos is not None:
-                row["photo"] = hashlib.sha256(photo).hexdigest()
-                (self._photos / row["photo"]).write_bytes(photo)
+                name = row["photo"] = hashlib.sha256(photo).hexdigest()
+                (self._photos / name).write_bytes(photo)
             self._stream.write(f"{json.dumps(row, ensure_ascii=False)}\n")
             self._stream.flush()
         except OSError as error:  # a full disk keeps no client from its answer

@@ -26,9 +26,6 @@ def call(stage: str, settings_json: str, directories: Mapping[str, str], **furth
         settings_json: its section of the settings, as a JSON object.
         directories: keyword of each input and output -> its directory.
         further: what only this stage takes, such as register's `recipe` and `resolved`.
-
-    Raises:
-        TrainerError: a setting or an input is wrong, or the stage failed in a way that it explains.
     """
     section = config.validate_section(STAGES[stage].section, json.loads(settings_json))
     importlib.import_module(f"trainer.stages.{stage}").run(section, **directories, **further)

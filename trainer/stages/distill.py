@@ -36,8 +36,7 @@ from trainer.training.session import Session, open_session
 
 logger = logging.getLogger(__name__)
 
-_FEW_LABELLED = 8
-"""Labelled images in a step, in the mean; with as many, one step in three thousand has none."""
+_FEW_LABELLED = 8  # labelled images in a step, in the mean; with as many, one step in three thousand has none
 
 
 def run(
@@ -147,12 +146,11 @@ def _tell(samples: Samples, settings: DistillSettings) -> None:
     logger.info("distill  %s labelled and %s unlabelled images", f"{labelled:,}", f"{samples.unlabeled:,}")
     in_a_step = settings.batch_size * labelled / len(samples)
     if samples.unlabeled and settings.label_weight and not settings.labeled_share and in_a_step < _FEW_LABELLED:
-        logger.warning(
+        text = (
             "distill  of %d images in a step %.1f are labelled in the mean, and a step without any counts as 0 in the curve of the label "
-            "loss; hold a share of them in each step with distill.labeled_share",
-            settings.batch_size,
-            in_a_step,
+            "loss; hold a share of them in each step with distill.labeled_share"
         )
+        logger.warning(text, settings.batch_size, in_a_step)
 
 
 def _check_content(
@@ -192,7 +190,6 @@ def _check_recording(
 
 
 def _no_logits(settings: DistillSettings, teacher: str) -> str:
-    """Say that a logit loss needs a teacher with a head."""
     return (
         f"distill.logit_weight is {settings.logit_weight:g}, but {teacher} has no head, so there are no logits; set "
         "distill.logit_weight=0 and distill.feature_weight=1, and without labels distill.label_weight=0 and distill.head=probe"
@@ -248,12 +245,8 @@ def add_probe(model: Classifier, session: Session) -> Classifier:
     probe = None
     if session.processes.is_first:
         probe = fit_probe(known, train.labels[chosen], unknown, val.labels, len(session.data.classes))
-        logger.info(
-            "distill  linear probe on %s images: validation top-1 %.2f%%, penalty %g",
-            f"{len(chosen):,}",
-            100 * probe.val_top1,
-            probe.penalty,
-        )
+        text = "distill  linear probe on %s images: validation top-1 %.2f%%, penalty %g"
+        logger.info(text, f"{len(chosen):,}", 100 * probe.val_top1, probe.penalty)
     probe = session.processes.gather(probe, "the linear probe")[0]
     assert probe is not None, "the first process has fitted one"
     weight, bias = torch.from_numpy(probe.weight).float(), torch.from_numpy(probe.bias).float()

@@ -67,8 +67,6 @@ def run(
 
 @dataclass(frozen=True, kw_only=True)
 class _Evaluated:
-    """A model under evaluation."""
-
     name: str
     model: Classifier
     size_bytes: int
@@ -124,6 +122,7 @@ def _evaluate(
     classes, split = data.classes, data.split("test")
     if settings.gate.min_knn_accuracy or not all(subject.model.card.labels for subject in subjects):
         subjects = _probed(subjects, data, settings)
+    teacher, student = subjects
     logits = {subject.name: predict(subject.model, split, settings.batch_size, subject.name) for subject in subjects}
     timed = metrics.measure_latency(
         {subject.name: subject.model for subject in subjects},
@@ -131,9 +130,8 @@ def _evaluate(
         batch_sizes=settings.latency_batch_sizes,
         runs=settings.latency_runs,
     )
-    (student,) = (subject.model for subject in subjects if subject.name == "student")
     val = data.split("val")
-    val_logits = predict(student, val, settings.batch_size, "student")
+    val_logits = predict(student.model, val, settings.batch_size, "student")
     temperature = metrics.fit_temperature(val_logits, val.labels)
     uncalibrated = metrics.calibration(logits["student"], split.labels, settings.calibration_bins)
     logits["student"] = logits["student"].astype(np.float64) / temperature  # as it is served
@@ -149,10 +147,9 @@ def _evaluate(
         for name, of_model in logits.items():
             measured[name].figures["test"]["levels"] = hierarchy.level_accuracies(tags, of_model, split.labels)
         if settings.answer_risk:
-            threshold = hierarchy.choose_threshold(
-                tags, val_logits / temperature, val.labels, settings.answer_risk
-            )  # on the validation split
-            answering = tags.answering(risk=settings.answer_risk, threshold=threshold)
+            risk = settings.answer_risk
+            threshold = hierarchy.choose_threshold(tags, val_logits / temperature, val.labels, risk)
+            answering = tags.answering(risk=risk, threshold=threshold)
             ours["test"]["answers"] = hierarchy.answers(answering, logits["student"], split.labels)
     reasons = metrics.judge(
         settings.gate,
@@ -170,12 +167,16 @@ def _evaluate(
     details: dict[str, Any] = {name: _details(part, classes) for name, part in measured.items()}
     judged: JudgedLabels | None = None
     if settings.label_issues != "off":
-        (teacher,) = (subject for subject in subjects if subject.name == "teacher")
         judged = _judged_labels(settings, data, teacher, logits["teacher"])
         details["label_issues"] = {name: asdict(count) for name, count in judged.counts.items()}
         label_issues.write(directory / LABEL_ISSUES, judged.issues, classes)
-    _write_json(directory / METRICS, {**details, "machine": asdict(machine), "verdict": verdict})
-    _write_json(directory / CONFUSION, {"labels": list(classes), "matrix": student_matrix.tolist()})
+    written = {
+        METRICS: {**details, "machine": asdict(machine), "verdict": verdict},
+        CONFUSION: {"labels": list(classes), "matrix": student_matrix.tolist()},
+    }
+    for file, content in written.items():
+        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+        (directory / file).write_text(text + "\n", encoding="utf-8")
     page = report.render(
         classes=classes, **measured, machine=machine, verdict=verdict, examples=examples, tags=tags, judged=judged
     )
@@ -206,11 +207,7 @@ def _judged_labels(
 
 
 def predict(model: Classifier, split: Split, batch_size: int, name: str) -> Logits:
-    """Compute a model's logits on a whole split, fp32 [N, K]; the model ends on the CPU.
-
-    Raises:
-        ModelError: a logit is not finite.
-    """
+    """Compute a model's logits on a whole split, fp32 [N, K], or raise a `ModelError` for one not finite; the model ends on the CPU."""
     device = choose_device().open()
     model.to(device.torch_device)
     parts = (range(start, min(start + batch_size, len(split))) for start in range(0, len(split), batch_size))
@@ -259,41 +256,28 @@ def _measured(
 
 
 def _examples(settings: EvaluateSettings, split: Split, logits: Logits, matrix: metrics.Ints) -> list[Example]:
-    """Pick test images for each of the student's worst confusions."""
     predicted = logits.argmax(axis=1)
     examples = []
     for confusion in metrics.worst_confusions(matrix, settings.worst_confusions):
         shown = np.flatnonzero((split.labels == confusion.truth) & (predicted == confusion.predicted))
-        images = split.read(shown[:_IMAGES_A_CONFUSION].tolist()).numpy()
-        examples.append((confusion, images))
+        examples.append((confusion, split.read(shown[:_IMAGES_A_CONFUSION].tolist()).numpy()))
     return examples
 
 
 def _details(measured: Measured, classes: Sequence[str]) -> dict[str, Any]:
-    precision, recall = metrics.precision(measured.matrix), metrics.recall(measured.matrix)
+    shares = np.stack([metrics.precision(measured.matrix), metrics.recall(measured.matrix)], axis=1)
+    # JSON has no NaN.
+    known = [[None if np.isnan(share) else float(share) for share in of_class] for of_class in shares]
     return {
         **measured.figures,
         "latency": [asdict(timed) for timed in measured.latencies],
         "calibration": asdict(measured.calibration),
         "classes": {
-            label: {
-                "images": int(measured.matrix[index].sum()),
-                "precision": _number(precision[index]),
-                "recall": _number(recall[index]),
-            }
-            for index, label in enumerate(classes)
+            label: {"images": int(row.sum()), "precision": precision, "recall": recall}
+            for label, row, (precision, recall) in zip(classes, measured.matrix, known, strict=True)
         },
         "worst_confusions": [
             {"truth": classes[pair.truth], "predicted": classes[pair.predicted], "count": pair.count}
             for pair in metrics.worst_confusions(measured.matrix, len(classes))
         ],
     }
-
-
-def _number(value: float) -> float | None:
-    """JSON has no NaN."""
-    return None if np.isnan(value) else float(value)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")

@@ -19,19 +19,13 @@ from trainer.profiling.recorder import Startup
 from trainer.training.lora import merge_lora
 from trainer.training.session import Session, open_session
 
-RECONSTRUCTIONS = "mae/reconstructions.png"
-"""Where the picture stands in the evidence."""
+RECONSTRUCTIONS = "mae/reconstructions.png"  # where the picture stands in the evidence
 _PICTURED = 8
-MOST_EMBEDDED = 10_000
-"""Training images by which an embedding is standardised, at most."""
+MOST_EMBEDDED = 10_000  # training images by which an embedding is standardised, at most
 
 
 def run(settings: PretrainSettings, *, dataset: str | Path, teacher: str | Path, evidence: str | Path) -> None:
-    """Make the teacher; runs in every training process.
-
-    Raises:
-        SettingsError: there are neither weights nor labels to learn from.
-    """
+    """Make the teacher; runs in every training process."""
     startup = Startup()
     with startup.part("fetch"):
         data = open_dataset(dataset)
@@ -83,13 +77,9 @@ def pretrain(model: Classifier, settings: PretrainSettings, session: Session) ->
     if session.processes.is_first:
         split = session.data.split("val")
         count = min(_PICTURED, len(split))
-        device = session.processes.device.torch_device
-        picture = draw_reconstructions(
-            trained,
-            split.read(range(count)).to(device),
-            torch.from_numpy(split.keys[:count].view("int64")),
-            seed=session.seed,
-        )
+        images = split.read(range(count)).to(session.processes.device.torch_device)
+        keys = torch.from_numpy(split.keys[:count].view("int64"))
+        picture = draw_reconstructions(trained, images, keys, seed=session.seed)
         (session.evidence.path / RECONSTRUCTIONS).write_bytes(picture)
 
 

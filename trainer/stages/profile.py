@@ -20,38 +20,26 @@ from trainer.tracking.stage_runs import stage_run
 
 logger = logging.getLogger(__name__)
 
-SUMMARY = "summary.json"
-"""The numbers of every training."""
-BILL = "bill.json"
-"""What the trainings took."""
+SUMMARY = "summary.json"  # the numbers of every training
+BILL = "bill.json"  # what the trainings took
 REPORT = "report.html"
 
 
 def run(
     settings: ProfileSettings, *, pretrain_evidence: str | Path, distill_evidence: str | Path, report: str | Path
 ) -> Artifact:
-    """Write `report.html`, and what it shows as `summary.json`, `findings.json` and `bill.json`, into the report.
-
-    Raises:
-        ArtifactError: evidence is missing, damaged, or of another version.
-    """
-    sources = {
-        "pretrain_evidence": read_evidence(pretrain_evidence),
-        "distill_evidence": read_evidence(distill_evidence),
-    }
-    bill = make_bill(
-        [
-            stage_bill("pretrain", artifacts.manifest(pretrain_evidence, "evidence"), sources["pretrain_evidence"]),
-            stage_bill("distill", artifacts.manifest(distill_evidence, "evidence"), sources["distill_evidence"]),
-        ]
-    )
-    parents = {name: source.fingerprint for name, source in sources.items()}
+    """Write `report.html`, and what it shows as `summary.json`, `findings.json` and `bill.json`, into the report."""
+    sources, bills = [], []
+    for stage, place in (("pretrain", pretrain_evidence), ("distill", distill_evidence)):
+        sources.append(read_evidence(place))
+        bills.append(stage_bill(stage, artifacts.manifest(place, "evidence"), sources[-1]))
+    parents = {"pretrain_evidence": sources[0].fingerprint, "distill_evidence": sources[1].fingerprint}
     values = settings.model_dump(mode="json")
     with (
         stage_run("profile", values) as tracker,
         artifacts.create(report, "report", settings=values, parents=parents) as draft,
     ):
-        verdict = write(draft, settings, list(sources.values()), bill)
+        verdict = write(draft, settings, sources, make_bill(bills))
         tracker.metrics(0, tracking.numbers(draft.figures))
         if dataset := artifacts.manifest(distill_evidence, "evidence").parents.get("dataset"):
             draft.figures["dataset"] = dataset  # a comparison of reports asks for it

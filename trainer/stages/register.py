@@ -34,7 +34,7 @@ from trainer.models import ModelCard
 from trainer.profiling.evidence import read_evidence
 from trainer.served_student.class_tags import ANSWER, CONFIDENCE, ClassTags
 from trainer.served_student.pyfunc import TOP_K
-from trainer.stages import evaluate
+from trainer.stages import evaluate, profile
 from trainer.summary import SUMMARY, Registered
 from trainer.tracking.stage_runs import stage_run
 from trainer.tuning.tuning_schema import read_tuning
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
     from mlflow.types import Schema
 
-PROFILE_PAGE = "report.html"
 _RECORDING = "reinforce.html"
 """Name of the copy of the recording's page; of the recording, which is large, nothing else is fetched."""
 
@@ -156,7 +155,7 @@ def _reports(inputs: Mapping[str, Artifact]) -> dict[str, tuple[str, str]]:
     """Return name of each page and picture -> the input that it is in, and its name there."""
     pages = {
         "data": ("dataset", CARD),
-        "profile": ("report", PROFILE_PAGE),
+        "profile": ("report", profile.REPORT),
         "evaluation": ("evaluation", evaluate.REPORT),
         **({"export": ("exported", exporting.PAGE)} if "exported" in inputs else {}),
     }
@@ -266,12 +265,8 @@ def _log_model(
     # The one specification that lets arrays of any shape and type through. MLflow refuses a list in any case where inputs are described,
     # and without a description MLServer, with which KServe serves models of MLflow, does not load the model.
     any_images = TensorSpec(np.dtype(object), (-1,), name=None)
-    logged = client.create_logged_model(
-        experiment_id=client.get_run(run_id).info.experiment_id,
-        name="student",
-        source_run_id=run_id,
-        model_type="pyfunc",
-    )
+    experiment = client.get_run(run_id).info.experiment_id
+    logged = client.create_logged_model(experiment, name="student", source_run_id=run_id, model_type="pyfunc")
     info: ModelInfo = Model.log(
         artifact_path=None,
         flavor=mlflow.pyfunc,

@@ -58,23 +58,12 @@ from trainer.tuning.tuning_schema import FILE, Candidate, Trial, Tuning
 
 logger = logging.getLogger(__name__)
 
-NAME = "tune"
-"""Of the trials, in the log, among the metrics and beside the checkpoints."""
+NAME = "tune"  # of the trials, in the log, among the metrics and beside the checkpoints
 _TIMED, _MOST_TIMED, _TIMED_S = 3, 50, 0.5
 """Forward passes of the teacher that are timed, at least, and at most if they are done within so many seconds; the fastest counts."""
-_TEACHER_IMAGES = {"cpu": 8, "cuda": 256, "xla": 256}
-"""Images of each."""
-_BESIDE_THE_TRIALS = {
-    "enabled",
-    "search",
-    "apply",
-    "minutes",
-    "assumed_efficiency",
-    "elsewhere",
-    "budget_usd",
-    "budget_hours",
-}
-"""Settings that change neither a trial nor which one follows another."""
+_TEACHER_IMAGES = {"cpu": 8, "cuda": 256, "xla": 256}  # images of each
+_OF_THE_TRIALS = {"distill", "reinforce", "largest_batch_growth", "fewest_steps"}
+"""Settings that change a trial, or which one follows another."""
 
 
 def run(
@@ -107,16 +96,13 @@ def run(
         tracker = stack.enter_context(stage_run(NAME, values, active=processes.is_first))
         forecast.check_budget(place_of(processes), settings.budget_usd)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tune-")))
+        gpu = torch.cuda.get_device_name() if processes.device.kind == "cuda" else ""
         # The trials are kept in a place that is named by all that they depend on, and their order.
         depends_on = {
-            "settings": settings.model_dump(mode="json", exclude=_BESIDE_THE_TRIALS),
+            "settings": settings.model_dump(mode="json", include=_OF_THE_TRIALS),
             "parents": dict(parents),
             "place": place_of(processes).model_dump(mode="json"),
-            "machine": [
-                torch.cuda.get_device_name() if processes.device.kind == "cuda" else "",
-                usable_cores(),
-                torch.__version__,
-            ],
+            "machine": [gpu, usable_cores(), torch.__version__],
         }
         trial_log = TrialLog(
             storage.join(checkpoint_root(tuning), f"trials-{artifacts.digest(depends_on)[:16]}"), processes
@@ -211,7 +197,7 @@ class Subject:
         )
 
     def recording_s_of(self, settings: DistillSettings) -> float | None:
-        """Return the seconds that a forecast has to count for recording; none where nothing has to be recorded."""
+        """Return the seconds that a forecast counts for recording; none where nothing has to be recorded."""
         return self.takes.recording_s if settings.reads_recording and self.takes.recording_s else None
 
     def job(self, tuned: TuneSettings) -> Workload:
@@ -225,7 +211,7 @@ class Subject:
             f"fewer than {tuned.fewest_steps:,} steps would be left (tune.fewest_steps)": images // tuned.fewest_steps,
             "there are no more images to train on": len(self.samples),
         }
-        tightest = min(limits, key=lambda why: limits[why])
+        tightest = min(limits, key=limits.__getitem__)
         return Workload(
             images=images,
             largest_batch=max(limits[tightest], settings.batch_size),
@@ -394,20 +380,17 @@ def _search(subject: Subject, settings: TuneSettings, make: MakeTraining, trial_
     trials = Trials(make, subject.settings, subject.processes)
 
     def measure(candidate: Candidate, rate_to_beat: float) -> Trial:
-        trial = trial_log.trial(candidate)
-        if trial is not None:
+        if trial := trial_log.trial(candidate):
             trials.learn(trial)
-            return trial
-        trial = trials.measure(candidate, rate_to_beat)
-        trial_log.note(trial)
+        else:
+            trial = trials.measure(candidate, rate_to_beat)
+            trial_log.note(trial)
         return trial
 
-    job = subject.job(settings)
-    return search(Candidate.of(subject.settings), job, measure, limit_s=60 * settings.minutes)
+    return search(Candidate.of(subject.settings), subject.job(settings), measure, limit_s=60 * settings.minutes)
 
 
 def _reasons(found: SearchResult) -> Iterator[str]:
-    """What was changed, in words."""
     for tried in found.tried[1:]:
         if tried.taken:
             yield f"{tried.idea}: {tried.verdict}"

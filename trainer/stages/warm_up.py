@@ -12,7 +12,7 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,8 +39,7 @@ from trainer.tuning.trials import place_of
 
 logger = logging.getLogger(__name__)
 
-FILE = "warm-up.json"
-"""The report, in the artifact."""
+FILE = "warm-up.json"  # the report, in the artifact
 
 Part = TypeVar("Part", bound=TrainingSettings)
 
@@ -60,11 +59,7 @@ class Warmed(StrictModel):
 
 
 def run(settings: WarmUpSettings, *, dataset: str | Path, warmed: str | Path) -> None:
-    """Compile what the trainings will ask for; runs in every training process.
-
-    Raises:
-        SettingsError: what to compile for was not given.
-    """
+    """Compile what the trainings will ask for, or raise a `SettingsError` if none is given; runs in every training process."""
     data = open_dataset(dataset)
     values, parents = settings.model_dump(mode="json"), {"dataset": data.fingerprint}
     teacher, recorder, student = settings.pretrain, settings.reinforce, settings.distill
@@ -84,7 +79,12 @@ def run(settings: WarmUpSettings, *, dataset: str | Path, warmed: str | Path) ->
         done = list(rehearsal.trainings(teacher, recorder, student))
         _clear(root, processes)
         if processes.is_first:
-            _report(done, draft)
+            lines = ",\n".join(f"  {one.model_dump_json()}" for one in done)
+            (draft.path / FILE).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+            draft.figures.update({one.training: one.model_dump(exclude={"training"}) for one in done})
+            for one in done:
+                what = f"{one.training}: {one.graphs} graphs in {one.compile_s:.1f} s, within {one.steps} steps"
+                logger.info("warm_up  %s (%.1f s in all)", what, one.seconds)
 
 
 def _clear(root: str, processes: Processes) -> None:
@@ -98,13 +98,10 @@ class Rehearsal:
     """The first steps of a recipe's trainings, on one of its processes."""
 
     data: PreparedDataset
-    dataset: str | Path
-    """Where it lies."""
+    dataset: str | Path  # where it lies
     processes: Processes
-    folder: Path
-    """For outputs that are thrown away."""
-    root: str
-    """For checkpoints, of all processes."""
+    folder: Path  # for outputs that are thrown away
+    root: str  # for checkpoints, of all processes
 
     def trainings(
         self, teacher: PretrainSettings, recorder: ReinforceSettings, student: DistillSettings
@@ -127,12 +124,10 @@ class Rehearsal:
 
     def _distill(self, teacher: Classifier, recorder: ReinforceSettings, settings: DistillSettings) -> None:
         """Train a student of `teacher`, online, or of blank outputs of its shape where they are to be recorded."""
-        if not teacher.card.labels:
-            shape = models.find_token_shape(teacher)
-            tokens = None if shape is None else _some_statistics(shape[-1])
-            teacher.card = replace(
-                teacher.card, embedding=_some_statistics(models.feature_size(teacher)), tokens=tokens
-            )
+        if not teacher.card.labels:  # any statistics of the right shape give the same graph
+            sizes = models.feature_size(teacher), (models.find_token_shape(teacher) or (0,))[-1]
+            embedding, tokens = (EmbeddingStatistics(mean=(0.0,) * size, std=(1.0,) * size) for size in sizes)
+            teacher.card = replace(teacher.card, embedding=embedding, tokens=tokens if sizes[1] else None)
         session, device = self._session("distill", settings, settings), self.processes.device
         samples = distill.open_samples(settings, session.data)
         student, _ = distill.start(settings, self.data)
@@ -186,11 +181,6 @@ class Rehearsal:
         return max(everyone, key=lambda one: one.graphs)
 
 
-def _some_statistics(size: int) -> EmbeddingStatistics:
-    """Make statistics by which a teacher without a head is standardised: any of the right shape give the same graph."""
-    return EmbeddingStatistics(mean=(0.0,) * size, std=(1.0,) * size)
-
-
 def _steps(settings: TrainingSettings) -> int:
     """Steps after which losses have been read back twice, which is done once in `log_every` steps and an interval late."""
     return 2 * settings.log_every + 1
@@ -202,18 +192,3 @@ def _few(settings: Part, data: PreparedDataset) -> Part:
     epochs = math.ceil(_steps(settings) * settings.for_images(images).batch_size / images)
     quiet = settings.evidence.model_copy(update={"operators_steps": 0})
     return settings.model_copy(update={"epochs": min(epochs, settings.epochs), "evidence": quiet})
-
-
-def _report(done: Sequence[Warmed], draft: Draft) -> None:
-    lines = ",\n".join(f"  {one.model_dump_json()}" for one in done)
-    (draft.path / FILE).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    draft.figures.update({one.training: one.model_dump(exclude={"training"}) for one in done})
-    for one in done:
-        logger.info(
-            "warm_up  %s: %d graphs in %.1f s, within %d steps (%.1f s in all)",
-            one.training,
-            one.graphs,
-            one.compile_s,
-            one.steps,
-            one.seconds,
-        )

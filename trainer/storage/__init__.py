@@ -46,11 +46,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CONNECTIONS = 8
-"""Concurrent requests."""
+CONNECTIONS = 8  # concurrent requests
 CONNECT_TIMEOUT_S = 10
-READ_TIMEOUT_S = 60
-"""Longest silence of the store within an answer."""
+READ_TIMEOUT_S = 60  # longest silence of the store within an answer
 
 ATTEMPTS_VARIABLE = "AWS_MAX_ATTEMPTS"
 ATTEMPTS = 9
@@ -80,11 +78,7 @@ def is_s3(uri: str | Path) -> bool:
 
 
 def local_path(uri: str | Path) -> Path:
-    """Return the path of a local URI, a plain path or `file://...`.
-
-    Raises:
-        StorageError: it is remote, or not a path.
-    """
+    """Return the path of a local URI, a plain path or `file://...`; a `StorageError` if it is remote, or not a path."""
     if is_remote(uri):
         raise StorageError(f"{uri}: a path on this machine is needed here, not a remote one; give a local directory")
     path = str(uri).removeprefix("file://")
@@ -117,12 +111,7 @@ def exists(uri: str | Path) -> bool:
 
 
 def read_bytes(uri: str | Path, start: int | None = None, end: int | None = None) -> bytes:
-    """Read an object or a file, or the bytes from `start` up to `end` of it.
-
-    Raises:
-        ObjectNotFoundError: there is none.
-        StorageError: it cannot be read.
-    """
+    """Read an object or a file, or the bytes from `start` up to `end` of it; raises an `ObjectNotFoundError`, or a `StorageError`."""
     if not is_remote(uri):
         with reading(uri):
             return read_file(local_path(uri), start, end)
@@ -132,13 +121,7 @@ def read_bytes(uri: str | Path, start: int | None = None, end: int | None = None
 
 
 def read_limited(uri: str | Path, limit: int) -> bytes:
-    """Read a whole object or file that others have made; at most `limit` bytes of it are read.
-
-    Raises:
-        ObjectNotFoundError: there is none.
-        ObjectTooLargeError: it has more bytes.
-        StorageError: it cannot be read.
-    """
+    """Read a whole object or file that others have made as `read_bytes` does, or raise an `ObjectTooLargeError`."""
     if not is_remote(uri):
         with reading(uri):
             return read_file(local_path(uri), limit=limit)
@@ -168,7 +151,6 @@ def write_bytes(uri: str | Path, content: bytes) -> None:
 
 
 def _write_through(path: Path, mode: str, content: bytes) -> None:
-    """Write a file and flush it to the disk."""
     with path.open(mode) as file:
         file.write(content)
         file.flush()
@@ -216,12 +198,7 @@ def write_checksummed(uri: str | Path, text: str) -> None:
 
 
 def read_checksummed(uri: str | Path) -> str:
-    """Read a text that `write_checksummed` has written.
-
-    Raises:
-        ObjectNotFoundError: there is none.
-        ObjectDamagedError: it is not what was written.
-    """
+    """Read a text that `write_checksummed` has written; an `ObjectDamagedError` if it is not what was written."""
     seal, _, text = read_bytes(uri).partition(b"\n")
     text = text.removesuffix(b"\n")
     if seal.decode(errors="replace") != _checksum(text):
@@ -245,12 +222,9 @@ def files(uri: str | Path) -> dict[str, int]:
 class Listed(NamedTuple):
     """An object as the store lists it."""
 
-    name: str
-    """Relative to the URI that was listed."""
-    size: int
-    """In bytes."""
-    tag: str
-    """Changes with the content; empty where the store lists nothing of the kind."""
+    name: str  # relative to the URI that was listed
+    size: int  # in bytes
+    tag: str  # changes with the content; empty where the store lists nothing of the kind
 
 
 def listing(uri: str | Path) -> Iterator[Listed]:
@@ -326,11 +300,7 @@ def remove_file(uri: str | Path) -> None:
 
 
 def locate(uri: str | Path) -> tuple[Any, str]:
-    """Return fsspec's file system for a remote URI, and the path in it.
-
-    Raises:
-        StorageError: the scheme is not supported, the URI names no place in a store, or the environment lacks the store's address.
-    """
+    """Return fsspec's file system for a remote URI and the path in it; a `StorageError` if URI and environment do not name them."""
     scheme, _, path = str(uri).partition("://")
     if scheme not in _S3_SCHEMES:
         try:
@@ -413,13 +383,8 @@ class Outage:
             if self.since is None:
                 self.since = time.monotonic()
                 if attempts > 1:  # else the error says it all
-                    logger.warning(
-                        "%s: %s; %s is away or busy, so requests are tried again, each up to %d times",
-                        uri,
-                        _describe(error),
-                        _store(),
-                        attempts,
-                    )
+                    text = "%s: %s; %s is away or busy, so requests are tried again, each up to %d times"
+                    logger.warning(text, uri, _describe(error), _store(), attempts)
 
     def ended(self, call: object, *, answered: bool) -> None:
         """Note that a request has ended; where it was answered the store is back, unless others still fail."""
@@ -478,7 +443,6 @@ def call(uri: str, request: Callable[[], T]) -> T:
 
 
 def _passes(error: Exception) -> bool:
-    """Return whether the same request may succeed later."""
     from aiohttp import ClientError
     from botocore import exceptions  # type: ignore[import-untyped]  # the package ships no types
 

@@ -30,20 +30,14 @@ LIMIT_VARIABLE = "TRAINER_CACHE_GIB"
 LIMIT_GIB = 100.0
 """When the cache holds more, the least recently used folders are evicted, unless a process is using them."""
 
-LOG_INTERVAL_S = 30.0
-"""Seconds between two lines about a wait."""
+LOG_INTERVAL_S = 30.0  # seconds between two lines about a wait
 _POLL_S = 0.1
 
-_used: dict[Path, int] = {}
-"""Folder that this process uses -> descriptor that holds its lock."""
+_used: dict[Path, int] = {}  # folder that this process uses -> descriptor that holds its lock
 
 
 def root() -> Path:
-    """Return the folder of the cache: `TRAINER_CACHE`, or one in the user's cache folder.
-
-    Raises:
-        StorageError: neither is known.
-    """
+    """Return the folder of the cache: `TRAINER_CACHE`, or one in the user's cache folder; a `StorageError` if neither is known."""
     named, base = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(named or Path(base or Path.home() / ".cache") / "vit-distillation")
@@ -165,7 +159,6 @@ def _exclusively(key: str, what: str) -> Iterator[None]:
 
 
 def _locks(descriptor: int) -> bool:
-    """Take a lock if it is free; returns whether it was."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

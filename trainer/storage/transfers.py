@@ -27,23 +27,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
-PART_BYTES = 8 * 2**20
-"""Larger files travel in parts of this size; S3 requires at least 5 MiB."""
-LOG_INTERVAL_S = 15.0
-"""Seconds between two lines about a transfer's progress."""
-_MOST_PARTS = 10_000
-"""S3's limit for one object."""
-_DIGEST = "sha256"
-"""Key of the checksum in an object's metadata."""
+PART_BYTES = 8 * 2**20  # larger files travel in parts of this size; S3 requires at least 5 MiB
+LOG_INTERVAL_S = 15.0  # seconds between two lines about a transfer's progress
+_MOST_PARTS = 10_000  # S3's limit for one object
+_DIGEST = "sha256"  # key of the checksum in an object's metadata
 
 
 class FileRecord(TypedDict):
     """A file in a manifest."""
 
-    size: int
-    """In bytes."""
-    sha256: str
-    """As hexadecimal text."""
+    size: int  # in bytes
+    sha256: str  # as hexadecimal text
 
 
 def _in_parallel(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
@@ -61,7 +55,6 @@ class _Progress:
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        """Count `count` more bytes as moved."""
         with self._lock:
             self._done += count
             if time.monotonic() - self._said >= LOG_INTERVAL_S:
@@ -102,8 +95,6 @@ def download_directory(uri: str, directory: Path, records: Mapping[str, FileReco
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """A range of a file that is to be fetched."""
-
     uri: str
     file: Path
     number: int
@@ -197,7 +188,6 @@ def upload_directory(directory: Path, uri: str, records: Mapping[str, FileRecord
 
 
 def _is_there(uri: str, record: FileRecord) -> bool:
-    """Return whether the object of this name was sent with this checksum."""
     return is_s3(uri) and bool(_s3_call("head_object", uri)["Metadata"].get(_DIGEST) == record["sha256"])
 
 

@@ -5,7 +5,7 @@ import re
 from PIL import Image
 
 from tests.unit.test_summary import STUDENT, TEACHER, built
-from trainer import front_page
+from trainer import finished_run
 from trainer.summary import Registered
 
 
@@ -23,7 +23,7 @@ def test_it_leads_to_copies_of_the_pages_and_says_what_came_out(tmp_path):
     run = tmp_path / "one <run>"
     run.mkdir()
     content = built(reports=reports(tmp_path))
-    assert front_page.write(run, content) == run / "index.html"
+    assert finished_run.write_front_page(run, content) == run / "index.html"
     page = (run / "index.html").read_text()
     assert re.findall('href="([^"]*)"', page) == ["evaluation.html", "profile.html", "data.html"]
     for name in ("evaluation", "profile", "data"):
@@ -45,7 +45,7 @@ def test_it_leads_to_copies_of_the_pages_and_says_what_came_out(tmp_path):
 def test_a_run_that_did_not_pass_and_is_not_tracked(tmp_path):
     verdict = {"passed": False, "reasons": ["accuracy: below <0.9>", "latency: too long"]}
     evaluation = {"teacher": TEACHER, "student": STUDENT, "verdict": verdict}
-    front_page.write(tmp_path, built(evaluation=evaluation, registered=Registered(), reports={}))
+    finished_run.write_front_page(tmp_path, built(evaluation=evaluation, registered=Registered(), reports={}))
     page = (tmp_path / "index.html").read_text()
     assert "the student did not pass" in page
     assert "<li>accuracy: below &lt;0.9&gt;</li><li>latency: too long</li>" in page
