@@ -9,18 +9,17 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer import artifacts, formatting, limits, pages, storage, summary
-from trainer.charts import BarPart, StackedRow, stacked_rows
+from trainer import artifacts, limits, pages, storage, summary
 from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
-from trainer.pages import Block, Figure, Legend, PageSection, Paragraph, Subsection, Table
-from trainer.profiling import findings, labels
+from trainer.formatting import clipped, duration, milliseconds, percent, short
+from trainer.pages import Block, PageSection, Paragraph, Subsection, Table
+from trainer.profiling import findings, labels, over_time
 from trainer.profiling.evidence import TrainingEvidence, is_core, read_evidence
 from trainer.profiling.findings import Answer
-from trainer.profiling.report import over_time
+from trainer.profiling.report import stacked
 from trainer.profiling.rules.outcomes import Finding, NotJudged
 from trainer.profiling.training_summary import TrainingSummary, operator_ms, summarize
-from trainer.svg import COLOURS, colour_class
 from trainer.thresholds import RuleSettings
 
 Row = tuple[str, ...]
@@ -240,20 +239,19 @@ def compare(before: ComparedRun, after: ComparedRun) -> Comparison:
 def text(comparison: Comparison) -> str:
     """Format the comparison for a terminal."""
     parts = [*comparison.differences, comparison.verdict]
-    for table in comparison.general:
-        parts.append("\n".join([table.title, *_lines(table)]))
+    parts += [_lines(table.title, table) for table in comparison.general]
     for pair in comparison.pairs:
         name = labels.training(pair.name)
         tables = comparison.tables.get(pair.name)
         if tables is None:
             parts.append(f"{name}: both sides are the same recording.")
-        parts += ["\n".join([f"{name}: {table.title}", *_lines(table)]) for table in tables or ()]
+        parts += [_lines(f"{name}: {table.title}", table) for table in tables or ()]
     return "\n\n".join(parts)
 
 
-def _lines(table: Table) -> list[str]:
-    rows = [[formatting.clipped(str(cell), 60) for cell in row] for row in (table.headers, *table.rows)]
-    return [f"  {line}" for line in summary.aligned(rows, right={1, 2, 3} if len(rows[0]) == 4 else ())]
+def _lines(title: str, table: Table) -> str:
+    rows = [[clipped(str(cell), 60) for cell in row] for row in (table.headers, *table.rows)]
+    return "\n  ".join([title, *summary.aligned(rows, right={1, 2, 3} if len(rows[0]) == 4 else ())])
 
 
 def change(before: float | None, after: float | None) -> str:
@@ -309,9 +307,9 @@ def _verdict(pair: Pair, accuracy: str) -> str:
     if moves:
         most = min(moves, key=lambda phase: moves[phase] if faster else -moves[phase])
         if (moves[most] < 0) == faster:
-            times = [formatting.short(side.get(most, 0.0)) for side in (before, after)]
+            times = [short(side.get(most, 0.0)) for side in (before, after)]
             moved = "; most of it in “{}” ({} before, {} after)".format(labels.label(most), *times)
-    return f"{name}: {speed}, {formatting.short(first)} before and {formatting.short(second)} {pair.unit} after{moved}{accuracy}."
+    return f"{name}: {speed}, {short(first)} before and {short(second)} {pair.unit} after{moved}{accuracy}."
 
 
 def _phase_ms(one: TrainingSummary) -> dict[str, float]:
@@ -348,7 +346,7 @@ def _overview(pair: Pair) -> Table:
         "where": [str(one.place or one.host) for one in sides],
         "processes": [str(one.world_size) for one in sides],
         "loader processes": [_or_unrecorded(str, one.workers) for one in sides],
-        "images a step": [_or_unrecorded(formatting.short, one.images_a_step) for one in sides],
+        "images a step": [_or_unrecorded(short, one.images_a_step) for one in sides],
     }
     rows: list[Row] = []
     rows += [(title, *both, "") for title, both in texts.items() if both[0] != both[1]]
@@ -358,12 +356,12 @@ def _overview(pair: Pair) -> Table:
 
 
 _OVERVIEW: Sequence[tuple[str, Callable[[float], str], Callable[[TrainingSummary], float | None]]] = (
-    ("step (median)", formatting.milliseconds, lambda one: one.step_ms.p50 if one.step_ms else None),
-    ("step (95 %)", formatting.milliseconds, lambda one: one.step_ms.p95 if one.step_ms else None),
-    ("images a second", formatting.short, lambda one: one.images_per_second),
-    ("waits for gradients", formatting.percent, lambda one: one.communication_share),
-    ("steps", formatting.short, lambda one: one.steps),
-    ("recorded", formatting.duration, lambda one: one.recorded_s),
+    ("step (median)", milliseconds, lambda one: one.step_ms.p50 if one.step_ms else None),
+    ("step (95 %)", milliseconds, lambda one: one.step_ms.p95 if one.step_ms else None),
+    ("images a second", short, lambda one: one.images_per_second),
+    ("waits for gradients", percent, lambda one: one.communication_share),
+    ("steps", short, lambda one: one.steps),
+    ("recorded", duration, lambda one: one.recorded_s),
     ("dollars", dollars_text, lambda one: one.place.dollars(one.recorded_s) if one.place else None),
 )
 
@@ -394,10 +392,10 @@ def _times(
         names.sort(key=lambda name: -abs(after.get(name, 0.0) - before.get(name, 0.0)))
     for name in names[:most]:
         a, b = before.get(name, 0.0), after.get(name, 0.0)
-        rows.append((spoken(name), *("none" if not ms else formatting.short(ms) for ms in (a, b)), changed(a, b)))
+        rows.append((spoken(name), *("none" if not ms else short(ms) for ms in (a, b)), changed(a, b)))
     if most is None:
         a, b = sum(before.values()), sum(after.values())
-        rows.append(("together", formatting.short(a), formatting.short(b), changed(a, b)))
+        rows.append(("together", short(a), short(b), changed(a, b)))
     return Table((pair.unit, *_SIDES), rows, title=title)
 
 
@@ -437,10 +435,10 @@ def _outcome(before: ComparedRun, after: ComparedRun, same_data: bool | None) ->
         points = "" if first is None or second is None else f"{100 * (second - first):+.2f} points"
         rows.append((title, *shown, "other data" if same_data is False else points))
     seconds = [sum(stage["seconds"] for stage in run["stages"].values()) for run in (a, b)]
-    rows += _numbers("all stages", formatting.duration, *seconds)
+    rows += _numbers("all stages", duration, *seconds)
     for name in {**a["stages"], **b["stages"]}:
         taken = [run["stages"].get(name, {}).get("seconds") for run in (a, b)]
-        shown = ["did not run" if value is None else formatting.duration(value) for value in taken]
+        shown = ["did not run" if value is None else duration(value) for value in taken]
         rows.append((f"  {name}", *shown, change(*taken)))
     rows += _numbers("dollars", dollars_text, _at(a, ("bill", "dollars")), _at(b, ("bill", "dollars")))
     return Table(("", *_SIDES), rows, title="The runs")
@@ -505,7 +503,7 @@ def _saving(one: tuple[Answer, Finding] | None) -> str:
     answer, finding = one
     if finding.saving is None:
         return "not known"
-    return " ".join(filter(None, (formatting.duration(finding.saving.seconds), dollars_text(answer.dollars))))
+    return " ".join(filter(None, (duration(finding.saving.seconds), dollars_text(answer.dollars))))
 
 
 def page(comparison: Comparison) -> str:
@@ -533,30 +531,27 @@ def _training(comparison: Comparison, pair: Pair) -> PageSection:
 
 def charts(pair: Pair) -> list[Block]:
     """Draw phases, and operators by kind of work, before and after."""
-    phases = _bars(pair, "Where a step's time goes", {name: name for name in COLOURS}, labels.label, _phase_ms)
+    phases = _bars(pair, "Where a step's time goes", _phase_ms, labels.label, str)
     clocks = {one.operators.clock for one in (pair.before, pair.after) if one.operators}
     if len(clocks) > 1:  # one bar would be of the device's time and one of the host's
         return phases
-    return [*phases, *_bars(pair, "Operators by kind of work", _KIND_COLOURS, str, _kind_ms)]
+    return [*phases, *_bars(pair, "Operators by kind of work", _kind_ms, str, _KIND_COLOURS.__getitem__)]
 
 
 def _bars(
     pair: Pair,
     title: str,
-    colours: Mapping[str, str],
-    spoken: Callable[[str], str],
     taken: Callable[[TrainingSummary], Mapping[str, float]],
+    spoken: Callable[[str], str],
+    colour: Callable[[str], str],
 ) -> list[Block]:
     """Draw a stacked bar before and one after, on one scale; nothing where neither side has a value."""
     before, after = pair.times(taken)
-    colour = {name: colours.get(name, "named") for name in {**before, **after}}
     rows = []
     for when, times in (("before", before), ("after", after)):
-        parts = [BarPart(name=one, label=spoken(name), share=times.get(name, 0.0)) for name, one in colour.items()]
-        total = sum(part.share for part in parts)
-        note = f"{formatting.short(total)} {pair.unit}" if total else "not recorded"
-        rows.append(StackedRow(label=when, parts=parts, note=note))
-    if not any(row.total for row in rows):
+        amounts = {name: times.get(name, 0.0) for name in {**before, **after}}
+        total = sum(amounts.values())
+        rows.append((when, amounts, f"{short(total)} {pair.unit}" if total else "not recorded"))
+    if not any(any(amounts.values()) for _, amounts, _ in rows):
         return []
-    legend = Legend([(colour_class(one), spoken(name)) for name, one in colour.items()])
-    return [Subsection(title, [legend, Figure(stacked_rows(rows, pair.unit, title))])]
+    return [Subsection(title, stacked(title, pair.unit, rows, spoken=spoken, colour=colour))]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import psutil
@@ -43,7 +43,7 @@ from trainer.profiling.monitor import Monitor, signals
 from trainer.profiling.operator_windows import OperatorWindows
 from trainer.profiling.series import ThinnedTable
 from trainer.profiling.tensor_sampler import SampledModel, TensorSampler
-from trainer.profiling.timeline import PROFILER, Clock, CudaClock, HostClock, Timeline, recording_to, seconds_of_a_mark
+from trainer.profiling.timeline import PROFILER, CudaClock, HostClock, Timeline, recording_to, seconds_of_a_mark
 
 if TYPE_CHECKING:
     from trainer.profiling.xla_counters import XlaCounters
@@ -194,7 +194,7 @@ class Recorder:
             self._windows.missing = "recorded by rank 0 only"
         elif on_xla:
             self._windows.missing = "torch.profiler sees how operators are noted for XLA, not what the device computes"
-        clock: Clock[Any] = CudaClock(device) if device.type == "cuda" else HostClock()
+        clock = CudaClock(device) if device.type == "cuda" else HostClock()
         self._counters = _xla_counters() if on_xla else None
         self.timeline = Timeline(
             clock, windows=self._windows, counter=self._counters, queued=lambda: sources.loader.ready
@@ -309,7 +309,11 @@ class Recorder:
         write_rank(directory, self.snapshot())
 
     def _record(self, monitor: Monitor) -> RankRecord:
-        timeline, totals = self.timeline, self.timeline.totals
+        timeline, totals, startup = self.timeline, self.timeline.totals, self._startup_s
+        if timeline.first_step_s is not None:
+            compiling = sum(record.seconds for record in self._compilations.records.values() if record.step == 0)
+            parts = {"compile": compiling} if compiling else {}
+            startup = startup | parts | {"first_step": max(0.0, timeline.first_step_s - compiling)}
         return RankRecord(
             schema_version=SCHEMA_VERSION,
             name=self.name,
@@ -324,7 +328,7 @@ class Recorder:
             process=ProcessRecord(pid=os.getpid(), started_unix=started_unix(), imported_unix=IMPORTED_UNIX),
             place=place_here(),
             context=self._context,
-            startup=self._startup_parts(),
+            startup=startup,
             attempts=self._sources.attempts(),
             failed=self._failed,
             compilations=tuple(self._compilations.records.values()),
@@ -354,15 +358,6 @@ class Recorder:
             | self.tensor_sampler.missing
             | ({"operators": self._windows.missing} if self._windows.missing else {}),
         )
-
-    def _startup_parts(self) -> dict[str, float]:
-        """Where no step has ended yet, what came before the recording."""
-        seconds = self.timeline.first_step_s
-        if seconds is None:
-            return self._startup_s
-        compiling = sum(record.seconds for record in self._compilations.records.values() if record.step == 0)
-        parts = {"compile": compiling} if compiling else {}
-        return self._startup_s | parts | {"first_step": max(0.0, seconds - compiling)}
 
     def _overhead(self, monitor: Monitor) -> dict[str, float]:
         """What each part of watching has cost so far, in seconds; marks are timed after the end, for that waits for the device."""

@@ -29,7 +29,7 @@ from trainer.profiling.evidence import (
     read_evidence,
 )
 from trainer.profiling.recorder import Recorder
-from trainer.profiling.report.page import build
+from trainer.profiling.report import build
 from trainer.profiling.rules.lifecycle import step_outliers
 from trainer.profiling.rules.outcomes import Finding
 from trainer.profiling.rules.processes import communication

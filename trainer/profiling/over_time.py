@@ -75,15 +75,15 @@ def section(
     edges = np.linspace(0, duration, BINS + 1)
     shares = by_colour(phase_shares(first, edges))
     windows = []
-    for number, one in findings:
-        span, steps = one.finding.window_s, first.steps["step"]
-        if not span and one.finding.steps and len(steps):
-            rows = np.clip(np.searchsorted(steps, one.finding.steps), 0, len(steps) - 1).tolist()
+    for number, (answer, finding) in findings:
+        span, steps = finding.window_s, first.steps["step"]
+        if not span and finding.steps and len(steps):
+            rows = np.clip(np.searchsorted(steps, finding.steps), 0, len(steps) - 1).tolist()
             start, end = (float(first.steps["start_s"][row]) for row in rows)
             span = start, end + float(first.steps["seconds"][rows[1]])
         if span:  # a finding without one was seen all the time
-            name, style = f"{number}. {one.answer.title}", one.finding.severity
-            windows.append(MarkedTime(label=name, style=style, start_s=span[0], end_s=span[1]))
+            name = f"{number}. {answer.title}"
+            windows.append(MarkedTime(label=name, style=finding.severity, start_s=span[0], end_s=span[1]))
     lanes = [
         *([charts.window_lane("Findings", "when seen", windows, duration)] if windows else []),
         *_metric_lanes(evidence, duration),
