@@ -8,7 +8,7 @@ import pytest
 from tests.unit.data.test_card import Dropped, Quarantined, candidate, content, data_card
 from tests.unit.evaluation.test_report import page as evaluation_page
 from trainer import charts, pages, svg
-from trainer.charts import BarPart, MarkedTime, ReliabilityCurve, StackedRow
+from trainer.charts import BarPart, MarkedTime, ReliabilityCurve
 from trainer.pages import (
     BulletList,
     Details,
@@ -115,7 +115,7 @@ def all_charts(names):
         charts.recalls({names[0]: np.linspace(0, 1, len(names))}, names, names[1]),
         charts.reliability([curve], names[2]),
         charts.stacked_columns(names, [(names[0], [1] * len(names))], names[1]),
-        charts.stacked_rows([StackedRow(label=names[2], parts=[part], note=names[3])], names[4], names[5]),
+        charts.stacked_rows([(names[2], [part], names[3])], names[4], names[5]),
         charts.over_time([lane], 10, names[6]),
     ]
     return pages.render("", "", [Figure(chart) for chart in drawn])

@@ -14,7 +14,6 @@ from trainer.charts import (
     ChartLine,
     MarkedTime,
     ReliabilityCurve,
-    StackedRow,
     by_colour,
     histogram,
     stacked_bar,
@@ -39,10 +38,7 @@ def test_a_stacked_bar_is_divided_by_shares() -> None:
 
 @pytest.mark.parametrize("rows", [1, 40])
 def test_rows_are_on_one_scale_and_many_of_them_have_no_hints(rows: int) -> None:
-    given = [
-        StackedRow(label=f"rank {row}", parts=[BarPart(name="data", label="waiting", share=10 / (row + 1))], note="")
-        for row in range(rows)
-    ]
+    given = [(f"rank {row}", [BarPart(name="data", label="waiting", share=10 / (row + 1))], "") for row in range(rows)]
     drawn = stacked_rows(given, "ms", "ranks")
     first, *others = widths(drawn)
     assert others == pytest.approx([(first + 0.5) / (row + 1) - 0.5 for row in range(1, rows)], abs=0.1)
@@ -51,7 +47,7 @@ def test_rows_are_on_one_scale_and_many_of_them_have_no_hints(rows: int) -> None
 
 def test_rows_without_any_amount_are_drawn() -> None:
     part = BarPart(name="data", label="waiting", share=0.0)
-    assert widths(stacked_rows([StackedRow(label="none", parts=[part], note="")], "s", "bill")) == [0]
+    assert widths(stacked_rows([("none", [part], "")], "s", "bill")) == [0]
 
 
 def test_amounts_without_a_colour_of_their_own_are_summed() -> None:

@@ -28,13 +28,11 @@ _EVIDENCE = ("pretrain-evidence", "distill-evidence")
 """Where `python -m trainer run` keeps it below the run's directory."""
 _TASKS = ("pretrain/evidence", "distill/evidence")
 """Where it lies beside the folder of the task that made the report, in a run of the pipeline."""
-_REPORT = "report"
 _CHOICE = "give the directory of a run, or of its report, or of evidence"
 _MOVERS = 10
 _ALIKE = 0.005
 """A smaller relative change is shown as none."""
 _SAME_BATCH = 0.01
-_UNRECORDED = "not recorded"
 _SIDES = ("before", "after", "change")
 _KIND_COLOURS = {
     "matrix product": "forward",
@@ -102,17 +100,17 @@ def read_compared_run(uri: str) -> ComparedRun:
 
 def _read_report(uri: str) -> ComparedRun:
     report = artifacts.read(uri, "report")
-    path = report.path
+    content, answers = report.path / summary.SUMMARY, report.path / findings.FINDINGS
     try:
-        trainings = TypeAdapter(dict[str, TrainingSummary]).validate_json((path / summary.SUMMARY).read_bytes())
+        trainings = TypeAdapter(dict[str, TrainingSummary]).validate_json(content.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ArtifactError(
             f"report {uri}: its {summary.SUMMARY} is of another version ({where}: {first['msg']}); run the stage profile again"
         ) from error
-    answers = findings.from_json((path / findings.FINDINGS).read_text(), f"report {uri}: {findings.FINDINGS}")
-    return ComparedRun(name=uri, trainings=trainings, answers=answers, dataset=report.figures.get("dataset"))
+    judged = findings.from_json(answers.read_text(), f"report {uri}: {answers.name}")
+    return ComparedRun(name=uri, trainings=trainings, answers=judged, dataset=report.figures.get("dataset"))
 
 
 def _read_run(uri: str) -> ComparedRun:
@@ -120,7 +118,7 @@ def _read_run(uri: str) -> ComparedRun:
     if not {"settings", "stages", "student", "teacher", "reports"} <= content.keys():
         raise ArtifactError(f"{storage.join(uri, summary.SUMMARY)}: is not the summary of a run; {_CHOICE}")
     page = str(content["reports"].get("profile", ""))  # where the run says that it was
-    reports = [storage.join(uri, _REPORT), *([storage.parent(page)] if page else [])]
+    reports = [storage.join(uri, "report"), *([storage.parent(page)] if page else [])]
     report = next(filter(artifacts.exists, reports), None)
     if report is None:
         raise ArtifactError(f"{uri}: its report is not at {' nor at '.join(reports)}; give the directory of the report")
@@ -218,10 +216,9 @@ def compare(before: ComparedRun, after: ComparedRun) -> Comparison:
     if before.dataset and after.dataset:
         same_data = before.dataset == after.dataset
     accuracy = ""
-    if before.run is not None and after.run is not None and same_data is not False:
-        first, second = (_at(run, ("student", "test", "top1")) for run in (before.run, after.run))
-        if first is not None and second is not None:
-            accuracy = f"; the student's test top-1: {first:.1%} before and {second:.1%} after"
+    first, second = (_at(side.run, ("student", "test", "top1")) for side in (before, after))
+    if first is not None and second is not None and same_data is not False:
+        accuracy = f"; the student's test top-1: {first:.1%} before and {second:.1%} after"
     general = [_outcome(before, after, same_data), _settings(before, after), _findings(before, after)]
     return Comparison(
         before=before,
@@ -230,9 +227,7 @@ def compare(before: ComparedRun, after: ComparedRun) -> Comparison:
         differences=[] if all(pair.before == pair.after for pair in pairs) else _differences(same_data, pairs),
         verdict=_verdict(pairs[-1], accuracy),
         general=[table for table in general if table.rows],
-        tables={
-            pair.name: [table for table in _tables(pair) if table.rows] for pair in pairs if pair.before != pair.after
-        },
+        tables={pair.name: [one for one in _tables(pair) if one.rows] for pair in pairs if pair.before != pair.after},
     )
 
 
@@ -298,9 +293,9 @@ def _verdict(pair: Pair, accuracy: str) -> str:
     if a is None or b is None:
         return f"{name}: one of the two has no steps to compare."
     first, second = pair.scaled(pair.before, a.mean), pair.scaled(pair.after, b.mean)
-    speed = (
-        summary.ratio(first, second, "as fast", "slower") if abs(second / first - 1) >= _ALIKE else "as fast as before"
-    )
+    speed = "as fast as before"
+    if abs(second / first - 1) >= _ALIKE:
+        speed = summary.ratio(first, second, "as fast", "slower")
     before, after = pair.times(_phase_ms)
     moves = {phase: after.get(phase, 0.0) - before.get(phase, 0.0) for phase in {**before, **after}}
     moved, faster = "", second < first
@@ -340,18 +335,17 @@ def _tables(pair: Pair) -> Iterator[Table]:
 
 
 def _overview(pair: Pair) -> Table:
-    sides = (pair.before, pair.after)
-    texts = {
-        "device": [one.device for one in sides],
-        "where": [str(one.place or one.host) for one in sides],
-        "processes": [str(one.world_size) for one in sides],
-        "loader processes": [_or_unrecorded(str, one.workers) for one in sides],
-        "images a step": [_or_unrecorded(short, one.images_a_step) for one in sides],
-    }
-    rows: list[Row] = []
-    rows += [(title, *both, "") for title, both in texts.items() if both[0] != both[1]]
+    a, b = pair.before, pair.after
+    facts = [
+        _row("device", str, a.device, b.device),
+        _row("where", str, a.place or a.host, b.place or b.host),
+        _row("processes", str, a.world_size, b.world_size),
+        _row("loader processes", str, a.workers, b.workers),
+        _row("images a step", short, a.images_a_step, b.images_a_step),
+    ]
+    rows = [row for row in facts if row[1] != row[2]]
     for title, shown, value in _OVERVIEW:
-        rows += _numbers(title, shown, value(pair.before), value(pair.after))
+        rows += _numbers(title, shown, value(a), value(b))
     return Table(("", *_SIDES), rows, title="in short")
 
 
@@ -366,14 +360,13 @@ _OVERVIEW: Sequence[tuple[str, Callable[[float], str], Callable[[TrainingSummary
 )
 
 
-def _or_unrecorded(shown: Callable[[Any], str], value: float | None) -> str:
-    return _UNRECORDED if value is None else shown(value)
+def _row(title: str, shown: Callable[[Any], str], before: Any, after: Any, changed: str = "") -> Row:
+    return (title, *("not recorded" if value is None else shown(value) for value in (before, after)), changed)
 
 
 def _numbers(title: str, shown: Callable[[float], str], before: float | None, after: float | None) -> list[Row]:
     """Compare a number; no row where neither side recorded it."""
-    both = [_or_unrecorded(shown, value) for value in (before, after)]
-    return [] if before is None and after is None else [(title, *both, change(before, after))]
+    return [] if before is None and after is None else [_row(title, shown, before, after, change(before, after))]
 
 
 def _times(
@@ -385,7 +378,7 @@ def _times(
     most: int | None = None,
 ) -> Table:
     """Compare times that exclude one another and together are the whole, so that a missing one is zero; or those that moved `most`."""
-    rows: list[Row] = []
+    rows = []
     before, after = pair.times(taken)
     names = list({**before, **after})
     if most:
@@ -406,7 +399,7 @@ def _use(pair: Pair) -> Table:
     for name in {**before, **after}:
         a, b = before.get(name), after.get(name)
         title, _ = labels.named_number(name, 0.0)
-        shown = [_UNRECORDED if value is None else labels.named_number(name, value)[1] for value in (a, b)]
+        shown = ["not recorded" if value is None else labels.named_number(name, value)[1] for value in (a, b)]
         rows.append((title, *shown, change(a, b)))
     return Table(("mean, memory: most", *_SIDES), rows, title="use of the machine")
 
@@ -420,20 +413,18 @@ def _signals(one: TrainingSummary) -> dict[str, float]:
 
 def _outcome(before: ComparedRun, after: ComparedRun, same_data: bool | None) -> Table:
     """Compare accuracy, time and dollars of whole runs; accuracy has no change if the test images differ."""
-    rows: list[Row] = []
     if before.run is None or after.run is None:
-        return Table(("", *_SIDES), rows, title="The runs")
+        return Table(("", *_SIDES), [], title="The runs")
     a, b = before.run, after.run
-    rows.append(("recipe", str(a.get("recipe", "")), str(b.get("recipe", "")), ""))
+    rows = [_row("recipe", str, a.get("recipe", ""), b.get("recipe", ""))]
     for title, keys in (
         ("student, test top-1", ("student", "test", "top1")),
         ("agrees with the teacher", ("student", "test", "agreement")),
         ("teacher, test top-1", ("teacher", "test", "top1")),
     ):
         first, second = _at(a, keys), _at(b, keys)
-        shown = [_or_unrecorded("{:.2%}".format, value) for value in (first, second)]
         points = "" if first is None or second is None else f"{100 * (second - first):+.2f} points"
-        rows.append((title, *shown, "other data" if same_data is False else points))
+        rows.append(_row(title, "{:.2%}".format, first, second, "other data" if same_data is False else points))
     seconds = [sum(stage["seconds"] for stage in run["stages"].values()) for run in (a, b)]
     rows += _numbers("all stages", duration, *seconds)
     for name in {**a["stages"], **b["stages"]}:
@@ -444,7 +435,7 @@ def _outcome(before: ComparedRun, after: ComparedRun, same_data: bool | None) ->
     return Table(("", *_SIDES), rows, title="The runs")
 
 
-def _at(content: Mapping[str, Any], keys: Sequence[str]) -> float | None:
+def _at(content: Mapping[str, Any] | None, keys: Sequence[str]) -> float | None:
     value: Any = content
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None

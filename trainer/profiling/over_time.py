@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer import charts, formatting
-from trainer.charts import BINS, ChartLine, HeatMap, Lane, MarkedTime, by_colour
+from trainer.charts import BINS, ChartLine, Lane, MarkedTime, by_colour
 from trainer.pages import Block, Details, Figure, Legend, Subsection, Table
 from trainer.profiling import labels
 from trainer.profiling.evidence import (
@@ -267,7 +267,7 @@ def _measure(layers: Layers, name: str, title: str) -> Figure | None:
 
 
 def _map(
-    names: Sequence[str], steps: Series, shares: Series, broken: Flags, title: str, caption: str, ends: Sequence[str]
+    names: Sequence[str], steps: Series, shares: Series, broken: Flags, title: str, caption: str, ends: tuple[str, str]
 ) -> Figure:
     columns = min(_MOST_COLUMNS, len(steps))
     groups = np.array_split(np.arange(len(steps)), columns)
@@ -277,16 +277,10 @@ def _map(
         np.stack([values[:, group].sum(axis=1) for group in groups], axis=1)
         for values in (known, np.where(known, shares, 0.0))
     )
-    chart = HeatMap(
-        labels=names,
-        shares=np.where(counts, sums / np.maximum(counts, 1), np.nan),
-        marked=np.stack([broken[:, group].any(axis=1) for group in groups], axis=1),
-        columns=[f"{steps[group[0]]:,.0f}" for group in groups],
-        low=ends[0],
-        high=ends[1],
-        unit="step",
-    )
-    return Figure(charts.heat_map(chart, title), caption)
+    shown = np.where(counts, sums / np.maximum(counts, 1), np.nan)
+    marked = np.stack([broken[:, group].any(axis=1) for group in groups], axis=1)
+    first_steps = [f"{steps[group[0]]:,.0f}" for group in groups]
+    return Figure(charts.heat_map(shown, marked, names, first_steps, title, unit="step", ends=ends), caption)
 
 
 def _table(layers: Layers) -> Details:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from trainer import billing, pages
 from trainer.billing import Bill
-from trainer.charts import Bar, BarPart, StackedRow, bars, by_colour, histogram, stacked_bar, stacked_rows
+from trainer.charts import Bar, BarPart, bars, by_colour, histogram, stacked_bar, stacked_rows
 from trainer.costs import dollars_text
 from trainer.formatting import clipped, duration, milliseconds, percent, short, size
 from trainer.pages import Block, Details, Figure, FindingCard, Legend, PageSection, Paragraph, Subsection, Table, Tiles
@@ -406,7 +406,7 @@ def stacked(
     drawn = []
     for label, amounts, note in rows:
         parts = [BarPart(name=colour(name), label=spoken(name), share=amount) for name, amount in amounts.items()]
-        drawn.append(StackedRow(label=label, parts=parts, note=note))
+        drawn.append((label, parts, note))
     names = dict.fromkeys(name for _, amounts, _ in rows for name in amounts)
     legend = Legend([(colour_class(colour(name)), spoken(name)) for name in names])
     return [legend, Figure(stacked_rows(drawn, unit, title), caption)]

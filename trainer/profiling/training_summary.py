@@ -42,6 +42,22 @@ _SLOW = 1.25
 """Times the median."""
 _DISTURBING = ("checkpoint", "evaluate")
 """Ranges between steps after which the next one may be slow: files are still written, caches hold other data."""
+_AS_RECORDED = (
+    *(
+        "world_size",
+        "device",
+        "host",
+        "cores",
+        "memory_bytes",
+        "workers",
+        "place",
+        "failed",
+        "startup",
+        "communication",
+    ),
+    *("overhead", "missing", "processor"),
+)
+"""Fields of a summary that the first process's record has too."""
 _ROUNDING_S = 1e-3
 """By how much a kept range may seem to end after the step that follows it."""
 
@@ -199,16 +215,9 @@ def summarize(training: TrainingEvidence, rules: RuleSettings | None = None) -> 
     finite = {name: curve.values[np.isfinite(curve.values)] for name, curve in training.metrics.items()}
     return TrainingSummary(
         name=training.name,
-        world_size=record.world_size,
-        device=record.device,
-        host=record.host,
-        cores=record.cores,
-        memory_bytes=record.memory_bytes,
-        workers=record.workers,
-        place=record.place,
+        **{name: getattr(record, name) for name in _AS_RECORDED},
         settings=record.context.settings,
         parameters=record.context.parameters,
-        failed=record.failed,
         recorded_s=record.ended_s,
         steps=record.steps.count,
         steps_measured=len(measured),
@@ -219,19 +228,14 @@ def summarize(training: TrainingEvidence, rules: RuleSettings | None = None) -> 
         phases=phases,
         slowest=_slowest(first, measured),
         recorded_shares=_recorded_shares(first),
-        startup=record.startup,
         compiled_graphs=sum(compilation.graphs for compilation in record.compilations),
         compile_s=sum(compilation.seconds for compilation in record.compilations),
-        communication=record.communication,
         communication_share=communication_share(Case(training=training, rules=rules or RuleSettings())),
-        overhead=record.overhead,
         attempts=list(record.attempts),
         ranks=[_rank(rank) for rank in training.ranks],
         operators=_operators(first),
         system=_system(first),
         last={name: float(values[-1]) for name, values in finite.items() if len(values)},
-        missing=record.missing,
-        processor=record.processor,
     )
 
 
