@@ -20,9 +20,10 @@ from PIL import Image, ImageChops
 from trainer import pages
 from trainer.errors import ArtifactError, TrainerError, make_directory
 from trainer.pages import Block, PageSection
-from trainer.profiling import compare, labels, over_time, report
+from trainer.profiling import compare, over_time, report
 from trainer.profiling.compare import ComparedRun, read_compared_run
 from trainer.profiling.findings import ranked_findings, verdict
+from trainer.profiling.training_summary import training_label
 
 PICTURES = Path(__file__).parent / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -111,7 +112,7 @@ def parts(before: ComparedRun, after: ComparedRun) -> Mapping[str, list[Block | 
         summary = side.trainings[TRAINING]
         answers = [answer for answer in side.answers if answer.training == TRAINING]
         numbered = list(enumerate(ranked_findings(answers), start=1))
-        title = PageSection(f"{labels.training(TRAINING)}, {when}")
+        title = PageSection(f"{training_label(TRAINING)}, {when}")
         shown[f"{when}-findings"] = [report.findings(answers, [summary])]
         shown[f"{when}-step"] = [title, report.phases(summary)]
         shown[f"{when}-course"] = [title, over_time.section(side.evidence[TRAINING], summary, numbered)]

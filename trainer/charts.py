@@ -487,12 +487,7 @@ class MarkedTime:
 
 def over_time(lanes: Sequence[Lane], duration_s: float, title: str, *, windows: Sequence[MarkedTime] = ()) -> Markup:
     """Draw lanes below one another, on one time axis; windows are marked through all of them where they begin and end."""
-    units = (
-        (300, 1.0, "seconds"),
-        (3 * 3600, 60.0, "minutes"),
-        (4 * 86400, 3600.0, "hours"),
-        (math.inf, 86400.0, "days"),
-    )
+    units = ((300, 1, "seconds"), (3 * 3600, 60, "minutes"), (4 * 86400, 3600, "hours"), (math.inf, 86400, "days"))
     divisor, unit = next((divisor, unit) for below, divisor, unit in units if duration_s < below)
     gap, y = 14.0, 8.0
     content = []

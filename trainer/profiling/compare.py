@@ -14,12 +14,19 @@ from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
 from trainer.formatting import clipped, duration, milliseconds, percent, short
 from trainer.pages import Block, PageSection, Paragraph, Subsection, Table
-from trainer.profiling import findings, labels, over_time
+from trainer.profiling import findings, over_time
 from trainer.profiling.evidence import TrainingEvidence, is_core, read_evidence
 from trainer.profiling.findings import Answer
 from trainer.profiling.report import stacked
 from trainer.profiling.rules.outcomes import Finding, NotJudged
-from trainer.profiling.training_summary import TrainingSummary, operator_ms, summarize
+from trainer.profiling.training_summary import (
+    TrainingSummary,
+    named_number,
+    operator_ms,
+    phase_label,
+    summarize,
+    training_label,
+)
 from trainer.thresholds import RuleSettings
 
 Row = tuple[str, ...]
@@ -236,7 +243,7 @@ def text(comparison: Comparison) -> str:
     parts = [*comparison.differences, comparison.verdict]
     parts += [_lines(table.title, table) for table in comparison.general]
     for pair in comparison.pairs:
-        name = labels.training(pair.name)
+        name = training_label(pair.name)
         tables = comparison.tables.get(pair.name)
         if tables is None:
             parts.append(f"{name}: both sides are the same recording.")
@@ -286,7 +293,7 @@ def _hardware(pair: Pair) -> str:
 
 def _verdict(pair: Pair, accuracy: str) -> str:
     """Say how much faster the last training in common has become, why, and what that did to the student."""
-    name = labels.training(pair.name)
+    name = training_label(pair.name)
     if pair.before == pair.after:
         return f"{name}: both sides are the same recording."
     a, b = pair.before.step_ms, pair.after.step_ms
@@ -303,7 +310,7 @@ def _verdict(pair: Pair, accuracy: str) -> str:
         most = min(moves, key=lambda phase: moves[phase] if faster else -moves[phase])
         if (moves[most] < 0) == faster:
             times = [short(side.get(most, 0.0)) for side in (before, after)]
-            moved = "; most of it in “{}” ({} before, {} after)".format(labels.label(most), *times)
+            moved = "; most of it in “{}” ({} before, {} after)".format(phase_label(most), *times)
     return f"{name}: {speed}, {short(first)} before and {short(second)} {pair.unit} after{moved}{accuracy}."
 
 
@@ -322,7 +329,7 @@ def _operator_ms(one: TrainingSummary) -> dict[str, float]:
 
 def _tables(pair: Pair) -> Iterator[Table]:
     yield _overview(pair)
-    yield _times("phases", pair, _phase_ms, labels.label)
+    yield _times("phases", pair, _phase_ms, phase_label)
     a, b = pair.before.operators, pair.after.operators
     if a and b:
         if a.clock == b.clock:
@@ -398,8 +405,8 @@ def _use(pair: Pair) -> Table:
     before, after = _signals(pair.before), _signals(pair.after)
     for name in {**before, **after}:
         a, b = before.get(name), after.get(name)
-        title, _ = labels.named_number(name, 0.0)
-        shown = ["not recorded" if value is None else labels.named_number(name, value)[1] for value in (a, b)]
+        title, _ = named_number(name, 0.0)
+        shown = ["not recorded" if value is None else named_number(name, value)[1] for value in (a, b)]
         rows.append((title, *shown, change(a, b)))
     return Table(("mean, memory: most", *_SIDES), rows, title="use of the machine")
 
@@ -479,7 +486,7 @@ def _findings(before: ComparedRun, after: ComparedRun) -> Table:
             state = "gone" if key in judged[1] else "not judged after"
         elif key not in a:
             state = "new" if key in judged[0] else "not judged before"
-        title, training = (a.get(key) or b[key])[0].title, labels.training(key[1])
+        title, training = (a.get(key) or b[key])[0].title, training_label(key[1])
         rows.append((title, training, _saving(a.get(key)), _saving(b.get(key)), state))
     return Table(("finding", "training", "saving before", "saving after", ""), rows, title="Findings")
 
@@ -506,7 +513,7 @@ def page(comparison: Comparison) -> str:
 
 
 def _training(comparison: Comparison, pair: Pair) -> PageSection:
-    title = labels.training(pair.name)
+    title = training_label(pair.name)
     if pair.name not in comparison.tables:
         return PageSection(title, [Paragraph("Both sides are the same recording.")])
     blocks = charts(pair)
@@ -522,7 +529,7 @@ def _training(comparison: Comparison, pair: Pair) -> PageSection:
 
 def charts(pair: Pair) -> list[Block]:
     """Draw phases, and operators by kind of work, before and after."""
-    phases = _bars(pair, "Where a step's time goes", _phase_ms, labels.label, str)
+    phases = _bars(pair, "Where a step's time goes", _phase_ms, phase_label, str)
     clocks = {one.operators.clock for one in (pair.before, pair.after) if one.operators}
     if len(clocks) > 1:  # one bar would be of the device's time and one of the host's
         return phases

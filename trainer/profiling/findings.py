@@ -13,11 +13,10 @@ from pydantic import TypeAdapter, ValidationError
 from trainer import formatting
 from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
-from trainer.profiling import labels
 from trainer.profiling.evidence import Evidence
 from trainer.profiling.rules import SYSTEM_RULES, judge
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, setting_of
-from trainer.profiling.training_summary import TrainingSummary
+from trainer.profiling.training_summary import TrainingSummary, training_label
 from trainer.thresholds import RuleSettings
 
 FINDINGS = "findings.json"
@@ -99,7 +98,7 @@ def verdict(given: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> Ve
     findings = [one for one in every if one[1].severity != "note"]
     if findings:
         answer, finding = findings[0]
-        text = f"{labels.training(answer.training)}: “{answer.title}”"
+        text = f"{training_label(answer.training)}: “{answer.title}”"
         if finding.severity == "severe":
             text += ", so continuing it is of no use"
         elif finding.saving is None:
@@ -109,7 +108,7 @@ def verdict(given: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> Ve
             text += f" costs the most; curing it would save about {saving_text(finding.saving, answer, summary)}"
         return Verdict(outcome="findings", text=f"{text}{_below(len(findings) - 1, 'more finding')}.")
     if failed := next((one for one in summaries if one.failed), None):
-        return Verdict(outcome="failed", text=f"{labels.training(failed.name)} ended with an error: {failed.failed}")
+        return Verdict(outcome="failed", text=f"{training_label(failed.name)} ended with an error: {failed.failed}")
     notes = _below(len(every), "note")
     short = {summary.name: text for summary in summaries if (text := _too_short(given, summary))}
     if short:
@@ -149,7 +148,7 @@ def _too_short(given: Sequence[Answer], summary: TrainingSummary) -> str:
     if missed <= UNJUDGED_MOST * (judged + missed):
         return ""
     steps = _counted(summary.steps, "step")
-    return f"{missed} of {_counted(len(outcomes), 'rule')} on {labels.training(summary.name)} ({steps})"
+    return f"{missed} of {_counted(len(outcomes), 'rule')} on {training_label(summary.name)} ({steps})"
 
 
 def saving_text(saving: Saving, answer: Answer, summary: TrainingSummary) -> str:

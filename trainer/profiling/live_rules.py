@@ -110,14 +110,9 @@ class LiveRules:
     def __init__(
         self, recorder: Recorder, settings: WatchSettings, *, tracker: Tracker, say: Callable[[str], None], active: bool
     ) -> None:
-        """Of the training that `recorder` records.
+        """Judge the training that `recorder` records, which also takes what that costs; `say` shows a line.
 
-        Args:
-            recorder: has what was recorded so far, and takes what judging costs.
-            settings: which rules, how often, and which of them end the training.
-            tracker: takes findings to MLflow.
-            say: shows a line.
-            active: whether this process judges; one of them is enough.
+        One `active` process is enough.
         """
         self._recorder, self._settings = recorder, settings
         self._tracker, self._say, self._active = tracker, say, active

@@ -178,13 +178,7 @@ def _network_counters() -> Sequence[float]:
 def signals(
     device: torch.device, *, machine: bool, loaders: Callable[[], Sequence[int]] = tuple
 ) -> dict[str, Callable[[], Signal]]:
-    """How each signal is set up, by name.
-
-    Args:
-        device: on which this process trains.
-        machine: whether to add the signals of the whole machine.
-        loaders: gives the ids of this process's loader processes.
-    """
+    """How each signal is set up, by name: of this process, whose loader processes have the ids that `loaders` gives, and of the machine."""
     of_process: dict[str, Callable[[], Signal]] = {
         "process": process_signal,
         "stolen": stolen_signal,

@@ -11,7 +11,6 @@ import numpy as np
 from trainer import charts, formatting
 from trainer.charts import BINS, ChartLine, Lane, MarkedTime, by_colour
 from trainer.pages import Block, Details, Figure, Legend, Subsection, Table
-from trainer.profiling import labels
 from trainer.profiling.evidence import (
     ATTENTION_ENTROPY,
     BETWEEN,
@@ -26,7 +25,7 @@ from trainer.profiling.evidence import (
 )
 from trainer.profiling.findings import RankedFinding
 from trainer.profiling.series import Series, mean_in_bins, spread_over, thin_curve
-from trainer.profiling.training_summary import TrainingSummary
+from trainer.profiling.training_summary import TrainingSummary, phase_label
 from trainer.svg import Flags, colour_class
 
 _METRICS = (
@@ -87,11 +86,11 @@ def section(
     lanes = [
         *([charts.window_lane("Findings", "when seen", windows, duration)] if windows else []),
         *_metric_lanes(evidence, duration),
-        charts.stack_lane("Time", "% of the time", shares, {name: labels.label(name) for name in shares}),
+        charts.stack_lane("Time", "% of the time", shares, {name: phase_label(name) for name in shares}),
         *_step_lanes(first, edges, duration),
         *_machine_lanes(first.system, edges, duration),
     ]
-    legend = Legend([(colour_class(name), labels.label(name)) for name in shares])
+    legend = Legend([(colour_class(name), phase_label(name)) for name in shares])
     caption = "All strips share the time axis. Time: what each moment was spent on, in rank 0. Cores: the stronger the colour, the busier."
     title = "The training and the machine over time"
     return Subsection(title, [legend, Figure(charts.over_time(lanes, duration, title, windows=windows), caption)])

@@ -172,15 +172,7 @@ class Recorder:
         startup: Startup | None = None,
         sources: Sources | None = None,
     ) -> None:
-        """Of the training `name` in process `rank`.
-
-        Args:
-            settings: what is recorded, and how often.
-            name: `mae`, `finetune` or `distill`.
-            context: what is known of the training beside what is measured.
-            startup: what the time before it went into.
-            sources: what is read of the training while it runs.
-        """
+        """Record the training `name` (`mae`, `finetune` or `distill`) in process `rank`; `startup` knows what the time before went into."""
         sources = sources or Sources()
         self._settings, self._sources = settings, sources
         self.name = name

@@ -12,11 +12,19 @@ from trainer.charts import Bar, BarPart, bars, by_colour, histogram, stacked_bar
 from trainer.costs import dollars_text
 from trainer.formatting import clipped, duration, milliseconds, percent, short, size
 from trainer.pages import Block, Details, Figure, FindingCard, Legend, PageSection, Paragraph, Subsection, Table, Tiles
-from trainer.profiling import labels, over_time
+from trainer.profiling import over_time
 from trainer.profiling.evidence import Operator, TrainingEvidence, is_core, measured_steps
 from trainer.profiling.findings import Answer, RankedFinding, ranked_findings, saving_text, verdict
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
-from trainer.profiling.training_summary import OperatorSummary, SlowStep, TrainingSummary, operator_ms
+from trainer.profiling.training_summary import (
+    OperatorSummary,
+    SlowStep,
+    TrainingSummary,
+    named_number,
+    operator_ms,
+    phase_label,
+    training_label,
+)
 from trainer.svg import colour_class
 
 _FEWEST_DRAWN = 20
@@ -114,14 +122,14 @@ def findings(answers: Sequence[Answer], summaries: Sequence[TrainingSummary]) ->
 
 
 def _folded(did: str, heading: str, rows: Iterable[tuple[Answer, str]]) -> Details | None:
-    cells = [(one.title, labels.training(one.training), text) for one, text in rows]
+    cells = [(one.title, training_label(one.training), text) for one, text in rows]
     title = f"{len(cells)} {'answer' if len(cells) == 1 else 'answers'}: {did}"
     return Details(title, [Table(["Rule", "Training", heading], cells)]) if cells else None
 
 
 def _card(number: int, answer: Answer, finding: Finding, summaries: Mapping[str, TrainingSummary]) -> FindingCard:
     """Describe a finding with its numbers, its cure and what that saves; `number` identifies it in the chart over time."""
-    place = [labels.training(answer.training), f"confidence {percent(finding.confidence)}"]
+    place = [training_label(answer.training), f"confidence {percent(finding.confidence)}"]
     if finding.window_s:
         place.append("from {} to {}".format(*map(duration, finding.window_s)))
     if finding.steps:
@@ -135,7 +143,7 @@ def _card(number: int, answer: Answer, finding: Finding, summaries: Mapping[str,
         advice=finding.advice,
         saving=saving_text(finding.saving, answer, summaries[answer.training]) if finding.saving else "",
         saving_reason=finding.saving.reason if finding.saving else "",
-        numbers=[labels.named_number(name, value) for name, value in finding.numbers.items()],
+        numbers=[named_number(name, value) for name, value in finding.numbers.items()],
     )
 
 
@@ -145,7 +153,7 @@ def facts(summaries: Sequence[TrainingSummary]) -> str:
         return ""
     longest = max(summaries, key=lambda summary: summary.recorded_s)
     total = sum(summary.recorded_s for summary in summaries)
-    part = f"{labels.training(longest.name)} took {duration(longest.recorded_s)}"
+    part = f"{training_label(longest.name)} took {duration(longest.recorded_s)}"
     if len(summaries) > 1:
         part += f" of the {duration(total)} of training"
     if longest.step_ms is None or not longest.recorded_shares:
@@ -154,7 +162,7 @@ def facts(summaries: Sequence[TrainingSummary]) -> str:
     waiting = longest.phases["data"].share if "data" in longest.phases else 0.0
     rate = f", {longest.images_per_second:,.0f} images a second" if longest.images_per_second else ""
     return (
-        f"{part}; its largest part was “{labels.label(largest)}” with {percent(share)}. A step took "
+        f"{part}; its largest part was “{phase_label(largest)}” with {percent(share)}. A step took "
         f"{milliseconds(longest.step_ms.p50)} (median){rate}; {percent(waiting)} of it was waiting for data."
     )
 
@@ -162,13 +170,13 @@ def facts(summaries: Sequence[TrainingSummary]) -> str:
 def _overview(summary: TrainingSummary) -> list[str]:
     largest, share = max(summary.recorded_shares.items(), key=lambda item: item[1], default=("between", 0.0))
     return [
-        labels.training(summary.name),
+        training_label(summary.name),
         duration(summary.recorded_s),
         f"{summary.steps:,}",
         str(summary.world_size),
         milliseconds(summary.step_ms.p50) if summary.step_ms else "none",
         f"{summary.images_per_second:,.0f}" if summary.images_per_second else "not recorded",
-        f"{labels.label(largest)}, {percent(share)}",
+        f"{phase_label(largest)}, {percent(share)}",
     ]
 
 
@@ -179,7 +187,7 @@ def _training(
     top_operators: int,
 ) -> PageSection:
     return PageSection(
-        labels.training(summary.name),
+        training_label(summary.name),
         [
             Paragraph(f"It ended with an error: {summary.failed}") if summary.failed else None,
             _place(summary),
@@ -242,7 +250,7 @@ def _tiles(summary: TrainingSummary) -> Tiles:
 def _recording(summary: TrainingSummary) -> Subsection:
     """Show the shares of the whole recording."""
     shares, title = summary.recorded_shares, "Shares of the whole recording"
-    parts = [BarPart(name=name, label=labels.label(name), share=share) for name, share in shares.items()]
+    parts = [BarPart(name=name, label=phase_label(name), share=share) for name, share in shares.items()]
     legend = Legend([(colour_class(part.name), f"{part.label} {percent(part.share)}") for part in parts])
     return Subsection(f"{title}: {duration(summary.recorded_s)}", [Figure(stacked_bar(parts, title)), legend])
 
@@ -256,7 +264,7 @@ def phases(summary: TrainingSummary) -> Subsection | None:
         ms = phase.ms
         whiskers = f"({short(ms.p5)} to {short(ms.p95)})"
         note = f"{percent(phase.share)}  ·  {milliseconds(ms.p50)}  {whiskers}"
-        rows.append(Bar(name=name, label=labels.label(name), value=ms.p50, note=note, low=ms.p5, high=ms.p95))
+        rows.append(Bar(name=name, label=phase_label(name), value=ms.p50, note=note, low=ms.p5, high=ms.p95))
     picture = bars(rows, "ms", "Time of each phase of a step")
     caption = (
         f"A step takes {milliseconds(summary.step_ms.p50)} (median; 5 % take less than "
@@ -295,7 +303,7 @@ def _slowest(summary: TrainingSummary, median_ms: float) -> Block:
         usual = {name: phase.ms.p50 for name, phase in summary.phases.items()}
         extra = {name: ms - usual.get(name, 0.0) for name, ms in step.phase_ms.items()}
         most = sorted(extra.items(), key=lambda item: -item[1])[:2]
-        longer = [f"{labels.label(name)} +{milliseconds(ms)}" for name, ms in most if ms > 0.1 * most[0][1]]
+        longer = [f"{phase_label(name)} +{milliseconds(ms)}" for name, ms in most if ms > 0.1 * most[0][1]]
         times = duration(step.start_s), milliseconds(step.ms), f"{step.ms / median_ms:.1f} x"
         rows.append((f"{step.step:,}", *times, ", ".join(longer), _machine(step, summary)))
     thinned = f" (of 1 in {summary.steps_kept_of} steps)" if summary.steps_kept_of > 1 else ""
@@ -394,7 +402,7 @@ def stacked(
     rows: Sequence[tuple[str, Mapping[str, float], str]],
     caption: str = "",
     *,
-    spoken: Callable[[str], str] = labels.label,
+    spoken: Callable[[str], str] = phase_label,
     colour: Callable[[str], str] = str,
 ) -> list[Block]:
     """Draw a stacked bar for each row, (its label, amounts by name, its note), on one scale, with a legend.
@@ -440,7 +448,7 @@ def _hosts(summary: TrainingSummary) -> Details:
             "gpu_percent": rank.gpu_percent,
             "gpu_memory_used_bytes": rank.gpu_memory_bytes,
         }
-        shown = ["" if value is None else labels.named_number(name, value)[1] for name, value in used.items()]
+        shown = ["" if value is None else named_number(name, value)[1] for name, value in used.items()]
         rows.append([rank.rank, rank.host, rank.device, *steps, memory, *shown])
     headers = ["Rank", "Machine", "Device", "Step (median)", "Step (95 %)", "Memory (peak)"]
     headers += ["Cores busy", "GPU busy", "GPU memory (peak)"]
@@ -452,7 +460,7 @@ def _use(summary: TrainingSummary) -> Subsection | None:
     rows = []
     for name, signal in summary.system.items():
         if not is_core(name):
-            shown = [labels.named_number(name, value) for value in astuple(signal)]
+            shown = [named_number(name, value) for value in astuple(signal)]
             rows.append([shown[0][0], *(number for _, number in shown)])
     if not rows:
         return None

@@ -206,14 +206,9 @@ class TensorSampler:
         *,
         apart: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Of a model.
+        """Sample a model, if there is one; `apart` stands around the sampler's own work.
 
-        Args:
-            settings: how often, and at what cost.
-            timeline: records the training.
-            metrics: takes points of curves: the step, values by name, seconds since the recording began.
-            sampled: the model; none: nothing is sampled.
-            apart: stands around the sampler's own work.
+        `metrics` takes points of curves: the step, values by name, seconds since the recording began.
         """
         self._settings, self._timeline, self._metrics, self._apart = settings, timeline, metrics, apart
         self._tensors: TensorStats | None = None

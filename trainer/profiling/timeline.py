@@ -193,16 +193,9 @@ class Timeline:
         steps_kept: int = STEPS_KEPT,
         spans_kept: int = SPANS_KEPT,
     ) -> None:
-        """Record with `clock`.
+        """Record with `clock`, and with `nanoseconds` what the host does; `queued` gives the batches that the loader processes have ready.
 
-        Args:
-            clock: marks beginnings and ends.
-            windows: around some of the steps; what opening and closing them costs counts outside of the steps.
-            counter: counts transfers within steps.
-            queued: gives the batches that the loader processes have ready, for each step.
-            nanoseconds: the host's clock.
-            steps_kept: rows of the table of steps.
-            spans_kept: rows of the table of what lies outside of them.
+        What opening and closing `windows` costs counts outside of the steps.
         """
         self.ranges = [OTHER, *PHASES]
         """Columns of time inside of steps, by their path."""
