@@ -8,7 +8,7 @@ units of the drawing, which are pixels where the page is as wide as the drawing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -71,22 +71,12 @@ def by_colour(amounts: Mapping[str, Amount]) -> dict[str, Amount]:
     return own | {"named": sum(named[1:], start=named[0])} if len(named) > 1 else dict(amounts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BarPart:
-    """A part of a stacked bar; `name` gives its colour."""
-
-    name: str
-    label: str
-    share: float
-
-
-def stacked_bar(parts: Sequence[BarPart], title: str) -> Markup:
-    """Draw shares of a whole side by side."""
+def stacked_bar(shares: Mapping[str, float], title: str, *, spoken: Callable[[str], str]) -> Markup:
+    """Draw shares of a whole by name, which gives their colours, side by side; `spoken` is how people call a name."""
     content, x = [], 0.0
-    for part in parts:
-        width = part.share * WIDTH
-        hint = f"{part.label}: {100 * part.share:.1f} %"
-        content.append(rectangle(x, 0, width - 1, 22, colour_class(part.name), hint))
+    for name, share in shares.items():
+        width = share * WIDTH
+        content.append(rectangle(x, 0, width - 1, 22, colour_class(name), f"{spoken(name)}: {100 * share:.1f} %"))
         x += width
     return drawing(22, *content, title=title, shrinks=True)
 
@@ -130,22 +120,32 @@ def _value_axis(most: float, length: float, height: float, unit: str) -> list[Ma
     return content
 
 
-def stacked_rows(rows: Sequence[tuple[str, Sequence[BarPart], str]], unit: str, title: str) -> Markup:
-    """Draw a stacked bar for each row, (label, parts, note), on one scale; the `share` of each part is an amount."""
-    most = max(sum(part.share for part in parts) for _, parts, _ in rows) or 1.0
+def stacked_rows(
+    rows: Sequence[tuple[str, Mapping[str, float], str]],
+    unit: str,
+    title: str,
+    *,
+    spoken: Callable[[str], str],
+    colour: Callable[[str], str] = str,
+) -> Markup:
+    """Draw a stacked bar for each row, (its label, amounts by name, its note), on one scale.
+
+    `spoken` is how people call a name, and `colour` gives the phase or range whose colour it has.
+    """
+    most = max(sum(amounts.values()) for _, amounts, _ in rows) or 1.0
     length = PLOT - 190
     row_height = _ROW if len(rows) <= _MANY_ROWS else _NARROW_ROW
     height, gap = row_height * len(rows), row_height / 6
     content = _value_axis(most, length, height, unit)
-    for index, (label, parts, note) in enumerate(rows):
+    for index, (label, amounts, note) in enumerate(rows):
         y, x = index * row_height, float(LEFT)
         baseline = y + row_height / 2 + 4
         content.append(row_label(LEFT - 10, baseline, label))
-        for part in parts:
-            width = part.share / most * length
+        for name, amount in amounts.items():
+            width = amount / most * length
             # The hints of many rows would fill the page.
-            hint = f"{part.label}: {short(part.share)} {unit}" if row_height == _ROW else ""
-            content.append(rectangle(x, y + gap, width - 0.5, row_height - 2 * gap, colour_class(part.name), hint))
+            hint = f"{spoken(name)}: {short(amount)} {unit}" if row_height == _ROW else ""
+            content.append(rectangle(x, y + gap, width - 0.5, row_height - 2 * gap, colour_class(colour(name)), hint))
             x += width
         content.append(text(LEFT + length + 18, baseline, note, "soft"))
     return drawing(height + 34, *content, title=title)

@@ -19,14 +19,7 @@ from trainer.profiling.evidence import TrainingEvidence, is_core, read_evidence
 from trainer.profiling.findings import Answer
 from trainer.profiling.report import stacked
 from trainer.profiling.rules.outcomes import Finding, NotJudged
-from trainer.profiling.training_summary import (
-    TrainingSummary,
-    named_number,
-    operator_ms,
-    phase_label,
-    summarize,
-    training_label,
-)
+from trainer.profiling.training_summary import TrainingSummary, named_number, phase_label, summarize, training_label
 from trainer.thresholds import RuleSettings
 
 Row = tuple[str, ...]
@@ -324,7 +317,7 @@ def _kind_ms(one: TrainingSummary) -> Mapping[str, float]:
 
 def _operator_ms(one: TrainingSummary) -> dict[str, float]:
     seen = one.operators
-    return {each.name: operator_ms(each, seen.clock) / seen.steps for each in seen.operators} if seen else {}
+    return {each.name: seen.ms(each) for each in seen.operators} if seen else {}
 
 
 def _tables(pair: Pair) -> Iterator[Table]:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from trainer import billing, pages
 from trainer.billing import Bill
-from trainer.charts import Bar, BarPart, bars, by_colour, histogram, stacked_bar, stacked_rows
+from trainer.charts import Bar, bars, by_colour, histogram, stacked_bar, stacked_rows
 from trainer.costs import dollars_text
 from trainer.formatting import clipped, duration, milliseconds, percent, short, size
 from trainer.pages import Block, Details, Figure, FindingCard, Legend, PageSection, Paragraph, Subsection, Table, Tiles
@@ -21,7 +21,6 @@ from trainer.profiling.training_summary import (
     SlowStep,
     TrainingSummary,
     named_number,
-    operator_ms,
     phase_label,
     training_label,
 )
@@ -250,9 +249,9 @@ def _tiles(summary: TrainingSummary) -> Tiles:
 def _recording(summary: TrainingSummary) -> Subsection:
     """Show the shares of the whole recording."""
     shares, title = summary.recorded_shares, "Shares of the whole recording"
-    parts = [BarPart(name=name, label=phase_label(name), share=share) for name, share in shares.items()]
-    legend = Legend([(colour_class(part.name), f"{part.label} {percent(part.share)}") for part in parts])
-    return Subsection(f"{title}: {duration(summary.recorded_s)}", [Figure(stacked_bar(parts, title)), legend])
+    legend = [(colour_class(name), f"{phase_label(name)} {percent(share)}") for name, share in shares.items()]
+    figure = Figure(stacked_bar(shares, title, spoken=phase_label))
+    return Subsection(f"{title}: {duration(summary.recorded_s)}", [figure, Legend(legend)])
 
 
 def phases(summary: TrainingSummary) -> Subsection | None:
@@ -370,7 +369,7 @@ def _operators(summary: TrainingSummary, top: int) -> Subsection:
 def _table(kind: str, rows: Sequence[Operator], summary: OperatorSummary, total: float) -> Table:
     cells = []
     for row in rows:
-        spent = operator_ms(row, summary.clock) / summary.steps
+        spent = summary.ms(row)
         calls = short(row.calls / summary.steps)
         times = milliseconds(spent), percent(spent / total)
         cells.append((clipped(row.name), row.category, calls, *times))
@@ -405,19 +404,10 @@ def stacked(
     spoken: Callable[[str], str] = phase_label,
     colour: Callable[[str], str] = str,
 ) -> list[Block]:
-    """Draw a stacked bar for each row, (its label, amounts by name, its note), on one scale, with a legend.
-
-    Args:
-        spoken: how people call a name.
-        colour: gives the phase or range whose colour a name has.
-    """
-    drawn = []
-    for label, amounts, note in rows:
-        parts = [BarPart(name=colour(name), label=spoken(name), share=amount) for name, amount in amounts.items()]
-        drawn.append((label, parts, note))
+    """Draw rows as `stacked_rows` does, with a legend."""
     names = dict.fromkeys(name for _, amounts, _ in rows for name in amounts)
     legend = Legend([(colour_class(colour(name)), spoken(name)) for name in names])
-    return [legend, Figure(stacked_rows(drawn, unit, title), caption)]
+    return [legend, Figure(stacked_rows(rows, unit, title, spoken=spoken, colour=colour), caption)]
 
 
 def _communication(summary: TrainingSummary) -> Paragraph | None:

@@ -7,7 +7,7 @@ everything.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,21 +43,8 @@ _SLOW = 1.25
 """Times the median."""
 _DISTURBING = ("checkpoint", "evaluate")
 """Ranges between steps after which the next one may be slow: files are still written, caches hold other data."""
-_AS_RECORDED = (
-    *(
-        "world_size",
-        "device",
-        "host",
-        "cores",
-        "memory_bytes",
-        "workers",
-        "place",
-        "failed",
-        "startup",
-        "communication",
-    ),
-    *("overhead", "missing", "processor"),
-)
+_AS_RECORDED = ("world_size", "device", "host", "cores", "memory_bytes", "workers", "place", "processor", "failed")
+_AS_RECORDED += ("startup", "overhead", "communication", "missing")
 """Fields of a summary that the first process's record has too."""
 _ROUNDING_S = 1e-3
 """By how much a kept range may seem to end after the step that follows it."""
@@ -141,6 +128,10 @@ class OperatorSummary:
     operators: Sequence[Operator]
     """The longest first."""
     kernels: Sequence[Operator]
+
+    def ms(self, operator: Operator) -> float:
+        """Self time on the clock that is compared, in milliseconds a step."""
+        return float(getattr(operator, f"self_{self.clock}_ms")) / self.steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,30 +313,24 @@ def _mean(signals: Sequence[Series]) -> float | None:
     return float(np.mean(np.concatenate(known))) if any(len(values) for values in known) else None
 
 
-def operator_ms(operator: Operator, clock: str) -> float:
-    """Self time on the clock that is compared, in milliseconds over the whole window."""
-    return operator.self_device_ms if clock == "device" else operator.self_cpu_ms
-
-
 def _operators(rank: RankEvidence) -> OperatorSummary | None:
     table = rank.record.operators
     if table is None:
         return None
     calls = [operator for operator in table.operators if operator.kind == "operator"]
-    clock = "device" if any(operator.self_device_ms for operator in calls) else "cpu"
-    calls.sort(key=lambda operator: -operator_ms(operator, clock))
-    categories: dict[str, float] = {}
-    for operator in calls:
-        spent = operator_ms(operator, clock) / table.steps
-        categories[operator.category] = categories.get(operator.category, 0.0) + spent
-    ordered = sorted(categories.items(), key=lambda item: -item[1])
-    return OperatorSummary(
+    summary = OperatorSummary(
         steps=table.steps,
-        clock=clock,
-        categories={name: spent for name, spent in ordered if spent},
+        clock="device" if any(operator.self_device_ms for operator in calls) else "cpu",
+        categories={},
         operators=calls,
         kernels=[operator for operator in table.operators if operator.kind == "kernel"],
     )
+    calls.sort(key=lambda operator: -summary.ms(operator))
+    categories: dict[str, float] = {}
+    for operator in calls:
+        categories[operator.category] = categories.get(operator.category, 0.0) + summary.ms(operator)
+    ordered = sorted(categories.items(), key=lambda item: -item[1])
+    return replace(summary, categories={name: spent for name, spent in ordered if spent})
 
 
 def _system(rank: RankEvidence) -> dict[str, SignalSummary]:
