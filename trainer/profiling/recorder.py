@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -57,13 +58,8 @@ class Compilations:
         """Of each step that compiled something."""
         self._timeline = timeline
         self._began = 0.0
-        self._hooks = CompileHooks(self._started, self._ended)
-
-    def start(self) -> None:
-        self._hooks.add()
-
-    def stop(self) -> None:
-        self._hooks.remove()
+        hooks = CompileHooks(self._started, self._ended)
+        self.start, self.stop = hooks.add, hooks.remove
 
     def _started(self) -> None:
         self._began = time.perf_counter()
@@ -198,7 +194,8 @@ class Recorder:
         self._startup = startup
         self._startup_s: dict[str, float] = {}
         self._compilations = self._counters or Compilations(self.timeline)
-        self._metrics: dict[str, ThinnedTable] = {}
+        columns = ["step", "seconds", "value"]
+        self._metrics: dict[str, ThinnedTable] = defaultdict(lambda: ThinnedTable(columns, METRIC_POINTS_KEPT))
         self._costs: dict[str, float] = {}
         self._monitor: Monitor | None = None
         self._began_unix = 0.0
@@ -252,8 +249,6 @@ class Recorder:
             return
         seconds = self.timeline.now_s() if seconds is None else seconds
         for name, value in values.items():
-            if name not in self._metrics:
-                self._metrics[name] = ThinnedTable(["step", "seconds", "value"], METRIC_POINTS_KEPT)
             self._metrics[name].append((step, seconds, value))
 
     def images_per_second(self) -> float | None:
@@ -272,7 +267,6 @@ class Recorder:
         steps, samples = self.timeline.steps, self._monitor.samples()
         names, spans = list(self.timeline.outside), self.timeline.spans
         moments, values = self.tensor_sampler.table()
-        curves = {name: table.array().T for name, table in self._metrics.items()}
         rank = RankEvidence(
             record=self._record(self._monitor),
             steps=dict(zip(steps.columns, steps.array().T, strict=True)),
@@ -289,8 +283,11 @@ class Recorder:
             ),
             system=dict(zip(self._monitor.columns, samples.T, strict=True)),
         )
-        metrics = {name: Curve(steps=curve[0], seconds=curve[1], values=curve[2]) for name, curve in curves.items()}
-        return TrainingEvidence(name=self.name, ranks=[rank], metrics=metrics)
+        curves = {}
+        for name, table in self._metrics.items():
+            points, seconds, values = table.array().T
+            curves[name] = Curve(steps=points, seconds=seconds, values=values)
+        return TrainingEvidence(name=self.name, ranks=[rank], metrics=curves)
 
     def write(self, directory: str | Path) -> None:
         """Write this rank's files below `directory`/NAME, an evidence artifact in the making.

@@ -43,8 +43,8 @@ _SLOW = 1.25
 """Times the median."""
 _DISTURBING = ("checkpoint", "evaluate")
 """Ranges between steps after which the next one may be slow: files are still written, caches hold other data."""
-_AS_RECORDED = ("world_size", "device", "host", "cores", "memory_bytes", "workers", "place", "processor", "failed")
-_AS_RECORDED += ("startup", "overhead", "communication", "missing")
+_AS_RECORDED = ["world_size", "device", "host", "cores", "memory_bytes", "workers", "place", "processor", "failed"]
+_AS_RECORDED += ["startup", "overhead", "communication", "missing"]
 """Fields of a summary that the first process's record has too."""
 _ROUNDING_S = 1e-3
 """By how much a kept range may seem to end after the step that follows it."""
