@@ -20,7 +20,7 @@ from PIL import Image, ImageChops
 from trainer import pages
 from trainer.errors import ArtifactError, TrainerError, make_directory
 from trainer.pages import Block, PageSection
-from trainer.profiling import compare, over_time, report
+from trainer.profiling import compare, over_time, profile_report
 from trainer.profiling.compare import ComparedRun, read_compared_run
 from trainer.profiling.findings import ranked_findings, verdict
 from trainer.profiling.training_summary import training_label
@@ -113,8 +113,8 @@ def parts(before: ComparedRun, after: ComparedRun) -> Mapping[str, list[Block | 
         answers = [answer for answer in side.answers if answer.training == TRAINING]
         numbered = list(enumerate(ranked_findings(answers), start=1))
         title = PageSection(f"{training_label(TRAINING)}, {when}")
-        shown[f"{when}-findings"] = [report.findings(answers, [summary])]
-        shown[f"{when}-step"] = [title, report.phases(summary)]
+        shown[f"{when}-findings"] = [profile_report.findings(answers, [summary])]
+        shown[f"{when}-step"] = [title, profile_report.phases(summary)]
         shown[f"{when}-course"] = [title, over_time.section(side.evidence[TRAINING], summary, numbered)]
     return shown
 
@@ -125,7 +125,7 @@ def report_parts(side: ComparedRun) -> list[Block | None]:
         raise ArtifactError(f"{side.name}: it has no distillation; give the directory of a run")
     summary = side.trainings[TRAINING]
     answers = [answer for answer in side.answers if answer.training == TRAINING]
-    return [report.findings(answers, [summary]), report.phases(summary)]
+    return [profile_report.findings(answers, [summary]), profile_report.phases(summary)]
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from trainer.pages import Block, PageSection, Paragraph, Subsection, Table
 from trainer.profiling import findings, over_time
 from trainer.profiling.evidence import TrainingEvidence, is_core, read_evidence
 from trainer.profiling.findings import Answer
-from trainer.profiling.report import stacked
+from trainer.profiling.profile_report import stacked
 from trainer.profiling.rules.outcomes import Finding, NotJudged
 from trainer.profiling.training_summary import TrainingSummary, named_number, phase_label, summarize, training_label
 from trainer.thresholds import RuleSettings
