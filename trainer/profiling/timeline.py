@@ -34,10 +34,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.profiling.evidence import BETWEEN, OTHER, PHASES, SPAN_COLUMNS, STEP_COLUMNS
-from trainer.profiling.operator_windows import OperatorWindows
 from trainer.profiling.series import ThinnedTable
 
 if TYPE_CHECKING:
+    from trainer.profiling.recorder import OperatorWindows
     from trainer.profiling.xla_counters import XlaCounters
 
 
