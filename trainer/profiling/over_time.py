@@ -34,28 +34,16 @@ _METRICS = (
     ("agreement", "Agreement", "% with the teacher", 100.0),
 )
 """Name, title, unit, factor."""
-_MACHINE = (
-    ("GPU", "% busy", 1.0, 100.0, (("s0", "gpu_percent", "busy"),)),
-    (
-        "GPU memory",
-        "GB",
-        1e-9,
-        1.0,
-        (("s0", "gpu_memory_used_bytes", "used"), ("s1", "gpu_memory_allocated_bytes", "by tensors")),
-    ),
-    ("Device memory", "GB", 1e-9, 1.0, (("s0", "device_memory_used_bytes", "used"),)),
-    ("Memory", "GB", 1e-9, 1.0, (("s0", "process_rss_bytes", "process"), ("s1", "memory_used_bytes", "machine"))),
-    ("Storage", "% of cores wait", 1.0, 10.0, (("s0", "iowait_percent", "wait"),)),
-    ("Disk", "MB/s", 1e-6, 1.0, (("s0", "disk_read_bytes_per_s", "read"), ("s1", "disk_write_bytes_per_s", "written"))),
-    (
-        "Network",
-        "MB/s",
-        1e-6,
-        1.0,
-        (("s0", "network_received_bytes_per_s", "received"), ("s1", "network_sent_bytes_per_s", "sent")),
-    ),
+_MACHINE: Sequence[tuple[str, str, float, float, Mapping[str, str]]] = (
+    ("GPU", "% busy", 1.0, 100.0, {"busy": "gpu_percent"}),
+    ("GPU memory", "GB", 1e-9, 1.0, {"used": "gpu_memory_used_bytes", "by tensors": "gpu_memory_allocated_bytes"}),
+    ("Device memory", "GB", 1e-9, 1.0, {"used": "device_memory_used_bytes"}),
+    ("Memory", "GB", 1e-9, 1.0, {"process": "process_rss_bytes", "machine": "memory_used_bytes"}),
+    ("Storage", "% of cores wait", 1.0, 10.0, {"wait": "iowait_percent"}),
+    ("Disk", "MB/s", 1e-6, 1.0, {"read": "disk_read_bytes_per_s", "written": "disk_write_bytes_per_s"}),
+    ("Network", "MB/s", 1e-6, 1.0, {"received": "network_received_bytes_per_s", "sent": "network_sent_bytes_per_s"}),
 )
-"""Title, unit, factor, least upper end of the axis, and the lines: style, column, label."""
+"""Title, unit, factor, least upper end of the axis, and label -> column of each line."""
 _MOST_LAYERS = 40
 _MOST_COLUMNS = 64
 _MEASURES = (
@@ -138,12 +126,12 @@ def _machine_lanes(system: Mapping[str, Series], edges: Series, duration: float)
     cores = [mean_in_bins(ends, values, edges) for name, values in system.items() if is_core(name) and len(ends)]
     if cores:
         lanes.append(charts.heat_lane("CPU cores", "% busy", np.stack(cores)))
-    for title, unit, factor, high, signals in _MACHINE:
+    for title, unit, factor, high, columns in _MACHINE:
         curves = []
-        for style, column, label in signals:
+        for number, (label, column) in enumerate(columns.items()):
             values = mean_in_bins(ends, system[column] * factor, edges) if column in system else np.array([])
             if np.isfinite(values).any():
-                curves.append(ChartLine(style=style, label=label, seconds=centres, values=values))
+                curves.append(ChartLine(style=f"s{number}", label=label, seconds=centres, values=values))
         if curves:
             lanes.append(charts.line_lane(title, unit, curves, duration, height=54, high=high))
     return lanes

@@ -185,6 +185,7 @@ def _training(
     numbered: Sequence[tuple[int, RankedFinding]],
     top_operators: int,
 ) -> PageSection:
+    missing = Table(["Signal", "Reason"], list(summary.missing.items()))
     return PageSection(
         training_label(summary.name),
         [
@@ -202,9 +203,7 @@ def _training(
             _startup(summary),
             _overhead(summary),
             _attempts(summary),
-            Subsection("Not recorded", [Table(["Signal", "Reason"], list(summary.missing.items()))])
-            if summary.missing
-            else None,
+            Subsection("Not recorded", [missing]) if missing.rows else None,
         ],
     )
 
@@ -433,11 +432,7 @@ def _hosts(summary: TrainingSummary) -> Details:
     for rank in summary.ranks:
         steps = [milliseconds(rank.step_ms.p50), milliseconds(rank.step_ms.p95)] if rank.step_ms else ["none", "none"]
         memory = size(rank.memory_bytes) if rank.memory_bytes else "not recorded"
-        used = {
-            "cores_percent": rank.cores_percent,
-            "gpu_percent": rank.gpu_percent,
-            "gpu_memory_used_bytes": rank.gpu_memory_bytes,
-        }
+        used = {name: getattr(rank, name) for name in ("cores_percent", "gpu_percent", "gpu_memory_bytes")}
         shown = ["" if value is None else named_number(name, value)[1] for name, value in used.items()]
         rows.append([rank.rank, rank.host, rank.device, *steps, memory, *shown])
     headers = ["Rank", "Machine", "Device", "Step (median)", "Step (95 %)", "Memory (peak)"]
@@ -489,12 +484,10 @@ def _startup(summary: TrainingSummary) -> Subsection | None:
     if not rows:
         return None
     total = sum(row.value for row in rows)
-    graphs = ""
+    caption = f"{duration(total)} until the first step had ended."
     if summary.compiled_graphs:
-        graphs = (
-            f" {summary.compiled_graphs} graphs were compiled in {duration(summary.compile_s)} over the whole training."
-        )
-    caption = f"{duration(total)} until the first step had ended.{graphs}"
+        compiled = f"{summary.compiled_graphs} graphs were compiled in {duration(summary.compile_s)}"
+        caption += f" {compiled} over the whole training."
     return Subsection("Start-up", [Figure(bars(rows, "s", "Start-up", note_width=320), caption)])
 
 

@@ -55,22 +55,16 @@ if TYPE_CHECKING:
 
 _OUTLINE = re.compile(r"^ProfilerStep|^\[pytorch\|profiler\]|^\[memory\]")
 
-_CATEGORIES: Mapping[Category, re.Pattern[str]] = {
-    "communication": re.compile(
-        r"c10d|gloo|nccl|all_?reduce|all_?gather|reduce_scatter|broadcast_|DistributedDataParallel", re.I
-    ),
-    "optimiser": re.compile(r"^Optimizer\.|^aten::_foreach_|^aten::_fused_(adam|sgd)|multi_tensor_apply", re.I),
-    "attention": re.compile(r"attention|flash_(fwd|bwd)|fmha", re.I),
-    "convolution": re.compile(r"conv(olution|\d|_|$)|(fprop|dgrad|wgrad)", re.I),
-    "normalisation": re.compile(r"(layer|batch|group|rms|instance)_?norm", re.I),
-    "matrix product": re.compile(
-        r"^aten::((add|b|baddb)?mm|linear|matmul|dot|mv|addmv|einsum)(_|$)|gemm|mkldnn_linear|cutlass", re.I
-    ),
-    "copy": re.compile(
-        r"copy|clone|contiguous|memcpy|memset|^aten::(cat|stack|to|fill_|zero_|pad|index_select)$|CatArray", re.I
-    ),
+_CATEGORIES: Mapping[Category, str] = {
+    "communication": r"c10d|gloo|nccl|all_?reduce|all_?gather|reduce_scatter|broadcast_|DistributedDataParallel",
+    "optimiser": r"^Optimizer\.|^aten::_foreach_|^aten::_fused_(adam|sgd)|multi_tensor_apply",
+    "attention": r"attention|flash_(fwd|bwd)|fmha",
+    "convolution": r"conv(olution|\d|_|$)|(fprop|dgrad|wgrad)",
+    "normalisation": r"(layer|batch|group|rms|instance)_?norm",
+    "matrix product": r"^aten::((add|b|baddb)?mm|linear|matmul|dot|mv|addmv|einsum)(_|$)|gemm|mkldnn_linear|cutlass",
+    "copy": r"copy|clone|contiguous|memcpy|memset|^aten::(cat|stack|to|fill_|zero_|pad|index_select)$|CatArray",
 }
-"""The first pattern that fits decides: NCCL's kernels are communication although they copy."""
+"""The first pattern that fits, in letters of any case, decides: NCCL's kernels are communication although they copy."""
 
 
 class OperatorWindows:
@@ -161,7 +155,7 @@ class OperatorWindows:
 
 def category_of(name: str) -> Category:
     """Tell the kind of work that an operator or kernel does by its name."""
-    return next((category for category, pattern in _CATEGORIES.items() if pattern.search(name)), "other")
+    return next((category for category, pattern in _CATEGORIES.items() if re.search(pattern, name, re.I)), "other")
 
 
 class Compilations:
