@@ -52,14 +52,13 @@ def judged(evidence: Evidence, rules: RuleSettings) -> list[Answer]:
         place = training.ranks[0].record.place
         for rule, outcome in judge(Case(training=training, rules=rules, stage_s=stage_s)).items():
             saving = outcome.saving if isinstance(outcome, Finding) else None
-            dollars = place.dollars(saving.seconds) if place and saving else None
             answer = Answer(
                 rule=rule.name,
                 title=rule.title,
                 kind="system" if rule in SYSTEM_RULES else "training",
                 training=training.name,
                 outcome=outcome,
-                dollars=dollars,
+                dollars=place.dollars(saving.seconds) if place and saving else None,
             )
             answers.append(answer)
     return answers
@@ -70,12 +69,9 @@ def ranked_findings(given: Sequence[Answer]) -> list[RankedFinding]:
     findings = [(one, one.outcome) for one in given if isinstance(one.outcome, Finding)]
 
     def weight(one: RankedFinding) -> tuple[int, float, float]:
-        finding = one[1]
-        return (
-            _SEVERITIES.index(finding.severity),
-            finding.saving.seconds if finding.saving else 0.0,
-            finding.confidence,
-        )
+        _, finding = one
+        seconds = finding.saving.seconds if finding.saving else 0.0
+        return _SEVERITIES.index(finding.severity), seconds, finding.confidence
 
     return sorted(findings, key=weight, reverse=True)
 

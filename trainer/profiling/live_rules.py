@@ -38,14 +38,10 @@ class HangWatchdog:
     def __init__(
         self, seconds: float, *, paused: Callable[[], bool], on_hang: Callable[[float, str], str], ends: bool
     ) -> None:
-        """Around what the current thread does.
+        """Watch what the current thread does; `paused` tells whether the time does not count at the moment.
 
-        Args:
-            seconds: how long without a reset is too long.
-            paused: whether the time does not count at the moment.
-            on_hang: takes the seconds since the last reset and where the thread is; gives the message for its end. Called in the watchdog's
-                thread.
-            ends: whether to end what hangs; only the main thread can be ended.
+        `on_hang` takes the seconds since the last reset and where the thread is, in the thread of the watchdog, and gives the message for
+        the end of what hangs, if it `ends`; only the main thread can be ended.
         """
         self._seconds, self._paused, self._on_hang = seconds, paused, on_hang
         self._watched = threading.current_thread()

@@ -224,25 +224,20 @@ def _place(summary: TrainingSummary) -> Paragraph:
 
 
 def _tiles(summary: TrainingSummary) -> Tiles:
-    entries = [(duration(summary.recorded_s), "recorded")]
-    cost = summary.place.dollars(summary.recorded_s) if summary.place else None
-    if cost is not None:
-        entries.append((dollars_text(cost), "for that time"))
-    if summary.step_ms:
-        entries.append((milliseconds(summary.step_ms.p50), "a step (median)"))
-    if summary.images_per_second:
-        entries.append((f"{summary.images_per_second:,.0f}", "images a second"))
-    if "data" in summary.phases:
-        entries.append((percent(summary.phases["data"].share), "of a step waits for data"))
-    if cores := summary.cores_percent:
-        entries.append((percent(sum(cores) / len(cores) / 100), f"of {len(cores)} cores busy (mean)"))
-    if "gpu_percent" in summary.system:
-        entries.append((percent(summary.system["gpu_percent"].mean / 100), "GPU utilisation (mean)"))
-    if "gpu_memory_used_bytes" in summary.system:
-        entries.append((size(summary.system["gpu_memory_used_bytes"].max), "GPU memory (peak)"))
-    elif "process_rss_bytes" in summary.system:
-        entries.append((size(summary.system["process_rss_bytes"].max), "memory of a process (peak)"))
-    return Tiles(entries)
+    step, data, cores, system = summary.step_ms, summary.phases.get("data"), summary.cores_percent, summary.system
+    gpu, gpu_memory, memory = map(system.get, ("gpu_percent", "gpu_memory_used_bytes", "process_rss_bytes"))
+    entries = [
+        (duration(summary.recorded_s), "recorded"),
+        (dollars_text(summary.place.dollars(summary.recorded_s)) if summary.place else "", "for that time"),
+        (milliseconds(step.p50) if step else "", "a step (median)"),
+        (f"{summary.images_per_second:,.0f}" if summary.images_per_second else "", "images a second"),
+        (percent(data.share) if data else "", "of a step waits for data"),
+        (percent(sum(cores) / len(cores) / 100) if cores else "", f"of {len(cores)} cores busy (mean)"),
+        (percent(gpu.mean / 100) if gpu else "", "GPU utilisation (mean)"),
+        (size(gpu_memory.max) if gpu_memory else "", "GPU memory (peak)"),
+        (size(memory.max) if memory and not gpu_memory else "", "memory of a process (peak)"),
+    ]
+    return Tiles([(value, label) for value, label in entries if value])
 
 
 def _recording(summary: TrainingSummary) -> Subsection:
