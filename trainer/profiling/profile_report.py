@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple
 from datetime import UTC, datetime
 
@@ -316,21 +316,18 @@ def _machine(step: SlowStep, summary: TrainingSummary) -> str:
     cores = summary.cores_percent
     usual = {name: signal.mean for name, signal in summary.system.items()}
     usual |= {"cores_percent": sum(cores) / len(cores)} if cores else {}
-    causes += _lacking(step.machine, usual, len(cores))
-    return ", ".join(causes) or ("nothing that slows a step" if step.machine else "not sampled")
-
-
-def _lacking(now: Mapping[str, float], usual: Mapping[str, float], cores: int) -> Iterator[str]:
-    """Name what the machine did not give to the training, if it is more than usual."""
+    now = step.machine
     shares = {"waiting for storage": [values.get("iowait_percent", 0.0) for values in (now, usual)]}
     if now.get("cores_percent", 0.0) >= _FULL_PERCENT:
-        shares["cores busy with other programs"] = [_other_programs_percent(values, cores) for values in (now, usual)]
+        others = [_other_programs_percent(values, len(cores)) for values in (now, usual)]
+        shares["cores busy with other programs"] = others
     for what, (share, normal) in shares.items():
         if share > normal + _MORE_PERCENT and share > _UNUSUAL * normal:
-            yield f"{what} {percent(share / 100)} (usually {percent(normal / 100)})"
+            causes.append(f"{what} {percent(share / 100)} (usually {percent(normal / 100)})")
     swapped = sum(now.get(f"swap_{way}_bytes_per_s", 0.0) for way in ("in", "out"))
     if swapped > _SWAP_BYTES_PER_S:
-        yield f"memory swapped, {size(swapped)}/s"
+        causes.append(f"memory swapped, {size(swapped)}/s")
+    return ", ".join(causes) or ("nothing that slows a step" if now else "not sampled")
 
 
 def _other_programs_percent(signals: Mapping[str, float], cores: int) -> float:
