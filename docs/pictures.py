@@ -21,11 +21,10 @@ from PIL import Image, ImageChops
 from trainer import pages
 from trainer.errors import ArtifactError, TrainerError, make_directory
 from trainer.pages import Block, PageSection
-from trainer.profiling import compare, labels
+from trainer.profiling import compare, over_time, profile_report
 from trainer.profiling.compare import ComparedRun, read_compared_run
 from trainer.profiling.findings import ranked_findings, verdict
-from trainer.profiling.report import over_time, step_times
-from trainer.profiling.report.page import findings
+from trainer.profiling.training_summary import training_label
 
 PICTURES = Path(__file__).parent / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -112,9 +111,9 @@ def parts(before: ComparedRun, after: ComparedRun) -> Mapping[str, list[Block | 
         summary = side.trainings[TRAINING]
         answers = [answer for answer in side.answers if answer.training == TRAINING]
         numbered = list(enumerate(ranked_findings(answers), start=1))
-        title = PageSection(f"{labels.training(TRAINING)}, {when}")
-        shown[f"{when}-findings"] = [findings(answers, [summary])]
-        shown[f"{when}-step"] = [title, step_times.phases(summary)]
+        title = PageSection(f"{training_label(TRAINING)}, {when}")
+        shown[f"{when}-findings"] = [profile_report.findings(answers, [summary])]
+        shown[f"{when}-step"] = [title, profile_report.phases(summary)]
         shown[f"{when}-course"] = [title, over_time.section(side.evidence[TRAINING], summary, numbered)]
     return shown
 
@@ -144,7 +143,7 @@ def report_parts(side: ComparedRun) -> list[Block | None]:
         raise ArtifactError(f"{side.name}: it has no distillation; give the directory of a run")
     summary = side.trainings[TRAINING]
     answers = [answer for answer in side.answers if answer.training == TRAINING]
-    return [findings(answers, [summary]), step_times.phases(summary)]
+    return [profile_report.findings(answers, [summary]), profile_report.phases(summary)]
 
 
 def main() -> int:

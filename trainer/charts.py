@@ -8,7 +8,7 @@ units of the drawing, which are pixels where the page is as wide as the drawing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -71,22 +71,12 @@ def by_colour(amounts: Mapping[str, Amount]) -> dict[str, Amount]:
     return own | {"named": sum(named[1:], start=named[0])} if len(named) > 1 else dict(amounts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BarPart:
-    """A part of a stacked bar; `name` gives its colour."""
-
-    name: str
-    label: str
-    share: float
-
-
-def stacked_bar(parts: Sequence[BarPart], title: str) -> Markup:
-    """Draw shares of a whole side by side."""
+def stacked_bar(shares: Mapping[str, float], title: str, *, spoken: Callable[[str], str]) -> Markup:
+    """Draw shares of a whole by name, which gives their colours, side by side; `spoken` is how people call a name."""
     content, x = [], 0.0
-    for part in parts:
-        width = part.share * WIDTH
-        hint = f"{part.label}: {100 * part.share:.1f} %"
-        content.append(rectangle(x, 0, width - 1, 22, colour_class(part.name), hint))
+    for name, share in shares.items():
+        width = share * WIDTH
+        content.append(rectangle(x, 0, width - 1, 22, colour_class(name), f"{spoken(name)}: {100 * share:.1f} %"))
         x += width
     return drawing(22, *content, title=title, shrinks=True)
 
@@ -130,37 +120,34 @@ def _value_axis(most: float, length: float, height: float, unit: str) -> list[Ma
     return content
 
 
-@dataclass(frozen=True, kw_only=True)
-class StackedRow:
-    """A row of stacked bars; the `share` of each part is an amount."""
+def stacked_rows(
+    rows: Sequence[tuple[str, Mapping[str, float], str]],
+    unit: str,
+    title: str,
+    *,
+    spoken: Callable[[str], str],
+    colour: Callable[[str], str] = str,
+) -> Markup:
+    """Draw a stacked bar for each row, (its label, amounts by name, its note), on one scale.
 
-    label: str
-    parts: Sequence[BarPart]
-    note: str
-
-    @property
-    def total(self) -> float:
-        return sum(part.share for part in self.parts)
-
-
-def stacked_rows(rows: Sequence[StackedRow], unit: str, title: str) -> Markup:
-    """Draw a stacked bar for each row, on one scale."""
-    most = max(row.total for row in rows) or 1.0
+    `spoken` is how people call a name, and `colour` gives the phase or range whose colour it has.
+    """
+    most = max(sum(amounts.values()) for _, amounts, _ in rows) or 1.0
     length = PLOT - 190
     row_height = _ROW if len(rows) <= _MANY_ROWS else _NARROW_ROW
     height, gap = row_height * len(rows), row_height / 6
     content = _value_axis(most, length, height, unit)
-    for index, row in enumerate(rows):
+    for index, (label, amounts, note) in enumerate(rows):
         y, x = index * row_height, float(LEFT)
         baseline = y + row_height / 2 + 4
-        content.append(row_label(LEFT - 10, baseline, row.label))
-        for part in row.parts:
-            width = part.share / most * length
+        content.append(row_label(LEFT - 10, baseline, label))
+        for name, amount in amounts.items():
+            width = amount / most * length
             # The hints of many rows would fill the page.
-            hint = f"{part.label}: {short(part.share)} {unit}" if row_height == _ROW else ""
-            content.append(rectangle(x, y + gap, width - 0.5, row_height - 2 * gap, colour_class(part.name), hint))
+            hint = f"{spoken(name)}: {short(amount)} {unit}" if row_height == _ROW else ""
+            content.append(rectangle(x, y + gap, width - 0.5, row_height - 2 * gap, colour_class(colour(name)), hint))
             x += width
-        content.append(text(LEFT + length + 18, baseline, row.note, "soft"))
+        content.append(text(LEFT + length + 18, baseline, note, "soft"))
     return drawing(height + 34, *content, title=title)
 
 
@@ -329,38 +316,36 @@ def outlines(
 # Matrices: the stronger the colour, the higher the value
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeatMap:
-    """A matrix as colours."""
+def heat_map(
+    shares: Floats,
+    marked: Flags,
+    row_labels: Sequence[str],
+    column_labels: Sequence[str],
+    title: str,
+    *,
+    unit: str,
+    ends: tuple[str, str],
+) -> Markup:
+    """Draw a matrix with its scale below.
 
-    labels: Sequence[str]
-    """Of the rows."""
-    shares: Floats
-    """[rows, columns] from 0 to 1 on the scale; NaN where unknown."""
-    marked: Flags
-    """[rows, columns]: cells in the colour of what is broken."""
-    columns: Sequence[str]
-    """Label of each column, of which as many are shown as there is room for."""
-    low: str
-    """What 0 on the scale is."""
-    high: str
-    unit: str
-    """What the columns are."""
-
-
-def heat_map(chart: HeatMap, title: str) -> Markup:
-    """Draw a matrix with its scale below."""
-    row_height = 14 if len(chart.labels) <= 24 else 11
-    height, column = row_height * len(chart.labels), PLOT / len(chart.columns)
-    broken = _runs(chart.marked, PLOT, row_height, class_="broken")
-    content = [group(LEFT, 0, rectangle(0, 0, PLOT, height, "panel"), *cells(chart.shares, PLOT, row_height), *broken)]
-    for row, label in enumerate(chart.labels):
+    Args:
+        shares: [rows, columns] from 0 to 1 on the scale; NaN where unknown.
+        marked: [rows, columns]: cells in the colour of what is broken.
+        row_labels: one for each row.
+        column_labels: one for each column, of which as many are shown as there is room for.
+        unit: what the columns are.
+        ends: what 0 and 1 on the scale are.
+    """
+    row_height = 14 if len(row_labels) <= 24 else 11
+    height, width = row_height * len(row_labels), PLOT / len(column_labels)
+    broken = _runs(marked, PLOT, row_height, class_="broken")
+    content = [group(LEFT, 0, rectangle(0, 0, PLOT, height, "panel"), *cells(shares, PLOT, row_height), *broken)]
+    for row, label in enumerate(row_labels):
         content.append(row_label(LEFT - 8, (row + 0.5) * row_height + 4, label, "small end"))
-    every = max(1, math.ceil(54 / column))
-    for index in range(0, len(chart.columns), every):
-        content.append(text(LEFT + (index + 0.5) * column, height + 15, chart.columns[index], "soft mid"))
-    content.append(text(LEFT - 8, height + 15, chart.unit, "soft end"))
-    content += _scale(LEFT + PLOT / 2, height + 24, chart.low, chart.high)
+    for index in range(0, len(column_labels), max(1, math.ceil(54 / width))):
+        content.append(text(LEFT + (index + 0.5) * width, height + 15, column_labels[index], "soft mid"))
+    content.append(text(LEFT - 8, height + 15, unit, "soft end"))
+    content += _scale(LEFT + PLOT / 2, height + 24, *ends)
     return drawing(height + 42, *content, title=title)
 
 
@@ -502,12 +487,7 @@ class MarkedTime:
 
 def over_time(lanes: Sequence[Lane], duration_s: float, title: str, *, windows: Sequence[MarkedTime] = ()) -> Markup:
     """Draw lanes below one another, on one time axis; windows are marked through all of them where they begin and end."""
-    units = (
-        (300, 1.0, "seconds"),
-        (3 * 3600, 60.0, "minutes"),
-        (4 * 86400, 3600.0, "hours"),
-        (math.inf, 86400.0, "days"),
-    )
+    units = ((300, 1, "seconds"), (3 * 3600, 60, "minutes"), (4 * 86400, 3600, "hours"), (math.inf, 86400, "days"))
     divisor, unit = next((divisor, unit) for below, divisor, unit in units if duration_s < below)
     gap, y = 14.0, 8.0
     content = []

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.data.test_card import Dropped, Quarantined, candidate, content, data_card
 from tests.unit.evaluation.test_report import page as evaluation_page
 from trainer import charts, pages, svg
-from trainer.charts import BarPart, MarkedTime, ReliabilityCurve, StackedRow
+from trainer.charts import MarkedTime, ReliabilityCurve
 from trainer.pages import (
     BulletList,
     Details,
@@ -109,13 +109,12 @@ def all_charts(names):
     curve = ReliabilityCurve(name=names[0], confidence=[0.5], accuracy=[0.5], counts=[1])
     window = MarkedTime(label=names[1], style="note", start_s=0, end_s=1)
     lane = charts.window_lane(names[2], names[3], [window], 10)
-    part = BarPart(name="named", label=names[4], share=1.0)
     drawn = [
         charts.confusion(counts, names, names[5]),
         charts.recalls({names[0]: np.linspace(0, 1, len(names))}, names, names[1]),
         charts.reliability([curve], names[2]),
         charts.stacked_columns(names, [(names[0], [1] * len(names))], names[1]),
-        charts.stacked_rows([StackedRow(label=names[2], parts=[part], note=names[3])], names[4], names[5]),
+        charts.stacked_rows([(names[2], {names[4]: 1.0}, names[3])], names[4], names[5], spoken=str),
         charts.over_time([lane], 10, names[6]),
     ]
     return pages.render("", "", [Figure(chart) for chart in drawn])

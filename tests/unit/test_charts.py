@@ -10,11 +10,9 @@ import pytest
 
 from trainer import charts
 from trainer.charts import (
-    BarPart,
     ChartLine,
     MarkedTime,
     ReliabilityCurve,
-    StackedRow,
     by_colour,
     histogram,
     stacked_bar,
@@ -29,8 +27,8 @@ def widths(drawn: str) -> list[float]:
 
 
 def test_a_stacked_bar_is_divided_by_shares() -> None:
-    parts = [BarPart(name="data", label="waiting", share=0.25), BarPart(name="mine", label="<mine>", share=0.75)]
-    drawn = stacked_bar(parts, "shares")
+    names = {"data": "waiting", "mine": "<mine>"}
+    drawn = stacked_bar({"data": 0.25, "mine": 0.75}, "shares", spoken=names.__getitem__)
     assert widths(drawn) == [259, 779]
     assert "<title>waiting: 25.0 %</title>" in drawn
     assert "<title>&lt;mine&gt;: 75.0 %</title>" in drawn
@@ -39,19 +37,15 @@ def test_a_stacked_bar_is_divided_by_shares() -> None:
 
 @pytest.mark.parametrize("rows", [1, 40])
 def test_rows_are_on_one_scale_and_many_of_them_have_no_hints(rows: int) -> None:
-    given = [
-        StackedRow(label=f"rank {row}", parts=[BarPart(name="data", label="waiting", share=10 / (row + 1))], note="")
-        for row in range(rows)
-    ]
-    drawn = stacked_rows(given, "ms", "ranks")
+    given = [(f"rank {row}", {"waiting": 10 / (row + 1)}, "") for row in range(rows)]
+    drawn = stacked_rows(given, "ms", "ranks", spoken=str)
     first, *others = widths(drawn)
     assert others == pytest.approx([(first + 0.5) / (row + 1) - 0.5 for row in range(1, rows)], abs=0.1)
     assert ("<title>waiting: 10 ms</title>" in drawn) == (rows == 1)
 
 
 def test_rows_without_any_amount_are_drawn() -> None:
-    part = BarPart(name="data", label="waiting", share=0.0)
-    assert widths(stacked_rows([StackedRow(label="none", parts=[part], note="")], "s", "bill")) == [0]
+    assert widths(stacked_rows([("none", {"data": 0.0}, "")], "s", "bill", spoken=str)) == [0]
 
 
 def test_amounts_without_a_colour_of_their_own_are_summed() -> None:

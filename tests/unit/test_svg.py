@@ -4,7 +4,7 @@ import pytest
 from markupsafe import Markup
 
 from trainer import formatting, svg
-from trainer.profiling.labels import LABELS
+from trainer.profiling.training_summary import PHASE_LABELS
 
 
 def test_texts_and_attributes_are_escaped_and_elements_are_not() -> None:
@@ -45,7 +45,7 @@ def test_a_label_that_is_too_long_is_cut_to_what_fits(label: str, keep_end: bool
     assert svg.fitted("a cat") == "a cat"
 
 
-@pytest.mark.parametrize("name", LABELS.values())
+@pytest.mark.parametrize("name", PHASE_LABELS.values())
 def test_the_labels_of_phases_are_whole(name: str) -> None:
     assert svg.fitted(name) == name
 

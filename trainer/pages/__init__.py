@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -22,8 +21,12 @@ _SHORT = 28
 """Characters of a cell that is not broken into lines."""
 
 
+class Block:
+    """A part of a page; the template has a macro for each kind."""
+
+
 @dataclass(frozen=True)
-class Paragraph:
+class Paragraph(Block):
     """A text; `style` is soft, good or bad."""
 
     text: str
@@ -31,14 +34,14 @@ class Paragraph:
 
 
 @dataclass(frozen=True)
-class BulletList:
+class BulletList(Block):
     """Short texts below one another."""
 
     texts: Sequence[str]
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(Block):
     """Plain values; numbers are right-aligned. The title is for a page or a terminal that shows several tables."""
 
     headers: Sequence[str]
@@ -47,7 +50,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Figure:
+class Figure(Block):
     """A chart; on a narrow screen it is scrolled rather than shrunk."""
 
     chart: Markup
@@ -55,7 +58,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Photo:
+class Photo(Block):
     """An image file, inlined."""
 
     content: bytes
@@ -68,28 +71,28 @@ class Photo:
 
 
 @dataclass(frozen=True)
-class PhotoGrid:
+class PhotoGrid(Block):
     """Photos side by side, as many as fit."""
 
     photos: Sequence[Photo]
 
 
 @dataclass(frozen=True)
-class Legend:
+class Legend(Block):
     """Style class and label of each colour of the charts that follow."""
 
     entries: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Tiles:
+class Tiles(Block):
     """Main numbers: (value, what it is)."""
 
     entries: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FindingCard:
+class FindingCard(Block):
     """Something that slows or spoils a training; `severity` is note, warning or severe."""
 
     number: int
@@ -106,14 +109,14 @@ class FindingCard:
 
 
 @dataclass(frozen=True)
-class Links:
+class Links(Block):
     """Links to other pages in the same folder: (file, what it is called)."""
 
     entries: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Details:
+class Details(Block):
     """Blocks that are folded below their title; in print they are unfolded."""
 
     title: str
@@ -121,7 +124,7 @@ class Details:
 
 
 @dataclass(frozen=True)
-class PageSection:
+class PageSection(Block):
     """A heading with blocks below it; those that are None are left out."""
 
     title: str
@@ -131,22 +134,6 @@ class PageSection:
 @dataclass(frozen=True)
 class Subsection(PageSection):
     """The same with a smaller heading."""
-
-
-Block: TypeAlias = (
-    Paragraph
-    | BulletList
-    | Table
-    | Figure
-    | Photo
-    | PhotoGrid
-    | Legend
-    | Tiles
-    | FindingCard
-    | Links
-    | Details
-    | PageSection
-)
 
 
 def render(title: str, lead: str, blocks: Sequence[Block | None]) -> str:

@@ -9,18 +9,17 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer import artifacts, formatting, limits, pages, storage, summary
-from trainer.charts import BarPart, StackedRow, stacked_rows
+from trainer import artifacts, limits, pages, storage, summary
 from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
-from trainer.pages import Block, Figure, Legend, PageSection, Paragraph, Subsection, Table
-from trainer.profiling import findings, labels
+from trainer.formatting import clipped, duration, milliseconds, percent, short
+from trainer.pages import Block, PageSection, Paragraph, Subsection, Table
+from trainer.profiling import findings, over_time
 from trainer.profiling.evidence import TrainingEvidence, is_core, read_evidence
 from trainer.profiling.findings import Answer
-from trainer.profiling.report import over_time
+from trainer.profiling.profile_report import stacked
 from trainer.profiling.rules.outcomes import Finding, NotJudged
-from trainer.profiling.training_summary import TrainingSummary, operator_ms, summarize
-from trainer.svg import COLOURS, colour_class
+from trainer.profiling.training_summary import TrainingSummary, named_number, phase_label, summarize, training_label
 from trainer.thresholds import RuleSettings
 
 Row = tuple[str, ...]
@@ -29,13 +28,11 @@ _EVIDENCE = ("pretrain-evidence", "distill-evidence")
 """Where `python -m trainer run` keeps it below the run's directory."""
 _TASKS = ("pretrain/evidence", "distill/evidence")
 """Where it lies beside the folder of the task that made the report, in a run of the pipeline."""
-_REPORT = "report"
 _CHOICE = "give the directory of a run, or of its report, or of evidence"
 _MOVERS = 10
 _ALIKE = 0.005
 """A smaller relative change is shown as none."""
 _SAME_BATCH = 0.01
-_UNRECORDED = "not recorded"
 _SIDES = ("before", "after", "change")
 _KIND_COLOURS = {
     "matrix product": "forward",
@@ -103,17 +100,17 @@ def read_compared_run(uri: str) -> ComparedRun:
 
 def _read_report(uri: str) -> ComparedRun:
     report = artifacts.read(uri, "report")
-    path = report.path
+    content, answers = report.path / summary.SUMMARY, report.path / findings.FINDINGS
     try:
-        trainings = TypeAdapter(dict[str, TrainingSummary]).validate_json((path / summary.SUMMARY).read_bytes())
+        trainings = TypeAdapter(dict[str, TrainingSummary]).validate_json(content.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ArtifactError(
             f"report {uri}: its {summary.SUMMARY} is of another version ({where}: {first['msg']}); run the stage profile again"
         ) from error
-    answers = findings.from_json((path / findings.FINDINGS).read_text(), f"report {uri}: {findings.FINDINGS}")
-    return ComparedRun(name=uri, trainings=trainings, answers=answers, dataset=report.figures.get("dataset"))
+    judged = findings.from_json(answers.read_text(), f"report {uri}: {answers.name}")
+    return ComparedRun(name=uri, trainings=trainings, answers=judged, dataset=report.figures.get("dataset"))
 
 
 def _read_run(uri: str) -> ComparedRun:
@@ -121,7 +118,7 @@ def _read_run(uri: str) -> ComparedRun:
     if not {"settings", "stages", "student", "teacher", "reports"} <= content.keys():
         raise ArtifactError(f"{storage.join(uri, summary.SUMMARY)}: is not the summary of a run; {_CHOICE}")
     page = str(content["reports"].get("profile", ""))  # where the run says that it was
-    reports = [storage.join(uri, _REPORT), *([storage.parent(page)] if page else [])]
+    reports = [storage.join(uri, "report"), *([storage.parent(page)] if page else [])]
     report = next(filter(artifacts.exists, reports), None)
     if report is None:
         raise ArtifactError(f"{uri}: its report is not at {' nor at '.join(reports)}; give the directory of the report")
@@ -219,10 +216,9 @@ def compare(before: ComparedRun, after: ComparedRun) -> Comparison:
     if before.dataset and after.dataset:
         same_data = before.dataset == after.dataset
     accuracy = ""
-    if before.run is not None and after.run is not None and same_data is not False:
-        first, second = (_at(run, ("student", "test", "top1")) for run in (before.run, after.run))
-        if first is not None and second is not None:
-            accuracy = f"; the student's test top-1: {first:.1%} before and {second:.1%} after"
+    first, second = (_at(side.run, ("student", "test", "top1")) for side in (before, after))
+    if first is not None and second is not None and same_data is not False:
+        accuracy = f"; the student's test top-1: {first:.1%} before and {second:.1%} after"
     general = [_outcome(before, after, same_data), _settings(before, after), _findings(before, after)]
     return Comparison(
         before=before,
@@ -231,29 +227,26 @@ def compare(before: ComparedRun, after: ComparedRun) -> Comparison:
         differences=[] if all(pair.before == pair.after for pair in pairs) else _differences(same_data, pairs),
         verdict=_verdict(pairs[-1], accuracy),
         general=[table for table in general if table.rows],
-        tables={
-            pair.name: [table for table in _tables(pair) if table.rows] for pair in pairs if pair.before != pair.after
-        },
+        tables={pair.name: [one for one in _tables(pair) if one.rows] for pair in pairs if pair.before != pair.after},
     )
 
 
 def text(comparison: Comparison) -> str:
     """Format the comparison for a terminal."""
     parts = [*comparison.differences, comparison.verdict]
-    for table in comparison.general:
-        parts.append("\n".join([table.title, *_lines(table)]))
+    parts += [_lines(table.title, table) for table in comparison.general]
     for pair in comparison.pairs:
-        name = labels.training(pair.name)
+        name = training_label(pair.name)
         tables = comparison.tables.get(pair.name)
         if tables is None:
             parts.append(f"{name}: both sides are the same recording.")
-        parts += ["\n".join([f"{name}: {table.title}", *_lines(table)]) for table in tables or ()]
+        parts += [_lines(f"{name}: {table.title}", table) for table in tables or ()]
     return "\n\n".join(parts)
 
 
-def _lines(table: Table) -> list[str]:
-    rows = [[formatting.clipped(str(cell), 60) for cell in row] for row in (table.headers, *table.rows)]
-    return [f"  {line}" for line in summary.aligned(rows, right={1, 2, 3} if len(rows[0]) == 4 else ())]
+def _lines(title: str, table: Table) -> str:
+    rows = [[clipped(str(cell), 60) for cell in row] for row in (table.headers, *table.rows)]
+    return "\n  ".join([title, *summary.aligned(rows, right={1, 2, 3} if len(rows[0]) == 4 else ())])
 
 
 def change(before: float | None, after: float | None) -> str:
@@ -293,25 +286,25 @@ def _hardware(pair: Pair) -> str:
 
 def _verdict(pair: Pair, accuracy: str) -> str:
     """Say how much faster the last training in common has become, why, and what that did to the student."""
-    name = labels.training(pair.name)
+    name = training_label(pair.name)
     if pair.before == pair.after:
         return f"{name}: both sides are the same recording."
     a, b = pair.before.step_ms, pair.after.step_ms
     if a is None or b is None:
         return f"{name}: one of the two has no steps to compare."
     first, second = pair.scaled(pair.before, a.mean), pair.scaled(pair.after, b.mean)
-    speed = (
-        summary.ratio(first, second, "as fast", "slower") if abs(second / first - 1) >= _ALIKE else "as fast as before"
-    )
+    speed = "as fast as before"
+    if abs(second / first - 1) >= _ALIKE:
+        speed = summary.ratio(first, second, "as fast", "slower")
     before, after = pair.times(_phase_ms)
     moves = {phase: after.get(phase, 0.0) - before.get(phase, 0.0) for phase in {**before, **after}}
     moved, faster = "", second < first
     if moves:
         most = min(moves, key=lambda phase: moves[phase] if faster else -moves[phase])
         if (moves[most] < 0) == faster:
-            times = [formatting.short(side.get(most, 0.0)) for side in (before, after)]
-            moved = "; most of it in “{}” ({} before, {} after)".format(labels.label(most), *times)
-    return f"{name}: {speed}, {formatting.short(first)} before and {formatting.short(second)} {pair.unit} after{moved}{accuracy}."
+            times = [short(side.get(most, 0.0)) for side in (before, after)]
+            moved = "; most of it in “{}” ({} before, {} after)".format(phase_label(most), *times)
+    return f"{name}: {speed}, {short(first)} before and {short(second)} {pair.unit} after{moved}{accuracy}."
 
 
 def _phase_ms(one: TrainingSummary) -> dict[str, float]:
@@ -324,12 +317,12 @@ def _kind_ms(one: TrainingSummary) -> Mapping[str, float]:
 
 def _operator_ms(one: TrainingSummary) -> dict[str, float]:
     seen = one.operators
-    return {each.name: operator_ms(each, seen.clock) / seen.steps for each in seen.operators} if seen else {}
+    return {each.name: seen.ms(each) for each in seen.operators} if seen else {}
 
 
 def _tables(pair: Pair) -> Iterator[Table]:
     yield _overview(pair)
-    yield _times("phases", pair, _phase_ms, labels.label)
+    yield _times("phases", pair, _phase_ms, phase_label)
     a, b = pair.before.operators, pair.after.operators
     if a and b:
         if a.clock == b.clock:
@@ -342,40 +335,38 @@ def _tables(pair: Pair) -> Iterator[Table]:
 
 
 def _overview(pair: Pair) -> Table:
-    sides = (pair.before, pair.after)
-    texts = {
-        "device": [one.device for one in sides],
-        "where": [str(one.place or one.host) for one in sides],
-        "processes": [str(one.world_size) for one in sides],
-        "loader processes": [_or_unrecorded(str, one.workers) for one in sides],
-        "images a step": [_or_unrecorded(formatting.short, one.images_a_step) for one in sides],
-    }
-    rows: list[Row] = []
-    rows += [(title, *both, "") for title, both in texts.items() if both[0] != both[1]]
+    a, b = pair.before, pair.after
+    facts = [
+        _row("device", str, a.device, b.device),
+        _row("where", str, a.place or a.host, b.place or b.host),
+        _row("processes", str, a.world_size, b.world_size),
+        _row("loader processes", str, a.workers, b.workers),
+        _row("images a step", short, a.images_a_step, b.images_a_step),
+    ]
+    rows = [row for row in facts if row[1] != row[2]]
     for title, shown, value in _OVERVIEW:
-        rows += _numbers(title, shown, value(pair.before), value(pair.after))
+        rows += _numbers(title, shown, value(a), value(b))
     return Table(("", *_SIDES), rows, title="in short")
 
 
 _OVERVIEW: Sequence[tuple[str, Callable[[float], str], Callable[[TrainingSummary], float | None]]] = (
-    ("step (median)", formatting.milliseconds, lambda one: one.step_ms.p50 if one.step_ms else None),
-    ("step (95 %)", formatting.milliseconds, lambda one: one.step_ms.p95 if one.step_ms else None),
-    ("images a second", formatting.short, lambda one: one.images_per_second),
-    ("waits for gradients", formatting.percent, lambda one: one.communication_share),
-    ("steps", formatting.short, lambda one: one.steps),
-    ("recorded", formatting.duration, lambda one: one.recorded_s),
+    ("step (median)", milliseconds, lambda one: one.step_ms.p50 if one.step_ms else None),
+    ("step (95 %)", milliseconds, lambda one: one.step_ms.p95 if one.step_ms else None),
+    ("images a second", short, lambda one: one.images_per_second),
+    ("waits for gradients", percent, lambda one: one.communication_share),
+    ("steps", short, lambda one: one.steps),
+    ("recorded", duration, lambda one: one.recorded_s),
     ("dollars", dollars_text, lambda one: one.place.dollars(one.recorded_s) if one.place else None),
 )
 
 
-def _or_unrecorded(shown: Callable[[Any], str], value: float | None) -> str:
-    return _UNRECORDED if value is None else shown(value)
+def _row(title: str, shown: Callable[[Any], str], before: Any, after: Any, changed: str = "") -> Row:
+    return (title, *("not recorded" if value is None else shown(value) for value in (before, after)), changed)
 
 
 def _numbers(title: str, shown: Callable[[float], str], before: float | None, after: float | None) -> list[Row]:
     """Compare a number; no row where neither side recorded it."""
-    both = [_or_unrecorded(shown, value) for value in (before, after)]
-    return [] if before is None and after is None else [(title, *both, change(before, after))]
+    return [] if before is None and after is None else [_row(title, shown, before, after, change(before, after))]
 
 
 def _times(
@@ -387,17 +378,17 @@ def _times(
     most: int | None = None,
 ) -> Table:
     """Compare times that exclude one another and together are the whole, so that a missing one is zero; or those that moved `most`."""
-    rows: list[Row] = []
+    rows = []
     before, after = pair.times(taken)
     names = list({**before, **after})
     if most:
         names.sort(key=lambda name: -abs(after.get(name, 0.0) - before.get(name, 0.0)))
     for name in names[:most]:
         a, b = before.get(name, 0.0), after.get(name, 0.0)
-        rows.append((spoken(name), *("none" if not ms else formatting.short(ms) for ms in (a, b)), changed(a, b)))
+        rows.append((spoken(name), *("none" if not ms else short(ms) for ms in (a, b)), changed(a, b)))
     if most is None:
         a, b = sum(before.values()), sum(after.values())
-        rows.append(("together", formatting.short(a), formatting.short(b), changed(a, b)))
+        rows.append(("together", short(a), short(b), changed(a, b)))
     return Table((pair.unit, *_SIDES), rows, title=title)
 
 
@@ -407,8 +398,8 @@ def _use(pair: Pair) -> Table:
     before, after = _signals(pair.before), _signals(pair.after)
     for name in {**before, **after}:
         a, b = before.get(name), after.get(name)
-        title, _ = labels.named_number(name, 0.0)
-        shown = [_UNRECORDED if value is None else labels.named_number(name, value)[1] for value in (a, b)]
+        title, _ = named_number(name, 0.0)
+        shown = ["not recorded" if value is None else named_number(name, value)[1] for value in (a, b)]
         rows.append((title, *shown, change(a, b)))
     return Table(("mean, memory: most", *_SIDES), rows, title="use of the machine")
 
@@ -422,31 +413,29 @@ def _signals(one: TrainingSummary) -> dict[str, float]:
 
 def _outcome(before: ComparedRun, after: ComparedRun, same_data: bool | None) -> Table:
     """Compare accuracy, time and dollars of whole runs; accuracy has no change if the test images differ."""
-    rows: list[Row] = []
     if before.run is None or after.run is None:
-        return Table(("", *_SIDES), rows, title="The runs")
+        return Table(("", *_SIDES), [], title="The runs")
     a, b = before.run, after.run
-    rows.append(("recipe", str(a.get("recipe", "")), str(b.get("recipe", "")), ""))
+    rows = [_row("recipe", str, a.get("recipe", ""), b.get("recipe", ""))]
     for title, keys in (
         ("student, test top-1", ("student", "test", "top1")),
         ("agrees with the teacher", ("student", "test", "agreement")),
         ("teacher, test top-1", ("teacher", "test", "top1")),
     ):
         first, second = _at(a, keys), _at(b, keys)
-        shown = [_or_unrecorded("{:.2%}".format, value) for value in (first, second)]
         points = "" if first is None or second is None else f"{100 * (second - first):+.2f} points"
-        rows.append((title, *shown, "other data" if same_data is False else points))
+        rows.append(_row(title, "{:.2%}".format, first, second, "other data" if same_data is False else points))
     seconds = [sum(stage["seconds"] for stage in run["stages"].values()) for run in (a, b)]
-    rows += _numbers("all stages", formatting.duration, *seconds)
+    rows += _numbers("all stages", duration, *seconds)
     for name in {**a["stages"], **b["stages"]}:
         taken = [run["stages"].get(name, {}).get("seconds") for run in (a, b)]
-        shown = ["did not run" if value is None else formatting.duration(value) for value in taken]
+        shown = ["did not run" if value is None else duration(value) for value in taken]
         rows.append((f"  {name}", *shown, change(*taken)))
     rows += _numbers("dollars", dollars_text, _at(a, ("bill", "dollars")), _at(b, ("bill", "dollars")))
     return Table(("", *_SIDES), rows, title="The runs")
 
 
-def _at(content: Mapping[str, Any], keys: Sequence[str]) -> float | None:
+def _at(content: Mapping[str, Any] | None, keys: Sequence[str]) -> float | None:
     value: Any = content
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -490,7 +479,7 @@ def _findings(before: ComparedRun, after: ComparedRun) -> Table:
             state = "gone" if key in judged[1] else "not judged after"
         elif key not in a:
             state = "new" if key in judged[0] else "not judged before"
-        title, training = (a.get(key) or b[key])[0].title, labels.training(key[1])
+        title, training = (a.get(key) or b[key])[0].title, training_label(key[1])
         rows.append((title, training, _saving(a.get(key)), _saving(b.get(key)), state))
     return Table(("finding", "training", "saving before", "saving after", ""), rows, title="Findings")
 
@@ -505,7 +494,7 @@ def _saving(one: tuple[Answer, Finding] | None) -> str:
     answer, finding = one
     if finding.saving is None:
         return "not known"
-    return " ".join(filter(None, (formatting.duration(finding.saving.seconds), dollars_text(answer.dollars))))
+    return " ".join(filter(None, (duration(finding.saving.seconds), dollars_text(answer.dollars))))
 
 
 def page(comparison: Comparison) -> str:
@@ -517,7 +506,7 @@ def page(comparison: Comparison) -> str:
 
 
 def _training(comparison: Comparison, pair: Pair) -> PageSection:
-    title = labels.training(pair.name)
+    title = training_label(pair.name)
     if pair.name not in comparison.tables:
         return PageSection(title, [Paragraph("Both sides are the same recording.")])
     blocks = charts(pair)
@@ -533,30 +522,27 @@ def _training(comparison: Comparison, pair: Pair) -> PageSection:
 
 def charts(pair: Pair) -> list[Block]:
     """Draw phases, and operators by kind of work, before and after."""
-    phases = _bars(pair, "Where a step's time goes", {name: name for name in COLOURS}, labels.label, _phase_ms)
+    phases = _bars(pair, "Where a step's time goes", _phase_ms, phase_label, str)
     clocks = {one.operators.clock for one in (pair.before, pair.after) if one.operators}
     if len(clocks) > 1:  # one bar would be of the device's time and one of the host's
         return phases
-    return [*phases, *_bars(pair, "Operators by kind of work", _KIND_COLOURS, str, _kind_ms)]
+    return [*phases, *_bars(pair, "Operators by kind of work", _kind_ms, str, _KIND_COLOURS.__getitem__)]
 
 
 def _bars(
     pair: Pair,
     title: str,
-    colours: Mapping[str, str],
-    spoken: Callable[[str], str],
     taken: Callable[[TrainingSummary], Mapping[str, float]],
+    spoken: Callable[[str], str],
+    colour: Callable[[str], str],
 ) -> list[Block]:
     """Draw a stacked bar before and one after, on one scale; nothing where neither side has a value."""
     before, after = pair.times(taken)
-    colour = {name: colours.get(name, "named") for name in {**before, **after}}
     rows = []
     for when, times in (("before", before), ("after", after)):
-        parts = [BarPart(name=one, label=spoken(name), share=times.get(name, 0.0)) for name, one in colour.items()]
-        total = sum(part.share for part in parts)
-        note = f"{formatting.short(total)} {pair.unit}" if total else "not recorded"
-        rows.append(StackedRow(label=when, parts=parts, note=note))
-    if not any(row.total for row in rows):
+        amounts = {name: times.get(name, 0.0) for name in {**before, **after}}
+        total = sum(amounts.values())
+        rows.append((when, amounts, f"{short(total)} {pair.unit}" if total else "not recorded"))
+    if not any(any(amounts.values()) for _, amounts, _ in rows):
         return []
-    legend = Legend([(colour_class(one), spoken(name)) for name, one in colour.items()])
-    return [Subsection(title, [legend, Figure(stacked_rows(rows, pair.unit, title))])]
+    return [Subsection(title, stacked(title, pair.unit, rows, spoken=spoken, colour=colour))]

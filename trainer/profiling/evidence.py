@@ -66,8 +66,6 @@ while it computed; `delayed`: while it was ready and no core was free, NaN where
 loader processes had ready when the step asked for one, NaN where there are none. `transfers`: how often values came from the device to
 the host, on XLA, where that breaks up the step; NaN where it was not counted, as in most steps of a long training."""
 SPAN_COLUMNS = ("range", "start_s", "seconds")
-SYSTEM_COLUMNS = ("end_s",)
-"""Columns of the system table before its signals."""
 TENSOR_COLUMNS = (
     "elements",
     "dimensions",
@@ -86,7 +84,6 @@ of the gradient before clipping; share of elements that are not finite, or zero;
 weights, NaN where that is 0; share of elements that the step did not change. What is of the gradient is NaN where there is none."""
 ATTENTION_ENTROPY = "attention_entropy/"
 """What the names of such metrics begin with; the block's name follows."""
-METRIC_COLUMNS = ("step", "seconds", "name", "value")
 
 Category = Literal[
     "matrix product", "attention", "convolution", "normalisation", "copy", "communication", "optimiser", "other"
@@ -434,13 +431,26 @@ def _read_training(directory: Path) -> TrainingEvidence:
             f"evidence {directory}: holds the ranks {[record.rank for record in records]}, but the training had "
             f"{len(expected)} processes; run the training again, with an output that all of them can write to"
         )
-    metrics = _read_arrow(directory / "metrics.arrow", METRIC_COLUMNS)
+    ranks = []
+    for record in records:
+        prefix = f"rank{record.rank}"
+        steps = _read_arrow(directory / f"{prefix}-steps.arrow", (*STEP_COLUMNS, *record.steps.ranges))
+        spans = _read_arrow(directory / f"{prefix}-spans.arrow", SPAN_COLUMNS)
+        tensors = _read_arrow(directory / f"{prefix}-tensors.arrow", ("step", "seconds", "tensor", *TENSOR_COLUMNS))
+        one = RankEvidence(
+            record=record,
+            steps=steps,
+            spans=Spans(names=spans["range"], start_s=spans["start_s"], seconds=spans["seconds"]),
+            tensors=_tensor_samples(tensors),
+            system=_read_arrow(directory / f"{prefix}-system.arrow", ("end_s",)),
+        )
+        ranks.append(one)
+    metrics = _read_arrow(directory / "metrics.arrow", ("step", "seconds", "name", "value"))
     names = np.asarray(metrics["name"], dtype=object)
     curves = {}
     for name in dict.fromkeys(metrics["name"]):
         steps, seconds, values = (metrics[column][names == name] for column in ("step", "seconds", "value"))
         curves[name] = Curve(steps=steps, seconds=seconds, values=values)
-    ranks = [_read_rank(directory, record) for record in records]
     return TrainingEvidence(name=directory.name, ranks=ranks, metrics=curves)
 
 
@@ -457,20 +467,6 @@ def _read_record(path: Path) -> RankRecord:
         raise ArtifactError(
             f"evidence {path}: is not the record of a process ({error}); run the training again"
         ) from error
-
-
-def _read_rank(directory: Path, record: RankRecord) -> RankEvidence:
-    prefix = f"rank{record.rank}"
-    steps = _read_arrow(directory / f"{prefix}-steps.arrow", (*STEP_COLUMNS, *record.steps.ranges))
-    spans = _read_arrow(directory / f"{prefix}-spans.arrow", SPAN_COLUMNS)
-    tensors = _read_arrow(directory / f"{prefix}-tensors.arrow", ("step", "seconds", "tensor", *TENSOR_COLUMNS))
-    return RankEvidence(
-        record=record,
-        steps=steps,
-        spans=Spans(names=spans["range"], start_s=spans["start_s"], seconds=spans["seconds"]),
-        tensors=_tensor_samples(tensors),
-        system=_read_arrow(directory / f"{prefix}-system.arrow", SYSTEM_COLUMNS),
-    )
 
 
 def _tensor_samples(table: Mapping[str, Any]) -> TensorSamples:

@@ -13,11 +13,10 @@ from pydantic import TypeAdapter, ValidationError
 from trainer import formatting
 from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
-from trainer.profiling import labels
 from trainer.profiling.evidence import Evidence
 from trainer.profiling.rules import SYSTEM_RULES, judge
-from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, setting_of
-from trainer.profiling.training_summary import TrainingSummary
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, setting_of
+from trainer.profiling.training_summary import TrainingSummary, training_label
 from trainer.thresholds import RuleSettings
 
 FINDINGS = "findings.json"
@@ -39,12 +38,8 @@ class Answer:
     """What the finding's saving comes to; none where no price is known, or nothing to save."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankedFinding:
-    """An answer that is a finding."""
-
-    answer: Answer
-    finding: Finding
+RankedFinding = tuple[Answer, Finding]
+"""An answer that is a finding, with that."""
 
 
 def judged(evidence: Evidence, rules: RuleSettings) -> list[Answer]:
@@ -57,26 +52,26 @@ def judged(evidence: Evidence, rules: RuleSettings) -> list[Answer]:
         place = training.ranks[0].record.place
         for rule, outcome in judge(Case(training=training, rules=rules, stage_s=stage_s)).items():
             saving = outcome.saving if isinstance(outcome, Finding) else None
-            answers.append(
-                Answer(
-                    rule=rule.name,
-                    title=rule.title,
-                    kind="system" if rule in SYSTEM_RULES else "training",
-                    training=training.name,
-                    outcome=outcome,
-                    dollars=place.dollars(saving.seconds) if place and saving else None,
-                )
+            answer = Answer(
+                rule=rule.name,
+                title=rule.title,
+                kind="system" if rule in SYSTEM_RULES else "training",
+                training=training.name,
+                outcome=outcome,
+                dollars=place.dollars(saving.seconds) if place and saving else None,
             )
+            answers.append(answer)
     return answers
 
 
 def ranked_findings(given: Sequence[Answer]) -> list[RankedFinding]:
     """Sort the findings: severe ones first, notes last, and among each those that save most."""
-    findings = [RankedFinding(answer=one, finding=one.outcome) for one in given if isinstance(one.outcome, Finding)]
+    findings = [(one, one.outcome) for one in given if isinstance(one.outcome, Finding)]
 
     def weight(one: RankedFinding) -> tuple[int, float, float]:
-        seconds = one.finding.saving.seconds if one.finding.saving else 0.0
-        return _SEVERITIES.index(one.finding.severity), seconds, one.finding.confidence
+        _, finding = one
+        seconds = finding.saving.seconds if finding.saving else 0.0
+        return _SEVERITIES.index(finding.severity), seconds, finding.confidence
 
     return sorted(findings, key=weight, reverse=True)
 
@@ -96,21 +91,20 @@ def verdict(given: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> Ve
         text = "Nothing was trained: the evidence holds no recording, as with given weights or zero epochs."
         return Verdict(outcome="nothing_trained", text=text)
     every = ranked_findings(given)
-    findings = [one for one in every if one.finding.severity != "note"]
+    findings = [one for one in every if one[1].severity != "note"]
     if findings:
-        answer, finding = findings[0].answer, findings[0].finding
-        text = f"{labels.training(answer.training)}: “{answer.title}”"
+        answer, finding = findings[0]
+        text = f"{training_label(answer.training)}: “{answer.title}”"
         if finding.severity == "severe":
             text += ", so continuing it is of no use"
         elif finding.saving is None:
             text += " was found; what it costs in time is not known"
         else:
-            saving = saving_text(findings[0], {summary.name: summary for summary in summaries})
-            text += f" costs the most; curing it would save about {saving}"
+            (summary,) = (one for one in summaries if one.name == answer.training)
+            text += f" costs the most; curing it would save about {saving_text(finding.saving, answer, summary)}"
         return Verdict(outcome="findings", text=f"{text}{_below(len(findings) - 1, 'more finding')}.")
-    failed = next((one for one in summaries if one.failed), None)
-    if failed:
-        return Verdict(outcome="failed", text=f"{labels.training(failed.name)} ended with an error: {failed.failed}")
+    if failed := next((one for one in summaries if one.failed), None):
+        return Verdict(outcome="failed", text=f"{training_label(failed.name)} ended with an error: {failed.failed}")
     notes = _below(len(every), "note")
     short = {summary.name: text for summary in summaries if (text := _too_short(given, summary))}
     if short:
@@ -118,7 +112,7 @@ def verdict(given: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> Ve
         advice = f"train longer ({settings}) before you trust that nothing was found"
         return Verdict(outcome="too_short", text=f"Too short to judge: {', '.join(short.values())}; {advice}{notes}.")
     judged = {one.rule for one in given if isinstance(one.outcome, Healthy)}
-    unjudged = {one.rule for one in given} - judged - {one.answer.rule for one in every}
+    unjudged = {one.rule for one in given} - judged - {answer.rule for answer, _ in every}
     looked = f"{_counted(len(judged), 'rule')} looked and found nothing" if judged else "no rule could judge it"
     rest = f", {_counted(len(unjudged), 'rule')} could not judge" if judged and unjudged else ""
     return Verdict(
@@ -150,15 +144,14 @@ def _too_short(given: Sequence[Answer], summary: TrainingSummary) -> str:
     if missed <= UNJUDGED_MOST * (judged + missed):
         return ""
     steps = _counted(summary.steps, "step")
-    return f"{missed} of {_counted(len(outcomes), 'rule')} on {labels.training(summary.name)} ({steps})"
+    return f"{missed} of {_counted(len(outcomes), 'rule')} on {training_label(summary.name)} ({steps})"
 
 
-def saving_text(one: RankedFinding, summaries: Mapping[str, TrainingSummary]) -> str:
-    """Format a saving: `41 s (12 % of the training, $0.40)`."""
-    assert one.finding.saving is not None
-    seconds, whole = one.finding.saving.seconds, summaries[one.answer.training].recorded_s
+def saving_text(saving: Saving, answer: Answer, summary: TrainingSummary) -> str:
+    """Format what a finding's saving comes to: `41 s (12 % of the training, $0.40)`."""
+    seconds, whole = saving.seconds, summary.recorded_s
     share = f"{formatting.percent(seconds / whole)} of the training" if whole else ""
-    notes = [note for note in (share, dollars_text(one.answer.dollars)) if note]
+    notes = [note for note in (share, dollars_text(answer.dollars)) if note]
     return f"{formatting.duration(seconds)} ({', '.join(notes)})" if notes else formatting.duration(seconds)
 
 

@@ -38,14 +38,10 @@ class HangWatchdog:
     def __init__(
         self, seconds: float, *, paused: Callable[[], bool], on_hang: Callable[[float, str], str], ends: bool
     ) -> None:
-        """Around what the current thread does.
+        """Watch what the current thread does; `paused` tells whether the time does not count at the moment.
 
-        Args:
-            seconds: how long without a reset is too long.
-            paused: whether the time does not count at the moment.
-            on_hang: takes the seconds since the last reset and where the thread is; gives the message for its end. Called in the watchdog's
-                thread.
-            ends: whether to end what hangs; only the main thread can be ended.
+        `on_hang` takes the seconds since the last reset and where the thread is, in the thread of the watchdog, and gives the message for
+        the end of what hangs, if it `ends`; only the main thread can be ended.
         """
         self._seconds, self._paused, self._on_hang = seconds, paused, on_hang
         self._watched = threading.current_thread()
@@ -110,14 +106,9 @@ class LiveRules:
     def __init__(
         self, recorder: Recorder, settings: WatchSettings, *, tracker: Tracker, say: Callable[[str], None], active: bool
     ) -> None:
-        """Of the training that `recorder` records.
+        """Judge the training that `recorder` records, which also takes what that costs; `say` shows a line.
 
-        Args:
-            recorder: has what was recorded so far, and takes what judging costs.
-            settings: which rules, how often, and which of them end the training.
-            tracker: takes findings to MLflow.
-            say: shows a line.
-            active: whether this process judges; one of them is enough.
+        One `active` process is enough.
         """
         self._recorder, self._settings = recorder, settings
         self._tracker, self._say, self._active = tracker, say, active

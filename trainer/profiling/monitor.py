@@ -11,7 +11,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import psutil
@@ -23,182 +24,151 @@ SAMPLES_KEPT = 8192
 """Rows of the table; at half a second's interval it is full, and halved, for the first time after 68 minutes."""
 
 
-class Signal(Protocol):
+@dataclass(frozen=True)
+class Signal:
     """Some columns that are read together."""
 
-    @property
-    def columns(self) -> Sequence[str]: ...
-
-    def read(self) -> Sequence[float]:
-        """One value for each column, over the time since the last call where it is a rate.
-
-        Raises:
-            Exception: the signal cannot be read here.
-        """
-        ...
+    columns: Sequence[str]
+    read: Callable[[], Sequence[float]]
+    """One value for each column, over the time since the last call where it is a rate; raises where it cannot be read here."""
 
 
-class CpuSignal:
+def _growth(counters: Callable[[], Any]) -> Callable[[], Series]:
+    """Give by how much counters grow from one reading to the next."""
+    last = np.asarray(counters(), dtype=float)
+
+    def read() -> Series:
+        nonlocal last
+        before, last = last, np.asarray(counters(), dtype=float)
+        return np.asarray(last - before)
+
+    return read
+
+
+def _rates(counters: Callable[[], Sequence[float]]) -> Callable[[], list[float]]:
+    """Give how much counters grow in a second, from one reading to the next."""
+    growth = _growth(lambda: (time.perf_counter(), *counters()))
+
+    def read() -> list[float]:
+        seconds, *grown = growth().tolist()
+        return [counter / max(seconds, 1e-9) for counter in grown]
+
+    return read
+
+
+def _core_seconds() -> Series:
+    """What each core has spent its time on, [cores, kinds of time], without that of guests, which `user` counts already."""
+    return np.array([core[:8] for core in psutil.cpu_times(percpu=True)])
+
+
+def cpu_signal() -> Signal:
     """Share of time each core was busy, and the share of all cores that waited for input or output, in percent."""
+    kinds, cores = psutil.cpu_times()._fields, psutil.cpu_count() or 1
+    growth = _growth(_core_seconds)
 
-    def __init__(self) -> None:
-        self._last = psutil.cpu_times(percpu=True)
-        self.columns = [*(f"cpu{core}_percent" for core in range(len(self._last))), "iowait_percent"]
-
-    def read(self) -> Sequence[float]:
+    def read() -> list[float]:
         # psutil.cpu_percent keeps its last reading in a global, which anything else in this process would reset.
-        now = psutil.cpu_times(percpu=True)
-        spent = [np.subtract(after[:8], before[:8]) for before, after in zip(self._last, now, strict=True)]
-        fields = now[0]._fields[:8]
-        self._last = now
-        total = [max(float(core.sum()), 1e-9) for core in spent]
-        waits = [float(core[fields.index("iowait")]) if "iowait" in fields else 0.0 for core in spent]
-        idle = [float(core[fields.index("idle")]) for core in spent]
-        busy = [100 * (1 - (i + w) / t) for i, w, t in zip(idle, waits, total, strict=True)]
-        return [*np.clip(busy, 0, 100).tolist(), 100 * sum(waits) / sum(total)]
+        spent = growth()
+        total = np.maximum(spent.sum(axis=1), 1e-9)
+        waits = spent[:, kinds.index("iowait")] if "iowait" in kinds else np.zeros(len(spent))
+        busy = 100 * (1 - (spent[:, kinds.index("idle")] + waits) / total)
+        return [*np.clip(busy, 0, 100).tolist(), 100 * float(waits.sum() / total.sum())]
+
+    return Signal([*(f"cpu{core}_percent" for core in range(cores)), "iowait_percent"], read)
 
 
-class MemorySignal:
-    """Memory of the machine that is in use and cannot be freed, in bytes."""
-
-    columns = ("memory_used_bytes",)
-
-    def read(self) -> Sequence[float]:
-        memory = psutil.virtual_memory()
-        return (memory.total - memory.available,)
-
-
-class _Rates:
-    """How much counters grow in a second, from one reading to the next."""
-
-    def __init__(self, *counters: float) -> None:
-        self._last = (time.perf_counter(), *counters)
-
-    def since_last(self, *counters: float) -> list[float]:
-        now, before = (time.perf_counter(), *counters), self._last
-        self._last = now
-        seconds = max(now[0] - before[0], 1e-9)
-        return [(after - first) / seconds for after, first in zip(now[1:], before[1:], strict=True)]
-
-
-class ProcessSignal:
+def process_signal() -> Signal:
     """This process: resident memory, also without what it shares (mapped files), in bytes; CPU time in percent of one core."""
+    process, rates = psutil.Process(), _rates(lambda: (time.process_time(),))
 
-    columns = ("process_rss_bytes", "process_private_bytes", "process_cpu_percent")
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._rates = _Rates(time.process_time())
-
-    def read(self) -> Sequence[float]:
-        (share,) = self._rates.since_last(time.process_time())
-        memory = self._process.memory_info()
+    def read() -> Sequence[float]:
+        (share,), memory = rates(), process.memory_info()
         return (memory.rss, memory.rss - getattr(memory, "shared", 0), 100 * share)
 
+    return Signal(("process_rss_bytes", "process_private_bytes", "process_cpu_percent"), read)
 
-class StolenSignal:
+
+def stolen_signal() -> Signal:
     """What the host of a virtual machine takes of the core that the training's thread is on, in percent of the time.
 
     Linux counts that steal for each core in /proc/stat, and for no thread.
     """
+    if not psutil.LINUX:
+        raise LookupError("only Linux counts what a virtual machine's host takes")
+    process, steal, growth = psutil.Process(), psutil.cpu_times()._fields.index("steal"), _growth(_core_seconds)
 
-    columns = ("stolen_percent",)
+    def read() -> Sequence[float]:
+        spent = growth()[process.cpu_num()]
+        return (100 * float(spent[steal] / max(spent.sum(), 1e-9)),)
 
-    def __init__(self) -> None:
-        if not psutil.LINUX:
-            raise LookupError("only Linux counts what a virtual machine's host takes")
-        self._process = psutil.Process()
-        self._last = psutil.cpu_times(percpu=True)
-
-    def read(self) -> Sequence[float]:
-        core, before, now = self._process.cpu_num(), self._last, psutil.cpu_times(percpu=True)
-        self._last = now
-        spent = np.subtract(now[core][:8], before[core][:8])  # without guests, which `user` counts already
-        return (100 * float(spent[now[core]._fields.index("steal")]) / max(float(spent.sum()), 1e-9),)
+    return Signal(("stolen_percent",), read)
 
 
-class LoadersSignal:
-    """The loader processes of this process: their CPU time together, in percent of one core; NaN while there are none."""
+def loaders_signal(pids: Callable[[], Sequence[int]]) -> Signal:
+    """The loader processes of this process, whose ids `pids` gives: their CPU time together, in percent of one core; NaN without any."""
+    processes: dict[int, psutil.Process] = {}
 
-    columns = ("loaders_cpu_percent",)
-
-    def __init__(self, pids: Callable[[], Sequence[int]]) -> None:
-        """`pids` gives their ids now."""
-        self._pids = pids
-        self._processes: dict[int, psutil.Process] = {}
-        self._rates = _Rates(math.nan)
-
-    def read(self) -> Sequence[float]:
-        times = []  # of all of them; NaN where there are none, or one has ended
-        for pid in self._pids():
+    def spent() -> Sequence[float]:
+        """Of all of them; NaN where there are none, or one has ended."""
+        times = []
+        for pid in pids():
             try:
-                if pid not in self._processes:
-                    self._processes[pid] = psutil.Process(pid)
-                spent = self._processes[pid].cpu_times()
-                times.append(spent.user + spent.system)
+                if pid not in processes:
+                    processes[pid] = psutil.Process(pid)
+                of_process = processes[pid].cpu_times()
             except psutil.NoSuchProcess:
-                times = [math.nan]
-                break
-        (share,) = self._rates.since_last(math.fsum(times) if times else math.nan)
-        return (100 * share,)
+                return (math.nan,)
+            times.append(of_process.user + of_process.system)
+        return (math.fsum(times) if times else math.nan,)
+
+    rates = _rates(spent)
+    return Signal(("loaders_cpu_percent",), lambda: (100 * rates()[0],))
 
 
-class CounterSignal:
-    """Rates of two counters of the operating system, in bytes a second."""
-
-    def __init__(self, columns: tuple[str, str], counters: Callable[[], tuple[float, float]]) -> None:
-        self.columns = columns
-        self._counters = counters
-        self._rates = _Rates(*counters())
-
-    def read(self) -> Sequence[float]:
-        return self._rates.since_last(*self._counters())
+def _gpu_signal(
+    device: torch.device, columns: Sequence[str], read: Callable[[torch.device], Sequence[float]]
+) -> Signal:
+    """The GPU that this process trains on."""
+    if device.type != "cuda":
+        raise LookupError(f"the training runs on {device.type}")
+    return Signal(columns, lambda: read(device))
 
 
-class _OfGpu:
-    """A signal of the GPU that this process trains on."""
-
-    def __init__(self, device: torch.device) -> None:
-        if device.type != "cuda":
-            raise LookupError(f"the training runs on {device.type}")
-        self._device = device
+def _gpu_utilization(device: torch.device) -> Sequence[float]:
+    """Share of the last sampling period of NVML in which a kernel ran, in percent."""
+    return (float(torch.cuda.utilization(device)),)
 
 
-class GpuSignal(_OfGpu):
-    """The GPU that this process trains on: utilisation in percent, as NVML sees it."""
-
-    columns = ("gpu_percent",)
-
-    def read(self) -> Sequence[float]:
-        """Share of the last sampling period of NVML in which a kernel ran."""
-        return (float(torch.cuda.utilization(self._device)),)
+_GPU_MEMORY = ("gpu_memory_used_bytes", "gpu_memory_total_bytes", "gpu_memory_allocated_bytes")
 
 
-class GpuMemorySignal(_OfGpu):
-    """The memory of the GPU that this process trains on, in bytes: used by any process, there is, held by this process's tensors."""
-
-    columns = ("gpu_memory_used_bytes", "gpu_memory_total_bytes", "gpu_memory_allocated_bytes")
-
-    def read(self) -> Sequence[float]:
-        free, total = torch.cuda.mem_get_info(self._device)
-        return (float(total - free), float(total), float(torch.cuda.memory_allocated(self._device)))
+def _gpu_memory(device: torch.device) -> Sequence[float]:
+    """In bytes: used by any process, there is, held by this process's tensors."""
+    free, total = torch.cuda.mem_get_info(device)
+    return (float(total - free), float(total), float(torch.cuda.memory_allocated(device)))
 
 
-def _disk_counters() -> tuple[float, float]:
+def _memory() -> Sequence[float]:
+    """Memory of the machine that is in use and cannot be freed, in bytes."""
+    memory = psutil.virtual_memory()
+    return (memory.total - memory.available,)
+
+
+def _disk_counters() -> Sequence[float]:
     counters = psutil.disk_io_counters()
     if counters is None:
         raise LookupError("the operating system shows no disk")
     return (counters.read_bytes, counters.write_bytes)
 
 
-def _swap_counters() -> tuple[float, float]:
+def _swap_counters() -> Sequence[float]:
     memory = psutil.swap_memory()
     if not memory.total:
         raise LookupError("the machine has no swap")
     return (memory.sin, memory.sout)
 
 
-def _network_counters() -> tuple[float, float]:
+def _network_counters() -> Sequence[float]:
     outside = [counters for name, counters in psutil.net_io_counters(pernic=True).items() if name != "lo"]
     if not outside:
         raise LookupError("the operating system shows no network interface but the loopback")
@@ -208,32 +178,25 @@ def _network_counters() -> tuple[float, float]:
 def signals(
     device: torch.device, *, machine: bool, loaders: Callable[[], Sequence[int]] = tuple
 ) -> dict[str, Callable[[], Signal]]:
-    """How each signal is set up, by name.
-
-    Args:
-        device: on which this process trains.
-        machine: whether to add the signals of the whole machine.
-        loaders: gives the ids of this process's loader processes.
-    """
+    """How each signal is set up, by name: of this process, whose loader processes have the ids that `loaders` gives, and of the machine."""
     of_process: dict[str, Callable[[], Signal]] = {
-        "process": ProcessSignal,
-        "stolen": StolenSignal,
-        "loaders": lambda: LoadersSignal(loaders),
-        "gpu_utilization": lambda: GpuSignal(device),
-        "gpu_memory": lambda: GpuMemorySignal(device),
+        "process": process_signal,
+        "stolen": stolen_signal,
+        "loaders": lambda: loaders_signal(loaders),
+        "gpu_utilization": lambda: _gpu_signal(device, ("gpu_percent",), _gpu_utilization),
+        "gpu_memory": lambda: _gpu_signal(device, _GPU_MEMORY, _gpu_memory),
     }
     if device.type == "xla":
-        from trainer.profiling.xla_counters import XlaMemorySignal
+        from trainer.profiling.xla_counters import memory_signal
 
-        of_process["device_memory"] = lambda: XlaMemorySignal(device)
+        of_process["device_memory"] = lambda: memory_signal(device)
+    network = ("network_received_bytes_per_s", "network_sent_bytes_per_s")
     of_machine: dict[str, Callable[[], Signal]] = {
-        "cpu": CpuSignal,
-        "memory": MemorySignal,
-        "disk": lambda: CounterSignal(("disk_read_bytes_per_s", "disk_write_bytes_per_s"), _disk_counters),
-        "swap": lambda: CounterSignal(("swap_in_bytes_per_s", "swap_out_bytes_per_s"), _swap_counters),
-        "network": lambda: CounterSignal(
-            ("network_received_bytes_per_s", "network_sent_bytes_per_s"), _network_counters
-        ),
+        "cpu": cpu_signal,
+        "memory": lambda: Signal(("memory_used_bytes",), _memory),
+        "disk": lambda: Signal(("disk_read_bytes_per_s", "disk_write_bytes_per_s"), _rates(_disk_counters)),
+        "swap": lambda: Signal(("swap_in_bytes_per_s", "swap_out_bytes_per_s"), _rates(_swap_counters)),
+        "network": lambda: Signal(network, _rates(_network_counters)),
     }
     return (of_machine if machine else {}) | of_process
 

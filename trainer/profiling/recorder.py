@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import os
 import platform
+import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import psutil
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from trainer.config import EvidenceSettings
 from trainer.costs import place_here
@@ -24,10 +27,13 @@ from trainer.profiling.evidence import (
     SCHEMA_VERSION,
     TENSOR_COLUMNS,
     AttemptRecord,
+    Category,
     CommunicationRecord,
     CompilationRecord,
     ContextRecord,
     Curve,
+    Operator,
+    OperatorTable,
     OutsideRecord,
     ProcessRecord,
     RankEvidence,
@@ -40,13 +46,116 @@ from trainer.profiling.evidence import (
     write_rank,
 )
 from trainer.profiling.monitor import Monitor, signals
-from trainer.profiling.operator_windows import OperatorWindows
 from trainer.profiling.series import ThinnedTable
 from trainer.profiling.tensor_sampler import SampledModel, TensorSampler
-from trainer.profiling.timeline import PROFILER, Clock, CudaClock, HostClock, Timeline, recording_to, seconds_of_a_mark
+from trainer.profiling.timeline import PROFILER, CudaClock, HostClock, Timeline, recording_to, seconds_of_a_mark
 
 if TYPE_CHECKING:
     from trainer.profiling.xla_counters import XlaCounters
+
+_OUTLINE = re.compile(r"^ProfilerStep|^\[pytorch\|profiler\]|^\[memory\]")
+
+_CATEGORIES: Mapping[Category, str] = {
+    "communication": r"c10d|gloo|nccl|all_?reduce|all_?gather|reduce_scatter|broadcast_|DistributedDataParallel",
+    "optimiser": r"^Optimizer\.|^aten::_foreach_|^aten::_fused_(adam|sgd)|multi_tensor_apply",
+    "attention": r"attention|flash_(fwd|bwd)|fmha",
+    "convolution": r"conv(olution|\d|_|$)|(fprop|dgrad|wgrad)",
+    "normalisation": r"(layer|batch|group|rms|instance)_?norm",
+    "matrix product": r"^aten::((add|b|baddb)?mm|linear|matmul|dot|mv|addmv|einsum)(_|$)|gemm|mkldnn_linear|cutlass",
+    "copy": r"copy|clone|contiguous|memcpy|memset|^aten::(cat|stack|to|fill_|zero_|pad|index_select)$|CatArray",
+}
+"""The first pattern that fits, in letters of any case, decides: NCCL's kernels are communication although they copy."""
+
+
+class OperatorWindows:
+    """torch.profiler around some steps, `length` of them from each of `starts` on; it never raises into the training.
+
+    `table` holds the operators of all windows that were closed, or `missing` says why there are none.
+    """
+
+    def __init__(self, starts: Sequence[int], length: int, device: torch.device) -> None:
+        self.steps = frozenset(step for start in starts for step in range(start, start + length))
+        """Counted from the start of the recording."""
+        self.active = False
+        """Whether steps are slowed by it now."""
+        self.missing = "" if self.steps else "turned off (operators_steps is 0, or operators_at empty)"
+        self._device = device
+        self._profile: profile | None = None
+        self._opened = self._seen = 0
+        self._operators: dict[tuple[str, str], Operator] = {}
+
+    @property
+    def table(self) -> OperatorTable | None:
+        """By time, the longest first; none before a window was closed."""
+        if not self._seen:
+            return None
+        rows = sorted(self._operators.values(), key=lambda row: (-row.self_device_ms, -row.self_cpu_ms, row.name))
+        return OperatorTable(steps=self._seen, operators=tuple(rows))
+
+    def open(self, step: int) -> None:
+        """Start the profiler before a step."""
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else its tracer reports to the terminal that there is no GPU
+        try:
+            self._profile = profile(activities=activities)
+            self._profile.start()
+        except RuntimeError as error:  # the device's tracing is not permitted, say
+            self._profile = None
+            self.missing = f"torch.profiler did not start: {error}"
+            return
+        self.active, self._opened = True, step
+
+    def close(self, step: int) -> None:
+        """Stop the profiler after a step and add what it saw."""
+        profiled = self._stop()
+        if profiled is not None:
+            for row in profiled.key_averages():
+                self._add(row)
+            self._seen += step + 1 - self._opened
+
+    def finish(self, steps_seen: int) -> None:
+        """Called after the last step; says why there is no table if there is none. What an unfinished window saw is dropped."""
+        cut = self._stop() is not None
+        if self._seen or self.missing:
+            return
+        first = f"the first window would have begun at {min(self.steps)}"
+        self.missing = f"the training ended after {steps_seen} steps, " + (
+            f"within the window from step {self._opened}" if cut else f"and {first}"
+        )
+
+    def _stop(self) -> profile | None:
+        profiled, self._profile, self.active = self._profile, None, False
+        try:
+            if profiled is not None:
+                profiled.stop()
+        except RuntimeError as error:  # as in `open`
+            self.missing = f"torch.profiler gave no result: {error}"
+            return None
+        return profiled
+
+    def _add(self, row: Any) -> None:
+        """Add a row of torch.profiler's averages, whose class has no public name."""
+        name = str(row.key)
+        kind: Literal["operator", "kernel"] = "operator" if row.device_type.name == "CPU" else "kernel"
+        cpu_ms, device_ms = float(row.self_cpu_time_total) / 1000, float(row.self_device_time_total) / 1000
+        if not (cpu_ms or device_ms) or _OUTLINE.search(name):
+            return
+        known = self._operators.get((kind, name))
+        self._operators[kind, name] = Operator(
+            name=name,
+            kind=kind,
+            category=category_of(name),
+            calls=int(row.count) + (known.calls if known else 0),
+            self_cpu_ms=cpu_ms + (known.self_cpu_ms if known else 0.0),
+            self_device_ms=device_ms + (known.self_device_ms if known else 0.0),
+        )
+
+
+def category_of(name: str) -> Category:
+    """Tell the kind of work that an operator or kernel does by its name."""
+    return next((category for category, pattern in _CATEGORIES.items() if re.search(pattern, name, re.I)), "other")
 
 
 class Compilations:
@@ -57,13 +166,8 @@ class Compilations:
         """Of each step that compiled something."""
         self._timeline = timeline
         self._began = 0.0
-        self._hooks = CompileHooks(self._started, self._ended)
-
-    def start(self) -> None:
-        self._hooks.add()
-
-    def stop(self) -> None:
-        self._hooks.remove()
+        hooks = CompileHooks(self._started, self._ended)
+        self.start, self.stop = hooks.add, hooks.remove
 
     def _started(self) -> None:
         self._began = time.perf_counter()
@@ -172,15 +276,7 @@ class Recorder:
         startup: Startup | None = None,
         sources: Sources | None = None,
     ) -> None:
-        """Of the training `name` in process `rank`.
-
-        Args:
-            settings: what is recorded, and how often.
-            name: `mae`, `finetune` or `distill`.
-            context: what is known of the training beside what is measured.
-            startup: what the time before it went into.
-            sources: what is read of the training while it runs.
-        """
+        """Record the training `name` (`mae`, `finetune` or `distill`) in process `rank`; `startup` knows what the time before went into."""
         sources = sources or Sources()
         self._settings, self._sources = settings, sources
         self.name = name
@@ -194,7 +290,7 @@ class Recorder:
             self._windows.missing = "recorded by rank 0 only"
         elif on_xla:
             self._windows.missing = "torch.profiler sees how operators are noted for XLA, not what the device computes"
-        clock: Clock[Any] = CudaClock(device) if device.type == "cuda" else HostClock()
+        clock = CudaClock(device) if device.type == "cuda" else HostClock()
         self._counters = _xla_counters() if on_xla else None
         self.timeline = Timeline(
             clock, windows=self._windows, counter=self._counters, queued=lambda: sources.loader.ready
@@ -206,7 +302,8 @@ class Recorder:
         self._startup = startup
         self._startup_s: dict[str, float] = {}
         self._compilations = self._counters or Compilations(self.timeline)
-        self._metrics: dict[str, ThinnedTable] = {}
+        columns = ["step", "seconds", "value"]
+        self._metrics: dict[str, ThinnedTable] = defaultdict(lambda: ThinnedTable(columns, METRIC_POINTS_KEPT))
         self._costs: dict[str, float] = {}
         self._monitor: Monitor | None = None
         self._began_unix = 0.0
@@ -260,8 +357,6 @@ class Recorder:
             return
         seconds = self.timeline.now_s() if seconds is None else seconds
         for name, value in values.items():
-            if name not in self._metrics:
-                self._metrics[name] = ThinnedTable(["step", "seconds", "value"], METRIC_POINTS_KEPT)
             self._metrics[name].append((step, seconds, value))
 
     def images_per_second(self) -> float | None:
@@ -280,7 +375,6 @@ class Recorder:
         steps, samples = self.timeline.steps, self._monitor.samples()
         names, spans = list(self.timeline.outside), self.timeline.spans
         moments, values = self.tensor_sampler.table()
-        curves = {name: table.array().T for name, table in self._metrics.items()}
         rank = RankEvidence(
             record=self._record(self._monitor),
             steps=dict(zip(steps.columns, steps.array().T, strict=True)),
@@ -297,8 +391,11 @@ class Recorder:
             ),
             system=dict(zip(self._monitor.columns, samples.T, strict=True)),
         )
-        metrics = {name: Curve(steps=curve[0], seconds=curve[1], values=curve[2]) for name, curve in curves.items()}
-        return TrainingEvidence(name=self.name, ranks=[rank], metrics=metrics)
+        curves = {}
+        for name, table in self._metrics.items():
+            points, seconds, values = table.array().T
+            curves[name] = Curve(steps=points, seconds=seconds, values=values)
+        return TrainingEvidence(name=self.name, ranks=[rank], metrics=curves)
 
     def write(self, directory: str | Path) -> None:
         """Write this rank's files below `directory`/NAME, an evidence artifact in the making.
@@ -309,7 +406,11 @@ class Recorder:
         write_rank(directory, self.snapshot())
 
     def _record(self, monitor: Monitor) -> RankRecord:
-        timeline, totals = self.timeline, self.timeline.totals
+        timeline, totals, startup = self.timeline, self.timeline.totals, self._startup_s
+        if timeline.first_step_s is not None:
+            compiling = sum(record.seconds for record in self._compilations.records.values() if record.step == 0)
+            parts = {"compile": compiling} if compiling else {}
+            startup = startup | parts | {"first_step": max(0.0, timeline.first_step_s - compiling)}
         return RankRecord(
             schema_version=SCHEMA_VERSION,
             name=self.name,
@@ -324,7 +425,7 @@ class Recorder:
             process=ProcessRecord(pid=os.getpid(), started_unix=started_unix(), imported_unix=IMPORTED_UNIX),
             place=place_here(),
             context=self._context,
-            startup=self._startup_parts(),
+            startup=startup,
             attempts=self._sources.attempts(),
             failed=self._failed,
             compilations=tuple(self._compilations.records.values()),
@@ -354,15 +455,6 @@ class Recorder:
             | self.tensor_sampler.missing
             | ({"operators": self._windows.missing} if self._windows.missing else {}),
         )
-
-    def _startup_parts(self) -> dict[str, float]:
-        """Where no step has ended yet, what came before the recording."""
-        seconds = self.timeline.first_step_s
-        if seconds is None:
-            return self._startup_s
-        compiling = sum(record.seconds for record in self._compilations.records.values() if record.step == 0)
-        parts = {"compile": compiling} if compiling else {}
-        return self._startup_s | parts | {"first_step": max(0.0, seconds - compiling)}
 
     def _overhead(self, monitor: Monitor) -> dict[str, float]:
         """What each part of watching has cost so far, in seconds; marks are timed after the end, for that waits for the device."""

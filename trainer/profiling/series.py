@@ -13,7 +13,7 @@ Rows = NDArray[np.intp]
 
 
 class ThinnedTable:
-    """Rows of numbers, at most `capacity` of them, spread evenly over everything that was appended.
+    """Rows of numbers, at most `capacity` (even) of them, spread evenly over everything that was appended.
 
     All rows are kept until the table is full. Then one of every two neighbours is dropped and from there on only one of every
     two appended rows is kept, then one of four, and so on (`stride`). Which one is drawn at random: a fixed choice would fall in with
@@ -22,8 +22,6 @@ class ThinnedTable:
     """
 
     def __init__(self, columns: Sequence[str], capacity: int) -> None:
-        if capacity < 2 or capacity % 2:
-            raise ValueError(f"capacity must be even and at least 2, got {capacity}")
         self.columns = list(columns)
         self.capacity = capacity
         self.stride = 1

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -168,14 +167,6 @@ TENSOR_SAMPLES_KEPT = 256
 """Samples that are kept after the first one; more of them are thinned evenly."""
 
 
-class _Sent(NamedTuple):
-    """A sample on its way to the host."""
-
-    step: int
-    seconds: float
-    measured: ReadBack
-
-
 @dataclass(frozen=True, kw_only=True)
 class SampledModel:
     """What is sampled, and how the processes of a training go about it."""
@@ -206,21 +197,17 @@ class TensorSampler:
         *,
         apart: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Of a model.
+        """Sample a model, if there is one; `apart` stands around the sampler's own work.
 
-        Args:
-            settings: how often, and at what cost.
-            timeline: records the training.
-            metrics: takes points of curves: the step, values by name, seconds since the recording began.
-            sampled: the model; none: nothing is sampled.
-            apart: stands around the sampler's own work.
+        `metrics` takes points of curves: the step, values by name, seconds since the recording began.
         """
         self._settings, self._timeline, self._metrics, self._apart = settings, timeline, metrics, apart
         self._tensors: TensorStats | None = None
         self._attention: AttentionEntropy | None = None
         self._first: list[Series] = []
         self._later = ThinnedTable(["step", "seconds"], 2)
-        self._sent: deque[_Sent] = deque()
+        self._sent: deque[tuple[int, float, ReadBack]] = deque()
+        """Step and second of each sample on its way to the host."""
         self._last_step: int | None = None
         self._agree = sampled.agree
         self._host_s = 0.0
@@ -262,16 +249,16 @@ class TensorSampler:
 
     def take_in(self) -> None:
         while self._has_arrived:
-            self._keep(self._sent.popleft())
+            self._keep(*self._sent.popleft())
 
     @property
     def _has_arrived(self) -> bool:
-        return bool(self._sent) and self._sent[0].measured.arrived
+        return bool(self._sent) and self._sent[0][2].arrived
 
     def finish(self) -> None:
         """Wait for what is on its way."""
         while self._sent:
-            self._keep(self._sent.popleft())
+            self._keep(*self._sent.popleft())
 
     def table(self) -> tuple[Series, Series]:
         """Step and second of each sample that has arrived, [L, 2], and what it saw, [L, tensors, columns]."""
@@ -298,7 +285,7 @@ class TensorSampler:
             measured = {"tensors": self._tensors.after_update()}
             if self._attention is not None:
                 measured["attention"] = self._attention.measure(forward)
-            self._sent.append(_Sent(step, self._timeline.now_s(), ReadBack(measured)))
+            self._sent.append((step, self._timeline.now_s(), ReadBack(measured)))
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -307,13 +294,13 @@ class TensorSampler:
             yield
         self._host_s += time.perf_counter() - start
 
-    def _keep(self, sent: _Sent) -> None:
-        measured = sent.measured.wait()
-        row = np.concatenate([[sent.step, sent.seconds], measured["tensors"].double().numpy().ravel()])
+    def _keep(self, step: int, seconds: float, sent: ReadBack) -> None:
+        measured = sent.wait()
+        row = np.concatenate([[step, seconds], measured["tensors"].double().numpy().ravel()])
         if self._first:
             self._later.append(row.tolist())
         else:
             self._first.append(row)
         if self._attention is not None:
             entropies = zip(self._attention.metrics, measured["attention"].tolist(), strict=True)
-            self._metrics(sent.step, {name: value for name, value in entropies if not math.isnan(value)}, sent.seconds)
+            self._metrics(step, {name: value for name, value in entropies if not math.isnan(value)}, seconds)

@@ -29,65 +29,44 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import add
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer.profiling.evidence import BETWEEN, OTHER, PHASES, SPAN_COLUMNS, STEP_COLUMNS
-from trainer.profiling.operator_windows import OperatorWindows
 from trainer.profiling.series import ThinnedTable
 
 if TYPE_CHECKING:
+    from trainer.profiling.recorder import OperatorWindows
     from trainer.profiling.xla_counters import XlaCounters
-
-Mark = TypeVar("Mark")
-
-
-class Clock(Protocol[Mark]):
-    """Marks points in the training's course and says, later, how far they lie apart."""
-
-    def mark(self) -> Mark:
-        """Mark this point."""
-        ...
-
-    def passed(self, mark: Mark) -> bool:
-        """Whether the device has come to the mark; never waits."""
-        ...
-
-    def wait(self, mark: Mark) -> None:
-        """Wait until the device has come to the mark."""
-        ...
-
-    def intervals(self, marks: Sequence[Mark]) -> list[float]:
-        """Seconds between neighbours of marks that were passed."""
-        ...
-
-    def release(self, marks: Sequence[Mark]) -> None:
-        """These marks are no longer needed."""
-        ...
 
 
 class HostClock:
-    """Marks are nanoseconds of the host's clock."""
+    """Marks points in the training's course and says, later, how far they lie apart; on the host, in nanoseconds of its clock."""
 
     def __init__(self, nanoseconds: Callable[[], int] = time.perf_counter_ns) -> None:
-        self.mark = nanoseconds
+        self._nanoseconds = nanoseconds
 
-    def passed(self, mark: int) -> bool:  # noqa: ARG002  # other clocks look at it
-        """Always: the host computes in the order of the program."""
+    def mark(self) -> Any:
+        """Mark this point."""
+        return self._nanoseconds()
+
+    def passed(self, mark: Any) -> bool:  # noqa: ARG002  # other clocks look at it
+        """Whether the device has come to the mark; never waits. The host computes in the order of the program."""
         return True
 
-    def wait(self, mark: int) -> None:
-        """Nothing to wait for."""
+    def wait(self, mark: Any) -> None:
+        """Wait until the device has come to the mark."""
 
-    def intervals(self, marks: Sequence[int]) -> list[float]:
+    def intervals(self, marks: Sequence[Any]) -> list[float]:
+        """Seconds between neighbours of marks that were passed."""
         return [(end - start) * 1e-9 for start, end in pairwise(marks)]
 
-    def release(self, marks: Sequence[int]) -> None:
-        """Nothing to give back."""
+    def release(self, marks: Sequence[Any]) -> None:
+        """Take back marks that are no longer needed."""
 
 
-class CudaClock:
+class CudaClock(HostClock):
     """Marks are events on the current stream of a GPU, used again and again."""
 
     def __init__(self, device: torch.device) -> None:
@@ -109,27 +88,7 @@ class CudaClock:
         return [float(start.elapsed_time(end)) * 1e-3 for start, end in pairwise(marks)]
 
     def release(self, marks: Sequence[torch.cuda.Event]) -> None:
-        """Keep the events for later marks."""
         self._free.extend(marks)
-
-
-class ThreadTime:
-    """How long the thread that opens it has waited for a core, as Linux counts it."""
-
-    def __init__(self) -> None:
-        self._file: int | None = None
-
-    def open(self) -> None:
-        """Begin; where the kernel does not say, times are NaN."""
-        try:
-            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-            weakref.finalize(self, os.close, self._file)
-        except OSError:
-            self._file = None
-
-    def delayed_ns(self) -> float:
-        """Nanoseconds since the thread began."""
-        return math.nan if self._file is None else int(os.pread(self._file, 64, 0).split()[1])
 
 
 INTERRUPTED = "interrupted"
@@ -165,14 +124,8 @@ class _Segment:
     step: int = -1
     images: int = 0
     profiled: bool = False
-    host_ns: int = 0
-    host_data_ns: int = 0
-    cpu_ns: int = 0
-    delayed_ns: float = math.nan
-    data_cpu_ns: int = 0
-    data_delayed_ns: float = 0.0
-    backward_cpu_ns: int = 0
-    backward_delayed_ns: float = 0.0
+    thread_ns: dict[int, list[float]] = field(default_factory=dict)
+    """Of the step, as `_OTHER_COLUMN`, and of each of `_MAY_WAIT` on the host: how long, of that on a core, and ready without one."""
     queued: float = math.nan
     transfers: float = math.nan
 
@@ -231,7 +184,7 @@ class Timeline:
 
     def __init__(
         self,
-        clock: Clock[Any],
+        clock: HostClock,
         *,
         windows: OperatorWindows | None = None,
         counter: XlaCounters | None = None,
@@ -240,16 +193,9 @@ class Timeline:
         steps_kept: int = STEPS_KEPT,
         spans_kept: int = SPANS_KEPT,
     ) -> None:
-        """Record with `clock`.
+        """Record with `clock`, and with `nanoseconds` what the host does; `queued` gives the batches that the loader processes have ready.
 
-        Args:
-            clock: marks beginnings and ends.
-            windows: around some of the steps; what opening and closing them costs counts outside of the steps.
-            counter: counts transfers within steps.
-            queued: gives the batches that the loader processes have ready, for each step.
-            nanoseconds: the host's clock.
-            steps_kept: rows of the table of steps.
-            spans_kept: rows of the table of what lies outside of them.
+        What opening and closing `windows` costs counts outside of the steps.
         """
         self.ranges = [OTHER, *PHASES]
         """Columns of time inside of steps, by their path."""
@@ -260,7 +206,7 @@ class Timeline:
         self.outside: dict[str, OutsideTotal] = {BETWEEN: OutsideTotal()}
         self.totals = StepTotals(ranges=[0.0] * len(self.ranges))
         self.origin_ns = 0
-        """Time of the host's clock at which the recording began."""
+        """When the recording began, by the host's clock."""
         self.first_step_s: float | None = None
         """End of the first step, by the host's clock since the recording began."""
         self.clock = clock
@@ -268,20 +214,32 @@ class Timeline:
         self._windows = windows
         self._counter = counter
         self._queued = queued
-        self._ordinal = 0
+        self.steps_completed = 0
+        """By the host, since the recording began."""
         self._span_objects: dict[str, _Span] = {}
         self._columns: dict[tuple[int, str], int] = {}
         self._pending: deque[_Segment] = deque()
         self._segment: _Segment | None = None
         self._open: list[int] = []
-        self._thread = ThreadTime()
+        self._schedstat: int | None = None
+        """File in which Linux counts how long the training's thread waits for a core; none where the kernel does not."""
 
     # -- what the training calls
 
     @contextmanager
     def step(self, step: int, *, images: int = 0) -> Iterator[None]:
         """One optimiser step; `images` is how many it takes over all processes and micro-batches (0: unknown)."""
-        self._begin_step(step, images)
+        if self._current().inside_step or self._open:
+            raise RuntimeError(f"step {step} begins inside of a step or range; end that first")
+        self._at_window(opens=True)
+        mark = self.clock.mark()
+        self._hand_over(self._current(), mark)
+        self._segment = _Segment(marks=[mark], owners=[_OTHER_COLUMN], start_ns=self._nanoseconds(), step=step)
+        self._segment.images = images
+        self._segment.profiled = self._windows is not None and self._windows.active
+        self._count_thread(self._segment, _OTHER_COLUMN, -1)
+        if self._counter is not None:
+            self._counter.begin(self.steps_completed)
         completed = False
         try:
             yield
@@ -295,9 +253,8 @@ class Timeline:
         Raises:
             ValueError: the name is reserved or holds a slash.
         """
-        known = self._span_objects.get(name)
-        if known is not None:
-            return known
+        if name in self._span_objects:
+            return self._span_objects[name]
         if name in (OTHER, BETWEEN, INTERRUPTED) or "/" in name or not name:
             raise ValueError(
                 f"range {name!r}: must be a name without a slash and not one of {OTHER}, {BETWEEN}, {INTERRUPTED}"
@@ -311,11 +268,6 @@ class Timeline:
     def inside_step(self) -> bool:
         return self._segment is not None and self._segment.inside_step
 
-    @property
-    def steps_completed(self) -> int:
-        """By the host, since the recording began."""
-        return self._ordinal
-
     def now_s(self) -> float:
         """Seconds since the recording began, by the host's clock."""
         return self._since_origin(self._nanoseconds())
@@ -328,7 +280,11 @@ class Timeline:
 
     def start(self) -> None:
         self.origin_ns = self._nanoseconds()
-        self._thread.open()
+        try:
+            self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._schedstat)
+        except OSError:  # the kernel does not count it
+            self._schedstat = None
         self._begin_outside(self.clock.mark())
 
     def catch_up(self) -> None:
@@ -340,8 +296,7 @@ class Timeline:
     def finish(self) -> None:
         """End the recording: wait for the device to pass the last mark and take in what is on its way."""
         segment = self._current()
-        segment.marks.append(self.clock.mark())
-        self._hand_over(segment)
+        self._hand_over(segment, self.clock.mark())
         self._segment = None
         self.clock.wait(segment.marks[-1])
         self._take_in_passed()
@@ -356,49 +311,23 @@ class Timeline:
     def _begin_outside(self, mark: Any) -> None:
         self._segment = _Segment(marks=[mark], owners=[0], start_ns=self._nanoseconds())
 
-    def _begin_step(self, step: int, images: int) -> None:
-        if self._current().inside_step or self._open:
-            raise RuntimeError(f"step {step} begins inside of a step or range; end that first")
-        self._at_window(opens=True)
-        outside = self._current()
-        mark = self.clock.mark()
-        outside.marks.append(mark)
-        self._hand_over(outside)
-        self._segment = _Segment(
-            marks=[mark],
-            owners=[_OTHER_COLUMN],
-            start_ns=self._nanoseconds(),
-            step=step,
-            images=images,
-            cpu_ns=-time.thread_time_ns(),
-            delayed_ns=-self._thread.delayed_ns(),
-            profiled=self._windows is not None and self._windows.active,
-        )
-        if self._counter is not None:
-            self._counter.begin(self._ordinal)
-
     def _end_step(self, *, completed: bool) -> None:
         segment = self._current()
         if self._counter is not None:
-            segment.transfers = self._counter.end(self._ordinal)
+            segment.transfers = self._counter.end(self.steps_completed)
         mark = self.clock.mark()
-        now = self._nanoseconds()
-        segment.marks.append(mark)
-        segment.host_ns = now - segment.start_ns
-        segment.cpu_ns += time.thread_time_ns()
-        segment.delayed_ns += self._thread.delayed_ns()
+        self._count_thread(segment, _OTHER_COLUMN, 1)
         segment.queued = self._queued()
         if not completed:
-            segment = _Segment(
-                marks=[segment.marks[0], mark], owners=[self._outside_index(INTERRUPTED)], start_ns=segment.start_ns
-            )
-        self._hand_over(segment)
+            owners = [self._outside_index(INTERRUPTED)]
+            segment = _Segment(marks=segment.marks[:1], owners=owners, start_ns=segment.start_ns)
+        self._hand_over(segment, mark)
         self._begin_outside(mark)
         if completed:
             if self.first_step_s is None:
-                self.first_step_s = self._since_origin(now)
+                self.first_step_s = self.now_s()
             self._at_window(opens=False)
-            self._ordinal += 1
+            self.steps_completed += 1
         self._take_in_passed()
 
     def _enter(self, name: str) -> None:
@@ -427,20 +356,15 @@ class Timeline:
                 self._count_thread(segment, column, 1)
         elif not self._open:
             mark = self.clock.mark()
-            segment.marks.append(mark)
-            self._hand_over(segment)
+            self._hand_over(segment, mark)
             self._begin_outside(mark)
             self._take_in_passed()
 
     def _count_thread(self, segment: _Segment, column: int, sign: int) -> None:
-        """What the thread gets of a core in a phase in which it may wait for others, as it begins (-1) and ends (1)."""
-        if column == _DATA_COLUMN:
-            segment.host_data_ns += sign * self._nanoseconds()
-            segment.data_cpu_ns += sign * time.thread_time_ns()
-            segment.data_delayed_ns += sign * self._thread.delayed_ns()
-        else:
-            segment.backward_cpu_ns += sign * time.thread_time_ns()
-            segment.backward_delayed_ns += sign * self._thread.delayed_ns()
+        """Count the host's time of a step, or of a phase in which it may wait, as that begins (-1) and ends (1)."""
+        delayed_ns = math.nan if self._schedstat is None else int(os.pread(self._schedstat, 64, 0).split()[1])
+        counted = segment.thread_ns.setdefault(column, [0, 0, 0])
+        counted[:] = map(add, counted, (sign * self._nanoseconds(), sign * time.thread_time_ns(), sign * delayed_ns))
 
     # -- names
 
@@ -466,7 +390,7 @@ class Timeline:
 
     def _at_window(self, *, opens: bool) -> None:
         """Open a window before the first of its steps, and close it after the last."""
-        windows, ordinal = self._windows, self._ordinal
+        windows, ordinal = self._windows, self.steps_completed
         neighbour = ordinal - 1 if opens else ordinal + 1
         if windows is not None and ordinal in windows.steps and neighbour not in windows.steps:
             with self.span(PROFILER):
@@ -474,7 +398,9 @@ class Timeline:
 
     # -- from marks to seconds
 
-    def _hand_over(self, segment: _Segment) -> None:
+    def _hand_over(self, segment: _Segment, last: Any) -> None:
+        """End a segment with its last mark; it is taken in when the device has passed that."""
+        segment.marks.append(last)
         self._pending.append(segment)
         if len(self._pending) > MOST_PENDING:
             given_up = self._pending.popleft()
@@ -508,6 +434,10 @@ class Timeline:
         self.totals.profiled += segment.profiled
         self.totals.profiled_seconds += total * segment.profiled
         self.totals.ranges[:] = map(add, self.totals.ranges, seconds)
+        host, data, backward = (
+            [1e-9 * value for value in segment.thread_ns.get(column, (0, 0, 0))]
+            for column in (_OTHER_COLUMN, _DATA_COLUMN, _BACKWARD_COLUMN)
+        )
         self.steps.append(
             (
                 segment.step,
@@ -515,14 +445,7 @@ class Timeline:
                 total,
                 segment.images,
                 segment.profiled,
-                segment.host_ns * 1e-9,
-                segment.host_data_ns * 1e-9,
-                segment.cpu_ns * 1e-9,
-                segment.delayed_ns * 1e-9,
-                segment.data_cpu_ns * 1e-9,
-                segment.data_delayed_ns * 1e-9,
-                segment.backward_cpu_ns * 1e-9,
-                segment.backward_delayed_ns * 1e-9,
+                *(host[0], data[0], *host[1:], *data[1:], *backward[1:]),
                 segment.queued,
                 segment.transfers,
                 *seconds,
@@ -559,7 +482,7 @@ def recording_to(timeline: Timeline) -> Iterator[None]:
         _recording.reset(token)
 
 
-def seconds_of_a_mark(clock: Clock[Any], counter: XlaCounters | None = None) -> float:
+def seconds_of_a_mark(clock: HostClock, counter: XlaCounters | None = None) -> float:
     """What a mark of a timeline costs, with its share of what a step costs; measured on steps of the usual phases with nothing in them."""
     timeline, steps = Timeline(clock, counter=counter, steps_kept=2, spans_kept=2), 100
     timeline.start()

@@ -1,4 +1,4 @@
-"""The numbers of the profile report, computed from the evidence; `summary.json` of the report holds exactly these.
+"""The numbers of the profile report, computed from the evidence, and how people call them; its `summary.json` holds exactly these.
 
 Times of steps are those of the measured steps (`trainer.profiling.evidence`). Shares of the whole recording are taken from sums over
 everything.
@@ -6,12 +6,13 @@ everything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from trainer import formatting
 from trainer.costs import Machines
 from trainer.profiling.evidence import (
     BETWEEN,
@@ -42,6 +43,9 @@ _SLOW = 1.25
 """Times the median."""
 _DISTURBING = ("checkpoint", "evaluate")
 """Ranges between steps after which the next one may be slow: files are still written, caches hold other data."""
+_AS_RECORDED = ["world_size", "device", "host", "cores", "memory_bytes", "workers", "place", "processor", "failed"]
+_AS_RECORDED += ["startup", "overhead", "communication", "missing"]
+"""Fields of a summary that the first process's record has too."""
 _ROUNDING_S = 1e-3
 """By how much a kept range may seem to end after the step that follows it."""
 
@@ -125,6 +129,10 @@ class OperatorSummary:
     """The longest first."""
     kernels: Sequence[Operator]
 
+    def ms(self, operator: Operator) -> float:
+        """Self time on the clock that is compared, in milliseconds a step."""
+        return float(getattr(operator, f"self_{self.clock}_ms")) / self.steps
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSummary:
@@ -199,16 +207,9 @@ def summarize(training: TrainingEvidence, rules: RuleSettings | None = None) -> 
     finite = {name: curve.values[np.isfinite(curve.values)] for name, curve in training.metrics.items()}
     return TrainingSummary(
         name=training.name,
-        world_size=record.world_size,
-        device=record.device,
-        host=record.host,
-        cores=record.cores,
-        memory_bytes=record.memory_bytes,
-        workers=record.workers,
-        place=record.place,
+        **{name: getattr(record, name) for name in _AS_RECORDED},
         settings=record.context.settings,
         parameters=record.context.parameters,
-        failed=record.failed,
         recorded_s=record.ended_s,
         steps=record.steps.count,
         steps_measured=len(measured),
@@ -219,19 +220,14 @@ def summarize(training: TrainingEvidence, rules: RuleSettings | None = None) -> 
         phases=phases,
         slowest=_slowest(first, measured),
         recorded_shares=_recorded_shares(first),
-        startup=record.startup,
         compiled_graphs=sum(compilation.graphs for compilation in record.compilations),
         compile_s=sum(compilation.seconds for compilation in record.compilations),
-        communication=record.communication,
         communication_share=communication_share(Case(training=training, rules=rules or RuleSettings())),
-        overhead=record.overhead,
         attempts=list(record.attempts),
         ranks=[_rank(rank) for rank in training.ranks],
         operators=_operators(first),
         system=_system(first),
         last={name: float(values[-1]) for name, values in finite.items() if len(values)},
-        missing=record.missing,
-        processor=record.processor,
     )
 
 
@@ -317,30 +313,24 @@ def _mean(signals: Sequence[Series]) -> float | None:
     return float(np.mean(np.concatenate(known))) if any(len(values) for values in known) else None
 
 
-def operator_ms(operator: Operator, clock: str) -> float:
-    """Self time on the clock that is compared, in milliseconds over the whole window."""
-    return operator.self_device_ms if clock == "device" else operator.self_cpu_ms
-
-
 def _operators(rank: RankEvidence) -> OperatorSummary | None:
     table = rank.record.operators
     if table is None:
         return None
     calls = [operator for operator in table.operators if operator.kind == "operator"]
-    clock = "device" if any(operator.self_device_ms for operator in calls) else "cpu"
-    calls.sort(key=lambda operator: -operator_ms(operator, clock))
-    categories: dict[str, float] = {}
-    for operator in calls:
-        spent = operator_ms(operator, clock) / table.steps
-        categories[operator.category] = categories.get(operator.category, 0.0) + spent
-    ordered = sorted(categories.items(), key=lambda item: -item[1])
-    return OperatorSummary(
+    summary = OperatorSummary(
         steps=table.steps,
-        clock=clock,
-        categories={name: spent for name, spent in ordered if spent},
+        clock="device" if any(operator.self_device_ms for operator in calls) else "cpu",
+        categories={},
         operators=calls,
         kernels=[operator for operator in table.operators if operator.kind == "kernel"],
     )
+    calls.sort(key=lambda operator: -summary.ms(operator))
+    categories: dict[str, float] = {}
+    for operator in calls:
+        categories[operator.category] = categories.get(operator.category, 0.0) + summary.ms(operator)
+    ordered = sorted(categories.items(), key=lambda item: -item[1])
+    return replace(summary, categories={name: spent for name, spent in ordered if spent})
 
 
 def _system(rank: RankEvidence) -> dict[str, SignalSummary]:
@@ -361,3 +351,81 @@ def _system(rank: RankEvidence) -> dict[str, SignalSummary]:
             last=float(finite[-tenth:].mean()),
         )
     return summaries
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How people call what the numbers are of
+
+
+_TRAININGS = {"mae": "Masked autoencoder", "finetune": "Fine-tuning", "distill": "Distillation"}
+PHASE_LABELS = {
+    "data": "waiting for data",
+    "to_device": "host to device",
+    "teacher_forward": "teacher's forward pass",
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "optimizer": "optimiser",
+    "dispatch": "waiting for XLA",
+    "recorder": "tensor statistics",
+    "other": "rest of the step",
+    "evaluate": "evaluation",
+    "checkpoint": "checkpoint",
+    "profiler": "operator window",
+    "rules": "judging the training",
+    "interrupted": "interrupted step",
+    "between": "between steps",
+    "named": "named ranges",
+}
+_SIGNALS = {
+    "iowait_percent": "waiting for storage",
+    "stolen_percent": "core taken by the host",
+    "memory_used_bytes": "memory of the machine",
+    "disk_read_bytes_per_s": "disk, read",
+    "disk_write_bytes_per_s": "disk, written",
+    "swap_in_bytes_per_s": "swapped in",
+    "swap_out_bytes_per_s": "swapped out",
+    "network_received_bytes_per_s": "network, received",
+    "network_sent_bytes_per_s": "network, sent",
+    "process_rss_bytes": "memory of the process",
+    "process_private_bytes": "of that, its own",
+    "process_cpu_percent": "processor, this process",
+    "loaders_cpu_percent": "processor, its loaders",
+    "gpu_percent": "GPU",
+    "gpu_memory_used_bytes": "GPU memory",
+    "gpu_memory_allocated_bytes": "GPU memory, tensors",
+    "gpu_memory_total_bytes": "GPU memory there is",
+    "device_memory_used_bytes": "memory of the device",
+    "device_memory_total_bytes": "memory that the device has",
+    "cores_percent": "cores",
+    "busiest_core_percent": "busiest core",
+}
+_UNITS: Mapping[str, Callable[[float], str]] = {
+    "_bytes_per_s": lambda value: f"{formatting.size(value)}/s",
+    "_bytes": formatting.size,
+    "_percent": lambda value: formatting.percent(value / 100),
+    "_share": formatting.percent,
+    "_ms": formatting.milliseconds,
+    "_seconds": formatting.duration,
+    "_s": formatting.duration,
+    "_hours": lambda value: formatting.duration(3600 * value),
+    "_minutes": lambda value: formatting.duration(60 * value),
+}
+
+
+def training_label(name: str) -> str:
+    """Name a training as people call it: `mae` -> Masked autoencoder."""
+    return _TRAININGS.get(name, name)
+
+
+def phase_label(name: str) -> str:
+    """Name a phase or range as people call it: `optimizer` -> optimiser."""
+    return PHASE_LABELS.get(name, name)
+
+
+def named_number(name: str, value: float) -> tuple[str, str]:
+    """Split the unit off a number's name: `waiting_share`, 0.4 -> waiting share, 40 %."""
+    for suffix, shown in _UNITS.items():
+        if name.endswith(suffix):
+            bare = name if suffix == "_share" else name.removesuffix(suffix)
+            return _SIGNALS.get(name, bare.replace("_", " ")), shown(value)
+    return name.replace("_", " "), formatting.short(value)

@@ -20,6 +20,7 @@ from torch_xla.core import xla_model
 from torch_xla.debug import metrics
 
 from trainer.profiling.evidence import CompilationRecord, TransferRecord
+from trainer.profiling.monitor import Signal
 
 COUNTED_STEPS = 256
 """In so many first steps transfers are counted, and then in one of `COUNTED_EVERY`: torch_xla copies the last thousand measurements of a
@@ -117,22 +118,14 @@ class XlaCounters:
         return TransferRecord(fallbacks=fallbacks, **exchanged)
 
 
-class XlaMemorySignal:
-    """The memory of the device that this process trains on, in bytes: used, and there is."""
+def memory_signal(device: torch.device) -> Signal:
+    """The memory of the device that this process trains on, in bytes: used, and there is; the CPU's runtime has no such figures."""
 
-    columns = ("device_memory_used_bytes", "device_memory_total_bytes")
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = str(device)
-
-    def read(self) -> Sequence[float]:
-        """As the device's runtime reports.
-
-        Raises:
-            RuntimeError: it does not; the CPU's has no such figures.
-        """
-        memory = torch_xla._XLAC._xla_memory_info(self._device)
+    def read() -> Sequence[float]:
+        memory = torch_xla._XLAC._xla_memory_info(str(device))
         return (float(memory["bytes_used"]), float(memory["bytes_limit"]))
+
+    return Signal(("device_memory_used_bytes", "device_memory_total_bytes"), read)
 
 
 def _exchanged() -> dict[str, float]:

@@ -12,9 +12,8 @@ from trainer import artifacts, tracking
 from trainer.artifacts import Artifact, Draft
 from trainer.billing import Bill, make_bill, stage_bill
 from trainer.config import ProfileSettings
-from trainer.profiling import findings
+from trainer.profiling import findings, profile_report
 from trainer.profiling.evidence import Evidence, read_evidence
-from trainer.profiling.report import page
 from trainer.profiling.training_summary import TrainingSummary, summarize
 from trainer.tracking.stage_runs import stage_run
 
@@ -58,7 +57,9 @@ def write(draft: Draft, settings: ProfileSettings, sources: Sequence[Evidence], 
     (draft.path / SUMMARY).write_bytes(numbers + b"\n")
     (draft.path / findings.FINDINGS).write_text(findings.to_json(answers))
     (draft.path / BILL).write_text(bill.model_dump_json(indent=2) + "\n")
-    (draft.path / REPORT).write_text(page.build(trainings, answers, bill, top_operators=settings.top_operators))
+    (draft.path / REPORT).write_text(
+        profile_report.build(trainings, answers, bill, top_operators=settings.top_operators)
+    )
     for summary in summaries:
         draft.figures[summary.name] = {
             "step_ms": summary.step_ms.p50 if summary.step_ms else None,

@@ -28,8 +28,8 @@ from trainer.profiling.evidence import (
     measured_steps,
     read_evidence,
 )
+from trainer.profiling.profile_report import build
 from trainer.profiling.recorder import Recorder
-from trainer.profiling.report.page import build
 from trainer.profiling.rules.lifecycle import step_outliers
 from trainer.profiling.rules.outcomes import Finding
 from trainer.profiling.rules.processes import communication

@@ -48,7 +48,7 @@ def test_findings_stand_by_their_saving_and_severe_ones_first() -> None:
         answer("ruined", replace(SLOW, severity="severe", saving=None)),
         answer("surer", replace(SLOW, confidence=0.9)),
     ]
-    assert [one.answer.rule for one in ranked_findings(given)] == [
+    assert [answer.rule for answer, _ in ranked_findings(given)] == [
         "ruined",
         "surer",
         "large",
@@ -121,7 +121,10 @@ def test_a_note_is_advice_and_no_finding(summary: TrainingSummary) -> None:
     result = verdict([*healthy_and_short(20, 0), note], [summary])
     assert result.outcome == "healthy"
     assert result.text.endswith("20 rules looked and found nothing, 8 rules could not judge; 1 note below.")
-    assert [one.answer.rule for one in ranked_findings([note, answer("small", SLOW)])] == ["small", "recorded_outputs"]
+    assert [answer.rule for answer, _ in ranked_findings([note, answer("small", SLOW)])] == [
+        "small",
+        "recorded_outputs",
+    ]
 
 
 def test_a_few_recorded_steps_are_too_short_to_judge(evidence: Path) -> None:

@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from trainer.profiling.monitor import (
-    CpuSignal,
-    LoadersSignal,
-    MemorySignal,
     Monitor,
-    ProcessSignal,
     Signal,
-    StolenSignal,
+    cpu_signal,
+    loaders_signal,
+    process_signal,
     signals,
+    stolen_signal,
 )
 
 CPU = torch.device("cpu")
@@ -69,7 +68,7 @@ def test_a_core_that_is_really_busy_is_seen() -> None:
     process.start()
     try:
         assert ready.wait(60)
-        signal = CpuSignal()
+        signal = cpu_signal()
         time.sleep(0.5)
         values = dict(zip(signal.columns, signal.read(), strict=True))
     finally:
@@ -80,7 +79,7 @@ def test_a_core_that_is_really_busy_is_seen() -> None:
 
 
 def test_own_cpu_time_and_memory_are_seen() -> None:
-    signal = ProcessSignal()
+    signal = process_signal()
     block = np.ones(30_000_000)
     end = time.process_time() + 0.3
     while time.process_time() < end:
@@ -99,7 +98,7 @@ def test_what_the_host_takes_of_the_training_s_core_is_seen(monkeypatch: pytest.
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
     monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(cpu_num=lambda: 1))
     kernel_counts(busy=1000, idle=2000, steal=300)
-    signal = StolenSignal()
+    signal = stolen_signal()
     kernel_counts(busy=1040, idle=2040, steal=320)
     assert signal.read() == pytest.approx((20,))
     kernel_counts(busy=1140, idle=2040, steal=320)
@@ -109,7 +108,7 @@ def test_what_the_host_takes_of_the_training_s_core_is_seen(monkeypatch: pytest.
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound to a core here")
 def test_loader_processes_are_seen_while_there_are_some() -> None:
     pids: list[int] = []
-    signal = LoadersSignal(lambda: pids)
+    signal = loaders_signal(lambda: pids)
     (none,) = signal.read()
     assert np.isnan(none)
     context = multiprocessing.get_context("spawn")
@@ -131,7 +130,7 @@ def test_loader_processes_are_seen_while_there_are_some() -> None:
 
 
 def test_memory_in_use_is_below_what_the_machine_has() -> None:
-    (used,) = MemorySignal().read()
+    (used,) = signals(CPU, machine=True)["memory"]().read()
     assert 0 < used < psutil.virtual_memory().total
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.callback import callback_handler
+from torch.profiler import profile
 
-from trainer.profiling.recorder import Compilations, Startup
+from trainer.profiling.recorder import Compilations, OperatorWindows, Startup, category_of
 from trainer.profiling.timeline import HostClock, Timeline
 
 ALONE = """
@@ -93,3 +95,121 @@ def test_no_one_hears_after_the_end() -> None:
     compilations.start()
     compilations.stop()
     assert (len(callback_handler.start_callbacks), len(callback_handler.end_callbacks)) == before
+
+
+CPU = torch.device("cpu")
+
+
+def train_steps(window: OperatorWindows, count: int) -> int:
+    torch.set_num_threads(1)
+    model = nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128), nn.Linear(128, 10))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(count):
+        if step in window.steps and step - 1 not in window.steps:
+            window.open(step)
+        model(torch.ones(64, 128)).square().mean().backward()
+        optimizer.step()
+        if step in window.steps and step + 1 not in window.steps:
+            window.close(step)
+    return count
+
+
+def test_the_window_sees_the_operators_of_its_steps() -> None:
+    window = OperatorWindows((2,), 3, CPU)
+    window.finish(train_steps(window, 6))
+    assert window.table is not None
+    assert not window.missing
+    assert not window.active
+    assert window.table.steps == 3
+    rows = {row.name: row for row in window.table.operators}
+    assert rows["aten::addmm"].calls == 2 * 3, "two layers, three steps"
+    assert rows["aten::addmm"].category == "matrix product"
+    assert rows["aten::addmm"].self_cpu_ms > 0
+    assert rows["aten::addmm"].kind == "operator"
+    assert rows["aten::mm"].calls == (2 + 1) * 3, "weights of both layers, inputs of the second"
+    assert "aten::native_layer_norm" in rows
+    assert {row.category for row in rows.values()} >= {"matrix product", "normalisation", "optimiser"}
+
+
+def test_a_training_shorter_than_the_start_of_the_window_says_so() -> None:
+    window = OperatorWindows((20,), 3, CPU)
+    window.finish(train_steps(window, 4))
+    assert window.table is None
+    assert window.missing == "the training ended after 4 steps, and the first window would have begun at 20"
+
+
+def test_a_training_that_ends_in_the_window_says_so_and_stops_the_profiler() -> None:
+    window = OperatorWindows((2,), 10, CPU)
+    window.finish(train_steps(window, 4))
+    assert window.table is None
+    assert "ended after 4 steps, within the window" in window.missing
+    with profile():
+        torch.ones(1).add(1)
+
+
+def test_a_window_without_steps_is_off() -> None:
+    window = OperatorWindows((20,), 0, CPU)
+    window.finish(100)
+    assert window.missing == "turned off (operators_steps is 0, or operators_at empty)"
+
+
+def test_several_windows_are_added_up() -> None:
+    windows = OperatorWindows((1, 4), 2, CPU)
+    windows.finish(train_steps(windows, 8))
+    assert windows.table is not None
+    assert windows.table.steps == 4
+    rows = {row.name: row for row in windows.table.operators}
+    assert rows["aten::addmm"].calls == 2 * 4
+    times = [row.self_cpu_ms for row in windows.table.operators]
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_window_that_the_end_cuts_leaves_the_table_of_those_before() -> None:
+    windows = OperatorWindows((1, 5), 3, CPU)
+    windows.finish(train_steps(windows, 7))
+    assert windows.table is not None
+    assert windows.table.steps == 3
+    assert not windows.missing
+
+
+def test_reading_a_value_back_is_seen() -> None:
+    windows = OperatorWindows((0,), 1, CPU)
+    windows.open(0)
+    torch.ones(3).sum().item()
+    windows.close(0)
+    assert windows.table is not None
+    calls = {row.name: row.calls for row in windows.table.operators}
+    assert calls["aten::_local_scalar_dense"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "category"),
+    [
+        ("aten::mm", "matrix product"),
+        ("aten::addmm", "matrix product"),
+        ("aten::bmm", "matrix product"),
+        ("aten::baddbmm", "matrix product"),
+        ("aten::linear", "matrix product"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "matrix product"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("pytorch_flash::flash_fwd_kernel", "attention"),
+        ("aten::mkldnn_convolution", "convolution"),
+        ("aten::convolution_backward", "convolution"),
+        ("aten::native_layer_norm", "normalisation"),
+        ("aten::native_layer_norm_backward", "normalisation"),
+        ("aten::linalg_vector_norm", "other"),
+        ("aten::copy_", "copy"),
+        ("Memcpy HtoD (Pinned -> Device)", "copy"),
+        ("gloo:all_reduce", "communication"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication"),
+        ("c10d::allreduce_", "communication"),
+        ("Optimizer.step#AdamW.step", "optimiser"),
+        ("aten::_fused_adamw_", "optimiser"),
+        ("aten::_foreach_lerp_", "optimiser"),
+        ("aten::gelu", "other"),
+        ("aten::add", "other"),
+        ("aten::convert", "other"),
+    ],
+)
+def test_categories(name: str, category: str) -> None:
+    assert category_of(name) == category

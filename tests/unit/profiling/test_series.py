@@ -52,12 +52,6 @@ def test_a_new_column_is_zero_in_earlier_rows() -> None:
     assert table.column("step").tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("capacity", [0, 1, 3])
-def test_a_capacity_that_cannot_be_halved_is_refused(capacity: int) -> None:
-    with pytest.raises(ValueError, match=f"capacity must be even and at least 2, got {capacity}"):
-        ThinnedTable(["step"], capacity)
-
-
 def test_a_signal_is_averaged_by_the_time_that_each_sample_stands_for() -> None:
     ends, values = np.array([1.0, 2.0, 4.0]), np.array([10.0, 20.0, 40.0])
     means = mean_in_bins(ends, values, np.array([0.0, 2.0, 3.0, 4.0]))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trainer.profiling.evidence import TrainingEvidence, measured_steps, read_evidence
-from trainer.profiling.training_summary import summarize
+from trainer.profiling.training_summary import named_number, summarize
 
 
 @pytest.fixture
@@ -88,3 +88,22 @@ def test_a_signal_without_any_value_has_no_summary(trainings: list[TrainingEvide
     summary = summarize(replace(trainings[1], ranks=[replace(first, system=system)]))
     assert "process_rss_bytes" not in summary.system
     assert summary.ranks[0].memory_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("waiting_share", 0.4, ("waiting share", "40 %")),
+        ("busy_percent", 99.0, ("busy", "99 %")),
+        ("longest_ms", 12_345.0, ("longest", "12.3 s")),
+        ("wait_s", 4000.0, ("wait", "66 min 40 s")),
+        ("disk_read_bytes_per_s", 2.5e6, ("disk, read", "2.5 MB/s")),
+        ("disk_read_bytes_per_s", 100.0, ("disk, read", "0.1 kB/s")),
+        ("process_rss_bytes", 1.06e9, ("memory of the process", "1.06 GB")),
+        ("growth", float("inf"), ("growth", "inf")),
+        ("steps", 0.0, ("steps", "0")),
+        ("parameters", 86e6, ("parameters", "86,000,000")),
+    ],
+)
+def test_a_number_has_the_unit_of_its_name(name: str, value: float, expected: tuple[str, str]) -> None:
+    assert named_number(name, value) == expected

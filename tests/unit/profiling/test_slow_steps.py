@@ -11,8 +11,8 @@ import pytest
 
 from tests.unit.profiling.rules.synthetic import STEPS, rank_of, steps_of
 from trainer.pages import Table
+from trainer.profiling import profile_report
 from trainer.profiling.evidence import CompilationRecord, RankEvidence, Spans, TrainingEvidence
-from trainer.profiling.report import step_times
 from trainer.profiling.training_summary import summarize
 
 SLOW = 60
@@ -36,7 +36,7 @@ def then(usual: float, now: float) -> Sequence[float]:
 def cause(rank: RankEvidence) -> str:
     """Read what the table says may have slowed the slowest step."""
     training = TrainingEvidence(name="distill", ranks=[rank], metrics={})
-    shown = step_times.lengths(training, summarize(training))
+    shown = profile_report.lengths(training, summarize(training))
     assert shown is not None
     [table] = [block for block in shown.blocks if isinstance(block, Table)]
     [row] = [row for row in table.rows if row[0] == f"{SLOW}"]

@@ -12,8 +12,8 @@ from trainer import artifacts
 from trainer.billing import Bill, StageBill, make_bill
 from trainer.profiling.evidence import TrainingEvidence, read_evidence
 from trainer.profiling.findings import Answer
+from trainer.profiling.profile_report import build, facts
 from trainer.profiling.recorder import Recorder
-from trainer.profiling.report.page import build, facts
 from trainer.profiling.rules.outcomes import NotJudged
 from trainer.profiling.training_summary import summarize
 

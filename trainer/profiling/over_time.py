@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer import charts, formatting
-from trainer.charts import BINS, ChartLine, HeatMap, Lane, MarkedTime, by_colour
+from trainer.charts import BINS, ChartLine, Lane, MarkedTime, by_colour
 from trainer.pages import Block, Details, Figure, Legend, Subsection, Table
-from trainer.profiling import labels
 from trainer.profiling.evidence import (
     ATTENTION_ENTROPY,
     BETWEEN,
@@ -26,7 +25,7 @@ from trainer.profiling.evidence import (
 )
 from trainer.profiling.findings import RankedFinding
 from trainer.profiling.series import Series, mean_in_bins, spread_over, thin_curve
-from trainer.profiling.training_summary import TrainingSummary
+from trainer.profiling.training_summary import TrainingSummary, phase_label
 from trainer.svg import Flags, colour_class
 
 _METRICS = (
@@ -35,28 +34,16 @@ _METRICS = (
     ("agreement", "Agreement", "% with the teacher", 100.0),
 )
 """Name, title, unit, factor."""
-_MACHINE = (
-    ("GPU", "% busy", 1.0, 100.0, (("s0", "gpu_percent", "busy"),)),
-    (
-        "GPU memory",
-        "GB",
-        1e-9,
-        1.0,
-        (("s0", "gpu_memory_used_bytes", "used"), ("s1", "gpu_memory_allocated_bytes", "by tensors")),
-    ),
-    ("Device memory", "GB", 1e-9, 1.0, (("s0", "device_memory_used_bytes", "used"),)),
-    ("Memory", "GB", 1e-9, 1.0, (("s0", "process_rss_bytes", "process"), ("s1", "memory_used_bytes", "machine"))),
-    ("Storage", "% of cores wait", 1.0, 10.0, (("s0", "iowait_percent", "wait"),)),
-    ("Disk", "MB/s", 1e-6, 1.0, (("s0", "disk_read_bytes_per_s", "read"), ("s1", "disk_write_bytes_per_s", "written"))),
-    (
-        "Network",
-        "MB/s",
-        1e-6,
-        1.0,
-        (("s0", "network_received_bytes_per_s", "received"), ("s1", "network_sent_bytes_per_s", "sent")),
-    ),
+_MACHINE: Sequence[tuple[str, str, float, float, Mapping[str, str]]] = (
+    ("GPU", "% busy", 1.0, 100.0, {"busy": "gpu_percent"}),
+    ("GPU memory", "GB", 1e-9, 1.0, {"used": "gpu_memory_used_bytes", "by tensors": "gpu_memory_allocated_bytes"}),
+    ("Device memory", "GB", 1e-9, 1.0, {"used": "device_memory_used_bytes"}),
+    ("Memory", "GB", 1e-9, 1.0, {"process": "process_rss_bytes", "machine": "memory_used_bytes"}),
+    ("Storage", "% of cores wait", 1.0, 10.0, {"wait": "iowait_percent"}),
+    ("Disk", "MB/s", 1e-6, 1.0, {"read": "disk_read_bytes_per_s", "written": "disk_write_bytes_per_s"}),
+    ("Network", "MB/s", 1e-6, 1.0, {"received": "network_received_bytes_per_s", "sent": "network_sent_bytes_per_s"}),
 )
-"""Title, unit, factor, least upper end of the axis, and the lines: style, column, label."""
+"""Title, unit, factor, least upper end of the axis, and label -> column of each line."""
 _MOST_LAYERS = 40
 _MOST_COLUMNS = 64
 _MEASURES = (
@@ -75,23 +62,23 @@ def section(
     edges = np.linspace(0, duration, BINS + 1)
     shares = by_colour(phase_shares(first, edges))
     windows = []
-    for number, one in findings:
-        span, steps = one.finding.window_s, first.steps["step"]
-        if not span and one.finding.steps and len(steps):
-            rows = np.clip(np.searchsorted(steps, one.finding.steps), 0, len(steps) - 1).tolist()
+    for number, (answer, finding) in findings:
+        span, steps = finding.window_s, first.steps["step"]
+        if not span and finding.steps and len(steps):
+            rows = np.clip(np.searchsorted(steps, finding.steps), 0, len(steps) - 1).tolist()
             start, end = (float(first.steps["start_s"][row]) for row in rows)
             span = start, end + float(first.steps["seconds"][rows[1]])
         if span:  # a finding without one was seen all the time
-            name, style = f"{number}. {one.answer.title}", one.finding.severity
-            windows.append(MarkedTime(label=name, style=style, start_s=span[0], end_s=span[1]))
+            name = f"{number}. {answer.title}"
+            windows.append(MarkedTime(label=name, style=finding.severity, start_s=span[0], end_s=span[1]))
     lanes = [
         *([charts.window_lane("Findings", "when seen", windows, duration)] if windows else []),
         *_metric_lanes(evidence, duration),
-        charts.stack_lane("Time", "% of the time", shares, {name: labels.label(name) for name in shares}),
+        charts.stack_lane("Time", "% of the time", shares, {name: phase_label(name) for name in shares}),
         *_step_lanes(first, edges, duration),
         *_machine_lanes(first.system, edges, duration),
     ]
-    legend = Legend([(colour_class(name), labels.label(name)) for name in shares])
+    legend = Legend([(colour_class(name), phase_label(name)) for name in shares])
     caption = "All strips share the time axis. Time: what each moment was spent on, in rank 0. Cores: the stronger the colour, the busier."
     title = "The training and the machine over time"
     return Subsection(title, [legend, Figure(charts.over_time(lanes, duration, title, windows=windows), caption)])
@@ -139,12 +126,12 @@ def _machine_lanes(system: Mapping[str, Series], edges: Series, duration: float)
     cores = [mean_in_bins(ends, values, edges) for name, values in system.items() if is_core(name) and len(ends)]
     if cores:
         lanes.append(charts.heat_lane("CPU cores", "% busy", np.stack(cores)))
-    for title, unit, factor, high, signals in _MACHINE:
+    for title, unit, factor, high, columns in _MACHINE:
         curves = []
-        for style, column, label in signals:
+        for number, (label, column) in enumerate(columns.items()):
             values = mean_in_bins(ends, system[column] * factor, edges) if column in system else np.array([])
             if np.isfinite(values).any():
-                curves.append(ChartLine(style=style, label=label, seconds=centres, values=values))
+                curves.append(ChartLine(style=f"s{number}", label=label, seconds=centres, values=values))
         if curves:
             lanes.append(charts.line_lane(title, unit, curves, duration, height=54, high=high))
     return lanes
@@ -267,7 +254,7 @@ def _measure(layers: Layers, name: str, title: str) -> Figure | None:
 
 
 def _map(
-    names: Sequence[str], steps: Series, shares: Series, broken: Flags, title: str, caption: str, ends: Sequence[str]
+    names: Sequence[str], steps: Series, shares: Series, broken: Flags, title: str, caption: str, ends: tuple[str, str]
 ) -> Figure:
     columns = min(_MOST_COLUMNS, len(steps))
     groups = np.array_split(np.arange(len(steps)), columns)
@@ -277,16 +264,10 @@ def _map(
         np.stack([values[:, group].sum(axis=1) for group in groups], axis=1)
         for values in (known, np.where(known, shares, 0.0))
     )
-    chart = HeatMap(
-        labels=names,
-        shares=np.where(counts, sums / np.maximum(counts, 1), np.nan),
-        marked=np.stack([broken[:, group].any(axis=1) for group in groups], axis=1),
-        columns=[f"{steps[group[0]]:,.0f}" for group in groups],
-        low=ends[0],
-        high=ends[1],
-        unit="step",
-    )
-    return Figure(charts.heat_map(chart, title), caption)
+    shown = np.where(counts, sums / np.maximum(counts, 1), np.nan)
+    marked = np.stack([broken[:, group].any(axis=1) for group in groups], axis=1)
+    first_steps = [f"{steps[group[0]]:,.0f}" for group in groups]
+    return Figure(charts.heat_map(shown, marked, names, first_steps, title, unit="step", ends=ends), caption)
 
 
 def _table(layers: Layers) -> Details:

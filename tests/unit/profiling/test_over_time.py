@@ -14,7 +14,7 @@ from trainer.profiling.evidence import (
     TensorSamples,
     TrainingEvidence,
 )
-from trainer.profiling.report.over_time import by_layer, layers, phase_shares
+from trainer.profiling.over_time import by_layer, layers, phase_shares
 
 EDGES = np.linspace(0, 10, 11)
 

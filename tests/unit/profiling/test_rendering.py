@@ -22,7 +22,7 @@ from trainer.profiling import compare
 from trainer.profiling.compare import ComparedRun
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.findings import Answer
-from trainer.profiling.report.page import build
+from trainer.profiling.profile_report import build
 from trainer.profiling.training_summary import summarize
 
 pytestmark = pytest.mark.skipif(
