@@ -9,19 +9,7 @@ from trainer.config import RECORDED_BY, ReinforceSettings
 from trainer.profiling.evidence import RankEvidence, TransferRecord, is_core, phase_shares
 from trainer.profiling.rules.compared_steps import IGNORED, XLA_DEBUG, Steps, is_traced, usual, within_steps
 from trainer.profiling.rules.loading import cpu_bottleneck, io_bottleneck, loader_workers
-from trainer.profiling.rules.outcomes import (
-    Case,
-    Finding,
-    Healthy,
-    NotJudged,
-    Outcome,
-    Saving,
-    first_cause,
-    listed,
-    remaining_s,
-    rule,
-    too_short,
-)
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, listed, rule, too_short
 from trainer.profiling.rules.processes import communication, load_balance, stragglers
 from trainer.profiling.series import Series
 
@@ -48,12 +36,12 @@ class _GpuSamples:
 
 
 def _samples(case: Case) -> _GpuSamples | NotJudged:
-    rank = case.training.ranks[0]
+    rank = case.rank
     if not rank.record.device.startswith("cuda"):
-        return NotJudged(reason=f"the training runs on {rank.record.device if is_traced(rank) else 'a CPU'}")
+        return NotJudged(f"the training runs on {rank.record.device if is_traced(rank) else 'a CPU'}")
     if "gpu_percent" not in rank.system:
         reason = rank.record.missing.get("gpu_utilization", "it was not sampled")
-        return NotJudged(reason=f"the use of the GPU is not known: {reason}")
+        return NotJudged(f"the use of the GPU is not known: {reason}")
     samples = _GpuSamples(rank)
     if len(samples.gpu) < FEWEST_SAMPLES:
         return too_short(f"only {len(samples.gpu)} samples of the GPU were taken at steps; {FEWEST_SAMPLES} are needed")
@@ -75,14 +63,14 @@ def batch_size(case: Case) -> Outcome:
     if isinstance(samples, NotJudged):
         return samples
     if samples.cpu is None or samples.memory is None:
-        return NotJudged(reason="the use of the cores, or the GPU's memory, is not known")
+        return NotJudged("the use of the cores, or the GPU's memory, is not known")
     used = {"GPU": _p95(samples.gpu), "GPU memory": _p95(samples.memory), "CPU": _p95(samples.cpu)}
     summary = ", ".join(f"{name} {percent:.0f} %" for name, percent in used.items())
     if max(used.values()) >= limit:
-        return Healthy(text=f"95th percentiles: {summary}.")
-    if other := first_cause(case, *_WHAT_KEEPS_WAITING):
+        return Healthy(f"95th percentiles: {summary}.")
+    if other := case.first_cause(*_WHAT_KEEPS_WAITING):
         return other
-    micro = case.training.ranks[0].record.context.micro_batch
+    micro = case.record.context.micro_batch
     twice = f"batch_size of {2 * micro} images in each micro-batch" if micro else "batch_size twice as large"
     return Finding(
         severity="warning",
@@ -111,8 +99,8 @@ def gpu_utilization(case: Case) -> Outcome:
         return samples
     low, high = float(np.percentile(samples.gpu, 5)), _p95(samples.gpu)
     if high >= limits.low_percent and low >= limits.idle_percent:
-        return Healthy(text=f"The GPU's use is between {low:.0f} % and {high:.0f} % (5th and 95th percentile).")
-    if other := first_cause(case, *_WHAT_KEEPS_WAITING, batch_size):
+        return Healthy(f"The GPU's use is between {low:.0f} % and {high:.0f} % (5th and 95th percentile).")
+    if other := case.first_cause(*_WHAT_KEEPS_WAITING, batch_size):
         return other
     what = f"little: 95th percentile {high:.0f} %"
     if high >= limits.low_percent:
@@ -133,10 +121,8 @@ def gpu_utilization(case: Case) -> Outcome:
 def _if_used(case: Case, samples: _GpuSamples, percent: float) -> Saving:
     """Estimate by how much shorter the steps would be if the GPU were used up to the limit on average."""
     mean = float(samples.gpu.mean())
-    seconds = case.training.ranks[0].record.steps.seconds * max(0.0, 1 - mean / percent)
-    return Saving(
-        seconds=seconds, reason=f"the same work with the GPU used at {percent:.0f} % instead of {mean:.0f} % on average"
-    )
+    seconds = case.record.steps.seconds * max(0.0, 1 - mean / percent)
+    return Saving(seconds, f"the same work with the GPU used at {percent:.0f} % instead of {mean:.0f} % on average")
 
 
 @rule(
@@ -149,15 +135,15 @@ def host_to_device(case: Case) -> Outcome:
     steps, limit = Steps(case), case.rules.host_to_device.share
     if not steps.on_gpu:
         if is_traced(steps.ranks[0]):
-            return NotJudged(reason="on XLA batches are sent ahead, while the device computes")
-        return NotJudged(reason="the training runs on a CPU, to which nothing is copied")
+            return NotJudged("on XLA batches are sent ahead, while the device computes")
+        return NotJudged("the training runs on a CPU, to which nothing is copied")
     if steps.too_few:
         return steps.too_few
     seconds = float(np.median(usual(steps.phase("to_device"))))
     share = seconds / steps.step_s
     summary = f"{share:.0%} of each step ({1e3 * seconds:.3g} of {1e3 * steps.step_s:.3g} ms undisturbed)"
     if share <= limit:
-        return Healthy(text=f"{summary} goes into copies to the GPU and views made there.")
+        return Healthy(f"{summary} goes into copies to the GPU and views made there.")
     return Finding(
         severity="warning",
         confidence=0.7,
@@ -166,7 +152,7 @@ def host_to_device(case: Case) -> Outcome:
             "Compare `to_device` with data.views_on=cpu, which copies finished views and leaves making them to the loader processes; send "
             "smaller stored images (data.image_size); let the GPU decode (data.decode_on=cuda), so that compressed files travel."
         ),
-        saving=Saving(seconds=share * steps.total_s, reason="the steps without them"),
+        saving=Saving(share * steps.total_s, "the steps without them"),
         numbers={"to_device_share": share, "to_device_s": seconds, "undisturbed_step_s": steps.step_s},
         steps=steps.span,
     )
@@ -182,20 +168,20 @@ def host_to_device(case: Case) -> Outcome:
     advises="keeping values on the device; on XLA the operators that it lacks",
 )
 def host_syncs(case: Case) -> Outcome:
-    rank, limit = case.training.ranks[0], case.rules.host_syncs.most_per_step
+    rank, limit = case.rank, case.rules.host_syncs.most_per_step
     if rank.record.transfers is not None:
         return _transfers(case, rank.record.transfers)
     table, settings = rank.record.operators, rank.record.settings
     if table is None:
         planned = settings.operators_at if settings.operators_steps else ()
         return NotJudged(
-            reason=f"no operators were recorded: {rank.record.missing.get('operators', 'no window has closed yet')}",
+            f"no operators were recorded: {rank.record.missing.get('operators', 'no window has closed yet')}",
             too_short=bool(planned) and rank.record.steps.count < min(planned) + settings.operators_steps,
         )
     on_gpu = rank.record.device.startswith("cuda")
     if not on_gpu and not len(rank.tensors.steps):
         return NotJudged(
-            reason="no measurement of the weights shows how many values the optimiser reads, as it would on a CPU"
+            "no measurement of the weights shows how many values the optimiser reads, as it would on a CPU"
         )
     names = _WAITING_CALLS if on_gpu else (_READ,)
     reads = sum(operator.calls for operator in table.operators if operator.name in names) / table.steps
@@ -205,12 +191,12 @@ def host_syncs(case: Case) -> Outcome:
         reads = max(0.0, reads - trained * (2 if rank.record.world_size > 1 else 1))
     what = "waits for the device" if on_gpu else "values read one by one"
     if reads <= limit:
-        return Healthy(text=f"{reads:.3g} {what} in a step.")
+        return Healthy(f"{reads:.3g} {what} in a step.")
     saving, busy = None, rank.system.get("gpu_percent")
     if on_gpu and busy is not None and len(busy):
         idle = 1 - float(np.nanmean(busy)) / 100
         reason = "at most: the steps without the GPU's idle time"
-        saving = Saving(seconds=idle * rank.record.steps.seconds, reason=reason)
+        saving = Saving(idle * rank.record.steps.seconds, reason)
     return Finding(
         severity="warning" if on_gpu else "note",
         confidence=0.8 if on_gpu else 0.6,
@@ -230,7 +216,7 @@ def host_syncs(case: Case) -> Outcome:
 
 def _transfers(case: Case, record: TransferRecord) -> Outcome:
     """Judge whether the steps of a training on a device of XLA wait for values from it."""
-    rank, limit = case.training.ranks[0], case.rules.host_syncs.share_of_steps
+    rank, limit = case.rank, case.rules.host_syncs.share_of_steps
     numbers = rank.steps["step"]
     counted = np.isfinite(rank.steps["transfers"])
     counted[:IGNORED] = False
@@ -242,7 +228,7 @@ def _transfers(case: Case, record: TransferRecord) -> Outcome:
     share = float(np.mean(values > 0))
     summary = f"In {share:.0%} of the steps values come from the device"
     if share <= limit:
-        return Healthy(text=f"{summary}.")
+        return Healthy(f"{summary}.")
     at, reads = numbers[values > 0], record.fallbacks.get(_READ)
     lacking = [name for name in record.fallbacks if name != _READ]
     lacking.sort(key=lambda name: -record.fallbacks[name])
@@ -265,7 +251,7 @@ def _transfers(case: Case, record: TransferRecord) -> Outcome:
     if record.from_device:
         in_steps = float(values.mean()) * rank.record.steps.count
         seconds = record.from_device_s * min(1.0, in_steps / record.from_device)
-        saving = Saving(seconds=seconds, reason="the time that the host waited for these transfers")
+        saving = Saving(seconds, "the time that the host waited for these transfers")
     return Finding(
         severity="warning",
         confidence=0.9,
@@ -294,22 +280,22 @@ def teacher_share(case: Case) -> Outcome:
     steps, limit = Steps(case), case.rules.teacher_share.share
     rank, settings = steps.ranks[0], steps.record.context.settings
     if settings.get("teacher") != "online" or _TEACHER not in rank.ranges:
-        return NotJudged(reason="no teacher runs in the steps")
+        return NotJudged("no teacher runs in the steps")
     if is_traced(rank):
-        return NotJudged(reason="on XLA a step is one graph, in which the teacher's part is not seen")
+        return NotJudged("on XLA a step is one graph, in which the teacher's part is not seen")
     if steps.too_few:
         return steps.too_few
     share = phase_shares(rank).get(_TEACHER, 0.0)
     summary = f"The teacher's forward pass takes {formatting.percent(share)} of a step"
     if share <= limit:
-        return Healthy(text=f"{summary}.")
+        return Healthy(f"{summary}.")
     # where the run's settings are not known, a recording takes as many passes over the images as by default
     epochs, views = int(settings["epochs"]), case.rules.teacher_share.views or ReinforceSettings().views
-    seconds = share * (steps.total_s + remaining_s(case))
+    seconds = share * (steps.total_s + case.remaining_s)
     if epochs > views:
         pays = f"it pays in one distillation already, because {epochs} epochs are more than {views} views"
         reason = f"the teacher's time in the steps, less that of {views} views in place of {epochs} epochs; the next distillation saves all"
-        saving = Saving(seconds=seconds * (1 - views / epochs), reason=reason)
+        saving = Saving(seconds * (1 - views / epochs), reason)
     else:  # a recording takes as long as the teacher in the steps
         least = views // epochs + 1
         pays = f"it pays where there are at least {least} distillations of {epochs} epochs, or with reinforce.views below {epochs}"

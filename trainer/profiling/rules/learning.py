@@ -8,20 +8,7 @@ import numpy as np
 
 from trainer.config import TAUGHT, TERMS
 from trainer.profiling.rules import weights
-from trainer.profiling.rules.outcomes import (
-    Case,
-    Finding,
-    Healthy,
-    NotJudged,
-    Outcome,
-    accuracy_noise,
-    first_cause,
-    rule,
-    saving_after,
-    setting,
-    start_unseen,
-    too_short,
-)
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, rule, too_short
 
 _PARTS = 3
 """A term that vanishes because it was learned had a share in the first part of the training."""
@@ -45,15 +32,13 @@ _MEASUREMENTS = 3
     advises="More images of the small classes, or fewer of the large ones.",
 )
 def class_imbalance(case: Case) -> Outcome:
-    limit, classes = case.rules.class_imbalance.ratio, case.training.ranks[0].record.context.classes
+    limit, classes = case.rules.class_imbalance.ratio, case.record.context.classes
     if not classes or case.training.name == "mae":
-        return NotJudged(
-            reason="the training learns from no labels, or did not record how many images its classes have"
-        )
+        return NotJudged("the training learns from no labels, or did not record how many images its classes have")
     rarest, largest = min(classes, key=classes.__getitem__), max(classes, key=classes.__getitem__)
     ratio = classes[largest] / max(classes[rarest], 1)
     if ratio <= limit:
-        return Healthy(text=f"the largest of {len(classes)} classes has {ratio:.3g} times the images of the smallest")
+        return Healthy(f"the largest of {len(classes)} classes has {ratio:.3g} times the images of the smallest")
     rare = sum(count * limit < classes[largest] for count in classes.values())
     return Finding(
         severity="warning",
@@ -77,14 +62,14 @@ def class_imbalance(case: Case) -> Outcome:
     advises="A better teacher, or more weight for the labels.",
 )
 def weak_teacher(case: Case) -> Outcome:
-    context = case.training.ranks[0].record.context
+    context = case.record.context
     settings = context.settings
     if not any(settings.get(f"{term}_weight") for term in TAUGHT):
-        return NotJudged(reason="no term of the loss compares with a teacher")
+        return NotJudged("no term of the loss compares with a teacher")
     teacher, limits = context.teacher_val_top1, case.rules.weak_teacher
     if teacher is None:
         return NotJudged(
-            reason="the teacher's validation accuracy is not known: it was not trained, or not measured, by the stage pretrain"
+            "the teacher's validation accuracy is not known: it was not trained, or not measured, by the stage pretrain"
         )
     # always saying the most frequent class, on images that are distributed as the training images; 0 if unknown
     images = (context.classes or {}).values()
@@ -96,17 +81,17 @@ def weak_teacher(case: Case) -> Outcome:
             f"(limit {near:.1%}).",
             0.95,
         )
-    chance = accuracy_noise(case, guess) / math.sqrt(2)  # of one accuracy, not of a difference
+    chance = case.accuracy_noise(guess) / math.sqrt(2)  # of one accuracy, not of a difference
     if teacher <= guess + chance:
         return NotJudged(
-            reason=f"on {context.val_samples} validation images the teacher's accuracy, {teacher:.1%}, may be chance ({guess:.1%})"
+            f"on {context.val_samples} validation images the teacher's accuracy, {teacher:.1%}, may be chance ({guess:.1%})"
         )
     curve = case.training.metrics.get("val_top1")
     if curve is None or not len(curve.values):
         return too_short("the student has not been measured on the validation split yet")
-    student, margin = float(curve.values[-1]), limits.margin + accuracy_noise(case, teacher)
+    student, margin = float(curve.values[-1]), limits.margin + case.accuracy_noise(teacher)
     if student - teacher <= margin:
-        return Healthy(text=f"the teacher's validation accuracy is {teacher:.1%}, the student's {student:.1%}")
+        return Healthy(f"the teacher's validation accuracy is {teacher:.1%}, the student's {student:.1%}")
     return _weak(
         f"The student's validation accuracy, {student:.1%}, is above its teacher's, {teacher:.1%}, by more than {margin:.1%}.",
         0.8,
@@ -132,15 +117,15 @@ def _weak(text: str, confidence: float) -> Finding:
     advises="Recording more classes of each view, or asking the teacher in every step.",
 )
 def low_recorded_mass(case: Case) -> Outcome:
-    context, limit = case.training.ranks[0].record.context, case.rules.low_recorded_mass.mass
+    context, limit = case.record.context, case.rules.low_recorded_mass.mass
     if not context.recorded_mass:
-        return NotJudged(reason="the training reads no recorded outputs of a teacher")
+        return NotJudged("the training reads no recorded outputs of a teacher")
     wanted = float(context.settings.get("temperature", 1.0))
     temperature = min(context.recorded_mass, key=lambda text: abs(float(text) - wanted))
     mass = context.recorded_mass[temperature]
     seen = f"hold {mass:.1%} of the teacher's probability at temperature {temperature} in the mean"
     if mass >= limit:
-        return Healthy(text=f"the recorded outputs {seen}")
+        return Healthy(f"the recorded outputs {seen}")
     return Finding(
         severity="warning",
         confidence=0.9 if float(temperature) == wanted else 0.7,
@@ -160,14 +145,14 @@ def low_recorded_mass(case: Case) -> Outcome:
     advises="A larger weight or another temperature; or none, to save the term's work.",
 )
 def vanishing_loss_term(case: Case) -> Outcome:
-    settings, metrics = case.training.ranks[0].record.context.settings, case.training.metrics
+    settings, metrics = case.settings, case.training.metrics
     weight = {name: float(settings.get(f"{name}_weight", 0)) for name in TERMS}
     terms = {name: metrics[name].values for name in weight if weight[name] and name in metrics}
     if not terms:
-        return NotJudged(reason="only a distillation's loss has terms")
+        return NotJudged("only a distillation's loss has terms")
     if min(map(len, terms.values())) < _FEWEST_POINTS:
         return too_short(f"fewer than {_FEWEST_POINTS} points of the loss were recorded")
-    if answer := start_unseen(case) or first_cause(case, weak_teacher):
+    if answer := case.start_unseen or case.first_cause(weak_teacher):
         return answer
     temperature = float(settings.get("temperature", 1))
     if settings.get("logit_loss") in _SOFTENED and "logit" in terms:
@@ -190,7 +175,7 @@ def vanishing_loss_term(case: Case) -> Outcome:
     least = min(shares, key=shares.__getitem__)
     if shares[least] >= case.rules.vanishing_loss_term.share:
         return Healthy(
-            text="shares of the loss: " + ", ".join(f"{name} up to {share:.0%}" for name, share in shares.items())
+            "shares of the loss: " + ", ".join(f"{name} up to {share:.0%}" for name, share in shares.items())
         )
     softened = f" (now {weight[least]:g})"
     if least == "logit" and settings.get("temperature"):
@@ -232,16 +217,16 @@ def loss_not_falling(case: Case) -> Outcome:
     limits, curve = case.rules.loss_not_falling, case.training.metrics.get("loss")
     if curve is None or len(curve.values) < _POINTS:
         return too_short(f"fewer than {_POINTS} points of the loss were recorded")
-    if answer := start_unseen(case):
+    if answer := case.start_unseen:
         return answer
-    record, window = case.training.ranks[0].record, limits.window
+    record, window = case.record, limits.window
     total = record.context.total_steps
     if case.live and not (total and record.steps.count >= window * total):
         later = f"judged after {window:.0%} of the steps" if total else "the number of steps is not known yet"
-        return NotJudged(reason=later)
-    if answer := first_cause(case, *_CAUSES):
+        return NotJudged(later)
+    if answer := case.first_cause(*_CAUSES):
         return answer
-    rate = setting(case, "base_learning_rate")
+    rate = case.setting("base_learning_rate")
     middles = np.array([np.median(part) for part in np.array_split(curve.values, _POINTS)])
     start, last = float(np.median(curve.values[:_FIRST])), float(np.median(middles[-math.ceil(window * _POINTS) :]))
     if start - last < limits.fall * abs(start):
@@ -256,8 +241,7 @@ def loss_not_falling(case: Case) -> Outcome:
                 "Check whether images and labels belong together (pictures of the views are in the card of the data set), then try "
                 f"{rate} three times as large and a third of it."
             ),
-            saving=saving_after(
-                case,
+            saving=case.saving_after(
                 float(curve.seconds[-1] if case.live else np.quantile(curve.seconds, window)),
                 "nothing was learned",
             ),
@@ -267,7 +251,7 @@ def loss_not_falling(case: Case) -> Outcome:
     least = float(middles[lowest])
     is_lost = end - least > _LOST * (start - least)
     if not is_lost:
-        return Healthy(text=f"the loss fell from {start:.4g} to {last:.4g}, by {(start - last) / abs(start):.0%}")
+        return Healthy(f"the loss fell from {start:.4g} to {last:.4g}, by {(start - last) / abs(start):.0%}")
     last_of_part = int(np.array_split(np.arange(len(curve.values)), _POINTS)[lowest][-1])
     step, seconds = int(curve.steps[last_of_part]), float(curve.seconds[last_of_part])
     return Finding(
@@ -275,7 +259,7 @@ def loss_not_falling(case: Case) -> Outcome:
         confidence=0.8,
         text=f"The loss fell from {start:.4g} to {least:.4g} at step {step + 1} and rose again to {end:.4g}.",
         advice=f"Lower {rate} to a third, or raise warmup_epochs; the best weights are those of about step {step + 1}.",
-        saving=saving_after(case, seconds, "what was learned is lost again"),
+        saving=case.saving_after(seconds, "what was learned is lost again"),
         numbers={"start": start, "lowest": least, "last": end},
         window_s=(seconds, record.ended_s),
         steps=(step, int(curve.steps[-1])),
@@ -295,12 +279,12 @@ def overfitting(case: Case) -> Outcome:
     metrics, limit = case.training.metrics, case.rules.overfitting.ratio
     curve = metrics.get("label" if case.training.name == "distill" else "loss")
     if curve is None or "val_loss" not in metrics:
-        return NotJudged(reason="no training loss with labels, or no validation loss, was recorded")
+        return NotJudged("no training loss with labels, or no validation loss, was recorded")
     losses, accuracies = metrics["val_loss"], metrics["val_top1"]
     if len(losses.values) < _MEASUREMENTS:
         return too_short(
             f"{len(losses.values)} measurements on the validation split, and {_MEASUREMENTS} are needed "
-            f"({setting(case, 'validate_every_epochs')})"
+            f"({case.setting('validate_every_epochs')})"
         )
     best = int(losses.values.argmin())
     # the median of the last points of the training loss at each measurement
@@ -310,9 +294,9 @@ def overfitting(case: Case) -> Outcome:
     rise, gap = last / lowest - 1, last / train[-1] - 1
     seen = f"the validation loss is {last:.3g}, at its lowest it was {lowest:.3g}; the training loss is {train[-1]:.3g}"
     before, after = float(accuracies.values[best]), float(accuracies.values[-1])
-    learns = train[-1] >= train[best] or after > before + accuracy_noise(case, before)
+    learns = train[-1] >= train[best] or after > before + case.accuracy_noise(before)
     if min(rise, gap) <= limit or learns:
-        return Healthy(text=seen)
+        return Healthy(seen)
     step, seconds = int(losses.steps[best]), float(losses.seconds[best])
     return Finding(
         severity="warning",
@@ -325,8 +309,8 @@ def overfitting(case: Case) -> Outcome:
             "Look for wrong labels; augment more (views.min_scale, mixup, cutmix), raise weight_decay or drop_path, add images, or set "
             f"epochs so that it ends at about step {step + 1}."
         ),
-        saving=saving_after(case, seconds, "the validation loss rose"),
+        saving=case.saving_after(seconds, "the validation loss rose"),
         numbers={"rise": rise, "gap": gap},
-        window_s=(seconds, case.training.ranks[0].record.ended_s),
+        window_s=(seconds, case.record.ended_s),
         steps=(step, int(losses.steps[-1])),
     )

@@ -11,17 +11,7 @@ from trainer.costs import duration_text
 from trainer.profiling.evidence import CompilationRecord, RankEvidence, phase_of, step_ms
 from trainer.profiling.rules.compared_steps import XLA_DEBUG, Steps, is_traced, within_steps
 from trainer.profiling.rules.loading import cpu_bottleneck, io_bottleneck, loader_workers
-from trainer.profiling.rules.outcomes import (
-    Case,
-    Finding,
-    Healthy,
-    NotJudged,
-    Outcome,
-    Saving,
-    first_cause,
-    rule,
-    too_short,
-)
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, rule, too_short
 from trainer.profiling.series import Series
 
 _AVOIDABLE: Mapping[str, str] = {
@@ -68,13 +58,13 @@ _STALL_ADVICE = (
     advises="a cache of compiled graphs, inputs near the machine",
 )
 def start_up(case: Case) -> Outcome:
-    rank, limits = case.training.ranks[0], case.rules.start_up
+    rank, limits = case.rank, case.rules.start_up
     record = rank.record
     if record.first_step_s is None:
-        return NotJudged(reason="no step has ended")
+        return NotJudged("no step has ended")
     parts = dict(record.startup)
     if not parts:
-        return NotJudged(reason="the parts of the start-up were not recorded")
+        return NotJudged("the parts of the start-up were not recorded")
     seconds = sum(parts.values())
     longest = sorted(parts, key=lambda name: -parts[name])
     summary = ", ".join(f"{name} {duration_text(parts[name])}" for name in longest)
@@ -82,13 +72,13 @@ def start_up(case: Case) -> Outcome:
     share = seconds / case.stage_s if case.stage_s else 0.0  # how long a stage takes is known at its end
     whole = f", {share:.0%} of the stage's {duration_text(case.stage_s)}" if case.stage_s else ""
     if not is_long and (share <= limits.share or seconds < limits.fewest_seconds):
-        return Healthy(text=f"The first step ended after {duration_text(seconds)}{whole}: {summary}.")
+        return Healthy(f"The first step ended after {duration_text(seconds)}{whole}: {summary}.")
     avoidable = {name: parts[name] for name in _AVOIDABLE if parts.get(name)}
     cures = _ON_XLA if is_traced(rank) else _AVOIDABLE
     advice = (
         "; ".join(cures[name] for name in longest if name in avoidable) or "find out what the longest part waits for"
     )
-    saving = Saving(seconds=sum(avoidable.values()), reason=f"the parts {' and '.join(avoidable)}")
+    saving = Saving(sum(avoidable.values()), f"the parts {' and '.join(avoidable)}")
     if not is_long:
         advice += "; a longer training bears a start-up better"
     return Finding(
@@ -128,8 +118,8 @@ def step_outliers(case: Case) -> Outcome:
         f"steps {usual.p50:.3g} ms), which cost {share:.1%} of the steps' time"
     )
     if share <= limits.share:
-        return Healthy(text=f"{summary}.")
-    if other := first_cause(case, io_bottleneck, loader_workers, cpu_bottleneck, recompilation):
+        return Healthy(f"{summary}.")
+    if other := case.first_cause(io_bottleneck, loader_workers, cpu_bottleneck, recompilation):
         return other
     excess = {}
     for name in dict.fromkeys(phase_of(path) for path in steps.ranks[0].ranges if path != "recorder"):
@@ -144,7 +134,7 @@ def step_outliers(case: Case) -> Outcome:
             "Look at what else happened at these steps: storage, other programs on the machine, garbage collection, or what "
             f"`{phase}` does now and then."
         ),
-        saving=Saving(seconds=excess_s, reason="these steps' time above the median of the undisturbed ones"),
+        saving=Saving(excess_s, "these steps' time above the median of the undisturbed ones"),
         numbers={"outliers": float(len(far)), "limit_s": limit, "median_step_ms": usual.p50, "excess_s": excess_s},
         steps=(int(steps.numbers[far[0]]), int(steps.numbers[far[-1]])),
     )
@@ -157,14 +147,14 @@ def step_outliers(case: Case) -> Outcome:
     advises="what keeps graphs or tensors",
 )
 def gpu_memory_growth(case: Case) -> Outcome:
-    rank, limit = case.training.ranks[0], case.rules.gpu_memory_growth.growth
+    rank, limit = case.rank, case.rules.gpu_memory_growth.growth
     signals = {
         owner: name
         for name, owner in reversed(list(_MEMORY.items()))
         if np.isfinite(rank.system.get(name, np.array([]))).any()
     }
     if not signals:
-        return NotJudged(reason="no memory was sampled")
+        return NotJudged("no memory was sampled")
     by_owner = {owner: _levels(rank, name) for owner, name in signals.items()}
     if all(levels is None for levels in by_owner.values()):
         return too_short(f"fewer than {_FEWEST_SAMPLES} samples of memory were taken in a part of the steps")
@@ -176,7 +166,7 @@ def gpu_memory_growth(case: Case) -> Outcome:
         if whole > limit * levels[0] and rises.min() > _STEADY * whole / len(rises):
             return _leak(rank, owner, levels)
         went.append(f"Memory of {owner} went from {_mib(levels[0])} to {_mib(levels[-1])}.")
-    return Healthy(text=" ".join(went))
+    return Healthy(" ".join(went))
 
 
 def _levels(rank: RankEvidence, name: str) -> Series | None:
@@ -221,15 +211,15 @@ def _mib(value: float) -> str:
     advises="shapes and values that stay the same, or no compilation; on XLA it names what probably changed",
 )
 def recompilation(case: Case) -> Outcome:
-    rank, after = case.training.ranks[0], case.rules.recompilation.after_steps
+    rank, after = case.rank, case.rules.recompilation.after_steps
     record = rank.record
     if not record.compilations:
-        return NotJudged(reason="nothing was compiled")
+        return NotJudged("nothing was compiled")
     late = [one for one in record.compilations if one.step >= after]
     graphs, seconds = sum(one.graphs for one in late), sum(one.seconds for one in late)
     if not graphs:
         return Healthy(
-            text=f"{sum(one.graphs for one in record.compilations)} graphs were compiled, all in the first {after} steps."
+            f"{sum(one.graphs for one in record.compilations)} graphs were compiled, all in the first {after} steps."
         )
     cause, advice = "", _KEEP_GRAPHS
     if is_traced(rank):
@@ -242,7 +232,7 @@ def recompilation(case: Case) -> Outcome:
             f"{duration_text(seconds)}. {cause}".rstrip()
         ),
         advice=advice,
-        saving=Saving(seconds=seconds, reason="the time inside of the compiler after these steps"),
+        saving=Saving(seconds, "the time inside of the compiler after these steps"),
         numbers={"graphs": float(graphs), "seconds": seconds},
         steps=(late[0].step, late[-1].step),
     )
@@ -289,7 +279,7 @@ def _what_changed(rank: RankEvidence, late: Sequence[CompilationRecord]) -> tupl
     advises="Looking at the storage, the loader processes and the other processes of the job.",
 )
 def stalled_training(case: Case) -> Outcome:
-    rank, limit = case.training.ranks[0], case.rules.stalled_training.seconds
+    rank, limit = case.rank, case.rules.stalled_training.seconds
     if len(rank.steps["step"]) < 2:
         return too_short("fewer than two steps were measured")
     # from the end of each step in the table to the end of the next, less steps that the table left out, ranges outside of steps, and time
@@ -309,7 +299,7 @@ def stalled_training(case: Case) -> Outcome:
     pauses = pauses - spent - compiling
     worst = int(pauses.argmax())
     if pauses[worst] <= limit:
-        return Healthy(text=f"the longest time without a step was {pauses[worst]:.3g} s")
+        return Healthy(f"the longest time without a step was {pauses[worst]:.3g} s")
     before, after = int(numbers[worst]), int(numbers[worst + 1])
     start_s = float(ends[worst])
     stalls = pauses[pauses > limit]
@@ -322,7 +312,7 @@ def stalled_training(case: Case) -> Outcome:
             f"or checkpoint to account for it{'; it happened ' + times if times else ''}."
         ),
         advice=_STALL_ADVICE,
-        saving=Saving(seconds=float(stalls.sum()), reason="the time without a step"),
+        saving=Saving(float(stalls.sum()), "the time without a step"),
         numbers={"longest_s": float(pauses[worst]), "stalls": float(len(stalls))},
         window_s=(start_s, start_s + float(pauses[worst])),
         steps=(before, after),
@@ -351,9 +341,9 @@ def hanging(seconds: float, step: int, place: str) -> Finding:
     advises="rarer measurements of tensors",
 )
 def own_overhead(case: Case) -> Outcome:
-    record, limits = case.training.ranks[0].record, case.rules.own_overhead
+    record, limits = case.record, case.rules.own_overhead
     if not record.overhead:
-        return NotJudged(reason="what recording costs was not recorded")
+        return NotJudged("what recording costs was not recorded")
     if record.ended_s < limits.fewest_seconds:
         lasts, needed = duration_text(record.ended_s), duration_text(limits.fewest_seconds)
         return too_short(f"the recording lasts {lasts}; {needed} are needed")
@@ -363,12 +353,12 @@ def own_overhead(case: Case) -> Outcome:
     parts = sorted(record.overhead.items(), key=lambda item: -item[1])
     summary = ", ".join(f"{name} {duration_text(part)}{' (once)' * (name == 'operators')}" for name, part in parts)
     if share <= limits.share:
-        return Healthy(text=f"Recording costs {share:.2%} of the training's time: {summary}.")
+        return Healthy(f"Recording costs {share:.2%} of the training's time: {summary}.")
     return Finding(
         severity="warning",
         confidence=0.9,
         text=f"Recording costs {share:.1%} of the training's time: {summary}.",
         advice="Look more rarely: evidence.tensors_every, evidence.tensors_budget and evidence.system_interval_s.",
-        saving=Saving(seconds=seconds - limits.share * record.ended_s, reason="what it costs above the limit"),
+        saving=Saving(seconds - limits.share * record.ended_s, "what it costs above the limit"),
         numbers={f"{name}_s": part for name, part in record.overhead.items()} | {"overhead_share": share},
     )

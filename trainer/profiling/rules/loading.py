@@ -148,7 +148,7 @@ def io_bottleneck(case: Case) -> Outcome:
         share = sampled
         text = f"In {sampled:.0%} of the samples the GPU was idle while the cores waited for storage."
     else:
-        return Healthy(text=f"{share:.0%} of a step waits for storage ({_ms(loading.storage_s)}).")
+        return Healthy(f"{share:.0%} of a step waits for storage ({_ms(loading.storage_s)}).")
     return Finding(
         severity="warning",
         confidence=0.9 if loading.workers == 0 else 0.8,
@@ -157,7 +157,7 @@ def io_bottleneck(case: Case) -> Outcome:
             f"Let more loader processes wait at the same time (data.workers={loading.workers_that_keep_up()}; waiting needs no core), or "
             "put the prepared data set on a disk of the machine."
         ),
-        saving=Saving(seconds=share * steps.total_s, reason="the steps without that waiting"),
+        saving=Saving(share * steps.total_s, "the steps without that waiting"),
         numbers={"waiting_share": share, "storage_s": loading.storage_s, "undisturbed_step_s": loading.step_s},
         steps=steps.span,
     )
@@ -190,8 +190,8 @@ def loader_workers(case: Case) -> Outcome:
             text=f"{waiting} that processors make, and cores are free: {_processes(loading)}.",
             advice=f"Let more processes load: data.workers={wanted}.",
             saving=Saving(
-                seconds=share * steps.total_s * min(1.0, wanted / keeps_up),
-                reason="the waiting that this many loader processes hide, at the present rate",
+                share * steps.total_s * min(1.0, wanted / keeps_up),
+                "the waiting that this many loader processes hide, at the present rate",
             ),
             numbers=_numbers(loading, share),
             steps=steps.span,
@@ -204,11 +204,11 @@ def loader_workers(case: Case) -> Outcome:
             confidence=0.7 if waits else 0.5,
             text=f"{cause} {_processes(loading)}: they take the cores from one another, and memory.",
             advice=f"Let fewer processes load: data.workers={wanted}, or auto, which measures how many keep up.",
-            saving=Saving(seconds=share * steps.total_s, reason="the waiting for data") if waits else None,
+            saving=Saving(share * steps.total_s, "the waiting for data") if waits else None,
             numbers=_numbers(loading, share),
             steps=steps.span,
         )
-    return Healthy(text=f"{_processes(loading)}; {loading.share(loading.waiting_s):.0%} of a step waits for data.")
+    return Healthy(f"{_processes(loading)}; {loading.share(loading.waiting_s):.0%} of a step waits for data.")
 
 
 @rule(
@@ -233,17 +233,13 @@ def cpu_bottleneck(case: Case) -> Outcome:
     sampled = _gpu_idles_while(rank, busiest, limits.busy_percent, limits.gpu_percent)
     if _waits_for_processor(loading, limits.waiting_share, limits.own_share):
         if not processes.fewest_per_core <= loading.per_core <= processes.most_per_core:
-            return NotJudged(
-                reason=f"the number of loader processes comes first (loader_workers): {_processes(loading)}"
-            )
+            return NotJudged(f"the number of loader processes comes first (loader_workers): {_processes(loading)}")
         text = f"{_loading_share(loading, share, loading.computing_s)} that processors make, and none is free: {_processes(loading)}."
     elif sampled > limits.share and loading.share(loading.waiting_s) <= limits.waiting_share:
         share = sampled
         text = f"In {sampled:.0%} of the samples a core was busy and the GPU idle, though batches were ready."
     else:
-        return Healthy(
-            text=f"{share:.0%} of a step waits for batches that processors make ({_ms(loading.computing_s)})."
-        )
+        return Healthy(f"{share:.0%} of a step waits for batches that processors make ({_ms(loading.computing_s)}).")
     advice = "Store smaller images (data.image_size), which are cheaper to decode, or take a machine with more cores."
     if steps.on_gpu:
         advice = (
@@ -255,7 +251,7 @@ def cpu_bottleneck(case: Case) -> Outcome:
         confidence=0.8,
         text=text,
         advice=advice,
-        saving=Saving(seconds=share * steps.total_s, reason="the steps if batches were always ready"),
+        saving=Saving(share * steps.total_s, "the steps if batches were always ready"),
         numbers=_numbers(loading, share),
         steps=steps.span,
     )

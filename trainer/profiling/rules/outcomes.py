@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
-from trainer.profiling.evidence import TrainingEvidence
+from trainer import formatting
+from trainer.profiling.evidence import RankEvidence, RankRecord, TrainingEvidence
 from trainer.thresholds import RuleSettings
 
-_NAMED = 3
+listed = partial(formatting.listed, most=3)
+"""Joins the first names of a text, and says how many more there are."""
 _SECTIONS = {"mae": "pretrain.mae", "finetune": "pretrain.finetune"}
 """Trainings whose settings are in a section of another name."""
 
@@ -26,8 +29,61 @@ class Case:
     live: bool = False
     """Whether the training still runs, and only this process's record is at hand."""
 
+    @property
+    def rank(self) -> RankEvidence:
+        """The evidence of the first process."""
+        return self.training.ranks[0]
 
-@dataclass(frozen=True, kw_only=True)
+    @property
+    def record(self) -> RankRecord:
+        return self.rank.record
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Of the training."""
+        return self.record.context.settings
+
+    @property
+    def remaining_s(self) -> float:
+        """Estimate of the seconds of the remaining steps, where the training still runs and their number is known."""
+        total, done = self.record.context.total_steps, self.record.steps.count
+        if not self.live or not total or not done:
+            return 0.0
+        return max(0.0, total - 1 - float(self.rank.steps["step"][-1])) * self.record.steps.seconds / done
+
+    @property
+    def start_unseen(self) -> NotJudged | None:
+        """The answer of a rule that needs the training's start, where this process resumed from a checkpoint; None where it did not."""
+        steps = self.rank.steps["step"]
+        if not len(steps) or steps[0] == 0:
+            return None
+        return NotJudged(
+            f"this process resumed from a checkpoint, at step {steps[0] + 1:.0f}, so the training's start was not seen"
+        )
+
+    def first_cause(self, *rules: Rule) -> NotJudged | None:
+        """Return the answer of a rule on effects of other causes: not judged where one of `rules` fires; None where none does."""
+        for rule in rules:
+            if getattr(self.rules, rule.name).enabled and isinstance(rule.judge(self), Finding):
+                return NotJudged(f"what there is to see may come from another finding: {rule.name}")
+        return None
+
+    def saving_after(self, since_s: float, why: str) -> Saving:
+        """Estimate what ending the training at a moment saves: the time to its end, extrapolated from the steps so far while it runs."""
+        seconds = max(0.0, self.record.ended_s - since_s) + self.remaining_s
+        return Saving(seconds, f"the training's time after that, in which {why}")
+
+    def accuracy_noise(self, accuracy: float) -> float:
+        """Compute two standard errors of the difference of two accuracies on the validation split; 0 where its size is not known."""
+        images = self.record.context.val_samples
+        return 2 * math.sqrt(2 * accuracy * (1 - accuracy) / images) if images else 0.0
+
+    def setting(self, name: str) -> str:
+        """Return the full name of a setting of this training."""
+        return setting_of(self.training.name, name)
+
+
+@dataclass(frozen=True)
 class Saving:
     """Time that curing a finding would save."""
 
@@ -59,7 +115,7 @@ class Finding:
     """From which step to which."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Healthy:
     """The rule was judged and does not fire."""
 
@@ -67,7 +123,7 @@ class Healthy:
     """What the evidence shows, with its numbers."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class NotJudged:
     """The rule cannot be judged."""
 
@@ -82,7 +138,7 @@ Outcome = Finding | Healthy | NotJudged
 
 def too_short(reason: str) -> NotJudged:
     """Return the answer of a rule that a longer training would let judge."""
-    return NotJudged(reason=reason, too_short=True)
+    return NotJudged(reason, too_short=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,58 +168,6 @@ def rule(
     )
 
 
-def first_cause(case: Case, *rules: Rule) -> NotJudged | None:
-    """Return the answer of a rule on effects of other causes: not judged where one of `rules` fires; None where none does."""
-    for rule in rules:
-        if getattr(case.rules, rule.name).enabled and isinstance(rule.judge(case), Finding):
-            return NotJudged(reason=f"what there is to see may come from another finding: {rule.name}")
-    return None
-
-
-def start_unseen(case: Case) -> NotJudged | None:
-    """Return the answer of a rule that needs the training's start, where this process resumed from a checkpoint; None where it did not."""
-    steps = case.training.ranks[0].steps["step"]
-    if not len(steps) or steps[0] == 0:
-        return None
-    return NotJudged(
-        reason=f"this process resumed from a checkpoint, at step {steps[0] + 1:.0f}, so the training's start was not seen"
-    )
-
-
-def saving_after(case: Case, since_s: float, why: str) -> Saving:
-    """Estimate what ending the training at a moment saves: the time to its end, extrapolated from the steps so far while it runs."""
-    return Saving(
-        seconds=max(0.0, case.training.ranks[0].record.ended_s - since_s) + remaining_s(case),
-        reason=f"the training's time after that, in which {why}",
-    )
-
-
-def remaining_s(case: Case) -> float:
-    """Estimate the seconds of the remaining steps, where the training still runs and their number is known."""
-    rank = case.training.ranks[0]
-    total, done = rank.record.context.total_steps, rank.record.steps.count
-    if not case.live or not total or not done:
-        return 0.0
-    return max(0.0, total - 1 - float(rank.steps["step"][-1])) * rank.record.steps.seconds / done
-
-
-def accuracy_noise(case: Case, accuracy: float) -> float:
-    """Compute two standard errors of the difference of two accuracies on the validation split; 0 where its size is not known."""
-    images = case.training.ranks[0].record.context.val_samples
-    return 2 * math.sqrt(2 * accuracy * (1 - accuracy) / images) if images else 0.0
-
-
-def setting(case: Case, name: str) -> str:
-    """Return the full name of a setting of this training."""
-    return setting_of(case.training.name, name)
-
-
 def setting_of(training: str, name: str) -> str:
     """Return the full name of a setting of a training of this name."""
     return f"{_SECTIONS.get(training, training)}.{name}"
-
-
-def listed(names: Sequence[str]) -> str:
-    """Join the first names, and say how many more there are."""
-    shown, more = ", ".join(names[:_NAMED]), len(names) - _NAMED
-    return f"{shown} and {more} more" if more > 0 else shown

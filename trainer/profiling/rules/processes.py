@@ -22,9 +22,9 @@ _UNCERTAIN = 0.1
 def _unjudgeable(case: Case, steps: Steps) -> NotJudged | None:
     """Why processes cannot be compared, if they cannot."""
     if steps.record.world_size == 1:
-        return NotJudged(reason="one process trains alone")
+        return NotJudged("one process trains alone")
     if case.live:
-        return NotJudged(reason="while a training runs, only one process's record is at hand")
+        return NotJudged("while a training runs, only one process's record is at hand")
     return steps.too_few
 
 
@@ -65,7 +65,7 @@ def stragglers(case: Case) -> Outcome:
         f"{1e3 * (means[slowest] - behind_s):.3g} ms: {share:.0%} of the step"
     )
     if share <= limit or sum(blocks) < _BLOCKS - 1:
-        return Healthy(text=f"Slowest: {summary}.")
+        return Healthy(f"Slowest: {summary}.")
     phases = ("data", "to_device", "teacher_forward", "forward", "optimizer", "other")
     phase = max(phases, key=lambda name: _behind(steps.phase(name), slowest))
     return Finding(
@@ -76,7 +76,7 @@ def stragglers(case: Case) -> Outcome:
             f"Look at {record.host} (other programs, a throttled or broken device, slow storage), replace that node, and keep "
             "pools to machines of one kind."
         ),
-        saving=Saving(seconds=share * steps.total_s, reason="the time that the others wait in each step"),
+        saving=Saving(share * steps.total_s, "the time that the others wait in each step"),
         numbers={"rank": float(slowest), "behind_s": behind_s, "undisturbed_step_s": steps.step_s},
         steps=steps.span,
     )
@@ -108,7 +108,7 @@ def load_balance(case: Case) -> Outcome:
     if unjudgeable := _unjudgeable(case, steps):
         return unjudgeable
     if isinstance(stragglers.judge(case), Finding):
-        return NotJudged(reason="one process is slower than the others, which comes first (stragglers)")
+        return NotJudged("one process is slower than the others, which comes first (stragglers)")
     own = own_work(steps)
     own = np.minimum(own, np.percentile(own, 95, axis=1, keepdims=True))
     # in which they wait for one that is not always the same
@@ -119,7 +119,7 @@ def load_balance(case: Case) -> Outcome:
     if distance is not None:
         summary += f"; the histograms of the GPUs' use are {distance:.2f} apart"
     if share <= limits.waiting_share and (distance is None or distance <= limits.distance):
-        return Healthy(text=f"{summary[0].upper()}{summary[1:]}.")
+        return Healthy(f"{summary[0].upper()}{summary[1:]}.")
     return Finding(
         severity="warning",
         confidence=0.7,
@@ -128,7 +128,7 @@ def load_balance(case: Case) -> Outcome:
             "Give every process the same work in each step: images of one size (data.image_size), and no branch in model or "
             "objective that depends on the batch or the process."
         ),
-        saving=Saving(seconds=share * steps.total_s, reason="the steps if the work of each were spread evenly"),
+        saving=Saving(share * steps.total_s, "the steps if the work of each were spread evenly"),
         numbers={"waiting_share": share} | ({} if distance is None else {"distance": distance}),
         steps=steps.span,
     )
@@ -152,7 +152,7 @@ def _exchange_s(case: Case, steps: Steps) -> float | NotJudged:
     if unjudgeable := _unjudgeable(case, steps):
         return unjudgeable
     if is_traced(steps.ranks[0]):
-        return NotJudged(reason="XLA exchanges gradients within its graphs, where no clock of the host sees them")
+        return NotJudged("XLA exchanges gradients within its graphs, where no clock of the host sees them")
     if not steps.on_gpu:
         # Of a median step, in which no process could continue its backward pass. The threads that exchange gradients lack a core, too,
         # where the training's thread does; what that may have cost is left out.
@@ -162,7 +162,7 @@ def _exchange_s(case: Case, steps: Steps) -> float | NotJudged:
     exposed = [max(0.0, record.exchange_s - record.hidden_s) for record in measured if record is not None]
     if len(exposed) < len(measured):
         reason = steps.record.missing.get("communication", "too few steps")
-        return NotJudged(reason=f"how long gradients travel was not measured: {reason}")
+        return NotJudged(f"how long gradients travel was not measured: {reason}")
     # Who waits for a slower process does so in the exchange; the process that all wait for waits for nothing but the network.
     own = steps.seconds - steps.phase("backward")
     return float(np.maximum(exposed - (own.max(axis=0) - own).mean(axis=1), 0).min())
@@ -190,7 +190,7 @@ def communication(case: Case) -> Outcome:
     share = seconds / steps.step_s
     summary = f"{share:.0%} of each step ({1e3 * seconds:.3g} of {1e3 * steps.step_s:.3g} ms undisturbed)"
     if share <= limit:
-        return Healthy(text=f"{summary} waits for gradients that travel.")
+        return Healthy(f"{summary} waits for gradients that travel.")
     return Finding(
         severity="warning",
         confidence=0.8,
@@ -199,7 +199,7 @@ def communication(case: Case) -> Outcome:
             "Halve the bytes (gradient_compression=bf16), exchange more rarely (a larger batch_size, or more accumulation at the same "
             "memory), or train on fewer nodes, or ones with a faster network."
         ),
-        saving=Saving(seconds=share * steps.total_s, reason="the steps if computation hid the exchange"),
+        saving=Saving(share * steps.total_s, "the steps if computation hid the exchange"),
         numbers={"communication_share": share, "exposed_s": seconds, "undisturbed_step_s": steps.step_s},
         steps=steps.span,
     )
