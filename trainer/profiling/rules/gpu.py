@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from trainer import formatting
 from trainer.config import RECORDED_BY, ReinforceSettings
-from trainer.profiling.evidence import RankEvidence, TransferRecord, is_core, phase_shares
+from trainer.profiling.evidence import TransferRecord, is_core, phase_shares
 from trainer.profiling.rules.compared_steps import IGNORED, XLA_DEBUG, Steps, is_traced, usual, within_steps
 from trainer.profiling.rules.loading import cpu_bottleneck, io_bottleneck, loader_workers
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, listed, rule, too_short
@@ -20,36 +22,31 @@ _FEWEST_COUNTED = 10
 _WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 _READ = "aten::_local_scalar_dense"
 """What torch calls the reading of a value: `.item()`, `float()`, an `if` on a tensor."""
+_KEEP_ON_DEVICE = (
+    "Look for .item(), float(), print or an if on a tensor in the objective and the model; keep values on the device and read them every "
+    "log_every steps"
+)
 _TEACHER = "teacher_forward"
 
 
-class _GpuSamples:
-    """What the system did while the first process was at its steps, in percent."""
-
-    def __init__(self, rank: RankEvidence) -> None:
-        within = np.isfinite(rank.system["gpu_percent"]) & within_steps(rank)
-        self.gpu = rank.system["gpu_percent"][within]
-        cores = [values[within] for name, values in rank.system.items() if is_core(name)]
-        self.cpu = np.mean(cores, axis=0) if cores else None
-        used, total = (rank.system.get(f"gpu_memory_{name}_bytes") for name in ("used", "total"))
-        self.memory = None if used is None or total is None else 100 * used[within] / total[within]
-
-
-def _samples(case: Case) -> _GpuSamples | NotJudged:
+def _use(case: Case) -> Mapping[str, Series] | NotJudged:
+    """Return how much of the GPU, its memory and the cores was used while the first process was at its steps, in percent, where sampled."""
     rank = case.rank
     if not rank.record.device.startswith("cuda"):
         return NotJudged(f"the training runs on {rank.record.device if is_traced(rank) else 'a CPU'}")
     if "gpu_percent" not in rank.system:
         reason = rank.record.missing.get("gpu_utilization", "it was not sampled")
         return NotJudged(f"the use of the GPU is not known: {reason}")
-    samples = _GpuSamples(rank)
-    if len(samples.gpu) < FEWEST_SAMPLES:
-        return too_short(f"only {len(samples.gpu)} samples of the GPU were taken at steps; {FEWEST_SAMPLES} are needed")
-    return samples
-
-
-def _p95(values: Series) -> float:
-    return float(np.percentile(values, 95))
+    within = np.isfinite(rank.system["gpu_percent"]) & within_steps(rank)
+    if within.sum() < FEWEST_SAMPLES:
+        return too_short(f"only {within.sum()} samples of the GPU were taken at steps; {FEWEST_SAMPLES} are needed")
+    system = {name: values[within] for name, values in rank.system.items()}
+    use = {"GPU": system["gpu_percent"]}
+    if {"gpu_memory_used_bytes", "gpu_memory_total_bytes"} <= system.keys():
+        use["GPU memory"] = 100 * system["gpu_memory_used_bytes"] / system["gpu_memory_total_bytes"]
+    if cores := [values for name, values in system.items() if is_core(name)]:
+        use["CPU"] = np.mean(cores, axis=0)
+    return use
 
 
 @rule(
@@ -59,12 +56,12 @@ def _p95(values: Series) -> float:
     advises="a larger batch, or a smaller machine",
 )
 def batch_size(case: Case) -> Outcome:
-    samples, limit = _samples(case), case.rules.batch_size.largest_percent
-    if isinstance(samples, NotJudged):
-        return samples
-    if samples.cpu is None or samples.memory is None:
+    use, limit = _use(case), case.rules.batch_size.largest_percent
+    if isinstance(use, NotJudged):
+        return use
+    if len(use) < 3:
         return NotJudged("the use of the cores, or the GPU's memory, is not known")
-    used = {"GPU": _p95(samples.gpu), "GPU memory": _p95(samples.memory), "CPU": _p95(samples.cpu)}
+    used = {name: float(np.percentile(values, 95)) for name, values in use.items()}
     summary = ", ".join(f"{name} {percent:.0f} %" for name, percent in used.items())
     if max(used.values()) >= limit:
         return Healthy(f"95th percentiles: {summary}.")
@@ -79,7 +76,7 @@ def batch_size(case: Case) -> Outcome:
         advice=(
             f"Try a {twice} (the learning rate scales with it), or take a smaller machine; the stage tune measures which batch is fastest."
         ),
-        saving=_if_used(case, samples, limit),
+        saving=_if_used(case, use["GPU"], limit),
         numbers={f"{name.lower().replace(' ', '_')}_p95_percent": percent for name, percent in used.items()},
     )
 
@@ -94,10 +91,10 @@ def batch_size(case: Case) -> Outcome:
     advises="compilation, bf16, a larger batch, less between steps",
 )
 def gpu_utilization(case: Case) -> Outcome:
-    samples, limits = _samples(case), case.rules.gpu_utilization
-    if isinstance(samples, NotJudged):
-        return samples
-    low, high = float(np.percentile(samples.gpu, 5)), _p95(samples.gpu)
+    use, limits = _use(case), case.rules.gpu_utilization
+    if isinstance(use, NotJudged):
+        return use
+    low, high = np.percentile(use["GPU"], (5, 95)).tolist()
     if high >= limits.low_percent and low >= limits.idle_percent:
         return Healthy(f"The GPU's use is between {low:.0f} % and {high:.0f} % (5th and 95th percentile).")
     if other := case.first_cause(*_WHAT_KEEPS_WAITING, batch_size):
@@ -113,14 +110,14 @@ def gpu_utilization(case: Case) -> Outcome:
             "Check the operators for many small kernels; set compile=on, a larger batch_size, or precision=bf16, and look "
             "for work between steps."
         ),
-        saving=_if_used(case, samples, limits.low_percent),
+        saving=_if_used(case, use["GPU"], limits.low_percent),
         numbers={"gpu_p5_percent": low, "gpu_p95_percent": high},
     )
 
 
-def _if_used(case: Case, samples: _GpuSamples, percent: float) -> Saving:
+def _if_used(case: Case, gpu: Series, percent: float) -> Saving:
     """Estimate by how much shorter the steps would be if the GPU were used up to the limit on average."""
-    mean = float(samples.gpu.mean())
+    mean = float(gpu.mean())
     seconds = case.record.steps.seconds * max(0.0, 1 - mean / percent)
     return Saving(seconds, f"the same work with the GPU used at {percent:.0f} % instead of {mean:.0f} % on average")
 
@@ -133,9 +130,9 @@ def _if_used(case: Case, samples: _GpuSamples, percent: float) -> Saving:
 )
 def host_to_device(case: Case) -> Outcome:
     steps, limit = Steps(case), case.rules.host_to_device.share
+    if is_traced(case.rank):
+        return NotJudged("on XLA batches are sent ahead, while the device computes")
     if not steps.on_gpu:
-        if is_traced(steps.ranks[0]):
-            return NotJudged("on XLA batches are sent ahead, while the device computes")
         return NotJudged("the training runs on a CPU, to which nothing is copied")
     if steps.too_few:
         return steps.too_few
@@ -195,8 +192,7 @@ def host_syncs(case: Case) -> Outcome:
     saving, busy = None, rank.system.get("gpu_percent")
     if on_gpu and busy is not None and len(busy):
         idle = 1 - float(np.nanmean(busy)) / 100
-        reason = "at most: the steps without the GPU's idle time"
-        saving = Saving(idle * rank.record.steps.seconds, reason)
+        saving = Saving(idle * rank.record.steps.seconds, "at most: the steps without the GPU's idle time")
     return Finding(
         severity="warning" if on_gpu else "note",
         confidence=0.8 if on_gpu else 0.6,
@@ -205,10 +201,7 @@ def host_syncs(case: Case) -> Outcome:
             if on_gpu
             else f"{reads:.3g} {what} in each step; a CPU loses little by it, but a GPU would stop and wait each time."
         ),
-        advice=(
-            "Look for .item(), float(), print or an if on a tensor in the objective and the model; keep values on the device "
-            "and read them every log_every steps."
-        ),
+        advice=f"{_KEEP_ON_DEVICE}.",
         saving=saving,
         numbers={"reads_per_step": reads},
     )
@@ -217,35 +210,29 @@ def host_syncs(case: Case) -> Outcome:
 def _transfers(case: Case, record: TransferRecord) -> Outcome:
     """Judge whether the steps of a training on a device of XLA wait for values from it."""
     rank, limit = case.rank, case.rules.host_syncs.share_of_steps
-    numbers = rank.steps["step"]
     counted = np.isfinite(rank.steps["transfers"])
     counted[:IGNORED] = False
     if counted.sum() < _FEWEST_COUNTED:
         return too_short(
             f"transfers were counted in only {counted.sum()} steps after the first {IGNORED}; {_FEWEST_COUNTED} are needed"
         )
-    numbers, values = numbers[counted], rank.steps["transfers"][counted]
+    numbers, values = rank.steps["step"][counted], rank.steps["transfers"][counted]
     share = float(np.mean(values > 0))
     summary = f"In {share:.0%} of the steps values come from the device"
     if share <= limit:
         return Healthy(f"{summary}.")
     at, reads = numbers[values > 0], record.fallbacks.get(_READ)
-    lacking = [name for name in record.fallbacks if name != _READ]
-    lacking.sort(key=lambda name: -record.fallbacks[name])
+    lacking = sorted((name for name in record.fallbacks if name != _READ), key=lambda name: -record.fallbacks[name])
     debug = XLA_DEBUG.format("asked for each execution")
     on_host, saving = "", None
     if lacking:
         calls = [f"{name} ({record.fallbacks[name]} calls)" for name in lacking]
-        on_host = f" {listed(calls)} ran on the host" + (
-            f"; single values were read {reads} times ({_READ})." if reads else "."
-        )
+        read = f"; single values were read {reads} times ({_READ})" if reads else ""
+        on_host = f" {listed(calls)} ran on the host{read}."
         advice = f"XLA has no {listed(lacking)}: write it with operators that XLA has, or let it run on the host before the batch is sent."
     elif reads:
         on_host = f" Single values were read {reads} times ({_READ})."
-        advice = (
-            "Look for .item(), float(), print or an if on a tensor in the objective and the model; keep values on the device and read "
-            f"them every log_every steps; {debug}."
-        )
+        advice = f"{_KEEP_ON_DEVICE}; {debug}."
     else:
         advice = f"Look for .cpu(), .tolist(), .numpy() or print of a tensor in the objective and the model; {debug}."
     if record.from_device:
@@ -310,7 +297,7 @@ def teacher_share(case: Case) -> Outcome:
             f"sees each image {views} times (reinforce.views), once for all distillations; in this one it sees each image "
             f"{epochs} times, once an epoch."
         ),
-        advice=(f"Set distill.teacher=recorded{kept}: {pays}. The student then sees each image in these views only."),
+        advice=f"Set distill.teacher=recorded{kept}: {pays}. The student then sees each image in these views only.",
         saving=saving,
         numbers={"teacher_share": share, "teacher_s": seconds},
         steps=steps.span,

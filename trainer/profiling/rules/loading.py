@@ -45,6 +45,24 @@ class LoadingWait:
         """Return seconds as a share of the step."""
         return seconds / self.step_s
 
+    def is_for_storage(self, waiting_share: float) -> bool:
+        return self.storage_s > self.computing_s and self.share(self.storage_s) > waiting_share
+
+    def is_for_processor(self, waiting_share: float, own_share: float) -> bool:
+        limit = own_share if self.itself else waiting_share
+        return self.computing_s >= self.storage_s and self.share(self.computing_s) > limit
+
+    def part(self, seconds: float) -> str:
+        """Say how much of a step seconds of loading are."""
+        verb = "goes into batches" if self.itself else "waits for batches"
+        return f"{self.share(seconds):.0%} of each step ({_ms(seconds)} of {_ms(self.step_s)} undisturbed) {verb}"
+
+    @property
+    def processes(self) -> str:
+        """How many processes there are, in words."""
+        beside = f"{self.workers or 'no'} loader process{'es' * (self.workers > 1)}"
+        return f"{beside} beside each training process, {self.per_core:.1f} processes for each core"
+
     def workers_that_keep_up(self) -> int:
         """Loader processes beside each training process with which it would not wait, at the present rate."""
         making_s = self.workers * self.step_s if self.workers else self.waiting_s
@@ -142,8 +160,8 @@ def io_bottleneck(case: Case) -> Outcome:
     rank = steps.ranks[0]
     waits = rank.system.get("iowait_percent")
     sampled = _gpu_idles_while(rank, waits, limits.iowait_percent, limits.gpu_percent)
-    if _waits_for_storage(loading, limits.waiting_share):
-        text = f"{_loading_share(loading, share, loading.storage_s)} that storage has to deliver, and nothing is computed meanwhile."
+    if loading.is_for_storage(limits.waiting_share):
+        text = f"{loading.part(loading.storage_s)} that storage has to deliver, and nothing is computed meanwhile."
     elif sampled > limits.share:
         share = sampled
         text = f"In {sampled:.0%} of the samples the GPU was idle while the cores waited for storage."
@@ -177,9 +195,9 @@ def loader_workers(case: Case) -> Outcome:
     if steps.too_few:
         return steps.too_few
     loading = diagnose(steps, busy_loader_percent=storage.loader_percent)
-    waits = _waits_for_processor(loading, limits.waiting_share, limits.own_share)
+    waits = loading.is_for_processor(limits.waiting_share, limits.own_share)
     share = loading.share(loading.computing_s)
-    waiting = _loading_share(loading, share, loading.computing_s)
+    waiting = loading.part(loading.computing_s)
     if loading.per_core < limits.fewest_per_core and waits:
         keeps_up = loading.workers_that_keep_up()
         most = int(steps.record.cores // steps.processes_here()) - (0 if loading.itself else 1)
@@ -187,7 +205,7 @@ def loader_workers(case: Case) -> Outcome:
         return Finding(
             severity="warning",
             confidence=0.8,
-            text=f"{waiting} that processors make, and cores are free: {_processes(loading)}.",
+            text=f"{waiting} that processors make, and cores are free: {loading.processes}.",
             advice=f"Let more processes load: data.workers={wanted}.",
             saving=Saving(
                 share * steps.total_s * min(1.0, wanted / keeps_up),
@@ -196,19 +214,19 @@ def loader_workers(case: Case) -> Outcome:
             numbers=_numbers(loading, share),
             steps=steps.span,
         )
-    if loading.per_core > limits.most_per_core and not _waits_for_storage(loading, storage.waiting_share):
+    if loading.per_core > limits.most_per_core and not loading.is_for_storage(storage.waiting_share):
         wanted = max(0, steps.record.cores // steps.processes_here() - 1)
         cause = f"{waiting}, and" if waits else "There are more processes than cores:"
         return Finding(
             severity="warning" if waits else "note",
             confidence=0.7 if waits else 0.5,
-            text=f"{cause} {_processes(loading)}: they take the cores from one another, and memory.",
+            text=f"{cause} {loading.processes}: they take the cores from one another, and memory.",
             advice=f"Let fewer processes load: data.workers={wanted}, or auto, which measures how many keep up.",
             saving=Saving(share * steps.total_s, "the waiting for data") if waits else None,
             numbers=_numbers(loading, share),
             steps=steps.span,
         )
-    return Healthy(f"{_processes(loading)}; {loading.share(loading.waiting_s):.0%} of a step waits for data.")
+    return Healthy(f"{loading.processes}; {loading.share(loading.waiting_s):.0%} of a step waits for data.")
 
 
 @rule(
@@ -231,10 +249,10 @@ def cpu_bottleneck(case: Case) -> Outcome:
     cores = [values for name, values in rank.system.items() if is_core(name)]
     busiest = np.max(cores, axis=0) if cores else None
     sampled = _gpu_idles_while(rank, busiest, limits.busy_percent, limits.gpu_percent)
-    if _waits_for_processor(loading, limits.waiting_share, limits.own_share):
+    if loading.is_for_processor(limits.waiting_share, limits.own_share):
         if not processes.fewest_per_core <= loading.per_core <= processes.most_per_core:
-            return NotJudged(f"the number of loader processes comes first (loader_workers): {_processes(loading)}")
-        text = f"{_loading_share(loading, share, loading.computing_s)} that processors make, and none is free: {_processes(loading)}."
+            return NotJudged(f"the number of loader processes comes first (loader_workers): {loading.processes}")
+        text = f"{loading.part(loading.computing_s)} that processors make, and none is free: {loading.processes}."
     elif sampled > limits.share and loading.share(loading.waiting_s) <= limits.waiting_share:
         share = sampled
         text = f"In {sampled:.0%} of the samples a core was busy and the GPU idle, though batches were ready."
@@ -255,25 +273,6 @@ def cpu_bottleneck(case: Case) -> Outcome:
         numbers=_numbers(loading, share),
         steps=steps.span,
     )
-
-
-def _waits_for_processor(loading: LoadingWait, waiting_share: float, own_share: float) -> bool:
-    limit = own_share if loading.itself else waiting_share
-    return loading.computing_s >= loading.storage_s and loading.share(loading.computing_s) > limit
-
-
-def _waits_for_storage(loading: LoadingWait, waiting_share: float) -> bool:
-    return loading.storage_s > loading.computing_s and loading.share(loading.storage_s) > waiting_share
-
-
-def _loading_share(loading: LoadingWait, share: float, seconds: float) -> str:
-    verb = "goes into batches" if loading.itself else "waits for batches"
-    return f"{share:.0%} of each step ({_ms(seconds)} of {_ms(loading.step_s)} undisturbed) {verb}"
-
-
-def _processes(loading: LoadingWait) -> str:
-    beside = f"{loading.workers or 'no'} loader process{'es' * (loading.workers > 1)}"
-    return f"{beside} beside each training process, {loading.per_core:.1f} processes for each core"
 
 
 def _ms(seconds: float) -> str:
