@@ -7,9 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.forks import Program
-from trainer.training.checkpoints.snapshots import PARTS
-from trainer.training.checkpoints.training_state import capture
 from trainer.training.optimizers import RowShardedOptimizer, held, rows_of
+from trainer.training.training_state import PARTS, capture
 
 __all__ = ["PARTS", "Rows", "everything", "learner", "on_two_processes", "snapshot_of"]
 

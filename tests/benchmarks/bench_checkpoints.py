@@ -23,9 +23,9 @@ from trainer import storage
 from trainer.config import TrainingSettings
 from trainer.devices import choose_device
 from trainer.training.checkpoints import Checkpoints
-from trainer.training.checkpoints.training_state import TrainingState, capture
 from trainer.training.optimizers import AveragedModel, make_optimizer, parameter_groups
 from trainer.training.process_group import Processes
+from trainer.training.training_state import TrainingState, capture
 
 _GROWTH = 1.5
 """How much longer a block is than writing took in the first one."""

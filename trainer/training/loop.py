@@ -29,9 +29,7 @@ from trainer.profiling.timeline import span
 from trainer.step_schedule import is_checkpoint_step, is_validation_step
 from trainer.tracking.stage_runs import Tracker
 from trainer.training.attempts import Attempts
-from trainer.training.checkpoints import newest
-from trainer.training.checkpoints.collection import TOP1
-from trainer.training.checkpoints.training_state import capture, restore
+from trainer.training.checkpoints import TOP1, newest
 from trainer.training.loader_workers import MicroBatchLoader
 from trainer.training.metric_logger import MetricLogger, ProgressBar
 from trainer.training.optimizers import (
@@ -45,6 +43,7 @@ from trainer.training.parallelize import DdpTimer, parallelize_model
 from trainer.training.prefetch import Prefetcher, make_prefetcher
 from trainer.training.process_group import Preemption
 from trainer.training.spec import Losses, TrainingSpec, check_batch
+from trainer.training.training_state import capture, restore
 
 logger = logging.getLogger(__name__)
 

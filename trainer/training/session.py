@@ -25,8 +25,7 @@ from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.recorder import Recorder, Startup
 from trainer.served_student.preprocessing import Square
 from trainer.tracking.stage_runs import Tracker, stage_run
-from trainer.training.checkpoints import Checkpoints, checkpoint_root, root_is_shared
-from trainer.training.checkpoints.collection import compatible
+from trainer.training.checkpoints import Checkpoints, checkpoint_root, compatible, root_is_shared
 from trainer.training.classification import batch_size_of, validate
 from trainer.training.loop import Trainer
 from trainer.training.process_group import Processes, join_processes

@@ -70,7 +70,6 @@ def batch_size(case: Case) -> Outcome:
     micro = case.record.context.micro_batch
     twice = f"batch_size of {2 * micro} images in each micro-batch" if micro else "batch_size twice as large"
     return Finding(
-        severity="warning",
         confidence=0.7,
         text=f"The machine is idle: the 95th percentiles are {summary}.",
         advice=(
@@ -103,7 +102,6 @@ def gpu_utilization(case: Case) -> Outcome:
     if high >= limits.low_percent:
         what = f"by fits and starts: 5th percentile {low:.0f} %, 95th {high:.0f} %"
     return Finding(
-        severity="warning",
         confidence=0.6,
         text=f"The GPU is used {what}, and no cause of waiting was found.",
         advice=(
@@ -142,7 +140,6 @@ def host_to_device(case: Case) -> Outcome:
     if share <= limit:
         return Healthy(f"{summary} goes into copies to the GPU and views made there.")
     return Finding(
-        severity="warning",
         confidence=0.7,
         text=f"{summary} the GPU waits for copies to it, or makes views.",
         advice=(
@@ -240,7 +237,6 @@ def _transfers(case: Case, record: TransferRecord) -> Outcome:
         seconds = record.from_device_s * min(1.0, in_steps / record.from_device)
         saving = Saving(seconds, "the time that the host waited for these transfers")
     return Finding(
-        severity="warning",
         confidence=0.9,
         text=(
             f"{summary} ({values.mean():.3g} times a step, first in step {at[0]:.0f} of those after the warm-up): each time what they "

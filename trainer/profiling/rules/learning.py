@@ -41,7 +41,6 @@ def class_imbalance(case: Case) -> Outcome:
         return Healthy(f"the largest of {len(classes)} classes has {ratio:.3g} times the images of the smallest")
     rare = sum(count * limit < classes[largest] for count in classes.values())
     return Finding(
-        severity="warning",
         confidence=0.9,
         text=(
             f"Class {largest!r} has {classes[largest]:,} training images and {rarest!r} has {classes[rarest]:,}: {ratio:.3g} times as many "
@@ -100,7 +99,6 @@ def weak_teacher(case: Case) -> Outcome:
 
 def _weak(text: str, confidence: float) -> Finding:
     return Finding(
-        severity="warning",
         confidence=confidence,
         text=text,
         advice=(
@@ -127,7 +125,6 @@ def low_recorded_mass(case: Case) -> Outcome:
     if mass >= limit:
         return Healthy(f"the recorded outputs {seen}")
     return Finding(
-        severity="warning",
         confidence=0.9 if float(temperature) == wanted else 0.7,
         text=f"The recorded outputs {seen} (limit {limit:.0%}); of the other classes only their sum is known.",
         advice="Record more of them (reinforce.top_k=all, or twice the number), lower distill.temperature, or set distill.teacher=online.",
@@ -159,7 +156,6 @@ def vanishing_loss_term(case: Case) -> Outcome:
         rounding, term = temperature**2 * float(np.finfo(np.float32).eps), float(np.median(np.abs(terms["logit"])))
         if rounding > term:
             return Finding(
-                severity="warning",
                 confidence=0.8,
                 text=(
                     f"At temperature {temperature:g} the logit term is lost in float32's rounding: that is {rounding:.2g} in each image, "
@@ -181,7 +177,6 @@ def vanishing_loss_term(case: Case) -> Outcome:
     if least == "logit" and settings.get("temperature"):
         softened += f" or distill.temperature (now {temperature:g})"
     return Finding(
-        severity="warning",
         confidence=0.85,
         text=(
             f"The {least} term is never more than {shares[least]:.1e} of the weighted loss (limit "
@@ -299,7 +294,6 @@ def overfitting(case: Case) -> Outcome:
         return Healthy(seen)
     step, seconds = int(losses.steps[best]), float(losses.seconds[best])
     return Finding(
-        severity="warning",
         confidence=0.8,
         text=(
             f"Since step {step + 1} the training learns its images by heart: {seen}, and the validation accuracy went from "

@@ -127,7 +127,6 @@ def step_outliers(case: Case) -> Outcome:
         excess[name] = float((spent[far] - np.median(spent)).sum())
     phase = max(excess, key=excess.__getitem__)
     return Finding(
-        severity="warning",
         confidence=0.7,
         text=f"{summary}; most of it in `{phase}`. The longest was step {int(steps.numbers[int(seconds.argmax())])}.",
         advice=(
@@ -186,7 +185,6 @@ def _leak(rank: RankEvidence, owner: str, levels: Series) -> Finding:
     sizes = rank.system.get(_SIZES.get(owner, ""), [rank.record.memory_bytes])
     left_h = max(0.0, float(sizes[-1]) - float(levels[-1])) / an_hour
     return Finding(
-        severity="warning",
         confidence=0.8,
         text=(
             f"Memory of {owner} grows all the time, from {_mib(levels[0])} to {_mib(levels[-1])} after the warm-up; at this rate it is "
@@ -225,7 +223,6 @@ def recompilation(case: Case) -> Outcome:
     if is_traced(rank):
         cause, advice = _what_changed(rank, late)
     return Finding(
-        severity="warning",
         confidence=0.9,
         text=(
             f"{graphs} graphs were compiled again after {after} steps (first after step {late[0].step}), which took "
@@ -355,7 +352,6 @@ def own_overhead(case: Case) -> Outcome:
     if share <= limits.share:
         return Healthy(f"Recording costs {share:.2%} of the training's time: {summary}.")
     return Finding(
-        severity="warning",
         confidence=0.9,
         text=f"Recording costs {share:.1%} of the training's time: {summary}.",
         advice="Look more rarely: evidence.tensors_every, evidence.tensors_budget and evidence.system_interval_s.",

@@ -168,7 +168,6 @@ def io_bottleneck(case: Case) -> Outcome:
     else:
         return Healthy(f"{share:.0%} of a step waits for storage ({_ms(loading.storage_s)}).")
     return Finding(
-        severity="warning",
         confidence=0.9 if loading.workers == 0 else 0.8,
         text=text,
         advice=(
@@ -203,7 +202,6 @@ def loader_workers(case: Case) -> Outcome:
         most = int(steps.record.cores // steps.processes_here()) - (0 if loading.itself else 1)
         wanted = max(loading.workers + 1, min(keeps_up, most))
         return Finding(
-            severity="warning",
             confidence=0.8,
             text=f"{waiting} that processors make, and cores are free: {loading.processes}.",
             advice=f"Let more processes load: data.workers={wanted}.",
@@ -265,7 +263,6 @@ def cpu_bottleneck(case: Case) -> Outcome:
             "or take machines with more cores for each GPU."
         )
     return Finding(
-        severity="warning",
         confidence=0.8,
         text=text,
         advice=advice,

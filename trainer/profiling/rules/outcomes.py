@@ -97,7 +97,7 @@ class Saving:
 class Finding:
     """The rule fires."""
 
-    severity: Literal["note", "warning", "severe"]
+    severity: Literal["note", "warning", "severe"] = "warning"
     """`note`: good to know; `warning`: costs time, money or accuracy; `severe`: the rest of the training is of no use."""
     confidence: float
     """From 0 to 1: how sure the evidence makes it."""

@@ -69,7 +69,6 @@ def stragglers(case: Case) -> Outcome:
     phases = ("data", "to_device", "teacher_forward", "forward", "optimizer", "other")
     phase = max(phases, key=lambda name: _behind(steps.phase(name), slowest))
     return Finding(
-        severity="warning",
         confidence=0.9,
         text=f"The others wait for one: {summary}. Most of it is in `{phase}`.",
         advice=(
@@ -121,7 +120,6 @@ def load_balance(case: Case) -> Outcome:
     if share <= limits.waiting_share and (distance is None or distance <= limits.distance):
         return Healthy(f"{summary[0].upper()}{summary[1:]}.")
     return Finding(
-        severity="warning",
         confidence=0.7,
         text=f"The processes have unequal work: {summary}.",
         advice=(
@@ -192,7 +190,6 @@ def communication(case: Case) -> Outcome:
     if share <= limit:
         return Healthy(f"{summary} waits for gradients that travel.")
     return Finding(
-        severity="warning",
         confidence=0.8,
         text=f"{summary} waits for gradients that travel between {steps.record.world_size} processes, with nothing to compute meanwhile.",
         advice=(

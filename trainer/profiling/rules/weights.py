@@ -328,7 +328,6 @@ def unchanged_weights(case: Case) -> Outcome:
         return answer
     names = _chosen(history, frozen)
     return Finding(
-        severity="warning",
         confidence=0.95,
         text=(
             f"{len(names)} of {len(history.tensors)} tensors of weights ({listed(names)}) did not change in {needed} measurements in a "

@@ -15,11 +15,19 @@ from trainer import artifacts, config, storage
 from trainer.base_models import Section
 from trainer.devices import choose_device
 from trainer.errors import OutputError, SettingsError, StorageAwayError, StorageError, SupersededError
-from trainer.training.checkpoints import Checkpoints, checkpoint_root, collection, newest, root_is_shared
-from trainer.training.checkpoints.collection import FREE, CheckpointEntry, compatible, differences
-from trainer.training.checkpoints.snapshots import Snapshot
-from trainer.training.checkpoints.training_state import restore
+from trainer.training import checkpoints as module
+from trainer.training.checkpoints import (
+    FREE,
+    CheckpointEntry,
+    Checkpoints,
+    checkpoint_root,
+    compatible,
+    differences,
+    newest,
+    root_is_shared,
+)
 from trainer.training.process_group import Processes
+from trainer.training.training_state import Snapshot, restore
 
 ALONE = Processes(rank=0, world_size=1, local_rank=0, device=choose_device())
 
@@ -378,7 +386,7 @@ def test_a_store_that_has_lost_the_record_of_the_tries_supersedes_none(object_st
 def test_a_checkpoint_that_is_due_while_the_store_holds_up_the_one_before_is_passed_over(
     object_store, monkeypatch, caplog
 ):
-    monkeypatch.setattr(collection, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(module, "PATIENCE_S", 0.01)
     held = checkpoints(object_store.uri("c"))
     held.begin()
     object_store.delay(3600)

@@ -1,5 +1,13 @@
 """The checkpoints of one training: written in the background, the newest and the best kept, the newest valid one found again.
 
+A checkpoint is an artifact of safetensors and one JSON file (`trainer.training.training_state`). The order of samples, the views, the
+schedule and what the generators draw in a step are functions of the number of steps and of the settings, which the manifest holds with the
+fingerprints of the inputs; so there is no generator and no counter to keep, and the same checkpoint serves any number of processes.
+
+    ROOT/NAME-KEY/                      KEY: digest of the inputs and of the settings that decide what is learned (`compatible`)
+        generation-003                  the third attempt at this training, which fences off the first two (`trainer.training.attempts`)
+        step-00000500-g003/             a checkpoint that the third attempt has written
+
 A training may be resumed with the settings that it began with, but for a few that do not decide what is learned. What asks a store here
 raises `StorageError` where that does not answer or refuses.
 """
@@ -30,10 +38,8 @@ from trainer.errors import (
 )
 from trainer.formatting import listed
 from trainer.training.attempts import AttemptClaim, claim
-from trainer.training.checkpoints import snapshots
-from trainer.training.checkpoints.snapshots import Snapshot
-from trainer.training.checkpoints.training_state import TrainingState
 from trainer.training.process_group import Processes, wait_limit_s
+from trainer.training.training_state import Snapshot, TrainingState, read_state
 from trainer.training.writer import LAST_WAIT_S, MOST_FAILURES, PASSING, Writer
 
 logger = logging.getLogger(__name__)
@@ -220,7 +226,7 @@ class Checkpoints:
         try:
             artifact = artifacts.read(uri, "checkpoint")
             self._refuse_others(uri, artifact)
-            return snapshots.read(artifact.path, uri)
+            return read_state(artifact.path, uri)
         except ArtifactError as error:
             logger.warning("%s  passing over a checkpoint: %s", self._name, error)
             self._whole.pop(entry, None)
@@ -444,30 +450,17 @@ def differences(
     was: tuple[Mapping[str, Any], Mapping[str, str]], now: tuple[Mapping[str, Any], Mapping[str, str]], *, section: str
 ) -> list[str]:
     """List what keeps a training from resuming, each difference in a few words."""
-    settings = _changed(*(dict(_flat(compatible(side[0]), section)) for side in (was, now)))
-    inputs = _changed(
-        *({f"input {name}": value[:_SHOWN_DIGITS] for name, value in side[1].items()} for side in (was, now))
-    )
-    return settings + inputs
-
-
-def _changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    names = [*now, *(name for name in was if name not in now)]
+    settings = [dict(_flat(compatible(side[0]), section)) for side in (was, now)]
+    inputs = [{f"input {name}": value[:_SHOWN_DIGITS] for name, value in side[1].items()} for side in (was, now)]
     return [
-        f"{name} was {_shown(was, name)}, is {_shown(now, name)}"
-        for name in names
-        if name not in was or name not in now or was[name] != now[name]
+        f"{name} was {before.get(name, 'not there')}, is {after.get(name, 'not there')}"
+        for before, after in (settings, inputs)
+        for name in {**after, **before}
+        if name not in before or name not in after or before[name] != after[name]
     ]
-
-
-def _shown(values: Mapping[str, Any], name: str) -> str:
-    return str(values[name]) if name in values else "not there"
 
 
 def _flat(settings: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for name, value in settings.items():
         full = f"{prefix}.{name}" if prefix else name
-        if isinstance(value, Mapping):
-            yield from _flat(value, full)
-        else:
-            yield full, value
+        yield from _flat(value, full) if isinstance(value, Mapping) else [(full, value)]

@@ -1,18 +1,26 @@
-"""What a training keeps in order to resume, each tensor by the name of its weight.
+"""What a training keeps in order to resume: each tensor by the name of its weight, copied into the host's memory, as files, and put back.
 
 So a state fits the same model whatever the order of its weights and the number of processes, and whether the optimiser is sharded.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from trainer.base_models import NonNegative
 from trainer.devices import RowShardedOptimizer
 from trainer.errors import ArtifactError
 from trainer.formatting import listed
@@ -21,6 +29,26 @@ from trainer.training.process_group import Processes
 
 OPTIONS = ("lr_scale", "weight_decay", "betas", "eps")
 """What a group of weights has of its own, beside the schedule's learning rate: it decides how a weight is changed."""
+DESCRIPTION = "state.json"
+"""What of a state is not a tensor."""
+PARTS = ("model", "optimizer", "average")
+"""Fields of `TrainingState` with tensors; each is one file."""
+
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Their names in safetensors."""
+_ALIGNMENT = 8
+"""Of the first tensor in its file, in bytes."""
 _SHOWN = 3
 """Names of each kind in a message."""
 
@@ -151,12 +179,12 @@ def _misfits(held: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[s
     """List what differs between the tensors of a checkpoint and those of a model: names, shapes, types."""
     lacking = [f"it lacks {name}" for name in wanted if name not in held]
     strange = [f"it has {name}, which the model has not" for name in held if name not in wanted]
-    others = [
-        f"{name} is {_described(held[name])} instead of {_described(tensor)}"
-        for name, tensor in wanted.items()
-        if name in held and _described(held[name]) != _described(tensor)
-    ]
-    return lacking + strange + others
+    pairs = {name: (_described(held[name]), _described(wanted[name])) for name in wanted if name in held}
+    return (
+        lacking
+        + strange
+        + [f"{name} is {one} instead of {other}" for name, (one, other) in pairs.items() if one != other]
+    )
 
 
 def _described(tensor: Tensor) -> str:
@@ -192,3 +220,127 @@ def _other_options(
                 if was.get(key, value) != value or weight not in before
             ]
     return misfits
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the host's memory, and in files
+
+
+class _Group(BaseModel):
+    """One of the optimiser's groups, with its options."""
+
+    model_config = ConfigDict(extra="allow")
+
+    params: tuple[str, ...]
+
+
+class _Description(BaseModel):
+    """`state.json`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: NonNegative
+    pending: tuple[str, ...]
+    groups: tuple[_Group, ...]
+
+
+class Snapshot:
+    """A copy of a state in the host's memory."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, _Part] = {}
+        self._description = _Description(step=0, pending=(), groups=())
+
+    def take(self, state: TrainingState) -> None:
+        """Copy a state; waits for the device until that is done."""
+        held: dict[str, Mapping[str, Tensor] | None] = {name: getattr(state, name) for name in PARTS}
+        for name, tensors in held.items():
+            if tensors is None:
+                self._parts.pop(name, None)
+                continue
+            if name not in self._parts or self._parts[name].layout != _layout(tensors):
+                self._parts[name] = _Part(tensors)
+            with torch.no_grad():  # from a GPU they are there when the current stream has come so far
+                for tensor_name, view in self._parts[name].views.items():
+                    view.copy_(tensors[tensor_name], non_blocking=True)
+        if any(part.pinned for part in self._parts.values()):
+            torch.cuda.current_stream().synchronize()
+        self._description = _Description(
+            step=state.step, pending=state.pending, groups=tuple(map(_Group.model_validate, state.groups))
+        )
+
+    def write(self, folder: Path) -> None:
+        """Write the copy into a folder, and wait until the disk has it.
+
+        Raises:
+            OSError: the disk is full, or the folder cannot be written.
+        """
+        contents: dict[str, tuple[bytes | memoryview, ...]] = {
+            _file(name): (part.header, part.memory.numpy().data) for name, part in self._parts.items()
+        }
+        contents[DESCRIPTION] = (self._description.model_dump_json(indent=2).encode(),)
+        for name, content in contents.items():
+            with (folder / name).open("wb") as file:
+                file.writelines(content)
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def read_state(folder: Path, uri: str) -> TrainingState:
+    """Read the state in the folder of a checkpoint, on the CPU; `uri` names it in messages.
+
+    Raises:
+        ArtifactError: a file is not what it should be.
+    """
+    try:
+        description = _Description.model_validate_json((folder / DESCRIPTION).read_bytes())
+        # One that every state has is read even where it is missing, so that an error names it.
+        there = [name for name in PARTS if name != "average" or (folder / _file(name)).exists()]
+        parts = {name: safetensors.torch.load_file(folder / _file(name)) for name in there}
+    except (OSError, ValidationError, safetensors.SafetensorError) as error:
+        raise ArtifactError(
+            f"checkpoint {uri}: cannot be read ({' '.join(str(error).split())}); remove it to resume from the one before"
+        ) from error
+    return TrainingState(
+        step=description.step,
+        model=parts["model"],
+        optimizer=parts["optimizer"],
+        average=parts.get("average"),
+        groups=[group.model_dump() for group in description.groups],
+        pending=description.pending,
+        uri=uri,
+    )
+
+
+def _file(part: str) -> str:
+    return f"{part}.safetensors"
+
+
+class _Part:
+    """Memory for some tensors, in the layout of a safetensors file."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        # The widest first, so that each begins at a multiple of its width.
+        names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+        sizes = [tensors[name].numel() * tensors[name].element_size() for name in names]
+        ends = list(accumulate(sizes))
+        self.pinned = any(tensor.is_cuda for tensor in tensors.values())
+        self.layout = _layout(tensors)
+        """Names, shapes and types that it was made for."""
+        self.memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self.pinned)
+        offsets = {name: [end - size, end] for name, size, end in zip(names, sizes, ends, strict=True)}
+        entries = {name: {**self.layout[name], "data_offsets": offsets[name]} for name in names}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        length = _ALIGNMENT * math.ceil(len(text) / _ALIGNMENT)
+        self.header = length.to_bytes(8, "little") + text.ljust(length)
+        """The beginning of a safetensors file: its length in 8 bytes, then JSON, filled up with spaces."""
+        self.views = {
+            name: self.memory[begin:end].view(tensors[name].dtype).view(tensors[name].shape)
+            for name, (begin, end) in offsets.items()
+        }
+
+
+def _layout(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape)} for name, tensor in sorted(tensors.items())
+    }

@@ -1,11 +1,13 @@
+import json
+
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 from tests.checkpoints import PARTS, everything, learner, on_two_processes, snapshot_of
 from trainer.errors import ArtifactError
-from trainer.training.checkpoints import snapshots
-from trainer.training.checkpoints.training_state import capture, restore
+from trainer.training.training_state import DESCRIPTION, Snapshot, TrainingState, capture, read_state, restore
 
 
 def test_a_state_goes_back_to_where_it_came_from_bit_by_bit():
@@ -109,6 +111,106 @@ def test_weights_that_two_modules_share_are_kept_once_in_the_optimiser():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# In files
+
+
+def written(state, folder, snapshot=None):
+    snapshot = snapshot or Snapshot()
+    snapshot.take(state)
+    folder.mkdir()
+    snapshot.write(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_what_is_written_is_read_bit_by_bit(tmp_path, dtype):
+    state = snapshot_of(7, learner(dtype=dtype), pending=("validation",))
+    assert everything(read_state(written(state, tmp_path / "one"), "one")) == everything(state)
+
+
+def test_every_type_and_shape_is_kept(tmp_path):
+    tensors = {
+        "bits": torch.tensor([True, False, True]),
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "signed": torch.arange(3, dtype=torch.int8),
+        "short": torch.arange(5, dtype=torch.int16),
+        "half": torch.randn(3).half(),
+        "brain": torch.randn(3).bfloat16(),
+        "int": torch.tensor(3, dtype=torch.int32),
+        "long": torch.tensor(2**60),
+        "double": torch.randn(2, 0, 3, dtype=torch.float64),
+        "turned": torch.randn(3, 5).t(),
+        "odd": torch.tensor([float("nan"), float("-inf"), -0.0]),
+    }
+    state = TrainingState(step=1, model=tensors, optimizer={}, groups=[], average=None)
+    folder = written(state, tmp_path / "one")
+    read = read_state(folder, "one")
+    assert everything(read) == everything(state)
+    assert set(safetensors.torch.load_file(folder / "model.safetensors")) == set(tensors)
+
+
+def test_its_memory_is_used_again_and_made_anew_where_it_no_longer_fits(tmp_path):
+    snapshot = Snapshot()
+    states = [
+        snapshot_of(1, learner(seed=1, steps=0)),
+        snapshot_of(3, learner(seed=2)),
+        snapshot_of(4, learner(seed=3)),
+    ]
+    for number, state in enumerate(states):
+        read = read_state(written(state, tmp_path / str(number), snapshot), "one")
+        assert everything(read) == everything(state)
+    no_average = TrainingState(**{**vars(states[2]), "average": None})
+    assert read_state(written(no_average, tmp_path / "last", snapshot), "one").average is None
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        (DESCRIPTION, b"{"),
+        (DESCRIPTION, json.dumps({"step": "many", "pending": [], "groups": []}).encode()),
+        (DESCRIPTION, json.dumps({"step": 1, "pending": [], "groups": [], "code": "import os"}).encode()),
+        (DESCRIPTION, json.dumps({"step": -1, "pending": [], "groups": []}).encode()),
+        (DESCRIPTION, json.dumps({"step": 1, "pending": [], "groups": [{"params": 3}]}).encode()),
+        (DESCRIPTION, None),
+        ("model.safetensors", b""),
+        ("model.safetensors", (2**60).to_bytes(8, "little") + b"{}"),
+        ("optimizer.safetensors", b"\x80\x04\x95"),
+        ("optimizer.safetensors", None),
+    ],
+)
+def test_a_file_that_is_no_checkpoints_is_refused(tmp_path, file, content):
+    folder = written(snapshot_of(1, learner()), tmp_path / "one")
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_bytes(content)
+    with pytest.raises(ArtifactError, match="checkpoint s3://b/one: cannot be read"):
+        read_state(folder, "s3://b/one")
+
+
+@pytest.mark.gpu
+def test_a_state_on_a_gpu_is_copied_whole_while_the_device_goes_on(tmp_path):
+    model = {str(number): torch.randn(1000, 1000, device="cuda") for number in range(20)}
+    model["small"] = torch.randn(3, device="cuda").bfloat16()
+    state = TrainingState(step=1, model=model, optimizer={"step/0": torch.tensor(1.0)}, groups=[], average=None)
+    before, snapshot = (
+        everything(TrainingState(**{**vars(state), "model": {n: t.cpu() for n, t in model.items()}})),
+        Snapshot(),
+    )
+    for tensor in model.values():
+        tensor.add_(1)  # still under way when the copy is asked for
+        tensor.sub_(1)
+    exact = {name: tensor.cpu() for name, tensor in model.items()}
+    snapshot.take(state)
+    for tensor in model.values():
+        tensor.zero_()
+    (tmp_path / "one").mkdir()
+    snapshot.write(tmp_path / "one")
+    read = read_state(tmp_path / "one", "one")
+    assert all(torch.equal(read.model[name], tensor) for name, tensor in exact.items())
+    assert everything(read)[0] == before[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Sharded
 
 SHARDED = """
@@ -117,9 +219,7 @@ from pathlib import Path
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from tests.checkpoints import Rows, learner
-from trainer.training.checkpoints import snapshots
-from trainer.training.checkpoints.snapshots import Snapshot
-from trainer.training.checkpoints.training_state import capture, restore
+from trainer.training.training_state import Snapshot, capture, read_state, restore
 from trainer.training.process_group import join_processes
 
 def sharded(model, whole):
@@ -136,7 +236,7 @@ def step(model, optimizer):
 with join_processes() as processes:
     model, whole, average = learner(seed=9, steps=0)
     optimizer = sharded(model, whole)
-    restore(snapshots.read(Path("whole"), "whole"), model, optimizer, average)
+    restore(read_state(Path("whole"), "whole"), model, optimizer, average)
     step(model, optimizer)
     state = capture(3, model, optimizer, average, processes=processes)
     if processes.is_first:
@@ -147,7 +247,7 @@ with join_processes() as processes:
     processes.barrier("the writing")
     model, whole, average = learner(seed=8, steps=0)
     optimizer = sharded(model, whole)
-    restore(snapshots.read(Path("sharded"), "sharded"), model, optimizer, average)
+    restore(read_state(Path("sharded"), "sharded"), model, optimizer, average)
     step(model, optimizer)
     state = capture(4, model, optimizer, average, processes=processes)
     if processes.is_first:
@@ -161,7 +261,7 @@ with join_processes() as processes:
 def test_a_state_goes_from_one_process_to_two_sharded_ones_and_back(tmp_path, dealt):
     model, optimizer, average = learner(seed=1)
     (tmp_path / "whole").mkdir()
-    snapshot = snapshots.Snapshot()
+    snapshot = Snapshot()
     snapshot.take(snapshot_of(2, (model, optimizer, average)))
     snapshot.write(tmp_path / "whole")
     on_two_processes(SHARDED, tmp_path, dealt)
@@ -169,7 +269,7 @@ def test_a_state_goes_from_one_process_to_two_sharded_ones_and_back(tmp_path, de
         model(torch.arange(15.0).view(5, 3)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        read = snapshots.read(tmp_path / name, name)
+        read = read_state(tmp_path / name, name)
         expected = snapshot_of(steps, (model, optimizer, average))
         if dealt == "weights":
             assert everything(read) == everything(expected)
