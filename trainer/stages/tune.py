@@ -42,7 +42,6 @@ from trainer.training.loader_workers import measure_loading
 from trainer.training.process_group import Processes, join_processes
 from trainer.training.session import shared_artifact
 from trainer.training.spec import TrainingSpec, fit_batch
-from trainer.tuning import forecast_table
 from trainer.tuning.candidates import Workload
 from trainer.tuning.search import SearchResult, search
 from trainer.tuning.trials import (
@@ -50,11 +49,19 @@ from trainer.tuning.trials import (
     RecordingTime,
     TrialLog,
     Trials,
-    from_trial,
     measure_training,
     place_of,
 )
-from trainer.tuning.tuning_schema import FILE, Candidate, Trial, Tuning
+from trainer.tuning.tuning_schema import (
+    FILE,
+    Candidate,
+    Trial,
+    Tuning,
+    forecast_table,
+    from_trial,
+    read_tunings,
+    subject_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +107,7 @@ def run(
         parents["teacher_outputs"] = artifacts.manifest(teacher_outputs, "teacher_outputs").fingerprint
     values = settings.model_dump(mode="json")
     distilled = (settings.distill or DistillSettings()).model_dump(mode="json")
-    elsewhere = forecast_table.read_tunings(settings.elsewhere, forecast_table.subject_of(parents, distilled))
+    elsewhere = read_tunings(settings.elsewhere, subject_of(parents, distilled))
     deterministic = settings.distill is not None and settings.distill.deterministic
     with ExitStack() as stack:
         processes = stack.enter_context(join_processes(deterministic=deterministic))
@@ -443,7 +450,7 @@ def _alternatives(
             there = forecast.on_nodes([*known, measured], work, nodes, assumed_efficiency=efficiency)
             yield f"nodes={nodes}", there
     others = [one for one in elsewhere if one.place.pool != measured.place.pool]
-    for one in forecast_table.forecast_table(others, [], assumed_efficiency=settings.assumed_efficiency):
+    for one in forecast_table(others, [], assumed_efficiency=settings.assumed_efficiency):
         yield f"pool={one.place.pool}" + f" nodes={one.place.nodes}" * (one.place.nodes > 1), one
     budgets = {"budget_usd": settings.budget_usd, "budget_hours": settings.budget_hours}
     epochs = forecast.epochs_that_fit(measured, uses, samples, **budgets)
