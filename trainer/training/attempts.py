@@ -132,14 +132,12 @@ class Attempts:
             attempts.heartbeat(steps completed)
     """
 
-    def __init__(
-        self, checkpoints: str, *, active: bool, rank: int = 0, check_ours: Callable[[], None] = lambda: None
-    ) -> None:
-        """Note the attempts at the training with these checkpoints, a URI; where not `active` only a failure is noted.
+    def __init__(self, checkpoints: str, *, rank: int = 0, check_ours: Callable[[], None] = lambda: None) -> None:
+        """Note the attempts at the training with these checkpoints, a URI; all but the first process note only a failure.
 
         `check_ours` raises `SupersededError` where a later attempt has begun.
         """
-        self._uri, self._active = storage.join(checkpoints, ATTEMPTS), active
+        self._uri, self._active = storage.join(checkpoints, ATTEMPTS), rank == 0
         self._checkpoints, self._rank = checkpoints, rank
         self._interval_s = _REMOTE_INTERVAL_S if storage.is_remote(checkpoints) else _LOCAL_INTERVAL_S
         self._first_step = self._steps = 0
@@ -194,7 +192,7 @@ class Attempts:
             self._begin_sign(self._sign)
 
     def records(self) -> tuple[AttemptRecord, ...]:
-        """Return all attempts, the last one is this; none where not active, or before it has begun."""
+        """Return all attempts, the last one is this; none on another process than the first, or before it has begun."""
         if not self._active or not self._began_unix:
             return ()
         this = AttemptRecord(

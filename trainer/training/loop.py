@@ -95,12 +95,8 @@ class Trainer:
         self._ema = AveragedModel(self.model, settings.ema_decay, processes.device) if settings.ema_decay else None
         self._statistics = running_statistics(self.model) if processes.world_size > 1 else []
         self._best: float | None = None
-        self._attempts = Attempts(
-            training.checkpoints.uri,
-            active=processes.is_first,
-            rank=processes.rank,
-            check_ours=training.checkpoints.check_ours,
-        )
+        checkpoints = training.checkpoints
+        self._attempts = Attempts(checkpoints.uri, rank=processes.rank, check_ours=checkpoints.check_ours)
         self.loader = LoaderStats()
         # What is measured is a part of a common graph where devices trace.
         alike = processes.device.traces and processes.world_size > 1

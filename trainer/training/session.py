@@ -67,12 +67,10 @@ class Session:
 
     @property
     def seed(self) -> int:
-        """Of weights, order and views."""
         return self.settings.seed or 0
 
     @property
     def values(self) -> dict[str, Any]:
-        """The settings, as manifests hold them."""
         return self.settings.model_dump(mode="json")
 
     def train(
@@ -171,7 +169,6 @@ class Session:
         return True
 
     def _context(self, training: TrainingSpec, known: ContextRecord) -> ContextRecord:
-        """Return what is known of a training, with what the stage knows."""
         labels = training.samples.labels
         counts = np.bincount(labels[labels >= 0], minlength=len(self.data.classes)).tolist()
         return known.model_copy(
@@ -189,7 +186,6 @@ class Session:
     def _measure(
         self, settings: TrainingSettings, model: nn.Module, should_stop: ShouldStop | None = None, *, workers: int = 0
     ) -> Mapping[str, float] | None:
-        """Measure accuracy and loss on the validation split; None where `should_stop` has ended it."""
         measured = validate(
             model,
             split=self.data.split("val"),
@@ -227,7 +223,6 @@ class Session:
             checkpoints.check_ours()
 
     def remove_checkpoints(self) -> None:
-        """Drop the checkpoints of all trainings: the result is complete."""
         if self.processes.is_first:
             for checkpoints in self._trainings:
                 checkpoints.remove()

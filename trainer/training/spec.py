@@ -37,6 +37,10 @@ Losses = dict[str, Tensor]
 ShouldStop = Callable[[], bool]
 """Whether to stop before the end; all processes ask equally often and get the same answer."""
 
+Validate = Callable[..., Mapping[str, float] | None]
+"""Measures a model on the validation split: (model, should_stop: ShouldStop | None, *, workers: int) to its metrics, with images from
+`workers` loader processes; None where `should_stop` has ended it."""
+
 
 class Objective(Protocol):
     """What is learned: a model to train and how a batch becomes losses."""
@@ -56,16 +60,6 @@ class Objective(Protocol):
 
     def show(self, batch: Batch) -> None:
         """Run a forward pass of `self.model` alone over a batch, for hooks on its modules."""
-        ...
-
-
-class Validate(Protocol):
-    """Measures a model on the validation split."""
-
-    def __call__(
-        self, model: nn.Module, should_stop: ShouldStop | None = None, *, workers: int = 0
-    ) -> Mapping[str, float] | None:
-        """Return its metrics, with images from `workers` loader processes; None where `should_stop` has ended it."""
         ...
 
 
@@ -95,12 +89,10 @@ class TrainingSpec:
 
     @property
     def seed(self) -> int:
-        """Of weights, order and views."""
         return self.loading.seed or 0
 
     @property
     def total_steps(self) -> int:
-        """Optimiser steps of the whole training."""
         return step_count(self.settings, len(self.samples))
 
     @property
@@ -119,7 +111,6 @@ class TrainingSpec:
 
     @property
     def views(self) -> Views:
-        """The views of the samples."""
         return Views(
             self.samples,
             size=self.view_size,
@@ -131,7 +122,6 @@ class TrainingSpec:
         )
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of a step."""
         return learning_rate_at(step, self.settings, samples=len(self.samples))
 
     def positions(self, first_step: int, last_step: int, rank: int) -> Iterator[int]:

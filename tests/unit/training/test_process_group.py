@@ -154,7 +154,7 @@ def group(monkeypatch):
 
 
 def come(watchdog, what, reason=None):
-    with watchdog.collective(what):
+    with watchdog.waiting(what, is_collective=True):
         if reason is not None:
             raise RuntimeError(reason)
 
