@@ -9,7 +9,7 @@ import numpy as np
 from trainer import formatting
 from trainer.config import RECORDED_BY, ReinforceSettings
 from trainer.profiling.evidence import TransferRecord, is_core, phase_shares
-from trainer.profiling.rules.compared_steps import IGNORED, XLA_DEBUG, Steps, is_traced, usual, within_steps
+from trainer.profiling.rules.compared_steps import IGNORED, XLA_DEBUG, Steps, usual, within_steps
 from trainer.profiling.rules.loading import cpu_bottleneck, io_bottleneck, loader_workers
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, listed, rule, too_short
 from trainer.profiling.rules.processes import communication, load_balance, stragglers
@@ -33,7 +33,7 @@ def _use(case: Case) -> Mapping[str, Series] | NotJudged:
     """Return how much of the GPU, its memory and the cores was used while the first process was at its steps, in percent, where sampled."""
     rank = case.rank
     if not rank.record.device.startswith("cuda"):
-        return NotJudged(f"the training runs on {rank.record.device if is_traced(rank) else 'a CPU'}")
+        return NotJudged(f"the training runs on {rank.record.device if case.is_traced else 'a CPU'}")
     if "gpu_percent" not in rank.system:
         reason = rank.record.missing.get("gpu_utilization", "it was not sampled")
         return NotJudged(f"the use of the GPU is not known: {reason}")
@@ -128,7 +128,7 @@ def _if_used(case: Case, gpu: Series, percent: float) -> Saving:
 )
 def host_to_device(case: Case) -> Outcome:
     steps, limit = Steps(case), case.rules.host_to_device.share
-    if is_traced(case.rank):
+    if case.is_traced:
         return NotJudged("on XLA batches are sent ahead, while the device computes")
     if not steps.on_gpu:
         return NotJudged("the training runs on a CPU, to which nothing is copied")
@@ -264,7 +264,7 @@ def teacher_share(case: Case) -> Outcome:
     rank, settings = steps.ranks[0], steps.record.context.settings
     if settings.get("teacher") != "online" or _TEACHER not in rank.ranges:
         return NotJudged("no teacher runs in the steps")
-    if is_traced(rank):
+    if case.is_traced:
         return NotJudged("on XLA a step is one graph, in which the teacher's part is not seen")
     if steps.too_few:
         return steps.too_few

@@ -9,7 +9,7 @@ import numpy as np
 
 from trainer.costs import duration_text
 from trainer.profiling.evidence import CompilationRecord, RankEvidence, phase_of, step_ms
-from trainer.profiling.rules.compared_steps import XLA_DEBUG, Steps, is_traced, within_steps
+from trainer.profiling.rules.compared_steps import XLA_DEBUG, Steps, within_steps
 from trainer.profiling.rules.loading import cpu_bottleneck, io_bottleneck, loader_workers
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, rule, too_short
 from trainer.profiling.series import Series
@@ -58,8 +58,7 @@ _STALL_ADVICE = (
     advises="a cache of compiled graphs, inputs near the machine",
 )
 def start_up(case: Case) -> Outcome:
-    rank, limits = case.rank, case.rules.start_up
-    record = rank.record
+    record, limits = case.record, case.rules.start_up
     if record.first_step_s is None:
         return NotJudged("no step has ended")
     parts = dict(record.startup)
@@ -74,10 +73,9 @@ def start_up(case: Case) -> Outcome:
     if not is_long and (share <= limits.share or seconds < limits.fewest_seconds):
         return Healthy(f"The first step ended after {duration_text(seconds)}{whole}: {summary}.")
     avoidable = {name: parts[name] for name in _AVOIDABLE if parts.get(name)}
-    cures = _ON_XLA if is_traced(rank) else _AVOIDABLE
-    advice = (
-        "; ".join(cures[name] for name in longest if name in avoidable) or "find out what the longest part waits for"
-    )
+    cures = _ON_XLA if case.is_traced else _AVOIDABLE
+    advice = "; ".join(cures[name] for name in longest if name in avoidable)
+    advice = advice or "find out what the longest part waits for"
     saving = Saving(sum(avoidable.values()), f"the parts {' and '.join(avoidable)}")
     if not is_long:
         advice += "; a longer training bears a start-up better"
@@ -154,13 +152,12 @@ def gpu_memory_growth(case: Case) -> Outcome:
     }
     if not signals:
         return NotJudged("no memory was sampled")
-    by_owner = {owner: _levels(rank, name) for owner, name in signals.items()}
-    if all(levels is None for levels in by_owner.values()):
+    found = {owner: _levels(rank, name) for owner, name in signals.items()}
+    by_owner = {owner: levels for owner, levels in found.items() if levels is not None}
+    if not by_owner:
         return too_short(f"fewer than {_FEWEST_SAMPLES} samples of memory were taken in a part of the steps")
     went = []
     for owner, levels in by_owner.items():
-        if levels is None:
-            continue
         rises, whole = np.diff(levels), levels[-1] - levels[0]
         if whole > limit * levels[0] and rises.min() > _STEADY * whole / len(rises):
             return _leak(rank, owner, levels)
@@ -209,19 +206,16 @@ def _mib(value: float) -> str:
     advises="shapes and values that stay the same, or no compilation; on XLA it names what probably changed",
 )
 def recompilation(case: Case) -> Outcome:
-    rank, after = case.rank, case.rules.recompilation.after_steps
-    record = rank.record
-    if not record.compilations:
+    compilations, after = case.record.compilations, case.rules.recompilation.after_steps
+    if not compilations:
         return NotJudged("nothing was compiled")
-    late = [one for one in record.compilations if one.step >= after]
+    late = [one for one in compilations if one.step >= after]
     graphs, seconds = sum(one.graphs for one in late), sum(one.seconds for one in late)
     if not graphs:
         return Healthy(
-            f"{sum(one.graphs for one in record.compilations)} graphs were compiled, all in the first {after} steps."
+            f"{sum(one.graphs for one in compilations)} graphs were compiled, all in the first {after} steps."
         )
-    cause, advice = "", _KEEP_GRAPHS
-    if is_traced(rank):
-        cause, advice = _what_changed(rank, late)
+    cause, advice = _what_changed(case.rank, late) if case.is_traced else ("", _KEEP_GRAPHS)
     return Finding(
         confidence=0.9,
         text=(
@@ -286,19 +280,15 @@ def stalled_training(case: Case) -> Outcome:
     middles = rank.spans.start_s + rank.spans.seconds / 2  # a start may be rounded to before the end of the step
     places = np.searchsorted(ends, middles) - 1
     inside = (places >= 0) & (places < len(pauses))
-    spent = np.zeros(len(pauses))
-    np.add.at(spent, places[inside], rank.spans.seconds[inside])
-    compiling = np.zeros(len(pauses))
+    np.subtract.at(pauses, places[inside], rank.spans.seconds[inside])
     for compilation in rank.record.compilations:
         place = int(np.searchsorted(numbers, numbers[0] + compilation.step)) - 1
         if 0 <= place < len(pauses):
-            compiling[place] += compilation.seconds
-    pauses = pauses - spent - compiling
+            pauses[place] -= compilation.seconds
     worst = int(pauses.argmax())
     if pauses[worst] <= limit:
         return Healthy(f"the longest time without a step was {pauses[worst]:.3g} s")
-    before, after = int(numbers[worst]), int(numbers[worst + 1])
-    start_s = float(ends[worst])
+    before, after, start_s = int(numbers[worst]), int(numbers[worst + 1]), float(ends[worst])
     stalls = pauses[pauses > limit]
     times = f"{len(stalls)} times, together for {stalls.sum():,.0f} s; the longest time" if len(stalls) > 1 else ""
     return Finding(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer.profiling.evidence import RankEvidence, is_core
-from trainer.profiling.rules.compared_steps import Steps, at_steps, had_core, usual
+from trainer.profiling.rules.compared_steps import Steps, had_core, usual, within_steps
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, rule
 from trainer.profiling.series import Series
 
@@ -63,6 +63,16 @@ class LoadingWait:
         beside = f"{self.workers or 'no'} loader process{'es' * (self.workers > 1)}"
         return f"{beside} beside each training process, {self.per_core:.1f} processes for each core"
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Of a finding on processors."""
+        return {
+            "waiting_share": self.share(self.computing_s),
+            "undisturbed_step_s": self.step_s,
+            "workers": float(self.workers),
+            "processes_per_core": self.per_core,
+        }
+
     def workers_that_keep_up(self) -> int:
         """Loader processes beside each training process with which it would not wait, at the present rate."""
         making_s = self.workers * self.step_s if self.workers else self.waiting_s
@@ -79,10 +89,8 @@ def diagnose(steps: Steps, *, busy_loader_percent: float) -> LoadingWait:
     number = int(np.argsort(waiting)[(len(waiting) - 1) // 2])
     record = steps.ranks[number].record
     workers = record.workers or 0
-    if workers:
-        training_s, storage_s, computing_s = _beside(steps, number, workers, busy_loader_percent)
-    else:
-        training_s, storage_s, computing_s = _itself(steps, number)
+    split = _beside(steps, number, workers, busy_loader_percent) if workers else _itself(steps, number)
+    training_s, storage_s, computing_s = split
     return LoadingWait(
         step_s=max(training_s + storage_s + computing_s, 1e-9),
         waiting_s=storage_s + computing_s,
@@ -95,9 +103,8 @@ def diagnose(steps: Steps, *, busy_loader_percent: float) -> LoadingWait:
 
 def _itself(steps: Steps, number: int) -> tuple[float, float, float]:
     """Split a usual step of a process that loads itself: seconds of training, of waiting for storage, and of computing for its batch."""
-    step_s, host_s = (
-        float(usual(values[number])) for values in (steps.seconds - steps.delayed, steps.column("host_data_seconds"))
-    )
+    step_s = float(usual((steps.seconds - steps.delayed)[number]))
+    host_s = float(usual(steps.column("host_data_seconds")[number]))
     storage_s = min(host_s, max(0.0, float(usual(_blocked(steps)[number]))))
     if steps.on_gpu:  # whose clock shows less of it than the host's
         data_s = float(usual(steps.phase("data")[number]))
@@ -115,7 +122,9 @@ def _beside(steps: Steps, number: int, workers: int, busy_percent: float) -> tup
     waiting = steps.phase("data") if steps.on_gpu else _blocked(steps)
     training_s = float(usual((steps.seconds - steps.delayed - waiting)[number]))
     waiting_s = float(usual(np.where(steps.column("queued") > 0, 0.0, waiting)[number]))
-    percent = at_steps(steps.ranks[number], "loaders_cpu_percent")
+    rank = steps.ranks[number]
+    sampled = rank.system.get("loaders_cpu_percent", np.full(len(rank.system["end_s"]), np.nan))
+    percent = sampled[np.isfinite(sampled) & within_steps(rank)]
     if not len(percent):
         return training_s, 0.0, waiting_s
     busy = float(percent.mean()) / 100 / workers
@@ -157,9 +166,8 @@ def io_bottleneck(case: Case) -> Outcome:
         return steps.too_few
     loading = diagnose(steps, busy_loader_percent=limits.loader_percent)
     share = loading.share(loading.storage_s)
-    rank = steps.ranks[0]
-    waits = rank.system.get("iowait_percent")
-    sampled = _gpu_idles_while(rank, waits, limits.iowait_percent, limits.gpu_percent)
+    waits = case.rank.system.get("iowait_percent")
+    sampled = _gpu_idles_while(case.rank, waits, limits.iowait_percent, limits.gpu_percent)
     if loading.is_for_storage(limits.waiting_share):
         text = f"{loading.part(loading.storage_s)} that storage has to deliver, and nothing is computed meanwhile."
     elif sampled > limits.share:
@@ -195,21 +203,18 @@ def loader_workers(case: Case) -> Outcome:
         return steps.too_few
     loading = diagnose(steps, busy_loader_percent=storage.loader_percent)
     waits = loading.is_for_processor(limits.waiting_share, limits.own_share)
-    share = loading.share(loading.computing_s)
-    waiting = loading.part(loading.computing_s)
+    share, waiting = loading.share(loading.computing_s), loading.part(loading.computing_s)
     if loading.per_core < limits.fewest_per_core and waits:
         keeps_up = loading.workers_that_keep_up()
         most = int(steps.record.cores // steps.processes_here()) - (0 if loading.itself else 1)
         wanted = max(loading.workers + 1, min(keeps_up, most))
+        hidden_s = share * steps.total_s * min(1.0, wanted / keeps_up)
         return Finding(
             confidence=0.8,
             text=f"{waiting} that processors make, and cores are free: {loading.processes}.",
             advice=f"Let more processes load: data.workers={wanted}.",
-            saving=Saving(
-                share * steps.total_s * min(1.0, wanted / keeps_up),
-                "the waiting that this many loader processes hide, at the present rate",
-            ),
-            numbers=_numbers(loading, share),
+            saving=Saving(hidden_s, "the waiting that this many loader processes hide, at the present rate"),
+            numbers=loading.numbers,
             steps=steps.span,
         )
     if loading.per_core > limits.most_per_core and not loading.is_for_storage(storage.waiting_share):
@@ -221,7 +226,7 @@ def loader_workers(case: Case) -> Outcome:
             text=f"{cause} {loading.processes}: they take the cores from one another, and memory.",
             advice=f"Let fewer processes load: data.workers={wanted}, or auto, which measures how many keep up.",
             saving=Saving(share * steps.total_s, "the waiting for data") if waits else None,
-            numbers=_numbers(loading, share),
+            numbers=loading.numbers,
             steps=steps.span,
         )
     return Healthy(f"{loading.processes}; {loading.share(loading.waiting_s):.0%} of a step waits for data.")
@@ -243,10 +248,9 @@ def cpu_bottleneck(case: Case) -> Outcome:
         return steps.too_few
     loading = diagnose(steps, busy_loader_percent=case.rules.io_bottleneck.loader_percent)
     share = loading.share(loading.computing_s)
-    rank = steps.ranks[0]
-    cores = [values for name, values in rank.system.items() if is_core(name)]
+    cores = [values for name, values in case.rank.system.items() if is_core(name)]
     busiest = np.max(cores, axis=0) if cores else None
-    sampled = _gpu_idles_while(rank, busiest, limits.busy_percent, limits.gpu_percent)
+    sampled = _gpu_idles_while(case.rank, busiest, limits.busy_percent, limits.gpu_percent)
     if loading.is_for_processor(limits.waiting_share, limits.own_share):
         if not processes.fewest_per_core <= loading.per_core <= processes.most_per_core:
             return NotJudged(f"the number of loader processes comes first (loader_workers): {loading.processes}")
@@ -267,19 +271,10 @@ def cpu_bottleneck(case: Case) -> Outcome:
         text=text,
         advice=advice,
         saving=Saving(share * steps.total_s, "the steps if batches were always ready"),
-        numbers=_numbers(loading, share),
+        numbers={**loading.numbers, "waiting_share": share},
         steps=steps.span,
     )
 
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
-
-
-def _numbers(loading: LoadingWait, share: float) -> dict[str, float]:
-    return {
-        "waiting_share": share,
-        "undisturbed_step_s": loading.step_s,
-        "workers": float(loading.workers),
-        "processes_per_core": loading.per_core,
-    }

@@ -44,6 +44,11 @@ class Case:
         return self.record.context.settings
 
     @property
+    def is_traced(self) -> bool:
+        """Whether it ran on a device of XLA, where a step is noted, compiled as one graph, and handed over."""
+        return self.record.device.startswith("xla")
+
+    @property
     def remaining_s(self) -> float:
         """Estimate of the seconds of the remaining steps, where the training still runs and their number is known."""
         total, done = self.record.context.total_steps, self.record.steps.count

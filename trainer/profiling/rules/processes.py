@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer.profiling.rules.compared_steps import Steps, is_traced, usual
+from trainer.profiling.rules.compared_steps import Steps, usual
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, rule
 from trainer.profiling.series import Series
 
@@ -149,7 +149,7 @@ def _exchange_s(case: Case, steps: Steps) -> float | NotJudged:
     """Measure the seconds of a step in which gradients travel and nothing is computed, without the waiting for slower processes."""
     if unjudgeable := _unjudgeable(case, steps):
         return unjudgeable
-    if is_traced(steps.ranks[0]):
+    if case.is_traced:
         return NotJudged("XLA exchanges gradients within its graphs, where no clock of the host sees them")
     if not steps.on_gpu:
         # Of a median step, in which no process could continue its backward pass. The threads that exchange gradients lack a core, too,
