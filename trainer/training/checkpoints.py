@@ -184,9 +184,8 @@ class Checkpoints:
         uris = [storage.join(self._root, name) for name in storage.children(self._root) if folder.fullmatch(name)]
         others = [uri for uri in uris if uri != self.uri and _entries(uri)]
         if others and self._shared:
-            logger.info(
-                "%s  begins anew: the checkpoints at %s are of other settings or inputs", self._name, self._root
-            )
+            text = f"the checkpoints at {self._root} are of other settings or inputs"
+            logger.info("%s  begins anew: %s", self._name, text)
         for uri in [] if self._shared else others:
             try:
                 self._refuse_others(uri, artifacts.manifest(storage.join(uri, _entries(uri)[0].name), "checkpoint"))
@@ -255,13 +254,11 @@ class Checkpoints:
         patience_s = 0.0 if self._passed_over or storage.is_away() else PATIENCE_S
         if not needed and storage.is_remote(self.uri) and not self._writer.wait(patience_s):
             if not self._passed_over:
-                logger.warning(
-                    "%s  no checkpoint after step %d: the one before is still on its way to %s; the training continues, and keeps the next "
-                    "one that can be written",
-                    self._name,
-                    state.step,
-                    self.uri,
+                text = (
+                    f"the one before is still on its way to {self.uri}; the training continues, and keeps the next one that can be "
+                    "written"
                 )
+                logger.warning("%s  no checkpoint after step %d: %s", self._name, state.step, text)
             self._passed_over = True
             return
         self._passed_over = False
@@ -314,12 +311,8 @@ class Checkpoints:
         is_complete = standing == "gone" and bool(self._output) and artifacts.exists(self._output)
         if standing == "gone" and not is_complete:
             if self._generation.stake():
-                logger.warning(
-                    "%s  the record of attempt %d is gone from %s, and was written again; checkpoints may be gone from there too",
-                    self._name,
-                    self._generation.number,
-                    self.uri,
-                )
+                text = f"is gone from {self.uri}, and was written again; checkpoints may be gone from there too"
+                logger.warning("%s  the record of attempt %d %s", self._name, self._generation.number, text)
                 return
             standing = self._generation.standing()
         if standing != "newest":

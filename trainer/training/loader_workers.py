@@ -45,7 +45,6 @@ class LoadingTime(NamedTuple):
     """Time to make a micro-batch on one core."""
 
     seconds: float
-    """From beginning to end."""
     waiting: float
     """Part of them in which the core waited for storage; 0 if everything was in memory."""
 
@@ -144,13 +143,9 @@ def measured_workers(
         return 0
     seconds = step()
     if processes.is_first:
-        logger.info(
-            "%s  a micro-batch: %.1f ms to load, %.1f ms of them waiting for storage, %.1f ms to compute with",
-            name,
-            1e3 * loading.seconds,
-            1e3 * loading.waiting,
-            1e3 * seconds,
-        )
+        figures = (1e3 * loading.seconds, 1e3 * loading.waiting, 1e3 * seconds)
+        text = "%s  a micro-batch: %.1f ms to load, %.1f ms of them waiting for storage, %.1f ms to compute with"
+        logger.info(text, name, *figures)
     return advised_workers(loading, seconds, processes)
 
 

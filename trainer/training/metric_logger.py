@@ -36,7 +36,6 @@ class ProgressBar:
     """Shows how far a training is, by a bar on a terminal, plain lines in a log; does nothing where it is not active."""
 
     def __init__(self, name: str, *, first_step: int, total_steps: int, images_per_step: int, active: bool) -> None:
-        """For the steps first_step .. total_steps - 1 of the training `name`."""
         self._name, self._first, self._total, self._images = name, first_step, total_steps, images_per_step
         self._active, self._start, self._last_line = active, time.monotonic(), -LINE_INTERVAL_S
         self._bar = (
@@ -89,15 +88,9 @@ class ProgressBar:
             return
         self._last_line = now
         rate, within_steps = (done - self._first) / max(now - self._start, 1e-9), measured()
-        logger.info(
-            "%s  step %d/%d  %s  %s  %.0f s left",
-            self._name,
-            done,
-            self._total,
-            text,
-            f"{rate * self._images:.0f} images/s so far" if within_steps is None else f"{within_steps:.0f} images/s",
-            (self._total - done) / rate,
-        )
+        speed = f"{rate * self._images:.0f} images/s so far" if within_steps is None else f"{within_steps:.0f} images/s"
+        left_s = (self._total - done) / rate
+        logger.info("%s  step %d/%d  %s  %s  %.0f s left", self._name, done, self._total, text, speed, left_s)
 
 
 class MetricLogger:
@@ -138,7 +131,6 @@ class MetricLogger:
         self._publish()
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass metrics on to the evidence and to MLflow."""
         self._recorder.metrics(step, values)
         self._tracker.metrics(step, {f"{self._name}/{name}": value for name, value in values.items()})
         if "val_top1" in values:

@@ -105,11 +105,8 @@ class Session:
             self._fitted.update({name: self.values[name] | batch} if nested else batch)
             settings = fitted
         if self.processes.is_first and settings.precision == "bf16" and not self.processes.device.uses_bf16("bf16"):
-            logger.warning(
-                "%s  precision=bf16 is not used: this processor has no bf16 instructions, and emulated bf16 is 10 to 15 times slower "
-                "than fp32; training in fp32",
-                name,
-            )
+            text = "this processor has no bf16 instructions, and emulated bf16 is 10 to 15 times slower than fp32; training in fp32"
+            logger.warning("%s  precision=bf16 is not used: %s", name, text)
         checkpoints = Checkpoints(
             self.checkpoint_root,
             name,
