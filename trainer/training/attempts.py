@@ -19,7 +19,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal, Self
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -65,9 +64,9 @@ class AttemptClaim:
     token: bytes
 
     def standing(self) -> Literal["newest", "superseded", "gone"]:
-        """Ask the store for the state of this attempt: no later one has begun, or one has, or there is no claim at all.
+        """Ask the store whether this is the newest attempt, or a later one has begun, or there is no claim at all.
 
-        The claims may be gone because a later attempt has ended and removed them, or because the store has lost its objects; the training's
+        They may be gone because a later attempt has ended and removed them, or because the store has lost its objects; the training's
         output shows which.
         """
         names = storage.children(self.uri)
@@ -162,9 +161,7 @@ class Attempts:
             self._writer.wait()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
         """Note how the attempt has ended, when the last heartbeat has arrived: else it could come after what is written now, or removed.
 
         Raises:
@@ -195,9 +192,8 @@ class Attempts:
         """Return all attempts, the last one is this; none on another process than the first, or before it has begun."""
         if not self._active or not self._began_unix:
             return ()
-        this = AttemptRecord(
-            began_unix=self._began_unix, seen_unix=time.time(), first_step=self._first_step, steps_seen=self._steps
-        )
+        now, first, steps = time.time(), self._first_step, self._steps
+        this = AttemptRecord(began_unix=self._began_unix, seen_unix=now, first_step=first, steps_seen=steps)
         return (*self._before, this)
 
     def _note_failure(self, error: Exception) -> None:
@@ -206,13 +202,13 @@ class Attempts:
         failure = Failure(step=self._first_step + self._steps, message=message)
         before: list[Failure] = []
         try:
-            for name in storage.children(self._checkpoints):
-                if name.startswith(FAILURE) and name.endswith(".json"):
-                    try:
-                        note = storage.read_bytes(storage.join(self._checkpoints, name))
-                        before.append(Failure.model_validate_json(note))
-                    except ValidationError as unreadable:  # such a note does not count
-                        logger.warning("an earlier failure is not known: %s cannot be read (%s)", name, unreadable)
+            names = storage.children(self._checkpoints)
+            for name in (name for name in names if name.startswith(FAILURE) and name.endswith(".json")):
+                try:
+                    note = storage.read_bytes(storage.join(self._checkpoints, name))
+                    before.append(Failure.model_validate_json(note))
+                except ValidationError as unreadable:  # such a note does not count
+                    logger.warning("an earlier failure is not known: %s cannot be read (%s)", name, unreadable)
             own = storage.join(self._checkpoints, f"{FAILURE}{self._rank}.json")
             storage.write_bytes(own, failure.model_dump_json().encode())
         except TrainerError as hindrance:
@@ -222,9 +218,8 @@ class Attempts:
         if any(one.step == failure.step and _VARIES.sub("#", one.message) == kind for one in before):
             if not known:
                 logger.error("failed again", exc_info=error)
-            raise (type(error) if known else TrainingError)(
-                f"failed twice at step {failure.step + 1} in the same way: {message}"
-            ) from error
+            again = f"failed twice at step {failure.step + 1} in the same way: {message}"
+            raise (type(error) if known else TrainingError)(again) from error
 
     def _begin_sign(self, work: Callable[[], None]) -> None:
         self._due = time.monotonic() + self._interval_s

@@ -94,18 +94,15 @@ def validate(
         pin_memory=device.pins_memory,
         timeout_s=wait_limit_s() / 2,  # before the other processes, which wait for this one, give up
     )
-    stopped = False
     with closing(loader):
         for turn in range(-(-most // batch_size)):
             if turn < len(own):
                 measured.append(_measure(model, next(loader), len(own[turn]), device, precision))
             device.dispatch()
             if should_stop is not None and should_stop():
-                stopped = True
-                break
+                model.train(training)
+                return None
     model.train(training)
-    if stopped:
-        return None
     own_total = [0.0, 0.0]
     if measured:  # summed in double precision
         arrived = ReadBack({str(number): figures for number, figures in enumerate(measured)}).wait()

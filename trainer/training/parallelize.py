@@ -158,7 +158,16 @@ def parallelize_model(
         compile_blocks(model, graphs)
     if processes.world_size == 1 or processes.device.share_weights(model):
         return model, graphs
-    return _share(model, settings), graphs
+    shared = DistributedDataParallel(
+        model,
+        gradient_as_bucket_view=True,
+        forward_sync_buffers=False,
+        # Torch learns a static graph from the first backward pass, and fails an assertion of its own if that is not synchronised.
+        static_graph=settings.accumulation == 1,
+    )
+    if settings.gradient_compression == "bf16":
+        shared.register_comm_hook(None, bf16_compress_hook)
+    return shared, graphs
 
 
 def compile_blocks(model: nn.Module, graphs: CompileCounter) -> None:
@@ -178,17 +187,3 @@ def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
             yield from child
         else:
             yield from repeated_blocks(child)
-
-
-def _share(model: nn.Module, settings: TrainingSettings) -> DistributedDataParallel:
-    """Let the processes exchange the gradients of a model."""
-    shared = DistributedDataParallel(
-        model,
-        gradient_as_bucket_view=True,
-        forward_sync_buffers=False,
-        # Torch learns a static graph from the first backward pass, and fails an assertion of its own if that is not synchronised.
-        static_graph=settings.accumulation == 1,
-    )
-    if settings.gradient_compression == "bf16":
-        shared.register_comm_hook(None, bf16_compress_hook)
-    return shared

@@ -17,7 +17,6 @@ LAST_WAIT_S = 10.0
 MOST_FAILURES = 3
 """Failed writes in a row after which the training ends: it would lose more and more, and no one may be reading the log. Where a store is
 away they come one after the other, so there it ends after the time that processes wait for one another."""
-
 PASSING = (OutputError, StorageError, OSError)
 """What may be better the next time: a full disk, a store that is away."""
 
@@ -28,10 +27,8 @@ class Writer:
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread: threading.Thread | None = None
-        self._failures: list[Exception] = []
-        """Of the last writes in a row."""
-        self._failing_s = 0.0
-        """When the first of them failed."""
+        self._failures: list[Exception] = []  # of the last writes in a row
+        self._failing_s = 0.0  # when the first of them failed
 
     def start(self, work: Callable[[], None], failed: str, *, counts: bool = False) -> None:
         """Begin something; what was begun before must have been waited for.

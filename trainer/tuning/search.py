@@ -41,12 +41,10 @@ class SearchResult:
 
     @property
     def given(self) -> Trial:
-        """The trial of the given settings."""
         return self.tried[0].trial
 
     @property
     def seconds(self) -> float:
-        """Time of all trials."""
         return sum(tried.trial.seconds for tried in self.tried)
 
 
@@ -75,7 +73,6 @@ class _SearchState:
         return new, {one.field: one.why for one in found if isinstance(one, Skipped)}
 
     def _is_new(self, idea: Proposal) -> bool:
-        """Whether an idea was not tried, or should get another chance."""
         if any(tried.trial.candidate == idea.candidate for tried in self.tried):
             return False
         before = self.rejected.get(self.name(idea.candidate))
@@ -112,12 +109,10 @@ def _begin(start: Candidate, job: Workload, measure: Measure) -> _SearchState:
     idea = "the given settings"
     while candidate is not None:
         trial = measure(candidate, 0.0)
-        run_s = None if trial.failed else job.run_s(trial)
-        verdict = FAILURES.get(trial.ended, "this is what is to be bettered")
-        tried.append(
-            TriedCandidate(trial=trial, idea=idea, run_s=run_s, gain=None, taken=not trial.failed, verdict=verdict)
-        )
-        if not trial.failed:
+        works, verdict = not trial.failed, FAILURES.get(trial.ended, "this is what is to be bettered")
+        run_s = job.run_s(trial) if works else None
+        tried.append(TriedCandidate(trial=trial, idea=idea, run_s=run_s, gain=None, taken=works, verdict=verdict))
+        if works:
             known = candidate.model_copy(update={"workers": trial.workers})  # what `auto` found need not be found again
             return _SearchState(job=job, best=trial.model_copy(update={"candidate": known}), tried=tried)
         if trial.ended == "not compiled":
@@ -146,18 +141,17 @@ def _try(state: _SearchState, name: str, idea: Proposal, measure: Measure) -> No
     job, best = state.job, state.best
     before = job.run_s(best)
     trial = measure(idea.candidate, rate_to_beat(job, best, idea.candidate))
+    run_s, gain, taken = None, None, False
     if trial.failed:
-        run_s, gain, taken, verdict = None, None, False, FAILURES[trial.ended]
+        verdict = FAILURES[trial.ended]
     else:
         run_s = job.run_s(trial)
         gain = before / run_s
-        taken = False
         if trial.ended == "outrun":
             verdict = f"clearly slower: {gain:.2f} times the speed of the best, when it was stopped"
         elif gain < LEAST_GAIN:
-            verdict = (
-                f"{gain:.3f} times the speed of the best, which is less than the {LEAST_GAIN} that a change must bring"
-            )
+            few = f"which is less than the {LEAST_GAIN} that a change must bring"
+            verdict = f"{gain:.3f} times the speed of the best, {few}"
         # Half-way to the bound of a 95 % interval: one standard error.
         elif job.run_s(trial, (trial.images_per_second + trial.low) / 2) > before:
             verdict = f"{gain:.3f} times the speed of the best, but its steps vary too much to be sure"

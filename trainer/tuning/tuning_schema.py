@@ -41,7 +41,6 @@ class Candidate(StrictModel):
         return cls.model_validate({name: "auto" if value is None else value for name, value in values.items()})
 
     def applied(self, settings: DistillSettings) -> DistillSettings:
-        """The distillation with these settings."""
         return settings.model_copy(update=self.model_dump())
 
     def changes(self, before: Candidate) -> dict[str, tuple[Any, Any]]:
@@ -85,7 +84,6 @@ class Trial(StrictModel):
 
     @property
     def failed(self) -> bool:
-        """Whether there is no rate of these settings."""
         return self.ended in ("out of memory", "not compiled")
 
 
@@ -134,7 +132,6 @@ class Tuning(StrictModel):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Section `distill` that the distillation uses."""
         return self.chosen if self.applied else self.given
 
     @property
@@ -155,10 +152,9 @@ def read_tuning(uri: str | Path) -> Tuning:
         return Tuning.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ArtifactError(
-            f"tuning {uri}: {FILE} is not one of this version ({where}: {first['msg']}); run the stage tune again"
-        ) from error
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        again = f"{FILE} is not one of this version ({reason}); run the stage tune again"
+        raise ArtifactError(f"tuning {uri}: {again}") from error
 
 
 def from_trial(

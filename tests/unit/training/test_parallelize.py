@@ -116,7 +116,7 @@ class Shapes(CompileCounter):
 def test_blocks_of_one_training_after_another_are_compiled_for_their_own_shape(monkeypatch):
     """As those of tune's trials: a size that changes would become a symbol, and from the ninth training on torch would give up."""
     monkeypatch.setattr(parallelize, "CompileCounter", Shapes)
-    monkeypatch.setattr(parallelize, "_share", lambda model, _: model)
+    monkeypatch.setattr(parallelize, "DistributedDataParallel", lambda model, **_: model)
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
     processes = Processes(rank=0, world_size=2, local_rank=0, device=choose_device())
     counts = []
