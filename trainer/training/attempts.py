@@ -99,11 +99,7 @@ def newest(uri: str) -> int:
 
 
 def claim(uri: str) -> AttemptClaim:
-    """Begin a new attempt at the training with these checkpoints.
-
-    Raises:
-        OutputError: the folder cannot be written.
-    """
+    """Begin a new attempt at the training with these checkpoints; raises `OutputError` where the folder cannot be written."""
     for _ in range(_MOST_ATTEMPTS):
         generation = AttemptClaim(uri=uri, number=newest(uri) + 1, token=uuid.uuid4().hex.encode())
         if generation.stake():
@@ -164,8 +160,7 @@ class Attempts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
         """Note how the attempt has ended, when the last heartbeat has arrived: else it could come after what is written now, or removed.
 
-        Raises:
-            TrainerError: it failed as an earlier one did; of that one's kind, if that has a message for users.
+        An error like an earlier attempt's is raised as one that says so, of the same kind if that has a message for users.
         """
         if isinstance(error, SupersededError):
             return  # the notes are the later attempt's
@@ -177,11 +172,7 @@ class Attempts:
             self._note_failure(error)
 
     def heartbeat(self, steps: int) -> None:
-        """Note that `steps` steps are completed; written down every few seconds.
-
-        Raises:
-            SupersededError: a later attempt at this training has begun.
-        """
+        """Note, every few seconds, that `steps` steps are completed; raises `SupersededError` where a later attempt has begun."""
         self._steps = steps
         if self._writer.failure is not None:
             raise self._writer.failure

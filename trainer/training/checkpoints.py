@@ -157,12 +157,7 @@ class Checkpoints:
     # Beginning
 
     def begin(self) -> None:
-        """Begin a new attempt: fence off those before it, and remove what they have left half-written.
-
-        Raises:
-            SettingsError: an unfinished training of other settings or inputs stands where only this one should.
-            OutputError: the folder cannot be written.
-        """
+        """Begin a new attempt: fence off those before it, and remove what they have left half-written; raises as `newest`."""
         if not self.entries():
             self._look_at_others()
         self._generation = claim(self.uri)
@@ -216,11 +211,7 @@ class Checkpoints:
         return _entries(self.uri)
 
     def read(self, entry: CheckpointEntry) -> TrainingState | None:
-        """Read a checkpoint, if it is valid; a damaged one is named in the log.
-
-        Raises:
-            SettingsError: it is of other settings or inputs.
-        """
+        """Read a checkpoint, if it is valid; a damaged one is named in the log, one of other settings or inputs a `SettingsError`."""
         uri = self._uri(entry)
         try:
             artifact = artifacts.read(uri, "checkpoint")
@@ -272,24 +263,14 @@ class Checkpoints:
         self._writer.start(partial(self._write, state.step, top1), "a checkpoint could not be written", counts=True)
 
     def check_failures(self) -> None:
-        """Raise what the background thread has met that ends the training; takes no time.
-
-        Raises:
-            SupersededError: a later attempt at this training has begun.
-            OutputError, StorageError: too many writes in a row have failed.
-        """
+        """Raise what the background thread has met that ends the training, as `save` does; takes no time."""
         if self._writer.gives_up:
             self._raise(f"{MOST_FAILURES} or more checkpoints in a row could not be written")
 
     def finish(self, *, needed: bool = False) -> None:
-        """Wait until the last checkpoint is written.
+        """Wait until the last checkpoint is written; raises what `save` does, and what one that is `needed` has failed with.
 
-        Args:
-            needed: whether the training ends with it, without a result.
-
-        Raises:
-            SupersededError: a later attempt at this training has begun.
-            OutputError, StorageError: it is needed and could not be written, was one too many in a row, or does not end.
+        It is needed where the training ends with it, without a result.
         """
         self._wait()
         self.check_failures()
@@ -297,12 +278,9 @@ class Checkpoints:
             self._raise("the last checkpoint could not be written")
 
     def check_ours(self) -> None:
-        """Make sure that no later attempt at this training has begun, before something is written that it writes too.
+        """Raise `SupersededError` where a later attempt at this training has begun, before something is written that it writes too.
 
         A store that has lost the record of the attempts says nothing of a later one: this attempt's is written again.
-
-        Raises:
-            SupersededError: one has.
         """
         if self._generation is None:
             return

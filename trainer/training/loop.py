@@ -49,13 +49,10 @@ logger = logging.getLogger(__name__)
 
 VALIDATION = "validation"
 """In `TrainingState.pending`: the last step's validation is still to be done."""
-
 _NOISE = 0x6E6F697365
 """Keeps the seeds of dropout and stochastic depth apart from all other draws of the same seed."""
-
 _SHOWN = 4
 """Images whose attention is recorded."""
-
 _NAMED = 3
 """Weights that a message names."""
 
@@ -200,8 +197,7 @@ class Trainer:
     def train_step(self, step: int, batches: Prefetcher) -> Losses:
         """Take one optimiser step.
 
-        Returns:
-            This process's losses, left on the device: their mean over the processes is that over the step's images.
+        Returns this process's losses, left on the device: their mean over the processes is that over the step's images.
         """
         settings, processes = self.settings, self.processes
         processes.device.seed(int(random_bits(_NOISE, self.training.seed, step, processes.rank)) >> 1)
@@ -294,11 +290,7 @@ class Trainer:
                 self.save_checkpoint(step + 1, top1=top1, needed=needed)
 
     def _stop(self, step: int, scores: Mapping[str, float] | None, metrics: MetricLogger) -> None:
-        """Write the last checkpoint after `step`, and end this attempt.
-
-        Raises:
-            PreemptedError: always.
-        """
+        """Write the last checkpoint after `step`, and end this attempt by `PreemptedError`."""
         metrics.flush()
         with span("checkpoint"):
             pending = (VALIDATION,) if scores is None else ()
@@ -314,11 +306,7 @@ class Trainer:
     ) -> None:
         """Copy the state after `steps` steps, which is then written in the background; all processes take part, the first one writes.
 
-        The arguments are those of `capture` and `Checkpoints.save`.
-
-        Raises:
-            TrainingError: weights are not finite; they are not kept.
-            TrainerError: as `Checkpoints.save`.
+        The arguments are those of `capture` and `Checkpoints.save`, as are the errors; besides, weights that are not finite are refused.
         """
         average = self._ema.model if self._ema else None
         state = capture(steps, self.model, self._optimizer, average, processes=self.processes, pending=pending)

@@ -94,7 +94,7 @@ class ProgressBar:
 
 
 class MetricLogger:
-    """Logs losses every `log_every` steps, and checks that they are finite.
+    """Logs losses every `log_every` steps; raises `TrainingError` where one that arrived is not finite.
 
     The losses of an interval leave the device together, those of all processes, and are taken in when they have arrived: at once on a CPU,
     on a GPU during the next interval. So the host waits for them only at the end, and before a checkpoint.
@@ -107,11 +107,7 @@ class MetricLogger:
         self._sent: _Losses | None = None
 
     def log(self, step: int, losses: Mapping[str, Tensor]) -> None:
-        """Take a step's losses, scalars on the device; at the end of an interval they are sent.
-
-        Raises:
-            TrainingError: a loss that arrived is not finite.
-        """
+        """Take a step's losses, scalars on the device; at the end of an interval they are sent."""
         self._waiting.append((step, losses))
         if self._sent is not None and self._sent.arrived:
             self._publish()
@@ -119,11 +115,7 @@ class MetricLogger:
             self._send()
 
     def flush(self) -> None:
-        """Before a checkpoint: wait for all losses, and pass them on.
-
-        Raises:
-            TrainingError: one of them is not finite.
-        """
+        """Before a checkpoint: wait for all losses, and pass them on."""
         if self._waiting:
             # A GPU could not say who is missing.
             self._processes.barrier(f"the losses of step {self._waiting[-1][0] + 1}")

@@ -47,11 +47,7 @@ _PLACE = re.compile(r"^\[\S+:\d+\] ")
 
 
 def wait_limit_s() -> float:
-    """Return how long a process waits for the others before it gives up, in seconds.
-
-    Raises:
-        SettingsError: `TRAINER_WAIT_S` is not a number above 0.
-    """
+    """Return how long a process waits for the others, in seconds; raises `SettingsError` for a `TRAINER_WAIT_S` not above 0."""
     text = os.environ.get(WAIT_VARIABLE) or str(DEFAULT_WAIT_S)
     try:
         seconds = float(text)
@@ -285,11 +281,7 @@ class CollectiveWatchdog:
         self._store.set(str(self._rank), json.dumps([self._number, gave_up]))
 
     def _raise_lost(self, what: str, error: RuntimeError) -> None:
-        """Turn torch's error about the other processes into one that names those who are missing; any other error is left.
-
-        Raises:
-            LostProcessError: it is one.
-        """
+        """Turn torch's error about the other processes into a `LostProcessError` that names those who are missing; leave any other."""
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         if not isinstance(error, DistError) and not _FROM_TORCH.search(reason):
             return

@@ -198,8 +198,7 @@ class Session:
     def keep(self, model: Classifier, settings: TrainingSettings) -> None:
         """Write the stage's result into its model directory, with its accuracy on the validation split where it has a head.
 
-        Args:
-            settings: how it is measured where no training has done it.
+        It is measured with `settings` where no training has done it.
         """
         if not self._measured and model.card.labels:
             self._measure(settings, model.to(self.processes.device.torch_device))
@@ -211,11 +210,7 @@ class Session:
             self.model.figures.update(models.describe(model) | accuracy)
 
     def check_ours(self) -> None:
-        """Make sure, before the outputs are written, that no later attempt at this stage writes them too.
-
-        Raises:
-            SupersededError: one does.
-        """
+        """Raise `SupersededError`, before the outputs are written, where a later attempt at this stage writes them too."""
         for checkpoints in self._trainings:
             checkpoints.check_ours()
 

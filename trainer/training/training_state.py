@@ -270,11 +270,7 @@ class Snapshot:
         )
 
     def write(self, folder: Path) -> None:
-        """Write the copy into a folder, and wait until the disk has it.
-
-        Raises:
-            OSError: the disk is full, or the folder cannot be written.
-        """
+        """Write the copy into a folder, and wait until the disk has it."""
         contents: dict[str, tuple[bytes | memoryview, ...]] = {
             _file(name): (part.header, part.memory.numpy().data) for name, part in self._parts.items()
         }
@@ -287,11 +283,7 @@ class Snapshot:
 
 
 def read_state(folder: Path, uri: str) -> TrainingState:
-    """Read the state in the folder of a checkpoint, on the CPU; `uri` names it in messages.
-
-    Raises:
-        ArtifactError: a file is not what it should be.
-    """
+    """Read the state in a checkpoint's folder, on the CPU; raises `ArtifactError`, which names `uri`, where a file is damaged."""
     try:
         description = _Description.model_validate_json((folder / DESCRIPTION).read_bytes())
         # One that every state has is read even where it is missing, so that an error names it.

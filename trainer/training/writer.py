@@ -33,9 +33,8 @@ class Writer:
     def start(self, work: Callable[[], None], failed: str, *, counts: bool = False) -> None:
         """Begin something; what was begun before must have been waited for.
 
-        Args:
-            counts: whether it is a write, which counts where it fails in a way that may pass. What does not count is repeated anyway, so
-                the log says nothing of it while the store is away.
+        A write `counts` where it fails in a way that may pass. What does not count is repeated anyway, so the log says nothing of it while
+        the store is away.
         """
         # A daemon: a process that has to end at once leaves an unfinished checkpoint, which no reader accepts.
         self._thread = threading.Thread(target=self._run, args=(work, failed, counts), name="checkpoint", daemon=True)

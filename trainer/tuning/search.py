@@ -83,10 +83,7 @@ class _SearchState:
 
 
 def search(start: Candidate, job: Workload, measure: Measure, *, limit_s: float) -> SearchResult:
-    """Measure candidates, the given settings `start` first, until nothing is left that would pay for its trial.
-
-    Args:
-        limit_s: longest time of all trials.
+    """Measure candidates, the given settings `start` first, until nothing is left that would pay for its trial, or for `limit_s`.
 
     Raises:
         SettingsError: not even the smallest part of a batch fits into memory.

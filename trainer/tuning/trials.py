@@ -156,11 +156,7 @@ class Trials:
         self._loading: LoadingTime | None = None
 
     def measure(self, candidate: Candidate, rate_to_beat: float = 0.0) -> Trial:
-        """Run a trial, stopped early below `rate_to_beat` images a second; gives the same on every process.
-
-        Raises:
-            SettingsError: its batch cannot be dealt to the processes.
-        """
+        """Run a trial, stopped early below `rate_to_beat` images a second; gives the same on every process."""
         began = time.perf_counter()
         trial = self._run(candidate, rate_to_beat, began) if self._fits(candidate) else None
         release()
@@ -274,12 +270,7 @@ def warm_steps(settings: DistillSettings) -> int:
 
 
 def measure_steps(training: TrainingSpec, timer: StepTimer, tracker: Tracker | None = None) -> tuple[Trainer, float]:
-    """Train from the beginning until the laps end.
-
-    Args:
-        training: with more steps than that takes.
-        timer: says when it is enough.
-        tracker: takes the metrics, which are else not computed.
+    """Train from the beginning until the timer's laps end; a `tracker` takes the metrics, which are else not computed.
 
     Returns:
         The trainer after these steps, and the seconds from the beginning to the end of the first one.

@@ -162,8 +162,7 @@ def from_trial(
 ) -> Measurement:
     """Estimate what other settings of a measured distillation take, by their trial; what lies beside the steps is as it was measured.
 
-    Args:
-        recording_s: seconds that it takes to record the teacher's outputs, if `settings` need that.
+    If `settings` need the teacher's outputs recorded, that takes `recording_s`.
     """
     images = trial.candidate.batch_size
     return measured.model_copy(
