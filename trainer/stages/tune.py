@@ -37,7 +37,6 @@ from trainer.profiling.recorder import Startup
 from trainer.stages import distill, reinforce
 from trainer.tracking.stage_runs import Tracker, stage_run
 from trainer.training.checkpoints import Checkpoints, checkpoint_root
-from trainer.training.classification import batch_size_of, validate
 from trainer.training.loader_workers import measure_loading
 from trainer.training.process_group import Processes, join_processes
 from trainer.training.session import shared_artifact
@@ -206,15 +205,7 @@ class Subject:
             checkpoints=Checkpoints(root, NAME, settings={}, parents={"dataset": self.data.fingerprint}),
             teacher_outputs=recording,
             labelled_share=settings.labeled_share,
-            validate=partial(
-                validate,
-                split=self.data.split("val"),
-                processes=processes,
-                batch_size=batch_size_of(settings, processes),
-                precision=settings.precision,
-            )
-            if settings.head == "trained"
-            else None,
+            val_split=self.data.split("val") if settings.head == "trained" else None,
         )
 
     def recording_s_of(self, settings: DistillSettings) -> float | None:

@@ -30,6 +30,7 @@ from trainer.step_schedule import is_checkpoint_step, is_validation_step
 from trainer.tracking.stage_runs import Tracker
 from trainer.training.attempts import Attempts
 from trainer.training.checkpoints import TOP1, newest
+from trainer.training.classification import validate
 from trainer.training.loader_workers import MicroBatchLoader
 from trainer.training.metric_logger import MetricLogger, ProgressBar
 from trainer.training.optimizers import (
@@ -92,6 +93,8 @@ class Trainer:
         self._ema = AveragedModel(self.model, settings.ema_decay, processes.device) if settings.ema_decay else None
         self._statistics = running_statistics(self.model) if processes.world_size > 1 else []
         self._best: float | None = None
+        self.measured: Mapping[str, float] = {}
+        """What the last validation measured."""
         checkpoints = training.checkpoints
         self._attempts = Attempts(checkpoints.uri, rank=processes.rank, check_ours=checkpoints.check_ours)
         self.loader = LoaderStats()
@@ -265,14 +268,18 @@ class Trainer:
         self, step: int, metrics: MetricLogger, preemption: Preemption | None = None
     ) -> Mapping[str, float] | None:
         """Measure the model after `step`; empty where there is no way to, None where `preemption` has ended it."""
-        if self.training.validate is None:
+        split, workers = self.training.val_split, self.loader.workers or 0
+        if split is None:
             return {}
         # Without `preemption` a request to end takes effect at once.
         what = f"the validation after step {step + 1}"
         should_stop = None if preemption is None else partial(preemption.should_stop, what)
         with span("evaluate"):
-            scores = self.training.validate(self.result, should_stop, workers=self.loader.workers or 0)
+            scores = validate(
+                self.result, split, self.processes, self.settings, should_stop=should_stop, workers=workers
+            )
             if scores is not None:
+                self.measured = scores
                 metrics.metrics(step, scores)
         return scores
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,10 @@ from trainer.profiling.recorder import Recorder, Startup
 from trainer.served_student.preprocessing import Square
 from trainer.tracking.stage_runs import Tracker, stage_run
 from trainer.training.checkpoints import Checkpoints, checkpoint_root, compatible, root_is_shared
-from trainer.training.classification import batch_size_of, validate
+from trainer.training.classification import validate
 from trainer.training.loop import Trainer
 from trainer.training.process_group import Processes, join_processes
-from trainer.training.spec import Objective, ShouldStop, TrainingSpec, fit_batch
+from trainer.training.spec import Objective, TrainingSpec, fit_batch
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +129,7 @@ class Session:
             checkpoints=checkpoints,
             layer_decay=layer_decay,
             teacher_outputs=teacher_outputs,
-            validate=partial(self._measure, settings) if labelled else None,
+            val_split=self.data.split("val") if labelled else None,
             watch=self.watch,
             labelled_share=labelled_share,
         )
@@ -147,6 +146,7 @@ class Session:
             if isinstance(error, TrainerError):
                 raise type(error)(f"{error}; what it recorded is at {kept}") from error
             raise
+        self._measured.update(trainer.measured)
         trainer.recorder.write(self.evidence.path)
         self.startup.begin_again()
         return trained
@@ -180,28 +180,14 @@ class Session:
             }
         )
 
-    def _measure(
-        self, settings: TrainingSettings, model: nn.Module, should_stop: ShouldStop | None = None, *, workers: int = 0
-    ) -> Mapping[str, float] | None:
-        measured = validate(
-            model,
-            split=self.data.split("val"),
-            processes=self.processes,
-            batch_size=batch_size_of(settings, self.processes),
-            precision=settings.precision,
-            should_stop=should_stop,
-            workers=workers,
-        )
-        self._measured.update(measured or {})
-        return measured
-
     def keep(self, model: Classifier, settings: TrainingSettings) -> None:
         """Write the stage's result into its model directory, with its accuracy on the validation split where it has a head.
 
         It is measured with `settings` where no training has done it.
         """
         if not self._measured and model.card.labels:
-            self._measure(settings, model.to(self.processes.device.torch_device))
+            on_device, split = model.to(self.processes.device.torch_device), self.data.split("val")
+            self._measured.update(validate(on_device, split, self.processes, settings) or {})
         self.check_ours()
         if self.processes.is_first:
             model.card = replace(model.card, square=self.square)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainer.config import LoadingSettings, TrainingSettings, WatchSettings
 from trainer.data.batch import Batch
+from trainer.data.dataset import Split
 from trainer.data.loader import (
     RecordedOutputs,
     Samples,
@@ -33,13 +34,6 @@ Fitted = TypeVar("Fitted", bound=TrainingSettings)
 
 Losses = dict[str, Tensor]
 """Named scalar losses; `loss` is the one that is minimised."""
-
-ShouldStop = Callable[[], bool]
-"""Whether to stop before the end; all processes ask equally often and get the same answer."""
-
-Validate = Callable[..., Mapping[str, float] | None]
-"""Measures a model on the validation split: (model, should_stop: ShouldStop | None, *, workers: int) to its metrics, with images from
-`workers` loader processes; None where `should_stop` has ended it."""
 
 
 class Objective(Protocol):
@@ -81,7 +75,8 @@ class TrainingSpec:
     layer_decay: float = 1.0
     teacher_outputs: RecordedOutputs | None = None
     """Recorded outputs, which travel with the batches; their views are seen again. None: a new view each epoch, drawn from `seed`."""
-    validate: Validate | None = None
+    val_split: Split | None = None
+    """Where the model's accuracy is measured; None where it is no classifier."""
     watch: WatchSettings = field(default_factory=WatchSettings)
     """Which rules judge it while it runs."""
     labelled_share: float = 0.0

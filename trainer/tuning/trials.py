@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Literal, NamedTuple
 
@@ -29,6 +30,7 @@ from trainer.profiling.recorder import Recorder
 from trainer.step_schedule import step_count
 from trainer.tracking.stage_runs import Tracker
 from trainer.training import loader_workers
+from trainer.training.classification import validate
 from trainer.training.loader_workers import LoadingTime, measure_loading
 from trainer.training.loop import Trainer
 from trainer.training.metric_logger import MetricLogger, ProgressBar
@@ -347,11 +349,11 @@ def measure_training(
     if not trainer.is_compiled:
         what = "nothing of the model was compiled, so what is forecast is an uncompiled training"
         logger.warning("%s  %s", training.name, what)
-    validate, workers = training.validate, trainer.loader.workers or 0
-    passes = 2 if processes.device.traces else 1  # the first one compiles, too
-    validations = [0.0]
-    if validate:
-        validations = [_timed(processes, lambda: validate(trainer.result, workers=workers)) for _ in range(passes)]
+    split, workers, validations = training.val_split, trainer.loader.workers or 0, [0.0]
+    if split is not None:
+        validated = partial(validate, trainer.result, split, processes, training.settings, workers=workers)
+        passes = 2 if processes.device.traces else 1  # the first one compiles, too
+        validations = [_timed(processes, validated) for _ in range(passes)]
     checkpoint_s = _timed(processes, lambda: trainer.save_checkpoint(timer.steps)) if settings.checkpoint_every else 0.0
     if processes.is_first:
         training.checkpoints.finish()
