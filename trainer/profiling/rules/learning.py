@@ -62,14 +62,12 @@ def class_imbalance(case: Case) -> Outcome:
 )
 def weak_teacher(case: Case) -> Outcome:
     context = case.record.context
-    settings = context.settings
-    if not any(settings.get(f"{term}_weight") for term in TAUGHT):
+    if not any(case.settings.get(f"{term}_weight") for term in TAUGHT):
         return NotJudged("no term of the loss compares with a teacher")
     teacher, limits = context.teacher_val_top1, case.rules.weak_teacher
     if teacher is None:
-        return NotJudged(
-            "the teacher's validation accuracy is not known: it was not trained, or not measured, by the stage pretrain"
-        )
+        lacks = "it was not trained, or not measured, by the stage pretrain"
+        return NotJudged(f"the teacher's validation accuracy is not known: {lacks}")
     # always saying the most frequent class, on images that are distributed as the training images; 0 if unknown
     images = (context.classes or {}).values()
     guess = max(images, default=0) / max(sum(images), 1)
@@ -82,9 +80,8 @@ def weak_teacher(case: Case) -> Outcome:
         )
     chance = case.accuracy_noise(guess) / math.sqrt(2)  # of one accuracy, not of a difference
     if teacher <= guess + chance:
-        return NotJudged(
-            f"on {context.val_samples} validation images the teacher's accuracy, {teacher:.1%}, may be chance ({guess:.1%})"
-        )
+        measured = f"on {context.val_samples} validation images the teacher's accuracy, {teacher:.1%}"
+        return NotJudged(f"{measured}, may be chance ({guess:.1%})")
     curve = case.training.metrics.get("val_top1")
     if curve is None or not len(curve.values):
         return too_short("the student has not been measured on the validation split yet")
@@ -170,9 +167,8 @@ def vanishing_loss_term(case: Case) -> Outcome:
     shares = dict(zip(terms, largest.tolist(), strict=True))
     least = min(shares, key=shares.__getitem__)
     if shares[least] >= case.rules.vanishing_loss_term.share:
-        return Healthy(
-            "shares of the loss: " + ", ".join(f"{name} up to {share:.0%}" for name, share in shares.items())
-        )
+        listing = ", ".join(f"{name} up to {share:.0%}" for name, share in shares.items())
+        return Healthy(f"shares of the loss: {listing}")
     softened = f" (now {weight[least]:g})"
     if least == "logit" and settings.get("temperature"):
         softened += f" or distill.temperature (now {temperature:g})"
@@ -214,17 +210,16 @@ def loss_not_falling(case: Case) -> Outcome:
         return too_short(f"fewer than {_POINTS} points of the loss were recorded")
     if answer := case.start_unseen:
         return answer
-    record, window = case.record, limits.window
-    total = record.context.total_steps
+    record, window, total = case.record, limits.window, case.record.context.total_steps
     if case.live and not (total and record.steps.count >= window * total):
-        later = f"judged after {window:.0%} of the steps" if total else "the number of steps is not known yet"
-        return NotJudged(later)
+        return NotJudged(f"judged after {window:.0%} of the steps" if total else "the number of steps is not known yet")
     if answer := case.first_cause(*_CAUSES):
         return answer
     rate = case.setting("base_learning_rate")
     middles = np.array([np.median(part) for part in np.array_split(curve.values, _POINTS)])
     start, last = float(np.median(curve.values[:_FIRST])), float(np.median(middles[-math.ceil(window * _POINTS) :]))
     if start - last < limits.fall * abs(start):
+        since_s = float(curve.seconds[-1] if case.live else np.quantile(curve.seconds, window))
         return Finding(
             severity="severe",
             confidence=0.8,
@@ -236,16 +231,11 @@ def loss_not_falling(case: Case) -> Outcome:
                 "Check whether images and labels belong together (pictures of the views are in the card of the data set), then try "
                 f"{rate} three times as large and a third of it."
             ),
-            saving=case.saving_after(
-                float(curve.seconds[-1] if case.live else np.quantile(curve.seconds, window)),
-                "nothing was learned",
-            ),
+            saving=case.saving_after(since_s, "nothing was learned"),
             numbers={"start": start, "last": last},
         )
-    lowest, end = int(middles.argmin()), float(middles[-1])
-    least = float(middles[lowest])
-    is_lost = end - least > _LOST * (start - least)
-    if not is_lost:
+    lowest, least, end = int(middles.argmin()), float(middles.min()), float(middles[-1])
+    if end - least <= _LOST * (start - least):
         return Healthy(f"the loss fell from {start:.4g} to {last:.4g}, by {(start - last) / abs(start):.0%}")
     last_of_part = int(np.array_split(np.arange(len(curve.values)), _POINTS)[lowest][-1])
     step, seconds = int(curve.steps[last_of_part]), float(curve.seconds[last_of_part])
@@ -277,10 +267,8 @@ def overfitting(case: Case) -> Outcome:
         return NotJudged("no training loss with labels, or no validation loss, was recorded")
     losses, accuracies = metrics["val_loss"], metrics["val_top1"]
     if len(losses.values) < _MEASUREMENTS:
-        return too_short(
-            f"{len(losses.values)} measurements on the validation split, and {_MEASUREMENTS} are needed "
-            f"({case.setting('validate_every_epochs')})"
-        )
+        has = f"{len(losses.values)} measurements on the validation split, and {_MEASUREMENTS} are needed"
+        return too_short(f"{has} ({case.setting('validate_every_epochs')})")
     best = int(losses.values.argmin())
     # the median of the last points of the training loss at each measurement
     ends = np.searchsorted(curve.steps, losses.steps, side="right")

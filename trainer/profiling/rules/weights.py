@@ -52,15 +52,10 @@ def _update_ratios(history: TensorSamples) -> Series:
 
 
 def _few(history: TensorSamples, needed: int) -> NotJudged | None:
-    if len(history.steps) >= needed:
-        return None
-    return NotJudged(
-        reason=(
-            f"{len(history.steps)} measurements of the weights were recorded, and {needed} are needed "
-            "(evidence.tensors_every, evidence.tensors_budget)"
-        ),
-        too_short=len(history.steps) > 0,  # the first step is always measured, unless measurements are turned off
-    )
+    count = len(history.steps)
+    reason = f"{count} measurements of the weights were recorded, and {needed} are needed (evidence.tensors_every, evidence.tensors_budget)"
+    # The first step is always measured, unless measurements are turned off.
+    return None if count >= needed else NotJudged(reason, too_short=count > 0)
 
 
 def _chosen(history: TensorSamples, flags: Flags) -> list[str]:
@@ -96,9 +91,8 @@ def poor_initialisation(case: Case) -> Outcome:
         what = "start with all weights of the same size, so that their units learn the same thing"
     elif gains.max() > limits.largest_gain:
         chosen, confidence = gains > limits.largest_gain, 0.9
-        what = (
-            f"start far too large: they stretch a signal up to {gains.max():.3g} times (limit {limits.largest_gain:g})"
-        )
+        gain = f"{gains.max():.3g} times (limit {limits.largest_gain:g})"
+        what = f"start far too large: they stretch a signal up to {gain}"
     elif uneven > limits.largest_ratio:
         chosen, confidence = np.isin(range(len(scales)), (least, most)), 0.8
         what = f"start {uneven:.3g} times apart (limit {limits.largest_ratio:g}): {scales[least]:.2g} and {scales[most]:.2g}"
@@ -136,9 +130,8 @@ def vanishing_gradients(case: Case) -> Outcome:
         return NotJudged("no tensor had a gradient")
     share, typical = small.sum() / seen.sum(), float(np.nanmedian(sizes))
     if share <= limits.share:
-        return Healthy(
-            f"the middle tensor's mean absolute gradient is {typical:.2g}; {share:.0%} of measurements are below {limits.mean_abs:g}"
-        )
+        small_ones = f"{share:.0%} of measurements are below {limits.mean_abs:g}"
+        return Healthy(f"the middle tensor's mean absolute gradient is {typical:.2g}; {small_ones}")
     names = _chosen(history, small.mean(0) > limits.share)
     return Finding(
         severity="severe",
@@ -193,9 +186,8 @@ def exploding_gradients(case: Case) -> Outcome:
     lasting = np.minimum(growth[:-1], growth[1:])
     worst = int(lasting.argmax())
     if lasting[worst] <= limit:
-        return Healthy(
-            f"all gradients and weights are finite; the gradient's norm grew {growth.max():.3g} times at most"
-        )
+        grew = f"the gradient's norm grew {growth.max():.3g} times at most"
+        return Healthy(f"all gradients and weights are finite; {grew}")
     seconds = float(history.seconds[worst + 1])
     return Finding(
         severity="severe",
@@ -224,8 +216,7 @@ def _largest_update(history: TensorSamples) -> float:
 
 
 def _calm(case: Case, history: TensorSamples) -> str:
-    settings = case.settings
-    rate, clip = settings.get("base_learning_rate"), settings.get("clip_norm")
+    rate, clip = case.settings.get("base_learning_rate"), case.settings.get("clip_norm")
     factor = min(0.1, _USUAL_UPDATE / max(_largest_update(history), _USUAL_UPDATE))
     lower = f" from {rate:g} to {rate * factor:.2g}" if isinstance(rate, int | float) else ""
     limited = f", set {case.setting('clip_norm')}=1" if clip == 0 else ""
@@ -254,19 +245,19 @@ def update_ratio(case: Case) -> Outcome:
     ratios = _update_ratios(history)
     if not np.isfinite(ratios).any():
         return NotJudged("no matrix was large enough for its update to be compared with it")
-    worst = int(np.nanargmax(ratios))
-    limits, largest = case.rules.update_ratio, float(ratios[worst])
+    limits, worst = case.rules.update_ratio, int(np.nanargmax(ratios))
+    largest, step = float(ratios[worst]), int(history.steps[worst])
     if largest > limits.largest:
         return Finding(
             severity="severe",
             confidence=0.9,
             text=(
-                f"Step {history.steps[worst] + 1:.0f} moved the middle matrix by {largest:.3g} times its own norm (limit "
+                f"Step {step + 1} moved the middle matrix by {largest:.3g} times its own norm (limit "
                 f"{limits.largest:g}); 0.001 is usual."
             ),
             advice=_calm(case, history),
             numbers={"update_ratio": largest},
-            steps=(int(history.steps[worst]), int(history.steps[worst])),
+            steps=(step, step),
         )
     warm = _is_warm(case, history.steps) & np.isfinite(ratios)
     if warm.sum() < _FEWEST:
@@ -293,8 +284,7 @@ def _is_warm(case: Case, steps: Series) -> Flags:
     curve = case.training.metrics.get("learning_rate")
     if curve is None or not len(curve.steps):
         return np.ones(len(steps), bool)
-    settings = case.settings
-    peak = settings.get("base_learning_rate", 0) * settings.get("batch_size", 0) / 256
+    peak = case.settings.get("base_learning_rate", 0) * case.settings.get("batch_size", 0) / 256
     return np.asarray(np.interp(steps, curve.steps, curve.values) >= _WARM * max(peak, curve.values.max()))
 
 
