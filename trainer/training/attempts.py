@@ -93,15 +93,10 @@ def _highest(names: Iterable[str]) -> int:
     return max((int(match[1]) for match in matches if match), default=0)
 
 
-def newest(uri: str) -> int:
-    """Return the highest number at a training's checkpoints; 0 where there is none."""
-    return _highest(storage.children(uri))
-
-
 def claim(uri: str) -> AttemptClaim:
     """Begin a new attempt at the training with these checkpoints; raises `OutputError` where the folder cannot be written."""
     for _ in range(_MOST_ATTEMPTS):
-        generation = AttemptClaim(uri=uri, number=newest(uri) + 1, token=uuid.uuid4().hex.encode())
+        generation = AttemptClaim(uri=uri, number=_highest(storage.children(uri)) + 1, token=uuid.uuid4().hex.encode())
         if generation.stake():
             return generation
     raise StorageError(
