@@ -214,7 +214,7 @@ class Subject:
 
     def job(self, tuned: TuneSettings) -> Workload:
         """Return what the search may not change."""
-        settings, processes, device = self.settings, self.processes, self.processes.device
+        settings, processes = self.settings, self.processes
         images = settings.epochs * len(self.samples)
         limits = {
             f"tune.largest_batch_growth is {tuned.largest_batch_growth:g}": int(
@@ -228,9 +228,7 @@ class Subject:
             images=images,
             largest_batch=max(limits[tightest], settings.batch_size),
             largest_batch_why=tightest,
-            device=device.kind,
-            has_bf16=device.has_bf16,
-            supports_bf16=device.uses_bf16("bf16"),
+            device=processes.device,
             world_size=processes.world_size,
             nodes=max(1, processes.world_size // processes.local_world_size),
             most_workers=max(1, usable_cores() // processes.local_world_size),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from trainer.devices import Device
 from trainer.tuning.tuning_schema import Candidate, Trial
 
 
@@ -22,12 +23,7 @@ class Workload:
     """That may be tried ..."""
     largest_batch_why: str
     """... and what does not allow a larger one."""
-    device: str
-    """`cpu`, `cuda` or `xla`."""
-    has_bf16: bool
-    """Whether `precision=auto` is bf16 here."""
-    supports_bf16: bool = True
-    """Whether `precision=bf16` is bf16 here."""
+    device: Device
     world_size: int
     nodes: int
     most_workers: int
@@ -40,13 +36,6 @@ class Workload:
     """Why the distillation cannot learn from recorded outputs; empty if it can."""
     relates_images: bool = False
     """Whether a loss compares the images of a micro-batch, whose size is then a part of what is learned."""
-
-    def uses_bf16(self, candidate: Candidate) -> bool:
-        is_asked = candidate.precision == "bf16" or (candidate.precision == "auto" and self.has_bf16)
-        return self.supports_bf16 and is_asked
-
-    def compiles(self, candidate: Candidate) -> bool:
-        return candidate.compile == "on" or (candidate.compile == "auto" and self.device == "cuda")
 
     def fixed_s(self, candidate: Candidate, startup_s: float) -> float:
         """Seconds of the whole distillation that do not depend on its rate."""
@@ -135,9 +124,9 @@ def _workers(best: Trial, job: Workload) -> Proposals:
     fewer = {advised: "so many keep up with the step by what loading was measured to take"}
     if crowded:
         fewer.setdefault(job.most_workers, f"there are cores for {job.most_workers}")
-    if job.device == "cpu":
+    if job.device.kind == "cpu":
         fewer.setdefault(0, "where a CPU trains, a loader process takes from the training what it gives to it")
-    if job.device != "cpu" or not crowded:
+    if job.device.kind != "cpu" or not crowded:
         fewer.setdefault(has // 2, "each takes part of a core and of the memory")
     for number, why in fewer.items():
         if number < has:
@@ -152,7 +141,7 @@ def _workers(best: Trial, job: Workload) -> Proposals:
     more = more_workers(best, job)
     if more > max(has, advised):
         # Where a CPU trains, a core that loads is one that does not train, and the wait is mostly loading itself.
-        gain = bound if job.device != "cpu" else 1 + (bound - 1) / 2
+        gain = bound if job.device.kind != "cpu" else 1 + (bound - 1) / 2
         yield _changed("workers", best, more, gain, f"{waits:.0%} of a step waits for data")
 
 
@@ -196,16 +185,16 @@ def _teacher(best: Trial, job: Workload) -> Proposals:
 
 
 def _precision(best: Trial, job: Workload) -> Proposals:
-    if not job.supports_bf16:
+    if not job.device.uses_bf16("bf16"):
         yield Skipped("bf16", "this processor has no bf16 instructions")
-    elif job.uses_bf16(best.candidate):
+    elif job.device.uses_bf16(best.candidate.precision):
         why = "bf16 is slower where the processor has no instructions for it"
-        yield _changed("precision", best, "fp32", _FP32[job.device], why)
-    elif job.device == "cuda" and not job.has_bf16:
+        yield _changed("precision", best, "fp32", _FP32[job.device.kind], why)
+    elif job.device.kind == "cuda" and not job.device.has_bf16:
         yield Skipped("bf16", "this GPU has no bf16")
     else:
         why = "half the bytes, and faster matrix products where the device has them"
-        yield _changed("precision", best, "bf16", _BF16[job.device], why)
+        yield _changed("precision", best, "bf16", _BF16[job.device.kind], why)
 
 
 def _batch(best: Trial, job: Workload, failed: Sequence[Candidate], batch_gain: float | None) -> Proposals:
@@ -215,7 +204,7 @@ def _batch(best: Trial, job: Workload, failed: Sequence[Candidate], batch_gain: 
         yield Skipped(f"batch_size={size}", f"more than {job.largest_batch} is not allowed: {job.largest_batch_why}")
         return
     per_step = best.shares.get("optimizer", 0.0)
-    guess = _LARGER_BATCH["few" if candidate.held < _FEW * job.world_size else job.device]
+    guess = _LARGER_BATCH["few" if candidate.held < _FEW * job.world_size else job.device.kind]
     expected = guess if batch_gain is None else 1 + (batch_gain - 1) / 2
     gain = max(expected, 1 / (1 - per_step / 2))
     why = "fewer and larger steps; the learning rate grows with the batch"
@@ -246,20 +235,20 @@ def _accumulation(best: Trial, job: Workload, failed: Sequence[Candidate]) -> Pr
         whole = candidate.model_copy(update={"accumulation": candidate.accumulation // 2})
         if not any(_needs_as_much(other, whole) for other in failed):
             why = "a step in fewer parts; it fitted into memory"
-            yield Proposal(field="accumulation", candidate=whole, gain=_FEWER_PARTS[job.device], why=why)
+            yield Proposal(field="accumulation", candidate=whole, gain=_FEWER_PARTS[job.device.kind], why=why)
     smaller = less_memory(candidate, job)
-    if smaller is not None and job.device == "cpu":
+    if smaller is not None and job.device.kind == "cpu":
         why = "smaller parts may stay in the processor's caches"
         yield Proposal(field="accumulation", candidate=smaller, gain=1.04, why=why)
 
 
 def _compile(best: Trial, job: Workload) -> Proposals:
-    if job.compiles(best.candidate):
+    if job.device.compiles_with(best.candidate.compile):
         why = f"compiling took part of the {best.startup_s:.0f} s before the second step"
         yield _changed("compile", best, "off", _UNCOMPILED, why)
-    elif job.device == "cuda":
+    elif job.device.kind == "cuda":
         yield _changed("compile", best, "on", _COMPILED, "fused kernels")
-    elif job.device == "xla":
+    elif job.device.kind == "xla":
         yield Skipped("compile", "XLA compiles whole steps by itself")
     else:
         yield Skipped("compile", "on a CPU the compiler's start takes longer than its code saves")
