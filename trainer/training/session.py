@@ -252,7 +252,7 @@ def open_session(
     parents: Mapping[str, str],
     model: str | Path,
     evidence: str | Path,
-    startup: Startup | None = None,
+    startup: Startup,
 ) -> Iterator[Session]:
     """Join the processes, start the stage's tracked run, make its two outputs; complete them when the block ends well.
 
@@ -263,7 +263,6 @@ def open_session(
     """
     values = settings.model_dump(mode="json")
     square = data.square  # a data set that does not say it is refused before anything is trained
-    startup = startup or Startup()
     with ExitStack() as stack:
         with startup.part("join"):
             processes = stack.enter_context(join_processes(deterministic=settings.deterministic))

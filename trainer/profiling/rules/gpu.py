@@ -49,13 +49,13 @@ def _use(case: Case) -> Mapping[str, Series] | NotJudged:
     return use
 
 
-@rule(
-    title="Batch size",
-    needs="use of the cores, of the GPU and of its memory",
-    fires="the 95th percentiles of all three lie below `largest_percent`, and no finding says what the GPU waits for",
-    advises="a larger batch, or a smaller machine",
-)
+@rule("Batch size")
 def batch_size(case: Case) -> Outcome:
+    """Fires when the 95th percentiles of all three lie below `largest_percent`, and no finding says what the GPU waits for.
+
+    Needs use of the cores, of the GPU and of its memory.
+    Advises a larger batch, or a smaller machine.
+    """
     use, limit = _use(case), case.rules.batch_size.largest_percent
     if isinstance(use, NotJudged):
         return use
@@ -80,16 +80,14 @@ def batch_size(case: Case) -> Outcome:
     )
 
 
-@rule(
-    title="GPU utilisation",
-    needs="use of the GPU",
-    fires=(
-        "its 95th percentile lies below `low_percent`, or its 5th below `idle_percent` (by fits and starts), and neither the batch size "
-        "nor a finding of waiting explains it"
-    ),
-    advises="compilation, bf16, a larger batch, less between steps",
-)
+@rule("GPU utilisation")
 def gpu_utilization(case: Case) -> Outcome:
+    """Fires when its 95th percentile lies below `low_percent`, or its 5th below `idle_percent` (by fits and starts), and neither the batch
+    size nor a finding of waiting explains it.
+
+    Needs use of the GPU.
+    Advises compilation, bf16, a larger batch, less between steps.
+    """
     use, limits = _use(case), case.rules.gpu_utilization
     if isinstance(use, NotJudged):
         return use
@@ -120,13 +118,13 @@ def _if_used(case: Case, gpu: Series, percent: float) -> Saving:
     return Saving(seconds, f"the same work with the GPU used at {percent:.0f} % instead of {mean:.0f} % on average")
 
 
-@rule(
-    title="Host to device",
-    needs="phase `to_device` of the steps, on a GPU",
-    fires="copies to the GPU and views made there take more than `share` of the steps' time",
-    advises="fewer bytes, or views made by the loader processes",
-)
+@rule("Host to device")
 def host_to_device(case: Case) -> Outcome:
+    """Fires when copies to the GPU and views made there take more than `share` of the steps' time.
+
+    Needs phase `to_device` of the steps, on a GPU.
+    Advises fewer bytes, or views made by the loader processes.
+    """
     steps, limit = Steps(case), case.rules.host_to_device.share
     if case.is_traced:
         return NotJudged("on XLA batches are sent ahead, while the device computes")
@@ -152,16 +150,14 @@ def host_to_device(case: Case) -> Outcome:
     )
 
 
-@rule(
-    title="Host syncs",
-    needs="a window of operators; on a CPU a measurement of the weights, too; on XLA its own counters",
-    fires=(
-        "a step waits for the device more than `most_per_step` times; on a CPU, where nothing waits: reads more values one by one, beside "
-        "those that AdamW reads; on XLA: values come from the device in more than `share_of_steps` of the steps"
-    ),
-    advises="keeping values on the device; on XLA the operators that it lacks",
-)
+@rule("Host syncs")
 def host_syncs(case: Case) -> Outcome:
+    """Fires when a step waits for the device more than `most_per_step` times; on a CPU, where nothing waits: reads more values one by one,
+    beside those that AdamW reads; on XLA: values come from the device in more than `share_of_steps` of the steps.
+
+    Needs a window of operators; on a CPU a measurement of the weights, too; on XLA its own counters.
+    Advises keeping values on the device; on XLA the operators that it lacks.
+    """
     rank, limit = case.rank, case.rules.host_syncs.most_per_step
     if rank.record.transfers is not None:
         return _transfers(case, rank.record.transfers)
@@ -250,16 +246,14 @@ def _transfers(case: Case, record: TransferRecord) -> Outcome:
     )
 
 
-@rule(
-    title="Teacher in every step",
-    needs="phase `teacher_forward` of the steps",
-    fires=(
-        "the teacher's forward pass takes more than `share` of the steps' time; this is a note, which spoils no verdict. The saving is the "
-        "teacher's time less that of recording its outputs; there is none where the epochs are not more than `views`"
-    ),
-    advises="recorded outputs, and when they pay",
-)
+@rule("Teacher in every step")
 def teacher_share(case: Case) -> Outcome:
+    """Fires when the teacher's forward pass takes more than `share` of the steps' time; this is a note, which spoils no verdict. The saving
+    is the teacher's time less that of recording its outputs; there is none where the epochs are not more than `views`.
+
+    Needs phase `teacher_forward` of the steps.
+    Advises recorded outputs, and when they pay.
+    """
     steps, limit = Steps(case), case.rules.teacher_share.share
     rank, settings = steps.ranks[0], steps.record.context.settings
     if settings.get("teacher") != "online" or _TEACHER not in rank.ranges:

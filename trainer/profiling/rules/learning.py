@@ -25,13 +25,13 @@ _MEASUREMENTS = 3
 """Fewer measurements on the validation split show no trend."""
 
 
-@rule(
-    title="Class imbalance",
-    needs="The number of training images of each class.",
-    fires="The largest class has more than `ratio` times the images of the smallest.",
-    advises="More images of the small classes, or fewer of the large ones.",
-)
+@rule("Class imbalance")
 def class_imbalance(case: Case) -> Outcome:
+    """Fires when the largest class has more than `ratio` times the images of the smallest.
+
+    Needs the number of training images of each class.
+    Advises more images of the small classes, or fewer of the large ones.
+    """
     limit, classes = case.rules.class_imbalance.ratio, case.record.context.classes
     if not classes or case.training.name == "mae":
         return NotJudged("the training learns from no labels, or did not record how many images its classes have")
@@ -51,16 +51,14 @@ def class_imbalance(case: Case) -> Outcome:
     )
 
 
-@rule(
-    title="Weak teacher",
-    needs="The teacher's validation accuracy, which the stage pretrain measures, and the student's.",
-    fires=(
-        "The teacher is near chance: at most `chance_times` as accurate as always saying the most frequent class, or less than `headroom` "
-        "of the way from there to perfection; or the student's accuracy is above its by more than `margin` and two standard errors."
-    ),
-    advises="A better teacher, or more weight for the labels.",
-)
+@rule("Weak teacher")
 def weak_teacher(case: Case) -> Outcome:
+    """Fires when the teacher is near chance: at most `chance_times` as accurate as always saying the most frequent class, or less than
+    `headroom` of the way from there to perfection; or the student's accuracy is above its by more than `margin` and two standard errors.
+
+    Needs the teacher's validation accuracy, which the stage pretrain measures, and the student's.
+    Advises a better teacher, or more weight for the labels.
+    """
     context = case.record.context
     if not any(case.settings.get(f"{term}_weight") for term in TAUGHT):
         return NotJudged("no term of the loss compares with a teacher")
@@ -105,13 +103,14 @@ def _weak(text: str, confidence: float) -> Finding:
     )
 
 
-@rule(
-    title="Low recorded mass",
-    needs="The coverage of the teacher's recorded outputs.",
-    fires="The recorded classes hold less than `mass` of the teacher's probability in the mean, at the temperature nearest to the loss's.",
-    advises="Recording more classes of each view, or asking the teacher in every step.",
-)
+@rule("Low recorded mass")
 def low_recorded_mass(case: Case) -> Outcome:
+    """Fires when the recorded classes hold less than `mass` of the teacher's probability in the mean, at the temperature nearest to the
+    loss's.
+
+    Needs the coverage of the teacher's recorded outputs.
+    Advises recording more classes of each view, or asking the teacher in every step.
+    """
     context, limit = case.record.context, case.rules.low_recorded_mass.mass
     if not context.recorded_mass:
         return NotJudged("the training reads no recorded outputs of a teacher")
@@ -129,16 +128,14 @@ def low_recorded_mass(case: Case) -> Outcome:
     )
 
 
-@rule(
-    title="Vanishing loss term",
-    needs=f"{_FEWEST_POINTS} points of each term of the distillation's loss, and their weights.",
-    fires=(
-        "A term with a weight has less than `share` of the weighted loss in each third of the training; or the temperature is so high that "
-        "the rounding of float32, times its square, is larger than the logit term."
-    ),
-    advises="A larger weight or another temperature; or none, to save the term's work.",
-)
+@rule("Vanishing loss term")
 def vanishing_loss_term(case: Case) -> Outcome:
+    """Fires when a term with a weight has less than `share` of the weighted loss in each third of the training; or the temperature is so
+    high that the rounding of float32, times its square, is larger than the logit term.
+
+    Needs {_FEWEST_POINTS} points of each term of the distillation's loss, and their weights.
+    Advises a larger weight or another temperature; or none, to save the term's work.
+    """
     settings, metrics = case.settings, case.training.metrics
     weight = {name: float(settings.get(f"{name}_weight", 0)) for name in TERMS}
     terms = {name: metrics[name].values for name in weight if weight[name] and name in metrics}
@@ -195,16 +192,14 @@ _CAUSES = (
 """What keeps a loss from falling, and says more than that it does not fall."""
 
 
-@rule(
-    title="Loss not falling",
-    needs=f"{_POINTS} points of the loss; while the training runs, the share `window` of its steps.",
-    fires=(
-        f"The middle loss in the last `window` of the training is not below its first {_FIRST} points by `fall`; or the loss has risen "
-        f"again by more than {_LOST:.0%} of what it had fallen."
-    ),
-    advises="Checking whether images and labels belong together; another learning rate.",
-)
+@rule("Loss not falling")
 def loss_not_falling(case: Case) -> Outcome:
+    """Fires when the middle loss in the last `window` of the training is not below its first {_FIRST} points by `fall`; or the loss has
+    risen again by more than {_LOST:.0%} of what it had fallen.
+
+    Needs {_POINTS} points of the loss; while the training runs, the share `window` of its steps.
+    Advises checking whether images and labels belong together; another learning rate.
+    """
     limits, curve = case.rules.loss_not_falling, case.training.metrics.get("loss")
     if curve is None or len(curve.values) < _POINTS:
         return too_short(f"fewer than {_POINTS} points of the loss were recorded")
@@ -251,16 +246,14 @@ def loss_not_falling(case: Case) -> Outcome:
     )
 
 
-@rule(
-    title="Overfitting",
-    needs=f"{_MEASUREMENTS} measurements on the validation split, and a training loss with labels (`label_weight` above 0).",
-    fires=(
-        "The validation loss is above its lowest by more than `ratio`, and above the training loss with labels by as much, which fell "
-        "meanwhile, while the validation accuracy did not rise (by two standard errors)."
-    ),
-    advises="Looking for wrong labels; more augmentation or regularisation, more images, or fewer epochs.",
-)
+@rule("Overfitting")
 def overfitting(case: Case) -> Outcome:
+    """Fires when the validation loss is above its lowest by more than `ratio`, and above the training loss with labels by as much, which
+    fell meanwhile, while the validation accuracy did not rise (by two standard errors).
+
+    Needs {_MEASUREMENTS} measurements on the validation split, and a training loss with labels (`label_weight` above 0).
+    Advises looking for wrong labels; more augmentation or regularisation, more images, or fewer epochs.
+    """
     metrics, limit = case.training.metrics, case.rules.overfitting.ratio
     curve = metrics.get("label" if case.training.name == "distill" else "loss")
     if curve is None or "val_loss" not in metrics:

@@ -48,16 +48,14 @@ _STALL_ADVICE = (
 )
 
 
-@rule(
-    title="Start-up",
-    needs="the parts of the start-up; after the training also how long its stage took",
-    fires=(
-        "the first step ended later than `largest_minutes` after the process began, or after the end of the training before it; or, as a "
-        "note, it took more than `share` of its stage's time and at least `fewest_seconds`"
-    ),
-    advises="a cache of compiled graphs, inputs near the machine",
-)
+@rule("Start-up")
 def start_up(case: Case) -> Outcome:
+    """Fires when the first step ended later than `largest_minutes` after the process began, or after the end of the training before it; or,
+    as a note, it took more than `share` of its stage's time and at least `fewest_seconds`.
+
+    Needs the parts of the start-up; after the training also how long its stage took.
+    Advises a cache of compiled graphs, inputs near the machine.
+    """
     record, limits = case.record, case.rules.start_up
     if record.first_step_s is None:
         return NotJudged("no step has ended")
@@ -90,16 +88,14 @@ def start_up(case: Case) -> Outcome:
     )
 
 
-@rule(
-    title="Step outliers",
-    needs="the duration of the steps, and how long the training's thread had no core",
-    fires=(
-        "steps after the first `ignored` that took longer than `sigmas` standard deviations above the mean cost more than `share` of the "
-        "steps' time; not where another finding explains them, nor where other programs took the core"
-    ),
-    advises="what to look for, and in which phase",
-)
+@rule("Step outliers")
 def step_outliers(case: Case) -> Outcome:
+    """Fires when steps after the first `ignored` that took longer than `sigmas` standard deviations above the mean cost more than `share`
+    of the steps' time; not where another finding explains them, nor where other programs took the core.
+
+    Needs the duration of the steps, and how long the training's thread had no core.
+    Advises what to look for, and in which phase.
+    """
     limits = case.rules.step_outliers
     steps = Steps(case, ignored=limits.ignored)
     if steps.too_few:
@@ -137,13 +133,13 @@ def step_outliers(case: Case) -> Outcome:
     )
 
 
-@rule(
-    title="Memory growth",
-    needs="samples of the memory that torch has allocated on the GPU, or that is used of an XLA device, and of the process's own memory",
-    fires="either grows by more than `growth` after the first quarter of the training, and in every part of the rest",
-    advises="what keeps graphs or tensors",
-)
+@rule("Memory growth")
 def gpu_memory_growth(case: Case) -> Outcome:
+    """Fires when either grows by more than `growth` after the first quarter of the training, and in every part of the rest.
+
+    Needs samples of the memory that torch has allocated on the GPU, or that is used of an XLA device, and of the process's own memory.
+    Advises what keeps graphs or tensors.
+    """
     rank, limit = case.rank, case.rules.gpu_memory_growth.growth
     signals = {
         owner: name
@@ -199,13 +195,13 @@ def _mib(value: float) -> str:
     return f"{value / 2**20:.0f} MiB"
 
 
-@rule(
-    title="Recompilation",
-    needs="when graphs were compiled",
-    fires="a graph was compiled after more than `after_steps` steps",
-    advises="shapes and values that stay the same, or no compilation; on XLA it names what probably changed",
-)
+@rule("Recompilation")
 def recompilation(case: Case) -> Outcome:
+    """Fires when a graph was compiled after more than `after_steps` steps.
+
+    Needs when graphs were compiled.
+    Advises shapes and values that stay the same, or no compilation; on XLA it names what probably changed.
+    """
     compilations, after = case.record.compilations, case.rules.recompilation.after_steps
     if not compilations:
         return NotJudged("nothing was compiled")
@@ -260,16 +256,14 @@ def _what_changed(rank: RankEvidence, late: Sequence[CompilationRecord]) -> tupl
     return unknown
 
 
-@rule(
-    title="Stalled training",
-    needs="Two steps.",
-    fires=(
-        "For longer than `seconds` no step ends, compilation, validation, checkpoints and other named ranges taken off. While the training "
-        "runs, an alarm reports it after that time without waiting for the next step."
-    ),
-    advises="Looking at the storage, the loader processes and the other processes of the job.",
-)
+@rule("Stalled training")
 def stalled_training(case: Case) -> Outcome:
+    """Fires when for longer than `seconds` no step ends, compilation, validation, checkpoints and other named ranges taken off. While the
+    training runs, an alarm reports it after that time without waiting for the next step.
+
+    Needs two steps.
+    Advises looking at the storage, the loader processes and the other processes of the job.
+    """
     rank, limit = case.rank, case.rules.stalled_training.seconds
     if len(rank.steps["step"]) < 2:
         return too_short("fewer than two steps were measured")
@@ -321,13 +315,13 @@ def hanging(seconds: float, step: int, place: str) -> Finding:
     )
 
 
-@rule(
-    title="Own overhead",
-    needs="what the recorder measures of itself, in recordings of at least `fewest_seconds`",
-    fires="recording takes more than `share` of the training's time, without the windows of operators, which are opened once",
-    advises="rarer measurements of tensors",
-)
+@rule("Own overhead")
 def own_overhead(case: Case) -> Outcome:
+    """Fires when recording takes more than `share` of the training's time, without the windows of operators, which are opened once.
+
+    Needs what the recorder measures of itself, in recordings of at least `fewest_seconds`.
+    Advises rarer measurements of tensors.
+    """
     record, limits = case.record, case.rules.own_overhead
     if not record.overhead:
         return NotJudged("what recording costs was not recorded")

@@ -150,17 +150,15 @@ def _gpu_idles_while(rank: RankEvidence, signal: Series | None, above: float, gp
     return float(np.mean((signal > above) & (gpu < gpu_below)))
 
 
-@rule(
-    title="I/O bottleneck",
-    needs="phase `data` of the steps; CPU time of the training's thread and of the loader processes; on a GPU its use, and iowait",
-    fires=(
-        "more than `waiting_share` of the steps' time waits for batches while neither the training nor its loader processes compute (those "
-        "below `loader_percent` of a core do not); or the cores wait for storage (above `iowait_percent`) beside an idle GPU (below "
-        "`gpu_percent`) in more than `share` of the samples"
-    ),
-    advises="more loader processes, which wait at the same time; the data set on a disk of the machine",
-)
+@rule("I/O bottleneck")
 def io_bottleneck(case: Case) -> Outcome:
+    """Fires when more than `waiting_share` of the steps' time waits for batches while neither the training nor its loader processes compute
+    (those below `loader_percent` of a core do not); or the cores wait for storage (above `iowait_percent`) beside an idle GPU (below
+    `gpu_percent`) in more than `share` of the samples.
+
+    Needs phase `data` of the steps; CPU time of the training's thread and of the loader processes; on a GPU its use, and iowait.
+    Advises more loader processes, which wait at the same time; the data set on a disk of the machine.
+    """
     steps, limits = Steps(case), case.rules.io_bottleneck
     if steps.too_few:
         return steps.too_few
@@ -188,16 +186,14 @@ def io_bottleneck(case: Case) -> Outcome:
     )
 
 
-@rule(
-    title="Loader workers",
-    needs="how many loader processes and cores there are; phase `data` of the steps; CPU time as for the I/O bottleneck",
-    fires=(
-        "there are more than `most_per_core` training and loader processes for each core; or fewer than `fewest_per_core` while more than "
-        "`waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains and loads itself)"
-    ),
-    advises="the number of loader processes that keeps up, as far as there are cores",
-)
+@rule("Loader workers")
 def loader_workers(case: Case) -> Outcome:
+    """Fires when there are more than `most_per_core` training and loader processes for each core; or fewer than `fewest_per_core` while
+    more than `waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains and loads itself).
+
+    Needs how many loader processes and cores there are; phase `data` of the steps; CPU time as for the I/O bottleneck.
+    Advises the number of loader processes that keeps up, as far as there are cores.
+    """
     steps, limits, storage = Steps(case), case.rules.loader_workers, case.rules.io_bottleneck
     if steps.too_few:
         return steps.too_few
@@ -232,17 +228,15 @@ def loader_workers(case: Case) -> Outcome:
     return Healthy(f"{loading.processes}; {loading.share(loading.waiting_s):.0%} of a step waits for data.")
 
 
-@rule(
-    title="CPU bottleneck",
-    needs="phase `data` of the steps; CPU time as for the I/O bottleneck; use of the cores and of the GPU",
-    fires=(
-        "more than `waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains and loads "
-        "itself), and the number of loader processes fits the cores; or a core is busy (above `busy_percent`) beside an idle GPU (below "
-        "`gpu_percent`) in more than `share` of the samples"
-    ),
-    advises="views and decoding on the GPU, smaller stored images, more cores",
-)
+@rule("CPU bottleneck")
 def cpu_bottleneck(case: Case) -> Outcome:
+    """Fires when more than `waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains and
+    loads itself), and the number of loader processes fits the cores; or a core is busy (above `busy_percent`) beside an idle GPU (below
+    `gpu_percent`) in more than `share` of the samples.
+
+    Needs phase `data` of the steps; CPU time as for the I/O bottleneck; use of the cores and of the GPU.
+    Advises views and decoding on the GPU, smaller stored images, more cores.
+    """
     steps, limits, processes = Steps(case), case.rules.cpu_bottleneck, case.rules.loader_workers
     if steps.too_few:
         return steps.too_few

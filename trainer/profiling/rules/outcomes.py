@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -164,13 +167,19 @@ class Rule:
     """Whether it can be judged while the training runs."""
 
 
-def rule(
-    *, title: str, needs: str, fires: str, advises: str, live: bool = True
-) -> Callable[[Callable[[Case], Outcome]], Rule]:
-    """Make a rule of the function that judges it, which has its name; the arguments are those of `Rule`."""
-    return lambda judge: Rule(
-        name=judge.__name__, title=title, needs=needs, fires=fires, advises=advises, judge=judge, live=live
-    )
+def rule(title: str, *, live: bool = True) -> Callable[[Callable[[Case], Outcome]], Rule]:
+    """Make a rule of the function that judges it: its name is the rule's, and its docstring says when it fires, what it needs and advises.
+
+    Names in braces there are constants of its module.
+    """
+
+    def made(judge: Callable[[Case], Outcome]) -> Rule:
+        texts = inspect.cleandoc(judge.__doc__ or "").format_map(vars(sys.modules[judge.__module__]))
+        _, *parts = re.split(r"^(?:Fires when|Needs|Advises) ", texts, flags=re.MULTILINE)
+        fires, needs, advises = (" ".join(part.split()) for part in parts)
+        return Rule(name=judge.__name__, title=title, needs=needs, fires=fires, advises=advises, judge=judge, live=live)
+
+    return made
 
 
 def setting_of(training: str, name: str) -> str:

@@ -39,17 +39,14 @@ def own_work(steps: Steps) -> Series:
     return np.asarray(steps.seconds - steps.phase(*waiting) - steps.delayed + steps.delayed_in("backward"))
 
 
-@rule(
-    title="Stragglers",
-    needs="all processes' steps, after the training",
-    fires=(
-        "a process's own work (all but the backward pass) takes longer than that of the others, by more than `slower` of the "
-        "step, all the time"
-    ),
-    advises="another node; the phase that is slower",
-    live=False,
-)
+@rule("Stragglers", live=False)
 def stragglers(case: Case) -> Outcome:
+    """Fires when a process's own work (all but the backward pass) takes longer than that of the others, by more than `slower` of the step,
+    all the time.
+
+    Needs all processes' steps, after the training.
+    Advises another node; the phase that is slower.
+    """
     steps = Steps(case)
     if unjudgeable := _unjudgeable(case, steps):
         return unjudgeable
@@ -92,17 +89,14 @@ def _uncertain_s(steps: Steps) -> float:
     return _UNCERTAIN * float(usual(steps.delayed).max())
 
 
-@rule(
-    title="Load balance",
-    needs="all processes' steps and, on GPUs, their use, after the training",
-    fires=(
-        "waiting for the process with the most work takes more than `waiting_share` of the step, or the histograms of two GPUs' use are "
-        "more than `distance` apart; a process that is always the slowest is a straggler instead"
-    ),
-    advises="the same work for every process",
-    live=False,
-)
+@rule("Load balance", live=False)
 def load_balance(case: Case) -> Outcome:
+    """Fires when waiting for the process with the most work takes more than `waiting_share` of the step, or the histograms of two GPUs' use
+    are more than `distance` apart; a process that is always the slowest is a straggler instead.
+
+    Needs all processes' steps and, on GPUs, their use, after the training.
+    Advises the same work for every process.
+    """
     steps, limits = Steps(case), case.rules.load_balance
     if unjudgeable := _unjudgeable(case, steps):
         return unjudgeable
@@ -173,14 +167,14 @@ def communication_share(case: Case) -> float | None:
     return None if isinstance(seconds, NotJudged) else seconds / steps.step_s
 
 
-@rule(
-    title="Communication",
-    needs="all processes' steps, after the training; on GPUs DistributedDataParallel's own times of the exchange of gradients",
-    fires="the exchange that no computation hides takes more than `share` of the steps' time, without the waiting for slower processes",
-    advises="fewer bytes, fewer exchanges, a faster network",
-    live=False,
-)
+@rule("Communication", live=False)
 def communication(case: Case) -> Outcome:
+    """Fires when the exchange that no computation hides takes more than `share` of the steps' time, without the waiting for slower
+    processes.
+
+    Needs all processes' steps, after the training; on GPUs DistributedDataParallel's own times of the exchange of gradients.
+    Advises fewer bytes, fewer exchanges, a faster network.
+    """
     steps, limit = Steps(case), case.rules.communication.share
     seconds = _exchange_s(case, steps)
     if isinstance(seconds, NotJudged):

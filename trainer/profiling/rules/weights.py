@@ -63,16 +63,14 @@ def _chosen(history: TensorSamples, flags: Flags) -> list[str]:
     return [name for name, is_chosen in zip(history.tensors, flags, strict=True) if is_chosen]
 
 
-@rule(
-    title="Poor initialisation",
-    needs="The measurement at the first step, before its update.",
-    fires=(
-        "A matrix has weights of one size only; or stretches a signal more than `largest_gain` times (root mean square x the fourth root "
-        "of its elements); or its root mean square differs more than `largest_ratio` times from that of the same matrix in another block."
-    ),
-    advises="Drawing these weights as timm does, or starting from trained ones.",
-)
+@rule("Poor initialisation")
 def poor_initialisation(case: Case) -> Outcome:
+    """Fires when a matrix has weights of one size only; or stretches a signal more than `largest_gain` times (root mean square x the fourth
+    root of its elements); or its root mean square differs more than `largest_ratio` times from that of the same matrix in another block.
+
+    Needs the measurement at the first step, before its update.
+    Advises drawing these weights as timm does, or starting from trained ones.
+    """
     limits, history = case.rules.poor_initialisation, case.rank.tensors
     if answer := _few(history, 1) or case.start_unseen:
         return answer
@@ -114,13 +112,13 @@ def poor_initialisation(case: Case) -> Outcome:
     )
 
 
-@rule(
-    title="Vanishing gradients",
-    needs=f"{_FEWEST} measurements of the gradients.",
-    fires="More than `share` of all measurements of tensors have a mean absolute gradient below `mean_abs`.",
-    advises="Finding what shrinks the loss or its gradient: weights of its terms near 0, a detached tensor, saturated units.",
-)
+@rule("Vanishing gradients")
 def vanishing_gradients(case: Case) -> Outcome:
+    """Fires when more than `share` of all measurements of tensors have a mean absolute gradient below `mean_abs`.
+
+    Needs {_FEWEST} measurements of the gradients.
+    Advises finding what shrinks the loss or its gradient: weights of its terms near 0, a detached tensor, saturated units.
+    """
     limits, history = case.rules.vanishing_gradients, case.rank.tensors
     if answer := _few(history, _FEWEST) or case.first_cause(poor_initialisation):
         return answer
@@ -149,16 +147,14 @@ def vanishing_gradients(case: Case) -> Outcome:
     )
 
 
-@rule(
-    title="Exploding gradients",
-    needs=f"Measurements of the weights and gradients; {_FEWEST} of them for growth.",
-    fires=(
-        "A gradient or a tensor of weights holds a number that is not finite; or the norm of the whole gradient is in two measurements in "
-        "a row more than `growth` times both its first one and its median before."
-    ),
-    advises="A lower learning rate, a smaller clip_norm, or precision=fp32; continuing from an earlier checkpoint.",
-)
+@rule("Exploding gradients")
 def exploding_gradients(case: Case) -> Outcome:
+    """Fires when a gradient or a tensor of weights holds a number that is not finite; or the norm of the whole gradient is in two
+    measurements in a row more than `growth` times both its first one and its median before.
+
+    Needs measurements of the weights and gradients; {_FEWEST} of them for growth.
+    Advises a lower learning rate, a smaller clip_norm, or precision=fp32; continuing from an earlier checkpoint.
+    """
     history, ended_s = case.rank.tensors, case.record.ended_s
     norms = history.values["gradient_norm"]
     broken = (history.values["gradient_nonfinite"] > 0) | (history.values["weight_nonfinite"] > 0) | np.isinf(norms)
@@ -226,19 +222,15 @@ def _calm(case: Case, history: TensorSamples) -> str:
     )
 
 
-@rule(
-    title="Update ratio",
-    needs=(
-        f"Measurements of weights and their updates, and the learning rate; {_FEWEST} of them near the peak learning rate for the lower "
-        "limit."
-    ),
-    fires=(
-        "A step's update of the middle matrix (by norm of the update against norm of the weights) is above `largest`, or none near the "
-        "peak learning rate is above `smallest`."
-    ),
-    advises="A lower learning rate, or a higher one.",
-)
+@rule("Update ratio")
 def update_ratio(case: Case) -> Outcome:
+    """Fires when a step's update of the middle matrix (by norm of the update against norm of the weights) is above `largest`, or none near
+    the peak learning rate is above `smallest`.
+
+    Needs measurements of weights and their updates, and the learning rate; {_FEWEST} of them near the peak learning rate for the lower
+    limit.
+    Advises a lower learning rate, or a higher one.
+    """
     history = case.rank.tensors
     if answer := _few(history, 1) or case.first_cause(poor_initialisation, exploding_gradients):
         return answer
@@ -288,13 +280,13 @@ def _is_warm(case: Case, steps: Series) -> Flags:
     return np.asarray(np.interp(steps, curve.steps, curve.values) >= _WARM * max(peak, curve.values.max()))
 
 
-@rule(
-    title="Unchanged weights",
-    needs="`looks` measurements of the weights.",
-    fires="In `looks` measurements in a row no step changed an element of a tensor.",
-    advises="Letting the tensors be trained; a larger learning rate where none of them changes.",
-)
+@rule("Unchanged weights")
 def unchanged_weights(case: Case) -> Outcome:
+    """Fires when in `looks` measurements in a row no step changed an element of a tensor.
+
+    Needs `looks` measurements of the weights.
+    Advises letting the tensors be trained; a larger learning rate where none of them changes.
+    """
     needed, history = case.rules.unchanged_weights.looks, case.rank.tensors
     if answer := _few(history, needed) or case.first_cause(poor_initialisation, vanishing_gradients):
         return answer
