@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import PARTS, everything, learner, on_two_processes, snapshot_of
+from tests.checkpoints import PARTS, everything, learner, snapshot_of
+from tests.forks import on_two_processes
 from trainer import artifacts, config, storage
 from trainer.base_models import Section
 from trainer.devices import choose_device
@@ -443,7 +444,7 @@ def test_all_processes_go_on_from_the_newest_one_that_is_valid_on_all(tmp_path):
     (folder(tmp_path / "damaged-1") / "step-00000020-g001" / "state.json").write_text("{}")
     shutil.rmtree(folder(tmp_path / "lagging-1") / "step-00000020-g001")
     (tmp_path / "unseen-1").mkdir()
-    _, reported = on_two_processes(AGREE, tmp_path)
+    _, (_, reported) = on_two_processes(AGREE, tmp_path)
     assert "passing over a checkpoint: checkpoint damaged-1/" in reported
 
 

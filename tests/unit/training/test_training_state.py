@@ -5,7 +5,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from tests.checkpoints import PARTS, everything, learner, on_two_processes, snapshot_of
+from tests.checkpoints import PARTS, everything, learner, snapshot_of
+from tests.forks import on_two_processes
 from trainer.errors import ArtifactError
 from trainer.training.training_state import DESCRIPTION, Snapshot, TrainingState, capture, read_state, restore
 
