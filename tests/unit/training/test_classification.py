@@ -170,8 +170,9 @@ def processes(rank=0, world_size=1):
     return Processes(rank=rank, world_size=world_size, local_rank=rank, device=choose_device())
 
 
-def settings(batch_size, **others):
-    return TrainingSettings(batch_size=batch_size, precision="fp32", **others)
+def settings(micro_batch, world_size=1):
+    """Of a training with micro-batches of this size."""
+    return TrainingSettings(batch_size=2 * micro_batch * world_size, accumulation=2, precision="fp32")
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
@@ -191,7 +192,7 @@ def test_processes_share_the_images_out_without_leaving_one(model, monkeypatch):
     split.read = lambda indices: (seen.extend(indices), read(indices))[1]
     monkeypatch.setattr(Processes, "gather", lambda self, value, what: [value])
     for rank in range(3):
-        validate(model, split, processes(rank, 3), settings(6))
+        validate(model, split, processes(rank, 3), settings(2, 3))
     assert sorted(seen) == list(range(11))
 
 
@@ -213,7 +214,7 @@ def test_a_batch_is_the_micro_batch_of_the_training(model, monkeypatch, world_si
     read = split.read
     split.read = lambda indices: (sizes.append(len(indices)), read(indices))[1]
     monkeypatch.setattr(Processes, "gather", lambda self, value, what: [value])
-    validate(model, split, processes(0, world_size), settings(100, accumulation=4))
+    validate(model, split, processes(0, world_size), TrainingSettings(batch_size=100, accumulation=4))
     assert sizes[0] == max(sizes) == expected
 
 
@@ -222,7 +223,7 @@ def test_it_is_broken_off_after_a_batch_and_equally_often_asked_on_all_processes
     for rank in range(3):
         looks = []
         figures = validate(
-            model.train(), Images(7), processes(rank, 3), settings(3),
+            model.train(), Images(7), processes(rank, 3), settings(1, 3),
             should_stop=lambda looks=looks: looks.append(1) or len(looks) == 3,
         )  # fmt: skip
         asked.append(len(looks))
