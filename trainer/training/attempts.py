@@ -116,10 +116,6 @@ class Attempts:
     """Notes this attempt and its heartbeats beside the checkpoints, where the next one finds them; with them they are removed.
 
     Each heartbeat first checks whether a later attempt has begun. It is written in the background, where it may wait for a store.
-
-    with attempts.resumed_at(first_step):
-        for step in ...:
-            attempts.heartbeat(steps completed)
     """
 
     def __init__(self, checkpoints: str, *, rank: int = 0, check_ours: Callable[[], None] = lambda: None) -> None:

@@ -103,13 +103,7 @@ def root_is_shared() -> bool:
 
 
 class Checkpoints:
-    """The checkpoints of one training; one process of it writes, all of them read.
-
-    state = newest(checkpoints, processes)  # every process
-    with checkpoints:
-        checkpoints.save(...)               # the process that writes
-        checkpoints.finish()
-    """
+    """The checkpoints of one training; all processes read the `newest`, one saves and, at the end, finishes."""
 
     def __init__(
         self,

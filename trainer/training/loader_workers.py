@@ -53,8 +53,7 @@ def choose_workers(seconds_per_batch: float, seconds_per_step: float, *, cores: 
     """Choose the fewest loader processes per training process that keep up with the step, as far as there are cores.
 
     Args:
-        seconds_per_batch: time that loader processes can save the training process per micro-batch (`measure_loading`): all of it where
-            GPUs train; where CPUs train, only the waiting, since a core that computes for the loader does not train.
+        seconds_per_batch: time that loader processes can save the training process per micro-batch (`_relievable`).
         seconds_per_step: the device's time for a micro-batch that is loaded already.
         cores: cores of this machine that loader processes may keep busy, and one that the training processes share.
 
@@ -70,8 +69,7 @@ def choose_workers(seconds_per_batch: float, seconds_per_step: float, *, cores: 
 class MicroBatchLoader:
     """The micro-batches of one training process; which they are does not depend on who loads them.
 
-    `auto` loads in the training process until the step's time is known, and then in as many processes as keep up with it. Where the CPU
-    trains, a core that loads is one that does not train: processes there pay only for the time that loading waits for storage. Where the
+    `auto` loads in the training process until the step's time is known, and then in as many processes as keep up with it. Where the
     device traces, as many load as there are cores for.
     """
 
@@ -158,7 +156,7 @@ def advised_workers(loading: LoadingTime, step_s: float, processes: Processes) -
 
 
 def _relievable(loading: LoadingTime, processes: Processes) -> float:
-    """Return the seconds that loader processes can take off this one: where a CPU trains, a core that loads does not train."""
+    """Return the seconds that loader processes can take off this one: where a CPU trains, a core that loads does not, so only the waiting."""
     return loading.waiting if processes.device.kind == "cpu" else loading.seconds
 
 

@@ -200,14 +200,6 @@ class Preemption(EndRequest):
 
     Each process says at the end of a step whether it was asked to end, and receives at the end of the next one what the others said: the
     all-reduce runs while that step computes. So all processes know of it at the same step, two steps after the request at most.
-
-    with Preemption(processes) as preemption:
-        for step in ...:             # the first one, which compiles, ends at once
-            ...
-            if preemption.should_stop("step 7"):
-                save and end
-        if preemption.should_stop("the end", wait=True):
-            save and end
     """
 
     def __init__(self, processes: Processes) -> None:

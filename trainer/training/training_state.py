@@ -245,7 +245,11 @@ class _Description(BaseModel):
 
 
 class Snapshot:
-    """A copy of a state in the host's memory."""
+    """A copy of a state in the host's memory.
+
+    Each part is one block in the layout of a safetensors file, so that writing is one call, which neither copies it again nor keeps the
+    thread that trains from running. The memory is used again for the next copy; beside a GPU it is page-locked.
+    """
 
     def __init__(self) -> None:
         self._parts: dict[str, _Part] = {}

@@ -417,9 +417,8 @@ class _Notes(StrictModel):
 class TrialLog:
     """What a tuning has measured, kept beside the checkpoints until it is complete: one that is started again does not measure it again.
 
-    The search is a function of what is measured, so with the same measurements it takes the same decisions and continues where it was; the
-    time of the trials counts as if it had never been interrupted. Every process has the measurements, the first one writes them down; it
-    raises `StorageError` where the store does not answer or refuses, `OutputError` where the file cannot be written.
+    The search is a function of what is measured, so with the same measurements it continues where it was, as if it had never been
+    interrupted. Every process has the measurements, the first one writes them down; it raises `StorageError` and `OutputError`.
     """
 
     def __init__(self, uri: str, processes: Processes) -> None:
