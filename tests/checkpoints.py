@@ -4,7 +4,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer.devices import HOST
 from trainer.training.optimizers import RowShardedOptimizer, held, rows_of
+from trainer.training.process_group import Processes
 from trainer.training.training_state import PARTS, capture
 
 __all__ = ["PARTS", "Rows", "everything", "learner", "snapshot_of"]
@@ -53,7 +55,8 @@ class Rows(RowShardedOptimizer):
 
 def snapshot_of(step, parts, **options):
     """The state of a `learner`."""
-    return capture(step, *parts, **options)
+    alone = Processes(rank=0, world_size=1, local_rank=0, device=HOST)
+    return capture(step, *parts, processes=alone, **options)
 
 
 def everything(state):

@@ -156,7 +156,7 @@ def advised_workers(loading: LoadingTime, step_s: float, processes: Processes) -
 
 
 def _relievable(loading: LoadingTime, processes: Processes) -> float:
-    """Return the seconds that loader processes can take off this one: where a CPU trains, a core that loads does not, so only the waiting."""
+    """Return the seconds that loader processes can save this one: only the waiting where a CPU trains, for a core that loads does not."""
     return loading.waiting if processes.device.kind == "cpu" else loading.seconds
 
 

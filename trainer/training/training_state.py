@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -78,48 +78,43 @@ def capture(
     optimizer: torch.optim.Optimizer,
     average: nn.Module | None,
     *,
-    processes: Processes | None = None,
+    processes: Processes,
     pending: tuple[str, ...] = (),
 ) -> TrainingState:
     """Return the state after `step` steps: the tensors themselves, which the next step changes.
 
-    Args:
-        processes: of the training; where the optimiser is sharded, all of them call this, and the first one has the whole state then,
-            the others none.
+    Where the optimiser is sharded, all `processes` call this, and the first one has the whole state then, the others none of it.
     """
-    names, part = _names(model), optimizers.local_optimizer(optimizer)
+    names, part, what = _names(model), optimizers.local_optimizer(optimizer), f"the checkpoint of step {step}"
     tensors = {
         f"{key}/{names[weight]}": value
         for weight, own in optimizers.held(optimizer)
         for key, value in part.state.get(own, {}).items()
     }
-    what = f"the checkpoint of step {step}"
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        assert processes is not None, "an optimiser is sharded over some"
         tensors = optimizers.gather_whole_states(tensors, processes, what)
-    state = TrainingState(
-        step=step,
-        model=model.state_dict(),
-        optimizer=tensors,
-        groups=[
-            {"params": [names[parameter] for parameter in group["params"]]} | _options(group)
-            for group in optimizer.param_groups
-        ],
-        average=average.state_dict() if average is not None else None,
-        pending=pending,
-    )
-    if processes is None:
-        return state
-    held = [part for part in (state.model, state.optimizer, state.average) if part is not None]
-    copies = processes.device.host_copies([tensor for part in held for tensor in part.values()])
+    parts: dict[str, Mapping[str, Tensor]] = {"model": model.state_dict(), "optimizer": tensors}
+    if average is not None:
+        parts["average"] = average.state_dict()
+    copies = processes.device.host_copies([tensor for held in parts.values() for tensor in held.values()])
     if copies is not None:  # where tensors of the device cannot be copied one by one
         left = iter(copies)
-        on_host = [{name: next(left) for name in part} for part in held]
-        state = replace(state, model=on_host[0], optimizer=on_host[1], average=on_host[2] if average else None)
+        parts = {key: {name: next(left) for name in held} for key, held in parts.items()}
     if isinstance(optimizer, RowShardedOptimizer):
         rows = {name: weight.shape[0] for weight, name in names.items() if weight.dim()}
-        return replace(state, optimizer=optimizers.gather_rows(state.optimizer, rows, processes, what))
-    return state
+        parts["optimizer"] = optimizers.gather_rows(parts["optimizer"], rows, processes, what)
+    groups = [
+        {"params": [names[parameter] for parameter in group["params"]]} | _options(group)
+        for group in optimizer.param_groups
+    ]
+    return TrainingState(
+        step=step,
+        model=parts["model"],
+        optimizer=parts["optimizer"],
+        groups=groups,
+        average=parts.get("average"),
+        pending=pending,
+    )
 
 
 def restore(

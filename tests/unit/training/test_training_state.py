@@ -8,14 +8,14 @@ from torch import nn
 from tests.checkpoints import PARTS, everything, learner, snapshot_of
 from tests.forks import on_two_processes
 from trainer.errors import ArtifactError
-from trainer.training.training_state import DESCRIPTION, Snapshot, TrainingState, capture, read_state, restore
+from trainer.training.training_state import DESCRIPTION, Snapshot, TrainingState, read_state, restore
 
 
 def test_a_state_goes_back_to_where_it_came_from_bit_by_bit():
     saved = snapshot_of(7, learner(seed=1), pending=("validation",))
     other = learner(seed=2)
     restore(saved, *other)
-    assert everything(capture(7, *other, pending=("validation",))) == everything(saved)
+    assert everything(snapshot_of(7, other, pending=("validation",))) == everything(saved)
 
 
 def test_the_next_step_is_the_same_after_it():
@@ -31,14 +31,14 @@ def test_the_next_step_is_the_same_after_it():
 def test_it_goes_by_names_not_by_the_order_of_groups():
     saved, other = snapshot_of(2, learner(seed=1)), learner(seed=2, order=(1, 0))
     restore(saved, *other)
-    assert everything(capture(2, *other)) == everything(saved)
+    assert everything(snapshot_of(2, other)) == everything(saved)
 
 
 def test_a_restored_optimiser_shares_no_memory_with_the_state():
     saved, (model, optimizer, average) = snapshot_of(2, learner(seed=1)), learner(seed=2)
     before = everything(saved)
     restore(saved, model, optimizer, average)
-    saved = everything(capture(2, *learner(seed=1)))
+    saved = everything(snapshot_of(2, learner(seed=1)))
     model(torch.randn(5, 3)).square().sum().backward()
     optimizer.step()
     assert saved == before
@@ -54,14 +54,14 @@ def test_a_state_before_the_first_step_has_nothing_of_the_optimiser():
 def misfit(seed=1, **changes):
     """What is reported of a state that was changed before it is put back."""
     saved, other = snapshot_of(2, learner(seed=seed)), learner(seed=3)
-    before = everything(capture(2, *other))
+    before = everything(snapshot_of(2, other))
     fields = {name: dict(getattr(saved, name)) for name in ("model", "optimizer", "average")}
     for name, change in changes.items():
         change(fields[name])
     altered = type(saved)(**{**vars(saved), **fields, "uri": "s3://b/c"})
     with pytest.raises(ArtifactError) as caught:
         restore(altered, *other)
-    assert everything(capture(2, *other)) == before, "nothing is changed"
+    assert everything(snapshot_of(2, other)) == before, "nothing is changed"
     return str(caught.value)
 
 
@@ -97,7 +97,7 @@ def test_other_options_of_a_weight_are_named():
 def test_a_state_without_an_average_does_not_fit_a_training_with_one():
     model, optimizer, average = learner()
     with pytest.raises(ArtifactError, match=r"does not fit this training in its average: it lacks 0\.weight"):
-        restore(capture(2, model, optimizer, None), model, optimizer, average)
+        restore(snapshot_of(2, (model, optimizer, None)), model, optimizer, average)
 
 
 def test_weights_that_two_modules_share_are_kept_once_in_the_optimiser():
@@ -106,7 +106,7 @@ def test_weights_that_two_modules_share_are_kept_once_in_the_optimiser():
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(torch.randn(2, 3)).sum().backward()
     optimizer.step()
-    state = capture(1, model, optimizer, None)
+    state = snapshot_of(1, (model, optimizer, None))
     assert set(state.groups[0]["params"]) == {"0.weight", "0.bias", "1.bias"}
     restore(state, model, optimizer, None)
 
