@@ -10,17 +10,9 @@ from typing import Protocol, TypeVar
 from torch import Tensor, nn
 
 from trainer.config import LoadingSettings, TrainingSettings, WatchSettings
+from trainer.data import loader
 from trainer.data.batch import Batch
 from trainer.data.dataset import Split
-from trainer.data.loader import (
-    RecordedOutputs,
-    Samples,
-    Views,
-    makes_views_on_device,
-    micro_batch_size,
-    positions,
-    shard_positions,
-)
 from trainer.data.sampler import StatelessSampler
 from trainer.data.views.mixing import mixes
 from trainer.errors import SettingsError
@@ -64,7 +56,7 @@ class TrainingSpec:
     name: str
     """`mae`, `finetune` or `distill`: names its evidence, metrics and checkpoints."""
     objective: Objective
-    samples: Samples
+    samples: loader.Samples
     view_size: int
     """Edge of the views, in pixels."""
     settings: TrainingSettings
@@ -73,7 +65,7 @@ class TrainingSpec:
     processes: Processes
     checkpoints: Checkpoints
     layer_decay: float = 1.0
-    teacher_outputs: RecordedOutputs | None = None
+    teacher_outputs: loader.RecordedOutputs | None = None
     """Recorded outputs, which travel with the batches; their views are seen again. None: a new view each epoch, drawn from `seed`."""
     val_split: Split | None = None
     """Where the model's accuracy is measured; None where it is no classifier."""
@@ -105,13 +97,13 @@ class TrainingSpec:
         )
 
     @property
-    def views(self) -> Views:
-        return Views(
+    def views(self) -> loader.Views:
+        return loader.Views(
             self.samples,
             size=self.view_size,
             seed=self.seed if self.teacher_outputs is None else self.teacher_outputs.view_seed,
             settings=self.settings.views,
-            on_device=makes_views_on_device(self.loading.views_on or "auto", self.processes.device.kind),
+            on_device=loader.makes_views_on_device(self.loading.views_on or "auto", self.processes.device.kind),
             decode_on=self.loading.decode_on or "cpu",
             exact=self.teacher_outputs is not None,
         )
@@ -122,12 +114,14 @@ class TrainingSpec:
     def positions(self, first_step: int, last_step: int, rank: int) -> Iterator[int]:
         """Yield where the micro-batches of a process begin in the order."""
         world_size = self.processes.world_size
-        return positions(self.settings, first_step=first_step, last_step=last_step, rank=rank, world_size=world_size)
+        return loader.positions(
+            self.settings, first_step=first_step, last_step=last_step, rank=rank, world_size=world_size
+        )
 
     def names(self, step: int, rank: int) -> list[str]:
         """Return the names of the samples that a process sees in a step."""
         order = self.order
-        runs = shard_positions(self.settings, step=step, rank=rank, world_size=self.processes.world_size)
+        runs = loader.shard_positions(self.settings, step=step, rank=rank, world_size=self.processes.world_size)
         return [name for run in runs for name in self.samples.names(order.take(run.start, run.stop).indices)]
 
 
@@ -146,7 +140,7 @@ def check_batch(settings: TrainingSettings, processes: Processes) -> None:
     Raises:
         SettingsError: there are too few images, or not equally many for all where each size would be a graph of its own.
     """
-    most, parts = micro_batch_size(settings, processes.world_size), processes.world_size * settings.accumulation
+    most, parts = loader.micro_batch_size(settings, processes.world_size), processes.world_size * settings.accumulation
     if processes.device.traces and most * parts != settings.batch_size:
         raise SettingsError(
             f"batch_size = {settings.batch_size} cannot be dealt evenly to {processes.world_size} processes x {settings.accumulation} "
