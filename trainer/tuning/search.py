@@ -30,14 +30,19 @@ Measure = Callable[[Candidate, float], Trial]
 
 @dataclass(kw_only=True)
 class SearchResult:
-    """What a search found."""
+    """What a search has found so far; at its end, with what it left out."""
 
+    job: Workload
     best: Trial
     tried: list[TriedCandidate]
-    untried: dict[str, str]
+    untried: dict[str, str] = field(default_factory=dict)
     """What was left out -> why."""
-    stopped: str
+    stopped: str = ""
     """Why it ended."""
+    rejected: dict[str, Trial] = field(default_factory=dict)
+    """A change in words -> the best trial when it brought nothing, or when its opposite brought something."""
+    batch_gain: float | None = None
+    """What the last larger batch brought."""
 
     @property
     def given(self) -> Trial:
@@ -46,17 +51,6 @@ class SearchResult:
     @property
     def seconds(self) -> float:
         return sum(tried.trial.seconds for tried in self.tried)
-
-
-@dataclass(kw_only=True)
-class _SearchState:
-    job: Workload
-    best: Trial
-    tried: list[TriedCandidate] = field(default_factory=list)
-    rejected: dict[str, Trial] = field(default_factory=dict)
-    """A change in words -> the best trial when it brought nothing, or when its opposite brought something."""
-    batch_gain: float | None = None
-    """What the last larger batch brought."""
 
     def name(self, candidate: Candidate) -> str:
         """How a candidate differs from the best one: `precision=bf16`, `batch_size=64 accumulation=2`."""
@@ -92,14 +86,14 @@ def search(start: Candidate, job: Workload, measure: Measure, *, limit_s: float)
     while True:
         new, left_out = state.propose()
         name = max(new, key=lambda one: new[one].gain, default="")
-        stopped = _reason_to_stop(state, name, new[name].gain, limit_s) if name else "nothing is left to try"
-        if stopped:
-            untried = left_out | {one: _reason_to_stop(state, one, new[one].gain, limit_s) for one in new}
-            return SearchResult(best=state.best, tried=state.tried, untried=untried, stopped=stopped)
+        state.stopped = _reason_to_stop(state, name, new[name].gain, limit_s) if name else "nothing is left to try"
+        if state.stopped:
+            state.untried = left_out | {one: _reason_to_stop(state, one, new[one].gain, limit_s) for one in new}
+            return state
         _try(state, name, new[name], measure)
 
 
-def _begin(start: Candidate, job: Workload, measure: Measure) -> _SearchState:
+def _begin(start: Candidate, job: Workload, measure: Measure) -> SearchResult:
     """Try the given settings, in as many parts as it takes for them to fit; uncompiled where nothing of them is compiled."""
     tried: list[TriedCandidate] = []
     candidate: Candidate | None = start
@@ -111,7 +105,7 @@ def _begin(start: Candidate, job: Workload, measure: Measure) -> _SearchState:
         tried.append(TriedCandidate(trial=trial, idea=idea, run_s=run_s, gain=None, taken=works, verdict=verdict))
         if works:
             known = candidate.model_copy(update={"workers": trial.workers})  # what `auto` found need not be found again
-            return _SearchState(job=job, best=trial.model_copy(update={"candidate": known}), tried=tried)
+            return SearchResult(job=job, best=trial.model_copy(update={"candidate": known}), tried=tried)
         if trial.ended == "not compiled":
             candidate, idea = candidate.model_copy(update={"compile": "off"}), "the same, uncompiled on purpose"
         else:
@@ -123,18 +117,18 @@ def _begin(start: Candidate, job: Workload, measure: Measure) -> _SearchState:
     )
 
 
-def _reason_to_stop(state: _SearchState, name: str, gain: float, limit_s: float) -> str:
+def _reason_to_stop(state: SearchResult, name: str, gain: float, limit_s: float) -> str:
     """Say why the search ends here; empty if it continues with that proposal."""
     cost, run_s = state.best.seconds, state.job.run_s(state.best)
     saving = run_s * (1 - 1 / gain)
     if saving < cost:
         return f"{name} may save about {saving:.0f} s of a distillation of {run_s:.0f} s, and to try it takes about {cost:.0f} s"
-    if sum(tried.trial.seconds for tried in state.tried) + cost > limit_s:
+    if state.seconds + cost > limit_s:
         return f"the {limit_s / 60:g} minutes of the search are over (tune.minutes)"
     return ""
 
 
-def _try(state: _SearchState, name: str, idea: Proposal, measure: Measure) -> None:
+def _try(state: SearchResult, name: str, idea: Proposal, measure: Measure) -> None:
     job, best = state.job, state.best
     before = job.run_s(best)
     trial = measure(idea.candidate, rate_to_beat(job, best, idea.candidate))
@@ -147,8 +141,8 @@ def _try(state: _SearchState, name: str, idea: Proposal, measure: Measure) -> No
         if trial.ended == "outrun":
             verdict = f"clearly slower: {gain:.2f} times the speed of the best, when it was stopped"
         elif gain < LEAST_GAIN:
-            few = f"which is less than the {LEAST_GAIN} that a change must bring"
-            verdict = f"{gain:.3f} times the speed of the best, {few}"
+            needed = f"which is less than the {LEAST_GAIN} that a change must bring"
+            verdict = f"{gain:.3f} times the speed of the best, {needed}"
         # Half-way to the bound of a 95 % interval: one standard error.
         elif job.run_s(trial, (trial.images_per_second + trial.low) / 2) > before:
             verdict = f"{gain:.3f} times the speed of the best, but its steps vary too much to be sure"

@@ -64,8 +64,8 @@ def weak_teacher(case: Case) -> Outcome:
         return NotJudged("no term of the loss compares with a teacher")
     teacher, limits = context.teacher_val_top1, case.rules.weak_teacher
     if teacher is None:
-        lacks = "it was not trained, or not measured, by the stage pretrain"
-        return NotJudged(f"the teacher's validation accuracy is not known: {lacks}")
+        why = "it was not trained, or not measured, by the stage pretrain"
+        return NotJudged(f"the teacher's validation accuracy is not known: {why}")
     # always saying the most frequent class, on images that are distributed as the training images; 0 if unknown
     images = (context.classes or {}).values()
     guess = max(images, default=0) / max(sum(images), 1)
@@ -260,8 +260,8 @@ def overfitting(case: Case) -> Outcome:
         return NotJudged("no training loss with labels, or no validation loss, was recorded")
     losses, accuracies = metrics["val_loss"], metrics["val_top1"]
     if len(losses.values) < _MEASUREMENTS:
-        has = f"{len(losses.values)} measurements on the validation split, and {_MEASUREMENTS} are needed"
-        return too_short(f"{has} ({case.setting('validate_every_epochs')})")
+        known = f"{len(losses.values)} measurements on the validation split, and {_MEASUREMENTS} are needed"
+        return too_short(f"{known} ({case.setting('validate_every_epochs')})")
     best = int(losses.values.argmin())
     # the median of the last points of the training loss at each measurement
     ends = np.searchsorted(curve.steps, losses.steps, side="right")
