@@ -144,7 +144,7 @@ class Attempts:
                     self._before = _RECORDS.validate_json(storage.read_bytes(self._uri))
                 except ValidationError as error:
                     logger.warning("earlier attempts are not known: %s cannot be read (%s)", self._uri, error)
-            self._begin_sign(self._write)
+            self._note(check=False)
             self._writer.wait()
         return self
 
@@ -157,7 +157,7 @@ class Attempts:
             return  # the notes are the later attempt's
         is_idle = self._writer.wait(wait_limit_s() if kind is None else LAST_WAIT_S)
         if kind is not None and self._active and is_idle:
-            self._begin_sign(self._sign)
+            self._note()
             self._writer.wait(LAST_WAIT_S)
         if isinstance(error, Exception) and not isinstance(error, PreemptedError | LostProcessError | StorageAwayError):
             self._note_failure(error)
@@ -168,7 +168,7 @@ class Attempts:
         if self._writer.failure is not None:
             raise self._writer.failure
         if self._active and time.monotonic() >= self._due and self._writer.wait(0):
-            self._begin_sign(self._sign)
+            self._note()
 
     def records(self) -> tuple[AttemptRecord, ...]:
         """Return all attempts, the last one is this; none on another process than the first, or before it has begun."""
@@ -203,14 +203,14 @@ class Attempts:
             again = f"failed twice at step {failure.step + 1} in the same way: {message}"
             raise (type(error) if known else TrainingError)(again) from error
 
-    def _begin_sign(self, work: Callable[[], None]) -> None:
+    def _note(self, *, check: bool = True) -> None:
+        """Begin to write the attempts down, in the background, if they are still this one's; the training can do without."""
+
+        def write() -> None:
+            if check:
+                self._check_ours()
+            content = json.dumps([record.model_dump() for record in self.records()], indent=2)
+            storage.write_bytes(self._uri, content.encode())
+
         self._due = time.monotonic() + self._interval_s
-        self._writer.start(work, "the attempt is not noted")  # the training can do without
-
-    def _sign(self) -> None:
-        self._check_ours()
-        self._write()
-
-    def _write(self) -> None:
-        content = json.dumps([record.model_dump() for record in self.records()], indent=2)
-        storage.write_bytes(self._uri, content.encode())
+        self._writer.start(write, "the attempt is not noted")

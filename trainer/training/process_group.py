@@ -255,7 +255,7 @@ class CollectiveWatchdog:
 
     @contextmanager
     def waiting(self, what: str, *, is_collective: bool = False) -> Iterator[None]:
-        """Guard a block that waits for the others: says who is missing where it fails.
+        """Guard a block that waits for the others: torch's error about them becomes a `LostProcessError` that says who is missing.
 
         That this process has reached a collective is noted before; of a wait in every step nothing is noted unless it fails.
         """
@@ -266,20 +266,15 @@ class CollectiveWatchdog:
             yield
         except RuntimeError as error:
             self._number += not is_collective
-            self._raise_lost(what, error)
-            raise
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            if not isinstance(error, DistError) and not _FROM_TORCH.search(reason):
+                raise
+            reason = _PLACE.sub("", reason).partition(". ")[0]
+            roll = _within(_STORE_S, lambda: self._call_the_roll(gave_up=bool(_GAVE_UP.search(reason))))
+            raise LostProcessError(_message(what, reason, roll, self._limit_s)) from error
 
     def _note(self, *, gave_up: bool = False) -> None:
         self._store.set(str(self._rank), json.dumps([self._number, gave_up]))
-
-    def _raise_lost(self, what: str, error: RuntimeError) -> None:
-        """Turn torch's error about the other processes into a `LostProcessError` that names those who are missing; leave any other."""
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        if not isinstance(error, DistError) and not _FROM_TORCH.search(reason):
-            return
-        reason = _PLACE.sub("", reason).partition(". ")[0]
-        roll = _within(_STORE_S, lambda: self._call_the_roll(gave_up=bool(_GAVE_UP.search(reason))))
-        raise LostProcessError(_message(what, reason, roll, self._limit_s)) from error
 
     def _call_the_roll(self, *, gave_up: bool) -> tuple[list[int], bool]:
         """Return the ranks that have not come as far as this process, and whether somebody has waited for them to the limit.
