@@ -161,7 +161,7 @@ def _relievable(loading: LoadingTime, processes: Processes) -> float:
 
 
 def measure_loading(batches: Dataset[Any], indices: Iterable[Any]) -> LoadingTime:
-    """Measure the time of one core for a micro-batch, in this process, on a few of the batches at `indices`."""
+    """Measure, on a few of the batches at `indices`, one core's time for a micro-batch; raises `DataError` where an image is damaged."""
     wanted = iter(indices)
     times: list[LoadingTime] = []
     # Not `torch.set_num_threads`, which also stops MKL for good from choosing the number of threads for each product: attention on a

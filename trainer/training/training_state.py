@@ -269,7 +269,7 @@ class Snapshot:
         )
 
     def write(self, folder: Path) -> None:
-        """Write the copy into a folder, and wait until the disk has it."""
+        """Write the copy into a folder, and wait until the disk has it; raises `OSError` where that is full or refuses."""
         contents: dict[str, tuple[bytes | memoryview, ...]] = {
             _file(name): (part.header, part.memory.numpy().data) for name, part in self._parts.items()
         }

@@ -158,7 +158,7 @@ class Trials:
         self._loading: LoadingTime | None = None
 
     def measure(self, candidate: Candidate, rate_to_beat: float = 0.0) -> Trial:
-        """Run a trial, stopped early below `rate_to_beat` images a second; gives the same on every process."""
+        """Run a trial, the same on every process, stopped early below `rate_to_beat` images a second; raises as `check_batch` does."""
         began = time.perf_counter()
         trial = self._run(candidate, rate_to_beat, began) if self._fits(candidate) else None
         release()
