@@ -99,18 +99,11 @@ def _rule(rule: Rule) -> str:
     lines = [
         f"\n### {rule.title}\n",
         f"{section.__doc__} `{rule.name}`, {'judged live and in the report' if rule.live else 'judged in the report'}.\n",
-        f"- **Fires when** {_clause(rule.fires)}",
-        f"- **Needs** {_clause(rule.needs)}",
-        f"- **Advises** {_clause(rule.advises)}",
+        f"- **Fires when** {rule.fires}",
+        f"- **Needs** {rule.needs}",
+        f"- **Advises** {rule.advises}",
     ]
     return "\n".join([*lines, *table])
-
-
-def _clause(text: str) -> str:
-    """A sentence or a part of one, as it goes on after other words; a name such as GPU keeps its capitals."""
-    clause = text.removesuffix(".") + "."
-    rest = clause.split()[0][1:]
-    return clause[0].lower() + clause[1:] if rest == rest.lower() else clause
 
 
 def stages_page() -> str:

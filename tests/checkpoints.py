@@ -1,17 +1,15 @@
 """Small states of trainings, for tests of checkpoints."""
 
-import socket
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.forks import Program
-from trainer.training.checkpoints.snapshots import PARTS
-from trainer.training.checkpoints.training_state import capture
+from trainer.devices import HOST
 from trainer.training.optimizers import RowShardedOptimizer, held, rows_of
+from trainer.training.process_group import Processes
+from trainer.training.training_state import PARTS, capture
 
-__all__ = ["PARTS", "Rows", "everything", "learner", "on_two_processes", "snapshot_of"]
+__all__ = ["PARTS", "Rows", "everything", "learner", "snapshot_of"]
 
 
 def learner(seed=0, *, steps=2, dtype=torch.float32, order=(0, 1)):
@@ -57,7 +55,8 @@ class Rows(RowShardedOptimizer):
 
 def snapshot_of(step, parts, **options):
     """The state of a `learner`."""
-    return capture(step, *parts, **options)
+    alone = Processes(rank=0, world_size=1, local_rank=0, device=HOST)
+    return capture(step, *parts, processes=alone, **options)
 
 
 def everything(state):
@@ -69,13 +68,3 @@ def everything(state):
     }
     groups = {weight: {**group, "params": None} for group in state.groups for weight in group["params"]}
     return state.step, state.pending, groups, tensors
-
-
-def on_two_processes(script, folder, *arguments):
-    """Run a script on two processes of one group, in a folder."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = str(listener.getsockname()[1])
-    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    programs = [Program(script, *arguments, folder=folder, RANK=rank, LOCAL_RANK=rank, **group) for rank in ("0", "1")]
-    return [program.end()[1] for program in programs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import sys
 import uuid
 from pathlib import Path
@@ -49,6 +50,20 @@ class Program:
         said = self._err.read_text()
         assert code == 0, f"exit code {code}: {said}"
         return self._out.read_text(), said
+
+
+def free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return str(listener.getsockname()[1])
+
+
+def on_two_processes(code: str, folder: Path, *arguments: str, **variables: str) -> list[tuple[str, str]]:
+    """Run a program on two processes of one group, in a folder; gives what each wrote to standard output and to standard error."""
+    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    places = [{"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    programs = [Program(code, *arguments, folder=folder, **group, **place, **variables) for place in places]
+    return [program.end() for program in programs]
 
 
 def _execute(

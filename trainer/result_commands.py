@@ -68,11 +68,10 @@ def add_forecast(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 def _forecast(options: argparse.Namespace) -> None:
     """Show time and dollars of a distillation on every pool where the stage tune tried it, and on other numbers of nodes."""
-    from trainer.tuning import forecast_table
+    from trainer.tuning.tuning_schema import forecast_table, read_tunings, table_lines
 
-    tunings = forecast_table.read_tunings(options.tunings)
-    forecast = forecast_table.forecast_table(tunings, options.nodes, assumed_efficiency=options.efficiency)
-    print(limits.printable("\n".join(forecast_table.lines(forecast))))
+    forecasts = forecast_table(read_tunings(options.tunings), options.nodes, assumed_efficiency=options.efficiency)
+    print(limits.printable("\n".join(table_lines(forecasts))))
 
 
 def add_bill(subparsers: Subparsers[argparse.ArgumentParser]) -> None:

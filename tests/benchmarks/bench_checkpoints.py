@@ -23,9 +23,9 @@ from trainer import storage
 from trainer.config import TrainingSettings
 from trainer.devices import choose_device
 from trainer.training.checkpoints import Checkpoints
-from trainer.training.checkpoints.training_state import TrainingState, capture
 from trainer.training.optimizers import AveragedModel, make_optimizer, parameter_groups
 from trainer.training.process_group import Processes
+from trainer.training.training_state import TrainingState, capture
 
 _GROWTH = 1.5
 """How much longer a block is than writing took in the first one."""
@@ -43,10 +43,10 @@ class Training:
 
     def __init__(self, architecture: str, batch_size: int, image_size: int) -> None:
         self._device = choose_device()
-        processes = Processes(rank=0, world_size=1, local_rank=0, device=self._device)
+        self._processes = Processes(rank=0, world_size=1, local_rank=0, device=self._device)
         self.model = timm.create_model(architecture, img_size=image_size).to(self._device.torch_device)
         groups = parameter_groups(self.model, weight_decay=0.05)
-        self.optimizer = make_optimizer(groups, TrainingSettings(), processes)
+        self.optimizer = make_optimizer(groups, TrainingSettings(), self._processes)
         self.average = AveragedModel(self.model, 0.9999)
         self._images = torch.rand(batch_size, 3, image_size, image_size, device=self._device.torch_device)
         self._labels = torch.randint(1000, (batch_size,), device=self._device.torch_device)
@@ -69,7 +69,7 @@ class Training:
     @property
     def state(self) -> TrainingState:
         """After the steps so far."""
-        return capture(self.steps, self.model, self.optimizer, self.average.model)
+        return capture(self.steps, self.model, self.optimizer, self.average.model, processes=self._processes)
 
 
 def write_once(training: Training, checkpoints: Checkpoints) -> float:

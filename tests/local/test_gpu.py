@@ -1,7 +1,6 @@
 """The same trainings on a GPU."""
 
 import logging
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from trainer.distillation.frozen_teacher import GRAPH_BATCH, FrozenTeacher
 from trainer.distillation.objective import DistillObjective
 from trainer.profiling.evidence import read_evidence
 from trainer.tracking.stage_runs import stage_run
+from trainer.training import loop
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.loop import Trainer
 from trainer.training.process_group import Processes
@@ -77,7 +77,9 @@ class Strict:
 
 @pytest.mark.parametrize("views_on", ["device", "cpu"])
 @pytest.mark.parametrize("compiled", ["on", "off"])
-def test_a_step_makes_the_host_wait_for_nothing(digits, teacher, tmp_path, strict, caplog, compiled, views_on):
+def test_a_step_makes_the_host_wait_for_nothing(
+    digits, teacher, tmp_path, monkeypatch, strict, caplog, compiled, views_on
+):
     caplog.set_level(logging.WARNING)
     from tests.distillations import QUICK
 
@@ -107,14 +109,16 @@ def test_a_step_makes_the_host_wait_for_nothing(digits, teacher, tmp_path, stric
         loading=config.LoadingSettings(workers=1, views_on=views_on),
         processes=processes,
         checkpoints=Checkpoints(tmp_path, "distill", settings={}, parents={}),
+        val_split=data.split("val"),
     )
 
-    def after_the_last_step(_model, _ends, **_):
+    def after_the_last_step(*_, **__):
         strict("default")
         return {}
 
+    monkeypatch.setattr(loop, "validate", after_the_last_step)
     with stage_run("distill", {}, active=False) as tracker:
-        Trainer(replace(training, validate=after_the_last_step)).train(tracker)
+        Trainer(training).train(tracker)
     assert objective.steps == training.total_steps > 3 * WARM_STEPS
     assert not [message for message in caplog.messages if "compiled" in message]
 

@@ -19,7 +19,7 @@ from trainer.errors import LaunchError
 from trainer.launch import JobSpec
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import tune
-from trainer.tuning import step_timer
+from trainer.tuning import trials
 from trainer.tuning.tuning_schema import read_tuning
 
 
@@ -63,8 +63,8 @@ def tune_with_a_fault(values, places):
     os.environ["TRAINER_DEVICE"] = "cpu"
     with (
         on_rank(1, small_memory),
-        patch.object(step_timer, "LEAST_S", (0.1, 0.1)),
-        patch.object(step_timer, "LONGEST_S", (0.2, 0.2)),
+        patch.object(trials, "LEAST_S", (0.1, 0.1)),
+        patch.object(trials, "LONGEST_S", (0.2, 0.2)),
     ):
         tune.run(config.validate(config.TuneSettings, values), **places)
 

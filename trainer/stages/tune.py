@@ -37,12 +37,10 @@ from trainer.profiling.recorder import Startup
 from trainer.stages import distill, reinforce
 from trainer.tracking.stage_runs import Tracker, stage_run
 from trainer.training.checkpoints import Checkpoints, checkpoint_root
-from trainer.training.classification import batch_size_of, validate
 from trainer.training.loader_workers import measure_loading
 from trainer.training.process_group import Processes, join_processes
 from trainer.training.session import shared_artifact
 from trainer.training.spec import TrainingSpec, fit_batch
-from trainer.tuning import forecast_table
 from trainer.tuning.candidates import Workload
 from trainer.tuning.search import SearchResult, search
 from trainer.tuning.trials import (
@@ -50,11 +48,19 @@ from trainer.tuning.trials import (
     RecordingTime,
     TrialLog,
     Trials,
-    from_trial,
     measure_training,
     place_of,
 )
-from trainer.tuning.tuning_schema import FILE, Candidate, Trial, Tuning
+from trainer.tuning.tuning_schema import (
+    FILE,
+    Candidate,
+    Trial,
+    Tuning,
+    forecast_table,
+    from_trial,
+    read_tunings,
+    subject_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +95,7 @@ def run(
         parents["teacher_outputs"] = artifacts.manifest(teacher_outputs, "teacher_outputs").fingerprint
     values = settings.model_dump(mode="json")
     distilled = (settings.distill or DistillSettings()).model_dump(mode="json")
-    elsewhere = forecast_table.read_tunings(settings.elsewhere, forecast_table.subject_of(parents, distilled))
+    elsewhere = read_tunings(settings.elsewhere, subject_of(parents, distilled))
     deterministic = settings.distill is not None and settings.distill.deterministic
     with ExitStack() as stack:
         processes = stack.enter_context(join_processes(deterministic=deterministic))
@@ -185,15 +191,7 @@ class Subject:
             checkpoints=Checkpoints(root, NAME, settings={}, parents={"dataset": self.data.fingerprint}),
             teacher_outputs=recording,
             labelled_share=settings.labeled_share,
-            validate=partial(
-                validate,
-                split=self.data.split("val"),
-                processes=processes,
-                batch_size=batch_size_of(settings, processes),
-                precision=settings.precision,
-            )
-            if settings.head == "trained"
-            else None,
+            val_split=self.data.split("val") if settings.head == "trained" else None,
         )
 
     def recording_s_of(self, settings: DistillSettings) -> float | None:
@@ -202,7 +200,7 @@ class Subject:
 
     def job(self, tuned: TuneSettings) -> Workload:
         """Return what the search may not change."""
-        settings, processes, device = self.settings, self.processes, self.processes.device
+        settings, processes = self.settings, self.processes
         images = settings.epochs * len(self.samples)
         limits = {
             f"tune.largest_batch_growth is {tuned.largest_batch_growth:g}": int(
@@ -216,9 +214,7 @@ class Subject:
             images=images,
             largest_batch=max(limits[tightest], settings.batch_size),
             largest_batch_why=tightest,
-            device=device.kind,
-            has_bf16=device.has_bf16,
-            supports_bf16=device.uses_bf16("bf16"),
+            device=processes.device,
             world_size=processes.world_size,
             nodes=max(1, processes.world_size // processes.local_world_size),
             most_workers=max(1, usable_cores() // processes.local_world_size),
@@ -426,7 +422,7 @@ def _alternatives(
             there = forecast.on_nodes([*known, measured], work, nodes, assumed_efficiency=efficiency)
             yield f"nodes={nodes}", there
     others = [one for one in elsewhere if one.place.pool != measured.place.pool]
-    for one in forecast_table.forecast_table(others, [], assumed_efficiency=settings.assumed_efficiency):
+    for one in forecast_table(others, [], assumed_efficiency=settings.assumed_efficiency):
         yield f"pool={one.place.pool}" + f" nodes={one.place.nodes}" * (one.place.nodes > 1), one
     budgets = {"budget_usd": settings.budget_usd, "budget_hours": settings.budget_hours}
     epochs = forecast.epochs_that_fit(measured, uses, samples, **budgets)

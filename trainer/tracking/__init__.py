@@ -160,10 +160,19 @@ def explained() -> Iterator[None]:
 
     If it does not answer, or answers with a server error, that is a `TrackingAwayError`. Both name the URI, the reason and the next move.
     """
+    from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]  # the package ships no types
     from mlflow.exceptions import MlflowException
     from requests.exceptions import RequestException
 
-    unusable: tuple[type[Exception], ...] = (MlflowException, RequestException, sqlite3.Error, OSError)
+    # botocore's: of a server that lets its clients fetch artifacts from the bucket themselves
+    unusable: tuple[type[Exception], ...] = (
+        MlflowException,
+        RequestException,
+        sqlite3.Error,
+        OSError,
+        BotoCoreError,
+        ClientError,
+    )
     with suppress(ImportError):  # the server's image has mlflow-skinny, which has no stores of its own
         from sqlalchemy.exc import SQLAlchemyError
 

@@ -19,7 +19,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal, Self
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -65,9 +64,9 @@ class AttemptClaim:
     token: bytes
 
     def standing(self) -> Literal["newest", "superseded", "gone"]:
-        """Ask the store for the state of this attempt: no later one has begun, or one has, or there is no claim at all.
+        """Ask the store whether this is the newest attempt, or a later one has begun, or there is no claim at all.
 
-        The claims may be gone because a later attempt has ended and removed them, or because the store has lost its objects; the training's
+        They may be gone because a later attempt has ended and removed them, or because the store has lost its objects; the training's
         output shows which.
         """
         names = storage.children(self.uri)
@@ -94,19 +93,10 @@ def _highest(names: Iterable[str]) -> int:
     return max((int(match[1]) for match in matches if match), default=0)
 
 
-def newest(uri: str) -> int:
-    """Return the highest number at a training's checkpoints; 0 where there is none."""
-    return _highest(storage.children(uri))
-
-
 def claim(uri: str) -> AttemptClaim:
-    """Begin a new attempt at the training with these checkpoints.
-
-    Raises:
-        OutputError: the folder cannot be written.
-    """
+    """Begin a new attempt at the training with these checkpoints; raises `OutputError` where the folder cannot be written."""
     for _ in range(_MOST_ATTEMPTS):
-        generation = AttemptClaim(uri=uri, number=newest(uri) + 1, token=uuid.uuid4().hex.encode())
+        generation = AttemptClaim(uri=uri, number=_highest(storage.children(uri)) + 1, token=uuid.uuid4().hex.encode())
         if generation.stake():
             return generation
     raise StorageError(
@@ -126,20 +116,14 @@ class Attempts:
     """Notes this attempt and its heartbeats beside the checkpoints, where the next one finds them; with them they are removed.
 
     Each heartbeat first checks whether a later attempt has begun. It is written in the background, where it may wait for a store.
-
-    with attempts.resumed_at(first_step):
-        for step in ...:
-            attempts.heartbeat(steps completed)
     """
 
-    def __init__(
-        self, checkpoints: str, *, active: bool, rank: int = 0, check_ours: Callable[[], None] = lambda: None
-    ) -> None:
-        """Note the attempts at the training with these checkpoints, a URI; where not `active` only a failure is noted.
+    def __init__(self, checkpoints: str, *, rank: int = 0, check_ours: Callable[[], None] = lambda: None) -> None:
+        """Note the attempts at the training with these checkpoints, a URI; all but the first process note only a failure.
 
         `check_ours` raises `SupersededError` where a later attempt has begun.
         """
-        self._uri, self._active = storage.join(checkpoints, ATTEMPTS), active
+        self._uri, self._active = storage.join(checkpoints, ATTEMPTS), rank == 0
         self._checkpoints, self._rank = checkpoints, rank
         self._interval_s = _REMOTE_INTERVAL_S if storage.is_remote(checkpoints) else _LOCAL_INTERVAL_S
         self._first_step = self._steps = 0
@@ -160,46 +144,38 @@ class Attempts:
                     self._before = _RECORDS.validate_json(storage.read_bytes(self._uri))
                 except ValidationError as error:
                     logger.warning("earlier attempts are not known: %s cannot be read (%s)", self._uri, error)
-            self._begin_sign(self._write)
+            self._note(check=False)
             self._writer.wait()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
         """Note how the attempt has ended, when the last heartbeat has arrived: else it could come after what is written now, or removed.
 
-        Raises:
-            TrainerError: it failed as an earlier one did; of that one's kind, if that has a message for users.
+        An error like an earlier attempt's is raised as one that says so, of the same kind if that has a message for users.
         """
         if isinstance(error, SupersededError):
             return  # the notes are the later attempt's
         is_idle = self._writer.wait(wait_limit_s() if kind is None else LAST_WAIT_S)
         if kind is not None and self._active and is_idle:
-            self._begin_sign(self._sign)
+            self._note()
             self._writer.wait(LAST_WAIT_S)
         if isinstance(error, Exception) and not isinstance(error, PreemptedError | LostProcessError | StorageAwayError):
             self._note_failure(error)
 
     def heartbeat(self, steps: int) -> None:
-        """Note that `steps` steps are completed; written down every few seconds.
-
-        Raises:
-            SupersededError: a later attempt at this training has begun.
-        """
+        """Note, every few seconds, that `steps` steps are completed; raises `SupersededError` where a later attempt has begun."""
         self._steps = steps
         if self._writer.failure is not None:
             raise self._writer.failure
         if self._active and time.monotonic() >= self._due and self._writer.wait(0):
-            self._begin_sign(self._sign)
+            self._note()
 
     def records(self) -> tuple[AttemptRecord, ...]:
-        """Return all attempts, the last one is this; none where not active, or before it has begun."""
+        """Return all attempts, the last one is this; none on another process than the first, or before it has begun."""
         if not self._active or not self._began_unix:
             return ()
-        this = AttemptRecord(
-            began_unix=self._began_unix, seen_unix=time.time(), first_step=self._first_step, steps_seen=self._steps
-        )
+        now, first, steps = time.time(), self._first_step, self._steps
+        this = AttemptRecord(began_unix=self._began_unix, seen_unix=now, first_step=first, steps_seen=steps)
         return (*self._before, this)
 
     def _note_failure(self, error: Exception) -> None:
@@ -208,13 +184,13 @@ class Attempts:
         failure = Failure(step=self._first_step + self._steps, message=message)
         before: list[Failure] = []
         try:
-            for name in storage.children(self._checkpoints):
-                if name.startswith(FAILURE) and name.endswith(".json"):
-                    try:
-                        note = storage.read_bytes(storage.join(self._checkpoints, name))
-                        before.append(Failure.model_validate_json(note))
-                    except ValidationError as unreadable:  # such a note does not count
-                        logger.warning("an earlier failure is not known: %s cannot be read (%s)", name, unreadable)
+            names = storage.children(self._checkpoints)
+            for name in (name for name in names if name.startswith(FAILURE) and name.endswith(".json")):
+                try:
+                    note = storage.read_bytes(storage.join(self._checkpoints, name))
+                    before.append(Failure.model_validate_json(note))
+                except ValidationError as unreadable:  # such a note does not count
+                    logger.warning("an earlier failure is not known: %s cannot be read (%s)", name, unreadable)
             own = storage.join(self._checkpoints, f"{FAILURE}{self._rank}.json")
             storage.write_bytes(own, failure.model_dump_json().encode())
         except TrainerError as hindrance:
@@ -224,18 +200,17 @@ class Attempts:
         if any(one.step == failure.step and _VARIES.sub("#", one.message) == kind for one in before):
             if not known:
                 logger.error("failed again", exc_info=error)
-            raise (type(error) if known else TrainingError)(
-                f"failed twice at step {failure.step + 1} in the same way: {message}"
-            ) from error
+            again = f"failed twice at step {failure.step + 1} in the same way: {message}"
+            raise (type(error) if known else TrainingError)(again) from error
 
-    def _begin_sign(self, work: Callable[[], None]) -> None:
+    def _note(self, *, check: bool = True) -> None:
+        """Begin to write the attempts down, in the background, if they are still this one's; the training can do without."""
+
+        def write() -> None:
+            if check:
+                self._check_ours()
+            content = json.dumps([record.model_dump() for record in self.records()], indent=2)
+            storage.write_bytes(self._uri, content.encode())
+
         self._due = time.monotonic() + self._interval_s
-        self._writer.start(work, "the attempt is not noted")  # the training can do without
-
-    def _sign(self) -> None:
-        self._check_ours()
-        self._write()
-
-    def _write(self) -> None:
-        content = json.dumps([record.model_dump() for record in self.records()], indent=2)
-        storage.write_bytes(self._uri, content.encode())
+        self._writer.start(write, "the attempt is not noted")

@@ -7,7 +7,7 @@ Shapes: B samples, K classes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 
 import numpy as np
@@ -22,7 +22,6 @@ from trainer.data.dataset import Split
 from trainer.data.loader import make_loader
 from trainer.devices import Device, ReadBack
 from trainer.training.process_group import Processes, wait_limit_s
-from trainer.training.spec import ShouldStop
 
 
 def cross_entropy(
@@ -57,32 +56,29 @@ def _of(log_probabilities: Tensor, labels: Tensor) -> Tensor:
     return log_probabilities.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
 
 
-def batch_size_of(settings: TrainingSettings, processes: Processes) -> int:
-    """Return the images of a forward pass: the training's micro-batch, which is known to fit the device's memory."""
-    return -(-settings.batch_size // (processes.world_size * settings.accumulation))
-
-
 def validate(
     model: nn.Module,
     split: Split,
     processes: Processes,
+    settings: TrainingSettings,
     *,
-    batch_size: int,
-    precision: Precision,
-    should_stop: ShouldStop | None = None,
+    should_stop: Callable[[], bool] | None = None,
     workers: int = 0,
 ) -> dict[str, float] | None:
     """Measure top-1 accuracy and cross-entropy of a classifier on a split; the same on every process.
 
     Args:
         model: takes uint8 images [B, 3, S, S], gives logits [B, K].
-        should_stop: whether to stop before the end; asked after each batch.
+        settings: of its training.
+        should_stop: whether to stop before the end; asked after each batch, equally often on all processes, and answers them alike.
 
     Returns:
         `val_top1` and `val_loss`; None where it was stopped.
     """
     training, device = model.training, processes.device
     model.eval()
+    # The training's micro-batch is known to fit the device's memory.
+    batch_size = -(-settings.batch_size // (processes.world_size * settings.accumulation))
     measured: list[Tensor] = []
     mine = range(processes.rank, len(split), processes.world_size)
     most = -(-len(split) // processes.world_size)
@@ -94,18 +90,15 @@ def validate(
         pin_memory=device.pins_memory,
         timeout_s=wait_limit_s() / 2,  # before the other processes, which wait for this one, give up
     )
-    stopped = False
     with closing(loader):
         for turn in range(-(-most // batch_size)):
             if turn < len(own):
-                measured.append(_measure(model, next(loader), len(own[turn]), device, precision))
+                measured.append(_measure(model, next(loader), len(own[turn]), device, settings.precision))
             device.dispatch()
             if should_stop is not None and should_stop():
-                stopped = True
-                break
+                model.train(training)
+                return None
     model.train(training)
-    if stopped:
-        return None
     own_total = [0.0, 0.0]
     if measured:  # summed in double precision
         arrived = ReadBack({str(number): figures for number, figures in enumerate(measured)}).wait()

@@ -45,7 +45,6 @@ class LoadingTime(NamedTuple):
     """Time to make a micro-batch on one core."""
 
     seconds: float
-    """From beginning to end."""
     waiting: float
     """Part of them in which the core waited for storage; 0 if everything was in memory."""
 
@@ -54,8 +53,7 @@ def choose_workers(seconds_per_batch: float, seconds_per_step: float, *, cores: 
     """Choose the fewest loader processes per training process that keep up with the step, as far as there are cores.
 
     Args:
-        seconds_per_batch: time that loader processes can save the training process per micro-batch (`measure_loading`): all of it where
-            GPUs train; where CPUs train, only the waiting, since a core that computes for the loader does not train.
+        seconds_per_batch: time that loader processes can save the training process per micro-batch (`_relievable`).
         seconds_per_step: the device's time for a micro-batch that is loaded already.
         cores: cores of this machine that loader processes may keep busy, and one that the training processes share.
 
@@ -71,8 +69,7 @@ def choose_workers(seconds_per_batch: float, seconds_per_step: float, *, cores: 
 class MicroBatchLoader:
     """The micro-batches of one training process; which they are does not depend on who loads them.
 
-    `auto` loads in the training process until the step's time is known, and then in as many processes as keep up with it. Where the CPU
-    trains, a core that loads is one that does not train: processes there pay only for the time that loading waits for storage. Where the
+    `auto` loads in the training process until the step's time is known, and then in as many processes as keep up with it. Where the
     device traces, as many load as there are cores for.
     """
 
@@ -144,13 +141,9 @@ def measured_workers(
         return 0
     seconds = step()
     if processes.is_first:
-        logger.info(
-            "%s  a micro-batch: %.1f ms to load, %.1f ms of them waiting for storage, %.1f ms to compute with",
-            name,
-            1e3 * loading.seconds,
-            1e3 * loading.waiting,
-            1e3 * seconds,
-        )
+        figures = (1e3 * loading.seconds, 1e3 * loading.waiting, 1e3 * seconds)
+        text = "%s  a micro-batch: %.1f ms to load, %.1f ms of them waiting for storage, %.1f ms to compute with"
+        logger.info(text, name, *figures)
     return advised_workers(loading, seconds, processes)
 
 
@@ -163,16 +156,12 @@ def advised_workers(loading: LoadingTime, step_s: float, processes: Processes) -
 
 
 def _relievable(loading: LoadingTime, processes: Processes) -> float:
-    """Return the seconds that loader processes can take off this one: where a CPU trains, a core that loads does not train."""
+    """Return the seconds that loader processes can save this one: only the waiting where a CPU trains, for a core that loads does not."""
     return loading.waiting if processes.device.kind == "cpu" else loading.seconds
 
 
 def measure_loading(batches: Dataset[Any], indices: Iterable[Any]) -> LoadingTime:
-    """Measure the time of one core for a micro-batch, in this process, on a few of the batches at `indices`.
-
-    Raises:
-        DataError: an image cannot be decoded.
-    """
+    """Measure, on a few of the batches at `indices`, one core's time for a micro-batch; raises `DataError` where an image is damaged."""
     wanted = iter(indices)
     times: list[LoadingTime] = []
     # Not `torch.set_num_threads`, which also stops MKL for good from choosing the number of threads for each product: attention on a

@@ -29,9 +29,8 @@ from trainer.profiling.timeline import span
 from trainer.step_schedule import is_checkpoint_step, is_validation_step
 from trainer.tracking.stage_runs import Tracker
 from trainer.training.attempts import Attempts
-from trainer.training.checkpoints import newest
-from trainer.training.checkpoints.collection import TOP1
-from trainer.training.checkpoints.training_state import capture, restore
+from trainer.training.checkpoints import TOP1, newest
+from trainer.training.classification import validate
 from trainer.training.loader_workers import MicroBatchLoader
 from trainer.training.metric_logger import MetricLogger, ProgressBar
 from trainer.training.optimizers import (
@@ -45,18 +44,16 @@ from trainer.training.parallelize import DdpTimer, parallelize_model
 from trainer.training.prefetch import Prefetcher, make_prefetcher
 from trainer.training.process_group import Preemption
 from trainer.training.spec import Losses, TrainingSpec, check_batch
+from trainer.training.training_state import capture, restore
 
 logger = logging.getLogger(__name__)
 
 VALIDATION = "validation"
 """In `TrainingState.pending`: the last step's validation is still to be done."""
-
 _NOISE = 0x6E6F697365
 """Keeps the seeds of dropout and stochastic depth apart from all other draws of the same seed."""
-
 _SHOWN = 4
 """Images whose attention is recorded."""
-
 _NAMED = 3
 """Weights that a message names."""
 
@@ -96,12 +93,10 @@ class Trainer:
         self._ema = AveragedModel(self.model, settings.ema_decay, processes.device) if settings.ema_decay else None
         self._statistics = running_statistics(self.model) if processes.world_size > 1 else []
         self._best: float | None = None
-        self._attempts = Attempts(
-            training.checkpoints.uri,
-            active=processes.is_first,
-            rank=processes.rank,
-            check_ours=training.checkpoints.check_ours,
-        )
+        self.measured: Mapping[str, float] = {}
+        """What the last validation measured."""
+        checkpoints = training.checkpoints
+        self._attempts = Attempts(checkpoints.uri, rank=processes.rank, check_ours=checkpoints.check_ours)
         self.loader = LoaderStats()
         # What is measured is a part of a common graph where devices trace.
         alike = processes.device.traces and processes.world_size > 1
@@ -205,8 +200,7 @@ class Trainer:
     def train_step(self, step: int, batches: Prefetcher) -> Losses:
         """Take one optimiser step.
 
-        Returns:
-            This process's losses, left on the device: their mean over the processes is that over the step's images.
+        Returns this process's losses, left on the device: their mean over the processes is that over the step's images.
         """
         settings, processes = self.settings, self.processes
         processes.device.seed(int(random_bits(_NOISE, self.training.seed, step, processes.rank)) >> 1)
@@ -274,14 +268,18 @@ class Trainer:
         self, step: int, metrics: MetricLogger, preemption: Preemption | None = None
     ) -> Mapping[str, float] | None:
         """Measure the model after `step`; empty where there is no way to, None where `preemption` has ended it."""
-        if self.training.validate is None:
+        split, workers = self.training.val_split, self.loader.workers or 0
+        if split is None:
             return {}
         # Without `preemption` a request to end takes effect at once.
         what = f"the validation after step {step + 1}"
         should_stop = None if preemption is None else partial(preemption.should_stop, what)
         with span("evaluate"):
-            scores = self.training.validate(self.result, should_stop, workers=self.loader.workers or 0)
+            scores = validate(
+                self.result, split, self.processes, self.settings, should_stop=should_stop, workers=workers
+            )
             if scores is not None:
+                self.measured = scores
                 metrics.metrics(step, scores)
         return scores
 
@@ -299,11 +297,7 @@ class Trainer:
                 self.save_checkpoint(step + 1, top1=top1, needed=needed)
 
     def _stop(self, step: int, scores: Mapping[str, float] | None, metrics: MetricLogger) -> None:
-        """Write the last checkpoint after `step`, and end this attempt.
-
-        Raises:
-            PreemptedError: always.
-        """
+        """Write the last checkpoint after `step`, and end this attempt by `PreemptedError`."""
         metrics.flush()
         with span("checkpoint"):
             pending = (VALIDATION,) if scores is None else ()
@@ -319,11 +313,7 @@ class Trainer:
     ) -> None:
         """Copy the state after `steps` steps, which is then written in the background; all processes take part, the first one writes.
 
-        The arguments are those of `capture` and `Checkpoints.save`.
-
-        Raises:
-            TrainingError: weights are not finite; they are not kept.
-            TrainerError: as `Checkpoints.save`.
+        The arguments are those of `capture` and `Checkpoints.save`, as are the errors; besides, weights that are not finite are refused.
         """
         average = self._ema.model if self._ema else None
         state = capture(steps, self.model, self._optimizer, average, processes=self.processes, pending=pending)

@@ -36,7 +36,6 @@ class ProgressBar:
     """Shows how far a training is, by a bar on a terminal, plain lines in a log; does nothing where it is not active."""
 
     def __init__(self, name: str, *, first_step: int, total_steps: int, images_per_step: int, active: bool) -> None:
-        """For the steps first_step .. total_steps - 1 of the training `name`."""
         self._name, self._first, self._total, self._images = name, first_step, total_steps, images_per_step
         self._active, self._start, self._last_line = active, time.monotonic(), -LINE_INTERVAL_S
         self._bar = (
@@ -89,19 +88,13 @@ class ProgressBar:
             return
         self._last_line = now
         rate, within_steps = (done - self._first) / max(now - self._start, 1e-9), measured()
-        logger.info(
-            "%s  step %d/%d  %s  %s  %.0f s left",
-            self._name,
-            done,
-            self._total,
-            text,
-            f"{rate * self._images:.0f} images/s so far" if within_steps is None else f"{within_steps:.0f} images/s",
-            (self._total - done) / rate,
-        )
+        speed = f"{rate * self._images:.0f} images/s so far" if within_steps is None else f"{within_steps:.0f} images/s"
+        left_s = (self._total - done) / rate
+        logger.info("%s  step %d/%d  %s  %s  %.0f s left", self._name, done, self._total, text, speed, left_s)
 
 
 class MetricLogger:
-    """Logs losses every `log_every` steps, and checks that they are finite.
+    """Logs losses every `log_every` steps; raises `TrainingError` where one that arrived is not finite.
 
     The losses of an interval leave the device together, those of all processes, and are taken in when they have arrived: at once on a CPU,
     on a GPU during the next interval. So the host waits for them only at the end, and before a checkpoint.
@@ -114,11 +107,7 @@ class MetricLogger:
         self._sent: _Losses | None = None
 
     def log(self, step: int, losses: Mapping[str, Tensor]) -> None:
-        """Take a step's losses, scalars on the device; at the end of an interval they are sent.
-
-        Raises:
-            TrainingError: a loss that arrived is not finite.
-        """
+        """Take a step's losses, scalars on the device; at the end of an interval they are sent."""
         self._waiting.append((step, losses))
         if self._sent is not None and self._sent.arrived:
             self._publish()
@@ -126,11 +115,7 @@ class MetricLogger:
             self._send()
 
     def flush(self) -> None:
-        """Before a checkpoint: wait for all losses, and pass them on.
-
-        Raises:
-            TrainingError: one of them is not finite.
-        """
+        """Before a checkpoint: wait for all losses, and pass them on."""
         if self._waiting:
             # A GPU could not say who is missing.
             self._processes.barrier(f"the losses of step {self._waiting[-1][0] + 1}")
@@ -138,7 +123,6 @@ class MetricLogger:
         self._publish()
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass metrics on to the evidence and to MLflow."""
         self._recorder.metrics(step, values)
         self._tracker.metrics(step, {f"{self._name}/{name}": value for name, value in values.items()})
         if "val_top1" in values:

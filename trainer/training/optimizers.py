@@ -32,17 +32,15 @@ def parameter_groups(model: nn.Module, *, weight_decay: float, layer_decay: floa
     Biases, norms and what the model's `no_weight_decay()` names are not decayed. With `layer_decay` below 1 the learning rate of
     each block is that of the block above times `layer_decay`.
     """
-    groups: list[dict[str, Any]]
     if isinstance(model, Classifier):  # all its weights are its network's, which knows its own layers
         model = model.network
     named: Any = getattr(model, "no_weight_decay", tuple)  # timm's models and ours have it, torch's own have not
-    exempt = tuple(named())
+    options: dict[str, Any] = {"weight_decay": weight_decay, "no_weight_decay_list": tuple(named())}
+    groups: list[dict[str, Any]]
     if layer_decay < 1:
-        groups = param_groups_layer_decay(
-            model, weight_decay=weight_decay, no_weight_decay_list=exempt, layer_decay=layer_decay
-        )
+        groups = param_groups_layer_decay(model, layer_decay=layer_decay, **options)
     else:
-        groups = param_groups_weight_decay(model, weight_decay=weight_decay, no_weight_decay_list=exempt)
+        groups = param_groups_weight_decay(model, **options)
     return [{"lr_scale": 1.0} | group for group in groups if group["params"]]
 
 
@@ -50,16 +48,14 @@ def make_optimizer(
     groups: list[dict[str, Any]], settings: TrainingSettings, processes: Processes
 ) -> torch.optim.Optimizer:
     """Make a fused AdamW over `groups`; its state is sharded over the processes where `zero` is set and there are several."""
-    options: dict[str, Any] = {
-        "lr": settings.peak_learning_rate(),
-        "betas": (settings.beta1, settings.beta2),
-    } | processes.device.adamw_options
-    optimizer = (
-        processes.device.sharded_adamw(groups, options, clip_norm=settings.clip_norm)
-        if settings.zero and processes.world_size > 1
-        else torch.optim.AdamW(groups, **options)
-    )
-    if processes.device.traces:
+    device, betas = processes.device, (settings.beta1, settings.beta2)
+    options: dict[str, Any] = {"lr": settings.peak_learning_rate(), "betas": betas} | device.adamw_options
+    optimizer: torch.optim.Optimizer
+    if settings.zero and processes.world_size > 1:
+        optimizer = device.sharded_adamw(groups, options, clip_norm=settings.clip_norm)
+    else:
+        optimizer = torch.optim.AdamW(groups, **options)
+    if device.traces:
         # Made in the first step, AdamW's state would make that another graph than those that follow.
         local = local_optimizer(optimizer)
         for weight in (weight for group in local.param_groups for weight in group["params"]):

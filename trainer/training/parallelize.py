@@ -93,7 +93,6 @@ class CompileCounter:
         self._seen = 0
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        """Compile one graph; torch.compile calls it."""
         self.count += torch.is_grad_enabled()
         compiled: Callable[..., Any] = self._compile(graph, inputs)
         return compiled
@@ -103,9 +102,8 @@ class CompileCounter:
         if steps == WARM_STEPS and not self.count:
             logger.warning("%s  nothing of the model was compiled, so it trains uncompiled; set compile=off", name)
         if steps > WARM_STEPS and self.count > self._seen:
-            logger.warning(
-                "%s  compiled again after %d steps (%d graphs by now), which costs time", name, steps, self.count
-            )
+            text = f"compiled again after {steps} steps ({self.count} graphs by now), which costs time"
+            logger.warning("%s  %s", name, text)
         self._seen = self.count
 
 
@@ -131,12 +129,10 @@ class DdpTimer:
         """Return the means over the passes that were read; None before the first one was."""
         if not self._timings:
             return None
-        _, backward, exchange, hidden = (
-            1e-9 * sum(column) / len(column) for column in zip(*self._timings, strict=True)
-        )
-        return CommunicationRecord(
-            steps=len(self._timings), backward_s=backward, exchange_s=exchange, hidden_s=min(hidden, exchange)
-        )
+        count = len(self._timings)
+        _, backward, exchange, hidden = (1e-9 * sum(column) / count for column in zip(*self._timings, strict=True))
+        hidden = min(hidden, exchange)
+        return CommunicationRecord(steps=count, backward_s=backward, exchange_s=exchange, hidden_s=hidden)
 
 
 def parallelize_model(
@@ -162,7 +158,16 @@ def parallelize_model(
         compile_blocks(model, graphs)
     if processes.world_size == 1 or processes.device.share_weights(model):
         return model, graphs
-    return _share(model, settings), graphs
+    shared = DistributedDataParallel(
+        model,
+        gradient_as_bucket_view=True,
+        forward_sync_buffers=False,
+        # Torch learns a static graph from the first backward pass, and fails an assertion of its own if that is not synchronised.
+        static_graph=settings.accumulation == 1,
+    )
+    if settings.gradient_compression == "bf16":
+        shared.register_comm_hook(None, bf16_compress_hook)
+    return shared, graphs
 
 
 def compile_blocks(model: nn.Module, graphs: CompileCounter) -> None:
@@ -182,17 +187,3 @@ def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
             yield from child
         else:
             yield from repeated_blocks(child)
-
-
-def _share(model: nn.Module, settings: TrainingSettings) -> DistributedDataParallel:
-    """Let the processes exchange the gradients of a model."""
-    shared = DistributedDataParallel(
-        model,
-        gradient_as_bucket_view=True,
-        forward_sync_buffers=False,
-        # Torch learns a static graph from the first backward pass, and fails an assertion of its own if that is not synchronised.
-        static_graph=settings.accumulation == 1,
-    )
-    if settings.gradient_compression == "bf16":
-        shared.register_comm_hook(None, bf16_compress_hook)
-    return shared

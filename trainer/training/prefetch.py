@@ -18,6 +18,8 @@ from trainer.data.views.rendering import make_views, mix
 from trainer.devices import Device
 from trainer.profiling.timeline import span
 
+Parts = TypeVar("Parts", Mixing, Recorded)
+
 
 def make_prefetcher(batches: Iterator[Batch], views: Views, device: Device) -> Prefetcher:
     """Choose how these micro-batches come to this device, in their order; `views` says how it makes what the loader left to it."""
@@ -85,7 +87,6 @@ class ThreadedPrefetcher(Prefetcher):
         self._ahead = device.send_ahead(_parted(render(batch, views)) for batch in batches)
 
     def next(self) -> Batch:
-        """Return the next micro-batch, on the device."""
         with span("data"):
             tensors, held = next(self._ahead)
         sent = iter(tensors)
@@ -95,7 +96,6 @@ class ThreadedPrefetcher(Prefetcher):
         """Do nothing: threads send the micro-batches."""
 
     def close(self) -> None:
-        """End the threads."""
         self._ahead.close()
 
 
@@ -138,13 +138,10 @@ def _moved(batch: Batch, move: Callable[[Tensor], Tensor]) -> Batch:
         # Files are decoded from the host's memory.
         images=move(batch.images) if batch.lengths is None else batch.images,
         labels=move(batch.labels),
-        mixing=None if batch.mixing is None else _each(batch.mixing, move),
-        recorded=None if batch.recorded is None else _each(batch.recorded, move),
+        mixing=batch.mixing and _each(batch.mixing, move),
+        recorded=batch.recorded and _each(batch.recorded, move),
         label_weights=None if batch.label_weights is None else move(batch.label_weights),
     )
-
-
-Parts = TypeVar("Parts", Mixing, Recorded)
 
 
 def _each(parts: Parts, move: Callable[[Tensor], Tensor]) -> Parts:

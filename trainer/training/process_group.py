@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,11 +47,7 @@ _PLACE = re.compile(r"^\[\S+:\d+\] ")
 
 
 def wait_limit_s() -> float:
-    """Return how long a process waits for the others before it gives up, in seconds.
-
-    Raises:
-        SettingsError: `TRAINER_WAIT_S` is not a number above 0.
-    """
+    """Return how long a process waits for the others, in seconds; raises `SettingsError` for a `TRAINER_WAIT_S` not above 0."""
     text = os.environ.get(WAIT_VARIABLE) or str(DEFAULT_WAIT_S)
     try:
         seconds = float(text)
@@ -84,13 +79,11 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes and reports."""
         return self.rank == 0
 
     def barrier(self, what: str = "a barrier of all processes") -> None:
-        """Wait for all processes."""
         if self.world_size > 1:
-            with self._collective(what):
+            with self.waiting(what, is_collective=True):
                 dist.barrier(group=self.host)
 
     def gather(self, value: T, what: str = "an exchange between all processes") -> list[T]:
@@ -98,7 +91,7 @@ class Processes:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        with self._collective(what):
+        with self.waiting(what, is_collective=True):
             dist.all_gather_object(values, value, group=self.host)
         return values
 
@@ -111,12 +104,9 @@ class Processes:
             dist.all_reduce(summed)
         return summed
 
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Stand around torch's own waits for the other processes: says who is missing where one fails."""
-        return nullcontext() if self.watchdog is None else self.watchdog.waiting(what)
-
-    def _collective(self, what: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.watchdog is None else self.watchdog.collective(what)
+    def waiting(self, what: str, *, is_collective: bool = False) -> AbstractContextManager[None]:
+        """Stand around torch's own waits for the other processes: as `CollectiveWatchdog.waiting`."""
+        return nullcontext() if self.watchdog is None else self.watchdog.waiting(what, is_collective=is_collective)
 
 
 @contextmanager
@@ -151,12 +141,12 @@ def _join(device: Device, local_rank: int) -> Processes:
     except dist.DistError as error:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise LostProcessError(
-            f"the processes' rendezvous {place} did not answer, or not all came to it, within {limit.total_seconds():g} s "
+            f"the processes' rendezvous {place} did not answer, or not all came to it, within {limit_s:g} s "
             f"({str(error).splitlines()[0]}); look whether the first node and all processes run"
         ) from error
     store.set_timeout(limit)
     watchdog = CollectiveWatchdog(PrefixStore(_KEYS, store), rank=rank, world_size=world_size, limit_s=limit_s)
-    with watchdog.collective("the start of all processes"):
+    with watchdog.waiting("the start of all processes", is_collective=True):
         dist.init_process_group(
             device.backend,
             store=store,
@@ -192,8 +182,7 @@ def prove_one_group(processes: Processes, *, expected: int) -> None:
             f"group (backend {processes.device.backend}, world size {processes.world_size}{_place(processes)}) and would train isolated "
             "copies; check the launcher's environment"
         )
-    place = processes.device.place
-    if place is not None and place != (processes.rank, processes.world_size):
+    if processes.device.place not in (None, (processes.rank, processes.world_size)):
         raise TrainingError(
             f"the launcher calls this process {processes.rank} of {processes.world_size}{_place(processes)}: their exchanges would be "
             "mixed up; check the launcher's environment"
@@ -201,42 +190,24 @@ def prove_one_group(processes: Processes, *, expected: int) -> None:
 
 
 def _place(processes: Processes) -> str:
-    """Say which process the device's runtime takes this one for."""
-    place = processes.device.place
-    if place is None:
+    if (place := processes.device.place) is None:
         return ""
     return f"; the runtime PJRT_DEVICE={os.environ.get('PJRT_DEVICE')} calls this process {place[0]} of {place[1]}"
 
 
-class Preemption:
-    """Whether this training is to end before its time.
+class Preemption(EndRequest):
+    """A request to end this training before its time, of any of its processes.
 
     Each process says at the end of a step whether it was asked to end, and receives at the end of the next one what the others said: the
     all-reduce runs while that step computes. So all processes know of it at the same step, two steps after the request at most.
-
-    with Preemption(processes) as preemption:
-        for step in ...:             # the first one, which compiles, ends at once
-            ...
-            if preemption.should_stop("step 7"):
-                save and end
-        if preemption.should_stop("the end", wait=True):
-            save and end
     """
 
     def __init__(self, processes: Processes) -> None:
-        self._processes, self._request = processes, EndRequest()
+        super().__init__()
+        self._processes = processes
         self._requested = torch.zeros((), dtype=torch.int32)
         self._pending: dist.Work | None = None
         self._ending = False
-
-    def __enter__(self) -> Self:
-        self._request.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._request.__exit__(kind, error, trace)
 
     def should_stop(self, what: str, *, wait: bool = False) -> bool:
         """Return whether all processes are to stop here; the same on all of them, which ask equally often.
@@ -246,12 +217,12 @@ class Preemption:
         Args:
             wait: whether to count every request up to now, which waits for the other processes.
         """
-        self._request.defer()
+        self.defer()
         if self._processes.world_size == 1:
-            return self._request.came
+            return self.came
         self._receive(what)
         if not self._ending:
-            self._requested.fill_(self._request.came)
+            self._requested.fill_(self.came)
             self._pending = dist.all_reduce(
                 self._requested, op=dist.ReduceOp.MAX, group=self._processes.host, async_op=True
             )
@@ -260,7 +231,6 @@ class Preemption:
         return self._ending
 
     def _receive(self, what: str) -> None:
-        """Take in what the processes have said at the last call."""
         if self._pending is not None:
             with self._processes.waiting(what):
                 self._pending.wait()
@@ -284,41 +254,27 @@ class CollectiveWatchdog:
         self._number = 0
 
     @contextmanager
-    def collective(self, what: str) -> Iterator[None]:
-        """Note that this process has reached a collective, in which the block waits for the others."""
-        self._number += 1
-        try:
-            self._note()
-            yield
-        except RuntimeError as error:
-            self._raise_lost(what, error)
-            raise
+    def waiting(self, what: str, *, is_collective: bool = False) -> Iterator[None]:
+        """Guard a block that waits for the others: torch's error about them becomes a `LostProcessError` that says who is missing.
 
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Guard a wait as `collective` does, in every step: nothing is noted unless it fails."""
+        That this process has reached a collective is noted before; of a wait in every step nothing is noted unless it fails.
+        """
+        self._number += is_collective
         try:
+            if is_collective:
+                self._note()
             yield
         except RuntimeError as error:
-            self._number += 1
-            self._raise_lost(what, error)
-            raise
+            self._number += not is_collective
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            if not isinstance(error, DistError) and not _FROM_TORCH.search(reason):
+                raise
+            reason = _PLACE.sub("", reason).partition(". ")[0]
+            roll = _within(_STORE_S, lambda: self._call_the_roll(gave_up=bool(_GAVE_UP.search(reason))))
+            raise LostProcessError(_message(what, reason, roll, self._limit_s)) from error
 
     def _note(self, *, gave_up: bool = False) -> None:
         self._store.set(str(self._rank), json.dumps([self._number, gave_up]))
-
-    def _raise_lost(self, what: str, error: RuntimeError) -> None:
-        """Turn torch's error about the other processes into one that names those who are missing; any other error is left.
-
-        Raises:
-            LostProcessError: it is one.
-        """
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        if not isinstance(error, DistError) and not _FROM_TORCH.search(reason):
-            return
-        reason = _PLACE.sub("", reason).partition(". ")[0]
-        roll = _within(_STORE_S, lambda: self._call_the_roll(gave_up=bool(_GAVE_UP.search(reason))))
-        raise LostProcessError(_message(what, reason, roll, self._limit_s)) from error
 
     def _call_the_roll(self, *, gave_up: bool) -> tuple[list[int], bool]:
         """Return the ranks that have not come as far as this process, and whether somebody has waited for them to the limit.

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,11 @@ from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.recorder import Recorder, Startup
 from trainer.served_student.preprocessing import Square
 from trainer.tracking.stage_runs import Tracker, stage_run
-from trainer.training.checkpoints import Checkpoints, checkpoint_root, root_is_shared
-from trainer.training.checkpoints.collection import compatible
-from trainer.training.classification import batch_size_of, validate
+from trainer.training.checkpoints import Checkpoints, checkpoint_root, compatible, root_is_shared
+from trainer.training.classification import validate
 from trainer.training.loop import Trainer
 from trainer.training.process_group import Processes, join_processes
-from trainer.training.spec import Objective, ShouldStop, TrainingSpec, fit_batch
+from trainer.training.spec import Objective, TrainingSpec, fit_batch
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +66,10 @@ class Session:
 
     @property
     def seed(self) -> int:
-        """Of weights, order and views."""
         return self.settings.seed or 0
 
     @property
     def values(self) -> dict[str, Any]:
-        """The settings, as manifests hold them."""
         return self.settings.model_dump(mode="json")
 
     def train(
@@ -108,11 +104,8 @@ class Session:
             self._fitted.update({name: self.values[name] | batch} if nested else batch)
             settings = fitted
         if self.processes.is_first and settings.precision == "bf16" and not self.processes.device.uses_bf16("bf16"):
-            logger.warning(
-                "%s  precision=bf16 is not used: this processor has no bf16 instructions, and emulated bf16 is 10 to 15 times slower "
-                "than fp32; training in fp32",
-                name,
-            )
+            text = "this processor has no bf16 instructions, and emulated bf16 is 10 to 15 times slower than fp32; training in fp32"
+            logger.warning("%s  precision=bf16 is not used: %s", name, text)
         checkpoints = Checkpoints(
             self.checkpoint_root,
             name,
@@ -136,7 +129,7 @@ class Session:
             checkpoints=checkpoints,
             layer_decay=layer_decay,
             teacher_outputs=teacher_outputs,
-            validate=partial(self._measure, settings) if labelled else None,
+            val_split=self.data.split("val") if labelled else None,
             watch=self.watch,
             labelled_share=labelled_share,
         )
@@ -153,6 +146,7 @@ class Session:
             if isinstance(error, TrainerError):
                 raise type(error)(f"{error}; what it recorded is at {kept}") from error
             raise
+        self._measured.update(trainer.measured)
         trainer.recorder.write(self.evidence.path)
         self.startup.begin_again()
         return trained
@@ -172,7 +166,6 @@ class Session:
         return True
 
     def _context(self, training: TrainingSpec, known: ContextRecord) -> ContextRecord:
-        """Return what is known of a training, with what the stage knows."""
         labels = training.samples.labels
         counts = np.bincount(labels[labels >= 0], minlength=len(self.data.classes)).tolist()
         return known.model_copy(
@@ -187,30 +180,14 @@ class Session:
             }
         )
 
-    def _measure(
-        self, settings: TrainingSettings, model: nn.Module, should_stop: ShouldStop | None = None, *, workers: int = 0
-    ) -> Mapping[str, float] | None:
-        """Measure accuracy and loss on the validation split; None where `should_stop` has ended it."""
-        measured = validate(
-            model,
-            split=self.data.split("val"),
-            processes=self.processes,
-            batch_size=batch_size_of(settings, self.processes),
-            precision=settings.precision,
-            should_stop=should_stop,
-            workers=workers,
-        )
-        self._measured.update(measured or {})
-        return measured
-
     def keep(self, model: Classifier, settings: TrainingSettings) -> None:
         """Write the stage's result into its model directory, with its accuracy on the validation split where it has a head.
 
-        Args:
-            settings: how it is measured where no training has done it.
+        It is measured with `settings` where no training has done it.
         """
         if not self._measured and model.card.labels:
-            self._measure(settings, model.to(self.processes.device.torch_device))
+            on_device, split = model.to(self.processes.device.torch_device), self.data.split("val")
+            self._measured.update(validate(on_device, split, self.processes, settings) or {})
         self.check_ours()
         if self.processes.is_first:
             model.card = replace(model.card, square=self.square)
@@ -219,16 +196,11 @@ class Session:
             self.model.figures.update(models.describe(model) | accuracy)
 
     def check_ours(self) -> None:
-        """Make sure, before the outputs are written, that no later attempt at this stage writes them too.
-
-        Raises:
-            SupersededError: one does.
-        """
+        """Raise `SupersededError`, before the outputs are written, where a later attempt at this stage writes them too."""
         for checkpoints in self._trainings:
             checkpoints.check_ours()
 
     def remove_checkpoints(self) -> None:
-        """Drop the checkpoints of all trainings: the result is complete."""
         if self.processes.is_first:
             for checkpoints in self._trainings:
                 checkpoints.remove()
@@ -280,7 +252,7 @@ def open_session(
     parents: Mapping[str, str],
     model: str | Path,
     evidence: str | Path,
-    startup: Startup | None = None,
+    startup: Startup,
 ) -> Iterator[Session]:
     """Join the processes, start the stage's tracked run, make its two outputs; complete them when the block ends well.
 
@@ -291,7 +263,6 @@ def open_session(
     """
     values = settings.model_dump(mode="json")
     square = data.square  # a data set that does not say it is refused before anything is trained
-    startup = startup or Startup()
     with ExitStack() as stack:
         with startup.part("join"):
             processes = stack.enter_context(join_processes(deterministic=settings.deterministic))

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
 
 from trainer.config import LoadingSettings, TrainingSettings, WatchSettings
+from trainer.data import loader
 from trainer.data.batch import Batch
-from trainer.data.loader import (
-    RecordedOutputs,
-    Samples,
-    Views,
-    makes_views_on_device,
-    micro_batch_size,
-    positions,
-    shard_positions,
-)
+from trainer.data.dataset import Split
 from trainer.data.sampler import StatelessSampler
 from trainer.data.views.rendering import mixes
 from trainer.errors import SettingsError
@@ -33,9 +26,6 @@ Fitted = TypeVar("Fitted", bound=TrainingSettings)
 
 Losses = dict[str, Tensor]
 """Named scalar losses; `loss` is the one that is minimised."""
-
-ShouldStop = Callable[[], bool]
-"""Whether to stop before the end; all processes ask equally often and get the same answer."""
 
 
 class Objective(Protocol):
@@ -59,16 +49,6 @@ class Objective(Protocol):
         ...
 
 
-class Validate(Protocol):
-    """Measures a model on the validation split."""
-
-    def __call__(
-        self, model: nn.Module, should_stop: ShouldStop | None = None, *, workers: int = 0
-    ) -> Mapping[str, float] | None:
-        """Return its metrics, with images from `workers` loader processes; None where `should_stop` has ended it."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainingSpec:
     """One training: what is learned, from what, and how."""
@@ -76,7 +56,7 @@ class TrainingSpec:
     name: str
     """`mae`, `finetune` or `distill`: names its evidence, metrics and checkpoints."""
     objective: Objective
-    samples: Samples
+    samples: loader.Samples
     view_size: int
     """Edge of the views, in pixels."""
     settings: TrainingSettings
@@ -85,9 +65,10 @@ class TrainingSpec:
     processes: Processes
     checkpoints: Checkpoints
     layer_decay: float = 1.0
-    teacher_outputs: RecordedOutputs | None = None
+    teacher_outputs: loader.RecordedOutputs | None = None
     """Recorded outputs, which travel with the batches; their views are seen again. None: a new view each epoch, drawn from `seed`."""
-    validate: Validate | None = None
+    val_split: Split | None = None
+    """Where the model's accuracy is measured; None where it is no classifier."""
     watch: WatchSettings = field(default_factory=WatchSettings)
     """Which rules judge it while it runs."""
     labelled_share: float = 0.0
@@ -95,12 +76,10 @@ class TrainingSpec:
 
     @property
     def seed(self) -> int:
-        """Of weights, order and views."""
         return self.loading.seed or 0
 
     @property
     def total_steps(self) -> int:
-        """Optimiser steps of the whole training."""
         return step_count(self.settings, len(self.samples))
 
     @property
@@ -118,31 +97,31 @@ class TrainingSpec:
         )
 
     @property
-    def views(self) -> Views:
-        """The views of the samples."""
-        return Views(
+    def views(self) -> loader.Views:
+        return loader.Views(
             self.samples,
             size=self.view_size,
             seed=self.seed if self.teacher_outputs is None else self.teacher_outputs.view_seed,
             settings=self.settings.views,
-            on_device=makes_views_on_device(self.loading.views_on or "auto", self.processes.device.kind),
+            on_device=loader.makes_views_on_device(self.loading.views_on or "auto", self.processes.device.kind),
             decode_on=self.loading.decode_on or "cpu",
             exact=self.teacher_outputs is not None,
         )
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of a step."""
         return learning_rate_at(step, self.settings, samples=len(self.samples))
 
     def positions(self, first_step: int, last_step: int, rank: int) -> Iterator[int]:
         """Yield where the micro-batches of a process begin in the order."""
         world_size = self.processes.world_size
-        return positions(self.settings, first_step=first_step, last_step=last_step, rank=rank, world_size=world_size)
+        return loader.positions(
+            self.settings, first_step=first_step, last_step=last_step, rank=rank, world_size=world_size
+        )
 
     def names(self, step: int, rank: int) -> list[str]:
         """Return the names of the samples that a process sees in a step."""
         order = self.order
-        runs = shard_positions(self.settings, step=step, rank=rank, world_size=self.processes.world_size)
+        runs = loader.shard_positions(self.settings, step=step, rank=rank, world_size=self.processes.world_size)
         return [name for run in runs for name in self.samples.names(order.take(run.start, run.stop).indices)]
 
 
@@ -161,7 +140,7 @@ def check_batch(settings: TrainingSettings, processes: Processes) -> None:
     Raises:
         SettingsError: there are too few images, or not equally many for all where each size would be a graph of its own.
     """
-    most, parts = micro_batch_size(settings, processes.world_size), processes.world_size * settings.accumulation
+    most, parts = loader.micro_batch_size(settings, processes.world_size), processes.world_size * settings.accumulation
     if processes.device.traces and most * parts != settings.batch_size:
         raise SettingsError(
             f"batch_size = {settings.batch_size} cannot be dealt evenly to {processes.world_size} processes x {settings.accumulation} "

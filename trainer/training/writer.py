@@ -17,7 +17,6 @@ LAST_WAIT_S = 10.0
 MOST_FAILURES = 3
 """Failed writes in a row after which the training ends: it would lose more and more, and no one may be reading the log. Where a store is
 away they come one after the other, so there it ends after the time that processes wait for one another."""
-
 PASSING = (OutputError, StorageError, OSError)
 """What may be better the next time: a full disk, a store that is away."""
 
@@ -28,17 +27,14 @@ class Writer:
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread: threading.Thread | None = None
-        self._failures: list[Exception] = []
-        """Of the last writes in a row."""
-        self._failing_s = 0.0
-        """When the first of them failed."""
+        self._failures: list[Exception] = []  # of the last writes in a row
+        self._failing_s = 0.0  # when the first of them failed
 
     def start(self, work: Callable[[], None], failed: str, *, counts: bool = False) -> None:
         """Begin something; what was begun before must have been waited for.
 
-        Args:
-            counts: whether it is a write, which counts where it fails in a way that may pass. What does not count is repeated anyway, so
-                the log says nothing of it while the store is away.
+        A write `counts` where it fails in a way that may pass. What does not count is repeated anyway, so the log says nothing of it while
+        the store is away.
         """
         # A daemon: a process that has to end at once leaves an unfinished checkpoint, which no reader accepts.
         self._thread = threading.Thread(target=self._run, args=(work, failed, counts), name="checkpoint", daemon=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from trainer.devices import Device
 from trainer.tuning.tuning_schema import Candidate, Trial
 
 
@@ -22,12 +23,7 @@ class Workload:
     """That may be tried ..."""
     largest_batch_why: str
     """... and what does not allow a larger one."""
-    device: str
-    """`cpu`, `cuda` or `xla`."""
-    has_bf16: bool
-    """Whether `precision=auto` is bf16 here."""
-    supports_bf16: bool = True
-    """Whether `precision=bf16` is bf16 here."""
+    device: Device
     world_size: int
     nodes: int
     most_workers: int
@@ -40,16 +36,6 @@ class Workload:
     """Why the distillation cannot learn from recorded outputs; empty if it can."""
     relates_images: bool = False
     """Whether a loss compares the images of a micro-batch, whose size is then a part of what is learned."""
-
-    def uses_bf16(self, candidate: Candidate) -> bool:
-        """Whether a candidate computes in bf16."""
-        return self.supports_bf16 and (
-            candidate.precision == "bf16" or (candidate.precision == "auto" and self.has_bf16)
-        )
-
-    def compiles(self, candidate: Candidate) -> bool:
-        """Whether a candidate is compiled."""
-        return candidate.compile == "on" or (candidate.compile == "auto" and self.device == "cuda")
 
     def fixed_s(self, candidate: Candidate, startup_s: float) -> float:
         """Seconds of the whole distillation that do not depend on its rate."""
@@ -73,7 +59,7 @@ class Proposal:
     why: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Skipped:
     """Something that would not pay for its trial here."""
 
@@ -138,25 +124,24 @@ def _workers(best: Trial, job: Workload) -> Proposals:
     fewer = {advised: "so many keep up with the step by what loading was measured to take"}
     if crowded:
         fewer.setdefault(job.most_workers, f"there are cores for {job.most_workers}")
-    if job.device == "cpu":
+    if job.device.kind == "cpu":
         fewer.setdefault(0, "where a CPU trains, a loader process takes from the training what it gives to it")
-    if job.device != "cpu" or not crowded:
+    if job.device.kind != "cpu" or not crowded:
         fewer.setdefault(has // 2, "each takes part of a core and of the memory")
     for number, why in fewer.items():
         if number < has:
             yield _changed("workers", best, number, _CROWDED if crowded else _FEWER, why)
     if waits < _LEAST_WAIT:
-        yield Skipped(field="more loader processes", why=f"{waits:.1%} of a step waits for data")
+        yield Skipped("more loader processes", f"{waits:.1%} of a step waits for data")
         return
     bound = 1 / (1 - min(waits, 0.95))
     if advised > has:
-        yield _changed(
-            "workers", best, advised, bound, f"{waits:.0%} of a step waits for data, and so many keep up with it"
-        )
+        why = f"{waits:.0%} of a step waits for data, and so many keep up with it"
+        yield _changed("workers", best, advised, bound, why)
     more = more_workers(best, job)
     if more > max(has, advised):
         # Where a CPU trains, a core that loads is one that does not train, and the wait is mostly loading itself.
-        gain = bound if job.device != "cpu" else 1 + (bound - 1) / 2
+        gain = bound if job.device.kind != "cpu" else 1 + (bound - 1) / 2
         yield _changed("workers", best, more, gain, f"{waits:.0%} of a step waits for data")
 
 
@@ -176,16 +161,14 @@ def held_up(trial: Trial, best: Trial, job: Workload) -> Iterator[Proposal]:
 
 def _teacher(best: Trial, job: Workload) -> Proposals:
     if job.no_recording:
-        yield Skipped(field="recorded outputs of the teacher", why=job.no_recording)
+        yield Skipped("recorded outputs of the teacher", job.no_recording)
         return
     if best.candidate.teacher == "recorded":
         online = best.startup_s + job.images * (1 / best.images_per_second + job.teacher_s)
         gain = job.run_s(best) / online
         if gain > 1:
-            why = (
-                f"to record its outputs takes {job.recording_s:.0f} s, and {job.images * job.teacher_s:.0f} s of it are needed in the "
-                "steps"
-            )
+            online_s = job.images * job.teacher_s
+            why = f"to record its outputs takes {job.recording_s:.0f} s, and {online_s:.0f} s of it are needed in the steps"
             yield _changed("teacher", best, "online", gain, why)
         return
     share = best.shares.get("teacher_forward", 0.0)
@@ -193,8 +176,8 @@ def _teacher(best: Trial, job: Workload) -> Proposals:
     gain = job.run_s(best) / (best.startup_s + job.recording_s + (1 - share) * training)
     if gain <= 1:
         yield Skipped(
-            field="recorded outputs of the teacher",
-            why=f"it takes {share * training:.0f} s of this distillation, and to record its outputs would take {job.recording_s:.0f} s",
+            "recorded outputs of the teacher",
+            f"it takes {share * training:.0f} s of this distillation, and to record its outputs would take {job.recording_s:.0f} s",
         )
         return
     why = f"the teacher takes {share:.0%} of a step, and to record its outputs takes {job.recording_s:.0f} s once"
@@ -202,27 +185,26 @@ def _teacher(best: Trial, job: Workload) -> Proposals:
 
 
 def _precision(best: Trial, job: Workload) -> Proposals:
-    if not job.supports_bf16:
-        yield Skipped(field="bf16", why="this processor has no bf16 instructions")
-    elif job.uses_bf16(best.candidate):
+    if not job.device.uses_bf16("bf16"):
+        yield Skipped("bf16", "this processor has no bf16 instructions")
+    elif job.device.uses_bf16(best.candidate.precision):
         why = "bf16 is slower where the processor has no instructions for it"
-        yield _changed("precision", best, "fp32", _FP32[job.device], why)
-    elif job.device == "cuda" and not job.has_bf16:
-        yield Skipped(field="bf16", why="this GPU has no bf16")
+        yield _changed("precision", best, "fp32", _FP32[job.device.kind], why)
+    elif job.device.kind == "cuda" and not job.device.has_bf16:
+        yield Skipped("bf16", "this GPU has no bf16")
     else:
         why = "half the bytes, and faster matrix products where the device has them"
-        yield _changed("precision", best, "bf16", _BF16[job.device], why)
+        yield _changed("precision", best, "bf16", _BF16[job.device.kind], why)
 
 
 def _batch(best: Trial, job: Workload, failed: Sequence[Candidate], batch_gain: float | None) -> Proposals:
     candidate = best.candidate
     size = 2 * candidate.batch_size
     if size > job.largest_batch:
-        why = f"more than {job.largest_batch} is not allowed: {job.largest_batch_why}"
-        yield Skipped(field=f"batch_size={size}", why=why)
+        yield Skipped(f"batch_size={size}", f"more than {job.largest_batch} is not allowed: {job.largest_batch_why}")
         return
     per_step = best.shares.get("optimizer", 0.0)
-    guess = _LARGER_BATCH["few" if candidate.held < _FEW * job.world_size else job.device]
+    guess = _LARGER_BATCH["few" if candidate.held < _FEW * job.world_size else job.device.kind]
     expected = guess if batch_gain is None else 1 + (batch_gain - 1) / 2
     gain = max(expected, 1 / (1 - per_step / 2))
     why = "fewer and larger steps; the learning rate grows with the batch"
@@ -247,29 +229,29 @@ def _accumulation(best: Trial, job: Workload, failed: Sequence[Candidate]) -> Pr
     candidate = best.candidate
     if job.relates_images:
         why = "the loss compares the images of a micro-batch, so its size is a part of what is learned"
-        yield Skipped(field="accumulation", why=why)
+        yield Skipped("accumulation", why)
         return
     if candidate.accumulation % 2 == 0:
         whole = candidate.model_copy(update={"accumulation": candidate.accumulation // 2})
         if not any(_needs_as_much(other, whole) for other in failed):
             why = "a step in fewer parts; it fitted into memory"
-            yield Proposal(field="accumulation", candidate=whole, gain=_FEWER_PARTS[job.device], why=why)
+            yield Proposal(field="accumulation", candidate=whole, gain=_FEWER_PARTS[job.device.kind], why=why)
     smaller = less_memory(candidate, job)
-    if smaller is not None and job.device == "cpu":
+    if smaller is not None and job.device.kind == "cpu":
         why = "smaller parts may stay in the processor's caches"
         yield Proposal(field="accumulation", candidate=smaller, gain=1.04, why=why)
 
 
 def _compile(best: Trial, job: Workload) -> Proposals:
-    if job.compiles(best.candidate):
+    if job.device.compiles_with(best.candidate.compile):
         why = f"compiling took part of the {best.startup_s:.0f} s before the second step"
         yield _changed("compile", best, "off", _UNCOMPILED, why)
-    elif job.device == "cuda":
+    elif job.device.kind == "cuda":
         yield _changed("compile", best, "on", _COMPILED, "fused kernels")
-    elif job.device == "xla":
-        yield Skipped(field="compile", why="XLA compiles whole steps by itself")
+    elif job.device.kind == "xla":
+        yield Skipped("compile", "XLA compiles whole steps by itself")
     else:
-        yield Skipped(field="compile", why="on a CPU the compiler's start takes longer than its code saves")
+        yield Skipped("compile", "on a CPU the compiler's start takes longer than its code saves")
 
 
 def _zero(best: Trial, job: Workload, failed: Sequence[Candidate]) -> Proposals:
@@ -282,7 +264,7 @@ def _zero(best: Trial, job: Workload, failed: Sequence[Candidate]) -> Proposals:
         why = "less memory for the optimiser's state, where memory was the limit"
         yield _changed("zero", best, True, _SHARDED, why)
     else:
-        yield Skipped(field="zero", why="it saves memory, and memory was not the limit")
+        yield Skipped("zero", "it saves memory, and memory was not the limit")
 
 
 def _compression(best: Trial, job: Workload) -> Proposals:
@@ -291,4 +273,4 @@ def _compression(best: Trial, job: Workload) -> Proposals:
     elif job.nodes > 1:
         yield _changed("gradient_compression", best, "bf16", _COMPRESSED, "half the bytes between nodes")
     elif job.world_size > 1:
-        yield Skipped(field="gradient_compression", why="all processes are on one machine")
+        yield Skipped("gradient_compression", "all processes are on one machine")

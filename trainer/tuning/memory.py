@@ -30,24 +30,20 @@ class GpuGauge:
         self._device = device
 
     def begin(self) -> None:
-        """Forget the peak of the trial before."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def used(self) -> int:
-        """What tensors hold."""
         return torch.cuda.memory_allocated(self._device)
 
     def unused(self) -> int:
-        """What is free: the context of this process is counted already."""
-        return torch.cuda.mem_get_info(self._device)[0]
+        return torch.cuda.mem_get_info(self._device)[0]  # the context of this process is counted already
 
     def peak(self) -> int:
-        """The most that the allocator held, since the trial began."""
         return torch.cuda.max_memory_reserved(self._device)
 
 
 class HostGauge:
-    """Reads the memory of the machine, which its processes share, in bytes."""
+    """Reads the memory of the machine, which its processes share evenly, in bytes."""
 
     exact = False
 
@@ -58,15 +54,12 @@ class HostGauge:
         """The operating system's peak cannot be reset."""
 
     def used(self) -> int:
-        """Resident memory."""
         return int(psutil.Process().memory_info().rss)
 
     def unused(self) -> int:
-        """An even share of what is free."""
         return min(int(psutil.virtual_memory().available), container_room()) // self._sharing
 
     def peak(self) -> int:
-        """The most that was ever resident."""
         return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
@@ -94,7 +87,6 @@ class Memory:
     """Judges by the micro-batches that ran whether others will fit."""
 
     def __init__(self, gauge: Gauge) -> None:
-        """Before the first trial of this process."""
         self._gauge = gauge
         self._before = gauge.used()
         self._limit = self._before + SHARE * gauge.unused()

@@ -30,35 +30,27 @@ Measure = Callable[[Candidate, float], Trial]
 
 @dataclass(kw_only=True)
 class SearchResult:
-    """What a search found."""
+    """What a search has found so far; at its end, with what it left out."""
 
-    best: Trial
-    tried: list[TriedCandidate]
-    untried: dict[str, str]
-    """What was left out -> why."""
-    stopped: str
-    """Why it ended."""
-
-    @property
-    def given(self) -> Trial:
-        """The trial of the given settings."""
-        return self.tried[0].trial
-
-    @property
-    def seconds(self) -> float:
-        """Time of all trials."""
-        return sum(tried.trial.seconds for tried in self.tried)
-
-
-@dataclass(kw_only=True)
-class _SearchState:
     job: Workload
     best: Trial
-    tried: list[TriedCandidate] = field(default_factory=list)
+    tried: list[TriedCandidate]
+    untried: dict[str, str] = field(default_factory=dict)
+    """What was left out -> why."""
+    stopped: str = ""
+    """Why it ended."""
     rejected: dict[str, Trial] = field(default_factory=dict)
     """A change in words -> the best trial when it brought nothing, or when its opposite brought something."""
     batch_gain: float | None = None
     """What the last larger batch brought."""
+
+    @property
+    def given(self) -> Trial:
+        return self.tried[0].trial
+
+    @property
+    def seconds(self) -> float:
+        return sum(tried.trial.seconds for tried in self.tried)
 
     def name(self, candidate: Candidate) -> str:
         """How a candidate differs from the best one: `precision=bf16`, `batch_size=64 accumulation=2`."""
@@ -75,7 +67,6 @@ class _SearchState:
         return new, {one.field: one.why for one in found if isinstance(one, Skipped)}
 
     def _is_new(self, idea: Proposal) -> bool:
-        """Whether an idea was not tried, or should get another chance."""
         if any(tried.trial.candidate == idea.candidate for tried in self.tried):
             return False
         before = self.rejected.get(self.name(idea.candidate))
@@ -86,10 +77,7 @@ class _SearchState:
 
 
 def search(start: Candidate, job: Workload, measure: Measure, *, limit_s: float) -> SearchResult:
-    """Measure candidates, the given settings `start` first, until nothing is left that would pay for its trial.
-
-    Args:
-        limit_s: longest time of all trials.
+    """Measure candidates, the given settings `start` first, until nothing is left that would pay for its trial, or for `limit_s`.
 
     Raises:
         SettingsError: not even the smallest part of a batch fits into memory.
@@ -98,28 +86,26 @@ def search(start: Candidate, job: Workload, measure: Measure, *, limit_s: float)
     while True:
         new, left_out = state.propose()
         name = max(new, key=lambda one: new[one].gain, default="")
-        stopped = _reason_to_stop(state, name, new[name].gain, limit_s) if name else "nothing is left to try"
-        if stopped:
-            untried = left_out | {one: _reason_to_stop(state, one, new[one].gain, limit_s) for one in new}
-            return SearchResult(best=state.best, tried=state.tried, untried=untried, stopped=stopped)
+        state.stopped = _reason_to_stop(state, name, new[name].gain, limit_s) if name else "nothing is left to try"
+        if state.stopped:
+            state.untried = left_out | {one: _reason_to_stop(state, one, new[one].gain, limit_s) for one in new}
+            return state
         _try(state, name, new[name], measure)
 
 
-def _begin(start: Candidate, job: Workload, measure: Measure) -> _SearchState:
+def _begin(start: Candidate, job: Workload, measure: Measure) -> SearchResult:
     """Try the given settings, in as many parts as it takes for them to fit; uncompiled where nothing of them is compiled."""
     tried: list[TriedCandidate] = []
     candidate: Candidate | None = start
     idea = "the given settings"
     while candidate is not None:
         trial = measure(candidate, 0.0)
-        run_s = None if trial.failed else job.run_s(trial)
-        verdict = FAILURES.get(trial.ended, "this is what is to be bettered")
-        tried.append(
-            TriedCandidate(trial=trial, idea=idea, run_s=run_s, gain=None, taken=not trial.failed, verdict=verdict)
-        )
-        if not trial.failed:
+        works, verdict = not trial.failed, FAILURES.get(trial.ended, "this is what is to be bettered")
+        run_s = job.run_s(trial) if works else None
+        tried.append(TriedCandidate(trial=trial, idea=idea, run_s=run_s, gain=None, taken=works, verdict=verdict))
+        if works:
             known = candidate.model_copy(update={"workers": trial.workers})  # what `auto` found need not be found again
-            return _SearchState(job=job, best=trial.model_copy(update={"candidate": known}), tried=tried)
+            return SearchResult(job=job, best=trial.model_copy(update={"candidate": known}), tried=tried)
         if trial.ended == "not compiled":
             candidate, idea = candidate.model_copy(update={"compile": "off"}), "the same, uncompiled on purpose"
         else:
@@ -131,33 +117,32 @@ def _begin(start: Candidate, job: Workload, measure: Measure) -> _SearchState:
     )
 
 
-def _reason_to_stop(state: _SearchState, name: str, gain: float, limit_s: float) -> str:
+def _reason_to_stop(state: SearchResult, name: str, gain: float, limit_s: float) -> str:
     """Say why the search ends here; empty if it continues with that proposal."""
     cost, run_s = state.best.seconds, state.job.run_s(state.best)
     saving = run_s * (1 - 1 / gain)
     if saving < cost:
         return f"{name} may save about {saving:.0f} s of a distillation of {run_s:.0f} s, and to try it takes about {cost:.0f} s"
-    if sum(tried.trial.seconds for tried in state.tried) + cost > limit_s:
+    if state.seconds + cost > limit_s:
         return f"the {limit_s / 60:g} minutes of the search are over (tune.minutes)"
     return ""
 
 
-def _try(state: _SearchState, name: str, idea: Proposal, measure: Measure) -> None:
+def _try(state: SearchResult, name: str, idea: Proposal, measure: Measure) -> None:
     job, best = state.job, state.best
     before = job.run_s(best)
     trial = measure(idea.candidate, rate_to_beat(job, best, idea.candidate))
+    run_s, gain, taken = None, None, False
     if trial.failed:
-        run_s, gain, taken, verdict = None, None, False, FAILURES[trial.ended]
+        verdict = FAILURES[trial.ended]
     else:
         run_s = job.run_s(trial)
         gain = before / run_s
-        taken = False
         if trial.ended == "outrun":
             verdict = f"clearly slower: {gain:.2f} times the speed of the best, when it was stopped"
         elif gain < LEAST_GAIN:
-            verdict = (
-                f"{gain:.3f} times the speed of the best, which is less than the {LEAST_GAIN} that a change must bring"
-            )
+            needed = f"which is less than the {LEAST_GAIN} that a change must bring"
+            verdict = f"{gain:.3f} times the speed of the best, {needed}"
         # Half-way to the bound of a 95 % interval: one standard error.
         elif job.run_s(trial, (trial.images_per_second + trial.low) / 2) > before:
             verdict = f"{gain:.3f} times the speed of the best, but its steps vary too much to be sure"

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import ValidationError
@@ -21,18 +25,18 @@ from trainer.config import DistillSettings
 from trainer.costs import THIS_MACHINE, Machines, place_here
 from trainer.data.loader import MicroBatches, micro_batch_size
 from trainer.errors import ObjectDamagedError, ObjectNotFoundError
-from trainer.forecast import Measurement
+from trainer.forecast import LEAST_STEPS, Measurement, mean_interval
 from trainer.profiling.recorder import Recorder
 from trainer.step_schedule import step_count
 from trainer.tracking.stage_runs import Tracker
 from trainer.training import loader_workers
+from trainer.training.classification import validate
 from trainer.training.loader_workers import LoadingTime, measure_loading
 from trainer.training.loop import Trainer
 from trainer.training.metric_logger import MetricLogger, ProgressBar
 from trainer.training.process_group import Processes
 from trainer.training.spec import TrainingSpec
 from trainer.tuning.memory import Memory, gauge_of
-from trainer.tuning.step_timer import StepTimer
 from trainer.tuning.tuning_schema import Candidate, Trial
 
 logger = logging.getLogger(__name__)
@@ -44,8 +48,104 @@ WARM_STEPS = 2
 THOROUGHNESS = 6.0
 """How many times longer than in a trial the steps are measured of which hours and dollars are computed."""
 
+# How long a trial takes: until it is clear whether the candidate is better than the best so far.
+
+LAP_S = 0.2
+"""About how long a lap takes; the host waits for the device once a lap."""
+SHARE_LEAST, SHARE_MOST = 0.01, 0.04
+"""How long a trial is measured at least, unless it is far behind, and at most, as a share of the whole distillation ..."""
+LEAST_S, LONGEST_S = (0.5, 2.0), (1.0, 10.0)
+"""... and in seconds, from and to, unless its steps are so long that the few that an interval needs take longer."""
+FAR_BEHIND = 0.8
+"""A candidate whose fastest lap is below this share of the rate to beat is stopped."""
+PRECISE = 0.02
+"""The interval of a rate is narrow enough at this share of it, each side."""
+
 MakeTraining = Callable[[DistillSettings, Processes], TrainingSpec]
 """Makes a distillation from its beginning, with models of its own."""
+
+
+class Plan(NamedTuple):
+    """What the first process sends to the others after each lap."""
+
+    ended: Literal["", "measured", "outrun"]
+    steps: int
+    """Steps of the next lap."""
+
+
+class StepTimer:
+    """The times of a trial's steps, lap by lap: first some steps to warm up, each a lap of its own, then laps that count."""
+
+    def __init__(
+        self, images: int, rate_to_beat: float = 0.0, *, warm_steps: int, total_steps: int, thoroughness: float = 1.0
+    ) -> None:
+        """Of a candidate with so many images a step.
+
+        Args:
+            rate_to_beat: images a second below which the candidate cannot be the best.
+            warm_steps: steps that are not measured.
+            total_steps: of the whole distillation, whose length says how long a trial may be.
+            thoroughness: how many times longer than a trial.
+        """
+        self._images, self._rate_to_beat = images, rate_to_beat
+        self._warm, self._total_steps, self._thoroughness = warm_steps, total_steps, thoroughness
+        self._seconds: list[float] = []  # of a step, lap by lap
+        self._began, self._done = 0.0, 0
+        self.plan = Plan("", 1)
+
+    def open(self, now: float) -> None:
+        self._began, self._done = now, 0
+
+    def step(self) -> bool:
+        """A step is done; gives whether that completes the lap."""
+        self._done += 1
+        return self._done >= self.plan.steps
+
+    def close(self, now: float) -> Plan:
+        """A lap ends; gives what this process would do next."""
+        seconds = (now - self._began) / self._done
+        if self._warm:
+            self._warm -= 1
+            return Plan("", 1 if self._warm else max(1, round(LAP_S / max(seconds, 1e-9))))
+        self._seconds.append(seconds)
+        return Plan(self._ended(), self.plan.steps)
+
+    def _ended(self) -> Literal["", "measured", "outrun"]:
+        if len(self._seconds) >= 2 and self._images / min(self._seconds) < FAR_BEHIND * self._rate_to_beat:
+            return "outrun"
+        measured = self.plan.steps * sum(self._seconds)
+        whole = self._total_steps * sum(self._seconds) / len(self._seconds)
+        if len(self._seconds) < LEAST_STEPS or measured < self._limit(SHARE_LEAST * whole, LEAST_S):
+            return ""
+        rate, low, high = self.rates
+        if high < self._rate_to_beat:
+            return "outrun"
+        is_precise = high - low <= 2 * PRECISE * rate
+        return "measured" if is_precise or measured >= self._limit(SHARE_MOST * whole, LONGEST_S) else ""
+
+    def _limit(self, seconds: float, between: tuple[float, float]) -> float:
+        return self._thoroughness * min(max(seconds, between[0]), between[1])
+
+    @property
+    def steps(self) -> int:
+        return self.plan.steps * len(self._seconds)
+
+    @property
+    def step_s(self) -> tuple[float, float, float]:
+        """Mean time of a step, and its 95 % interval: what many steps take, with all that disturbs them."""
+        return mean_interval(self._seconds)
+
+    @property
+    def rates(self) -> tuple[float, float, float]:
+        """Images a second: median over the laps and its 95 % interval, which a disturbance of some laps does not move.
+
+        The interval is between two laps in the order of their times, as many places from the middle as a binomial count strays.
+        """
+        ordered = sorted(self._seconds)
+        stray = math.ceil(0.98 * math.sqrt(len(ordered)))
+        last = len(ordered) - 1
+        slow, fast = ordered[min(last, len(ordered) // 2 + stray)], ordered[max(0, (last // 2) - stray)]
+        return self._images / statistics.median(ordered), self._images / slow, self._images / fast
 
 
 class Trials:
@@ -58,16 +158,11 @@ class Trials:
         self._loading: LoadingTime | None = None
 
     def measure(self, candidate: Candidate, rate_to_beat: float = 0.0) -> Trial:
-        """Run a trial, stopped early below `rate_to_beat` images a second; gives the same on every process.
-
-        Raises:
-            SettingsError: its batch cannot be dealt to the processes.
-        """
+        """Run a trial, the same on every process, stopped early below `rate_to_beat` images a second; raises as `check_batch` does."""
         began = time.perf_counter()
         trial = self._run(candidate, rate_to_beat, began) if self._fits(candidate) else None
         release()
-        if trial is None:
-            trial = Trial(candidate=candidate, ended="out of memory", seconds=time.perf_counter() - began)
+        trial = trial or Trial(candidate=candidate, ended="out of memory", seconds=time.perf_counter() - began)
         everyone = self._processes.gather(trial)
         most = {name: max(getattr(one, name) for one in everyone) for name in ("memory_bytes", "advised_workers")}
         most["fixed_bytes"] = min(one.fixed_bytes for one in everyone)
@@ -77,14 +172,12 @@ class Trials:
 
     def learn(self, trial: Trial) -> None:
         """Take what a trial, also one of an earlier attempt, says of the memory that others will need."""
-        if trial.failed:
-            return
-        kind, images = _beside_images(trial.candidate), self._images(trial.candidate)
-        self._memory.learn(kind, images, trial.memory_bytes, fixed=trial.fixed_bytes)
+        if not trial.failed:
+            kind, images = _beside_images(trial.candidate), self._images(trial.candidate)
+            self._memory.learn(kind, images, trial.memory_bytes, fixed=trial.fixed_bytes)
 
     def _images(self, candidate: Candidate) -> int:
-        """Return the images of the larger micro-batches."""
-        return -(-candidate.held // self._processes.world_size)
+        return -(-candidate.held // self._processes.world_size)  # of the larger micro-batches
 
     def _fits(self, candidate: Candidate) -> bool:
         """Check whether a micro-batch will fit, on all processes: judged by those before it, then by one that each process does alone.
@@ -153,9 +246,8 @@ class Trials:
         """Return as many loader processes as keep up with a micro-batch that takes so many seconds of computing."""
         images = micro_batch_size(training.settings, self._processes.world_size)
         if self._loading is None:
-            batches = MicroBatches(
-                training.views, training.order, count=images, teacher_outputs=training.teacher_outputs
-            )
+            recorded = training.teacher_outputs
+            batches = MicroBatches(training.views, training.order, count=images, teacher_outputs=recorded)
             measured = measure_loading(batches, count(0, images))
             self._loading = LoadingTime(measured.seconds / images, measured.waiting / images)
         scaled = LoadingTime(images * self._loading.seconds, images * self._loading.waiting)
@@ -180,12 +272,7 @@ def warm_steps(settings: DistillSettings) -> int:
 
 
 def measure_steps(training: TrainingSpec, timer: StepTimer, tracker: Tracker | None = None) -> tuple[Trainer, float]:
-    """Train from the beginning until the laps end.
-
-    Args:
-        training: with more steps than that takes.
-        timer: says when it is enough.
-        tracker: takes the metrics, which are else not computed.
+    """Train from the beginning until the timer's laps end; a `tracker` takes the metrics, which are else not computed.
 
     Returns:
         The trainer after these steps, and the seconds from the beginning to the end of the first one.
@@ -260,16 +347,13 @@ def measure_training(
     made_s = time.perf_counter() - began
     trainer, first_step_s = measure_steps(training, timer, tracker)
     if not trainer.is_compiled:
-        logger.warning(
-            "%s  nothing of the model was compiled, so what is forecast is an uncompiled training", training.name
-        )
-    validate, workers = training.validate, trainer.loader.workers or 0
-    passes = 2 if processes.device.traces else 1  # the first one compiles, too
-    validations = (
-        [_timed(processes, lambda: validate(trainer.result, workers=workers)) for _ in range(passes)]
-        if validate
-        else [0.0]
-    )
+        what = "nothing of the model was compiled, so what is forecast is an uncompiled training"
+        logger.warning("%s  %s", training.name, what)
+    split, workers, validations = training.val_split, trainer.loader.workers or 0, [0.0]
+    if split is not None:
+        validated = partial(validate, trainer.result, split, processes, training.settings, workers=workers)
+        passes = 2 if processes.device.traces else 1  # the first one compiles, too
+        validations = [_timed(processes, validated) for _ in range(passes)]
     checkpoint_s = _timed(processes, lambda: trainer.save_checkpoint(timer.steps)) if settings.checkpoint_every else 0.0
     if processes.is_first:
         training.checkpoints.finish()
@@ -293,28 +377,6 @@ def measure_training(
         recording_s=recording_s,
     )
     return processes.gather(measured)[0]
-
-
-def from_trial(
-    measured: Measurement, trial: Trial, settings: DistillSettings, recording_s: float | None
-) -> Measurement:
-    """Estimate what other settings of a measured distillation take, by their trial; what lies beside the steps is as it was measured.
-
-    Args:
-        recording_s: seconds that it takes to record the teacher's outputs, if `settings` need that.
-    """
-    images = trial.candidate.batch_size
-    return measured.model_copy(
-        update={
-            "settings": settings.model_dump(mode="json"),
-            "batch_size": images,
-            "step_s": images / trial.images_per_second,
-            "step_low_s": images / trial.high,
-            "step_high_s": images / trial.low,
-            "steps": trial.steps,
-            "recording_s": recording_s,
-        }
-    )
 
 
 def place_of(processes: Processes) -> Machines:
@@ -355,9 +417,8 @@ class _Notes(StrictModel):
 class TrialLog:
     """What a tuning has measured, kept beside the checkpoints until it is complete: one that is started again does not measure it again.
 
-    The search is a function of what is measured, so with the same measurements it takes the same decisions and continues where it was; the
-    time of the trials counts as if it had never been interrupted. Every process has the measurements, the first one writes them down; it
-    raises `StorageError` where the store does not answer or refuses, `OutputError` where the file cannot be written.
+    The search is a function of what is measured, so with the same measurements it continues where it was, as if it had never been
+    interrupted. Every process has the measurements, the first one writes them down; it raises `StorageError` and `OutputError`.
     """
 
     def __init__(self, uri: str, processes: Processes) -> None:
@@ -369,35 +430,28 @@ class TrialLog:
 
     @property
     def recording(self) -> RecordingTime | None:
-        """What was measured of recording."""
         return self._notes.recording
 
     def trial(self, candidate: Candidate) -> Trial | None:
-        """The trial of a candidate; none if it was not measured."""
         return next((trial for trial in self._notes.trials if trial.candidate == candidate), None)
 
     def note_recording(self, recording: RecordingTime) -> None:
-        """Keep what was measured of recording, the same on every process."""
         self._write(self._notes.model_copy(update={"recording": recording}))
 
     def note(self, trial: Trial) -> None:
-        """Keep a trial, the same on every process."""
         self._write(self._notes.model_copy(update={"trials": (*self._notes.trials, trial)}))
 
     def remove(self) -> None:
-        """Drop it: the tuning is complete."""
         if self._is_first:
             storage.remove(self.uri)
 
     def _read(self) -> _Notes:
         try:
             return _Notes.model_validate_json(storage.read_checksummed(storage.join(self.uri, LOG_FILE)))
-        except ObjectNotFoundError:
+        except (ObjectNotFoundError, ValidationError):  # another version of this project may have written it
             return _Notes()
         except ObjectDamagedError as error:
             logger.warning("%s; measuring again", error)
-            return _Notes()
-        except ValidationError:  # another version of this project has written it
             return _Notes()
 
     def _write(self, notes: _Notes) -> None:

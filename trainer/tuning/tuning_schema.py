@@ -1,19 +1,23 @@
-"""What the stage tune leaves in `tuning.json`: every trial, what was chosen and why, and the forecast. Imports no torch."""
+"""What the stage tune leaves in `tuning.json`: every trial, what was chosen and why, and the forecast. Imports no torch.
+
+And what a distillation takes on every pool where it was tuned, and on other numbers of nodes: `python -m trainer forecast`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from trainer import artifacts
+from trainer import artifacts, storage
 from trainer.base_models import StrictModel
 from trainer.config import Compile, DistillSettings, Precision, Workers
-from trainer.costs import Machines
+from trainer.costs import Machines, dollars_text, duration_text
 from trainer.errors import ArtifactError
-from trainer.forecast import Forecast, Measurement, WorkCount
+from trainer.forecast import Forecast, Measurement, WorkCount, on_nodes
+from trainer.summary import aligned
 
 FILE = "tuning.json"
 
@@ -37,7 +41,6 @@ class Candidate(StrictModel):
         return cls.model_validate({name: "auto" if value is None else value for name, value in values.items()})
 
     def applied(self, settings: DistillSettings) -> DistillSettings:
-        """The distillation with these settings."""
         return settings.model_copy(update=self.model_dump())
 
     def changes(self, before: Candidate) -> dict[str, tuple[Any, Any]]:
@@ -81,7 +84,6 @@ class Trial(StrictModel):
 
     @property
     def failed(self) -> bool:
-        """Whether there is no rate of these settings."""
         return self.ended in ("out of memory", "not compiled")
 
 
@@ -130,7 +132,6 @@ class Tuning(StrictModel):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Section `distill` that the distillation uses."""
         return self.chosen if self.applied else self.given
 
     @property
@@ -151,7 +152,104 @@ def read_tuning(uri: str | Path) -> Tuning:
         return Tuning.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ArtifactError(
-            f"tuning {uri}: {FILE} is not one of this version ({where}: {first['msg']}); run the stage tune again"
-        ) from error
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        again = f"{FILE} is not one of this version ({reason}); run the stage tune again"
+        raise ArtifactError(f"tuning {uri}: {again}") from error
+
+
+def from_trial(
+    measured: Measurement, trial: Trial, settings: DistillSettings, recording_s: float | None
+) -> Measurement:
+    """Estimate what other settings of a measured distillation take, by their trial; what lies beside the steps is as it was measured.
+
+    If `settings` need the teacher's outputs recorded, that takes `recording_s`.
+    """
+    images = trial.candidate.batch_size
+    return measured.model_copy(
+        update={
+            "settings": settings.model_dump(mode="json"),
+            "batch_size": images,
+            "step_s": images / trial.images_per_second,
+            "step_low_s": images / trial.high,
+            "step_high_s": images / trial.low,
+            "steps": trial.steps,
+            "recording_s": recording_s,
+        }
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On several pools. One that was not tried is left out: peak figures say little of what a training reaches.
+
+Subject = Mapping[str, object]
+"""What is distilled: name -> what distinguishes it from others."""
+
+
+def read_tunings(places: Iterable[str | Path], like: Subject | None = None) -> list[Tuning]:
+    """Tunings of one distillation (that of the first where `like` is not given), by the URIs of their directories or their runs'.
+
+    Raises:
+        ArtifactError: one is missing, damaged, or of another distillation.
+        StorageError: the store does not answer or refuses.
+    """
+    found: list[Tuning] = []
+    for place in places:
+        inside = storage.join(place, "tuning")
+        uri = next((one for one in (inside, str(place)) if artifacts.exists(one)), "")
+        if not uri:
+            raise ArtifactError(f"{place}: there is no tuning, nor in {inside}; a run has one with tune.enabled=true")
+        tuning = read_tuning(uri)
+        subject = subject_of(artifacts.manifest(uri, "tuning").parents, tuning.settings)
+        like = like or subject
+        other = [name for name, value in subject.items() if value != like[name]]
+        if other:
+            raise ArtifactError(f"tuning {uri}: is of another {' and '.join(other)}; leave it out")
+        found.append(tuning)
+    return found
+
+
+def subject_of(parents: Mapping[str, str], settings: Mapping[str, Any]) -> Subject:
+    """What has to be the same in tunings that are compared, by the fingerprints of their inputs and their section `distill`."""
+    return {
+        "data set": parents["dataset"],
+        "teacher": parents["teacher"],
+        "student": settings["student"],
+        "number of epochs": settings["epochs"],
+        "choice of images (distill.unlabeled)": settings.get("unlabeled", True),
+    }
+
+
+def forecast_table(tunings: Sequence[Tuning], nodes: Sequence[int], *, assumed_efficiency: float) -> list[Forecast]:
+    """A forecast for each pool and number of nodes, the cheapest first, those without a price last.
+
+    Args:
+        tunings: of one distillation.
+        nodes: how many; empty: those that were tried.
+        assumed_efficiency: speed-up of twice as many nodes, as a share of 2, where only one number was tried.
+    """
+    pools: dict[tuple[str, int], list[Tuning]] = {}
+    for tuning in tunings:
+        pools.setdefault((tuning.place.pool, tuning.measurement.batch_size), []).append(tuning)
+    forecasts = [
+        on_nodes([one.measurement for one in tried], tried[-1].work, count, assumed_efficiency=assumed_efficiency)
+        for tried in pools.values()
+        for count in (nodes or sorted({one.place.nodes for one in tried}))
+    ]
+    return sorted(forecasts, key=lambda one: (one.dollars is None, one.dollars or one.hours))
+
+
+def table_lines(forecasts: Sequence[Forecast]) -> list[str]:
+    """The table, with what was assumed below it."""
+    rows = [
+        (
+            str(one.place),
+            duration_text(3600 * one.hours),
+            f"{duration_text(3600 * one.hours_low)} to {duration_text(3600 * one.hours_high)}",
+            dollars_text(one.dollars),
+            "" if one.dollars is None else f"{dollars_text(one.dollars_low)} to {dollars_text(one.dollars_high)}",
+        )
+        for one in forecasts
+    ]
+    heading = ("where", "time", "95 % interval", "dollars", "95 % interval")
+    notes = [f"  - {one.place}: {text}" for one in forecasts for text in one.assumptions]
+    return [*aligned([heading, *rows], right={1, 3}), *notes]

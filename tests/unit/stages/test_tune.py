@@ -25,7 +25,7 @@ from trainer.stages import reinforce, tune
 from trainer.training import parallelize
 from trainer.training.parallelize import CompileCounter
 from trainer.training.process_group import Processes
-from trainer.tuning import step_timer
+from trainer.tuning import trials as module
 from trainer.tuning.search import LEAST_GAIN
 from trainer.tuning.trials import Trials
 from trainer.tuning.tuning_schema import Candidate, Trial, read_tuning
@@ -36,8 +36,8 @@ VIEWS = QUICK["views"]
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
-    monkeypatch.setattr(step_timer, "LEAST_S", (0.1, 0.2))
-    monkeypatch.setattr(step_timer, "LONGEST_S", (0.2, 0.4))
+    monkeypatch.setattr(module, "LEAST_S", (0.1, 0.2))
+    monkeypatch.setattr(module, "LONGEST_S", (0.2, 0.4))
     for name in ("MLFLOW_TRACKING_URI", "TRAINER_CHECKPOINTS", PLACE_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
@@ -289,8 +289,8 @@ def test_each_of_ten_trials_is_compiled_for_its_own_batch(trials, monkeypatch):
             return super().__call__(graph, inputs)
 
     monkeypatch.setattr(parallelize, "CompileCounter", Shapes)
-    monkeypatch.setattr(step_timer, "LEAST_S", (0.0, 0.0))
-    monkeypatch.setattr(step_timer, "LONGEST_S", (0.0, 0.0))
+    monkeypatch.setattr(module, "LEAST_S", (0.0, 0.0))
+    monkeypatch.setattr(module, "LONGEST_S", (0.0, 0.0))
     student = QUICK["student"] | {"args": TINY | {"depth": 1}}
     measured = trials(compile="on", logit_weight=0.0, student=student)
     given = Candidate.of(measured._settings)
@@ -358,8 +358,8 @@ TUNE = """
 import json, sys
 from trainer import config
 from trainer.stages import tune
-from trainer.tuning import step_timer
-step_timer.LEAST_S, step_timer.LONGEST_S = (0.1, 0.2), (0.2, 0.4)
+from trainer.tuning import trials
+trials.LEAST_S, trials.LONGEST_S = (0.1, 0.2), (0.2, 0.4)
 tune.run(config.validate(config.TuneSettings, json.loads(sys.argv[1])), **json.loads(sys.argv[2]))
 """
 

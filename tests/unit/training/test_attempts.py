@@ -21,9 +21,9 @@ def interrupt_after(steps, attempts):
 
 
 def test_each_try_finds_those_before_it(tmp_path):
-    with pytest.raises(KeyboardInterrupt), Attempts(str(tmp_path), active=True) as first:
+    with pytest.raises(KeyboardInterrupt), Attempts(str(tmp_path)) as first:
         interrupt_after(7, first)
-    with Attempts(str(tmp_path), active=True).resumed_at(5) as second:
+    with Attempts(str(tmp_path)).resumed_at(5) as second:
         second.heartbeat(2)
         records = second.records()
     assert [(record.first_step, record.steps_seen) for record in records] == [(0, 7), (5, 2)]
@@ -31,7 +31,7 @@ def test_each_try_finds_those_before_it(tmp_path):
 
 
 def test_signs_of_life_are_rare_and_the_last_one_survives_a_kill(tmp_path, monkeypatch):
-    with Attempts(str(tmp_path), active=True) as attempts:
+    with Attempts(str(tmp_path)) as attempts:
         attempts.heartbeat(1)
         assert read(tmp_path)[-1]["steps_seen"] == 0, "written a moment ago"
         later = module.time.monotonic() + 6
@@ -52,7 +52,7 @@ def test_a_sign_of_life_begins_with_a_look_whether_a_later_try_has_begun(tmp_pat
         if later:
             raise SupersededError("superseded")
 
-    with Attempts(str(tmp_path), active=True, check_ours=look) as attempts:
+    with Attempts(str(tmp_path), check_ours=look) as attempts:
         attempts.heartbeat(1)
         attempts._writer.wait()
         later.append("one")
@@ -67,7 +67,7 @@ def test_a_sign_of_life_begins_with_a_look_whether_a_later_try_has_begun(tmp_pat
 def test_a_sign_of_life_that_waits_for_the_store_holds_up_no_step_and_says_nothing(object_store, monkeypatch, caplog):
     monkeypatch.setattr(module, "_REMOTE_INTERVAL_S", 0.0)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
-    with Attempts(object_store.uri("c"), active=True) as attempts:
+    with Attempts(object_store.uri("c")) as attempts:
         object_store.delay(3600)
         for steps in range(1, 1000):
             attempts.heartbeat(steps)
@@ -90,14 +90,14 @@ def test_the_last_sign_of_life_has_arrived_when_a_try_ends(tmp_path, monkeypatch
         looks.append("slow")
         time.sleep(0.2)
 
-    with Attempts(str(tmp_path), active=True, check_ours=look) as attempts:
+    with Attempts(str(tmp_path), check_ours=look) as attempts:
         attempts.heartbeat(7)
     assert looks
     assert read(tmp_path)[-1]["steps_seen"] == 7, "it could come after the training's notes are removed"
 
 
 def test_other_processes_neither_read_nor_write(tmp_path):
-    with Attempts(str(tmp_path), active=False) as attempts:
+    with Attempts(str(tmp_path), rank=1) as attempts:
         attempts.heartbeat(1)
         assert attempts.records() == ()
     assert not (tmp_path / ATTEMPTS).exists()
@@ -105,7 +105,7 @@ def test_other_processes_neither_read_nor_write(tmp_path):
 
 def test_a_note_that_cannot_be_read_is_named_and_begun_anew(tmp_path, caplog):
     (tmp_path / ATTEMPTS).write_text("[{")
-    with Attempts(str(tmp_path), active=True).resumed_at(3) as attempts:
+    with Attempts(str(tmp_path)).resumed_at(3) as attempts:
         assert len(attempts.records()) == 1
     assert str(tmp_path / ATTEMPTS) in caplog.text
     assert len(read(tmp_path)) == 1
@@ -113,14 +113,14 @@ def test_a_note_that_cannot_be_read_is_named_and_begun_anew(tmp_path, caplog):
 
 def test_a_place_that_cannot_be_written_does_not_end_the_training(tmp_path, caplog):
     Path(tmp_path / "file").write_text("in the way")
-    with Attempts(str(tmp_path / "file"), active=True) as attempts:
+    with Attempts(str(tmp_path / "file")) as attempts:
         attempts.heartbeat(1)
     assert "the attempt is not noted" in caplog.text
 
 
 def fail(folder, error, *, step=7, rank=0):
     """A try that begins at step 5 and fails."""
-    with Attempts(str(folder), active=rank == 0, rank=rank).resumed_at(5) as attempts:
+    with Attempts(str(folder), rank=rank).resumed_at(5) as attempts:
         attempts.heartbeat(step - 5)
         raise error
 
@@ -167,7 +167,7 @@ def test_a_try_that_is_superseded_leaves_the_notes_to_the_later_one(tmp_path):
         (tmp_path / ATTEMPTS).write_text("the later one's")
         raise SupersededError("superseded")
 
-    with pytest.raises(SupersededError), Attempts(str(tmp_path), active=True):
+    with pytest.raises(SupersededError), Attempts(str(tmp_path)):
         be_superseded()
     assert (tmp_path / ATTEMPTS).read_text() == "the later one's"
     assert [path.name for path in tmp_path.iterdir()] == [ATTEMPTS]
@@ -195,7 +195,6 @@ def root(request, tmp_path):
 
 
 def test_a_later_one_fences_off_the_one_before(root):
-    assert module.newest(root) == 0
     first = module.claim(root)
     assert first.standing() == "newest"
     second = module.claim(root)

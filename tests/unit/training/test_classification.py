@@ -10,7 +10,7 @@ from trainer import models
 from trainer.config import ModelSettings, TrainingSettings
 from trainer.data.batch import Mixing
 from trainer.devices import choose_device
-from trainer.training.classification import batch_size_of, cross_entropy, validate
+from trainer.training.classification import cross_entropy, validate
 from trainer.training.process_group import Processes
 
 LOGITS = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
@@ -170,10 +170,15 @@ def processes(rank=0, world_size=1):
     return Processes(rank=rank, world_size=world_size, local_rank=rank, device=choose_device())
 
 
+def settings(micro_batch, world_size=1):
+    """Of a training with micro-batches of this size."""
+    return TrainingSettings(batch_size=2 * micro_batch * world_size, accumulation=2, precision="fp32")
+
+
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
 def test_figures_are_those_of_one_forward_pass(model, batch_size):
     split = Images(20)
-    figures = validate(model.train(), split, processes(), batch_size=batch_size, precision="fp32")
+    figures = validate(model.train(), split, processes(), settings(batch_size))
     assert model.training
     logits = model.eval()(split.images).detach()
     labels = torch.from_numpy(split.labels)
@@ -187,7 +192,7 @@ def test_processes_share_the_images_out_without_leaving_one(model, monkeypatch):
     split.read = lambda indices: (seen.extend(indices), read(indices))[1]
     monkeypatch.setattr(Processes, "gather", lambda self, value, what: [value])
     for rank in range(3):
-        validate(model, split, processes(rank, 3), batch_size=2, precision="fp32")
+        validate(model, split, processes(rank, 3), settings(2, 3))
     assert sorted(seen) == list(range(11))
 
 
@@ -195,18 +200,22 @@ def test_loader_processes_read_the_images(model, monkeypatch):
     split, read_here = Images(20), []
     read = split.read
     split.read = lambda indices: (read_here.extend(indices), read(indices))[1]
-    alone = validate(model, split, processes(), batch_size=6, precision="fp32")
+    alone = validate(model, split, processes(), settings(6))
     assert len(read_here) == 20
     read_here.clear()
-    assert validate(model, split, processes(), batch_size=6, precision="fp32", workers=2) == alone
+    assert validate(model, split, processes(), settings(6), workers=2) == alone
     assert read_here == []
     assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(1, 25), (2, 13)])
-def test_a_batch_is_the_micro_batch_of_the_training(world_size, expected):
-    settings = TrainingSettings(batch_size=100, accumulation=4)
-    assert batch_size_of(settings, processes(0, world_size)) == expected
+def test_a_batch_is_the_micro_batch_of_the_training(model, monkeypatch, world_size, expected):
+    split, sizes = Images(100), []
+    read = split.read
+    split.read = lambda indices: (sizes.append(len(indices)), read(indices))[1]
+    monkeypatch.setattr(Processes, "gather", lambda self, value, what: [value])
+    validate(model, split, processes(0, world_size), TrainingSettings(batch_size=100, accumulation=4))
+    assert sizes[0] == max(sizes) == expected
 
 
 def test_it_is_broken_off_after_a_batch_and_equally_often_asked_on_all_processes(model):
@@ -214,7 +223,7 @@ def test_it_is_broken_off_after_a_batch_and_equally_often_asked_on_all_processes
     for rank in range(3):
         looks = []
         figures = validate(
-            model.train(), Images(7), processes(rank, 3), batch_size=1, precision="fp32",
+            model.train(), Images(7), processes(rank, 3), settings(1, 3),
             should_stop=lambda looks=looks: looks.append(1) or len(looks) == 3,
         )  # fmt: skip
         asked.append(len(looks))

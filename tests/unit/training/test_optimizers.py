@@ -1,11 +1,10 @@
 import json
-import socket
 
 import pytest
 import safetensors.torch
 import torch
 
-from tests.forks import Program
+from tests.forks import Program, free_port
 from trainer import models
 from trainer.config import ModelSettings, TrainingSettings
 from trainer.devices import HOST, choose_device
@@ -168,10 +167,7 @@ with join_processes() as processes:
 
 
 def test_statistics_are_averaged_over_the_processes_and_kept(digits, tmp_path):
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = str(listener.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     folders = [tmp_path / str(rank) for rank in range(2)]
     programs = []
     for rank, folder in enumerate(folders):

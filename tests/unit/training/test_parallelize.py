@@ -1,13 +1,12 @@
 import copy
 import json
 import logging
-import socket
 
 import pytest
 import torch
 from torch import nn
 
-from tests.forks import Program
+from tests.forks import on_two_processes
 from trainer import devices, models
 from trainer.config import MaeSettings, ModelSettings, TrainingSettings
 from trainer.devices import choose_device
@@ -116,7 +115,7 @@ class Shapes(CompileCounter):
 def test_blocks_of_one_training_after_another_are_compiled_for_their_own_shape(monkeypatch):
     """As those of tune's trials: a size that changes would become a symbol, and from the ninth training on torch would give up."""
     monkeypatch.setattr(parallelize, "CompileCounter", Shapes)
-    monkeypatch.setattr(parallelize, "_share", lambda model, _: model)
+    monkeypatch.setattr(parallelize, "DistributedDataParallel", lambda model, **_: model)
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
     processes = Processes(rank=0, world_size=2, local_rank=0, device=choose_device())
     counts = []
@@ -231,12 +230,7 @@ with join_processes() as processes:
 @pytest.mark.slow
 def test_two_processes_have_the_gradients_of_one(tmp_path):
     """With a static graph, for every kind of model that is trained; stochastic depth draws differently, so it is compared with itself."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = str(listener.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "TRAINER_DEVICE": "cpu"}
-    programs = [Program(SHARED, folder=tmp_path, RANK=rank, LOCAL_RANK=rank, **common) for rank in ("0", "1")]
-    for printed in [json.loads(program.end()[0]) for program in programs]:
+    for printed in [json.loads(out) for out, _ in on_two_processes(SHARED, tmp_path, TRAINER_DEVICE="cpu")]:
         assert printed.pop("graphs") == 10
         unknown, exchange = printed.pop("exchange")
         assert unknown >= WARM_STEPS

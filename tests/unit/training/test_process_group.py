@@ -1,6 +1,5 @@
 import json
 import os
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from tests.forks import Program
+from tests.forks import on_two_processes
 from tests.stand_ins.gpu import DEVICE
 from trainer import devices
 from trainer.devices import choose_device
@@ -49,12 +48,6 @@ def test_without_torchrun_there_is_one_process(monkeypatch):
         processes.barrier()
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return str(listener.getsockname()[1])
-
-
 def test_sums_are_over_all_processes(tmp_path):
     script = (
         "import json, sys, torch\n"
@@ -64,9 +57,7 @@ def test_sums_are_over_all_processes(tmp_path):
         "    result = {'total': processes.total(values).tolist(), 'own': values.tolist()}\n"
         "    print(json.dumps(result))\n"
     )
-    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    programs = [Program(script, folder=tmp_path, RANK=rank, LOCAL_RANK=rank, **group) for rank in ("0", "1")]
-    results = [json.loads(program.end()[0]) for program in programs]
+    results = [json.loads(out) for out, _ in on_two_processes(script, tmp_path)]
     assert [result["total"] for result in results] == [[1.0, 20.0]] * 2
     assert [result["own"] for result in results] == [[0.0, 10.0], [1.0, 10.0]]
 
@@ -154,7 +145,7 @@ def group(monkeypatch):
 
 
 def come(watchdog, what, reason=None):
-    with watchdog.collective(what):
+    with watchdog.waiting(what, is_collective=True):
         if reason is not None:
             raise RuntimeError(reason)
 

@@ -1,6 +1,4 @@
-import socket
-
-from tests.forks import Program
+from tests.forks import Program, free_port
 from trainer import artifacts
 
 NODES, PROCESSES_PER_NODE = 2, 2
@@ -23,12 +21,6 @@ with join_processes() as processes:
         processes.barrier()  # the others go on, for they see the output
         processes.gather({})
 """
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return str(listener.getsockname()[1])
 
 
 def run(uri, tmp_path):

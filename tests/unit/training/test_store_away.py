@@ -17,7 +17,7 @@ import pytest
 from trainer import storage, tracking
 from trainer.tracking import stage_runs
 from trainer.training import attempts
-from trainer.training.checkpoints import collection
+from trainer.training import checkpoints as module
 from trainer.training.loop import Trainer
 
 LONG = {"epochs": 2, "checkpoint_every": 2}
@@ -120,7 +120,7 @@ def outage(object_store, mlflow, monkeypatch, request):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "100000")
     monkeypatch.setattr(storage, "RETRY", dataclasses.replace(storage.RETRY, longest_s=0.05))
     monkeypatch.setattr(attempts, "_REMOTE_INTERVAL_S", 0.0)
-    monkeypatch.setattr(collection, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(module, "PATIENCE_S", 0.5)
     monkeypatch.setenv("TRAINER_CHECKPOINTS", object_store.uri("checkpoints"))
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
     return outage

@@ -10,13 +10,19 @@ import zlib
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
+from trainer.devices import Device
 from trainer.tuning.candidates import Workload
 from trainer.tuning.tuning_schema import Candidate, Trial
 
 LUCK, NOISE = 0.02, 0.01
 """Spread of what a candidate's rate has of its own, and of what a measurement adds."""
 TRIAL_S, OUTRUN_S = 10.0, 3.0
+
+
+def device_of(kind, *, has_bf16=False):
+    return Device(kind=kind, torch_device=torch.device(kind), backend="", has_bf16=has_bf16, compiles=kind == "cuda")
 
 
 @dataclass
@@ -50,8 +56,7 @@ class Landscape:
             images=int(self.images),
             largest_batch=4 * self.batch,
             largest_batch_why="it has grown fourfold",
-            device=self.device,
-            has_bf16=gpu,
+            device=device_of(self.device, has_bf16=gpu),
             world_size=self.world,
             nodes=2 if self.world == 8 else 1,
             most_workers=max(1, self.cores // self.local),

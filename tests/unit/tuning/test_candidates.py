@@ -6,11 +6,14 @@ import dataclasses
 
 import pytest
 
+from tests.unit.tuning.landscapes import device_of
 from tests.unit.tuning.test_search import JOB, START
+from trainer import devices
 from trainer.tuning.candidates import Proposal, Skipped, held_up, propose
 from trainer.tuning.tuning_schema import Trial
 
-GPUS = dataclasses.replace(JOB, device="cuda", has_bf16=True, world_size=8, nodes=2, most_workers=8)
+GPU = device_of("cuda", has_bf16=True)
+GPUS = dataclasses.replace(JOB, device=GPU, world_size=8, nodes=2, most_workers=8)
 
 
 def trial(shares=None, **settings):
@@ -51,13 +54,14 @@ def test_who_waits_for_data_gets_loaders_and_no_more_gain_than_the_wait():
     assert "more loader processes" in left_out(trial({"data": 0.01}), GPUS)
 
 
-def test_what_only_gpus_or_several_nodes_have_is_tried_there_alone():
+def test_what_only_gpus_or_several_nodes_have_is_tried_there_alone(monkeypatch):
     here, there = had(trial(), JOB), had(trial(), GPUS)
     assert {("compile", "on"), ("gradient_compression", "bf16")} <= set(there) - set(here)
     assert "gradient_compression" in left_out(trial(), dataclasses.replace(GPUS, nodes=1))
-    assert "bf16" in left_out(trial(), dataclasses.replace(GPUS, has_bf16=False))
+    assert "bf16" in left_out(trial(), dataclasses.replace(GPUS, device=device_of("cuda")))
     assert ("precision", "bf16") in had(trial(), JOB)
-    assert "bf16" in left_out(trial(), dataclasses.replace(JOB, supports_bf16=False))
+    monkeypatch.setattr(devices, "has_bf16_instructions", lambda: False)
+    assert "bf16" in left_out(trial(), dataclasses.replace(JOB, device=devices.HOST))
 
 
 def test_zero_is_tried_where_memory_was_the_limit():

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.unit.tuning.landscapes import TRIAL_S, Landscape
+from tests.unit.tuning.landscapes import TRIAL_S, Landscape, device_of
 from trainer.errors import SettingsError
 from trainer.tuning.candidates import Workload
 from trainer.tuning.search import LEAST_GAIN, search
@@ -74,8 +74,7 @@ JOB = Workload(
     images=10**7,
     largest_batch=256,
     largest_batch_why="more were not asked for",
-    device="cpu",
-    has_bf16=False,
+    device=device_of("cpu"),
     world_size=1,
     nodes=1,
     most_workers=2,
@@ -147,7 +146,7 @@ def test_given_settings_of_which_nothing_is_compiled_are_measured_uncompiled():
 
 
 def test_a_trial_that_compiled_nothing_is_not_taken_however_fast_it_was():
-    gpu = dataclasses.replace(JOB, device="cuda")
+    gpu = dataclasses.replace(JOB, device=device_of("cuda"))
     found = search(START, gpu, uncompiled(lambda _: 100.0), limit_s=ENDLESS)
     (failed,) = [tried for tried in found.tried if tried.trial.candidate.compile == "on"]
     assert (failed.run_s, failed.gain, failed.taken) == (None, None, False)

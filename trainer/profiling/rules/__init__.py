@@ -49,7 +49,7 @@ def judge(case: Case) -> dict[Rule, Outcome]:
     return {
         rule: rule.judge(case)
         if getattr(case.rules, rule.name).enabled
-        else NotJudged(reason=f"turned off (profile.rules.{rule.name}.enabled)")
+        else NotJudged(f"turned off (profile.rules.{rule.name}.enabled)")
         for rule in RULES
         if rule.live or not case.live
     }

@@ -30,21 +30,22 @@ class Steps:
     def __init__(self, case: Case, *, ignored: int = IGNORED) -> None:
         self.ranks: Sequence[RankEvidence] = case.training.ranks
         self.record = self.ranks[0].record
-        self._rows = []
+        rows = []
         for rank in self.ranks:
             number, total = rank.steps["step"], rank.record.context.total_steps
             compared = (rank.steps["profiled"] == 0) & (rank.steps["seconds"] < case.rules.stalled_training.seconds)
             compared &= number >= number[:1] + ignored
             if total is not None:  # the last step ends the loader processes
                 compared &= number < total - 1
-            self._rows.append(np.flatnonzero(compared))
-        numbers = [rank.steps["step"][rows] for rank, rows in zip(self.ranks, self._rows, strict=True)]
+            rows.append(np.flatnonzero(compared))
+        numbers = [rank.steps["step"][own] for rank, own in zip(self.ranks, rows, strict=True)]
         self.numbers: Series = reduce(np.intersect1d, numbers)
         """Which steps they are, [S]."""
-        self._rows = [rows[np.isin(own, self.numbers)] for rows, own in zip(self._rows, numbers, strict=True)]
+        common = [own[np.isin(number, self.numbers)] for own, number in zip(rows, numbers, strict=True)]
+        self._compared = list(zip(self.ranks, common, strict=True))
         self.seconds = self.column("seconds") - self.phase("recorder")
         """Duration without the recorder's measurements of tensors, [R, S]."""
-        self._stolen = np.stack([_stolen(rank, rows) for rank, rows in zip(self.ranks, self._rows, strict=True)])
+        self._stolen = np.stack([_stolen(rank, rows) for rank, rows in self._compared])
         self.delayed = np.minimum(self._delayed("host"), self.seconds)
         """Of that, while a process was ready and other programs had its core, [R, S]; 0 on a GPU, which works on meanwhile."""
 
@@ -82,23 +83,18 @@ class Steps:
 
     @property
     def span(self) -> tuple[int, int]:
-        """The first and the last step that were compared."""
         return int(self.numbers[0]), int(self.numbers[-1])
 
     def column(self, name: str) -> Series:
         """Return a column of the step table, [R, S]; NaN where a process did not record it."""
         missing = np.full(len(self), np.nan)
-        return np.stack(
-            [
-                rank.steps[name][rows] if name in rank.steps else missing
-                for rank, rows in zip(self.ranks, self._rows, strict=True)
-            ]
-        )
+        columns = (rank.steps[name][rows] if name in rank.steps else missing for rank, rows in self._compared)
+        return np.stack(list(columns))
 
     def phase(self, *names: str) -> Series:
         """Sum the seconds in phases or outermost ranges, with the ranges that users named within them, [R, S]."""
         total = np.zeros((len(self.ranks), len(self)))
-        for number, (rank, rows) in enumerate(zip(self.ranks, self._rows, strict=True)):
+        for number, (rank, rows) in enumerate(self._compared):
             for path in rank.ranges:
                 if phase_of(path) in names:
                     total[number] += rank.steps[path][rows]
@@ -163,16 +159,3 @@ def within_steps(rank: RankEvidence) -> NDArray[np.bool_]:
         if seconds > interval / 2:
             within &= (ends < start) | (ends > start + seconds + interval)
     return np.asarray(within)
-
-
-def at_steps(rank: RankEvidence, signal: str) -> Series:
-    """Return the known samples of a signal that were taken during steps."""
-    values = rank.system.get(signal)
-    if values is None:
-        return np.array([])
-    return values[np.isfinite(values) & within_steps(rank)]
-
-
-def is_traced(rank: RankEvidence) -> bool:
-    """Return whether a process trained on a device of XLA, where a step is noted, compiled as one graph, and handed over."""
-    return rank.record.device.startswith("xla")

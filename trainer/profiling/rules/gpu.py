@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from trainer import formatting
 from trainer.config import RECORDED_BY, ReinforceSettings
-from trainer.profiling.evidence import RankEvidence, TransferRecord, is_core, phase_shares
-from trainer.profiling.rules.compared_steps import IGNORED, XLA_DEBUG, Steps, is_traced, usual, within_steps
+from trainer.profiling.evidence import TransferRecord, is_core, phase_shares
+from trainer.profiling.rules.compared_steps import IGNORED, XLA_DEBUG, Steps, usual, within_steps
 from trainer.profiling.rules.loading import cpu_bottleneck, io_bottleneck, loader_workers
-from trainer.profiling.rules.outcomes import (
-    Case,
-    Finding,
-    Healthy,
-    NotJudged,
-    Outcome,
-    Saving,
-    first_cause,
-    listed,
-    remaining_s,
-    rule,
-    too_short,
-)
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, listed, rule, too_short
 from trainer.profiling.rules.processes import communication, load_balance, stragglers
 from trainer.profiling.series import Series
 
@@ -32,170 +22,156 @@ _FEWEST_COUNTED = 10
 _WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 _READ = "aten::_local_scalar_dense"
 """What torch calls the reading of a value: `.item()`, `float()`, an `if` on a tensor."""
+_KEEP_ON_DEVICE = (
+    "Look for .item(), float(), print or an if on a tensor in the objective and the model; keep values on the device and read them every "
+    "log_every steps"
+)
 _TEACHER = "teacher_forward"
 
 
-class _GpuSamples:
-    """What the system did while the first process was at its steps, in percent."""
-
-    def __init__(self, rank: RankEvidence) -> None:
-        within = np.isfinite(rank.system["gpu_percent"]) & within_steps(rank)
-        self.gpu = rank.system["gpu_percent"][within]
-        cores = [values[within] for name, values in rank.system.items() if is_core(name)]
-        self.cpu = np.mean(cores, axis=0) if cores else None
-        used, total = (rank.system.get(f"gpu_memory_{name}_bytes") for name in ("used", "total"))
-        self.memory = None if used is None or total is None else 100 * used[within] / total[within]
-
-
-def _samples(case: Case) -> _GpuSamples | NotJudged:
-    rank = case.training.ranks[0]
+def _use(case: Case) -> Mapping[str, Series] | NotJudged:
+    """Return how much of the GPU, its memory and the cores was used while the first process was at its steps, in percent, where sampled."""
+    rank = case.rank
     if not rank.record.device.startswith("cuda"):
-        return NotJudged(reason=f"the training runs on {rank.record.device if is_traced(rank) else 'a CPU'}")
+        return NotJudged(f"the training runs on {rank.record.device if case.is_traced else 'a CPU'}")
     if "gpu_percent" not in rank.system:
         reason = rank.record.missing.get("gpu_utilization", "it was not sampled")
-        return NotJudged(reason=f"the use of the GPU is not known: {reason}")
-    samples = _GpuSamples(rank)
-    if len(samples.gpu) < FEWEST_SAMPLES:
-        return too_short(f"only {len(samples.gpu)} samples of the GPU were taken at steps; {FEWEST_SAMPLES} are needed")
-    return samples
+        return NotJudged(f"the use of the GPU is not known: {reason}")
+    within = np.isfinite(rank.system["gpu_percent"]) & within_steps(rank)
+    if within.sum() < FEWEST_SAMPLES:
+        return too_short(f"only {within.sum()} samples of the GPU were taken at steps; {FEWEST_SAMPLES} are needed")
+    system = {name: values[within] for name, values in rank.system.items()}
+    use = {"GPU": system["gpu_percent"]}
+    if {"gpu_memory_used_bytes", "gpu_memory_total_bytes"} <= system.keys():
+        use["GPU memory"] = 100 * system["gpu_memory_used_bytes"] / system["gpu_memory_total_bytes"]
+    if cores := [values for name, values in system.items() if is_core(name)]:
+        use["CPU"] = np.mean(cores, axis=0)
+    return use
 
 
-def _p95(values: Series) -> float:
-    return float(np.percentile(values, 95))
-
-
-@rule(
-    title="Batch size",
-    needs="use of the cores, of the GPU and of its memory",
-    fires="the 95th percentiles of all three lie below `largest_percent`, and no finding says what the GPU waits for",
-    advises="a larger batch, or a smaller machine",
-)
+@rule("Batch size")
 def batch_size(case: Case) -> Outcome:
-    samples, limit = _samples(case), case.rules.batch_size.largest_percent
-    if isinstance(samples, NotJudged):
-        return samples
-    if samples.cpu is None or samples.memory is None:
-        return NotJudged(reason="the use of the cores, or the GPU's memory, is not known")
-    used = {"GPU": _p95(samples.gpu), "GPU memory": _p95(samples.memory), "CPU": _p95(samples.cpu)}
+    """Fires when the 95th percentiles of all three lie below `largest_percent`, and no finding says what the GPU waits for.
+
+    Needs use of the cores, of the GPU and of its memory.
+    Advises a larger batch, or a smaller machine.
+    """
+    use, limit = _use(case), case.rules.batch_size.largest_percent
+    if isinstance(use, NotJudged):
+        return use
+    if len(use) < 3:
+        return NotJudged("the use of the cores, or the GPU's memory, is not known")
+    used = {name: float(np.percentile(values, 95)) for name, values in use.items()}
     summary = ", ".join(f"{name} {percent:.0f} %" for name, percent in used.items())
     if max(used.values()) >= limit:
-        return Healthy(text=f"95th percentiles: {summary}.")
-    if other := first_cause(case, *_WHAT_KEEPS_WAITING):
+        return Healthy(f"95th percentiles: {summary}.")
+    if other := case.first_cause(*_WHAT_KEEPS_WAITING):
         return other
-    micro = case.training.ranks[0].record.context.micro_batch
+    micro = case.record.context.micro_batch
     twice = f"batch_size of {2 * micro} images in each micro-batch" if micro else "batch_size twice as large"
     return Finding(
-        severity="warning",
         confidence=0.7,
         text=f"The machine is idle: the 95th percentiles are {summary}.",
         advice=(
             f"Try a {twice} (the learning rate scales with it), or take a smaller machine; the stage tune measures which batch is fastest."
         ),
-        saving=_if_used(case, samples, limit),
+        saving=_if_used(case, use["GPU"], limit),
         numbers={f"{name.lower().replace(' ', '_')}_p95_percent": percent for name, percent in used.items()},
     )
 
 
-@rule(
-    title="GPU utilisation",
-    needs="use of the GPU",
-    fires=(
-        "its 95th percentile lies below `low_percent`, or its 5th below `idle_percent` (by fits and starts), and neither the batch size "
-        "nor a finding of waiting explains it"
-    ),
-    advises="compilation, bf16, a larger batch, less between steps",
-)
+@rule("GPU utilisation")
 def gpu_utilization(case: Case) -> Outcome:
-    samples, limits = _samples(case), case.rules.gpu_utilization
-    if isinstance(samples, NotJudged):
-        return samples
-    low, high = float(np.percentile(samples.gpu, 5)), _p95(samples.gpu)
+    """Fires when its 95th percentile lies below `low_percent`, or its 5th below `idle_percent` (by fits and starts), and neither the batch
+    size nor a finding of waiting explains it.
+
+    Needs use of the GPU.
+    Advises compilation, bf16, a larger batch, less between steps.
+    """
+    use, limits = _use(case), case.rules.gpu_utilization
+    if isinstance(use, NotJudged):
+        return use
+    low, high = np.percentile(use["GPU"], (5, 95)).tolist()
     if high >= limits.low_percent and low >= limits.idle_percent:
-        return Healthy(text=f"The GPU's use is between {low:.0f} % and {high:.0f} % (5th and 95th percentile).")
-    if other := first_cause(case, *_WHAT_KEEPS_WAITING, batch_size):
+        return Healthy(f"The GPU's use is between {low:.0f} % and {high:.0f} % (5th and 95th percentile).")
+    if other := case.first_cause(*_WHAT_KEEPS_WAITING, batch_size):
         return other
     what = f"little: 95th percentile {high:.0f} %"
     if high >= limits.low_percent:
         what = f"by fits and starts: 5th percentile {low:.0f} %, 95th {high:.0f} %"
     return Finding(
-        severity="warning",
         confidence=0.6,
         text=f"The GPU is used {what}, and no cause of waiting was found.",
         advice=(
             "Check the operators for many small kernels; set compile=on, a larger batch_size, or precision=bf16, and look "
             "for work between steps."
         ),
-        saving=_if_used(case, samples, limits.low_percent),
+        saving=_if_used(case, use["GPU"], limits.low_percent),
         numbers={"gpu_p5_percent": low, "gpu_p95_percent": high},
     )
 
 
-def _if_used(case: Case, samples: _GpuSamples, percent: float) -> Saving:
+def _if_used(case: Case, gpu: Series, percent: float) -> Saving:
     """Estimate by how much shorter the steps would be if the GPU were used up to the limit on average."""
-    mean = float(samples.gpu.mean())
-    seconds = case.training.ranks[0].record.steps.seconds * max(0.0, 1 - mean / percent)
-    return Saving(
-        seconds=seconds, reason=f"the same work with the GPU used at {percent:.0f} % instead of {mean:.0f} % on average"
-    )
+    mean = float(gpu.mean())
+    seconds = case.record.steps.seconds * max(0.0, 1 - mean / percent)
+    return Saving(seconds, f"the same work with the GPU used at {percent:.0f} % instead of {mean:.0f} % on average")
 
 
-@rule(
-    title="Host to device",
-    needs="phase `to_device` of the steps, on a GPU",
-    fires="copies to the GPU and views made there take more than `share` of the steps' time",
-    advises="fewer bytes, or views made by the loader processes",
-)
+@rule("Host to device")
 def host_to_device(case: Case) -> Outcome:
+    """Fires when copies to the GPU and views made there take more than `share` of the steps' time.
+
+    Needs phase `to_device` of the steps, on a GPU.
+    Advises fewer bytes, or views made by the loader processes.
+    """
     steps, limit = Steps(case), case.rules.host_to_device.share
+    if case.is_traced:
+        return NotJudged("on XLA batches are sent ahead, while the device computes")
     if not steps.on_gpu:
-        if is_traced(steps.ranks[0]):
-            return NotJudged(reason="on XLA batches are sent ahead, while the device computes")
-        return NotJudged(reason="the training runs on a CPU, to which nothing is copied")
+        return NotJudged("the training runs on a CPU, to which nothing is copied")
     if steps.too_few:
         return steps.too_few
     seconds = float(np.median(usual(steps.phase("to_device"))))
     share = seconds / steps.step_s
     summary = f"{share:.0%} of each step ({1e3 * seconds:.3g} of {1e3 * steps.step_s:.3g} ms undisturbed)"
     if share <= limit:
-        return Healthy(text=f"{summary} goes into copies to the GPU and views made there.")
+        return Healthy(f"{summary} goes into copies to the GPU and views made there.")
     return Finding(
-        severity="warning",
         confidence=0.7,
         text=f"{summary} the GPU waits for copies to it, or makes views.",
         advice=(
             "Compare `to_device` with data.views_on=cpu, which copies finished views and leaves making them to the loader processes; send "
             "smaller stored images (data.image_size); let the GPU decode (data.decode_on=cuda), so that compressed files travel."
         ),
-        saving=Saving(seconds=share * steps.total_s, reason="the steps without them"),
+        saving=Saving(share * steps.total_s, "the steps without them"),
         numbers={"to_device_share": share, "to_device_s": seconds, "undisturbed_step_s": steps.step_s},
         steps=steps.span,
     )
 
 
-@rule(
-    title="Host syncs",
-    needs="a window of operators; on a CPU a measurement of the weights, too; on XLA its own counters",
-    fires=(
-        "a step waits for the device more than `most_per_step` times; on a CPU, where nothing waits: reads more values one by one, beside "
-        "those that AdamW reads; on XLA: values come from the device in more than `share_of_steps` of the steps"
-    ),
-    advises="keeping values on the device; on XLA the operators that it lacks",
-)
+@rule("Host syncs")
 def host_syncs(case: Case) -> Outcome:
-    rank, limit = case.training.ranks[0], case.rules.host_syncs.most_per_step
+    """Fires when a step waits for the device more than `most_per_step` times; on a CPU, where nothing waits: reads more values one by one,
+    beside those that AdamW reads; on XLA: values come from the device in more than `share_of_steps` of the steps.
+
+    Needs a window of operators; on a CPU a measurement of the weights, too; on XLA its own counters.
+    Advises keeping values on the device; on XLA the operators that it lacks.
+    """
+    rank, limit = case.rank, case.rules.host_syncs.most_per_step
     if rank.record.transfers is not None:
         return _transfers(case, rank.record.transfers)
     table, settings = rank.record.operators, rank.record.settings
     if table is None:
         planned = settings.operators_at if settings.operators_steps else ()
         return NotJudged(
-            reason=f"no operators were recorded: {rank.record.missing.get('operators', 'no window has closed yet')}",
+            f"no operators were recorded: {rank.record.missing.get('operators', 'no window has closed yet')}",
             too_short=bool(planned) and rank.record.steps.count < min(planned) + settings.operators_steps,
         )
     on_gpu = rank.record.device.startswith("cuda")
     if not on_gpu and not len(rank.tensors.steps):
         return NotJudged(
-            reason="no measurement of the weights shows how many values the optimiser reads, as it would on a CPU"
+            "no measurement of the weights shows how many values the optimiser reads, as it would on a CPU"
         )
     names = _WAITING_CALLS if on_gpu else (_READ,)
     reads = sum(operator.calls for operator in table.operators if operator.name in names) / table.steps
@@ -205,12 +181,11 @@ def host_syncs(case: Case) -> Outcome:
         reads = max(0.0, reads - trained * (2 if rank.record.world_size > 1 else 1))
     what = "waits for the device" if on_gpu else "values read one by one"
     if reads <= limit:
-        return Healthy(text=f"{reads:.3g} {what} in a step.")
+        return Healthy(f"{reads:.3g} {what} in a step.")
     saving, busy = None, rank.system.get("gpu_percent")
     if on_gpu and busy is not None and len(busy):
         idle = 1 - float(np.nanmean(busy)) / 100
-        reason = "at most: the steps without the GPU's idle time"
-        saving = Saving(seconds=idle * rank.record.steps.seconds, reason=reason)
+        saving = Saving(idle * rank.record.steps.seconds, "at most: the steps without the GPU's idle time")
     return Finding(
         severity="warning" if on_gpu else "note",
         confidence=0.8 if on_gpu else 0.6,
@@ -219,10 +194,7 @@ def host_syncs(case: Case) -> Outcome:
             if on_gpu
             else f"{reads:.3g} {what} in each step; a CPU loses little by it, but a GPU would stop and wait each time."
         ),
-        advice=(
-            "Look for .item(), float(), print or an if on a tensor in the objective and the model; keep values on the device "
-            "and read them every log_every steps."
-        ),
+        advice=f"{_KEEP_ON_DEVICE}.",
         saving=saving,
         numbers={"reads_per_step": reads},
     )
@@ -230,44 +202,37 @@ def host_syncs(case: Case) -> Outcome:
 
 def _transfers(case: Case, record: TransferRecord) -> Outcome:
     """Judge whether the steps of a training on a device of XLA wait for values from it."""
-    rank, limit = case.training.ranks[0], case.rules.host_syncs.share_of_steps
-    numbers = rank.steps["step"]
+    rank, limit = case.rank, case.rules.host_syncs.share_of_steps
     counted = np.isfinite(rank.steps["transfers"])
     counted[:IGNORED] = False
     if counted.sum() < _FEWEST_COUNTED:
         return too_short(
             f"transfers were counted in only {counted.sum()} steps after the first {IGNORED}; {_FEWEST_COUNTED} are needed"
         )
-    numbers, values = numbers[counted], rank.steps["transfers"][counted]
+    numbers, values = rank.steps["step"][counted], rank.steps["transfers"][counted]
     share = float(np.mean(values > 0))
     summary = f"In {share:.0%} of the steps values come from the device"
     if share <= limit:
-        return Healthy(text=f"{summary}.")
+        return Healthy(f"{summary}.")
     at, reads = numbers[values > 0], record.fallbacks.get(_READ)
-    lacking = [name for name in record.fallbacks if name != _READ]
-    lacking.sort(key=lambda name: -record.fallbacks[name])
+    lacking = sorted((name for name in record.fallbacks if name != _READ), key=lambda name: -record.fallbacks[name])
     debug = XLA_DEBUG.format("asked for each execution")
     on_host, saving = "", None
     if lacking:
         calls = [f"{name} ({record.fallbacks[name]} calls)" for name in lacking]
-        on_host = f" {listed(calls)} ran on the host" + (
-            f"; single values were read {reads} times ({_READ})." if reads else "."
-        )
+        read = f"; single values were read {reads} times ({_READ})" if reads else ""
+        on_host = f" {listed(calls)} ran on the host{read}."
         advice = f"XLA has no {listed(lacking)}: write it with operators that XLA has, or let it run on the host before the batch is sent."
     elif reads:
         on_host = f" Single values were read {reads} times ({_READ})."
-        advice = (
-            "Look for .item(), float(), print or an if on a tensor in the objective and the model; keep values on the device and read "
-            f"them every log_every steps; {debug}."
-        )
+        advice = f"{_KEEP_ON_DEVICE}; {debug}."
     else:
         advice = f"Look for .cpu(), .tolist(), .numpy() or print of a tensor in the objective and the model; {debug}."
     if record.from_device:
         in_steps = float(values.mean()) * rank.record.steps.count
         seconds = record.from_device_s * min(1.0, in_steps / record.from_device)
-        saving = Saving(seconds=seconds, reason="the time that the host waited for these transfers")
+        saving = Saving(seconds, "the time that the host waited for these transfers")
     return Finding(
-        severity="warning",
         confidence=0.9,
         text=(
             f"{summary} ({values.mean():.3g} times a step, first in step {at[0]:.0f} of those after the warm-up): each time what they "
@@ -281,35 +246,33 @@ def _transfers(case: Case, record: TransferRecord) -> Outcome:
     )
 
 
-@rule(
-    title="Teacher in every step",
-    needs="phase `teacher_forward` of the steps",
-    fires=(
-        "the teacher's forward pass takes more than `share` of the steps' time; this is a note, which spoils no verdict. The saving is the "
-        "teacher's time less that of recording its outputs; there is none where the epochs are not more than `views`"
-    ),
-    advises="recorded outputs, and when they pay",
-)
+@rule("Teacher in every step")
 def teacher_share(case: Case) -> Outcome:
+    """Fires when the teacher's forward pass takes more than `share` of the steps' time; this is a note, which spoils no verdict. The saving
+    is the teacher's time less that of recording its outputs; there is none where the epochs are not more than `views`.
+
+    Needs phase `teacher_forward` of the steps.
+    Advises recorded outputs, and when they pay.
+    """
     steps, limit = Steps(case), case.rules.teacher_share.share
     rank, settings = steps.ranks[0], steps.record.context.settings
     if settings.get("teacher") != "online" or _TEACHER not in rank.ranges:
-        return NotJudged(reason="no teacher runs in the steps")
-    if is_traced(rank):
-        return NotJudged(reason="on XLA a step is one graph, in which the teacher's part is not seen")
+        return NotJudged("no teacher runs in the steps")
+    if case.is_traced:
+        return NotJudged("on XLA a step is one graph, in which the teacher's part is not seen")
     if steps.too_few:
         return steps.too_few
     share = phase_shares(rank).get(_TEACHER, 0.0)
     summary = f"The teacher's forward pass takes {formatting.percent(share)} of a step"
     if share <= limit:
-        return Healthy(text=f"{summary}.")
+        return Healthy(f"{summary}.")
     # where the run's settings are not known, a recording takes as many passes over the images as by default
     epochs, views = int(settings["epochs"]), case.rules.teacher_share.views or ReinforceSettings().views
-    seconds = share * (steps.total_s + remaining_s(case))
+    seconds = share * (steps.total_s + case.remaining_s)
     if epochs > views:
         pays = f"it pays in one distillation already, because {epochs} epochs are more than {views} views"
         reason = f"the teacher's time in the steps, less that of {views} views in place of {epochs} epochs; the next distillation saves all"
-        saving = Saving(seconds=seconds * (1 - views / epochs), reason=reason)
+        saving = Saving(seconds * (1 - views / epochs), reason)
     else:  # a recording takes as long as the teacher in the steps
         least = views // epochs + 1
         pays = f"it pays where there are at least {least} distillations of {epochs} epochs, or with reinforce.views below {epochs}"
@@ -324,7 +287,7 @@ def teacher_share(case: Case) -> Outcome:
             f"sees each image {views} times (reinforce.views), once for all distillations; in this one it sees each image "
             f"{epochs} times, once an epoch."
         ),
-        advice=(f"Set distill.teacher=recorded{kept}: {pays}. The student then sees each image in these views only."),
+        advice=f"Set distill.teacher=recorded{kept}: {pays}. The student then sees each image in these views only.",
         saving=saving,
         numbers={"teacher_share": share, "teacher_s": seconds},
         steps=steps.span,

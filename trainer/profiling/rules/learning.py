@@ -8,20 +8,7 @@ import numpy as np
 
 from trainer.config import TAUGHT, TERMS
 from trainer.profiling.rules import weights
-from trainer.profiling.rules.outcomes import (
-    Case,
-    Finding,
-    Healthy,
-    NotJudged,
-    Outcome,
-    accuracy_noise,
-    first_cause,
-    rule,
-    saving_after,
-    setting,
-    start_unseen,
-    too_short,
-)
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, rule, too_short
 
 _PARTS = 3
 """A term that vanishes because it was learned had a share in the first part of the training."""
@@ -38,25 +25,22 @@ _MEASUREMENTS = 3
 """Fewer measurements on the validation split show no trend."""
 
 
-@rule(
-    title="Class imbalance",
-    needs="The number of training images of each class.",
-    fires="The largest class has more than `ratio` times the images of the smallest.",
-    advises="More images of the small classes, or fewer of the large ones.",
-)
+@rule("Class imbalance")
 def class_imbalance(case: Case) -> Outcome:
-    limit, classes = case.rules.class_imbalance.ratio, case.training.ranks[0].record.context.classes
+    """Fires when the largest class has more than `ratio` times the images of the smallest.
+
+    Needs the number of training images of each class.
+    Advises more images of the small classes, or fewer of the large ones.
+    """
+    limit, classes = case.rules.class_imbalance.ratio, case.record.context.classes
     if not classes or case.training.name == "mae":
-        return NotJudged(
-            reason="the training learns from no labels, or did not record how many images its classes have"
-        )
+        return NotJudged("the training learns from no labels, or did not record how many images its classes have")
     rarest, largest = min(classes, key=classes.__getitem__), max(classes, key=classes.__getitem__)
     ratio = classes[largest] / max(classes[rarest], 1)
     if ratio <= limit:
-        return Healthy(text=f"the largest of {len(classes)} classes has {ratio:.3g} times the images of the smallest")
+        return Healthy(f"the largest of {len(classes)} classes has {ratio:.3g} times the images of the smallest")
     rare = sum(count * limit < classes[largest] for count in classes.values())
     return Finding(
-        severity="warning",
         confidence=0.9,
         text=(
             f"Class {largest!r} has {classes[largest]:,} training images and {rarest!r} has {classes[rarest]:,}: {ratio:.3g} times as many "
@@ -67,25 +51,21 @@ def class_imbalance(case: Case) -> Outcome:
     )
 
 
-@rule(
-    title="Weak teacher",
-    needs="The teacher's validation accuracy, which the stage pretrain measures, and the student's.",
-    fires=(
-        "The teacher is near chance: at most `chance_times` as accurate as always saying the most frequent class, or less than `headroom` "
-        "of the way from there to perfection; or the student's accuracy is above its by more than `margin` and two standard errors."
-    ),
-    advises="A better teacher, or more weight for the labels.",
-)
+@rule("Weak teacher")
 def weak_teacher(case: Case) -> Outcome:
-    context = case.training.ranks[0].record.context
-    settings = context.settings
-    if not any(settings.get(f"{term}_weight") for term in TAUGHT):
-        return NotJudged(reason="no term of the loss compares with a teacher")
+    """Fires when the teacher is near chance: at most `chance_times` as accurate as always saying the most frequent class, or less than
+    `headroom` of the way from there to perfection; or the student's accuracy is above its by more than `margin` and two standard errors.
+
+    Needs the teacher's validation accuracy, which the stage pretrain measures, and the student's.
+    Advises a better teacher, or more weight for the labels.
+    """
+    context = case.record.context
+    if not any(case.settings.get(f"{term}_weight") for term in TAUGHT):
+        return NotJudged("no term of the loss compares with a teacher")
     teacher, limits = context.teacher_val_top1, case.rules.weak_teacher
     if teacher is None:
-        return NotJudged(
-            reason="the teacher's validation accuracy is not known: it was not trained, or not measured, by the stage pretrain"
-        )
+        why = "it was not trained, or not measured, by the stage pretrain"
+        return NotJudged(f"the teacher's validation accuracy is not known: {why}")
     # always saying the most frequent class, on images that are distributed as the training images; 0 if unknown
     images = (context.classes or {}).values()
     guess = max(images, default=0) / max(sum(images), 1)
@@ -96,17 +76,16 @@ def weak_teacher(case: Case) -> Outcome:
             f"(limit {near:.1%}).",
             0.95,
         )
-    chance = accuracy_noise(case, guess) / math.sqrt(2)  # of one accuracy, not of a difference
+    chance = case.accuracy_noise(guess) / math.sqrt(2)  # of one accuracy, not of a difference
     if teacher <= guess + chance:
-        return NotJudged(
-            reason=f"on {context.val_samples} validation images the teacher's accuracy, {teacher:.1%}, may be chance ({guess:.1%})"
-        )
+        measured = f"on {context.val_samples} validation images the teacher's accuracy, {teacher:.1%}"
+        return NotJudged(f"{measured}, may be chance ({guess:.1%})")
     curve = case.training.metrics.get("val_top1")
     if curve is None or not len(curve.values):
         return too_short("the student has not been measured on the validation split yet")
-    student, margin = float(curve.values[-1]), limits.margin + accuracy_noise(case, teacher)
+    student, margin = float(curve.values[-1]), limits.margin + case.accuracy_noise(teacher)
     if student - teacher <= margin:
-        return Healthy(text=f"the teacher's validation accuracy is {teacher:.1%}, the student's {student:.1%}")
+        return Healthy(f"the teacher's validation accuracy is {teacher:.1%}, the student's {student:.1%}")
     return _weak(
         f"The student's validation accuracy, {student:.1%}, is above its teacher's, {teacher:.1%}, by more than {margin:.1%}.",
         0.8,
@@ -115,7 +94,6 @@ def weak_teacher(case: Case) -> Outcome:
 
 def _weak(text: str, confidence: float) -> Finding:
     return Finding(
-        severity="warning",
         confidence=confidence,
         text=text,
         advice=(
@@ -125,24 +103,24 @@ def _weak(text: str, confidence: float) -> Finding:
     )
 
 
-@rule(
-    title="Low recorded mass",
-    needs="The coverage of the teacher's recorded outputs.",
-    fires="The recorded classes hold less than `mass` of the teacher's probability in the mean, at the temperature nearest to the loss's.",
-    advises="Recording more classes of each view, or asking the teacher in every step.",
-)
+@rule("Low recorded mass")
 def low_recorded_mass(case: Case) -> Outcome:
-    context, limit = case.training.ranks[0].record.context, case.rules.low_recorded_mass.mass
+    """Fires when the recorded classes hold less than `mass` of the teacher's probability in the mean, at the temperature nearest to the
+    loss's.
+
+    Needs the coverage of the teacher's recorded outputs.
+    Advises recording more classes of each view, or asking the teacher in every step.
+    """
+    context, limit = case.record.context, case.rules.low_recorded_mass.mass
     if not context.recorded_mass:
-        return NotJudged(reason="the training reads no recorded outputs of a teacher")
+        return NotJudged("the training reads no recorded outputs of a teacher")
     wanted = float(context.settings.get("temperature", 1.0))
     temperature = min(context.recorded_mass, key=lambda text: abs(float(text) - wanted))
     mass = context.recorded_mass[temperature]
     seen = f"hold {mass:.1%} of the teacher's probability at temperature {temperature} in the mean"
     if mass >= limit:
-        return Healthy(text=f"the recorded outputs {seen}")
+        return Healthy(f"the recorded outputs {seen}")
     return Finding(
-        severity="warning",
         confidence=0.9 if float(temperature) == wanted else 0.7,
         text=f"The recorded outputs {seen} (limit {limit:.0%}); of the other classes only their sum is known.",
         advice="Record more of them (reinforce.top_k=all, or twice the number), lower distill.temperature, or set distill.teacher=online.",
@@ -150,31 +128,28 @@ def low_recorded_mass(case: Case) -> Outcome:
     )
 
 
-@rule(
-    title="Vanishing loss term",
-    needs=f"{_FEWEST_POINTS} points of each term of the distillation's loss, and their weights.",
-    fires=(
-        "A term with a weight has less than `share` of the weighted loss in each third of the training; or the temperature is so high that "
-        "the rounding of float32, times its square, is larger than the logit term."
-    ),
-    advises="A larger weight or another temperature; or none, to save the term's work.",
-)
+@rule("Vanishing loss term")
 def vanishing_loss_term(case: Case) -> Outcome:
-    settings, metrics = case.training.ranks[0].record.context.settings, case.training.metrics
+    """Fires when a term with a weight has less than `share` of the weighted loss in each third of the training; or the temperature is so
+    high that the rounding of float32, times its square, is larger than the logit term.
+
+    Needs {_FEWEST_POINTS} points of each term of the distillation's loss, and their weights.
+    Advises a larger weight or another temperature; or none, to save the term's work.
+    """
+    settings, metrics = case.settings, case.training.metrics
     weight = {name: float(settings.get(f"{name}_weight", 0)) for name in TERMS}
     terms = {name: metrics[name].values for name in weight if weight[name] and name in metrics}
     if not terms:
-        return NotJudged(reason="only a distillation's loss has terms")
+        return NotJudged("only a distillation's loss has terms")
     if min(map(len, terms.values())) < _FEWEST_POINTS:
         return too_short(f"fewer than {_FEWEST_POINTS} points of the loss were recorded")
-    if answer := start_unseen(case) or first_cause(case, weak_teacher):
+    if answer := case.start_unseen or case.first_cause(weak_teacher):
         return answer
     temperature = float(settings.get("temperature", 1))
     if settings.get("logit_loss") in _SOFTENED and "logit" in terms:
         rounding, term = temperature**2 * float(np.finfo(np.float32).eps), float(np.median(np.abs(terms["logit"])))
         if rounding > term:
             return Finding(
-                severity="warning",
                 confidence=0.8,
                 text=(
                     f"At temperature {temperature:g} the logit term is lost in float32's rounding: that is {rounding:.2g} in each image, "
@@ -189,14 +164,12 @@ def vanishing_loss_term(case: Case) -> Outcome:
     shares = dict(zip(terms, largest.tolist(), strict=True))
     least = min(shares, key=shares.__getitem__)
     if shares[least] >= case.rules.vanishing_loss_term.share:
-        return Healthy(
-            text="shares of the loss: " + ", ".join(f"{name} up to {share:.0%}" for name, share in shares.items())
-        )
+        listing = ", ".join(f"{name} up to {share:.0%}" for name, share in shares.items())
+        return Healthy(f"shares of the loss: {listing}")
     softened = f" (now {weight[least]:g})"
     if least == "logit" and settings.get("temperature"):
         softened += f" or distill.temperature (now {temperature:g})"
     return Finding(
-        severity="warning",
         confidence=0.85,
         text=(
             f"The {least} term is never more than {shares[least]:.1e} of the weighted loss (limit "
@@ -219,32 +192,29 @@ _CAUSES = (
 """What keeps a loss from falling, and says more than that it does not fall."""
 
 
-@rule(
-    title="Loss not falling",
-    needs=f"{_POINTS} points of the loss; while the training runs, the share `window` of its steps.",
-    fires=(
-        f"The middle loss in the last `window` of the training is not below its first {_FIRST} points by `fall`; or the loss has risen "
-        f"again by more than {_LOST:.0%} of what it had fallen."
-    ),
-    advises="Checking whether images and labels belong together; another learning rate.",
-)
+@rule("Loss not falling")
 def loss_not_falling(case: Case) -> Outcome:
+    """Fires when the middle loss in the last `window` of the training is not below its first {_FIRST} points by `fall`; or the loss has
+    risen again by more than {_LOST:.0%} of what it had fallen.
+
+    Needs {_POINTS} points of the loss; while the training runs, the share `window` of its steps.
+    Advises checking whether images and labels belong together; another learning rate.
+    """
     limits, curve = case.rules.loss_not_falling, case.training.metrics.get("loss")
     if curve is None or len(curve.values) < _POINTS:
         return too_short(f"fewer than {_POINTS} points of the loss were recorded")
-    if answer := start_unseen(case):
+    if answer := case.start_unseen:
         return answer
-    record, window = case.training.ranks[0].record, limits.window
-    total = record.context.total_steps
+    record, window, total = case.record, limits.window, case.record.context.total_steps
     if case.live and not (total and record.steps.count >= window * total):
-        later = f"judged after {window:.0%} of the steps" if total else "the number of steps is not known yet"
-        return NotJudged(reason=later)
-    if answer := first_cause(case, *_CAUSES):
+        return NotJudged(f"judged after {window:.0%} of the steps" if total else "the number of steps is not known yet")
+    if answer := case.first_cause(*_CAUSES):
         return answer
-    rate = setting(case, "base_learning_rate")
+    rate = case.setting("base_learning_rate")
     middles = np.array([np.median(part) for part in np.array_split(curve.values, _POINTS)])
     start, last = float(np.median(curve.values[:_FIRST])), float(np.median(middles[-math.ceil(window * _POINTS) :]))
     if start - last < limits.fall * abs(start):
+        since_s = float(curve.seconds[-1] if case.live else np.quantile(curve.seconds, window))
         return Finding(
             severity="severe",
             confidence=0.8,
@@ -256,18 +226,12 @@ def loss_not_falling(case: Case) -> Outcome:
                 "Check whether images and labels belong together (pictures of the views are in the card of the data set), then try "
                 f"{rate} three times as large and a third of it."
             ),
-            saving=saving_after(
-                case,
-                float(curve.seconds[-1] if case.live else np.quantile(curve.seconds, window)),
-                "nothing was learned",
-            ),
+            saving=case.saving_after(since_s, "nothing was learned"),
             numbers={"start": start, "last": last},
         )
-    lowest, end = int(middles.argmin()), float(middles[-1])
-    least = float(middles[lowest])
-    is_lost = end - least > _LOST * (start - least)
-    if not is_lost:
-        return Healthy(text=f"the loss fell from {start:.4g} to {last:.4g}, by {(start - last) / abs(start):.0%}")
+    lowest, least, end = int(middles.argmin()), float(middles.min()), float(middles[-1])
+    if end - least <= _LOST * (start - least):
+        return Healthy(f"the loss fell from {start:.4g} to {last:.4g}, by {(start - last) / abs(start):.0%}")
     last_of_part = int(np.array_split(np.arange(len(curve.values)), _POINTS)[lowest][-1])
     step, seconds = int(curve.steps[last_of_part]), float(curve.seconds[last_of_part])
     return Finding(
@@ -275,33 +239,29 @@ def loss_not_falling(case: Case) -> Outcome:
         confidence=0.8,
         text=f"The loss fell from {start:.4g} to {least:.4g} at step {step + 1} and rose again to {end:.4g}.",
         advice=f"Lower {rate} to a third, or raise warmup_epochs; the best weights are those of about step {step + 1}.",
-        saving=saving_after(case, seconds, "what was learned is lost again"),
+        saving=case.saving_after(seconds, "what was learned is lost again"),
         numbers={"start": start, "lowest": least, "last": end},
         window_s=(seconds, record.ended_s),
         steps=(step, int(curve.steps[-1])),
     )
 
 
-@rule(
-    title="Overfitting",
-    needs=f"{_MEASUREMENTS} measurements on the validation split, and a training loss with labels (`label_weight` above 0).",
-    fires=(
-        "The validation loss is above its lowest by more than `ratio`, and above the training loss with labels by as much, which fell "
-        "meanwhile, while the validation accuracy did not rise (by two standard errors)."
-    ),
-    advises="Looking for wrong labels; more augmentation or regularisation, more images, or fewer epochs.",
-)
+@rule("Overfitting")
 def overfitting(case: Case) -> Outcome:
+    """Fires when the validation loss is above its lowest by more than `ratio`, and above the training loss with labels by as much, which
+    fell meanwhile, while the validation accuracy did not rise (by two standard errors).
+
+    Needs {_MEASUREMENTS} measurements on the validation split, and a training loss with labels (`label_weight` above 0).
+    Advises looking for wrong labels; more augmentation or regularisation, more images, or fewer epochs.
+    """
     metrics, limit = case.training.metrics, case.rules.overfitting.ratio
     curve = metrics.get("label" if case.training.name == "distill" else "loss")
     if curve is None or "val_loss" not in metrics:
-        return NotJudged(reason="no training loss with labels, or no validation loss, was recorded")
+        return NotJudged("no training loss with labels, or no validation loss, was recorded")
     losses, accuracies = metrics["val_loss"], metrics["val_top1"]
     if len(losses.values) < _MEASUREMENTS:
-        return too_short(
-            f"{len(losses.values)} measurements on the validation split, and {_MEASUREMENTS} are needed "
-            f"({setting(case, 'validate_every_epochs')})"
-        )
+        known = f"{len(losses.values)} measurements on the validation split, and {_MEASUREMENTS} are needed"
+        return too_short(f"{known} ({case.setting('validate_every_epochs')})")
     best = int(losses.values.argmin())
     # the median of the last points of the training loss at each measurement
     ends = np.searchsorted(curve.steps, losses.steps, side="right")
@@ -310,12 +270,11 @@ def overfitting(case: Case) -> Outcome:
     rise, gap = last / lowest - 1, last / train[-1] - 1
     seen = f"the validation loss is {last:.3g}, at its lowest it was {lowest:.3g}; the training loss is {train[-1]:.3g}"
     before, after = float(accuracies.values[best]), float(accuracies.values[-1])
-    learns = train[-1] >= train[best] or after > before + accuracy_noise(case, before)
+    learns = train[-1] >= train[best] or after > before + case.accuracy_noise(before)
     if min(rise, gap) <= limit or learns:
-        return Healthy(text=seen)
+        return Healthy(seen)
     step, seconds = int(losses.steps[best]), float(losses.seconds[best])
     return Finding(
-        severity="warning",
         confidence=0.8,
         text=(
             f"Since step {step + 1} the training learns its images by heart: {seen}, and the validation accuracy went from "
@@ -325,8 +284,8 @@ def overfitting(case: Case) -> Outcome:
             "Look for wrong labels; augment more (views.min_scale, mixup, cutmix), raise weight_decay or drop_path, add images, or set "
             f"epochs so that it ends at about step {step + 1}."
         ),
-        saving=saving_after(case, seconds, "the validation loss rose"),
+        saving=case.saving_after(seconds, "the validation loss rose"),
         numbers={"rise": rise, "gap": gap},
-        window_s=(seconds, case.training.ranks[0].record.ended_s),
+        window_s=(seconds, case.record.ended_s),
         steps=(step, int(losses.steps[-1])),
     )

@@ -9,19 +9,9 @@ import numpy as np
 
 from trainer.costs import duration_text
 from trainer.profiling.evidence import CompilationRecord, RankEvidence, phase_of, step_ms
-from trainer.profiling.rules.compared_steps import XLA_DEBUG, Steps, is_traced, within_steps
+from trainer.profiling.rules.compared_steps import XLA_DEBUG, Steps, within_steps
 from trainer.profiling.rules.loading import cpu_bottleneck, io_bottleneck, loader_workers
-from trainer.profiling.rules.outcomes import (
-    Case,
-    Finding,
-    Healthy,
-    NotJudged,
-    Outcome,
-    Saving,
-    first_cause,
-    rule,
-    too_short,
-)
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, rule, too_short
 from trainer.profiling.series import Series
 
 _AVOIDABLE: Mapping[str, str] = {
@@ -58,23 +48,20 @@ _STALL_ADVICE = (
 )
 
 
-@rule(
-    title="Start-up",
-    needs="the parts of the start-up; after the training also how long its stage took",
-    fires=(
-        "the first step ended later than `largest_minutes` after the process began, or after the end of the training before it; or, as a "
-        "note, it took more than `share` of its stage's time and at least `fewest_seconds`"
-    ),
-    advises="a cache of compiled graphs, inputs near the machine",
-)
+@rule("Start-up")
 def start_up(case: Case) -> Outcome:
-    rank, limits = case.training.ranks[0], case.rules.start_up
-    record = rank.record
+    """Fires when the first step ended later than `largest_minutes` after the process began, or after the end of the training before it; or,
+    as a note, it took more than `share` of its stage's time and at least `fewest_seconds`.
+
+    Needs the parts of the start-up; after the training also how long its stage took.
+    Advises a cache of compiled graphs, inputs near the machine.
+    """
+    record, limits = case.record, case.rules.start_up
     if record.first_step_s is None:
-        return NotJudged(reason="no step has ended")
+        return NotJudged("no step has ended")
     parts = dict(record.startup)
     if not parts:
-        return NotJudged(reason="the parts of the start-up were not recorded")
+        return NotJudged("the parts of the start-up were not recorded")
     seconds = sum(parts.values())
     longest = sorted(parts, key=lambda name: -parts[name])
     summary = ", ".join(f"{name} {duration_text(parts[name])}" for name in longest)
@@ -82,13 +69,12 @@ def start_up(case: Case) -> Outcome:
     share = seconds / case.stage_s if case.stage_s else 0.0  # how long a stage takes is known at its end
     whole = f", {share:.0%} of the stage's {duration_text(case.stage_s)}" if case.stage_s else ""
     if not is_long and (share <= limits.share or seconds < limits.fewest_seconds):
-        return Healthy(text=f"The first step ended after {duration_text(seconds)}{whole}: {summary}.")
+        return Healthy(f"The first step ended after {duration_text(seconds)}{whole}: {summary}.")
     avoidable = {name: parts[name] for name in _AVOIDABLE if parts.get(name)}
-    cures = _ON_XLA if is_traced(rank) else _AVOIDABLE
-    advice = (
-        "; ".join(cures[name] for name in longest if name in avoidable) or "find out what the longest part waits for"
-    )
-    saving = Saving(seconds=sum(avoidable.values()), reason=f"the parts {' and '.join(avoidable)}")
+    cures = _ON_XLA if case.is_traced else _AVOIDABLE
+    advice = "; ".join(cures[name] for name in longest if name in avoidable)
+    advice = advice or "find out what the longest part waits for"
+    saving = Saving(sum(avoidable.values()), f"the parts {' and '.join(avoidable)}")
     if not is_long:
         advice += "; a longer training bears a start-up better"
     return Finding(
@@ -102,16 +88,14 @@ def start_up(case: Case) -> Outcome:
     )
 
 
-@rule(
-    title="Step outliers",
-    needs="the duration of the steps, and how long the training's thread had no core",
-    fires=(
-        "steps after the first `ignored` that took longer than `sigmas` standard deviations above the mean cost more than `share` of the "
-        "steps' time; not where another finding explains them, nor where other programs took the core"
-    ),
-    advises="what to look for, and in which phase",
-)
+@rule("Step outliers")
 def step_outliers(case: Case) -> Outcome:
+    """Fires when steps after the first `ignored` that took longer than `sigmas` standard deviations above the mean cost more than `share`
+    of the steps' time; not where another finding explains them, nor where other programs took the core.
+
+    Needs the duration of the steps, and how long the training's thread had no core.
+    Advises what to look for, and in which phase.
+    """
     limits = case.rules.step_outliers
     steps = Steps(case, ignored=limits.ignored)
     if steps.too_few:
@@ -128,8 +112,8 @@ def step_outliers(case: Case) -> Outcome:
         f"steps {usual.p50:.3g} ms), which cost {share:.1%} of the steps' time"
     )
     if share <= limits.share:
-        return Healthy(text=f"{summary}.")
-    if other := first_cause(case, io_bottleneck, loader_workers, cpu_bottleneck, recompilation):
+        return Healthy(f"{summary}.")
+    if other := case.first_cause(io_bottleneck, loader_workers, cpu_bottleneck, recompilation):
         return other
     excess = {}
     for name in dict.fromkeys(phase_of(path) for path in steps.ranks[0].ranges if path != "recorder"):
@@ -137,46 +121,44 @@ def step_outliers(case: Case) -> Outcome:
         excess[name] = float((spent[far] - np.median(spent)).sum())
     phase = max(excess, key=excess.__getitem__)
     return Finding(
-        severity="warning",
         confidence=0.7,
         text=f"{summary}; most of it in `{phase}`. The longest was step {int(steps.numbers[int(seconds.argmax())])}.",
         advice=(
             "Look at what else happened at these steps: storage, other programs on the machine, garbage collection, or what "
             f"`{phase}` does now and then."
         ),
-        saving=Saving(seconds=excess_s, reason="these steps' time above the median of the undisturbed ones"),
+        saving=Saving(excess_s, "these steps' time above the median of the undisturbed ones"),
         numbers={"outliers": float(len(far)), "limit_s": limit, "median_step_ms": usual.p50, "excess_s": excess_s},
         steps=(int(steps.numbers[far[0]]), int(steps.numbers[far[-1]])),
     )
 
 
-@rule(
-    title="Memory growth",
-    needs="samples of the memory that torch has allocated on the GPU, or that is used of an XLA device, and of the process's own memory",
-    fires="either grows by more than `growth` after the first quarter of the training, and in every part of the rest",
-    advises="what keeps graphs or tensors",
-)
+@rule("Memory growth")
 def gpu_memory_growth(case: Case) -> Outcome:
-    rank, limit = case.training.ranks[0], case.rules.gpu_memory_growth.growth
+    """Fires when either grows by more than `growth` after the first quarter of the training, and in every part of the rest.
+
+    Needs samples of the memory that torch has allocated on the GPU, or that is used of an XLA device, and of the process's own memory.
+    Advises what keeps graphs or tensors.
+    """
+    rank, limit = case.rank, case.rules.gpu_memory_growth.growth
     signals = {
         owner: name
         for name, owner in reversed(list(_MEMORY.items()))
         if np.isfinite(rank.system.get(name, np.array([]))).any()
     }
     if not signals:
-        return NotJudged(reason="no memory was sampled")
-    by_owner = {owner: _levels(rank, name) for owner, name in signals.items()}
-    if all(levels is None for levels in by_owner.values()):
+        return NotJudged("no memory was sampled")
+    found = {owner: _levels(rank, name) for owner, name in signals.items()}
+    by_owner = {owner: levels for owner, levels in found.items() if levels is not None}
+    if not by_owner:
         return too_short(f"fewer than {_FEWEST_SAMPLES} samples of memory were taken in a part of the steps")
     went = []
     for owner, levels in by_owner.items():
-        if levels is None:
-            continue
         rises, whole = np.diff(levels), levels[-1] - levels[0]
         if whole > limit * levels[0] and rises.min() > _STEADY * whole / len(rises):
             return _leak(rank, owner, levels)
         went.append(f"Memory of {owner} went from {_mib(levels[0])} to {_mib(levels[-1])}.")
-    return Healthy(text=" ".join(went))
+    return Healthy(" ".join(went))
 
 
 def _levels(rank: RankEvidence, name: str) -> Series | None:
@@ -196,7 +178,6 @@ def _leak(rank: RankEvidence, owner: str, levels: Series) -> Finding:
     sizes = rank.system.get(_SIZES.get(owner, ""), [rank.record.memory_bytes])
     left_h = max(0.0, float(sizes[-1]) - float(levels[-1])) / an_hour
     return Finding(
-        severity="warning",
         confidence=0.8,
         text=(
             f"Memory of {owner} grows all the time, from {_mib(levels[0])} to {_mib(levels[-1])} after the warm-up; at this rate it is "
@@ -214,35 +195,31 @@ def _mib(value: float) -> str:
     return f"{value / 2**20:.0f} MiB"
 
 
-@rule(
-    title="Recompilation",
-    needs="when graphs were compiled",
-    fires="a graph was compiled after more than `after_steps` steps",
-    advises="shapes and values that stay the same, or no compilation; on XLA it names what probably changed",
-)
+@rule("Recompilation")
 def recompilation(case: Case) -> Outcome:
-    rank, after = case.training.ranks[0], case.rules.recompilation.after_steps
-    record = rank.record
-    if not record.compilations:
-        return NotJudged(reason="nothing was compiled")
-    late = [one for one in record.compilations if one.step >= after]
+    """Fires when a graph was compiled after more than `after_steps` steps.
+
+    Needs when graphs were compiled.
+    Advises shapes and values that stay the same, or no compilation; on XLA it names what probably changed.
+    """
+    compilations, after = case.record.compilations, case.rules.recompilation.after_steps
+    if not compilations:
+        return NotJudged("nothing was compiled")
+    late = [one for one in compilations if one.step >= after]
     graphs, seconds = sum(one.graphs for one in late), sum(one.seconds for one in late)
     if not graphs:
         return Healthy(
-            text=f"{sum(one.graphs for one in record.compilations)} graphs were compiled, all in the first {after} steps."
+            f"{sum(one.graphs for one in compilations)} graphs were compiled, all in the first {after} steps."
         )
-    cause, advice = "", _KEEP_GRAPHS
-    if is_traced(rank):
-        cause, advice = _what_changed(rank, late)
+    cause, advice = _what_changed(case.rank, late) if case.is_traced else ("", _KEEP_GRAPHS)
     return Finding(
-        severity="warning",
         confidence=0.9,
         text=(
             f"{graphs} graphs were compiled again after {after} steps (first after step {late[0].step}), which took "
             f"{duration_text(seconds)}. {cause}".rstrip()
         ),
         advice=advice,
-        saving=Saving(seconds=seconds, reason="the time inside of the compiler after these steps"),
+        saving=Saving(seconds, "the time inside of the compiler after these steps"),
         numbers={"graphs": float(graphs), "seconds": seconds},
         steps=(late[0].step, late[-1].step),
     )
@@ -279,17 +256,15 @@ def _what_changed(rank: RankEvidence, late: Sequence[CompilationRecord]) -> tupl
     return unknown
 
 
-@rule(
-    title="Stalled training",
-    needs="Two steps.",
-    fires=(
-        "For longer than `seconds` no step ends, compilation, validation, checkpoints and other named ranges taken off. While the training "
-        "runs, an alarm reports it after that time without waiting for the next step."
-    ),
-    advises="Looking at the storage, the loader processes and the other processes of the job.",
-)
+@rule("Stalled training")
 def stalled_training(case: Case) -> Outcome:
-    rank, limit = case.training.ranks[0], case.rules.stalled_training.seconds
+    """Fires when for longer than `seconds` no step ends, compilation, validation, checkpoints and other named ranges taken off. While the
+    training runs, an alarm reports it after that time without waiting for the next step.
+
+    Needs two steps.
+    Advises looking at the storage, the loader processes and the other processes of the job.
+    """
+    rank, limit = case.rank, case.rules.stalled_training.seconds
     if len(rank.steps["step"]) < 2:
         return too_short("fewer than two steps were measured")
     # from the end of each step in the table to the end of the next, less steps that the table left out, ranges outside of steps, and time
@@ -299,19 +274,15 @@ def stalled_training(case: Case) -> Outcome:
     middles = rank.spans.start_s + rank.spans.seconds / 2  # a start may be rounded to before the end of the step
     places = np.searchsorted(ends, middles) - 1
     inside = (places >= 0) & (places < len(pauses))
-    spent = np.zeros(len(pauses))
-    np.add.at(spent, places[inside], rank.spans.seconds[inside])
-    compiling = np.zeros(len(pauses))
+    np.subtract.at(pauses, places[inside], rank.spans.seconds[inside])
     for compilation in rank.record.compilations:
         place = int(np.searchsorted(numbers, numbers[0] + compilation.step)) - 1
         if 0 <= place < len(pauses):
-            compiling[place] += compilation.seconds
-    pauses = pauses - spent - compiling
+            pauses[place] -= compilation.seconds
     worst = int(pauses.argmax())
     if pauses[worst] <= limit:
-        return Healthy(text=f"the longest time without a step was {pauses[worst]:.3g} s")
-    before, after = int(numbers[worst]), int(numbers[worst + 1])
-    start_s = float(ends[worst])
+        return Healthy(f"the longest time without a step was {pauses[worst]:.3g} s")
+    before, after, start_s = int(numbers[worst]), int(numbers[worst + 1]), float(ends[worst])
     stalls = pauses[pauses > limit]
     times = f"{len(stalls)} times, together for {stalls.sum():,.0f} s; the longest time" if len(stalls) > 1 else ""
     return Finding(
@@ -322,7 +293,7 @@ def stalled_training(case: Case) -> Outcome:
             f"or checkpoint to account for it{'; it happened ' + times if times else ''}."
         ),
         advice=_STALL_ADVICE,
-        saving=Saving(seconds=float(stalls.sum()), reason="the time without a step"),
+        saving=Saving(float(stalls.sum()), "the time without a step"),
         numbers={"longest_s": float(pauses[worst]), "stalls": float(len(stalls))},
         window_s=(start_s, start_s + float(pauses[worst])),
         steps=(before, after),
@@ -344,16 +315,16 @@ def hanging(seconds: float, step: int, place: str) -> Finding:
     )
 
 
-@rule(
-    title="Own overhead",
-    needs="what the recorder measures of itself, in recordings of at least `fewest_seconds`",
-    fires="recording takes more than `share` of the training's time, without the windows of operators, which are opened once",
-    advises="rarer measurements of tensors",
-)
+@rule("Own overhead")
 def own_overhead(case: Case) -> Outcome:
-    record, limits = case.training.ranks[0].record, case.rules.own_overhead
+    """Fires when recording takes more than `share` of the training's time, without the windows of operators, which are opened once.
+
+    Needs what the recorder measures of itself, in recordings of at least `fewest_seconds`.
+    Advises rarer measurements of tensors.
+    """
+    record, limits = case.record, case.rules.own_overhead
     if not record.overhead:
-        return NotJudged(reason="what recording costs was not recorded")
+        return NotJudged("what recording costs was not recorded")
     if record.ended_s < limits.fewest_seconds:
         lasts, needed = duration_text(record.ended_s), duration_text(limits.fewest_seconds)
         return too_short(f"the recording lasts {lasts}; {needed} are needed")
@@ -363,12 +334,11 @@ def own_overhead(case: Case) -> Outcome:
     parts = sorted(record.overhead.items(), key=lambda item: -item[1])
     summary = ", ".join(f"{name} {duration_text(part)}{' (once)' * (name == 'operators')}" for name, part in parts)
     if share <= limits.share:
-        return Healthy(text=f"Recording costs {share:.2%} of the training's time: {summary}.")
+        return Healthy(f"Recording costs {share:.2%} of the training's time: {summary}.")
     return Finding(
-        severity="warning",
         confidence=0.9,
         text=f"Recording costs {share:.1%} of the training's time: {summary}.",
         advice="Look more rarely: evidence.tensors_every, evidence.tensors_budget and evidence.system_interval_s.",
-        saving=Saving(seconds=seconds - limits.share * record.ended_s, reason="what it costs above the limit"),
+        saving=Saving(seconds - limits.share * record.ended_s, "what it costs above the limit"),
         numbers={f"{name}_s": part for name, part in record.overhead.items()} | {"overhead_share": share},
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer.profiling.evidence import RankEvidence, is_core
-from trainer.profiling.rules.compared_steps import Steps, at_steps, had_core, usual
+from trainer.profiling.rules.compared_steps import Steps, had_core, usual, within_steps
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, rule
 from trainer.profiling.series import Series
 
@@ -45,6 +45,34 @@ class LoadingWait:
         """Return seconds as a share of the step."""
         return seconds / self.step_s
 
+    def is_for_storage(self, waiting_share: float) -> bool:
+        return self.storage_s > self.computing_s and self.share(self.storage_s) > waiting_share
+
+    def is_for_processor(self, waiting_share: float, own_share: float) -> bool:
+        limit = own_share if self.itself else waiting_share
+        return self.computing_s >= self.storage_s and self.share(self.computing_s) > limit
+
+    def part(self, seconds: float) -> str:
+        """Say how much of a step seconds of loading are."""
+        verb = "goes into batches" if self.itself else "waits for batches"
+        return f"{self.share(seconds):.0%} of each step ({_ms(seconds)} of {_ms(self.step_s)} undisturbed) {verb}"
+
+    @property
+    def processes(self) -> str:
+        """How many processes there are, in words."""
+        beside = f"{self.workers or 'no'} loader process{'es' * (self.workers > 1)}"
+        return f"{beside} beside each training process, {self.per_core:.1f} processes for each core"
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Of a finding on processors."""
+        return {
+            "waiting_share": self.share(self.computing_s),
+            "undisturbed_step_s": self.step_s,
+            "workers": float(self.workers),
+            "processes_per_core": self.per_core,
+        }
+
     def workers_that_keep_up(self) -> int:
         """Loader processes beside each training process with which it would not wait, at the present rate."""
         making_s = self.workers * self.step_s if self.workers else self.waiting_s
@@ -61,10 +89,8 @@ def diagnose(steps: Steps, *, busy_loader_percent: float) -> LoadingWait:
     number = int(np.argsort(waiting)[(len(waiting) - 1) // 2])
     record = steps.ranks[number].record
     workers = record.workers or 0
-    if workers:
-        training_s, storage_s, computing_s = _beside(steps, number, workers, busy_loader_percent)
-    else:
-        training_s, storage_s, computing_s = _itself(steps, number)
+    split = _beside(steps, number, workers, busy_loader_percent) if workers else _itself(steps, number)
+    training_s, storage_s, computing_s = split
     return LoadingWait(
         step_s=max(training_s + storage_s + computing_s, 1e-9),
         waiting_s=storage_s + computing_s,
@@ -77,9 +103,8 @@ def diagnose(steps: Steps, *, busy_loader_percent: float) -> LoadingWait:
 
 def _itself(steps: Steps, number: int) -> tuple[float, float, float]:
     """Split a usual step of a process that loads itself: seconds of training, of waiting for storage, and of computing for its batch."""
-    step_s, host_s = (
-        float(usual(values[number])) for values in (steps.seconds - steps.delayed, steps.column("host_data_seconds"))
-    )
+    step_s = float(usual((steps.seconds - steps.delayed)[number]))
+    host_s = float(usual(steps.column("host_data_seconds")[number]))
     storage_s = min(host_s, max(0.0, float(usual(_blocked(steps)[number]))))
     if steps.on_gpu:  # whose clock shows less of it than the host's
         data_s = float(usual(steps.phase("data")[number]))
@@ -97,7 +122,9 @@ def _beside(steps: Steps, number: int, workers: int, busy_percent: float) -> tup
     waiting = steps.phase("data") if steps.on_gpu else _blocked(steps)
     training_s = float(usual((steps.seconds - steps.delayed - waiting)[number]))
     waiting_s = float(usual(np.where(steps.column("queued") > 0, 0.0, waiting)[number]))
-    percent = at_steps(steps.ranks[number], "loaders_cpu_percent")
+    rank = steps.ranks[number]
+    sampled = rank.system.get("loaders_cpu_percent", np.full(len(rank.system["end_s"]), np.nan))
+    percent = sampled[np.isfinite(sampled) & within_steps(rank)]
     if not len(percent):
         return training_s, 0.0, waiting_s
     busy = float(percent.mean()) / 100 / workers
@@ -123,127 +150,110 @@ def _gpu_idles_while(rank: RankEvidence, signal: Series | None, above: float, gp
     return float(np.mean((signal > above) & (gpu < gpu_below)))
 
 
-@rule(
-    title="I/O bottleneck",
-    needs="phase `data` of the steps; CPU time of the training's thread and of the loader processes; on a GPU its use, and iowait",
-    fires=(
-        "more than `waiting_share` of the steps' time waits for batches while neither the training nor its loader processes compute (those "
-        "below `loader_percent` of a core do not); or the cores wait for storage (above `iowait_percent`) beside an idle GPU (below "
-        "`gpu_percent`) in more than `share` of the samples"
-    ),
-    advises="more loader processes, which wait at the same time; the data set on a disk of the machine",
-)
+@rule("I/O bottleneck")
 def io_bottleneck(case: Case) -> Outcome:
+    """Fires when more than `waiting_share` of the steps' time waits for batches while neither the training nor its loader processes compute
+    (those below `loader_percent` of a core do not); or the cores wait for storage (above `iowait_percent`) beside an idle GPU (below
+    `gpu_percent`) in more than `share` of the samples.
+
+    Needs phase `data` of the steps; CPU time of the training's thread and of the loader processes; on a GPU its use, and iowait.
+    Advises more loader processes, which wait at the same time; the data set on a disk of the machine.
+    """
     steps, limits = Steps(case), case.rules.io_bottleneck
     if steps.too_few:
         return steps.too_few
     loading = diagnose(steps, busy_loader_percent=limits.loader_percent)
     share = loading.share(loading.storage_s)
-    rank = steps.ranks[0]
-    waits = rank.system.get("iowait_percent")
-    sampled = _gpu_idles_while(rank, waits, limits.iowait_percent, limits.gpu_percent)
-    if _waits_for_storage(loading, limits.waiting_share):
-        text = f"{_loading_share(loading, share, loading.storage_s)} that storage has to deliver, and nothing is computed meanwhile."
+    waits = case.rank.system.get("iowait_percent")
+    sampled = _gpu_idles_while(case.rank, waits, limits.iowait_percent, limits.gpu_percent)
+    if loading.is_for_storage(limits.waiting_share):
+        text = f"{loading.part(loading.storage_s)} that storage has to deliver, and nothing is computed meanwhile."
     elif sampled > limits.share:
         share = sampled
         text = f"In {sampled:.0%} of the samples the GPU was idle while the cores waited for storage."
     else:
-        return Healthy(text=f"{share:.0%} of a step waits for storage ({_ms(loading.storage_s)}).")
+        return Healthy(f"{share:.0%} of a step waits for storage ({_ms(loading.storage_s)}).")
     return Finding(
-        severity="warning",
         confidence=0.9 if loading.workers == 0 else 0.8,
         text=text,
         advice=(
             f"Let more loader processes wait at the same time (data.workers={loading.workers_that_keep_up()}; waiting needs no core), or "
             "put the prepared data set on a disk of the machine."
         ),
-        saving=Saving(seconds=share * steps.total_s, reason="the steps without that waiting"),
+        saving=Saving(share * steps.total_s, "the steps without that waiting"),
         numbers={"waiting_share": share, "storage_s": loading.storage_s, "undisturbed_step_s": loading.step_s},
         steps=steps.span,
     )
 
 
-@rule(
-    title="Loader workers",
-    needs="how many loader processes and cores there are; phase `data` of the steps; CPU time as for the I/O bottleneck",
-    fires=(
-        "there are more than `most_per_core` training and loader processes for each core; or fewer than `fewest_per_core` while more than "
-        "`waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains and loads itself)"
-    ),
-    advises="the number of loader processes that keeps up, as far as there are cores",
-)
+@rule("Loader workers")
 def loader_workers(case: Case) -> Outcome:
+    """Fires when there are more than `most_per_core` training and loader processes for each core; or fewer than `fewest_per_core` while
+    more than `waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains and loads itself).
+
+    Needs how many loader processes and cores there are; phase `data` of the steps; CPU time as for the I/O bottleneck.
+    Advises the number of loader processes that keeps up, as far as there are cores.
+    """
     steps, limits, storage = Steps(case), case.rules.loader_workers, case.rules.io_bottleneck
     if steps.too_few:
         return steps.too_few
     loading = diagnose(steps, busy_loader_percent=storage.loader_percent)
-    waits = _waits_for_processor(loading, limits.waiting_share, limits.own_share)
-    share = loading.share(loading.computing_s)
-    waiting = _loading_share(loading, share, loading.computing_s)
+    waits = loading.is_for_processor(limits.waiting_share, limits.own_share)
+    share, waiting = loading.share(loading.computing_s), loading.part(loading.computing_s)
     if loading.per_core < limits.fewest_per_core and waits:
         keeps_up = loading.workers_that_keep_up()
         most = int(steps.record.cores // steps.processes_here()) - (0 if loading.itself else 1)
         wanted = max(loading.workers + 1, min(keeps_up, most))
+        hidden_s = share * steps.total_s * min(1.0, wanted / keeps_up)
         return Finding(
-            severity="warning",
             confidence=0.8,
-            text=f"{waiting} that processors make, and cores are free: {_processes(loading)}.",
+            text=f"{waiting} that processors make, and cores are free: {loading.processes}.",
             advice=f"Let more processes load: data.workers={wanted}.",
-            saving=Saving(
-                seconds=share * steps.total_s * min(1.0, wanted / keeps_up),
-                reason="the waiting that this many loader processes hide, at the present rate",
-            ),
-            numbers=_numbers(loading, share),
+            saving=Saving(hidden_s, "the waiting that this many loader processes hide, at the present rate"),
+            numbers=loading.numbers,
             steps=steps.span,
         )
-    if loading.per_core > limits.most_per_core and not _waits_for_storage(loading, storage.waiting_share):
+    if loading.per_core > limits.most_per_core and not loading.is_for_storage(storage.waiting_share):
         wanted = max(0, steps.record.cores // steps.processes_here() - 1)
         cause = f"{waiting}, and" if waits else "There are more processes than cores:"
         return Finding(
             severity="warning" if waits else "note",
             confidence=0.7 if waits else 0.5,
-            text=f"{cause} {_processes(loading)}: they take the cores from one another, and memory.",
+            text=f"{cause} {loading.processes}: they take the cores from one another, and memory.",
             advice=f"Let fewer processes load: data.workers={wanted}, or auto, which measures how many keep up.",
-            saving=Saving(seconds=share * steps.total_s, reason="the waiting for data") if waits else None,
-            numbers=_numbers(loading, share),
+            saving=Saving(share * steps.total_s, "the waiting for data") if waits else None,
+            numbers=loading.numbers,
             steps=steps.span,
         )
-    return Healthy(text=f"{_processes(loading)}; {loading.share(loading.waiting_s):.0%} of a step waits for data.")
+    return Healthy(f"{loading.processes}; {loading.share(loading.waiting_s):.0%} of a step waits for data.")
 
 
-@rule(
-    title="CPU bottleneck",
-    needs="phase `data` of the steps; CPU time as for the I/O bottleneck; use of the cores and of the GPU",
-    fires=(
-        "more than `waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains and loads "
-        "itself), and the number of loader processes fits the cores; or a core is busy (above `busy_percent`) beside an idle GPU (below "
-        "`gpu_percent`) in more than `share` of the samples"
-    ),
-    advises="views and decoding on the GPU, smaller stored images, more cores",
-)
+@rule("CPU bottleneck")
 def cpu_bottleneck(case: Case) -> Outcome:
+    """Fires when more than `waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains and
+    loads itself), and the number of loader processes fits the cores; or a core is busy (above `busy_percent`) beside an idle GPU (below
+    `gpu_percent`) in more than `share` of the samples.
+
+    Needs phase `data` of the steps; CPU time as for the I/O bottleneck; use of the cores and of the GPU.
+    Advises views and decoding on the GPU, smaller stored images, more cores.
+    """
     steps, limits, processes = Steps(case), case.rules.cpu_bottleneck, case.rules.loader_workers
     if steps.too_few:
         return steps.too_few
     loading = diagnose(steps, busy_loader_percent=case.rules.io_bottleneck.loader_percent)
     share = loading.share(loading.computing_s)
-    rank = steps.ranks[0]
-    cores = [values for name, values in rank.system.items() if is_core(name)]
+    cores = [values for name, values in case.rank.system.items() if is_core(name)]
     busiest = np.max(cores, axis=0) if cores else None
-    sampled = _gpu_idles_while(rank, busiest, limits.busy_percent, limits.gpu_percent)
-    if _waits_for_processor(loading, limits.waiting_share, limits.own_share):
+    sampled = _gpu_idles_while(case.rank, busiest, limits.busy_percent, limits.gpu_percent)
+    if loading.is_for_processor(limits.waiting_share, limits.own_share):
         if not processes.fewest_per_core <= loading.per_core <= processes.most_per_core:
-            return NotJudged(
-                reason=f"the number of loader processes comes first (loader_workers): {_processes(loading)}"
-            )
-        text = f"{_loading_share(loading, share, loading.computing_s)} that processors make, and none is free: {_processes(loading)}."
+            return NotJudged(f"the number of loader processes comes first (loader_workers): {loading.processes}")
+        text = f"{loading.part(loading.computing_s)} that processors make, and none is free: {loading.processes}."
     elif sampled > limits.share and loading.share(loading.waiting_s) <= limits.waiting_share:
         share = sampled
         text = f"In {sampled:.0%} of the samples a core was busy and the GPU idle, though batches were ready."
     else:
-        return Healthy(
-            text=f"{share:.0%} of a step waits for batches that processors make ({_ms(loading.computing_s)})."
-        )
+        return Healthy(f"{share:.0%} of a step waits for batches that processors make ({_ms(loading.computing_s)}).")
     advice = "Store smaller images (data.image_size), which are cheaper to decode, or take a machine with more cores."
     if steps.on_gpu:
         advice = (
@@ -251,43 +261,14 @@ def cpu_bottleneck(case: Case) -> Outcome:
             "or take machines with more cores for each GPU."
         )
     return Finding(
-        severity="warning",
         confidence=0.8,
         text=text,
         advice=advice,
-        saving=Saving(seconds=share * steps.total_s, reason="the steps if batches were always ready"),
-        numbers=_numbers(loading, share),
+        saving=Saving(share * steps.total_s, "the steps if batches were always ready"),
+        numbers={**loading.numbers, "waiting_share": share},
         steps=steps.span,
     )
 
 
-def _waits_for_processor(loading: LoadingWait, waiting_share: float, own_share: float) -> bool:
-    limit = own_share if loading.itself else waiting_share
-    return loading.computing_s >= loading.storage_s and loading.share(loading.computing_s) > limit
-
-
-def _waits_for_storage(loading: LoadingWait, waiting_share: float) -> bool:
-    return loading.storage_s > loading.computing_s and loading.share(loading.storage_s) > waiting_share
-
-
-def _loading_share(loading: LoadingWait, share: float, seconds: float) -> str:
-    verb = "goes into batches" if loading.itself else "waits for batches"
-    return f"{share:.0%} of each step ({_ms(seconds)} of {_ms(loading.step_s)} undisturbed) {verb}"
-
-
-def _processes(loading: LoadingWait) -> str:
-    beside = f"{loading.workers or 'no'} loader process{'es' * (loading.workers > 1)}"
-    return f"{beside} beside each training process, {loading.per_core:.1f} processes for each core"
-
-
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
-
-
-def _numbers(loading: LoadingWait, share: float) -> dict[str, float]:
-    return {
-        "waiting_share": share,
-        "undisturbed_step_s": loading.step_s,
-        "workers": float(loading.workers),
-        "processes_per_core": loading.per_core,
-    }

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
-from trainer.profiling.evidence import TrainingEvidence
+from trainer import formatting
+from trainer.profiling.evidence import RankEvidence, RankRecord, TrainingEvidence
 from trainer.thresholds import RuleSettings
 
-_NAMED = 3
+listed = partial(formatting.listed, most=3)
+"""Joins the first names of a text, and says how many more there are."""
 _SECTIONS = {"mae": "pretrain.mae", "finetune": "pretrain.finetune"}
 """Trainings whose settings are in a section of another name."""
 
@@ -26,8 +32,66 @@ class Case:
     live: bool = False
     """Whether the training still runs, and only this process's record is at hand."""
 
+    @property
+    def rank(self) -> RankEvidence:
+        """The evidence of the first process."""
+        return self.training.ranks[0]
 
-@dataclass(frozen=True, kw_only=True)
+    @property
+    def record(self) -> RankRecord:
+        return self.rank.record
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Of the training."""
+        return self.record.context.settings
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether it ran on a device of XLA, where a step is noted, compiled as one graph, and handed over."""
+        return self.record.device.startswith("xla")
+
+    @property
+    def remaining_s(self) -> float:
+        """Estimate of the seconds of the remaining steps, where the training still runs and their number is known."""
+        total, done = self.record.context.total_steps, self.record.steps.count
+        if not self.live or not total or not done:
+            return 0.0
+        return max(0.0, total - 1 - float(self.rank.steps["step"][-1])) * self.record.steps.seconds / done
+
+    @property
+    def start_unseen(self) -> NotJudged | None:
+        """The answer of a rule that needs the training's start, where this process resumed from a checkpoint; None where it did not."""
+        steps = self.rank.steps["step"]
+        if not len(steps) or steps[0] == 0:
+            return None
+        return NotJudged(
+            f"this process resumed from a checkpoint, at step {steps[0] + 1:.0f}, so the training's start was not seen"
+        )
+
+    def first_cause(self, *rules: Rule) -> NotJudged | None:
+        """Return the answer of a rule on effects of other causes: not judged where one of `rules` fires; None where none does."""
+        for rule in rules:
+            if getattr(self.rules, rule.name).enabled and isinstance(rule.judge(self), Finding):
+                return NotJudged(f"what there is to see may come from another finding: {rule.name}")
+        return None
+
+    def saving_after(self, since_s: float, why: str) -> Saving:
+        """Estimate what ending the training at a moment saves: the time to its end, extrapolated from the steps so far while it runs."""
+        seconds = max(0.0, self.record.ended_s - since_s) + self.remaining_s
+        return Saving(seconds, f"the training's time after that, in which {why}")
+
+    def accuracy_noise(self, accuracy: float) -> float:
+        """Compute two standard errors of the difference of two accuracies on the validation split; 0 where its size is not known."""
+        images = self.record.context.val_samples
+        return 2 * math.sqrt(2 * accuracy * (1 - accuracy) / images) if images else 0.0
+
+    def setting(self, name: str) -> str:
+        """Return the full name of a setting of this training."""
+        return setting_of(self.training.name, name)
+
+
+@dataclass(frozen=True)
 class Saving:
     """Time that curing a finding would save."""
 
@@ -41,7 +105,7 @@ class Saving:
 class Finding:
     """The rule fires."""
 
-    severity: Literal["note", "warning", "severe"]
+    severity: Literal["note", "warning", "severe"] = "warning"
     """`note`: good to know; `warning`: costs time, money or accuracy; `severe`: the rest of the training is of no use."""
     confidence: float
     """From 0 to 1: how sure the evidence makes it."""
@@ -59,7 +123,7 @@ class Finding:
     """From which step to which."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Healthy:
     """The rule was judged and does not fire."""
 
@@ -67,7 +131,7 @@ class Healthy:
     """What the evidence shows, with its numbers."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class NotJudged:
     """The rule cannot be judged."""
 
@@ -82,7 +146,7 @@ Outcome = Finding | Healthy | NotJudged
 
 def too_short(reason: str) -> NotJudged:
     """Return the answer of a rule that a longer training would let judge."""
-    return NotJudged(reason=reason, too_short=True)
+    return NotJudged(reason, too_short=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,67 +167,21 @@ class Rule:
     """Whether it can be judged while the training runs."""
 
 
-def rule(
-    *, title: str, needs: str, fires: str, advises: str, live: bool = True
-) -> Callable[[Callable[[Case], Outcome]], Rule]:
-    """Make a rule of the function that judges it, which has its name; the arguments are those of `Rule`."""
-    return lambda judge: Rule(
-        name=judge.__name__, title=title, needs=needs, fires=fires, advises=advises, judge=judge, live=live
-    )
+def rule(title: str, *, live: bool = True) -> Callable[[Callable[[Case], Outcome]], Rule]:
+    """Make a rule of the function that judges it: its name is the rule's, and its docstring says when it fires, what it needs and advises.
 
+    Names in braces there are constants of its module.
+    """
 
-def first_cause(case: Case, *rules: Rule) -> NotJudged | None:
-    """Return the answer of a rule on effects of other causes: not judged where one of `rules` fires; None where none does."""
-    for rule in rules:
-        if getattr(case.rules, rule.name).enabled and isinstance(rule.judge(case), Finding):
-            return NotJudged(reason=f"what there is to see may come from another finding: {rule.name}")
-    return None
+    def made(judge: Callable[[Case], Outcome]) -> Rule:
+        texts = inspect.cleandoc(judge.__doc__ or "").format_map(vars(sys.modules[judge.__module__]))
+        _, *parts = re.split(r"^(?:Fires when|Needs|Advises) ", texts, flags=re.MULTILINE)
+        fires, needs, advises = (" ".join(part.split()) for part in parts)
+        return Rule(name=judge.__name__, title=title, needs=needs, fires=fires, advises=advises, judge=judge, live=live)
 
-
-def start_unseen(case: Case) -> NotJudged | None:
-    """Return the answer of a rule that needs the training's start, where this process resumed from a checkpoint; None where it did not."""
-    steps = case.training.ranks[0].steps["step"]
-    if not len(steps) or steps[0] == 0:
-        return None
-    return NotJudged(
-        reason=f"this process resumed from a checkpoint, at step {steps[0] + 1:.0f}, so the training's start was not seen"
-    )
-
-
-def saving_after(case: Case, since_s: float, why: str) -> Saving:
-    """Estimate what ending the training at a moment saves: the time to its end, extrapolated from the steps so far while it runs."""
-    return Saving(
-        seconds=max(0.0, case.training.ranks[0].record.ended_s - since_s) + remaining_s(case),
-        reason=f"the training's time after that, in which {why}",
-    )
-
-
-def remaining_s(case: Case) -> float:
-    """Estimate the seconds of the remaining steps, where the training still runs and their number is known."""
-    rank = case.training.ranks[0]
-    total, done = rank.record.context.total_steps, rank.record.steps.count
-    if not case.live or not total or not done:
-        return 0.0
-    return max(0.0, total - 1 - float(rank.steps["step"][-1])) * rank.record.steps.seconds / done
-
-
-def accuracy_noise(case: Case, accuracy: float) -> float:
-    """Compute two standard errors of the difference of two accuracies on the validation split; 0 where its size is not known."""
-    images = case.training.ranks[0].record.context.val_samples
-    return 2 * math.sqrt(2 * accuracy * (1 - accuracy) / images) if images else 0.0
-
-
-def setting(case: Case, name: str) -> str:
-    """Return the full name of a setting of this training."""
-    return setting_of(case.training.name, name)
+    return made
 
 
 def setting_of(training: str, name: str) -> str:
     """Return the full name of a setting of a training of this name."""
     return f"{_SECTIONS.get(training, training)}.{name}"
-
-
-def listed(names: Sequence[str]) -> str:
-    """Join the first names, and say how many more there are."""
-    shown, more = ", ".join(names[:_NAMED]), len(names) - _NAMED
-    return f"{shown} and {more} more" if more > 0 else shown

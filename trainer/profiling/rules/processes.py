@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer.profiling.rules.compared_steps import Steps, is_traced, usual
+from trainer.profiling.rules.compared_steps import Steps, usual
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, rule
 from trainer.profiling.series import Series
 
@@ -22,9 +22,9 @@ _UNCERTAIN = 0.1
 def _unjudgeable(case: Case, steps: Steps) -> NotJudged | None:
     """Why processes cannot be compared, if they cannot."""
     if steps.record.world_size == 1:
-        return NotJudged(reason="one process trains alone")
+        return NotJudged("one process trains alone")
     if case.live:
-        return NotJudged(reason="while a training runs, only one process's record is at hand")
+        return NotJudged("while a training runs, only one process's record is at hand")
     return steps.too_few
 
 
@@ -39,17 +39,14 @@ def own_work(steps: Steps) -> Series:
     return np.asarray(steps.seconds - steps.phase(*waiting) - steps.delayed + steps.delayed_in("backward"))
 
 
-@rule(
-    title="Stragglers",
-    needs="all processes' steps, after the training",
-    fires=(
-        "a process's own work (all but the backward pass) takes longer than that of the others, by more than `slower` of the "
-        "step, all the time"
-    ),
-    advises="another node; the phase that is slower",
-    live=False,
-)
+@rule("Stragglers", live=False)
 def stragglers(case: Case) -> Outcome:
+    """Fires when a process's own work (all but the backward pass) takes longer than that of the others, by more than `slower` of the step,
+    all the time.
+
+    Needs all processes' steps, after the training.
+    Advises another node; the phase that is slower.
+    """
     steps = Steps(case)
     if unjudgeable := _unjudgeable(case, steps):
         return unjudgeable
@@ -65,18 +62,17 @@ def stragglers(case: Case) -> Outcome:
         f"{1e3 * (means[slowest] - behind_s):.3g} ms: {share:.0%} of the step"
     )
     if share <= limit or sum(blocks) < _BLOCKS - 1:
-        return Healthy(text=f"Slowest: {summary}.")
+        return Healthy(f"Slowest: {summary}.")
     phases = ("data", "to_device", "teacher_forward", "forward", "optimizer", "other")
     phase = max(phases, key=lambda name: _behind(steps.phase(name), slowest))
     return Finding(
-        severity="warning",
         confidence=0.9,
         text=f"The others wait for one: {summary}. Most of it is in `{phase}`.",
         advice=(
             f"Look at {record.host} (other programs, a throttled or broken device, slow storage), replace that node, and keep "
             "pools to machines of one kind."
         ),
-        saving=Saving(seconds=share * steps.total_s, reason="the time that the others wait in each step"),
+        saving=Saving(share * steps.total_s, "the time that the others wait in each step"),
         numbers={"rank": float(slowest), "behind_s": behind_s, "undisturbed_step_s": steps.step_s},
         steps=steps.span,
     )
@@ -93,22 +89,19 @@ def _uncertain_s(steps: Steps) -> float:
     return _UNCERTAIN * float(usual(steps.delayed).max())
 
 
-@rule(
-    title="Load balance",
-    needs="all processes' steps and, on GPUs, their use, after the training",
-    fires=(
-        "waiting for the process with the most work takes more than `waiting_share` of the step, or the histograms of two GPUs' use are "
-        "more than `distance` apart; a process that is always the slowest is a straggler instead"
-    ),
-    advises="the same work for every process",
-    live=False,
-)
+@rule("Load balance", live=False)
 def load_balance(case: Case) -> Outcome:
+    """Fires when waiting for the process with the most work takes more than `waiting_share` of the step, or the histograms of two GPUs' use
+    are more than `distance` apart; a process that is always the slowest is a straggler instead.
+
+    Needs all processes' steps and, on GPUs, their use, after the training.
+    Advises the same work for every process.
+    """
     steps, limits = Steps(case), case.rules.load_balance
     if unjudgeable := _unjudgeable(case, steps):
         return unjudgeable
     if isinstance(stragglers.judge(case), Finding):
-        return NotJudged(reason="one process is slower than the others, which comes first (stragglers)")
+        return NotJudged("one process is slower than the others, which comes first (stragglers)")
     own = own_work(steps)
     own = np.minimum(own, np.percentile(own, 95, axis=1, keepdims=True))
     # in which they wait for one that is not always the same
@@ -119,16 +112,15 @@ def load_balance(case: Case) -> Outcome:
     if distance is not None:
         summary += f"; the histograms of the GPUs' use are {distance:.2f} apart"
     if share <= limits.waiting_share and (distance is None or distance <= limits.distance):
-        return Healthy(text=f"{summary[0].upper()}{summary[1:]}.")
+        return Healthy(f"{summary[0].upper()}{summary[1:]}.")
     return Finding(
-        severity="warning",
         confidence=0.7,
         text=f"The processes have unequal work: {summary}.",
         advice=(
             "Give every process the same work in each step: images of one size (data.image_size), and no branch in model or "
             "objective that depends on the batch or the process."
         ),
-        saving=Saving(seconds=share * steps.total_s, reason="the steps if the work of each were spread evenly"),
+        saving=Saving(share * steps.total_s, "the steps if the work of each were spread evenly"),
         numbers={"waiting_share": share} | ({} if distance is None else {"distance": distance}),
         steps=steps.span,
     )
@@ -151,8 +143,8 @@ def _exchange_s(case: Case, steps: Steps) -> float | NotJudged:
     """Measure the seconds of a step in which gradients travel and nothing is computed, without the waiting for slower processes."""
     if unjudgeable := _unjudgeable(case, steps):
         return unjudgeable
-    if is_traced(steps.ranks[0]):
-        return NotJudged(reason="XLA exchanges gradients within its graphs, where no clock of the host sees them")
+    if case.is_traced:
+        return NotJudged("XLA exchanges gradients within its graphs, where no clock of the host sees them")
     if not steps.on_gpu:
         # Of a median step, in which no process could continue its backward pass. The threads that exchange gradients lack a core, too,
         # where the training's thread does; what that may have cost is left out.
@@ -162,7 +154,7 @@ def _exchange_s(case: Case, steps: Steps) -> float | NotJudged:
     exposed = [max(0.0, record.exchange_s - record.hidden_s) for record in measured if record is not None]
     if len(exposed) < len(measured):
         reason = steps.record.missing.get("communication", "too few steps")
-        return NotJudged(reason=f"how long gradients travel was not measured: {reason}")
+        return NotJudged(f"how long gradients travel was not measured: {reason}")
     # Who waits for a slower process does so in the exchange; the process that all wait for waits for nothing but the network.
     own = steps.seconds - steps.phase("backward")
     return float(np.maximum(exposed - (own.max(axis=0) - own).mean(axis=1), 0).min())
@@ -175,14 +167,14 @@ def communication_share(case: Case) -> float | None:
     return None if isinstance(seconds, NotJudged) else seconds / steps.step_s
 
 
-@rule(
-    title="Communication",
-    needs="all processes' steps, after the training; on GPUs DistributedDataParallel's own times of the exchange of gradients",
-    fires="the exchange that no computation hides takes more than `share` of the steps' time, without the waiting for slower processes",
-    advises="fewer bytes, fewer exchanges, a faster network",
-    live=False,
-)
+@rule("Communication", live=False)
 def communication(case: Case) -> Outcome:
+    """Fires when the exchange that no computation hides takes more than `share` of the steps' time, without the waiting for slower
+    processes.
+
+    Needs all processes' steps, after the training; on GPUs DistributedDataParallel's own times of the exchange of gradients.
+    Advises fewer bytes, fewer exchanges, a faster network.
+    """
     steps, limit = Steps(case), case.rules.communication.share
     seconds = _exchange_s(case, steps)
     if isinstance(seconds, NotJudged):
@@ -190,16 +182,15 @@ def communication(case: Case) -> Outcome:
     share = seconds / steps.step_s
     summary = f"{share:.0%} of each step ({1e3 * seconds:.3g} of {1e3 * steps.step_s:.3g} ms undisturbed)"
     if share <= limit:
-        return Healthy(text=f"{summary} waits for gradients that travel.")
+        return Healthy(f"{summary} waits for gradients that travel.")
     return Finding(
-        severity="warning",
         confidence=0.8,
         text=f"{summary} waits for gradients that travel between {steps.record.world_size} processes, with nothing to compute meanwhile.",
         advice=(
             "Halve the bytes (gradient_compression=bf16), exchange more rarely (a larger batch_size, or more accumulation at the same "
             "memory), or train on fewer nodes, or ones with a faster network."
         ),
-        saving=Saving(seconds=share * steps.total_s, reason="the steps if computation hid the exchange"),
+        saving=Saving(share * steps.total_s, "the steps if computation hid the exchange"),
         numbers={"communication_share": share, "exposed_s": seconds, "undisturbed_step_s": steps.step_s},
         steps=steps.span,
     )

@@ -11,20 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.profiling.evidence import TensorSamples
-from trainer.profiling.rules.outcomes import (
-    Case,
-    Finding,
-    Healthy,
-    NotJudged,
-    Outcome,
-    first_cause,
-    listed,
-    rule,
-    saving_after,
-    setting,
-    start_unseen,
-    too_short,
-)
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, listed, rule, too_short
 from trainer.profiling.series import Series
 
 Flags = npt.NDArray[np.bool_]
@@ -65,15 +52,10 @@ def _update_ratios(history: TensorSamples) -> Series:
 
 
 def _few(history: TensorSamples, needed: int) -> NotJudged | None:
-    if len(history.steps) >= needed:
-        return None
-    return NotJudged(
-        reason=(
-            f"{len(history.steps)} measurements of the weights were recorded, and {needed} are needed "
-            "(evidence.tensors_every, evidence.tensors_budget)"
-        ),
-        too_short=len(history.steps) > 0,  # the first step is always measured, unless measurements are turned off
-    )
+    count = len(history.steps)
+    reason = f"{count} measurements of the weights were recorded, and {needed} are needed (evidence.tensors_every, evidence.tensors_budget)"
+    # The first step is always measured, unless measurements are turned off.
+    return None if count >= needed else NotJudged(reason, too_short=count > 0)
 
 
 def _chosen(history: TensorSamples, flags: Flags) -> list[str]:
@@ -81,18 +63,16 @@ def _chosen(history: TensorSamples, flags: Flags) -> list[str]:
     return [name for name, is_chosen in zip(history.tensors, flags, strict=True) if is_chosen]
 
 
-@rule(
-    title="Poor initialisation",
-    needs="The measurement at the first step, before its update.",
-    fires=(
-        "A matrix has weights of one size only; or stretches a signal more than `largest_gain` times (root mean square x the fourth root "
-        "of its elements); or its root mean square differs more than `largest_ratio` times from that of the same matrix in another block."
-    ),
-    advises="Drawing these weights as timm does, or starting from trained ones.",
-)
+@rule("Poor initialisation")
 def poor_initialisation(case: Case) -> Outcome:
-    limits, history = case.rules.poor_initialisation, case.training.ranks[0].tensors
-    if answer := _few(history, 1) or start_unseen(case):
+    """Fires when a matrix has weights of one size only; or stretches a signal more than `largest_gain` times (root mean square x the fourth
+    root of its elements); or its root mean square differs more than `largest_ratio` times from that of the same matrix in another block.
+
+    Needs the measurement at the first step, before its update.
+    Advises drawing these weights as timm does, or starting from trained ones.
+    """
+    limits, history = case.rules.poor_initialisation, case.rank.tensors
+    if answer := _few(history, 1) or case.start_unseen:
         return answer
     scales = np.where(_matrices(history)[0], _scales(history)[0], 0.0)
     alike = (scales > 0) & (history.values["weight_mean_abs"][0] > _ALIKE * scales)
@@ -109,15 +89,14 @@ def poor_initialisation(case: Case) -> Outcome:
         what = "start with all weights of the same size, so that their units learn the same thing"
     elif gains.max() > limits.largest_gain:
         chosen, confidence = gains > limits.largest_gain, 0.9
-        what = (
-            f"start far too large: they stretch a signal up to {gains.max():.3g} times (limit {limits.largest_gain:g})"
-        )
+        gain = f"{gains.max():.3g} times (limit {limits.largest_gain:g})"
+        what = f"start far too large: they stretch a signal up to {gain}"
     elif uneven > limits.largest_ratio:
         chosen, confidence = np.isin(range(len(scales)), (least, most)), 0.8
         what = f"start {uneven:.3g} times apart (limit {limits.largest_ratio:g}): {scales[least]:.2g} and {scales[most]:.2g}"
     else:
         return Healthy(
-            text=f"matrices stretch a signal {gains.max():.2g} times at most, and those of a kind differ {uneven:.2g} times at most"
+            f"matrices stretch a signal {gains.max():.2g} times at most, and those of a kind differ {uneven:.2g} times at most"
         )
     names = _chosen(history, chosen)
     return Finding(
@@ -133,25 +112,24 @@ def poor_initialisation(case: Case) -> Outcome:
     )
 
 
-@rule(
-    title="Vanishing gradients",
-    needs=f"{_FEWEST} measurements of the gradients.",
-    fires="More than `share` of all measurements of tensors have a mean absolute gradient below `mean_abs`.",
-    advises="Finding what shrinks the loss or its gradient: weights of its terms near 0, a detached tensor, saturated units.",
-)
+@rule("Vanishing gradients")
 def vanishing_gradients(case: Case) -> Outcome:
-    limits, history = case.rules.vanishing_gradients, case.training.ranks[0].tensors
-    if answer := _few(history, _FEWEST) or first_cause(case, poor_initialisation):
+    """Fires when more than `share` of all measurements of tensors have a mean absolute gradient below `mean_abs`.
+
+    Needs {_FEWEST} measurements of the gradients.
+    Advises finding what shrinks the loss or its gradient: weights of its terms near 0, a detached tensor, saturated units.
+    """
+    limits, history = case.rules.vanishing_gradients, case.rank.tensors
+    if answer := _few(history, _FEWEST) or case.first_cause(poor_initialisation):
         return answer
     sizes = history.values["gradient_mean_abs"]
     seen, small = ~np.isnan(sizes), sizes < limits.mean_abs
     if not seen.any():
-        return NotJudged(reason="no tensor had a gradient")
+        return NotJudged("no tensor had a gradient")
     share, typical = small.sum() / seen.sum(), float(np.nanmedian(sizes))
     if share <= limits.share:
-        return Healthy(
-            text=f"the middle tensor's mean absolute gradient is {typical:.2g}; {share:.0%} of measurements are below {limits.mean_abs:g}"
-        )
+        small_ones = f"{share:.0%} of measurements are below {limits.mean_abs:g}"
+        return Healthy(f"the middle tensor's mean absolute gradient is {typical:.2g}; {small_ones}")
     names = _chosen(history, small.mean(0) > limits.share)
     return Finding(
         severity="severe",
@@ -164,22 +142,20 @@ def vanishing_gradients(case: Case) -> Outcome:
             "Look for what shrinks the loss or its gradient: weights of the loss terms near 0, a detached tensor, saturated units; AdamW's "
             "epsilon of 1e-8 swallows such gradients."
         ),
-        saving=saving_after(case, float(history.seconds[0]), "little is learned"),
+        saving=case.saving_after(float(history.seconds[0]), "little is learned"),
         numbers={"looks_share": float(share), "median_mean_abs": typical},
     )
 
 
-@rule(
-    title="Exploding gradients",
-    needs=f"Measurements of the weights and gradients; {_FEWEST} of them for growth.",
-    fires=(
-        "A gradient or a tensor of weights holds a number that is not finite; or the norm of the whole gradient is in two measurements in "
-        "a row more than `growth` times both its first one and its median before."
-    ),
-    advises="A lower learning rate, a smaller clip_norm, or precision=fp32; continuing from an earlier checkpoint.",
-)
+@rule("Exploding gradients")
 def exploding_gradients(case: Case) -> Outcome:
-    history, ended_s = case.training.ranks[0].tensors, case.training.ranks[0].record.ended_s
+    """Fires when a gradient or a tensor of weights holds a number that is not finite; or the norm of the whole gradient is in two
+    measurements in a row more than `growth` times both its first one and its median before.
+
+    Needs measurements of the weights and gradients; {_FEWEST} of them for growth.
+    Advises a lower learning rate, a smaller clip_norm, or precision=fp32; continuing from an earlier checkpoint.
+    """
+    history, ended_s = case.rank.tensors, case.record.ended_s
     norms = history.values["gradient_norm"]
     broken = (history.values["gradient_nonfinite"] > 0) | (history.values["weight_nonfinite"] > 0) | np.isinf(norms)
     if broken.any():
@@ -193,12 +169,12 @@ def exploding_gradients(case: Case) -> Outcome:
                 f"or weights that are not finite{_moved(history)}."
             ),
             advice=_calm(case, history),
-            saving=saving_after(case, seconds, "nothing is learned"),
+            saving=case.saving_after(seconds, "nothing is learned"),
             numbers={"tensors": float(len(names))},
             window_s=(seconds, ended_s),
             steps=(int(history.steps[first]), int(history.steps[-1])),
         )
-    if answer := _few(history, _FEWEST) or first_cause(case, poor_initialisation):
+    if answer := _few(history, _FEWEST) or case.first_cause(poor_initialisation):
         return answer
     limit, norms = case.rules.exploding_gradients.growth, np.sqrt(np.nansum(norms**2, axis=1))
     usual = np.array([max(norms[0], np.median(norms[:index]), _SMALL_NORM) for index in range(1, len(norms))])
@@ -206,9 +182,8 @@ def exploding_gradients(case: Case) -> Outcome:
     lasting = np.minimum(growth[:-1], growth[1:])
     worst = int(lasting.argmax())
     if lasting[worst] <= limit:
-        return Healthy(
-            text=f"all gradients and weights are finite; the gradient's norm grew {growth.max():.3g} times at most"
-        )
+        grew = f"the gradient's norm grew {growth.max():.3g} times at most"
+        return Healthy(f"all gradients and weights are finite; {grew}")
     seconds = float(history.seconds[worst + 1])
     return Finding(
         severity="severe",
@@ -218,7 +193,7 @@ def exploding_gradients(case: Case) -> Outcome:
             f"stayed {lasting[worst]:.3g} times as large (limit {limit:g}){_moved(history)}."
         ),
         advice=_calm(case, history),
-        saving=saving_after(case, seconds, "the weights are being destroyed"),
+        saving=case.saving_after(seconds, "the weights are being destroyed"),
         numbers={"growth": float(lasting[worst])},
         window_s=(seconds, ended_s),
         steps=(int(history.steps[worst + 1]), int(history.steps[-1])),
@@ -237,66 +212,61 @@ def _largest_update(history: TensorSamples) -> float:
 
 
 def _calm(case: Case, history: TensorSamples) -> str:
-    settings = case.training.ranks[0].record.context.settings
-    rate, clip = settings.get("base_learning_rate"), settings.get("clip_norm")
+    rate, clip = case.settings.get("base_learning_rate"), case.settings.get("clip_norm")
     factor = min(0.1, _USUAL_UPDATE / max(_largest_update(history), _USUAL_UPDATE))
     lower = f" from {rate:g} to {rate * factor:.2g}" if isinstance(rate, int | float) else ""
-    limited = f", set {setting(case, 'clip_norm')}=1" if clip == 0 else ""
+    limited = f", set {case.setting('clip_norm')}=1" if clip == 0 else ""
     return (
-        f"Lower {setting(case, 'base_learning_rate')}{lower}{limited}, or try precision=fp32; continue from an earlier checkpoint, or "
+        f"Lower {case.setting('base_learning_rate')}{lower}{limited}, or try precision=fp32; continue from an earlier checkpoint, or "
         "start again."
     )
 
 
-@rule(
-    title="Update ratio",
-    needs=(
-        f"Measurements of weights and their updates, and the learning rate; {_FEWEST} of them near the peak learning rate for the lower "
-        "limit."
-    ),
-    fires=(
-        "A step's update of the middle matrix (by norm of the update against norm of the weights) is above `largest`, or none near the "
-        "peak learning rate is above `smallest`."
-    ),
-    advises="A lower learning rate, or a higher one.",
-)
+@rule("Update ratio")
 def update_ratio(case: Case) -> Outcome:
-    history = case.training.ranks[0].tensors
-    if answer := _few(history, 1) or first_cause(case, poor_initialisation, exploding_gradients):
+    """Fires when a step's update of the middle matrix (by norm of the update against norm of the weights) is above `largest`, or none near
+    the peak learning rate is above `smallest`.
+
+    Needs measurements of weights and their updates, and the learning rate; {_FEWEST} of them near the peak learning rate for the lower
+    limit.
+    Advises a lower learning rate, or a higher one.
+    """
+    history = case.rank.tensors
+    if answer := _few(history, 1) or case.first_cause(poor_initialisation, exploding_gradients):
         return answer
     ratios = _update_ratios(history)
     if not np.isfinite(ratios).any():
-        return NotJudged(reason="no matrix was large enough for its update to be compared with it")
-    worst = int(np.nanargmax(ratios))
-    limits, largest = case.rules.update_ratio, float(ratios[worst])
+        return NotJudged("no matrix was large enough for its update to be compared with it")
+    limits, worst = case.rules.update_ratio, int(np.nanargmax(ratios))
+    largest, step = float(ratios[worst]), int(history.steps[worst])
     if largest > limits.largest:
         return Finding(
             severity="severe",
             confidence=0.9,
             text=(
-                f"Step {history.steps[worst] + 1:.0f} moved the middle matrix by {largest:.3g} times its own norm (limit "
+                f"Step {step + 1} moved the middle matrix by {largest:.3g} times its own norm (limit "
                 f"{limits.largest:g}); 0.001 is usual."
             ),
             advice=_calm(case, history),
             numbers={"update_ratio": largest},
-            steps=(int(history.steps[worst]), int(history.steps[worst])),
+            steps=(step, step),
         )
     warm = _is_warm(case, history.steps) & np.isfinite(ratios)
     if warm.sum() < _FEWEST:
         return too_short(f"{warm.sum()} measurements were at a learning rate near its peak, and {_FEWEST} are needed")
-    if cause := first_cause(case, vanishing_gradients):
+    if cause := case.first_cause(vanishing_gradients):
         return cause
     ratio = float(ratios[warm].max())
     if ratio >= limits.smallest:
-        return Healthy(text=f"steps move the middle matrix by {ratio:.2g} times its own norm at most")
+        return Healthy(f"steps move the middle matrix by {ratio:.2g} times its own norm at most")
     if ratio == 0:
-        return NotJudged(reason="no step changed the middle matrix at all")
+        return NotJudged("no step changed the middle matrix at all")
     return Finding(
         severity="severe",
         confidence=0.8,
         text=f"No step moved the middle matrix by more than {ratio:.2g} times its own norm (limit {limits.smallest:g}); 0.001 is usual.",
-        advice=f"Raise {setting(case, 'base_learning_rate')} a thousand times or more: such steps are lost in the rounding of the weights.",
-        saving=saving_after(case, float(history.seconds[0]), "next to nothing changes"),
+        advice=f"Raise {case.setting('base_learning_rate')} a thousand times or more: such steps are lost in the rounding of the weights.",
+        saving=case.saving_after(float(history.seconds[0]), "next to nothing changes"),
         numbers={"update_ratio": ratio},
     )
 
@@ -306,26 +276,25 @@ def _is_warm(case: Case, steps: Series) -> Flags:
     curve = case.training.metrics.get("learning_rate")
     if curve is None or not len(curve.steps):
         return np.ones(len(steps), bool)
-    settings = case.training.ranks[0].record.context.settings
-    peak = settings.get("base_learning_rate", 0) * settings.get("batch_size", 0) / 256
+    peak = case.settings.get("base_learning_rate", 0) * case.settings.get("batch_size", 0) / 256
     return np.asarray(np.interp(steps, curve.steps, curve.values) >= _WARM * max(peak, curve.values.max()))
 
 
-@rule(
-    title="Unchanged weights",
-    needs="`looks` measurements of the weights.",
-    fires="In `looks` measurements in a row no step changed an element of a tensor.",
-    advises="Letting the tensors be trained; a larger learning rate where none of them changes.",
-)
+@rule("Unchanged weights")
 def unchanged_weights(case: Case) -> Outcome:
-    needed, history = case.rules.unchanged_weights.looks, case.training.ranks[0].tensors
-    if answer := _few(history, needed) or first_cause(case, poor_initialisation, vanishing_gradients):
+    """Fires when in `looks` measurements in a row no step changed an element of a tensor.
+
+    Needs `looks` measurements of the weights.
+    Advises letting the tensors be trained; a larger learning rate where none of them changes.
+    """
+    needed, history = case.rules.unchanged_weights.looks, case.rank.tensors
+    if answer := _few(history, needed) or case.first_cause(poor_initialisation, vanishing_gradients):
         return answer
     still = history.values["unchanged"] >= 1
     runs = np.stack([still[start : start + needed].all(0) for start in range(len(history.steps) - needed + 1)])
     frozen: Flags = np.any(runs, axis=0)
     if not frozen.any():
-        return Healthy(text=f"each of {len(history.tensors)} tensors changed at least once in {needed} measurements")
+        return Healthy(f"each of {len(history.tensors)} tensors changed at least once in {needed} measurements")
     matrices = _matrices(history)[0]
     if frozen[matrices].all():
         return Finding(
@@ -334,14 +303,13 @@ def unchanged_weights(case: Case) -> Outcome:
             text=(
                 f"No step changed any of {int(matrices.sum())} matrices of weights in {needed} measurements in a row: nothing is learned."
             ),
-            advice=f"Raise {setting(case, 'base_learning_rate')}: its steps are 0, or lost in the rounding of the weights.",
-            saving=saving_after(case, float(history.seconds[int(runs.any(1).argmax())]), "nothing changes"),
+            advice=f"Raise {case.setting('base_learning_rate')}: its steps are 0, or lost in the rounding of the weights.",
+            saving=case.saving_after(float(history.seconds[int(runs.any(1).argmax())]), "nothing changes"),
         )
-    if answer := first_cause(case, update_ratio):
+    if answer := case.first_cause(update_ratio):
         return answer
     names = _chosen(history, frozen)
     return Finding(
-        severity="warning",
         confidence=0.95,
         text=(
             f"{len(names)} of {len(history.tensors)} tensors of weights ({listed(names)}) did not change in {needed} measurements in a "

@@ -10,16 +10,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import PARTS, everything, learner, on_two_processes, snapshot_of
+from tests.checkpoints import PARTS, everything, learner, snapshot_of
+from tests.forks import on_two_processes
 from trainer import artifacts, config, storage
 from trainer.base_models import Section
 from trainer.devices import choose_device
 from trainer.errors import OutputError, SettingsError, StorageAwayError, StorageError, SupersededError
-from trainer.training.checkpoints import Checkpoints, checkpoint_root, collection, newest, root_is_shared
-from trainer.training.checkpoints.collection import FREE, CheckpointEntry, compatible, differences
-from trainer.training.checkpoints.snapshots import Snapshot
-from trainer.training.checkpoints.training_state import restore
+from trainer.training import checkpoints as module
+from trainer.training.checkpoints import (
+    FREE,
+    CheckpointEntry,
+    Checkpoints,
+    checkpoint_root,
+    compatible,
+    differences,
+    newest,
+    root_is_shared,
+)
 from trainer.training.process_group import Processes
+from trainer.training.training_state import Snapshot, restore
 
 ALONE = Processes(rank=0, world_size=1, local_rank=0, device=choose_device())
 
@@ -378,7 +387,7 @@ def test_a_store_that_has_lost_the_record_of_the_tries_supersedes_none(object_st
 def test_a_checkpoint_that_is_due_while_the_store_holds_up_the_one_before_is_passed_over(
     object_store, monkeypatch, caplog
 ):
-    monkeypatch.setattr(collection, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(module, "PATIENCE_S", 0.01)
     held = checkpoints(object_store.uri("c"))
     held.begin()
     object_store.delay(3600)
@@ -435,7 +444,7 @@ def test_all_processes_go_on_from_the_newest_one_that_is_valid_on_all(tmp_path):
     (folder(tmp_path / "damaged-1") / "step-00000020-g001" / "state.json").write_text("{}")
     shutil.rmtree(folder(tmp_path / "lagging-1") / "step-00000020-g001")
     (tmp_path / "unseen-1").mkdir()
-    _, reported = on_two_processes(AGREE, tmp_path)
+    _, (_, reported) = on_two_processes(AGREE, tmp_path)
     assert "passing over a checkpoint: checkpoint damaged-1/" in reported
 
 

@@ -1,5 +1,13 @@
 """The checkpoints of one training: written in the background, the newest and the best kept, the newest valid one found again.
 
+A checkpoint is an artifact of safetensors and one JSON file (`trainer.training.training_state`). The order of samples, the views, the
+schedule and what the generators draw in a step are functions of the number of steps and of the settings, which the manifest holds with the
+fingerprints of the inputs; so there is no generator and no counter to keep, and the same checkpoint serves any number of processes.
+
+    ROOT/NAME-KEY/                      KEY: digest of the inputs and of the settings that decide what is learned (`compatible`)
+        generation-003                  the third attempt at this training, which fences off the first two (`trainer.training.attempts`)
+        step-00000500-g003/             a checkpoint that the third attempt has written
+
 A training may be resumed with the settings that it began with, but for a few that do not decide what is learned. What asks a store here
 raises `StorageError` where that does not answer or refuses.
 """
@@ -30,10 +38,8 @@ from trainer.errors import (
 )
 from trainer.formatting import listed
 from trainer.training.attempts import AttemptClaim, claim
-from trainer.training.checkpoints import snapshots
-from trainer.training.checkpoints.snapshots import Snapshot
-from trainer.training.checkpoints.training_state import TrainingState
 from trainer.training.process_group import Processes, wait_limit_s
+from trainer.training.training_state import Snapshot, TrainingState, read_state
 from trainer.training.writer import LAST_WAIT_S, MOST_FAILURES, PASSING, Writer
 
 logger = logging.getLogger(__name__)
@@ -97,13 +103,7 @@ def root_is_shared() -> bool:
 
 
 class Checkpoints:
-    """The checkpoints of one training; one process of it writes, all of them read.
-
-    state = newest(checkpoints, processes)  # every process
-    with checkpoints:
-        checkpoints.save(...)               # the process that writes
-        checkpoints.finish()
-    """
+    """The checkpoints of one training; all processes read the `newest`, one saves and, at the end, finishes."""
 
     def __init__(
         self,
@@ -151,12 +151,7 @@ class Checkpoints:
     # Beginning
 
     def begin(self) -> None:
-        """Begin a new attempt: fence off those before it, and remove what they have left half-written.
-
-        Raises:
-            SettingsError: an unfinished training of other settings or inputs stands where only this one should.
-            OutputError: the folder cannot be written.
-        """
+        """Begin a new attempt: fence off those before it, and remove what they have left half-written; raises as `newest`."""
         if not self.entries():
             self._look_at_others()
         self._generation = claim(self.uri)
@@ -178,9 +173,8 @@ class Checkpoints:
         uris = [storage.join(self._root, name) for name in storage.children(self._root) if folder.fullmatch(name)]
         others = [uri for uri in uris if uri != self.uri and _entries(uri)]
         if others and self._shared:
-            logger.info(
-                "%s  begins anew: the checkpoints at %s are of other settings or inputs", self._name, self._root
-            )
+            text = f"the checkpoints at {self._root} are of other settings or inputs"
+            logger.info("%s  begins anew: %s", self._name, text)
         for uri in [] if self._shared else others:
             try:
                 self._refuse_others(uri, artifacts.manifest(storage.join(uri, _entries(uri)[0].name), "checkpoint"))
@@ -211,16 +205,12 @@ class Checkpoints:
         return _entries(self.uri)
 
     def read(self, entry: CheckpointEntry) -> TrainingState | None:
-        """Read a checkpoint, if it is valid; a damaged one is named in the log.
-
-        Raises:
-            SettingsError: it is of other settings or inputs.
-        """
+        """Read a checkpoint, if it is valid; a damaged one is named in the log, one of other settings or inputs a `SettingsError`."""
         uri = self._uri(entry)
         try:
             artifact = artifacts.read(uri, "checkpoint")
             self._refuse_others(uri, artifact)
-            return snapshots.read(artifact.path, uri)
+            return read_state(artifact.path, uri)
         except ArtifactError as error:
             logger.warning("%s  passing over a checkpoint: %s", self._name, error)
             self._whole.pop(entry, None)
@@ -249,13 +239,11 @@ class Checkpoints:
         patience_s = 0.0 if self._passed_over or storage.is_away() else PATIENCE_S
         if not needed and storage.is_remote(self.uri) and not self._writer.wait(patience_s):
             if not self._passed_over:
-                logger.warning(
-                    "%s  no checkpoint after step %d: the one before is still on its way to %s; the training continues, and keeps the next "
-                    "one that can be written",
-                    self._name,
-                    state.step,
-                    self.uri,
+                text = (
+                    f"the one before is still on its way to {self.uri}; the training continues, and keeps the next one that can be "
+                    "written"
                 )
+                logger.warning("%s  no checkpoint after step %d: %s", self._name, state.step, text)
             self._passed_over = True
             return
         self._passed_over = False
@@ -269,24 +257,14 @@ class Checkpoints:
         self._writer.start(partial(self._write, state.step, top1), "a checkpoint could not be written", counts=True)
 
     def check_failures(self) -> None:
-        """Raise what the background thread has met that ends the training; takes no time.
-
-        Raises:
-            SupersededError: a later attempt at this training has begun.
-            OutputError, StorageError: too many writes in a row have failed.
-        """
+        """Raise what the background thread has met that ends the training, as `save` does; takes no time."""
         if self._writer.gives_up:
             self._raise(f"{MOST_FAILURES} or more checkpoints in a row could not be written")
 
     def finish(self, *, needed: bool = False) -> None:
-        """Wait until the last checkpoint is written.
+        """Wait until the last checkpoint is written; raises what `save` does, and what one that is `needed` has failed with.
 
-        Args:
-            needed: whether the training ends with it, without a result.
-
-        Raises:
-            SupersededError: a later attempt at this training has begun.
-            OutputError, StorageError: it is needed and could not be written, was one too many in a row, or does not end.
+        It is needed where the training ends with it, without a result.
         """
         self._wait()
         self.check_failures()
@@ -294,12 +272,9 @@ class Checkpoints:
             self._raise("the last checkpoint could not be written")
 
     def check_ours(self) -> None:
-        """Make sure that no later attempt at this training has begun, before something is written that it writes too.
+        """Raise `SupersededError` where a later attempt at this training has begun, before something is written that it writes too.
 
         A store that has lost the record of the attempts says nothing of a later one: this attempt's is written again.
-
-        Raises:
-            SupersededError: one has.
         """
         if self._generation is None:
             return
@@ -308,12 +283,8 @@ class Checkpoints:
         is_complete = standing == "gone" and bool(self._output) and artifacts.exists(self._output)
         if standing == "gone" and not is_complete:
             if self._generation.stake():
-                logger.warning(
-                    "%s  the record of attempt %d is gone from %s, and was written again; checkpoints may be gone from there too",
-                    self._name,
-                    self._generation.number,
-                    self.uri,
-                )
+                text = f"is gone from {self.uri}, and was written again; checkpoints may be gone from there too"
+                logger.warning("%s  the record of attempt %d %s", self._name, self._generation.number, text)
                 return
             standing = self._generation.standing()
         if standing != "newest":
@@ -444,30 +415,17 @@ def differences(
     was: tuple[Mapping[str, Any], Mapping[str, str]], now: tuple[Mapping[str, Any], Mapping[str, str]], *, section: str
 ) -> list[str]:
     """List what keeps a training from resuming, each difference in a few words."""
-    settings = _changed(*(dict(_flat(compatible(side[0]), section)) for side in (was, now)))
-    inputs = _changed(
-        *({f"input {name}": value[:_SHOWN_DIGITS] for name, value in side[1].items()} for side in (was, now))
-    )
-    return settings + inputs
-
-
-def _changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    names = [*now, *(name for name in was if name not in now)]
+    settings = [dict(_flat(compatible(side[0]), section)) for side in (was, now)]
+    inputs = [{f"input {name}": value[:_SHOWN_DIGITS] for name, value in side[1].items()} for side in (was, now)]
     return [
-        f"{name} was {_shown(was, name)}, is {_shown(now, name)}"
-        for name in names
-        if name not in was or name not in now or was[name] != now[name]
+        f"{name} was {before.get(name, 'not there')}, is {after.get(name, 'not there')}"
+        for before, after in (settings, inputs)
+        for name in {**after, **before}
+        if name not in before or name not in after or before[name] != after[name]
     ]
-
-
-def _shown(values: Mapping[str, Any], name: str) -> str:
-    return str(values[name]) if name in values else "not there"
 
 
 def _flat(settings: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for name, value in settings.items():
         full = f"{prefix}.{name}" if prefix else name
-        if isinstance(value, Mapping):
-            yield from _flat(value, full)
-        else:
-            yield full, value
+        yield from _flat(value, full) if isinstance(value, Mapping) else [(full, value)]

@@ -1,18 +1,21 @@
+import json
+
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
-from tests.checkpoints import PARTS, everything, learner, on_two_processes, snapshot_of
+from tests.checkpoints import PARTS, everything, learner, snapshot_of
+from tests.forks import on_two_processes
 from trainer.errors import ArtifactError
-from trainer.training.checkpoints import snapshots
-from trainer.training.checkpoints.training_state import capture, restore
+from trainer.training.training_state import DESCRIPTION, Snapshot, TrainingState, read_state, restore
 
 
 def test_a_state_goes_back_to_where_it_came_from_bit_by_bit():
     saved = snapshot_of(7, learner(seed=1), pending=("validation",))
     other = learner(seed=2)
     restore(saved, *other)
-    assert everything(capture(7, *other, pending=("validation",))) == everything(saved)
+    assert everything(snapshot_of(7, other, pending=("validation",))) == everything(saved)
 
 
 def test_the_next_step_is_the_same_after_it():
@@ -28,14 +31,14 @@ def test_the_next_step_is_the_same_after_it():
 def test_it_goes_by_names_not_by_the_order_of_groups():
     saved, other = snapshot_of(2, learner(seed=1)), learner(seed=2, order=(1, 0))
     restore(saved, *other)
-    assert everything(capture(2, *other)) == everything(saved)
+    assert everything(snapshot_of(2, other)) == everything(saved)
 
 
 def test_a_restored_optimiser_shares_no_memory_with_the_state():
     saved, (model, optimizer, average) = snapshot_of(2, learner(seed=1)), learner(seed=2)
     before = everything(saved)
     restore(saved, model, optimizer, average)
-    saved = everything(capture(2, *learner(seed=1)))
+    saved = everything(snapshot_of(2, learner(seed=1)))
     model(torch.randn(5, 3)).square().sum().backward()
     optimizer.step()
     assert saved == before
@@ -51,14 +54,14 @@ def test_a_state_before_the_first_step_has_nothing_of_the_optimiser():
 def misfit(seed=1, **changes):
     """What is reported of a state that was changed before it is put back."""
     saved, other = snapshot_of(2, learner(seed=seed)), learner(seed=3)
-    before = everything(capture(2, *other))
+    before = everything(snapshot_of(2, other))
     fields = {name: dict(getattr(saved, name)) for name in ("model", "optimizer", "average")}
     for name, change in changes.items():
         change(fields[name])
     altered = type(saved)(**{**vars(saved), **fields, "uri": "s3://b/c"})
     with pytest.raises(ArtifactError) as caught:
         restore(altered, *other)
-    assert everything(capture(2, *other)) == before, "nothing is changed"
+    assert everything(snapshot_of(2, other)) == before, "nothing is changed"
     return str(caught.value)
 
 
@@ -94,7 +97,7 @@ def test_other_options_of_a_weight_are_named():
 def test_a_state_without_an_average_does_not_fit_a_training_with_one():
     model, optimizer, average = learner()
     with pytest.raises(ArtifactError, match=r"does not fit this training in its average: it lacks 0\.weight"):
-        restore(capture(2, model, optimizer, None), model, optimizer, average)
+        restore(snapshot_of(2, (model, optimizer, None)), model, optimizer, average)
 
 
 def test_weights_that_two_modules_share_are_kept_once_in_the_optimiser():
@@ -103,9 +106,109 @@ def test_weights_that_two_modules_share_are_kept_once_in_the_optimiser():
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(torch.randn(2, 3)).sum().backward()
     optimizer.step()
-    state = capture(1, model, optimizer, None)
+    state = snapshot_of(1, (model, optimizer, None))
     assert set(state.groups[0]["params"]) == {"0.weight", "0.bias", "1.bias"}
     restore(state, model, optimizer, None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In files
+
+
+def written(state, folder, snapshot=None):
+    snapshot = snapshot or Snapshot()
+    snapshot.take(state)
+    folder.mkdir()
+    snapshot.write(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_what_is_written_is_read_bit_by_bit(tmp_path, dtype):
+    state = snapshot_of(7, learner(dtype=dtype), pending=("validation",))
+    assert everything(read_state(written(state, tmp_path / "one"), "one")) == everything(state)
+
+
+def test_every_type_and_shape_is_kept(tmp_path):
+    tensors = {
+        "bits": torch.tensor([True, False, True]),
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "signed": torch.arange(3, dtype=torch.int8),
+        "short": torch.arange(5, dtype=torch.int16),
+        "half": torch.randn(3).half(),
+        "brain": torch.randn(3).bfloat16(),
+        "int": torch.tensor(3, dtype=torch.int32),
+        "long": torch.tensor(2**60),
+        "double": torch.randn(2, 0, 3, dtype=torch.float64),
+        "turned": torch.randn(3, 5).t(),
+        "odd": torch.tensor([float("nan"), float("-inf"), -0.0]),
+    }
+    state = TrainingState(step=1, model=tensors, optimizer={}, groups=[], average=None)
+    folder = written(state, tmp_path / "one")
+    read = read_state(folder, "one")
+    assert everything(read) == everything(state)
+    assert set(safetensors.torch.load_file(folder / "model.safetensors")) == set(tensors)
+
+
+def test_its_memory_is_used_again_and_made_anew_where_it_no_longer_fits(tmp_path):
+    snapshot = Snapshot()
+    states = [
+        snapshot_of(1, learner(seed=1, steps=0)),
+        snapshot_of(3, learner(seed=2)),
+        snapshot_of(4, learner(seed=3)),
+    ]
+    for number, state in enumerate(states):
+        read = read_state(written(state, tmp_path / str(number), snapshot), "one")
+        assert everything(read) == everything(state)
+    no_average = TrainingState(**{**vars(states[2]), "average": None})
+    assert read_state(written(no_average, tmp_path / "last", snapshot), "one").average is None
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        (DESCRIPTION, b"{"),
+        (DESCRIPTION, json.dumps({"step": "many", "pending": [], "groups": []}).encode()),
+        (DESCRIPTION, json.dumps({"step": 1, "pending": [], "groups": [], "code": "import os"}).encode()),
+        (DESCRIPTION, json.dumps({"step": -1, "pending": [], "groups": []}).encode()),
+        (DESCRIPTION, json.dumps({"step": 1, "pending": [], "groups": [{"params": 3}]}).encode()),
+        (DESCRIPTION, None),
+        ("model.safetensors", b""),
+        ("model.safetensors", (2**60).to_bytes(8, "little") + b"{}"),
+        ("optimizer.safetensors", b"\x80\x04\x95"),
+        ("optimizer.safetensors", None),
+    ],
+)
+def test_a_file_that_is_no_checkpoints_is_refused(tmp_path, file, content):
+    folder = written(snapshot_of(1, learner()), tmp_path / "one")
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_bytes(content)
+    with pytest.raises(ArtifactError, match="checkpoint s3://b/one: cannot be read"):
+        read_state(folder, "s3://b/one")
+
+
+@pytest.mark.gpu
+def test_a_state_on_a_gpu_is_copied_whole_while_the_device_goes_on(tmp_path):
+    model = {str(number): torch.randn(1000, 1000, device="cuda") for number in range(20)}
+    model["small"] = torch.randn(3, device="cuda").bfloat16()
+    state = TrainingState(step=1, model=model, optimizer={"step/0": torch.tensor(1.0)}, groups=[], average=None)
+    before, snapshot = (
+        everything(TrainingState(**{**vars(state), "model": {n: t.cpu() for n, t in model.items()}})),
+        Snapshot(),
+    )
+    for tensor in model.values():
+        tensor.add_(1)  # still under way when the copy is asked for
+        tensor.sub_(1)
+    exact = {name: tensor.cpu() for name, tensor in model.items()}
+    snapshot.take(state)
+    for tensor in model.values():
+        tensor.zero_()
+    (tmp_path / "one").mkdir()
+    snapshot.write(tmp_path / "one")
+    read = read_state(tmp_path / "one", "one")
+    assert all(torch.equal(read.model[name], tensor) for name, tensor in exact.items())
+    assert everything(read)[0] == before[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -117,9 +220,7 @@ from pathlib import Path
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from tests.checkpoints import Rows, learner
-from trainer.training.checkpoints import snapshots
-from trainer.training.checkpoints.snapshots import Snapshot
-from trainer.training.checkpoints.training_state import capture, restore
+from trainer.training.training_state import Snapshot, capture, read_state, restore
 from trainer.training.process_group import join_processes
 
 def sharded(model, whole):
@@ -136,7 +237,7 @@ def step(model, optimizer):
 with join_processes() as processes:
     model, whole, average = learner(seed=9, steps=0)
     optimizer = sharded(model, whole)
-    restore(snapshots.read(Path("whole"), "whole"), model, optimizer, average)
+    restore(read_state(Path("whole"), "whole"), model, optimizer, average)
     step(model, optimizer)
     state = capture(3, model, optimizer, average, processes=processes)
     if processes.is_first:
@@ -147,7 +248,7 @@ with join_processes() as processes:
     processes.barrier("the writing")
     model, whole, average = learner(seed=8, steps=0)
     optimizer = sharded(model, whole)
-    restore(snapshots.read(Path("sharded"), "sharded"), model, optimizer, average)
+    restore(read_state(Path("sharded"), "sharded"), model, optimizer, average)
     step(model, optimizer)
     state = capture(4, model, optimizer, average, processes=processes)
     if processes.is_first:
@@ -161,7 +262,7 @@ with join_processes() as processes:
 def test_a_state_goes_from_one_process_to_two_sharded_ones_and_back(tmp_path, dealt):
     model, optimizer, average = learner(seed=1)
     (tmp_path / "whole").mkdir()
-    snapshot = snapshots.Snapshot()
+    snapshot = Snapshot()
     snapshot.take(snapshot_of(2, (model, optimizer, average)))
     snapshot.write(tmp_path / "whole")
     on_two_processes(SHARDED, tmp_path, dealt)
@@ -169,7 +270,7 @@ def test_a_state_goes_from_one_process_to_two_sharded_ones_and_back(tmp_path, de
         model(torch.arange(15.0).view(5, 3)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        read = snapshots.read(tmp_path / name, name)
+        read = read_state(tmp_path / name, name)
         expected = snapshot_of(steps, (model, optimizer, average))
         if dealt == "weights":
             assert everything(read) == everything(expected)
