@@ -20,7 +20,8 @@ KEYS = {
     "recipe": None,
     "settings": None,
     "stages": {
-        name: {"seconds": None} for name in ("prepare", "pretrain", "distill", "profile", "evaluate", "register")
+        name: {"seconds": None}
+        for name in ("prepare", "pretrain", "distill", "profile", "evaluate", "export", "register")
     },
     "dataset": dict.fromkeys(("train", "val", "test", "unlabeled", "classes", "quarantined")),
     "teacher": {"architecture": None, "title": None, "parameters": None, "test": {"top1": None}},
@@ -28,13 +29,14 @@ KEYS = {
         "architecture": None,
         "title": None,
         "parameters": None,
-        "test": dict.fromkeys(("top1", "top5", "agreement", "ece")),
+        "test": dict.fromkeys(("top1", "top5", "agreement", "ece", "ece_uncalibrated")),
         "latency_ms": {"p50": None, "p95": None},
         "size_bytes": None,
     },
     "verdict": {"passed": None, "reasons": None},
+    "export": dict.fromkeys(("chosen", "reasons", "candidates")),
     "mlflow": dict.fromkeys(("tracking_uri", "run_id", "model_name", "model_version")),
-    "reports": dict.fromkeys(("data", "profile", "evaluation", "reconstructions")),
+    "reports": dict.fromkeys(("data", "profile", "evaluation", "export", "reconstructions")),
     "profile": {"verdict": None, "outcome": None},
     "bill": dict.fromkeys(("stages", "seconds", "dollars", "forecast", "notes")),
 }
@@ -77,7 +79,7 @@ def test_a_small_run_and_the_same_again(tmp_path):
     assert summary["mlflow"]["model_version"] == "1"
     for place in summary["reports"].values():
         assert (tmp_path / place).stat().st_size > 1000
-    for name in ("data", "profile", "evaluation"):
+    for name in ("data", "profile", "evaluation", "export"):
         assert (tmp_path / "runs" / "latest" / f"{name}.html").read_text() == Path(summary["reports"][name]).read_text()
     assert 'href="profile.html"' in (tmp_path / "runs" / "latest" / "index.html").read_text()
     for line in ("teacher", "student", "Where to look:"):
@@ -90,7 +92,7 @@ def test_a_small_run_and_the_same_again(tmp_path):
 
     again = run(tmp_path, "--output", str((tmp_path / "runs" / "latest").resolve()), *small, processes=1)
     assert again.returncode == 0, again.stderr
-    for stage in ("pretrain", "distill", "profile", "evaluate"):
+    for stage in ("pretrain", "distill", "profile", "evaluate", "export"):
         assert f"{stage}  kept from an earlier run in the same output" in again.stderr
     repeated = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())
     assert repeated["student"] == summary["student"]

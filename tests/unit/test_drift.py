@@ -23,7 +23,7 @@ def predicted(judged_run, folder: Path, images) -> str:
     photos.mkdir(parents=True)
     for index, image in enumerate(images):
         (photos / f"{index:04}.png").write_bytes(image)
-    batch_prediction.predict_folder(load_model(judged_run / "student"), str(photos), str(output))
+    batch_prediction.predict_folder(load_model(judged_run), str(photos), str(output))
     return str(output)
 
 

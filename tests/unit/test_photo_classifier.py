@@ -17,6 +17,7 @@ from trainer import artifacts, cli, config, load_model, models, photo_classifier
 from trainer.data.dataset import open_dataset
 from trainer.errors import EXIT_CODE, ArtifactError, ModelError, SettingsError
 from trainer.served_student.class_tags import ClassTags
+from trainer.serving.exported_classifier import ExportedClassifier
 
 LABELS = tuple("0123456789")
 TAGS = ClassTags(
@@ -83,7 +84,7 @@ def test_each_photo_gets_its_labels_the_answer_and_its_attributes(run, photos, c
 
 
 def test_an_export_is_asked_as_its_run_is_with_the_temperature_that_a_directory_alone_does_not_know(
-    judged_run, exported, trained_digits, monkeypatch
+    judged_run, exported, trained_digits, monkeypatch, tmp_path
 ):
     model, images = load_model(exported, judged=True), list(trained_digits.images[:5].permute(0, 2, 3, 1).numpy())
     of_run, alone = (
@@ -95,6 +96,14 @@ def test_an_export_is_asked_as_its_run_is_with_the_temperature_that_a_directory_
     calibrated = alone.to_numpy() ** (1 / temperature)
     np.testing.assert_allclose(of_run, calibrated / calibrated.sum(axis=1, keepdims=True), atol=1e-5)
     assert np.abs(of_run.to_numpy() - alone.to_numpy()).max() > 1e-3
+    card = json.loads((exported / "card.json").read_text())
+    del card["temperature"]  # as of a version that knew none
+    with artifacts.create(tmp_path / "older", "export", settings={}) as draft:
+        shutil.copytree(exported, draft.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
+        (draft.path / "card.json").write_text(json.dumps(card))
+    older = ExportedClassifier(tmp_path / "older").probabilities(np.stack(images))
+    np.testing.assert_allclose(older, alone, atol=1e-5)
+    np.testing.assert_allclose(load_model(tmp_path / "older").probabilities(images), alone, atol=1e-5)
     assert model.predictions(images, top=1)[0].confidence is not None
     found = importlib.util.find_spec
     monkeypatch.setattr(photo_classifier, "find_spec", lambda name: None if name == "onnxruntime" else found(name))

@@ -126,6 +126,11 @@ def make(
         figures = {one.name: variants.figures(one) for one in measured}
         why_not = notes if chosen is None else list(chosen.reasons)
         draft.figures.update({"chosen": name, "reasons": why_not, "candidates": figures})
+    if chosen is not None:
+        first = chosen.latencies[0]
+        logger.info(
+            "export  %s is chosen: test top-1 %.2f%%, p50 %.2f ms", chosen.name, 100 * chosen.top1, first.p50_ms
+        )
     return ExportedStudent(directory=artifacts.read(output, "export").path, candidates=measured, chosen=name)
 
 
@@ -150,7 +155,7 @@ def _measured(
     """Write every variant into a folder, and measure and judge each: the student itself first, then fp32."""
     evaluated = EvaluateSettings.model_validate(evaluation.settings)
     model, test = models.load(student), data.split("test")
-    own = variants.predict(variants.answering(model), test)
+    logits = {"torch": variants.predict(variants.answering(model), test)}
     onnx_graph.write(model, data.image_size, folder / f"{FLOAT}.onnx")
     if settings.int8:
         try:
@@ -159,9 +164,10 @@ def _measured(
             _note(error, notes, strict=strict)
     threads = metrics.machine().threads
     students = {file.stem: OnnxStudent(file, threads=threads) for file in sorted(folder.glob("*.onnx"))}
-    variants.check_float(own, variants.predict(students[FLOAT].logits, test), test)
+    logits |= {name: variants.predict(one.logits, test) for name, one in students.items()}
+    variants.check_float(logits["torch"], logits[FLOAT], test)
     measured = variants.measure(
-        own,
+        logits,
         students,
         model,
         (student.path / models.WEIGHTS).stat().st_size,

@@ -87,7 +87,7 @@ def check_float(own: Logits, exported: Logits, split: Split) -> None:
 
 
 def measure(
-    own: Logits,
+    logits: Mapping[str, Logits],
     students: Mapping[str, OnnxStudent],
     model: Classifier,
     size_bytes: int,
@@ -100,11 +100,11 @@ def measure(
     """Measure the student itself (`torch`) and its exported variants on the test split, all in turns.
 
     Args:
-        own: logits of the student itself, [N, K].
+        logits: what each says of the split, [N, K].
         model: the student, on the CPU, and `size_bytes` of its weights.
         temperature: by which logits are divided for probabilities.
     """
-    logits = {"torch": own, **{name: predict(student.logits, split) for name, student in students.items()}}
+    own = logits["torch"]
     sizes = {"torch": size_bytes, **{name: student.file.stat().st_size for name, student in students.items()}}
 
     def timed_alike(student: OnnxStudent) -> Callable[[Tensor], Logits]:

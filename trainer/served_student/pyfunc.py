@@ -13,6 +13,7 @@ import base64
 import binascii
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -183,5 +184,8 @@ def softmax(logits: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
 
 
 def _load_pyfunc(path: str) -> ServedStudent:
-    """Load the student for MLflow, whose entry point this is; `path` is the copied model directory."""
+    """Load the student for MLflow, whose entry point this is; `path` is the copied directory, `MODEL/data/NAME`."""
+    # In a process that loaded another model before, MLflow goes on with the code of that one, whose folder may be gone.
+    package = __name__.rpartition(".")[0]
+    sys.modules[package].__path__.insert(0, str(Path(path).parents[1] / "code" / package))
     return ServedStudent(Path(path))

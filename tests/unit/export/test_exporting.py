@@ -75,7 +75,9 @@ def test_the_card_is_the_contract(made, judged_run):
     assert artifacts.read(made.directory, "export").parents == card["fingerprints"]
     assert card["measured"]["name"] == card["variant"] == made.chosen
     tags = ClassTags.of(json.loads((made.directory / card["tags"]).read_text()))
-    answers = artifacts.manifest(judged_run / "evaluation", "evaluation").figures["student"]["test"]["answers"]
+    judged = artifacts.manifest(judged_run / "evaluation", "evaluation").figures["student"]
+    assert card["temperature"] == judged["temperature"] != 1
+    answers = judged["test"]["answers"]
     assert (tags.risk, tags.threshold) == (answers["risk"], answers["threshold"])
 
 

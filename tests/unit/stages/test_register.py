@@ -404,11 +404,14 @@ def test_a_try_that_ended_after_it_had_made_a_version_is_gone_on_with(
     assert registered()["model_version"] == str(int(made.version) + 1)
 
 
-def test_parent_run_holds_reports_settings_and_figures_and_is_finished(inputs, evaluations, tracked, tmp_path):
+def test_parent_run_holds_reports_settings_and_figures_and_is_finished(
+    inputs, evaluations, tracked, monkeypatch, tmp_path
+):
+    monkeypatch.setenv(tracking.RUN, "a run of its own")
     summary = read_summary(run(inputs, evaluations[PASSING], tmp_path / "registration", model_name="parent"))
     parent = tracked.get_run(summary["mlflow"]["run_id"])
     assert parent.info.status == "FINISHED"
-    assert parent.info.run_name == "the run"
+    assert parent.info.run_name == "a run of its own"
     assert parent.data.params["distill.temperature"] == str(RESOLVED["distill"]["temperature"])
     assert parent.data.metrics["student/test/top1"] == summary["student"]["test"]["top1"]
     reports = tracked.list_artifacts(parent.info.run_id, "reports")
