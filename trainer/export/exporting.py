@@ -105,9 +105,9 @@ def make(
             measured = _measured(settings, made, data, judged, Path(folder), notes, strict=strict)
             chosen = variants.fastest(measured) or (measured[1] if force else None)
             if chosen is None:
-                reasons = "; ".join(f"{one.name}: {reason}" for one in measured[1:] for reason in one.reasons)
                 raise ModelError(
-                    f"student {made.path}: no variant of it passes the gate ({reasons}); export fp32 all the same with --force"
+                    f"student {made.path}: no variant of it passes the gate ({FLOAT}: {'; '.join(measured[1].reasons)}); "
+                    f"export {FLOAT} all the same with --force"
                 )
         except ModelError as error:
             _note(error, notes, strict=strict)

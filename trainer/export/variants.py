@@ -152,8 +152,8 @@ def rows(candidates: Sequence[ServingCandidate], chosen: str | None) -> list[tup
 
 
 def refusals(candidates: Sequence[ServingCandidate]) -> list[str]:
-    """Say why candidates do not pass."""
-    return [f"{one.name}: {reason}" for one in candidates for reason in one.reasons]
+    """Say why candidates other than the student itself, which is the first one, do not pass."""
+    return [f"{one.name}: {reason}" for one in candidates[1:] for reason in one.reasons]
 
 
 def table(candidates: Sequence[ServingCandidate], chosen: str | None) -> list[str]:
