@@ -23,8 +23,9 @@ def render(
     """
     heading, *rows = variants.rows(candidates, chosen) if candidates else [()]
     verdict = Paragraph(f"{chosen} is served: the fastest that passes." if chosen else "No ONNX file is served.")
+    threads = "1 thread" if machine.threads == 1 else f"{machine.threads} threads"
     measured = Paragraph(
-        f"On the test images, and timed in turns on {machine.processor}, on {machine.threads} thread{'s' if machine.threads > 1 else ''}, from squares to logits. "
+        f"On the test images, and timed in turns on {machine.processor}, {threads}, from squares to logits. "
         "Shift: how much of the probability goes to other classes than the student itself gives it to.",
         "soft",
     )

@@ -33,10 +33,10 @@ def test_the_fastest_that_passes_is_chosen():
     assert variants.fastest([slow, refused, fast]) is fast
     assert variants.fastest([refused, slow, replace(fast, reasons=("latency: long",))]) is slow
     assert variants.fastest([refused]) is None
-    lines = variants.table([refused, fast, slow], "mixed")
-    assert [line.split()[-1] == "chosen" for line in lines] == [False, False, True, False, False]
+    lines = variants.table([candidate("torch", 9.0, "itself"), refused, fast, slow], "mixed")
+    assert [line.split()[-1] == "chosen" for line in lines] == [False, False, False, True, False, False]
     assert lines[-1] == "  - int8: accuracy: low"
-    assert "2.00, 4.00" in lines[2]
+    assert "2.00, 4.00" in lines[3]
 
 
 @pytest.fixture(scope="module")
