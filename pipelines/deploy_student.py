@@ -39,6 +39,8 @@ _IN_MANIFESTS = f"{NAME}-{ALIAS}"
 """Name of the alias's objects in `manifests/serving`."""
 _OF_THE_ALIAS = "deployment,horizontalpodautoscaler,poddisruptionbudget"
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,28}[a-z0-9])?")
+_NAMES = 63 - len("--predictor")
+"""Most characters of name and alias together."""
 _APPLIED_BY = "vit-distillation"
 
 
@@ -93,13 +95,17 @@ def deploy(options: argparse.Namespace) -> None:
         TrainerError: a name is not one, the registry has no such version or it is refused, kubectl fails, or no pod becomes ready.
     """
     _check_names(options)
-    model = _pinned(options.model, options.alias, force=options.force)
+    model = options.model
+    if "://" not in model:
+        place = model if model.startswith(REGISTERED) else f"{REGISTERED}{model}@{options.alias}"
+        model = pinned(place, force=options.force)
     objects = student_objects(
         rendered("kserve" if options.kserve else "base"),
         name=options.name,
         alias=options.alias,
         namespace=options.namespace,
-        arguments=[model, *(["--force"] if options.force else []), *shlex.split(options.serve)],
+        model=model,
+        options=[*(["--force"] if options.force else []), *shlex.split(options.serve)],
         image=options.image or SERVING_IMAGE,
         replicas=options.replicas,
     )
@@ -107,33 +113,34 @@ def deploy(options: argparse.Namespace) -> None:
         print(yaml.safe_dump_all(objects, sort_keys=False), end="")
         return
     kubectl = Kubectl(namespace=options.namespace, context=options.context)
-    deployment = f"deployment/{options.name}-{options.alias}{'-predictor' if options.kserve else ''}"
-    print(
-        kubectl(
-            "apply",
-            "--server-side",
-            f"--field-manager={_APPLIED_BY}",
-            "--force-conflicts",
-            "--filename=-",
-            text=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}),
-        ),
-        end="",
-    )
+    name = f"{options.name}-{options.alias}"
+    deployment = f"deployment/{name}{'-predictor' if options.kserve else ''}"
+    if not (options.kserve or options.replicas):  # else Kubernetes would go on with one pod until the autoscaler looks
+        now = kubectl("get", deployment, "--ignore-not-found", "--output=jsonpath={.spec.replicas}").strip()
+        _pod_owner(objects)["spec"]["replicas"] = max(int(now or 0), _autoscaled_from(objects))
+    applying = ("apply", "--server-side", f"--field-manager={_APPLIED_BY}", "--force-conflicts", "--filename=-")
+    print(kubectl(*applying, text=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})), end="")
     if options.replicas and not options.kserve:
-        kubectl("delete", "horizontalpodautoscaler", f"{options.name}-{options.alias}", "--ignore-not-found")
+        kubectl("delete", "horizontalpodautoscaler", name, "--ignore-not-found")
     limit = f"--timeout={options.timeout}s"
     try:
         if options.kserve:  # whose controller makes and changes the Deployment
-            argument = "{.spec.template.spec.containers[0].args[0]}"
-            kubectl("wait", deployment, f"--for=jsonpath={argument}={model}", limit)
+            kubectl("wait", deployment, "--for=create", limit)
+            (server,) = _pod_owner(objects)["spec"]["predictor"]["containers"]
+            for field, wanted in (
+                ("args", json.dumps(server["args"], separators=(",", ":"))),
+                ("image", server["image"]),
+            ):
+                kubectl(
+                    "wait", deployment, f"--for=jsonpath={{.spec.template.spec.containers[0].{field}}}={wanted}", limit
+                )
         kubectl("rollout", "status", deployment, limit)
     except DeployError as error:
-        said = kubectl(
-            "logs", "--selector", f"vit-distillation/alias={options.alias}", "--tail=2", "--prefix", check=False
-        )
+        pods = f"--selector=app.kubernetes.io/name={options.name},vit-distillation/alias={options.alias}"
+        said = kubectl("logs", pods, "--tail=2", "--prefix", check=False)
         raise DeployError(
-            f"{model} is not ready on every pod ({error}); pods of the version before, if any, go on answering. The pods say:\n"
-            f"{said.rstrip()}\n"
+            f"{model} is not ready on every pod ({error}); pods of the version before, if any, go on answering.\n"
+            f"{kubectl('get', 'pods', pods, check=False)}The pods say:\n{said}"
             "Mend that and deploy again; to go back, move the alias back and deploy."
         ) from error
     service = f"{options.name}-{options.alias}-predictor" if options.kserve else options.name
@@ -175,7 +182,8 @@ def student_objects(
     name: str,
     alias: str,
     namespace: str,
-    arguments: Sequence[str],
+    model: str,
+    options: Sequence[str] = (),
     image: str,
     replicas: int,
 ) -> list[dict[str, Any]]:
@@ -186,7 +194,8 @@ def student_objects(
         name: instead of `vit-student`.
         alias: instead of `champion`.
         namespace: instead of `kubeflow`.
-        arguments: of the server, the model first; its others are kept.
+        model: what the server is to serve.
+        options: further ones of the server, which go before those that the manifest gives.
         image: of the server.
         replicas: number of pods; 0 lets the autoscaler choose.
     """
@@ -207,7 +216,10 @@ def student_objects(
         if one["kind"] in ("Deployment", "InferenceService"):
             pod = one["spec"]["template"]["spec"] if one["kind"] == "Deployment" else one["spec"]["predictor"]
             (server,) = pod["containers"]
-            server |= {"image": image, "args": [*arguments, *server["args"][1:]]}
+            server |= {
+                "image": image,
+                "args": [model, *server["args"][1:], *options],
+            }  # of an option, the last one counts
             if replicas and one["kind"] == "Deployment":
                 one["spec"]["replicas"] = replicas
             elif replicas:
@@ -237,7 +249,8 @@ class Kubectl:
             [tool, *self._options, *arguments], capture_output=True, text=True, input=text, check=False
         )
         if check and result.returncode:
-            raise DeployError(f"kubectl {arguments[0]}: {result.stderr.strip() or result.stdout.strip()}")
+            said = re.sub(r"^[EW]\d{4} .*\n", "", result.stderr, flags=re.MULTILINE)  # kubectl's own log
+            raise DeployError(f"kubectl {arguments[0]}: {said.strip() or result.stderr.strip()}")
         return result.stdout
 
 
@@ -247,29 +260,45 @@ def _check_names(options: argparse.Namespace) -> None:
             raise SettingsError(
                 f"--{option} {value!r}: becomes part of names in Kubernetes; give at most 30 small letters, digits and '-', a letter first"
             )
+    if len(options.name) + len(options.alias) > _NAMES:
+        raise SettingsError(
+            f"--name {options.name} --alias {options.alias}: too long together for a name in Kubernetes; give at most {_NAMES} characters"
+        )
 
 
-def _pinned(model: str, alias: str, *, force: bool) -> str:
-    """Return the URI of what an alias names now, so that pods which start later serve the same.
+def pinned(place: str, *, force: bool) -> str:
+    """Return the URI of the version that an alias names now, so that what starts later takes the same.
+
+    Args:
+        place: `models:/NAME@ALIAS`, or `models:/NAME/VERSION`.
+        force: take one that did not pass its gate, too.
 
     Raises:
-        DeployError: it did not pass its gate, and is not forced.
+        DeployError: it did not pass its gate.
         SettingsError: MLflow's address is not given.
         TrackingError: MLflow does not answer, or has no such version.
     """
-    if "://" in model:
-        return model
     if not os.environ.get(tracking.URI):
         raise SettingsError(
-            f"{tracking.URI} is not set, so there is no registry to ask for {model}@{alias}; set it to the cluster's MLflow: "
+            f"{tracking.URI} is not set, so there is no registry to ask for {place}; set it to the cluster's MLflow: "
             f"kubectl --namespace kubeflow port-forward service/mlflow 5000 & export {tracking.URI}=http://localhost:5000"
         )
-    version, passed = tracking.registered_version(f"{REGISTERED}{model}@{alias}")
+    version, passed = tracking.registered_version(place)
+    name = re.split("[@/]", place.removeprefix(REGISTERED))[0]
     if not passed and not force:
         raise DeployError(
-            f"{model}@{alias} is version {version}, which did not pass its gate; move the alias, or serve it all the same (--force)"
+            f"{place} is version {version}, which did not pass its gate; move the alias, or take it all the same (--force)"
         )
-    return f"{REGISTERED}{model}/{version}"
+    return f"{REGISTERED}{name}/{version}"
+
+
+def _pod_owner(objects: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    (owner,) = (one for one in objects if one["kind"] in ("Deployment", "InferenceService"))
+    return owner
+
+
+def _autoscaled_from(objects: Sequence[Mapping[str, Any]]) -> int:
+    return next(int(one["spec"]["minReplicas"]) for one in objects if one["kind"] == "HorizontalPodAutoscaler")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
   python -m pipelines.predict_photos --photos s3://BUCKET/photos --output s3://BUCKET/predictions
   python -m pipelines.predict_photos --photos ... --output ... --model models:/vit-student/7 --wait
 
-The Parquet files are those of `vit-distill predict --output` (docs/serving.md). What an earlier run or attempt has written is kept, so a
-run that was stopped is continued by starting it again.
+The Parquet files are those of `vit-distill predict --output` (docs/serving.md). The version that an alias names is looked up
+once. What an earlier run or attempt of it has written is kept, so a run that was stopped is continued by starting it again.
 """
 
 import argparse
@@ -22,8 +22,9 @@ from components import IMAGE, kfp_components
 from pipelines import compile as compilation
 from pipelines import connection, runs
 from pipelines.deploy import SERVICE_ACCOUNT
+from pipelines.deploy_student import REGISTERED, pinned
 from pipelines.distillation import WORK, on_cluster
-from trainer import commands
+from trainer import commands, storage
 from trainer.errors import SettingsError
 
 MODEL = "models:/vit-student@champion"
@@ -63,14 +64,17 @@ def predict(options: argparse.Namespace) -> None:
     Raises:
         TrainerError: a place is not in a store; the API is not there or refuses; the run did not succeed.
     """
-    for option in ("photos", "output"):
-        if "://" not in (place := getattr(options, option)):
+    for option in ("photos", "output", "model"):
+        place = getattr(options, option)
+        if not (storage.is_remote(place) or (option == "model" and place.startswith(REGISTERED))):
             raise SettingsError(
                 f"--{option} {place}: a cluster's task cannot reach it; give a URI, such as s3://BUCKET/{option}"
             )
     text = compilation.for_cluster(compiled_text(), options.image or IMAGE)
     specification, platform = yaml.safe_load_all(text)
     parameters = {name: getattr(options, name) for name in ("photos", "output", "model", "top", "force")}
+    if options.model.startswith(REGISTERED):  # a retry must not take another version
+        parameters["model"] = pinned(options.model, force=options.force)
     with connection.connect(options) as api:
         request: dict[str, Any] = {
             "experiment_id": runs.experiment(api, options.experiment),

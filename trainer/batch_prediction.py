@@ -68,6 +68,7 @@ def predict_folder(
     asked = {
         "model": model.fingerprint,
         "tags": digest(asdict(model.tags)) if model.tags else None,
+        "temperature": model.temperature,
         "source": source,
         "top": top,
         "photos_per_file": photos_per_file,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from trainer import artifacts, storage, tracking
 from trainer.errors import ModelError, SettingsError
-from trainer.graph import EXPORTED, STUDENT, ArtifactSpec
+from trainer.graph import EXPORTED, STUDENT
 from trainer.prediction import Prediction, predictions
 from trainer.served_student.class_tags import ClassTags
 from trainer.served_student.pyfunc import EXPORT_CARD
@@ -47,6 +47,11 @@ class PhotoClassifier:
     def tags(self) -> ClassTags | None:
         """Attributes and hierarchy of its classes, if it knows any."""
         return self._served.tags
+
+    @property
+    def temperature(self) -> float:
+        """By which its logits are divided."""
+        return self._served.temperature
 
     def square(self, content: bytes) -> npt.NDArray[np.uint8]:
         """Make of an image file what the other methods take in its place, and what they would make of it: uint8 [S, S, 3].
@@ -164,18 +169,23 @@ def export_at(place: str, *, judged: bool = False) -> Iterator[str]:
                 _refuse(place, found.refusals)
             if not _is_export(found.directory):
                 raise ModelError(
-                    f"model {place}: is a network in torch, not an ONNX file, as its MLflow run says why; export it from the directory of "
-                    "its run"
+                    f"model {place}: is a network in torch, not an ONNX file (the page export.html in its MLflow run says why); export it "
+                    "from the directory of its run"
                 )
             yield found.directory
     else:
-        yield place if artifacts.exists(place) else _of_a_run(place, EXPORTED)
+        yield place if artifacts.exists(place) else _export_of_a_run(place, judged=judged)
 
 
-def _of_a_run(place: str, artifact: ArtifactSpec) -> str:
-    from trainer import finished_run  # here: the server's image has not all that it needs
-
-    return finished_run.find(place, artifact)
+def _export_of_a_run(place: str, *, judged: bool) -> str:
+    try:
+        from trainer import finished_run
+    except ModuleNotFoundError:  # in the server's image, which reads no runs: the message is that of a missing export
+        return place
+    directory = finished_run.find(place, EXPORTED)
+    if judged and (evaluation := finished_run.evaluation_of_student(place)):
+        _refuse(place, tuple(map(str, evaluation.figures["verdict"]["reasons"])))
+    return directory
 
 
 def _is_export(directory: str) -> bool:
@@ -205,7 +215,9 @@ class _Found:
 @contextmanager
 def _found(place: str) -> Iterator[_Found]:
     if place.startswith(REGISTERED):
-        if not os.environ.get(tracking.URI):
+        if not os.environ.get(tracking.URI) and find_spec(
+            "torch"
+        ):  # not in the server's image, which has no runs either
             from trainer import runner
 
             runner.track_here()

@@ -128,9 +128,10 @@ def deploy(registered):
     run.service = service
     yield run
     for alias in ("champion", "challenger"):
-        subprocess.run(
-            [sys.executable, "-m", "pipelines.deploy_student", *common, "--alias", alias, "--remove"], check=True
-        )
+        for kind in ([], ["--kserve"] if installed("inferenceservices.serving.kserve.io") else None):
+            if kind is not None:
+                removing = [*common, "--alias", alias, "--remove", *kind]
+                subprocess.run([sys.executable, "-m", "pipelines.deploy_student", *removing], check=True)
     left = f"app.kubernetes.io/name={service}"
     eventually(lambda: not objects("pods", left), seconds=120, what="all pods are gone")
     for kind in ("services", "deployments", "poddisruptionbudgets", "horizontalpodautoscalers", "networkpolicies"):

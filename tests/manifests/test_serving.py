@@ -135,7 +135,8 @@ def test_the_objects_of_another_student(render, folder, replicas):
         name="dishes",
         alias="challenger",
         namespace="food",
-        arguments=["models:/dishes/7", "--force"],
+        model="models:/dishes/7",
+        options=["--force", "--drain", "30"],
         image="registry/server:2.1",
         replicas=replicas,
     )
@@ -156,11 +157,7 @@ def test_the_objects_of_another_student(render, folder, replicas):
         assert (pod["minReplicas"], pod["maxReplicas"]) == ((3, 3) if replicas else (2, 8))
     (server,) = pod["containers"]
     assert server["image"] == "registry/server:2.1"
-    assert server["args"] == [
-        "models:/dishes/7",
-        "--force",
-        "--host=0.0.0.0",
-        "--port=8080",
-        "--name=dishes",
-        "--drain=10",
-    ]
+    given = ["--host=0.0.0.0", "--port=8080", "--name=dishes", "--drain=10"]
+    assert server["args"] == ["models:/dishes/7", *given, "--force", "--drain", "30"], (
+        "of an option, the last one counts"
+    )

@@ -5,6 +5,7 @@ import json
 import pyarrow.parquet as pq
 import pytest
 from kfp import dsl, local
+from mlflow.tracking import MlflowClient
 
 from components import kfp_components
 from pipelines import predict_photos
@@ -13,14 +14,14 @@ from tests.trained_digits import pixels, png, write_model
 
 @pytest.mark.usefixtures("deployed")
 def test_a_run_of_one_task_is_started_with_what_was_asked(api, capsys):
-    places = ["--photos", "s3://bucket/photos", "--output", "s3://bucket/out"]
+    places = ["--photos", "s3://bucket/photos", "--output", "s3://bucket/out", "--model", "s3://bucket/served"]
     assert predict_photos.main([*places, "--top", "3", "--image", "registry/image:1"]) == 0
     assert "run predict 20" in capsys.readouterr().out
     (run,) = api.store.runs.values()
     assert run.runtime_config.parameters == {
         "photos": "s3://bucket/photos",
         "output": "s3://bucket/out",
-        "model": "models:/vit-student@champion",
+        "model": "s3://bucket/served",
         "top": 3,
         "force": False,
     }
@@ -33,12 +34,24 @@ def test_a_run_of_one_task_is_started_with_what_was_asked(api, capsys):
 
 
 @pytest.mark.usefixtures("deployed")
-@pytest.mark.parametrize("option", ["photos", "output"])
+@pytest.mark.parametrize("option", ["photos", "output", "model"])
 def test_a_folder_of_this_machine_is_refused(api, capsys, option):
     places = {"photos": "s3://bucket/photos", "output": "s3://bucket/out", option: "/tmp/here"}
     assert predict_photos.main([part for name, value in places.items() for part in (f"--{name}", value)]) == 2
     assert f"--{option} /tmp/here: a cluster's task cannot reach it" in capsys.readouterr().err
     assert not api.store.runs
+
+
+@pytest.mark.usefixtures("deployed")
+def test_an_alias_is_pinned_so_that_a_retry_takes_the_same_version(api, mlflow_uri, monkeypatch):
+    client = MlflowClient(mlflow_uri)
+    client.create_registered_model("vit-student")
+    client.create_model_version("vit-student", source="s3://bucket/model")
+    client.set_registered_model_alias("vit-student", "champion", "1")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_uri)
+    assert predict_photos.main(["--photos", "s3://bucket/photos", "--output", "s3://bucket/out"]) == 0
+    (run,) = api.store.runs.values()
+    assert run.runtime_config.parameters["model"] == "models:/vit-student/1"
 
 
 @pytest.mark.filterwarnings("ignore:You may be attemping to run a task")  # the environment here is that of the image

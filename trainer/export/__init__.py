@@ -3,11 +3,16 @@
 Needs the extra `export`. `onnx` and `onnxruntime` are imported inside functions, since nothing else of the package needs them.
 """
 
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 
 PACKAGES = ("onnx", "onnxruntime", "onnxscript")
 
 
 def missing_package() -> str:
     """Return the first package of the extra that is not installed; empty where all are. Imports none of them."""
-    return next((name for name in PACKAGES if find_spec(name) is None), "")
+    for name in PACKAGES:
+        try:
+            version(name)  # by its distribution, whose version the registered model names
+        except PackageNotFoundError:
+            return name
+    return ""

@@ -78,10 +78,10 @@ def make(
     strict: bool = False,
     force: bool = False,
 ) -> ExportedStudent:
-    """Measure the variants of a student, and write the fastest that passes the gate with its card; and in any case what was measured.
+    """Measure the variants of a student, and write the fastest that passes the gate with its card, beside what was measured.
 
     Args:
-        strict: raise where there is no file to write, rather than note why.
+        strict: raise where there is no file to write, rather than note why and write what was measured.
         force: take fp32 where nothing passes the gate.
 
     Raises:
@@ -92,7 +92,8 @@ def make(
     card = models.outline(made.path).card
     if card.square != data.square:
         raise ModelError(
-            f"student {made.path}: takes other squares ({card.square}) than the data set has ({data.square})"
+            f"student {made.path}: takes other squares ({card.square}) than the data set has ({data.square}); give the data set "
+            "that it was trained on, or train it again"
         )
     parents = {"dataset": data.fingerprint, "student": made.fingerprint, "evaluation": judged.fingerprint}
     values, notes, measured = settings.model_dump(mode="json"), list[str](), list[ServingCandidate]()
@@ -101,13 +102,15 @@ def make(
         tempfile.TemporaryDirectory(prefix="trainer-") as folder,
         artifacts.create(output, "export", settings=values, parents=parents) as draft,
     ):
+        for file in (GRAPH, CARD, Path(preprocessing.__file__).name, TAGS, CANDIDATES, PAGE):
+            (draft.path / file).unlink(missing_ok=True)  # of an earlier try, where this one makes none
         try:
             measured = _measured(settings, made, data, judged, Path(folder), notes, strict=strict)
             chosen = variants.fastest(measured) or (measured[1] if force else None)
             if chosen is None:
                 raise ModelError(
                     f"student {made.path}: no variant of it passes the gate ({FLOAT}: {'; '.join(measured[1].reasons)}); "
-                    f"export {FLOAT} all the same with --force"
+                    f"`vit-distill export RUN --force` takes {FLOAT} all the same"
                 )
         except ModelError as error:
             _note(error, notes, strict=strict)
@@ -163,8 +166,16 @@ def _measured(
         except ModelError as error:
             _note(error, notes, strict=strict)
     threads = metrics.machine().threads
-    students = {file.stem: OnnxStudent(file, threads=threads) for file in sorted(folder.glob("*.onnx"))}
-    logits |= {name: variants.predict(one.logits, test) for name, one in students.items()}
+    students: dict[str, OnnxStudent] = {}
+    for file in sorted(folder.glob("*.onnx")):
+        try:
+            students[file.stem] = OnnxStudent(file, threads=threads)
+            logits[file.stem] = variants.predict(students[file.stem].logits, test)
+        except ModelError as error:
+            if file.stem == FLOAT:
+                raise
+            _note(error, notes, strict=strict)
+            del students[file.stem]
     variants.check_float(logits["torch"], logits[FLOAT], test)
     measured = variants.measure(
         logits,

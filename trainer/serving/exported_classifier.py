@@ -29,7 +29,7 @@ class ExportedClassifier:
         Args:
             place: its directory, here or in a store.
             threads: how many compute an answer; 0: as many as there are cores.
-            force: take one that no variant of passed the gate, too.
+            force: take one that did not pass its gate, too.
 
         Raises:
             ArtifactError: there is no export, or it is damaged.

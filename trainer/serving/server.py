@@ -16,6 +16,7 @@ import logging
 import random
 import signal
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -90,9 +91,15 @@ class PredictionLog:
         """Take an open file; `share` of the predictions are written, chosen by chance, and their photos below `photos`."""
         self._stream, self._share, self._photos = stream, share, photos
         self._chance = random.Random()  # a sample, no secret
+        self._writing = threading.Lock()
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a prediction may take as long as a photo takes to write."""
+        return self._photos is not None
 
     def add(self, said: Prediction, version: str, photo: bytes = b"") -> None:
-        """Write a prediction, if it is drawn."""
+        """Write a prediction, if it is drawn; by any thread."""
         if self._chance.random() >= self._share:
             return
         label, probability = next(iter(said.labels.items()))
@@ -101,8 +108,9 @@ class PredictionLog:
             if photo and self._photos is not None:
                 name = row["photo"] = hashlib.sha256(photo).hexdigest()
                 (self._photos / name).write_bytes(photo)
-            self._stream.write(f"{json.dumps(row, ensure_ascii=False)}\n")
-            self._stream.flush()
+            with self._writing:
+                self._stream.write(f"{json.dumps(row, ensure_ascii=False)}\n")
+                self._stream.flush()
         except OSError as error:  # a full disk keeps no client from its answer
             logger.warning("a prediction is not logged: %s", error)
 
@@ -288,14 +296,16 @@ class PhotoServer:
             square = await self._square(body)
             row = await self._batcher.submit(square)
             (said,) = self.model.predictions(row[None].astype(np.float64), top=top)
-            if self._log is not None:
-                self._log.add(said, self.model.version, body)
+            loop = asyncio.get_running_loop()
+            if self._log is not None and self._log.is_slow:
+                await loop.run_in_executor(self._decoders, self._log.add, said, self.model.version, body)
+            elif self._log is not None:
+                self._log.add(said, self.model.version)
             request.state.note = (
                 f"{len(body):,} bytes {next(iter(said.labels))!r} {next(iter(said.labels.values())):.3f}"
             )
             content = {"model": self.name, "version": self.model.version, **_shown(said)}
             if self._beside is not None:
-                loop = asyncio.get_running_loop()
                 content["beside"] = _shown(await loop.run_in_executor(self._decoders, self._beside, body, top))
             return content
 

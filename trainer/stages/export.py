@@ -22,7 +22,6 @@ def run(
     Raises:
         ModelError: the student takes other squares than the data set has.
     """
-    artifacts.remove(exported)  # a file of an earlier try would stay where this one makes none
     with stage_run("export", settings.model_dump(mode="json")) as tracker:
         exporting.make(settings, exported, dataset=dataset, student=student, evaluation=evaluation)
         made = artifacts.read(exported, "export")

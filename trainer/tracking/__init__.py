@@ -477,12 +477,16 @@ def registered_model(place: str, folder: Path) -> tuple[Path, bool]:
     Raises:
         TrackingError: MLflow does not answer, or has no such model.
     """
-    _, passed = registered_version(place)
+    number, passed = registered_version(place)  # an alias may move before the files are fetched
+    name = place.removeprefix("models:/").partition("@")[0].partition("/")[0]
     from mlflow.artifacts import download_artifacts
 
     with explained(), environment_variables({"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}):
         files = download_artifacts(
-            place, dst_path=str(folder), tracking_uri=uri(), registry_uri=os.environ.get("MLFLOW_REGISTRY_URI")
+            f"models:/{name}/{number}",
+            dst_path=str(folder),
+            tracking_uri=uri(),
+            registry_uri=os.environ.get("MLFLOW_REGISTRY_URI"),
         )
     return Path(files), passed
 
