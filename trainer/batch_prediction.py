@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SUMMARY = "predictions.json"
-"""Written last: what was asked, and how many photos were answered."""
+SUMMARY = "_predictions.json"
+"""Written last: what was asked, and how many photos were answered. Readers of a folder of Parquet files pass over such a name."""
 PHOTOS_PER_FILE = 2048
 _BATCH, _READERS = 64, 8
 _LOG_SECONDS = 30.0
@@ -54,7 +54,7 @@ def predict_folder(
         photos_per_file: how many rows each file has, but for the last.
 
     Returns:
-        The content of `predictions.json`.
+        The content of `_predictions.json`.
 
     Raises:
         DataError: the folder cannot be listed or holds no photo.

@@ -74,4 +74,4 @@ def test_the_task_writes_the_files_and_a_second_one_keeps_them(tmp_path, monkeyp
         written = file.stat().st_mtime_ns
         assert len(pq.read_table(file)) == 4
     assert file.stat().st_mtime_ns == written
-    assert json.loads((output / "predictions.json").read_text())["photos"] == 4
+    assert json.loads((output / "_predictions.json").read_text())["photos"] == 4

@@ -1,6 +1,7 @@
 """`vit-distill predict FOLDER --output DIR`: what the files hold, how a stopped one goes on, and what is refused."""
 
 import numpy as np
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -34,6 +35,7 @@ def test_each_photo_gets_what_predict_says_of_it_alone(judged_run, folder, tmp_p
     assert cli.main(["predict", str(folder), "--model", str(judged_run), "--output", str(output), "--top", "3"]) == 0
     assert capsys.readouterr().out == f"6 photos, 1 of them unreadable: {output}\n"
     found = rows(output)
+    assert len(pd.read_parquet(output)) == len(found), "the folder is read as one table"
     assert [row["photo"] for row in found] == ["a/0.png", "a/1.png", "b/2 broken.jpg", "b/2.png", "b/3.png", "b/4.png"]
     broken = found.pop(2)
     assert broken.pop("error") == "no image that can be read"
@@ -63,7 +65,7 @@ def test_a_stopped_prediction_goes_on_with_the_files_that_are_missing(judged_run
     first, second, third = (output / name for name in made["files"])
     kept = {file: file.stat().st_mtime_ns for file in (first, third)}
     second.unlink()
-    (output / "predictions.json").unlink()
+    (output / "_predictions.json").unlink()
     (output / f".{second.name}.17.partial").write_bytes(b"half of it")  # of a process that was killed
     again = batch_prediction.predict_folder(model, str(folder), str(output), photos_per_file=2)
     assert again == made
