@@ -206,13 +206,15 @@ class JobFollower:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._threads.__exit__(*error)
-        status = {
-            "state": asdict(self._progress.state),
-            "replicas": {name: asdict(replica) for name, replica in self._progress.replicas.items()},
-            "job": self._last_seen,
-        }
-        self._record.write(job=self._job.manifest, status=status, events=[*self._progress.events.values()])
+        try:
+            self._threads.__exit__(*error)
+        finally:  # also where the wait for them is interrupted
+            status = {
+                "state": asdict(self._progress.state),
+                "replicas": {name: asdict(replica) for name, replica in self._progress.replicas.items()},
+                "job": self._last_seen,
+            }
+            self._record.write(job=self._job.manifest, status=status, events=[*self._progress.events.values()])
 
     def follow(self) -> JobOutcome:
         """Report the job's progress until it has ended and its logs are read, or a limit is reached.

@@ -26,7 +26,7 @@ from trainer.config import DataSettings, ModelSettings
 from trainer.data.class_tables import read_tags
 from trainer.data.dataset import decode_square, open_dataset
 from trainer.data.dataset_schema import SPLITS, DatasetDescription, features
-from trainer.data.preparation import encode
+from trainer.data.preparation import encode_square
 from trainer.data.sources import SourceListing, list_source
 from trainer.distillation import recording, shards
 from trainer.distillation.recording import open_recording
@@ -116,7 +116,7 @@ def _read_image(content: bytes, folder: Path) -> None:
 @functools.cache
 def _squares() -> tuple[bytes, ...]:
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8))
-    return encode(image, "jpeg", 90), encode(image, "png", 90)
+    return encode_square(image, "jpeg", 90), encode_square(image, "png", 90)
 
 
 def _read_square(content: bytes, folder: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, ValidationError
 
 from trainer import limits, storage
 from trainer.base_models import NonNegative
@@ -68,6 +68,10 @@ class DatasetDescription:
             content = storage.read_limited(directory / DESCRIPTION, limits.JSON_BYTES)
             return TypeAdapter(cls).validate_json(content, strict=True)
         except (StorageError, ValueError) as error:
+            what = str(error)
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
             raise ArtifactError(
-                f"dataset {directory}: {DESCRIPTION} does not describe a data set ({limits.cut(str(error), 500)}); prepare it again"
+                f"dataset {directory}: {DESCRIPTION} does not describe a data set ({limits.cut(what, 500)}); prepare it again"
             ) from error

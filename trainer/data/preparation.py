@@ -273,7 +273,7 @@ def _decode(item: Item, read: Read, settings: DataSettings) -> tuple[str, Outcom
             raise DataError(f"image {item.name}: not enough memory to decode it; lower data.max_pixels") from error
         how = Square(fit=settings.fit, size=settings.image_size, max_pixels=settings.max_pixels)
         picture = preprocessing.to_square(image, how)
-        square = encode(picture, settings.encoding, settings.jpeg_quality)
+        square = encode_square(picture, settings.encoding, settings.jpeg_quality)
         decoded = ImageCandidate(
             name=item.name,
             label=item.label,
@@ -294,7 +294,7 @@ def content_key(image: Image.Image) -> str:
     return hashlib.sha256(size + image.tobytes()).hexdigest()
 
 
-def encode(image: Image.Image, encoding: Literal["jpeg", "png"], jpeg_quality: int) -> bytes:
+def encode_square(image: Image.Image, encoding: Literal["jpeg", "png"], jpeg_quality: int) -> bytes:
     """Encode a picture; JPEG keeps colour at full resolution (4:4:4), since small pictures have little of it to lose."""
     buffer = io.BytesIO()
     image.save(buffer, encoding, **({"quality": jpeg_quality, "subsampling": 0} if encoding == "jpeg" else {}))

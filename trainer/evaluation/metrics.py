@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import scipy.special
 import torch
+from scipy import optimize
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -142,7 +143,6 @@ def fit_temperature(logits: Floats, labels: Ints) -> float:
     logits, labels = logits[known].astype(np.float64), labels[known]
     if (logits.argmax(axis=1) == labels).all():
         return 1.0
-    from scipy import optimize  # here, because it takes seconds to import
 
     def loss(log_temperature: float) -> float:
         scaled = logits * np.exp(-log_temperature)

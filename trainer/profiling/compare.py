@@ -234,17 +234,17 @@ def compare(before: ComparedRun, after: ComparedRun) -> Comparison:
 def text(comparison: Comparison) -> str:
     """Format the comparison for a terminal."""
     parts = [*comparison.differences, comparison.verdict]
-    parts += [_lines(table.title, table) for table in comparison.general]
+    parts += [_table_text(table.title, table) for table in comparison.general]
     for pair in comparison.pairs:
         name = training_label(pair.name)
         tables = comparison.tables.get(pair.name)
         if tables is None:
             parts.append(f"{name}: both sides are the same recording.")
-        parts += [_lines(f"{name}: {table.title}", table) for table in tables or ()]
+        parts += [_table_text(f"{name}: {table.title}", table) for table in tables or ()]
     return "\n\n".join(parts)
 
 
-def _lines(title: str, table: Table) -> str:
+def _table_text(title: str, table: Table) -> str:
     rows = [[clipped(str(cell), 60) for cell in row] for row in (table.headers, *table.rows)]
     return "\n  ".join([title, *summary.aligned(rows, right={1, 2, 3} if len(rows[0]) == 4 else ())])
 
@@ -526,7 +526,10 @@ def charts(pair: Pair) -> list[Block]:
     clocks = {one.operators.clock for one in (pair.before, pair.after) if one.operators}
     if len(clocks) > 1:  # one bar would be of the device's time and one of the host's
         return phases
-    return [*phases, *_bars(pair, "Operators by kind of work", _kind_ms, str, _KIND_COLOURS.__getitem__)]
+    return [
+        *phases,
+        *_bars(pair, "Operators by kind of work", _kind_ms, str, lambda kind: _KIND_COLOURS.get(kind, "named")),
+    ]
 
 
 def _bars(

@@ -63,7 +63,7 @@ def _core_seconds() -> Series:
 
 def cpu_signal() -> Signal:
     """Share of time each core was busy, and the share of all cores that waited for input or output, in percent."""
-    kinds, cores = psutil.cpu_times()._fields, psutil.cpu_count() or 1
+    kinds, cores = psutil.cpu_times()._fields, len(_core_seconds())
     growth = _growth(_core_seconds)
 
     def read() -> list[float]:

@@ -68,8 +68,10 @@ NAME = "tune"  # of the trials, in the log, among the metrics and beside the che
 _TIMED, _MOST_TIMED, _TIMED_S = 3, 50, 0.5
 """Forward passes of the teacher that are timed, at least, and at most if they are done within so many seconds; the fastest counts."""
 _TEACHER_IMAGES = {"cpu": 8, "cuda": 256, "xla": 256}  # images of each
-_OF_THE_TRIALS = {"distill", "reinforce", "largest_batch_growth", "fewest_steps"}
-"""Settings that change a trial, or which one follows another."""
+_BESIDE_THE_TRIALS = {
+    "enabled", "search", "apply", "minutes", "assumed_efficiency", "elsewhere", "budget_usd", "budget_hours",
+}  # fmt: skip
+"""Settings that change neither a trial nor which one follows another."""
 
 
 def run(
@@ -105,7 +107,7 @@ def run(
         gpu = torch.cuda.get_device_name() if processes.device.kind == "cuda" else ""
         # The trials are kept in a place that is named by all that they depend on, and their order.
         depends_on = {
-            "settings": settings.model_dump(mode="json", include=_OF_THE_TRIALS),
+            "settings": settings.model_dump(mode="json", exclude=_BESIDE_THE_TRIALS),
             "parents": dict(parents),
             "place": place_of(processes).model_dump(mode="json"),
             "machine": [gpu, usable_cores(), torch.__version__],

@@ -20,7 +20,7 @@ from trainer import artifacts
 from trainer.data import dataset as reading
 from trainer.data.dataset import decode_square, decoder_of, open_dataset
 from trainer.data.dataset_schema import SPLITS, DatasetDescription, features
-from trainer.data.preparation import encode
+from trainer.data.preparation import encode_square
 from trainer.errors import ArtifactError, DataError
 from trainer.served_student.preprocessing import BadImageError, Square
 
@@ -238,7 +238,7 @@ def square(encoding: str, size: int = 40) -> bytes:
     smooth = np.asarray(Image.radial_gradient("L").resize((size, size)).convert("RGB")).astype(np.int64)
     noise = np.random.default_rng(0).integers(0, 256, (size, size, 3), dtype=np.uint8)
     pixels = np.clip(smooth + noise * np.linspace(0, 0.5, size)[:, None], 0, 255).astype(np.uint8)
-    return encode(Image.fromarray(pixels), encoding, 95)
+    return encode_square(Image.fromarray(pixels), encoding, 95)
 
 
 @pytest.mark.parametrize("encoding", ["jpeg", "png"])

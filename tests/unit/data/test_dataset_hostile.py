@@ -79,5 +79,6 @@ def test_a_description_that_cannot_be_is_refused(directory: Path, changes: dict[
     file = directory / "dataset.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     sign(directory, "dataset")
-    with pytest.raises(ArtifactError, match=r"dataset.json does not describe a data set"):
+    with pytest.raises(ArtifactError, match=r"dataset.json does not describe a data set") as caught:
         open_dataset(directory)
+    assert "\n" not in str(caught.value)

@@ -22,7 +22,7 @@ from trainer.data import preparation
 from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import SPLITS, DatasetDescription
 from trainer.data.decode_cache import DecodeCache
-from trainer.data.preparation import content_key, encode, prepare
+from trainer.data.preparation import content_key, encode_square, prepare
 from trainer.data.sources import Item, SourceListing
 from trainer.errors import DataError
 from trainer.served_student.preprocessing import decode
@@ -385,10 +385,10 @@ def test_the_content_key_depends_on_pixels_and_shape_only() -> None:
 
 def test_encodings() -> None:
     image = Image.fromarray(noise(32, 32))
-    exact = Image.open(io.BytesIO(encode(image, "png", 95)))
+    exact = Image.open(io.BytesIO(encode_square(image, "png", 95)))
     np.testing.assert_array_equal(np.asarray(exact), noise(32, 32))
     smooth = Image.radial_gradient("L").resize((32, 32)).convert("RGB")
-    near = Image.open(io.BytesIO(encode(smooth, "jpeg", 95)))
+    near = Image.open(io.BytesIO(encode_square(smooth, "jpeg", 95)))
     assert near.format == "JPEG"
     np.testing.assert_allclose(np.asarray(near).astype(int), np.asarray(smooth).astype(int), atol=6)
-    assert len(encode(image, "jpeg", 50)) < len(encode(image, "jpeg", 95))
+    assert len(encode_square(image, "jpeg", 50)) < len(encode_square(image, "jpeg", 95))

@@ -203,3 +203,10 @@ def test_a_full_table_is_averaged_in_pairs_and_the_interval_doubles() -> None:
     assert columns["count"].tolist() == pytest.approx(rows)
     assert monitor.interval_s == pytest.approx(0.001 * 2**doublings)
     assert (np.diff(columns["end_s"]) > 0).all()
+
+
+def test_cores_are_counted_where_their_times_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container that sees another number of cores than the system has, the samples fit their columns."""
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 64)
+    signal = cpu_signal()
+    assert len(signal.read()) == len(signal.columns) == len(psutil.cpu_times(percpu=True)) + 1

@@ -176,7 +176,8 @@ def rule(title: str, *, live: bool = True) -> Callable[[Callable[[Case], Outcome
     def made(judge: Callable[[Case], Outcome]) -> Rule:
         texts = inspect.cleandoc(judge.__doc__ or "").format_map(vars(sys.modules[judge.__module__]))
         _, *parts = re.split(r"^(?:Fires when|Needs|Advises) ", texts, flags=re.MULTILINE)
-        fires, needs, advises = (" ".join(part.split()) for part in parts)
+        # `python -OO` drops docstrings.
+        fires, needs, advises = (" ".join(part.split()) for part in parts) if judge.__doc__ else ("", "", "")
         return Rule(name=judge.__name__, title=title, needs=needs, fires=fires, advises=advises, judge=judge, live=live)
 
     return made
