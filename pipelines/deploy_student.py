@@ -21,6 +21,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,15 +126,8 @@ def deploy(options: argparse.Namespace) -> None:
     limit = f"--timeout={options.timeout}s"
     try:
         if options.kserve:  # whose controller makes and changes the Deployment
-            kubectl("wait", deployment, "--for=create", limit)
             (server,) = _pod_owner(objects)["spec"]["predictor"]["containers"]
-            for field, wanted in (
-                ("args", json.dumps(server["args"], separators=(",", ":"))),
-                ("image", server["image"]),
-            ):
-                kubectl(
-                    "wait", deployment, f"--for=jsonpath={{.spec.template.spec.containers[0].{field}}}={wanted}", limit
-                )
+            _wait_for_kserve(kubectl, deployment, server, options.timeout)
         kubectl("rollout", "status", deployment, limit)
     except DeployError as error:
         pods = f"--selector=app.kubernetes.io/name={options.name},vit-distillation/alias={options.alias}"
@@ -295,6 +289,22 @@ def pinned(place: str, *, force: bool) -> str:
 def _pod_owner(objects: Sequence[dict[str, Any]]) -> dict[str, Any]:
     (owner,) = (one for one in objects if one["kind"] in ("Deployment", "InferenceService"))
     return owner
+
+
+def _wait_for_kserve(kubectl: Kubectl, deployment: str, server: Mapping[str, Any], seconds: float) -> None:
+    """Wait until the Deployment that KServe makes has this container.
+
+    Raises:
+        DeployError: it does not come.
+    """
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if text := kubectl("get", deployment, "--ignore-not-found", "--output=json"):
+            (found,) = json.loads(text)["spec"]["template"]["spec"]["containers"]
+            if all(found[key] == server[key] for key in ("args", "image")):
+                return
+        time.sleep(1)
+    raise DeployError(f"KServe has not made {deployment} within {seconds} s; read: kubectl describe inferenceservice")
 
 
 def _autoscaled_from(objects: Sequence[Mapping[str, Any]]) -> int:
