@@ -95,7 +95,7 @@ def of_photos(folder: Path, size: int) -> None:
         marks.append(time.perf_counter())
         square = stored(image, size)
         marks.append(time.perf_counter())
-        preparation.encode(square, "jpeg", 95)
+        preparation.encode_square(square, "jpeg", 95)
         marks.append(time.perf_counter())
         preparation.content_key(image)
         marks.append(time.perf_counter())
