@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 from kfp import compiler
+from kfp.dsl.base_component import BaseComponent
 
 from components import IMAGE_VARIABLE
 from pipelines.distillation import NAME, definition
@@ -22,9 +23,14 @@ COMPILED = Path(__file__).parent / "compiled" / f"{NAME}.yaml"
 
 def compiled_text(optional: Collection[str] = OPTIONAL_STAGES, generation: str = "") -> str:
     """Compile `definition` to KFP's YAML."""
+    return yaml_of(definition(optional, generation))
+
+
+def yaml_of(pipeline: BaseComponent) -> str:
+    """Compile any pipeline to KFP's YAML."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / f"{NAME}.yaml"
-        compiler.Compiler().compile(definition(optional, generation), str(path))
+        compiler.Compiler().compile(pipeline, str(path))
         return path.read_text()
 
 

@@ -9,14 +9,12 @@ once. What an earlier run or attempt of it has written is kept, so a run that wa
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import kfp_server_api
 import yaml
-from kfp import compiler, dsl
+from kfp import dsl
 
 from components import IMAGE, kfp_components
 from pipelines import compile as compilation
@@ -70,7 +68,7 @@ def predict(options: argparse.Namespace) -> None:
             raise SettingsError(
                 f"--{option} {place}: a cluster's task cannot reach it; give a URI, such as s3://BUCKET/{option}"
             )
-    text = compilation.for_cluster(compiled_text(), options.image or IMAGE)
+    text = compilation.for_cluster(compilation.yaml_of(batch_prediction), options.image or IMAGE)
     specification, platform = yaml.safe_load_all(text)
     parameters = {name: getattr(options, name) for name in ("photos", "output", "model", "top", "force")}
     if options.model.startswith(REGISTERED):  # a retry must not take another version
@@ -92,14 +90,6 @@ def batch_prediction(photos: str, output: str, model: str = MODEL, top: int = 5,
     """Predict the labels of all photos of a folder or a bucket."""
     task = kfp_components.predict_photos(photos=photos, output=output, model=model, top=top, force=force)
     on_cluster(task.set_caching_options(False), WORK).set_display_name("Predict photos")
-
-
-def compiled_text() -> str:
-    """Compile the pipeline to KFP's YAML."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "batch-prediction.yaml"
-        compiler.Compiler().compile(batch_prediction, str(path))
-        return path.read_text()
 
 
 if __name__ == "__main__":

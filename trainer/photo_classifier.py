@@ -178,14 +178,19 @@ def export_at(place: str, *, judged: bool = False) -> Iterator[str]:
 
 
 def _export_of_a_run(place: str, *, judged: bool) -> str:
-    try:
-        from trainer import finished_run
-    except ModuleNotFoundError:  # in the server's image, which reads no runs: the message is that of a missing export
-        return place
+    if not _reads_runs():
+        return place  # which is then named as a missing export
+    from trainer import finished_run
+
     directory = finished_run.find(place, EXPORTED)
     if judged and (evaluation := finished_run.evaluation_of_student(place)):
         _refuse(place, tuple(map(str, evaluation.figures["verdict"]["reasons"])))
     return directory
+
+
+def _reads_runs() -> bool:
+    """Return whether what reads the directories of runs is installed: the server's image has only what serves."""
+    return find_spec("torch") is not None
 
 
 def _is_export(directory: str) -> bool:
@@ -215,9 +220,7 @@ class _Found:
 @contextmanager
 def _found(place: str) -> Iterator[_Found]:
     if place.startswith(REGISTERED):
-        if not os.environ.get(tracking.URI) and find_spec(
-            "torch"
-        ):  # not in the server's image, which has no runs either
+        if not os.environ.get(tracking.URI) and _reads_runs():
             from trainer import runner
 
             runner.track_here()

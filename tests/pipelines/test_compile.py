@@ -192,7 +192,7 @@ def test_the_empty_pipeline_has_the_graph_of_a_run_without_optional_stages():
         }
 
     ours = shape(compiled_text(()), lambda task, _: task)
-    empty = shape(empty_pipeline.compiled_text(), lambda _, one: one["taskInfo"]["name"])
+    empty = shape(compilation.yaml_of(empty_pipeline.empty), lambda _, one: one["taskInfo"]["name"])
     assert empty.keys() == ours.keys()
     for task, (after, cached) in empty.items():
         assert cached == ours[task][1]

@@ -19,16 +19,51 @@ from pydantic_core import ErrorDetails
 
 from trainer import limits, local_files
 from trainer.base_models import Section, nearest, texts
-from trainer.config.settings import *  # noqa: F403  # every setting is named here
-from trainer.config.settings import (
-    RECORDED_BY,
-    TOP_K,
-    DistillSettings,
-    ReinforceSettings,
-    Settings,
-    ViewSettings,
-    WatchSettings,
-)
+from trainer.config.settings import BUNDLED as BUNDLED
+from trainer.config.settings import CHECKPOINTS_VARIABLE as CHECKPOINTS_VARIABLE
+from trainer.config.settings import DEVICE_VARIABLE as DEVICE_VARIABLE
+from trainer.config.settings import FOLDERS as FOLDERS
+from trainer.config.settings import LOADING as LOADING
+from trainer.config.settings import PACKAGE as PACKAGE
+from trainer.config.settings import RECORDED_BY as RECORDED_BY
+from trainer.config.settings import TAUGHT as TAUGHT
+from trainer.config.settings import TERMS as TERMS
+from trainer.config.settings import TIMM as TIMM
+from trainer.config.settings import TOP_K as TOP_K
+from trainer.config.settings import WAIT_VARIABLE as WAIT_VARIABLE
+from trainer.config.settings import ClassReference as ClassReference
+from trainer.config.settings import Compile as Compile
+from trainer.config.settings import DataSettings as DataSettings
+from trainer.config.settings import DecodeOn as DecodeOn
+from trainer.config.settings import DistillSettings as DistillSettings
+from trainer.config.settings import EvaluateSettings as EvaluateSettings
+from trainer.config.settings import EvidenceSettings as EvidenceSettings
+from trainer.config.settings import ExportSettings as ExportSettings
+from trainer.config.settings import FeatureFormat as FeatureFormat
+from trainer.config.settings import FinetuneSettings as FinetuneSettings
+from trainer.config.settings import GateSettings as GateSettings
+from trainer.config.settings import LoadingSettings as LoadingSettings
+from trainer.config.settings import LoraSettings as LoraSettings
+from trainer.config.settings import MaeSettings as MaeSettings
+from trainer.config.settings import ModelSettings as ModelSettings
+from trainer.config.settings import Outside as Outside
+from trainer.config.settings import PackageWeights as PackageWeights
+from trainer.config.settings import Precision as Precision
+from trainer.config.settings import PretrainSettings as PretrainSettings
+from trainer.config.settings import ProfileSettings as ProfileSettings
+from trainer.config.settings import RegisterSettings as RegisterSettings
+from trainer.config.settings import ReinforceSettings as ReinforceSettings
+from trainer.config.settings import Settings as Settings
+from trainer.config.settings import TimmWeights as TimmWeights
+from trainer.config.settings import TrackingSettings as TrackingSettings
+from trainer.config.settings import TrainingSettings as TrainingSettings
+from trainer.config.settings import TuneSettings as TuneSettings
+from trainer.config.settings import ViewSettings as ViewSettings
+from trainer.config.settings import ViewsOn as ViewsOn
+from trainer.config.settings import WarmUpSettings as WarmUpSettings
+from trainer.config.settings import WatchSettings as WatchSettings
+from trainer.config.settings import WeightsSettings as WeightsSettings
+from trainer.config.settings import Workers as Workers
 from trainer.errors import ObjectNotFoundError, SettingsError, StorageError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
