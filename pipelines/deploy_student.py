@@ -31,11 +31,11 @@ import yaml
 from components import SERVING_IMAGE
 from trainer import commands, tracking
 from trainer.errors import DeployError, SettingsError
+from trainer.tracking import REGISTERED
 
 MANIFESTS = Path(__file__).parents[1] / "manifests" / "serving"
 NAME = "vit-student"
 ALIAS = "champion"
-REGISTERED = "models:/"
 _IN_MANIFESTS = f"{NAME}-{ALIAS}"
 """Name of the alias's objects in `manifests/serving`."""
 _OF_THE_ALIAS = "deployment,horizontalpodautoscaler,poddisruptionbudget"
@@ -278,12 +278,11 @@ def pinned(place: str, *, force: bool) -> str:
             f"kubectl --namespace kubeflow port-forward service/mlflow 5000 & export {tracking.URI}=http://localhost:5000"
         )
     version, passed = tracking.registered_version(place)
-    name = re.split("[@/]", place.removeprefix(REGISTERED))[0]
     if not passed and not force:
         raise DeployError(
-            f"{place} is version {version}, which did not pass its gate; move the alias, or take it all the same (--force)"
+            f"{place} is {version}, which did not pass its gate; move the alias, or take it all the same (--force)"
         )
-    return f"{REGISTERED}{name}/{version}"
+    return version
 
 
 def _pod_owner(objects: Sequence[dict[str, Any]]) -> dict[str, Any]:

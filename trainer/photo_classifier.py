@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
     from trainer.served_student.pyfunc import Photo, ServedStudent
 
-REGISTERED = "models:/"
-"""How a place in MLflow's registry begins: `models:/NAME@ALIAS`, or `models:/NAME/VERSION`."""
-
 
 class PhotoClassifier:
     """A trained model on the CPU, with the preprocessing that it was trained and measured with."""
@@ -163,7 +160,7 @@ def export_at(place: str, *, judged: bool = False) -> Iterator[str]:
         ModelError: the registered model is a network in torch; or did not pass its gate, where it is to be `judged`.
         TrackingError: MLflow does not answer, or has no such model.
     """
-    if place.startswith(REGISTERED):
+    if place.startswith(tracking.REGISTERED):
         with _found(place) as found:
             if judged:
                 _refuse(place, found.refusals)
@@ -219,7 +216,7 @@ class _Found:
 
 @contextmanager
 def _found(place: str) -> Iterator[_Found]:
-    if place.startswith(REGISTERED):
+    if place.startswith(tracking.REGISTERED):
         if not os.environ.get(tracking.URI) and _reads_runs():
             from trainer import runner
 

@@ -50,7 +50,7 @@ def test_a_version_that_failed_its_gate_needs_force(command):
     code, output, errors = command("--dry-run", "--alias", "challenger")
     assert (code, output) == (2, "")
     assert (
-        "vit-student@challenger is version 2, which did not pass its gate; move the alias, or take it all the same (--force)"
+        "vit-student@challenger is models:/vit-student/2, which did not pass its gate; move the alias, or take it all the same (--force)"
         in errors
     )
     code, output, _ = command("--dry-run", "--alias", "challenger", "--force")

@@ -26,10 +26,11 @@ from trainer.models import ModelCard
 from trainer.served_student import preprocessing
 from trainer.served_student.class_tags import TAGS
 from trainer.served_student.onnx_network import INPUT, OUTPUT
+from trainer.served_student.pyfunc import EXPORT_CARD
 
 logger = logging.getLogger(__name__)
 
-GRAPH, CARD, CANDIDATES, PAGE = "model.onnx", "card.json", "candidates.json", "export.html"
+GRAPH, CARD, CANDIDATES, PAGE = "model.onnx", EXPORT_CARD, "candidates.json", "export.html"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from trainer.export.onnx_student import OnnxStudent, Pixels
 from trainer.prediction import Prediction
 from trainer.served_student.class_tags import ClassTags
 from trainer.served_student.preprocessing import Square, decode, to_square
-from trainer.served_student.pyfunc import softmax
+from trainer.served_student.pyfunc import EXPORT_CARD, softmax
 
 
 class ExportedClassifier:
@@ -36,12 +36,12 @@ class ExportedClassifier:
             ModelError: its file passed no gate, or ONNX Runtime does not take it.
         """
         export = artifacts.read(place, "export")
-        if "card.json" not in export.files:
+        if EXPORT_CARD not in export.files:
             raise ModelError(
                 f"export {place}: has no ONNX file ({'; '.join(export.figures['reasons'])}); serve that of another student"
             )
         try:
-            card = limits.parse_json((export.path / "card.json").read_bytes())
+            card = limits.parse_json((export.path / EXPORT_CARD).read_bytes())
             self.square = Square(**card["square"])
             self.labels: Sequence[str] = tuple(card["labels"])
             tags = card["tags"] and limits.parse_json((export.path / card["tags"]).read_bytes())

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+REGISTERED = "models:/"
+"""How a place in the registry begins: `models:/NAME@ALIAS`, or `models:/NAME/VERSION`."""
 URI = "MLFLOW_TRACKING_URI"
 EXPERIMENT_ID = "MLFLOW_EXPERIMENT_ID"
 EXPERIMENT_NAME = "MLFLOW_EXPERIMENT_NAME"
@@ -477,13 +479,12 @@ def registered_model(place: str, folder: Path) -> tuple[Path, bool]:
     Raises:
         TrackingError: MLflow does not answer, or has no such model.
     """
-    number, passed = registered_version(place)  # an alias may move before the files are fetched
-    name = place.removeprefix("models:/").partition("@")[0].partition("/")[0]
+    pinned, passed = registered_version(place)  # an alias may move before the files are fetched
     from mlflow.artifacts import download_artifacts
 
     with explained(), environment_variables({"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}):
         files = download_artifacts(
-            f"models:/{name}/{number}",
+            pinned,
             dst_path=str(folder),
             tracking_uri=uri(),
             registry_uri=os.environ.get("MLFLOW_REGISTRY_URI"),
@@ -492,12 +493,12 @@ def registered_model(place: str, folder: Path) -> tuple[Path, bool]:
 
 
 def registered_version(place: str) -> tuple[str, bool]:
-    """Look up the number of a version of the registry, and whether it passed its gate.
+    """Look up a version of the registry: `models:/NAME/VERSION`, and whether it passed its gate.
 
     Raises:
         TrackingError: MLflow does not answer, or has no such model.
     """
-    name, _, alias = place.removeprefix("models:/").partition("@")
+    name, _, alias = place.removeprefix(REGISTERED).partition("@")
     name, _, number = (name, "", "") if alias else name.partition("/")
     if not name or not (alias or number):
         raise TrackingError(f"{place}: names no version of a model; write models:/NAME@ALIAS or models:/NAME/VERSION")
@@ -514,7 +515,7 @@ def registered_version(place: str) -> tuple[str, bool]:
                 f"{place}: MLflow at {shown(uri() or '')} has no such model ({reason_of(error)}); look for its name and version in MLflow "
                 "(make ui); the alias is on a version that passed its gate"
             ) from error
-    return str(found.version), found.tags.get("verdict", "passed") == "passed"
+    return f"{REGISTERED}{name}/{found.version}", found.tags.get("verdict", "passed") == "passed"
 
 
 @dataclass(frozen=True, kw_only=True)
