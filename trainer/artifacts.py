@@ -328,7 +328,10 @@ def _load_manifest(uri: str | Path, kind: Kind) -> dict[str, Any]:
 
 def _check_manifest(uri: str | Path, kind: Kind, content: Mapping[str, Any]) -> None:
     if content["kind"] != kind:
-        raise ArtifactError(f"{uri}: is a {content['kind']}, but a {kind} is needed here; give the right directory")
+        there, needed = (
+            f"{'an' if name.startswith(tuple('aeiou')) else 'a'} {name}" for name in (str(content["kind"]), kind)
+        )
+        raise ArtifactError(f"{uri}: is {there}, but {needed} is needed here; give the right directory")
     if content["schema_version"] != SCHEMA_VERSIONS[kind]:
         raise ArtifactError(
             f"{kind} {uri}: schema version {content['schema_version']}, but this version of the project reads "

@@ -1,4 +1,6 @@
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +38,15 @@ def test_overrides_change_the_recipe_and_keep_the_rest_of_a_group():
         update={"min_scale": 0.5}
     )
     assert settings.distill.student.args == config.resolve("digits").distill.student.args | {"depth": 3}
+
+
+def test_the_documented_command_names_further_teachers():
+    """As `make run` hands its SET on: a text, in which a quotation mark is escaped."""
+    text = (Path(__file__).parents[2] / "docs/distillation.md").read_text()
+    commands = re.findall(r"make run SET='(.*further_teachers.*)'", text)
+    assert len(commands) == 2
+    for command in commands:
+        assert config.resolve("digits", command).distill.further_teachers == ("/models/second",)
 
 
 def test_defaults_of_a_part_survive_an_override_of_another():

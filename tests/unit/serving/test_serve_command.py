@@ -109,7 +109,7 @@ def test_what_cannot_be_served_is_one_message(exported, trained_digits, tmp_path
             ([exported, "--port", "70000"], "--port 70000: cannot be used ("),
             ([exported, "--host", "no.such.host.invalid"], "--host no.such.host.invalid --port 8000: cannot be used ("),
             ([tmp_path / "none"], "none: no exported at "),
-            ([trained_digits.student], "is a model, but a export is needed here"),
+            ([trained_digits.student], "is a model, but an export is needed here"),
             ([changed(exported, tmp_path / "card", square={"fit": "none"})], "its card is not readable ("),
             ([changed(exported, tmp_path / "file", file="card.json")], "card.json: ONNX Runtime does not take it ("),
             ([changed(exported, tmp_path / "failed", failed=True)], "did not pass its gate (accuracy: too low); serve another one"),
