@@ -108,8 +108,8 @@ def comes_back(at: Surroundings, chance: random.Random) -> Kept:
             ending = other.fork()
         finally:
             os.kill(job.process, signal.SIGCONT)
-        goes_through(other, whole.result, ending)
-        first = stale.result()
+        first = stale.result()  # which may be stopped within a write: what it leaves is looked for when it has ended
+    goes_through(other, whole.result, ending)
     assert first.code == EXIT_CODE, f"the old one ended with {first.code}: {first.said[-2000:]}"
     assert "superseded" in first.said, first.said[-2000:]
     assert job.result() == whole.result, "the old one changed the result"
