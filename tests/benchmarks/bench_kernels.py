@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
 import os
 import statistics
 import time
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from trainer import models
 from trainer.config import DEVICE_VARIABLE, ModelSettings, Precision
-from trainer.devices import Device, choose_device
+from trainer.devices import Device, choose_device, keep_freed_memory
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.training.parallelize import ConvolvedLinear, use_fast_kernels
 
@@ -67,13 +68,33 @@ def linear(inputs: int, outputs: int, batch: int, device: Device) -> tuple[Work,
     return trained(plain, rows, "fp32", device), trained(ConvolvedLinear(plain), rows, "fp32", device)
 
 
-def student(precision: Precision, batch: int, device: Device) -> tuple[Work, Work]:
-    """ViT-Ti's forward and backward pass, as timm makes it and with the faster kernels."""
-    plain = models.create(ModelSettings(architecture="vit_tiny_patch16_224"), LABELS)
+def student(architecture: str, precision: Precision, batch: int, device: Device) -> tuple[Work, Work]:
+    """A student's forward and backward pass, as timm makes it and with the faster kernels."""
+    plain = models.create(ModelSettings(architecture=architecture), LABELS)
     fast = copy.deepcopy(plain)
     use_fast_kernels(fast, device, precision)
     images = torch.randint(0, 256, (batch, 3, 224, 224), dtype=torch.uint8)
     return trained(plain, images, precision, device), trained(fast, images, precision, device)
+
+
+def memory(architecture: str, batch: int, device: Device) -> tuple[Work, Work]:
+    """A student's forward and backward pass, with freed memory returned as glibc does by itself in the end, and kept."""
+    model = models.create(ModelSettings(architecture=architecture), LABELS)
+    use_fast_kernels(model, device, "fp32")
+    work = trained(model, torch.randint(0, 256, (batch, 3, 224, 224), dtype=torch.uint8), "fp32", device)
+    library = ctypes.CDLL(None)
+
+    def returned() -> None:
+        # What glibc raises its thresholds to when a program frees large pieces: 32 and 64 MiB (malloc.c, DEFAULT_MMAP_THRESHOLD_MAX).
+        for parameter, value in ((-4, 65536), (-3, 32 << 20), (-1, 64 << 20)):
+            library.mallopt(parameter, value)
+        work()
+
+    def kept() -> None:
+        keep_freed_memory()
+        work()
+
+    return returned, kept
 
 
 def teacher(architecture: str, precision: Precision, batch: int, device: Device) -> tuple[Work, Work]:
@@ -103,8 +124,11 @@ def main() -> None:
         "attention of ViT-B, bf16": lambda: attention(768, 12, batch, device),
         "linear 192 -> 768, fp32": lambda: linear(192, 768, batch, device),
         "linear 768 -> 3072, fp32": lambda: linear(768, 3072, batch, device),
-        "ViT-Ti, bf16": lambda: student("bf16", batch, device),
-        "ViT-Ti, fp32": lambda: student("fp32", batch, device),
+        "ViT-Ti, bf16": lambda: student("vit_tiny_patch16_224", "bf16", batch, device),
+        "ViT-Ti, fp32": lambda: student("vit_tiny_patch16_224", "fp32", batch, device),
+        "EfficientNet-Lite0, fp32": lambda: student("tf_efficientnet_lite0", "fp32", batch, device),
+        "the same, memory kept": lambda: memory("tf_efficientnet_lite0", batch, device),
+        "EfficientNet-Lite0, bf16": lambda: student("tf_efficientnet_lite0", "bf16", batch, device),
         "teacher, bf16": lambda: teacher(options.teacher, "bf16", batch, device),
         "teacher, fp32": lambda: teacher(options.teacher, "fp32", batch, device),
     }

@@ -27,18 +27,20 @@ class Preprocessing(nn.Module):
     def __init__(self, size: int, mean: Sequence[float], std: Sequence[float], interpolation: str) -> None:
         """Take the arguments from a model's card; `size` is the edge S, mean and std are those of each channel with pixels in [0, 1]."""
         super().__init__()
-        self._size = size
+        self.size = size
         self._interpolation = interpolation
+        self.memory_format = torch.preserve_format
+        """Of the network's input, which the layers after it keep to."""
         self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1) * 255, persistent=False)
         self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1) * 255, persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
         """Resize and normalise pixels in 0..255, [B, 3, H, W], to float32 [B, 3, S, S]."""
         pixels = images.float()
-        size = (self._size, self._size)
+        size = (self.size, self.size)
         if images.shape[-2:] != size:
             pixels = F.interpolate(pixels, size=size, mode=self._interpolation, antialias=True, align_corners=False)
-        return (pixels - self.mean) / self.std
+        return ((pixels - self.mean) / self.std).to(memory_format=self.memory_format)
 
 
 class TorchNetwork:

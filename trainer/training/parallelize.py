@@ -24,6 +24,7 @@ from trainer.config import Precision, TrainingSettings
 from trainer.devices import Device
 from trainer.devices.torch_private import DdpTimings, compiler_backend, ddp_timings
 from trainer.profiling.evidence import CommunicationRecord
+from trainer.served_student.torch_network import Preprocessing
 from trainer.training.process_group import Processes
 
 logger = logging.getLogger(__name__)
@@ -68,10 +69,16 @@ def use_fast_kernels(model: nn.Module, device: Device, precision: Precision) -> 
     - bf16, on a processor that multiplies it: attention is computed by two matrix products and a softmax. Torch's fused attention, made
       to save memory, takes 1.5 to 5 times as long forward and backward.
     - float32, on an AMD processor: linear layers are `ConvolvedLinear`, but for narrow ones.
+    - float32, convolutional networks: images come with the channels last, and so does what is made of them, which is what oneDNN's
+      kernels compute with. Patches of a transformer are one convolution, and gain nothing.
     """
     # Torch 2.9, the last beside which there is a torch_xla, does not say what a processor can do.
     if device.kind != "cpu" or not hasattr(torch.cpu, "get_capabilities"):
         return
+    convolutions = sum(isinstance(module, nn.Conv2d) for module in model.modules())
+    if convolutions > 1 and not device.uses_bf16(precision):
+        for preprocessing in (module for module in model.modules() if isinstance(module, Preprocessing)):
+            preprocessing.memory_format = torch.channels_last
     processor = torch.cpu.get_capabilities()
     if device.uses_bf16(precision):
         if processor.get("avx512_bf16"):
