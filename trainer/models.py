@@ -449,6 +449,33 @@ def linear_head(model: Classifier) -> nn.Linear | None:
 
 
 @contextmanager
+def input_size(model: Classifier, size: int) -> Iterator[None]:
+    """Let a model's network take images of `size` pixels in the block."""
+    own, model.preprocess.size = model.preprocess.size, size
+    try:
+        yield
+    finally:
+        model.preprocess.size = own
+
+
+def check_input_size(model: Classifier, size: int) -> None:
+    """Raise a `ModelError` where a model's network does not take images of `size` pixels too, or they are not smaller than its own."""
+    name, own = f"architecture {model.card.architecture!r}", model.card.image_size
+    if size >= own:
+        raise ModelError(
+            f"{name}: low_resolution.image_size is {size}, but its own input has {own} pixels; choose a smaller one"
+        )
+    try:
+        with input_size(model, size), _shown_grey(model) as image:
+            model(image)
+    except Exception as error:  # each network has its own words for it
+        raise ModelError(
+            f"{name}: takes no images of {size} pixels beside its own {own} ({limits.cut(str(error), 200)}); leave low_resolution out, "
+            "give it another size, or, to a ViT, args={dynamic_img_size=true}"
+        ) from error
+
+
+@contextmanager
 def _shown_grey(model: Classifier) -> Iterator[Tensor]:
     """Give a grey image [1, 3, S, S] beside the weights, for forward passes of the block, which are those of an evaluation."""
     size, was_training = model.card.image_size, model.training

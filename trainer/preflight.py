@@ -98,6 +98,7 @@ def _student(settings: DistillSettings, classes: Sequence[str], *, trains_here: 
         if settings.activation_checkpointing:
             models.checkpoint_activations(student)
         _step(student)
+        _check_low_resolution(student, settings)
     return student
 
 
@@ -136,6 +137,7 @@ def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here:
             if settings.finetune.activation_checkpointing:
                 models.checkpoint_activations(adapted)
             _step(adapted)
+            _check_low_resolution(adapted, settings.finetune)
     if settings.mae.epochs:
         with _tried("pretrain.mae"):
             autoencoder = MaskedAutoencoder(model, settings.mae)
@@ -227,6 +229,13 @@ def _tried(name: str) -> Iterator[None]:
     except Exception as error:  # each network has its own words for what does not fit
         reason = limits.cut(" ".join(str(error).split()) or type(error).__name__, 500)
         raise ModelError(f"{name}: a step cannot be computed with these settings ({reason}); change them") from error
+
+
+def _check_low_resolution(model: Classifier, settings: TrainingSettings) -> None:
+    from trainer import models
+
+    if settings.low_resolution.epochs:
+        models.check_input_size(model, settings.low_resolution.image_size)
 
 
 def _step(model: Classifier) -> None:

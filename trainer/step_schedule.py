@@ -27,6 +27,11 @@ def learning_rate_at(step: int, settings: TrainingSettings, *, samples: int) -> 
     return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
+def low_resolution_steps(settings: TrainingSettings, samples: int) -> int:
+    """Count the first steps of a training on `samples` samples, in which the network's input is smaller."""
+    return settings.low_resolution.epochs * samples // settings.batch_size
+
+
 def is_validation_step(step: int, settings: TrainingSettings, samples: int) -> bool:
     """Return whether a training on `samples` samples validates after this step: the last one, and one every `validate_every_epochs`."""
     size, every = settings.batch_size, settings.validate_every_epochs * samples

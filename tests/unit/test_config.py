@@ -146,6 +146,13 @@ WRONG = {
     "pretrain.head=none pretrain.finetune.epochs=0 pretrain.weights=x pretrain.label_map={a=1}": (
         r"pretrain: head is none, so no row of it can be chosen by label_map; leave label_map out"
     ),
+    "pretrain.mae.low_resolution={epochs=1,image_size=8}": r"pretrain.mae: low_resolution is not for a masked autoencoder",
+    "distill.low_resolution.epochs=3": (
+        r"distill.low_resolution: low_resolution.epochs is 3, but low_resolution.image_size is 0; give both, or neither"
+    ),
+    "distill.low_resolution={epochs=9,image_size=8} distill.epochs=9": (
+        r"distill: low_resolution.epochs is 9 of 9 epochs, so none is left at the network's own resolution"
+    ),
     "pretrain.mae.mask_ratio=1": r"pretrain.mae.mask_ratio must be < 1.*, got 1",
     "distill.temperature=nan": r"distill.temperature must be a finite number",
     "evaluate.latency_batch_sizes=[4,0]": r"evaluate.latency_batch_sizes.1 must be >= 1, got 0",

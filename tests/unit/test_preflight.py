@@ -96,6 +96,20 @@ def test_what_can_be_trained_is_let_through(overrides):
     assert checked(*overrides) == config.resolve_run("digits", ["run.device=cpu", *overrides])
 
 
+@pytest.mark.parametrize("name", ["pretrain.finetune", "distill"])
+def test_a_network_of_one_size_cannot_be_trained_at_a_smaller_one_first(name):
+    smaller = f"{name}.low_resolution={{epochs=1,image_size=8}}"
+    with pytest.raises(
+        ModelError, match=rf"^{name}.*: architecture 'vit_\w+': takes no images of 8 pixels beside its own"
+    ):
+        checked(smaller)
+    with pytest.raises(
+        ModelError, match=r"low_resolution.image_size is 64, but its own input has 32 pixels; choose a smaller"
+    ):
+        checked(f"{name}.low_resolution={{epochs=1,image_size=64}}")
+    checked(smaller, "pretrain.teacher.args.dynamic_img_size=true", "distill.student.args.dynamic_img_size=true")
+
+
 @pytest.mark.parametrize("name", ["pretrain.teacher", "distill.student"])
 def test_a_network_without_patch_tokens_is_refused_where_they_are_compared(name):
     convolutional = (

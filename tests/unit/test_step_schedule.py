@@ -9,6 +9,7 @@ from trainer.step_schedule import (
     is_checkpoint_step,
     is_validation_step,
     learning_rate_at,
+    low_resolution_steps,
     step_count,
     validation_count,
 )
@@ -43,6 +44,13 @@ def test_the_peak_is_scaled_with_the_batch():
 @pytest.mark.parametrize(("epochs", "samples", "batch", "steps"), [(1, 100, 10, 10), (3, 101, 10, 31), (0, 100, 10, 0)])
 def test_the_steps_see_every_sample_of_every_epoch(epochs, samples, batch, steps):
     assert step_count(TrainingSettings(epochs=epochs, batch_size=batch), samples) == steps
+
+
+@pytest.mark.parametrize(("epochs", "samples", "steps"), [(0, 100, 0), (1, 100, 10), (2, 101, 20), (2, 109, 21)])
+def test_the_first_epochs_have_the_smaller_input(epochs, samples, steps):
+    smaller = {"epochs": epochs, "image_size": 8 if epochs else 0}
+    settings = TrainingSettings(epochs=3, batch_size=10, low_resolution=smaller)
+    assert low_resolution_steps(settings, samples) == steps
 
 
 def test_a_short_training_warms_up_for_half_of_it_at_most():

@@ -44,6 +44,7 @@ from trainer.config.settings import FinetuneSettings as FinetuneSettings
 from trainer.config.settings import GateSettings as GateSettings
 from trainer.config.settings import LoadingSettings as LoadingSettings
 from trainer.config.settings import LoraSettings as LoraSettings
+from trainer.config.settings import LowResolutionSettings as LowResolutionSettings
 from trainer.config.settings import MaeSettings as MaeSettings
 from trainer.config.settings import ModelSettings as ModelSettings
 from trainer.config.settings import Outside as Outside

@@ -76,7 +76,7 @@ FOLDERS = "folders"  # the setting `data.hierarchy` where folders are the groups
 
 def _is_unset(value: object) -> bool:
     """Return whether a setting says nothing. Then it is not written, so that what was made before there was such a setting stays valid."""
-    return value in ("", 0)
+    return value in ("", 0) or (isinstance(value, LowResolutionSettings) and not value.epochs)
 
 
 class TimmWeights(NamedTuple):
@@ -206,6 +206,24 @@ class WatchSettings(Section):
     """Largest share of the training's time that checks may take; they become rarer where they would take more."""
 
 
+class LowResolutionSettings(Section):
+    """A smaller input in the first epochs, and the network's own in those that finish: most of the gain for a part of the time."""
+
+    epochs: NonNegative = 0
+    """The first epochs, in which the input is smaller; 0: none."""
+    image_size: NonNegative = 0
+    """Edge of the input in them, in pixels: the same views, made smaller. For networks that take any size: convolutional ones, and ViTs
+    with `args={dynamic_img_size=true}`."""
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> Self:
+        if bool(self.epochs) != bool(self.image_size):
+            raise ValueError(
+                f"low_resolution.epochs is {self.epochs}, but low_resolution.image_size is {self.image_size}; give both, or neither"
+            )
+        return self
+
+
 class TrainingSettings(Section):
     """What every training loop shares."""
 
@@ -251,10 +269,21 @@ class TrainingSettings(Section):
     """How many of the newest checkpoints to keep; the one that was best on the validation split is kept too."""
     validate_every_epochs: NonNegative = 10
     """Epochs between two validations; 0 validates at the end only."""
+    low_resolution: Annotated[LowResolutionSettings, Field(exclude_if=_is_unset)] = LowResolutionSettings()
+    """A smaller input in the first epochs; not for masked autoencoders, nor on XLA, which compiles each size by itself."""
     views: ViewSettings = ViewSettings()
     """Augmentation."""
     evidence: EvidenceSettings = EvidenceSettings()
     """What the training records of itself."""
+
+    @model_validator(mode="after")
+    def _finishes_at_its_own_resolution(self) -> Self:
+        if 0 < self.epochs <= self.low_resolution.epochs:
+            raise ValueError(
+                f"low_resolution.epochs is {self.low_resolution.epochs} of {self.epochs} epochs, so none is left at the network's own "
+                "resolution; make it smaller, or give the model that image_size"
+            )
+        return self
 
     def peak_learning_rate(self) -> float:
         return self.base_learning_rate * self.batch_size / 256
@@ -359,6 +388,15 @@ class MaeSettings(TrainingSettings):
     """Normalise the pixels of each target patch by its own mean and standard deviation."""
     views: ViewSettings = ViewSettings(min_scale=0.2)
     """Augmentation: crop and flip only, as in the paper."""
+
+    @model_validator(mode="after")
+    def _has_one_resolution(self) -> Self:
+        if self.low_resolution.epochs:
+            raise ValueError(
+                "low_resolution is not for a masked autoencoder, which makes its patches at the network's own resolution; set "
+                "mae.low_resolution.epochs=0 and mae.low_resolution.image_size=0"
+            )
+        return self
 
 
 class LoraSettings(Section):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -19,14 +19,14 @@ from trainer.data.batch import Batch
 from trainer.data.loader import MicroBatches
 from trainer.data.sampler import random_bits
 from trainer.devices import RowShardedOptimizer
-from trainer.errors import PreemptedError, TrainingError
+from trainer.errors import PreemptedError, SettingsError, TrainingError
 from trainer.formatting import listed
-from trainer.models import checkpoint_activations
+from trainer.models import Classifier, check_input_size, checkpoint_activations, input_size
 from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.live_rules import LiveRules
 from trainer.profiling.recorder import LoaderStats, Recorder, Sources, Startup
 from trainer.profiling.timeline import span
-from trainer.step_schedule import is_checkpoint_step, is_validation_step
+from trainer.step_schedule import is_checkpoint_step, is_validation_step, low_resolution_steps
 from trainer.tracking.stage_runs import Tracker
 from trainer.training.attempts import Attempts
 from trainer.training.checkpoints import TOP1, newest
@@ -86,6 +86,12 @@ class Trainer:
             checkpoint_activations(self.model)
         with processes.waiting("the comparison of the models"):
             self._parallel, self._graphs = parallelize_model(self.model, settings, processes)
+        self._low_steps = low_resolution_steps(settings, len(training.samples))
+        self._shrinking = [one for one in self.model.modules() if self._low_steps and isinstance(one, Classifier)]
+        if self._shrinking and processes.device.traces:
+            raise SettingsError("low_resolution: on XLA each size is compiled by itself; set low_resolution.epochs=0")
+        for model in self._shrinking:
+            check_input_size(model, settings.low_resolution.image_size)
         self._ddp_timer = DdpTimer(self._parallel) if isinstance(self._parallel, DistributedDataParallel) else None
         groups = parameter_groups(self.model, weight_decay=settings.weight_decay, layer_decay=training.layer_decay)
         self._parameters = [parameter for group in groups for parameter in group["params"]]
@@ -215,7 +221,7 @@ class Trainer:
             if isinstance(self._parallel, DistributedDataParallel) and not last:
                 context = self._parallel.no_sync()  # gradients are exchanged with the last micro-batch only
             with context:
-                with processes.device.autocast(settings.precision):
+                with processes.device.autocast(settings.precision), self._resolution(step):
                     losses = self.training.objective(self._parallel, batch)
                 with span("backward"):
                     (losses["loss"] / parts).backward()
@@ -229,6 +235,14 @@ class Trainer:
         with span("dispatch") if processes.device.traces else nullcontext():
             processes.device.dispatch()
         return means
+
+    @contextmanager
+    def _resolution(self, step: int) -> Iterator[None]:
+        """Make the input smaller in the first steps, where `low_resolution` says so."""
+        with ExitStack() as stack:
+            for model in self._shrinking if step < self._low_steps else ():
+                stack.enter_context(input_size(model, self.settings.low_resolution.image_size))
+            yield
 
     def _update(self, step: int) -> None:
         settings, processes = self.settings, self.processes

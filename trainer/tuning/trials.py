@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from trainer import storage
 from trainer.base_models import StrictModel
-from trainer.config import DistillSettings
+from trainer.config import DistillSettings, LowResolutionSettings
 from trainer.costs import THIS_MACHINE, Machines, place_here
 from trainer.data.loader import MicroBatches, micro_batch_size
 from trainer.errors import ObjectDamagedError, ObjectNotFoundError
@@ -262,7 +262,9 @@ def _beside_images(candidate: Candidate) -> Candidate:
 def endless(settings: DistillSettings, *, operators_at: tuple[int, ...] = ()) -> DistillSettings:
     """Return a distillation with more epochs than a trial can take, and torch.profiler at `operators_at` only."""
     evidence = settings.evidence.model_copy(update={"operators_at": operators_at})
-    return settings.model_copy(update={"epochs": 1_000_000, "evidence": evidence})
+    # What the smaller input of the first epochs saves is no part of a forecast.
+    full = {"low_resolution": LowResolutionSettings()}
+    return settings.model_copy(update={"epochs": 1_000_000, "evidence": evidence, **full})
 
 
 def warm_steps(settings: DistillSettings) -> int:

@@ -15,6 +15,7 @@ from trainer.data.dataset import open_dataset
 from trainer.errors import ArtifactError, ModelError, SettingsError, TrainingError
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import distill, reinforce
+from trainer.training import loop
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.loop import Trainer
 
@@ -90,6 +91,72 @@ class Distillation:
 def distilled(trained_digits, tmp_path):
     """Runs a distillation below this test's folder."""
     return lambda name, *inputs, **settings: Distillation(trained_digits, tmp_path / name, *inputs, **settings)
+
+
+SMALLER_FIRST = {
+    "epochs": 3,
+    "low_resolution": {"epochs": 1, "image_size": 8},
+    "student": {"architecture": "vit_tiny_patch16_224", "args": TINY | {"dynamic_img_size": True}},
+}
+
+
+def seen_sizes(monkeypatch):
+    """The edge of the network's input in each forward pass of a training."""
+    sizes, forward = [], models.Preprocessing.forward
+
+    def noted(self, images):
+        made = forward(self, images)
+        if self.training:
+            sizes.append(made.shape[-1])  # a teacher is never in training
+        return made
+
+    monkeypatch.setattr(models.Preprocessing, "forward", noted)
+    return sizes
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+def test_the_first_epochs_are_seen_smaller_and_each_validation_at_full_size(trained_digits, tmp_path, monkeypatch, ema):
+    sizes, validated = seen_sizes(monkeypatch), []
+    validate = loop.validate
+    monkeypatch.setattr(
+        loop,
+        "validate",
+        lambda model, *given, **named: (validated.append(model.preprocess.size), validate(model, *given, **named))[1],
+    )
+    made = Distillation(trained_digits, tmp_path, ema_decay=ema, validate_every_epochs=1, **SMALLER_FIRST)
+    assert sizes == [8] * 5 + [16] * 10
+    assert validated == [16] * 3
+    assert models.load(made.student).card.image_size == 16
+
+
+def test_a_training_that_resumes_keeps_to_the_smaller_input(trained_digits, tmp_path, monkeypatch):
+    whole = Distillation(trained_digits, tmp_path / "whole", **SMALLER_FIRST)
+    take, stops = Trainer.train_step, [4]
+
+    def interrupted(self, step, batches):
+        if step in stops:
+            raise TrainingError("stopped here")
+        return take(self, step, batches)
+
+    monkeypatch.setattr(Trainer, "train_step", interrupted)
+    settings = {"checkpoint_every": 4, **SMALLER_FIRST}
+    with pytest.raises(TrainingError, match="stopped here"):
+        Distillation(trained_digits, tmp_path / "broken", **settings)
+    stops.clear()
+    sizes = seen_sizes(monkeypatch)
+    resumed = Distillation(trained_digits, tmp_path / "broken", **settings)
+    assert sizes == [8] + [16] * 10
+    weights = models.load(resumed.student).network.state_dict()
+    for name, value in models.load(whole.student).network.state_dict().items():
+        assert torch.equal(weights[name], value), name
+
+
+def test_a_network_of_one_size_has_no_smaller_one(distilled):
+    smaller = {"epochs": 2, "low_resolution": {"epochs": 1, "image_size": 8}}
+    with pytest.raises(
+        ModelError, match=r"'vit_tiny_patch16_224': takes no images of 8 pixels beside its own 16 .*dynamic"
+    ):
+        distilled("fixed", **smaller)
 
 
 FOLLOWING = {
