@@ -16,6 +16,7 @@ from tests.trained_digits import write_tagged_dataset
 from trainer import artifacts, cli, config, load_model, models, photo_classifier
 from trainer.data.dataset import open_dataset
 from trainer.errors import EXIT_CODE, ArtifactError, ModelError, SettingsError
+from trainer.photo_classifier import export_at
 from trainer.served_student.class_tags import ClassTags
 from trainer.serving.exported_classifier import ExportedClassifier
 
@@ -147,6 +148,23 @@ def test_a_student_that_failed_its_gate_is_asked_only_by_force(run, photos, tmp_
     # The verdict on an earlier student says nothing of this one.
     write_evaluation(failed, "accuracy: too low", parent="of another student")
     assert load_model(failed, judged=True).labels == LABELS
+
+
+def test_the_export_of_a_run_that_failed_its_gate_is_served_only_by_force(judged_run, exported, tmp_path):
+    failed = tmp_path / "failed"
+    for name in ("student", "evaluation"):
+        shutil.copytree(judged_run / name, failed / name)
+    shutil.copytree(exported, failed / "exported")
+    with export_at(str(failed), judged=True) as directory:
+        assert directory == str(failed / "exported"), "it passed"
+    write_evaluation(failed, "accuracy: too low")
+    with (
+        pytest.raises(ModelError, match=r"failed: did not pass its gate \(accuracy: too low\); .* \(--force\)$"),
+        export_at(str(failed), judged=True),
+    ):
+        pass
+    with export_at(str(failed)) as directory:
+        assert directory == str(failed / "exported")
 
 
 def test_what_cannot_be_asked_or_read_is_one_message(run, photos, tmp_path, capsys):

@@ -91,6 +91,24 @@ def test_a_failed_quantisation_leaves_fp32(judged_run, monkeypatch, tmp_path):
     assert "cannot quantise this student" in (made.path / "export.html").read_text()
 
 
+def test_a_variant_that_cannot_be_computed_is_noted_and_the_others_stay(judged_run, monkeypatch, tmp_path):
+    compute = OnnxStudent.logits
+
+    def logits(self, images):
+        if self.file.stem == "int8":
+            raise ModelError("int8.onnx: gives logits that are not finite")
+        return compute(self, images)
+
+    monkeypatch.setattr(OnnxStudent, "logits", logits)
+    made = exported(judged_run, tmp_path / "exported")
+    table = json.loads((made.path / "candidates.json").read_text())
+    names = [one["name"] for one in table["candidates"]]
+    assert names[:2] == ["torch", "fp32"]
+    assert "int8" not in names
+    assert "int8.onnx: gives logits that are not finite" in table["notes"]
+    assert table["chosen"] in names[1:]
+
+
 @pytest.mark.parametrize(("setting", "reason"), [("max_shift", "probabilities: gives"), ("max_accuracy_loss", "loses")])
 def test_a_loss_against_the_student_itself_is_a_reason(judged_run, made, setting, reason, tmp_path):
     """By a limit below what int8 was measured to lose."""
