@@ -85,11 +85,15 @@ WEIGHTS_PACKAGES = {
 """timm's name of a model -> its weights. All were trained on ImageNet-1k."""
 
 
+OPEN_LICENSES = frozenset({"apache-2.0", "mit", "bsd-3-clause", "cc-by-4.0"})
+"""As timm names them: of weights that may be used for any purpose."""
+
+
 def start(settings: WeightsSettings, model: ModelSettings) -> tuple[Classifier, str]:
     """Load the weights that a training starts from, with their own head; gives the model and their fingerprint.
 
     Raises:
-        ModelError: they are not there, or not for this model.
+        ModelError: they are not there, not for this model, or under a licence that was not accepted.
         StorageError: the file is not there, or cannot be read.
         ArtifactError: the model directory is missing or damaged.
     """
@@ -97,6 +101,7 @@ def start(settings: WeightsSettings, model: ModelSettings) -> tuple[Classifier, 
     if given is None:
         weights = artifacts.read(settings.weights, "model")
         return models.load(weights), weights.fingerprint
+    _check_license(given, settings)
     loaded = load(given, model, settings.weights_file)
     assert loaded.card.origin is not None, "public weights have an origin"
     origin = loaded.card.origin
@@ -109,7 +114,7 @@ def check(settings: WeightsSettings, model: ModelSettings) -> Classifier:
     No weights are read, so whether they fit the arguments is not known.
 
     Raises:
-        ModelError: there are no such weights, or no such model.
+        ModelError: there are no such weights or no such model, or they are under a licence that was not accepted.
         StorageError: the file is not there, or cannot be read.
         ArtifactError: the model directory is missing or damaged.
     """
@@ -121,7 +126,7 @@ def check(settings: WeightsSettings, model: ModelSettings) -> Classifier:
     else:
         if settings.weights_file:
             _check_file(settings.weights_file)
-        _source(given.name)
+        _check_license(given, settings)
     model = model.model_copy(update={"architecture": given.name})
     args: Mapping[str, Any] = models.arguments(model)
     with torch.device("meta"):
@@ -242,6 +247,20 @@ def _source(name: str) -> PretrainedCfg:
             f"{TIMM}{name}: timm has no such weights" + (f"; similar: {', '.join(known)}" if known else "")
         )
     return source
+
+
+def _check_license(given: TimmWeights | PackageWeights, settings: WeightsSettings) -> None:
+    """Make sure that weights are under an open-source licence, or one that the settings accept; packages' are."""
+    if isinstance(given, PackageWeights):
+        return
+    source = _source(given.name)
+    found = source.license or "unknown"
+    if found not in OPEN_LICENSES and found != settings.accept_license:
+        place = f"https://huggingface.co/{source.hf_hub_id.partition('@')[0]}" if source.hf_hub_id else source.url
+        raise ModelError(
+            f"{TIMM}{given.name}: its licence is {found}, which is not an open-source one; read it ({place}), and if it allows what you "
+            f"want, set accept_license={found} beside weights"
+        )
 
 
 def _labels(name: str, network: Any) -> tuple[str, ...]:

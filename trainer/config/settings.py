@@ -110,6 +110,9 @@ class WeightsSettings(Section):
     starts from scratch."""
     weights_file: str = ""
     """Where the hub is not reached: a copy of the file of `timm:NAME`, as its repository has it (path or URI of a .safetensors file)."""
+    accept_license: Annotated[str, Field(exclude_if=_is_unset)] = ""
+    """The licence of `timm:NAME`, as timm names it (`dinov3-license`), where it is not an open-source one: that you have read and accept
+    it."""
 
     @property
     def public_weights(self) -> TimmWeights | PackageWeights | None:
