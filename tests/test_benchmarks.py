@@ -165,6 +165,29 @@ def test_methods(bench, monkeypatch):
     assert "| kl at T = 4 |" in table
 
 
+@pytest.mark.long
+def test_lightly_train(bench, monkeypatch, tmp_path):
+    """This project's half: LightlyTrain wants an interpreter of its own."""
+    monkeypatch.setattr(bench_accuracy.subprocess, "run", run_command)
+    monkeypatch.setattr(cli, "ended_by_sigterm", contextlib.nullcontext)
+    changes = [
+        "data.source=digits",
+        "data.image_size=16",
+        "pretrain.weights=",
+        "pretrain.mae.epochs=1",
+        "pretrain.teacher.image_size=0",
+        "pretrain.teacher.architecture=vit_tiny_patch16_224",
+        f"pretrain.teacher.args={VIT}",
+        "distill.student.architecture=vit_tiny_patch16_224",
+        f"distill.student.args={VIT}",
+        "distill.epochs=1",
+    ]
+    table = bench("bench_lightly_train", "--set", *changes, "--output", str(tmp_path / "out"))
+    assert re.search(r"student, by this project +[\d.]+ +[\d.]+\n", table)
+    assert "by LightlyTrain" not in table
+    assert len(list((tmp_path / "out" / "photos").glob("*.png"))) == 899
+
+
 def test_a_method_that_there_is_not(bench):
     with pytest.raises(SystemExit, match=r"--only soft: no such method; there are labels alone, kl, "):
         bench("bench_accuracy", "methods", "digits", "--only", "soft")
