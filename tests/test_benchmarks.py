@@ -159,8 +159,9 @@ def test_methods(bench, monkeypatch):
     monkeypatch.setattr(cli, "ended_by_sigterm", contextlib.nullcontext)
     own = "kl at T = 4: distill.temperature=4"
     table = bench(
-        "bench_accuracy", "methods", "digits", "--only", "hard", "--variant", own, "--seeds", "0", "--set", *RECIPE
-    )
+        "bench_accuracy", "methods", "digits", "--only", "hard", "--variant", own, "--seeds", "0",
+        "--set", *RECIPE, "distill.teacher=recorded", "reinforce.views=1",
+    )  # fmt: skip
     assert "| hard |" in table
     assert "| kl at T = 4 |" in table
 

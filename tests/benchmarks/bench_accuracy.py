@@ -7,7 +7,8 @@ validation split. Settings are chosen by validation; the test column is for what
     labels      the student: distilled; on the labels alone; the same with the regularisation of the teacher's fine-tuning
     pretraining the teacher: pretrained as a masked autoencoder and fine-tuned; fine-tuned from scratch for as many epochs together
     unlabeled   the student of a teacher that knows half of the labels: on the labelled images; on all, in as many steps
-    methods     the student by method: each of METHODS, and each `--variant "NAME: KEY=VALUE ..."`, with the time that it took
+    methods     the student by method: each of METHODS, and each `--variant "NAME: KEY=VALUE ..."`, with the time that it took; with
+                `--set distill.teacher=recorded` from outputs that are recorded once
 
     python tests/benchmarks/bench_accuracy.py labels digits
     python tests/benchmarks/bench_accuracy.py methods digits --only kl dkd --variant "kl at T = 4: distill.temperature=4"
@@ -64,7 +65,11 @@ class Bench:
         """Run a stage, unless what it makes stands there already; places are names within the output."""
         target = self.output / made
         if not (target / artifacts.MANIFEST).exists():
-            options = [text for name, place in places.items() for text in (f"--{name}", str(self.output / place))]
+            options = [
+                text
+                for name, place in places.items()
+                for text in (f"--{name.replace('_', '-')}", str(self.output / place))
+            ]
             command = [sys.executable, "-m", "trainer", "stage", stage, "--recipe", self.recipe, *options]
             command += ["--set", *self.overrides, *changes]
             log, began = self.output / f"{made}.log", time.monotonic()
@@ -93,9 +98,16 @@ class Bench:
         """A teacher of this name."""
         self.stage("pretrain", name, *changes, dataset=dataset, teacher=name, evidence=f"{name}-evidence")
 
+    def record(self) -> None:
+        """What the teacher `teacher` says of its views, where students learn from that."""
+        if self.settings.distill.teacher == "recorded":
+            self.stage("reinforce", "outputs", dataset="data", teacher="teacher", teacher_outputs="outputs")
+
     def distill(self, name: str, *changes: str, dataset: str = "data") -> tuple[float, float]:
         """A student of this name, of the teacher `teacher`; its test and validation top-1."""
         places = {"dataset": dataset, "teacher": "teacher", "student": name, "evidence": f"{name}-evidence"}
+        if self.settings.distill.teacher == "recorded" and dataset == "data":
+            places["teacher_outputs"] = "outputs"
         self.stage("distill", name, *changes, **places)
         return self.score(name, dataset=dataset)
 
@@ -207,6 +219,7 @@ def methods(bench: Bench) -> Scores:
     """What a student gains by each method, from one teacher."""
     bench.prepare()
     bench.pretrain("teacher")
+    bench.record()
 
     def train(name: str, seed: int) -> tuple[float, float]:
         return bench.distill(student(name, seed), *bench.methods[name], f"distill.seed={seed}")
