@@ -839,6 +839,8 @@ class ExportSettings(Section):
     """Whether int8 variants are tried, too."""
     calibration_images: Positive = 128
     """Training images by which the ranges of int8 activations are chosen."""
+    test_images: Annotated[Positive, Field(exclude_if=lambda value: value == 10_000)] = 10_000
+    """Test images, at most, on which the variants' answers are compared."""
     max_accuracy_loss: Fraction = 0.01
     """Largest loss of test top-1 of a variant against the student itself, as a fraction."""
     max_shift: Fraction = 0.05

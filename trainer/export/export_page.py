@@ -10,9 +10,17 @@ from trainer.export import variants
 from trainer.export.variants import ServingCandidate
 from trainer.pages import BulletList, PageSection, Paragraph, Table
 
+_ALIKE = f" (of those within {variants.ALIKE:.0%} of its time the one nearest to the student)"
+
 
 def render(
-    title: str, candidates: Sequence[ServingCandidate], chosen: str | None, notes: Sequence[str], machine: Machine
+    title: str,
+    candidates: Sequence[ServingCandidate],
+    chosen: str | None,
+    notes: Sequence[str],
+    machine: Machine,
+    *,
+    photos: int,
 ) -> str:
     """Build the whole page, self-contained.
 
@@ -20,12 +28,15 @@ def render(
         title: of the student.
         chosen: the name of a candidate; None where the student stays in torch.
         notes: why there is no variant, or none that passes.
+        photos: how many test images each one answered.
     """
     heading, *rows = variants.rows(candidates, chosen) if candidates else [()]
-    verdict = Paragraph(f"{chosen} is served: the fastest that passes." if chosen else "No ONNX file is served.")
+    verdict = Paragraph(
+        f"{chosen} is served: the fastest that passes{_ALIKE}." if chosen else "No ONNX file is served."
+    )
     threads = "1 thread" if machine.threads == 1 else f"{machine.threads} threads"
     measured = Paragraph(
-        f"On the test images, and timed in turns on {machine.processor}, {threads}, from squares to logits. "
+        f"On {photos:,} test images, and timed in turns on {machine.processor}, {threads}, from squares to logits. "
         "Shift: how much of the probability goes to other classes than the student itself gives it to.",
         "soft",
     )

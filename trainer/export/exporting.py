@@ -124,9 +124,12 @@ def make(
             temperature = judged.figures["student"].get("temperature", 1.0)
             _write(draft.path / CARD, contract(card, chosen, parents, temperature=temperature, tags=known is not None))
         machine, name = metrics.machine(), chosen.name if chosen is not None else None
-        table = {"chosen": name, "notes": notes, "candidates": [asdict(one) for one in measured]}
+        photos = min(len(data.split("test")), settings.test_images)
+        table = {"chosen": name, "notes": notes, "photos": photos, "candidates": [asdict(one) for one in measured]}
         _write(draft.path / CANDIDATES, {"machine": asdict(machine), **table})
-        (draft.path / PAGE).write_text(export_page.render(card.title, measured, name, notes, machine), encoding="utf-8")
+        (draft.path / PAGE).write_text(
+            export_page.render(card.title, measured, name, notes, machine, photos=photos), encoding="utf-8"
+        )
         figures = {one.name: variants.figures(one) for one in measured}
         why_not = notes if chosen is None else list(chosen.reasons)
         draft.figures.update({"chosen": name, "reasons": why_not, "candidates": figures})
@@ -159,7 +162,8 @@ def _measured(
     """Write every variant into a folder, and measure and judge each: the student itself first, then fp32."""
     evaluated = EvaluateSettings.model_validate(evaluation.settings)
     model, test = models.load(student), data.split("test")
-    logits = {"torch": variants.predict(variants.answering(model), test)}
+    tested = spread(len(test), settings.test_images)
+    logits = {"torch": variants.predict(variants.answering(model), test, tested)}
     onnx_graph.write(model, data.image_size, folder / f"{FLOAT}.onnx")
     if settings.int8:
         try:
@@ -171,19 +175,20 @@ def _measured(
     for file in sorted(folder.glob("*.onnx")):
         try:
             students[file.stem] = OnnxStudent(file, threads=threads)
-            logits[file.stem] = variants.predict(students[file.stem].logits, test)
+            logits[file.stem] = variants.predict(students[file.stem].logits, test, tested)
         except ModelError as error:
             if file.stem == FLOAT:
                 raise
             _note(error, notes, strict=strict)
             del students[file.stem]
-    variants.check_float(logits["torch"], logits[FLOAT], test)
+    variants.check_float(logits["torch"], logits[FLOAT], [test.names[index] for index in tested])
     measured = variants.measure(
         logits,
         students,
         model,
         (student.path / models.WEIGHTS).stat().st_size,
         test,
+        tested,
         temperature=evaluation.figures["student"].get("temperature", 1.0),
         batch_sizes=evaluated.latency_batch_sizes,
         runs=evaluated.latency_runs,

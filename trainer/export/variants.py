@@ -24,6 +24,8 @@ FLOAT = "fp32"
 """The candidate that must give the student's own logits."""
 TOLERANCE = 1e-3
 """Largest difference of its logits, absolute and relative to the logit."""
+ALIKE = 0.05
+"""Share by which times differ from one measurement to the next."""
 _BATCH = 64
 
 
@@ -52,9 +54,9 @@ def squares(split: Split, indices: Sequence[int]) -> Pixels:
     return images
 
 
-def predict(answer: Callable[[Pixels], Logits], split: Split) -> Logits:
-    """Compute the logits of a whole split, [N, K]."""
-    parts = (range(start, min(start + _BATCH, len(split))) for start in range(0, len(split), _BATCH))
+def predict(answer: Callable[[Pixels], Logits], split: Split, indices: Sequence[int]) -> Logits:
+    """Compute the logits of N images of a split, [N, K]."""
+    parts = (indices[start : start + _BATCH] for start in range(0, len(indices), _BATCH))
     return np.concatenate([answer(squares(split, part)) for part in parts])
 
 
@@ -69,8 +71,12 @@ def answering(model: Classifier) -> Callable[[Pixels], Logits]:
     return answer
 
 
-def check_float(own: Logits, exported: Logits, split: Split) -> None:
+def check_float(own: Logits, exported: Logits, names: Sequence[str]) -> None:
     """Make sure that the exported student answers as the student itself: the same first class everywhere, logits within `TOLERANCE`.
+
+    Args:
+        own: logits of images, [N, K], and those of the exported student.
+        names: of these images.
 
     Raises:
         ModelError: it does not; names the worst photo.
@@ -81,7 +87,7 @@ def check_float(own: Logits, exported: Logits, split: Split) -> None:
     if other.any() or far.max() > 0:
         raise ModelError(
             f"the exported student differs from the student: {int(other.sum())} of {len(own)} test photos get another class, and logits "
-            f"differ by up to {np.abs(exported - own).max():.2g} where {TOLERANCE:g} is allowed, most for image {split.names[worst]}; "
+            f"differ by up to {np.abs(exported - own).max():.2g} where {TOLERANCE:g} is allowed, most for image {names[worst]}; "
             "this is an error of the export, so serve the registered student"
         )
 
@@ -92,15 +98,16 @@ def measure(
     model: Classifier,
     size_bytes: int,
     split: Split,
+    indices: Sequence[int],
     *,
     temperature: float,
     batch_sizes: Sequence[int],
     runs: int,
 ) -> list[ServingCandidate]:
-    """Measure the student itself (`torch`) and its exported variants on the test split, all in turns.
+    """Measure the student itself (`torch`) and its exported variants on images of the test split, all in turns.
 
     Args:
-        logits: what each says of the split, [N, K].
+        logits: what each says of N images of the split, [N, K], those at `indices`.
         model: the student, on the CPU, and `size_bytes` of its weights.
         temperature: by which logits are divided for probabilities.
     """
@@ -113,7 +120,7 @@ def measure(
     expected = metrics.probabilities(own / temperature)
     timed = metrics.measure_latency(
         {"torch": model, **{name: timed_alike(student) for name, student in students.items()}},
-        split.read(range(min(len(split), max(batch_sizes)))),
+        split.read(indices[: max(batch_sizes)]),
         batch_sizes=batch_sizes,
         runs=runs,
     )
@@ -121,7 +128,7 @@ def measure(
         ServingCandidate(
             name=name,
             size_bytes=sizes[name],
-            top1=metrics.top_k(found, split.labels, 1),
+            top1=metrics.top_k(found, split.labels[indices], 1),
             same=metrics.agreement(found, own),
             difference=float(np.abs(found - own).max()),
             shift=float(np.abs(metrics.probabilities(found / temperature) - expected).sum(axis=1).mean() / 2),
@@ -177,6 +184,11 @@ def figures(one: ServingCandidate) -> dict[str, float]:
 
 
 def fastest(candidates: Sequence[ServingCandidate]) -> ServingCandidate | None:
-    """Choose among those that pass the one with the least median time at the first batch size; None where none passes."""
+    """Choose among those that pass the one with the least median time at the first batch size; None where none passes.
+
+    Of those that take no longer than that but for `ALIKE`, the one with the smallest shift.
+    """
     passing = [one for one in candidates if not one.reasons]
-    return min(passing, key=lambda one: one.latencies[0].p50_ms, default=None)
+    least = min((one.latencies[0].p50_ms for one in passing), default=0.0)
+    alike = [one for one in passing if one.latencies[0].p50_ms <= (1 + ALIKE) * least]
+    return min(alike, key=lambda one: (one.shift, one.latencies[0].p50_ms), default=None)

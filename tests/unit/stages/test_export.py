@@ -42,7 +42,7 @@ def test_it_makes_what_the_command_makes(made, judged_run, tmp_path):
     assert set(made.figures["candidates"]) == {"torch", "fp32", "int8", "int8-mixed"}
     assert made.figures["reasons"] == []
     page = (made.path / "export.html").read_text()
-    assert f"{made.figures['chosen']} is served: the fastest that passes." in page
+    assert f"{made.figures['chosen']} is served: the fastest that passes (of those within 5% of its time the one " in page
     for name, figures in made.figures["candidates"].items():
         assert f"{figures['top1']:.2%}" in page, name
 
@@ -89,6 +89,14 @@ def test_a_failed_quantisation_leaves_fp32(judged_run, monkeypatch, tmp_path):
     assert made.figures["chosen"] == "fp32"
     assert OnnxStudent(made.path / "model.onnx")
     assert "cannot quantise this student" in (made.path / "export.html").read_text()
+
+
+def test_answers_are_compared_on_some_of_many_test_photos(judged_run, tmp_path):
+    made = exported(judged_run, tmp_path / "exported", test_images=7, int8=False)
+    table = json.loads((made.path / "candidates.json").read_text())
+    assert table["photos"] == 7
+    assert all(one["top1"] * 7 == pytest.approx(round(one["top1"] * 7)) for one in table["candidates"])
+    assert "On 7 test images, and timed" in (made.path / "export.html").read_text()
 
 
 def test_a_variant_that_cannot_be_computed_is_noted_and_the_others_stay(judged_run, monkeypatch, tmp_path):
