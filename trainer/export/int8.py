@@ -16,6 +16,7 @@ import numpy as np
 
 from trainer import limits
 from trainer.errors import ModelError
+from trainer.export.onnx_graph import RESIZING
 from trainer.export.onnx_student import Pixels
 from trainer.served_student.onnx_network import INPUT
 
@@ -24,11 +25,11 @@ LAYERS = ("Conv", "Gemm", "MatMul")
 
 
 def weighted_layers(file: Path) -> list[str]:
-    """List the names of the layers with weights, in the order in which they are computed."""
+    """List the names of the layers with weights, in the order in which they are computed; resizing is none."""
     import onnx
 
     graph = onnx.load(file).graph
-    constants = {one.name for one in graph.initializer}
+    constants = {one.name for one in graph.initializer} - {*RESIZING}
     return [node.name for node in graph.node if node.op_type in LAYERS and constants & set(node.input)]
 
 

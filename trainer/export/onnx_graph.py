@@ -2,7 +2,10 @@
 
 What stays outside is what makes a square of a photo's file: `served_student/preprocessing.py`, which needs numpy and Pillow alone.
 
-Shapes: B images, S the edge of the square, K classes.
+Squares are resized by two matrix products. ONNX's Resize would do, but not every runtime knows its antialiasing, which came with operator
+set 18: OpenVINO 2026.4 leaves it out without a word, and gives other logits.
+
+Shapes: B images, S the edge of the square, s that of the network's input, K classes.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import warnings
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer import limits
@@ -20,7 +24,9 @@ from trainer.models import Classifier
 from trainer.served_student.onnx_network import INPUT, OUTPUT
 
 OPSET = 20
-"""Of ONNX's operators: Resize has antialiasing since 18, and ONNX Runtime's tools for int8 know them."""
+"""Of ONNX's operators: ONNX Runtime's tools for int8 know them."""
+RESIZING = ("shrink_rows", "shrink_columns")
+"""Names of the constants by which squares are resized, float32 [s, S] and [S, s]."""
 
 _OPERATOR = re.compile(r"(?:op='|target: )((?:aten|torchvision|prims)[.:\w]+)")
 
@@ -28,12 +34,24 @@ _OPERATOR = re.compile(r"(?:op='|target: )((?:aten|torchvision|prims)[.:\w]+)")
 class _OfSquares(nn.Module):
     """A classifier that takes images as decoders give them: uint8 [B, S, S, 3]."""
 
-    def __init__(self, classifier: Classifier) -> None:
+    def __init__(self, classifier: Classifier, size: int) -> None:
+        """Of squares of this edge."""
         super().__init__()
-        self.classifier = classifier
+        self.classifier, self._resizes = classifier, size != classifier.card.image_size
+        if self._resizes:
+            shape, mode = (classifier.card.image_size, size), classifier.card.interpolation
+            # A column of the identity is resized to the weights of that pixel in each pixel of the result.
+            rows = F.interpolate(
+                torch.eye(size)[None, None], size=shape, mode=mode, antialias=True, align_corners=False
+            )
+            for name, matrix in zip(RESIZING, (rows[0, 0], rows[0, 0].T.contiguous()), strict=True):
+                self.register_buffer(name, matrix)
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(images.permute(0, 3, 1, 2))
+        pixels = images.permute(0, 3, 1, 2).float()
+        if self._resizes:
+            pixels = self.get_buffer(RESIZING[0]) @ pixels @ self.get_buffer(RESIZING[1])
+        logits: Tensor = self.classifier(pixels)  # which finds nothing to resize
         return logits
 
 
@@ -54,7 +72,7 @@ def write(model: Classifier, size: int, file: Path) -> None:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # of torch's own deprecations in torch.export
             program = torch.onnx.export(
-                _OfSquares(model).eval(),
+                _OfSquares(model, size).eval(),
                 (example,),
                 dynamo=True,
                 verbose=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import openvino
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from trainer.config import ModelSettings
 from trainer.errors import ModelError
 from trainer.export import int8, onnx_graph, variants
 from trainer.export.onnx_student import OnnxStudent
+from trainer.served_student.onnx_network import INPUT
 
 onnx = pytest.importorskip("onnx", reason="needs the extra `export`")
 
@@ -46,6 +48,19 @@ def test_a_graph_gives_the_logits_of_torch_for_any_batch(architecture, args, ima
         np.testing.assert_allclose(student.logits(images[:count]), expected[:count], atol=1e-4)
     assert np.ptp(expected, axis=1).min() > 1e-2
     onnx.checker.check_model(onnx.load(tmp_path / "model.onnx"), full_check=True)
+
+
+def test_another_runtime_gives_the_same_logits(images, tmp_path):
+    """OpenVINO, which resizes without antialiasing where ONNX's Resize asks for it."""
+    model = classifier(**VIT)
+    onnx_graph.write(model, 40, tmp_path / "model.onnx")
+    compiled = openvino.compile_model(
+        str(tmp_path / "model.onnx"), "CPU", {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
+    )
+    for count in (1, 20):
+        (logits,) = compiled({INPUT: images[:count]}).values()
+        np.testing.assert_allclose(logits, variants.answering(model)(images[:count]), atol=1e-4)
+    assert "Resize" not in {node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node}
 
 
 class _Bessel(nn.Module):

@@ -42,7 +42,9 @@ def test_it_makes_what_the_command_makes(made, judged_run, tmp_path):
     assert set(made.figures["candidates"]) == {"torch", "fp32", "int8", "int8-mixed"}
     assert made.figures["reasons"] == []
     page = (made.path / "export.html").read_text()
-    assert f"{made.figures['chosen']} is served: the fastest that passes (of those within 5% of its time the one " in page
+    assert (
+        f"{made.figures['chosen']} is served: the fastest that passes (of those within 5% of its time the one " in page
+    )
     for name, figures in made.figures["candidates"].items():
         assert f"{figures['top1']:.2%}" in page, name
 
