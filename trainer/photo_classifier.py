@@ -14,11 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer import artifacts, storage, tracking
+from trainer import artifacts, limits, storage, tracking
 from trainer.errors import ModelError, SettingsError
 from trainer.graph import EXPORTED, STUDENT
 from trainer.prediction import Prediction, predictions
 from trainer.served_student.class_tags import ClassTags
+from trainer.served_student.onnx_network import ONNX_RUNTIME
 from trainer.served_student.pyfunc import EXPORT_CARD
 
 if TYPE_CHECKING:
@@ -142,9 +143,10 @@ def _exported(directory: str, *, judged: bool) -> PhotoClassifier:
     export = artifacts.read(directory, "export")
     if judged:
         _refuse(directory, export.figures.get("reasons", ()))
-    if find_spec("onnxruntime") is None:
+    runtime = limits.parse_json((export.path / EXPORT_CARD).read_bytes()).get("runtime", ONNX_RUNTIME)
+    if find_spec(runtime) is None:
         raise SettingsError(
-            f"model {directory}: is an ONNX file, which needs the package onnxruntime; pip install 'vit-distillation-pipeline[export]'"
+            f"model {directory}: is an ONNX file, which needs the package {runtime}; pip install {runtime}"
         )
     from trainer.served_student.pyfunc import ServedStudent
 

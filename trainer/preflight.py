@@ -19,6 +19,7 @@ from trainer.data.dataset_schema import UNLABELED
 from trainer.data.sources import SourceListing
 from trainer.errors import ModelError, SettingsError, TrainerError
 from trainer.export import missing_package
+from trainer.served_student.onnx_network import OPENVINO
 
 if TYPE_CHECKING:
     from trainer.models import Classifier
@@ -39,6 +40,10 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1) -> Set
     if settings.export.enabled and (missing := missing_package()):
         raise SettingsError(
             f"export.enabled needs the package {missing}; pip install 'vit-distillation-pipeline[export]', or set export.enabled=false"
+        )
+    if settings.export.openvino and missing_package(OPENVINO):
+        raise SettingsError(
+            f"export.openvino needs the package {OPENVINO}; pip install {OPENVINO}, or set export.openvino=false"
         )
     if trains_here:
         from trainer.devices import check_device

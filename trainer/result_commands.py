@@ -172,6 +172,7 @@ def add_export(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("run", metavar="RUN", help="directory of a run")
     parser.add_argument("--output", required=True, metavar="DIR", help="where to write")
     parser.add_argument("--no-int8", dest="quantized", action="store_false", help="leave int8 out")
+    parser.add_argument("--openvino", action="store_true", help="try each variant in OpenVINO too")
     parser.add_argument("--force", action="store_true", help="keep fp32 where nothing passes the gate")
 
 
@@ -181,7 +182,9 @@ def _export(options: argparse.Namespace) -> None:
     """
     from trainer.export import exporting, variants
 
-    made = exporting.export(options.run, options.output, quantized=options.quantized, force=options.force)
+    made = exporting.export(
+        options.run, options.output, quantized=options.quantized, openvino=options.openvino, force=options.force
+    )
     print(
         limits.printable("\n".join([*variants.table(made.candidates, made.chosen), "", f"written to {made.directory}"]))
     )

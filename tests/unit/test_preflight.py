@@ -287,3 +287,10 @@ def test_an_export_without_its_packages_is_refused_before_anything_starts(monkey
     ):
         preflight.checked(config.resolve("digits"), trains_here=True)
     assert preflight.checked(config.resolve("digits", "export.enabled=false"), trains_here=True)
+
+
+def test_openvino_is_wanted_where_it_is_to_be_tried(monkeypatch):
+    assert preflight.checked(config.resolve("digits", "export.openvino=true"), trains_here=True)
+    monkeypatch.setattr("trainer.preflight.OPENVINO", "no_such_package")
+    with pytest.raises(SettingsError, match=r"export\.openvino needs the package .*, or set export\.openvino=false"):
+        preflight.checked(config.resolve("digits", "export.openvino=true"), trains_here=True)

@@ -837,6 +837,9 @@ class ExportSettings(Section):
     """Whether to export; without, the registered model runs on torch. Needs the extra `export`."""
     int8: bool = True
     """Whether int8 variants are tried, too."""
+    openvino: Annotated[bool, Field(exclude_if=_is_unset)] = False
+    """Whether each is tried in OpenVINO too, beside ONNX Runtime: often faster for transformers. Needs the package `openvino`, and so does
+    whoever serves what is chosen."""
     calibration_images: Positive = 128
     """Training images by which the ranges of int8 activations are chosen."""
     test_images: Annotated[Positive, Field(exclude_if=lambda value: value == 10_000)] = 10_000

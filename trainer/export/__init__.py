@@ -8,9 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 PACKAGES = ("onnx", "onnxruntime", "onnxscript")
 
 
-def missing_package() -> str:
-    """Return the first package of the extra that is not installed; empty where all are. Imports none of them."""
-    for name in PACKAGES:
+def missing_package(*further: str) -> str:
+    """Return the first package of the extra, or of further ones, that is not installed; empty where all are. Imports none of them."""
+    for name in (*PACKAGES, *further):
         try:
             version(name)  # by its distribution, whose version the registered model names
         except PackageNotFoundError:

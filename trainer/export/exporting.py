@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import shutil
@@ -25,11 +26,12 @@ from trainer.graph import DATASET, EVALUATION, STUDENT
 from trainer.models import ModelCard
 from trainer.served_student import preprocessing
 from trainer.served_student.class_tags import TAGS
-from trainer.served_student.onnx_network import INPUT, OUTPUT
+from trainer.served_student.onnx_network import INPUT, ONNX_RUNTIME, OPENVINO, OUTPUT
 from trainer.served_student.pyfunc import EXPORT_CARD
 
 logger = logging.getLogger(__name__)
 
+_IN_OPENVINO = f"-{OPENVINO}"  # ends the names of what it computes
 GRAPH, CARD, CANDIDATES, PAGE = "model.onnx", EXPORT_CARD, "candidates.json", "export.html"
 
 
@@ -44,12 +46,15 @@ class ExportedStudent:
     """The variant that `GRAPH` is; None where there is none."""
 
 
-def export(run: str, output: str | Path, *, quantized: bool = True, force: bool = False) -> ExportedStudent:
+def export(
+    run: str, output: str | Path, *, quantized: bool = True, openvino: bool = False, force: bool = False
+) -> ExportedStudent:
     """Write the student of a run as ONNX, and choose between its variants by what they measure on this machine.
 
     Args:
         run: the directory of a run whose student was evaluated.
         quantized: try int8 variants, too.
+        openvino: try each variant in OpenVINO, too.
         force: take fp32 where nothing passes the gate.
 
     Raises:
@@ -59,6 +64,8 @@ def export(run: str, output: str | Path, *, quantized: bool = True, force: bool 
     """
     if missing := missing_package():
         raise SettingsError(f"export: needs the package {missing}; pip install 'vit-distillation-pipeline[export]'")
+    if openvino and missing_package(OPENVINO):
+        raise SettingsError(f"export: --openvino needs the package {OPENVINO}; pip install {OPENVINO}")
     if artifacts.exists(output) or (not storage.is_remote(output) and any(storage.local_path(output).glob("*"))):
         raise SettingsError(
             f"output {output}: holds something already; give a new or empty directory, or remove what is there"
@@ -66,7 +73,7 @@ def export(run: str, output: str | Path, *, quantized: bool = True, force: bool 
     if finished_run.evaluation_of_student(run) is None:
         raise ModelError(f"{run}: its student was not evaluated, so no variant can be judged; complete the run first")
     given = {spec.name: finished_run.find(run, spec) for spec in (DATASET, STUDENT, EVALUATION)}
-    return make(ExportSettings(int8=quantized), output, **given, strict=True, force=force)
+    return make(ExportSettings(int8=quantized, openvino=openvino), output, **given, strict=True, force=force)
 
 
 def make(
@@ -116,7 +123,7 @@ def make(
         except ModelError as error:
             _note(error, notes, strict=strict)
         if chosen is not None:
-            shutil.copyfile(Path(folder) / f"{chosen.name}.onnx", draft.path / GRAPH)
+            shutil.copyfile(Path(folder) / f"{chosen.name.removesuffix(_IN_OPENVINO)}.onnx", draft.path / GRAPH)
             shutil.copyfile(preprocessing.__file__, draft.path / Path(preprocessing.__file__).name)
             known = hierarchy.served_tags(data.tags, judged.figures)
             if known is not None:
@@ -172,16 +179,20 @@ def _measured(
             _note(error, notes, strict=strict)
     threads = metrics.machine().threads
     students: dict[str, OnnxStudent] = {}
-    for file in sorted(folder.glob("*.onnx")):
+    names = [test.names[index] for index in tested]
+    runtimes = {ONNX_RUNTIME: "", **({OPENVINO: _IN_OPENVINO} if settings.openvino else {})}
+    for file, (runtime, ending) in itertools.product(sorted(folder.glob("*.onnx")), runtimes.items()):
+        name = file.stem + ending
         try:
-            students[file.stem] = OnnxStudent(file, threads=threads)
-            logits[file.stem] = variants.predict(students[file.stem].logits, test, tested)
-        except ModelError as error:
+            student_there = OnnxStudent(file, threads=threads, runtime=runtime)
+            answers = variants.predict(student_there.logits, test, tested)
             if file.stem == FLOAT:
+                variants.check_float(logits["torch"], answers, names)
+            students[name], logits[name] = student_there, answers
+        except ModelError as error:
+            if name == FLOAT:
                 raise
             _note(error, notes, strict=strict)
-            del students[file.stem]
-    variants.check_float(logits["torch"], logits[FLOAT], [test.names[index] for index in tested])
     measured = variants.measure(
         logits,
         students,
@@ -252,6 +263,7 @@ def contract(
     size, classes = card.square.size, len(card.labels)
     return {
         "file": GRAPH,
+        "runtime": chosen.runtime,
         "variant": chosen.name,
         "opset": onnx_graph.OPSET,
         "input": {"name": INPUT, "type": "uint8", "shape": ["batch", size, size, 3], "channels": "RGB"},

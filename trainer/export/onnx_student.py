@@ -1,4 +1,4 @@
-"""An exported student in ONNX Runtime. Imports neither torch nor timm, for a server needs none of them.
+"""An exported student in ONNX Runtime or OpenVINO. Imports neither torch nor timm, for a server needs none of them.
 
 Shapes: B images, S the edge of the square, K classes.
 """
@@ -11,44 +11,51 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer import limits
-from trainer.errors import ModelError
+from trainer.errors import ModelError, SettingsError
 from trainer.host import usable_cores
-from trainer.served_student.onnx_network import OnnxNetwork
+from trainer.served_student.onnx_network import ONNX_RUNTIME, OPENVINO, RUNTIMES
 
 Pixels = npt.NDArray[np.uint8]
 Logits = npt.NDArray[np.float32]
 
+_NAMES = {ONNX_RUNTIME: "ONNX Runtime", OPENVINO: "OpenVINO"}  # in messages
+
 
 class OnnxStudent:
-    """An ONNX file of a student in ONNX Runtime, on the CPU."""
+    """An ONNX file of a student in a runtime, on the CPU."""
 
-    def __init__(self, file: Path, *, threads: int = 0) -> None:
+    def __init__(self, file: Path, *, threads: int = 0, runtime: str = ONNX_RUNTIME) -> None:
         """Load a file; `threads` compute an answer, 0: one for each core that this process may use.
 
         Raises:
-            ModelError: ONNX Runtime does not take it.
+            ModelError: the runtime does not take it.
+            SettingsError: the runtime is not installed.
         """
-        self.file = file
+        self.file, self.runtime, self._called = file, runtime, _NAMES[runtime]
         try:
-            self._network = OnnxNetwork(
-                file, threads=threads or usable_cores()
-            )  # which ONNX Runtime would not ask a container for
+            # No runtime would ask a container how many cores it may use.
+            self._network = RUNTIMES[runtime](file, threads=threads or usable_cores())
+        except ModuleNotFoundError as error:
+            raise SettingsError(
+                f"{file.name} is for {self._called}, which needs the package {error.name}; pip install {runtime}, or choose another "
+                "variant"
+            ) from error
         except Exception as error:  # of several classes of its own, which have no public names
             raise ModelError(
-                f"{file.name}: ONNX Runtime does not take it ({limits.cut(' '.join(str(error).split()), 300)}); choose another student"
+                f"{file.name}: {self._called} does not take it ({limits.cut(' '.join(str(error).split()), 300)}); choose another student"
             ) from error
 
     def logits(self, images: Pixels) -> Logits:
         """Compute the logits [B, K] of squares, uint8 [B, S, S, 3].
 
         Raises:
-            ModelError: ONNX Runtime cannot, or they are not finite.
+            ModelError: the runtime cannot, or they are not finite.
         """
         try:
             logits = self._network.logits(images)
         except Exception as error:
             raise ModelError(
-                f"{self.file.name}: ONNX Runtime cannot compute it ({limits.cut(' '.join(str(error).split()), 300)}); choose "
+                f"{self.file.name}: {self._called} cannot compute it ({limits.cut(' '.join(str(error).split()), 300)}); choose "
                 "another variant"
             ) from error
         if not np.isfinite(logits).all():

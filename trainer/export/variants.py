@@ -18,6 +18,7 @@ from trainer.evaluation import metrics
 from trainer.evaluation.metrics import Latency
 from trainer.export.onnx_student import Logits, OnnxStudent, Pixels
 from trainer.models import Classifier
+from trainer.served_student.onnx_network import ONNX_RUNTIME
 from trainer.summary import aligned
 
 FLOAT = "fp32"
@@ -46,6 +47,8 @@ class ServingCandidate:
     latencies: Sequence[Latency]
     reasons: Sequence[str] = ()
     """Why it is not to be chosen; empty where it passes."""
+    runtime: str = ONNX_RUNTIME
+    """Which computes it."""
 
 
 def squares(split: Split, indices: Sequence[int]) -> Pixels:
@@ -133,6 +136,7 @@ def measure(
             difference=float(np.abs(found - own).max()),
             shift=float(np.abs(metrics.probabilities(found / temperature) - expected).sum(axis=1).mean() / 2),
             latencies=timed[name],
+            runtime=students[name].runtime if name in students else "torch",
         )
         for name, found in logits.items()
     ]

@@ -16,6 +16,7 @@ from trainer.errors import ArtifactError, ModelError
 from trainer.export.onnx_student import OnnxStudent, Pixels
 from trainer.prediction import Prediction
 from trainer.served_student.class_tags import ClassTags
+from trainer.served_student.onnx_network import ONNX_RUNTIME, RUNTIMES
 from trainer.served_student.preprocessing import Square, decode, to_square
 from trainer.served_student.pyfunc import EXPORT_CARD, softmax
 
@@ -33,7 +34,8 @@ class ExportedClassifier:
 
         Raises:
             ArtifactError: there is no export, or it is damaged.
-            ModelError: its file passed no gate, or ONNX Runtime does not take it.
+            ModelError: its file passed no gate, or the runtime that it was chosen for does not take it.
+            SettingsError: that runtime is not installed.
         """
         export = artifacts.read(place, "export")
         if EXPORT_CARD not in export.files:
@@ -48,6 +50,9 @@ class ExportedClassifier:
             self.tags = ClassTags.of(tags) if tags else None
             self._temperature = float(card.get("temperature", 1))
             self.architecture, self.variant = str(card["architecture"]), str(card["variant"])
+            self.runtime = str(card.get("runtime", ONNX_RUNTIME))
+            if self.runtime not in RUNTIMES:
+                raise ValueError(f"no runtime {self.runtime!r}")
             reasons: list[str] = card["measured"]["reasons"]
         except (KeyError, TypeError, ValueError) as error:
             raise ArtifactError(
@@ -59,7 +64,7 @@ class ExportedClassifier:
             )
         self.version = export.fingerprint[:12]
         """Changes with every file of the export."""
-        self._student = OnnxStudent(export.path / card["file"], threads=threads)
+        self._student = OnnxStudent(export.path / card["file"], threads=threads, runtime=self.runtime)
         self.probabilities(
             np.zeros((1, self.square.size, self.square.size, 3), dtype=np.uint8)
         )  # so that the first request is no slower

@@ -393,7 +393,7 @@ class PhotoServer:
         content = {
             "name": self.name,
             "versions": [self.model.version],
-            "platform": "onnxruntime_onnx",
+            "platform": f"{self.model.runtime}_onnx",
             "inputs": [
                 {"name": "images", "datatype": "UINT8", "shape": [-1, size, size, 3]},
                 {"name": "photo", "datatype": "BYTES", "shape": [-1]},

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer import artifacts, models, served_student, storage, summary, tracking
+from trainer import artifacts, limits, models, served_student, storage, summary, tracking
 from trainer.artifacts import Artifact, Manifest
 from trainer.billing import Bill, StageBill, bill_here, make_bill, stage_bill
 from trainer.config import RegisterSettings
@@ -33,7 +33,8 @@ from trainer.launch import flag
 from trainer.models import ModelCard
 from trainer.profiling.evidence import read_evidence
 from trainer.served_student.class_tags import ANSWER, CONFIDENCE, ClassTags
-from trainer.served_student.pyfunc import TOP_K
+from trainer.served_student.onnx_network import ONNX_RUNTIME
+from trainer.served_student.pyfunc import EXPORT_CARD, TOP_K
 from trainer.stages import evaluate, profile
 from trainer.summary import SUMMARY, Registered
 from trainer.tracking.stage_runs import stage_run
@@ -47,9 +48,9 @@ if TYPE_CHECKING:
 _RECORDING = "reinforce.html"
 """Name of the copy of the recording's page; of the recording, which is large, nothing else is fetched."""
 
-_ONNX = ("mlflow", "numpy", "onnxruntime", "pandas", "pillow")
-_TORCH = ("mlflow", "numpy", "pandas", "pillow", "safetensors", "timm", "torch", "torchvision")
-"""What a registered model needs."""
+_ALWAYS = ("mlflow", "numpy", "pandas", "pillow")
+_TORCH = (*_ALWAYS, "safetensors", "timm", "torch", "torchvision")
+"""What a registered model needs: beside `_ALWAYS` what computes it."""
 _EXAMPLE_EDGE = 64  # the example is kept as JSON, and the student takes photos of any size
 _PICTURES = "**/*.png"
 
@@ -332,7 +333,9 @@ def _version(
     student = inputs["student"]
     described = models.outline(student.path).card, given["dataset"], classes
     if exported and variant:
-        model = _log_model(client, run_id, exported.path, _ONNX, *described)
+        contract = limits.parse_json((exported.path / EXPORT_CARD).read_bytes())
+        needed = sorted((*_ALWAYS, contract.get("runtime", ONNX_RUNTIME)))
+        model = _log_model(client, run_id, exported.path, needed, *described)
         client.log_artifacts(run_id, str(student.path), "student")  # which the model's file cannot be trained from
     else:
         with _served_copy(student, figures["student"].get("temperature", 1.0), classes) as folder:

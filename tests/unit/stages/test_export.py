@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
-from trainer import artifacts
+from trainer import artifacts, load_model
 from trainer.config import ExportSettings
-from trainer.errors import ModelError
+from trainer.errors import ModelError, SettingsError
 from trainer.export import exporting, onnx_graph
 from trainer.export.onnx_student import OnnxStudent
+from trainer.served_student.onnx_network import OpenVinoNetwork
+from trainer.serving.exported_classifier import ExportedClassifier
 from trainer.stages import export
 
 pytest.importorskip("onnxruntime", reason="needs the extra `export`")
@@ -99,6 +104,47 @@ def test_answers_are_compared_on_some_of_many_test_photos(judged_run, tmp_path):
     assert table["photos"] == 7
     assert all(one["top1"] * 7 == pytest.approx(round(one["top1"] * 7)) for one in table["candidates"])
     assert "On 7 test images, and timed" in (made.path / "export.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def in_openvino(judged_run, tmp_path_factory):
+    """An export of which the variant in OpenVINO was chosen."""
+
+    def choose(candidates):
+        return next(one for one in candidates if one.name == "fp32-openvino")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        patch.setattr(exporting.variants, "fastest", choose)
+        return exported(judged_run, tmp_path_factory.mktemp("openvino") / "exported", openvino=True, int8=False)
+
+
+def test_openvino_is_tried_beside_onnx_runtime(in_openvino, judged_run, trained_digits, monkeypatch):
+    table = json.loads((in_openvino.path / "candidates.json").read_text())
+    assert {one["name"]: one["runtime"] for one in table["candidates"]} == {
+        "torch": "torch",
+        "fp32": "onnxruntime",
+        "fp32-openvino": "openvino",
+    }
+    assert table["candidates"][2]["difference"] < 1e-3
+    served = ExportedClassifier(in_openvino.path)
+    assert served.runtime == "openvino"
+    assert isinstance(served._student._network, OpenVinoNetwork)
+    squares = trained_digits.images[:5].permute(0, 2, 3, 1).numpy()
+    expected = load_model(judged_run).probabilities(list(squares)).to_numpy()
+    np.testing.assert_allclose(served.probabilities(squares), expected, atol=1e-4)
+    with ThreadPoolExecutor(4) as pool:  # each thread its own answer
+        answers = [*pool.map(served.probabilities, np.repeat(squares, 4, axis=0)[:, None])]
+    np.testing.assert_allclose(np.concatenate(answers), np.repeat(expected, 4, axis=0), atol=1e-4)
+    np.testing.assert_allclose(load_model(in_openvino.path).probabilities(list(squares)), expected, atol=1e-4)
+
+
+def test_where_openvino_is_not_installed_what_was_chosen_for_it_is_refused(in_openvino, monkeypatch):
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(
+        SettingsError, match=r"model\.onnx is for OpenVINO, which needs the package openvino; pip install openvino"
+    ):
+        ExportedClassifier(in_openvino.path)
 
 
 def test_a_variant_that_cannot_be_computed_is_noted_and_the_others_stay(judged_run, monkeypatch, tmp_path):

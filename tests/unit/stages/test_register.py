@@ -24,6 +24,7 @@ from trainer.costs import PLACE_VARIABLE, Machines, Price
 from trainer.distillation import recording
 from trainer.errors import EXIT_CODE, ModelError, TrackingAwayError, TrackingError
 from trainer.evaluation import metrics
+from trainer.export import variants
 from trainer.forecast import Measurement, WorkCount, forecast
 from trainer.serving.exported_classifier import ExportedClassifier
 from trainer.stages import STAGES, evaluate, export, register
@@ -316,6 +317,22 @@ def test_an_exported_student_is_registered_as_its_onnx_file_without_torch(
         served = ExportedClassifier(place)
     np.testing.assert_allclose(served.probabilities(images), expected, atol=1e-5)
     assert served.version == artifacts.manifest(export_of_passing, "export").fingerprint[:12]
+
+
+def test_what_was_chosen_for_openvino_is_registered_with_it(
+    inputs, evaluations, tracked, trained_digits, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(variants, "fastest", lambda candidates: candidates[2])
+    made = exported(inputs, evaluations[PASSING], tmp_path / "exported", openvino=True)
+    assert artifacts.manifest(made, "export").figures["chosen"] == "fp32-openvino"
+    run(inputs | {"exported": made}, evaluations[PASSING], tmp_path / "registration", model_name="openvino")
+    import mlflow.pyfunc
+
+    requirements = Path(mlflow.pyfunc.get_model_dependencies("models:/openvino@champion")).read_text().splitlines()
+    assert [one.partition("==")[0] for one in requirements] == ["mlflow", "numpy", "openvino", "pandas", "pillow"]
+    images = list(trained_digits.images[:5].permute(0, 2, 3, 1).numpy())
+    found = load_model("models:/openvino@champion").probabilities(images)
+    np.testing.assert_allclose(found, load_model(made).probabilities(images), atol=1e-6)
 
 
 def test_what_was_not_exported_is_registered_in_torch_and_cannot_be_served(
