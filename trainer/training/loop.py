@@ -92,6 +92,9 @@ class Trainer:
             raise SettingsError("low_resolution: on XLA each size is compiled by itself; set low_resolution.epochs=0")
         for model in self._shrinking:
             check_input_size(model, settings.low_resolution.image_size)
+            if processes.is_first:
+                sizes = f"{settings.low_resolution.image_size} pixels, the others of {model.card.image_size}"
+                logger.info("%s  the first %d steps see images of %s", training.name, self._low_steps, sizes)
         self._ddp_timer = DdpTimer(self._parallel) if isinstance(self._parallel, DistributedDataParallel) else None
         groups = parameter_groups(self.model, weight_decay=settings.weight_decay, layer_decay=training.layer_decay)
         self._parameters = [parameter for group in groups for parameter in group["params"]]

@@ -35,7 +35,18 @@ _NAMED = 8
 class ProgressBar:
     """Shows how far a training is, by a bar on a terminal, plain lines in a log; does nothing where it is not active."""
 
-    def __init__(self, name: str, *, first_step: int, total_steps: int, images_per_step: int, active: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        first_step: int,
+        total_steps: int,
+        images_per_step: int,
+        active: bool,
+        work: Callable[[int], float] = float,
+    ) -> None:
+        """Begin to count; `work` gives how much work so many first steps are, where they are not alike."""
+        self._work = work
         self._name, self._first, self._total, self._images = name, first_step, total_steps, images_per_step
         self._active, self._start, self._last_line = active, time.monotonic(), -LINE_INTERVAL_S
         self._bar = (
@@ -53,6 +64,7 @@ class ProgressBar:
             total_steps=training.total_steps,
             images_per_step=training.settings.batch_size,
             active=active and training.processes.is_first,
+            work=training.work,
         )
 
     def __enter__(self) -> Self:
@@ -89,7 +101,11 @@ class ProgressBar:
         self._last_line = now
         rate, within_steps = (done - self._first) / max(now - self._start, 1e-9), measured()
         speed = f"{rate * self._images:.0f} images/s so far" if within_steps is None else f"{within_steps:.0f} images/s"
-        left_s = (self._total - done) / rate
+        left_s = (
+            (now - self._start)
+            * (self._work(self._total) - self._work(done))
+            / (self._work(done) - self._work(self._first))
+        )
         logger.info("%s  step %d/%d  %s  %s  %.0f s left", self._name, done, self._total, text, speed, left_s)
 
 

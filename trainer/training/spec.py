@@ -16,7 +16,8 @@ from trainer.data.dataset import Split
 from trainer.data.sampler import StatelessSampler
 from trainer.data.views.rendering import mixes
 from trainer.errors import SettingsError
-from trainer.step_schedule import learning_rate_at, step_count
+from trainer.models import Classifier
+from trainer.step_schedule import learning_rate_at, low_resolution_steps, step_count
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.process_group import Processes
 
@@ -110,6 +111,13 @@ class TrainingSpec:
 
     def learning_rate(self, step: int) -> float:
         return learning_rate_at(step, self.settings, samples=len(self.samples))
+
+    def work(self, steps: int) -> float:
+        """Return how many steps at full resolution the first steps are, by the pixels of their input."""
+        low = min(steps, low_resolution_steps(self.settings, len(self.samples)))
+        models = [one for one in self.objective.model.modules() if low and isinstance(one, Classifier)]
+        share = (self.settings.low_resolution.image_size / models[0].card.image_size) ** 2 if models else 1.0
+        return steps - low * (1 - share)
 
     def positions(self, first_step: int, last_step: int, rank: int) -> Iterator[int]:
         """Yield where the micro-batches of a process begin in the order."""

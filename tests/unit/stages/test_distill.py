@@ -115,8 +115,15 @@ def seen_sizes(monkeypatch):
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.9])
-def test_the_first_epochs_are_seen_smaller_and_each_validation_at_full_size(trained_digits, tmp_path, monkeypatch, ema):
-    sizes, validated = seen_sizes(monkeypatch), []
+def test_the_first_epochs_are_seen_smaller_and_each_validation_at_full_size(
+    trained_digits, tmp_path, monkeypatch, caplog, ema
+):
+    caplog.set_level(logging.INFO)
+    sizes, validated, work = seen_sizes(monkeypatch), [], []
+    start = loop.ProgressBar.of
+    monkeypatch.setattr(
+        loop.ProgressBar, "of", lambda training, first: (work.append(training.work), start(training, first))[1]
+    )
     validate = loop.validate
     monkeypatch.setattr(
         loop,
@@ -126,6 +133,8 @@ def test_the_first_epochs_are_seen_smaller_and_each_validation_at_full_size(trai
     made = Distillation(trained_digits, tmp_path, ema_decay=ema, validate_every_epochs=1, **SMALLER_FIRST)
     assert sizes == [8] * 5 + [16] * 10
     assert validated == [16] * 3
+    assert "distill  the first 5 steps see images of 8 pixels, the others of 16" in caplog.messages
+    assert [work[0](steps) for steps in (0, 4, 5, 15)] == [0, 1, 1.25, 11.25]
     assert models.load(made.student).card.image_size == 16
 
 

@@ -157,6 +157,14 @@ def test_the_speed_after_a_resume_counts_the_steps_of_this_process(caplog, clock
     assert caplog.messages == ["distill  step 95/100  loss 0.5  32 images/s so far  5 s left"]
 
 
+def test_the_time_left_knows_that_later_steps_are_slower(caplog, clock):
+    caplog.set_level(logging.INFO)
+    with bar(work=lambda steps: steps - 0.75 * min(steps, 60)) as shown:
+        clock[0] = 10.0
+        shown.show(39, {"loss": 0.5})
+    assert caplog.messages == ["distill  step 40/100  loss 0.5  128 images/s so far  45 s left"]
+
+
 def test_a_terminal_gets_a_bar_with_lines_above_it(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     terminal = Terminal()
