@@ -840,6 +840,8 @@ class ExportSettings(Section):
     openvino: Annotated[bool, Field(exclude_if=_is_unset)] = False
     """Whether each is tried in OpenVINO too, beside ONNX Runtime: often faster for transformers. Needs the package `openvino`, and so does
     whoever serves what is chosen."""
+    finetune_steps: Annotated[NonNegative, Field(exclude_if=lambda value: value == 100)] = 100
+    """Steps of quantisation-aware fine-tuning, with 32 training images each, where no int8 variant keeps the student's answers; 0: none."""
     calibration_images: Positive = 128
     """Training images by which the ranges of int8 activations are chosen."""
     test_images: Annotated[Positive, Field(exclude_if=lambda value: value == 10_000)] = 10_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import shutil
@@ -19,11 +18,11 @@ from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.errors import ModelError, SettingsError
 from trainer.evaluation import hierarchy, metrics
 from trainer.evaluation.embeddings import spread
-from trainer.export import export_page, int8, missing_package, onnx_graph, variants
-from trainer.export.onnx_student import OnnxStudent
+from trainer.export import export_page, int8, missing_package, onnx_graph, quantization_aware, variants
+from trainer.export.onnx_student import OnnxStudent, Pixels
 from trainer.export.variants import FLOAT, ServingCandidate
 from trainer.graph import DATASET, EVALUATION, STUDENT
-from trainer.models import ModelCard
+from trainer.models import Classifier, ModelCard
 from trainer.served_student import preprocessing
 from trainer.served_student.class_tags import TAGS
 from trainer.served_student.onnx_network import INPUT, ONNX_RUNTIME, OPENVINO, OUTPUT
@@ -31,6 +30,8 @@ from trainer.served_student.pyfunc import EXPORT_CARD
 
 logger = logging.getLogger(__name__)
 
+_LITTLE = 0.005
+"""Test top-1 that an int8 variant may lose without being fine-tuned."""
 _IN_OPENVINO = f"-{OPENVINO}"  # ends the names of what it computes
 GRAPH, CARD, CANDIDATES, PAGE = "model.onnx", EXPORT_CARD, "candidates.json", "export.html"
 
@@ -168,30 +169,47 @@ def _measured(
 ) -> list[ServingCandidate]:
     """Write every variant into a folder, and measure and judge each: the student itself first, then fp32."""
     evaluated = EvaluateSettings.model_validate(evaluation.settings)
+    temperature = evaluation.figures["student"].get("temperature", 1.0)
     model, test = models.load(student), data.split("test")
     tested = spread(len(test), settings.test_images)
+    names, threads = [test.names[index] for index in tested], metrics.machine().threads
     logits = {"torch": variants.predict(variants.answering(model), test, tested)}
+    students: dict[str, OnnxStudent] = {}
+
+    def ask(file: Path) -> None:
+        """Let each runtime answer the test images by a file."""
+        for runtime in (ONNX_RUNTIME, *([OPENVINO] if settings.openvino else [])):
+            name = file.stem + (_IN_OPENVINO if runtime == OPENVINO else "")
+            try:
+                student_there = OnnxStudent(file, threads=threads, runtime=runtime)
+                answers = variants.predict(student_there.logits, test, tested)
+                if file.stem == FLOAT:
+                    variants.check_float(logits["torch"], answers, names)
+                students[name], logits[name] = student_there, answers
+            except ModelError as error:
+                if name == FLOAT:
+                    raise
+                _note(error, notes, strict=strict)
+
+    def keeps_answers(name: str) -> bool:
+        """Whether a variant loses little enough to be left as it is."""
+        found, own, labels = logits[name], logits["torch"], test.labels[tested]
+        lost = metrics.top_k(own, labels, 1) - metrics.top_k(found, labels, 1)
+        return lost <= _LITTLE and variants.shift(own, found, temperature) <= settings.max_shift
+
     onnx_graph.write(model, data.image_size, folder / f"{FLOAT}.onnx")
+    ask(folder / f"{FLOAT}.onnx")
     if settings.int8:
         try:
-            _write_int8(folder, data, settings.calibration_images)
+            eight_bit = _write_int8(folder, data, settings.calibration_images)
+            for file in eight_bit:
+                ask(file)
+            tried = [name for name in logits if name.startswith("int8")]
+            if settings.finetune_steps and tried and not any(map(keeps_answers, tried)):
+                train = data.split("train")
+                tuned = quantization_aware.finetune(model, train, steps=settings.finetune_steps)
+                ask(_write_tuned(tuned, folder, data, settings.calibration_images))
         except ModelError as error:
-            _note(error, notes, strict=strict)
-    threads = metrics.machine().threads
-    students: dict[str, OnnxStudent] = {}
-    names = [test.names[index] for index in tested]
-    runtimes = {ONNX_RUNTIME: "", **({OPENVINO: _IN_OPENVINO} if settings.openvino else {})}
-    for file, (runtime, ending) in itertools.product(sorted(folder.glob("*.onnx")), runtimes.items()):
-        name = file.stem + ending
-        try:
-            student_there = OnnxStudent(file, threads=threads, runtime=runtime)
-            answers = variants.predict(student_there.logits, test, tested)
-            if file.stem == FLOAT:
-                variants.check_float(logits["torch"], answers, names)
-            students[name], logits[name] = student_there, answers
-        except ModelError as error:
-            if name == FLOAT:
-                raise
             _note(error, notes, strict=strict)
     measured = variants.measure(
         logits,
@@ -200,7 +218,7 @@ def _measured(
         (student.path / models.WEIGHTS).stat().st_size,
         test,
         tested,
-        temperature=evaluation.figures["student"].get("temperature", 1.0),
+        temperature=temperature,
         batch_sizes=evaluated.latency_batch_sizes,
         runs=evaluated.latency_runs,
     )
@@ -211,15 +229,30 @@ def _measured(
     ]
 
 
-def _write_int8(folder: Path, data: PreparedDataset, calibration_images: int) -> None:
+def _write_int8(folder: Path, data: PreparedDataset, calibration_images: int) -> list[Path]:
     """Write the variant with all layers of weights in int8, and one whose first and last such layer stay float."""
-    train = data.split("train")
-    images = variants.squares(train, spread(len(train), calibration_images))
-    source = folder / f"{FLOAT}.onnx"
-    layers = int8.weighted_layers(source)
-    int8.quantize(source, folder / "int8.onnx", images)
+    source, files = folder / f"{FLOAT}.onnx", [folder / "int8.onnx"]
+    images, layers = _calibration(data, calibration_images), int8.weighted_layers(source)
+    int8.quantize(source, files[0], images)
     if len(layers) > 2:
-        int8.quantize(source, folder / "int8-mixed.onnx", images, kept=frozenset({layers[0], layers[-1]}))
+        files.append(folder / "int8-mixed.onnx")
+        int8.quantize(source, files[1], images, kept=frozenset({layers[0], layers[-1]}))
+    return files
+
+
+def _write_tuned(tuned: Classifier, folder: Path, data: PreparedDataset, calibration_images: int) -> Path:
+    """Write the int8 variant of a student that was fine-tuned for it."""
+    with tempfile.TemporaryDirectory(dir=folder) as inner:
+        source, file = Path(inner) / f"{FLOAT}.onnx", folder / "int8-tuned.onnx"
+        onnx_graph.write(tuned, data.image_size, source)
+        int8.quantize(source, file, _calibration(data, calibration_images))
+    return file
+
+
+def _calibration(data: PreparedDataset, count: int) -> Pixels:
+    """Read training images by which the ranges of activations are chosen."""
+    train = data.split("train")
+    return variants.squares(train, spread(len(train), count))
 
 
 def _reasons(

@@ -7,7 +7,7 @@ activations, and the activations stay float.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ from trainer.served_student.onnx_network import INPUT
 
 LAYERS = ("Conv", "Gemm", "MatMul")
 """Kinds of ONNX operators that are quantised where they have weights."""
+CLIPPING = ("Clip", "Relu")
+"""Kinds that cut off a part of what a layer gives: where one follows, the steps are those of what is left, and it becomes a part of the
+layer. Otherwise most steps would go to what is cut off."""
 
 
 def weighted_layers(file: Path) -> list[str]:
@@ -31,6 +34,15 @@ def weighted_layers(file: Path) -> list[str]:
     graph = onnx.load(file).graph
     constants = {one.name for one in graph.initializer} - {*RESIZING}
     return [node.name for node in graph.node if node.op_type in LAYERS and constants & set(node.input)]
+
+
+def clipping_after(file: Path, layers: Collection[str]) -> list[str]:
+    """List the names of the nodes of `CLIPPING` that follow one of these layers."""
+    import onnx
+
+    nodes = onnx.load(file).graph.node
+    given = {output for node in nodes if node.name in layers for output in node.output}
+    return [node.name for node in nodes if node.op_type in CLIPPING and node.input[0] in given]
 
 
 def quantize(source: Path, target: Path, images: Pixels, *, kept: frozenset[str] = frozenset()) -> None:
@@ -53,6 +65,7 @@ def quantize(source: Path, target: Path, images: Pixels, *, kept: frozenset[str]
             batch = next(self._left, None)
             return None if batch is None else {INPUT: batch}
 
+    quantized = [name for name in weighted_layers(source) if name not in kept]
     with _quiet():
         try:
             quantize_static(
@@ -60,8 +73,8 @@ def quantize(source: Path, target: Path, images: Pixels, *, kept: frozenset[str]
                 target,
                 Photos(),
                 quant_format=QuantFormat.QDQ,
-                op_types_to_quantize=list(LAYERS),
-                nodes_to_quantize=[name for name in weighted_layers(source) if name not in kept],
+                op_types_to_quantize=[*LAYERS, *CLIPPING],
+                nodes_to_quantize=[*quantized, *clipping_after(source, quantized)],
                 per_channel=True,
                 activation_type=QuantType.QUInt8,
                 weight_type=QuantType.QInt8,

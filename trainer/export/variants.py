@@ -74,6 +74,12 @@ def answering(model: Classifier) -> Callable[[Pixels], Logits]:
     return answer
 
 
+def shift(own: Logits, found: Logits, temperature: float) -> float:
+    """Return the total variation distance of the probabilities of `found` from those of `own`, in the mean over N images, [N, K] each."""
+    probabilities = [metrics.probabilities(logits / temperature) for logits in (own, found)]
+    return float(np.abs(probabilities[1] - probabilities[0]).sum(axis=1).mean() / 2)
+
+
 def check_float(own: Logits, exported: Logits, names: Sequence[str]) -> None:
     """Make sure that the exported student answers as the student itself: the same first class everywhere, logits within `TOLERANCE`.
 
@@ -120,7 +126,6 @@ def measure(
     def timed_alike(student: OnnxStudent) -> Callable[[Tensor], Logits]:
         return lambda images: student.logits(images.permute(0, 2, 3, 1).numpy())
 
-    expected = metrics.probabilities(own / temperature)
     timed = metrics.measure_latency(
         {"torch": model, **{name: timed_alike(student) for name, student in students.items()}},
         split.read(indices[: max(batch_sizes)]),
@@ -134,7 +139,7 @@ def measure(
             top1=metrics.top_k(found, split.labels[indices], 1),
             same=metrics.agreement(found, own),
             difference=float(np.abs(found - own).max()),
-            shift=float(np.abs(metrics.probabilities(found / temperature) - expected).sum(axis=1).mean() / 2),
+            shift=shift(own, found, temperature),
             latencies=timed[name],
             runtime=students[name].runtime if name in students else "torch",
         )

@@ -106,6 +106,16 @@ def test_answers_are_compared_on_some_of_many_test_photos(judged_run, tmp_path):
     assert "On 7 test images, and timed" in (made.path / "export.html").read_text()
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_student_is_fine_tuned_for_int8_where_no_variant_keeps_its_answers(judged_run, steps, tmp_path):
+    made = exported(judged_run, tmp_path / "exported", max_shift=1e-4, finetune_steps=steps, calibration_images=16)
+    table = json.loads((made.path / "candidates.json").read_text())
+    names = [one["name"] for one in table["candidates"]]
+    assert names == ["torch", "fp32", "int8", "int8-mixed"] + ["int8-tuned"] * bool(steps)
+    assert table["chosen"] == "fp32"
+    assert all("probabilities: gives" in " ".join(one["reasons"]) for one in table["candidates"][2:])
+
+
 @pytest.fixture(scope="module")
 def in_openvino(judged_run, tmp_path_factory):
     """An export of which the variant in OpenVINO was chosen."""
