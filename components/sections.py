@@ -60,7 +60,9 @@ def configure(
             "make deploy-pipeline RUN=1, which makes a version for them, or choose one with all stages, which make deploy-pipeline uploads"
         )
     place.check(warms_up=settings.warm_up.enabled)
-    settings = preflight.checked(settings, trains_here=not place.pool, processes=place.processes(settings.run.device))
+    device = place.device(settings.run.device)
+    processes = place.processes(settings.run.device)
+    settings = preflight.checked(settings, trains_here=not place.pool, processes=processes, device=device)
     known = sources.source_version(settings.data.source, outside=settings.data.outside)
     # Where it cannot be known, a text of this run alone, so that no cache has a result for it.
     images_version = known or f"not known ({uuid.uuid4().hex})"
@@ -86,7 +88,7 @@ def configure(
         "source_version": f"{source_version} {generation}".rstrip(),  # the first task that is cached reads it
         "teacher_weights_version": artifacts.weights_version(settings.pretrain.weights, settings.pretrain.weights_file),
         "student_weights_version": " ".join(filter(None, student)),
-        "device": place.device(settings.run.device),
+        "device": device,
         "resolved": canonical_json(resolved),
     }
     # KFP takes each output by its name from a tuple of such a class, whatever their order.

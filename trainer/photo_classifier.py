@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer import artifacts, limits, storage, tracking
-from trainer.errors import ModelError, SettingsError
+from trainer.errors import ArtifactError, ModelError, SettingsError
 from trainer.graph import EXPORTED, STUDENT
 from trainer.prediction import Prediction, predictions
 from trainer.served_student.class_tags import ClassTags
-from trainer.served_student.onnx_network import ONNX_RUNTIME
+from trainer.served_student.onnx_network import runtime_of
 from trainer.served_student.pyfunc import EXPORT_CARD
 
 if TYPE_CHECKING:
@@ -143,7 +143,12 @@ def _exported(directory: str, *, judged: bool) -> PhotoClassifier:
     export = artifacts.read(directory, "export")
     if judged:
         _refuse(directory, export.figures.get("reasons", ()))
-    runtime = limits.parse_json((export.path / EXPORT_CARD).read_bytes()).get("runtime", ONNX_RUNTIME)
+    try:
+        runtime = runtime_of(limits.parse_json((export.path / EXPORT_CARD).read_bytes()))
+    except (AttributeError, ValueError) as error:
+        raise ArtifactError(
+            f"export {directory}: its card is not readable ({error}); export the student again"
+        ) from error
     if find_spec(runtime) is None:
         raise SettingsError(
             f"model {directory}: is an ONNX file, which needs the package {runtime}; pip install {runtime}"

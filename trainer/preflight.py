@@ -29,14 +29,21 @@ logger = logging.getLogger(__name__)
 _SOME_CLASSES = ("a", "b")  # for heads where the data set's classes are not known yet
 
 
-def checked(settings: Settings, *, trains_here: bool, processes: int = 1) -> Settings:
+def checked(settings: Settings, *, trains_here: bool, processes: int = 1, device: str = "") -> Settings:
     """Refuse what would end a late stage, and fix the revision of timm's weights.
 
     Args:
         trains_here: whether this machine trains, so that its devices and files count.
         processes: that share a step.
+        device: kind of the devices that trainings run on; empty where it is as `run.device` says.
     """
     settings = pinned(settings)
+    for name, training in {"pretrain.finetune": settings.pretrain.finetune, "distill": settings.distill}.items():
+        if training.low_resolution.epochs and (device or settings.run.device) == "xla":
+            raise SettingsError(
+                f"{name}.low_resolution.epochs is {training.low_resolution.epochs}, but on XLA each input size is compiled by itself; "
+                f"leave {name}.low_resolution out"
+            )
     if settings.export.enabled and (missing := missing_package()):
         raise SettingsError(
             f"export.enabled needs the package {missing}; pip install 'vit-distillation-pipeline[export]', or set export.enabled=false"

@@ -110,6 +110,17 @@ def test_a_network_of_one_size_cannot_be_trained_at_a_smaller_one_first(name):
     checked(smaller, "pretrain.teacher.args.dynamic_img_size=true", "distill.student.args.dynamic_img_size=true")
 
 
+@pytest.mark.parametrize("name", ["pretrain.finetune", "distill"])
+@pytest.mark.parametrize(("place", "overrides"), [({"device": "xla"}, []), ({}, ["run.device=xla"])])
+def test_a_smaller_input_first_is_not_for_xla(name, place, overrides, monkeypatch):
+    monkeypatch.setattr("trainer.devices.check_device", lambda wanted: None)
+    settings = config.resolve("digits", [f"{name}.low_resolution={{epochs=1,image_size=8}}", *overrides])
+    with pytest.raises(
+        SettingsError, match=rf"^{name}\.low_resolution\.epochs is 1, but on XLA .*leave {name}\.low_resolution out$"
+    ):
+        preflight.checked(settings, trains_here=False, **place)
+
+
 @pytest.mark.parametrize("name", ["pretrain.teacher", "distill.student"])
 def test_a_network_without_patch_tokens_is_refused_where_they_are_compared(name):
     convolutional = (

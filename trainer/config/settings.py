@@ -76,7 +76,7 @@ FOLDERS = "folders"  # the setting `data.hierarchy` where folders are the groups
 
 def _is_unset(value: object) -> bool:
     """Return whether a setting says nothing. Then it is not written, so that what was made before there was such a setting stays valid."""
-    return value in ("", 0) or (isinstance(value, LowResolutionSettings) and not value.epochs)
+    return value in ("", 0)
 
 
 class TimmWeights(NamedTuple):
@@ -272,7 +272,9 @@ class TrainingSettings(Section):
     """How many of the newest checkpoints to keep; the one that was best on the validation split is kept too."""
     validate_every_epochs: NonNegative = 10
     """Epochs between two validations; 0 validates at the end only."""
-    low_resolution: Annotated[LowResolutionSettings, Field(exclude_if=_is_unset)] = LowResolutionSettings()
+    low_resolution: Annotated[LowResolutionSettings, Field(exclude_if=lambda value: not value.epochs)] = (
+        LowResolutionSettings()
+    )
     """A smaller input in the first epochs; not for masked autoencoders, nor on XLA, which compiles each size by itself."""
     views: ViewSettings = ViewSettings()
     """Augmentation."""
@@ -838,8 +840,7 @@ class ExportSettings(Section):
     int8: bool = True
     """Whether int8 variants are tried, too."""
     openvino: Annotated[bool, Field(exclude_if=_is_unset)] = False
-    """Whether each is tried in OpenVINO too, beside ONNX Runtime: often faster for transformers. Needs the package `openvino`, and so does
-    whoever serves what is chosen."""
+    """Whether each is tried in OpenVINO too, beside ONNX Runtime. Needs the package `openvino`, and so does whoever serves what is chosen."""
     finetune_steps: Annotated[NonNegative, Field(exclude_if=lambda value: value == 100)] = 100
     """Steps of quantisation-aware fine-tuning, with 32 training images each, where no int8 variant keeps the student's answers; 0: none."""
     calibration_images: Positive = 128

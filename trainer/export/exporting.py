@@ -14,7 +14,7 @@ from typing import Any
 from trainer import artifacts, finished_run, models, storage
 from trainer.artifacts import Artifact, Manifest
 from trainer.config import EvaluateSettings, ExportSettings
-from trainer.data.dataset import PreparedDataset, open_dataset
+from trainer.data.dataset import PreparedDataset, Split, open_dataset
 from trainer.errors import ModelError, SettingsError
 from trainer.evaluation import hierarchy, metrics
 from trainer.evaluation.embeddings import spread
@@ -106,6 +106,7 @@ def make(
         )
     parents = {"dataset": data.fingerprint, "student": made.fingerprint, "evaluation": judged.fingerprint}
     values, notes, measured = settings.model_dump(mode="json"), list[str](), list[ServingCandidate]()
+    test = data.split("test")
     chosen: ServingCandidate | None = None
     with (
         tempfile.TemporaryDirectory(prefix="trainer-") as folder,
@@ -114,7 +115,7 @@ def make(
         for file in (GRAPH, CARD, Path(preprocessing.__file__).name, TAGS, CANDIDATES, PAGE):
             (draft.path / file).unlink(missing_ok=True)  # of an earlier try, where this one makes none
         try:
-            measured = _measured(settings, made, data, judged, Path(folder), notes, strict=strict)
+            measured = _measured(settings, made, data, test, judged, Path(folder), notes, strict=strict)
             chosen = variants.fastest(measured) or (measured[1] if force else None)
             if chosen is None:
                 raise ModelError(
@@ -132,7 +133,7 @@ def make(
             temperature = judged.figures["student"].get("temperature", 1.0)
             _write(draft.path / CARD, contract(card, chosen, parents, temperature=temperature, tags=known is not None))
         machine, name = metrics.machine(), chosen.name if chosen is not None else None
-        photos = min(len(data.split("test")), settings.test_images)
+        photos = min(len(test), settings.test_images)
         table = {"chosen": name, "notes": notes, "photos": photos, "candidates": [asdict(one) for one in measured]}
         _write(draft.path / CANDIDATES, {"machine": asdict(machine), **table})
         (draft.path / PAGE).write_text(
@@ -161,6 +162,7 @@ def _measured(
     settings: ExportSettings,
     student: Artifact,
     data: PreparedDataset,
+    test: Split,
     evaluation: Manifest,
     folder: Path,
     notes: list[str],
@@ -170,7 +172,7 @@ def _measured(
     """Write every variant into a folder, and measure and judge each: the student itself first, then fp32."""
     evaluated = EvaluateSettings.model_validate(evaluation.settings)
     temperature = evaluation.figures["student"].get("temperature", 1.0)
-    model, test = models.load(student), data.split("test")
+    model = models.load(student)
     tested = spread(len(test), settings.test_images)
     names, threads = [test.names[index] for index in tested], metrics.machine().threads
     logits = {"torch": variants.predict(variants.answering(model), test, tested)}
@@ -200,15 +202,15 @@ def _measured(
     onnx_graph.write(model, data.image_size, folder / f"{FLOAT}.onnx")
     ask(folder / f"{FLOAT}.onnx")
     if settings.int8:
+        train = data.split("train")
+        images = variants.squares(train, spread(len(train), settings.calibration_images))
         try:
-            eight_bit = _write_int8(folder, data, settings.calibration_images)
-            for file in eight_bit:
+            for file in _write_int8(folder, images):
                 ask(file)
             tried = [name for name in logits if name.startswith("int8")]
             if settings.finetune_steps and tried and not any(map(keeps_answers, tried)):
-                train = data.split("train")
                 tuned = quantization_aware.finetune(model, train, steps=settings.finetune_steps)
-                ask(_write_tuned(tuned, folder, data, settings.calibration_images))
+                ask(_write_tuned(tuned, data.image_size, folder, images))
         except ModelError as error:
             _note(error, notes, strict=strict)
     measured = variants.measure(
@@ -229,10 +231,10 @@ def _measured(
     ]
 
 
-def _write_int8(folder: Path, data: PreparedDataset, calibration_images: int) -> list[Path]:
+def _write_int8(folder: Path, images: Pixels) -> list[Path]:
     """Write the variant with all layers of weights in int8, and one whose first and last such layer stay float."""
     source, files = folder / f"{FLOAT}.onnx", [folder / "int8.onnx"]
-    images, layers = _calibration(data, calibration_images), int8.weighted_layers(source)
+    layers = int8.weighted_layers(source)
     int8.quantize(source, files[0], images)
     if len(layers) > 2:
         files.append(folder / "int8-mixed.onnx")
@@ -240,19 +242,13 @@ def _write_int8(folder: Path, data: PreparedDataset, calibration_images: int) ->
     return files
 
 
-def _write_tuned(tuned: Classifier, folder: Path, data: PreparedDataset, calibration_images: int) -> Path:
+def _write_tuned(tuned: Classifier, size: int, folder: Path, images: Pixels) -> Path:
     """Write the int8 variant of a student that was fine-tuned for it."""
     with tempfile.TemporaryDirectory(dir=folder) as inner:
         source, file = Path(inner) / f"{FLOAT}.onnx", folder / "int8-tuned.onnx"
-        onnx_graph.write(tuned, data.image_size, source)
-        int8.quantize(source, file, _calibration(data, calibration_images))
+        onnx_graph.write(tuned, size, source)
+        int8.quantize(source, file, images)
     return file
-
-
-def _calibration(data: PreparedDataset, count: int) -> Pixels:
-    """Read training images by which the ranges of activations are chosen."""
-    train = data.split("train")
-    return variants.squares(train, spread(len(train), count))
 
 
 def _reasons(

@@ -31,18 +31,24 @@ def weighted_layers(file: Path) -> list[str]:
     """List the names of the layers with weights, in the order in which they are computed; resizing is none."""
     import onnx
 
-    graph = onnx.load(file).graph
+    return [node.name for node in _weighted(onnx.load(file).graph)]
+
+
+def _weighted(graph: Any) -> list[Any]:
+    """List the nodes of an ONNX graph that are layers with weights."""
     constants = {one.name for one in graph.initializer} - {*RESIZING}
-    return [node.name for node in graph.node if node.op_type in LAYERS and constants & set(node.input)]
+    return [node for node in graph.node if node.op_type in LAYERS and constants & set(node.input)]
 
 
-def clipping_after(file: Path, layers: Collection[str]) -> list[str]:
-    """List the names of the nodes of `CLIPPING` that follow one of these layers."""
+def _quantized(file: Path, kept: Collection[str]) -> list[str]:
+    """List the names of the layers with weights, but for those `kept`, and of the nodes of `CLIPPING` that follow one of them."""
     import onnx
 
-    nodes = onnx.load(file).graph.node
-    given = {output for node in nodes if node.name in layers for output in node.output}
-    return [node.name for node in nodes if node.op_type in CLIPPING and node.input[0] in given]
+    graph = onnx.load(file).graph
+    layers = [node for node in _weighted(graph) if node.name not in kept]
+    given = {output for node in layers for output in node.output}
+    clipping = [node for node in graph.node if node.op_type in CLIPPING and node.input[0] in given]
+    return [node.name for node in (*layers, *clipping)]
 
 
 def quantize(source: Path, target: Path, images: Pixels, *, kept: frozenset[str] = frozenset()) -> None:
@@ -65,7 +71,6 @@ def quantize(source: Path, target: Path, images: Pixels, *, kept: frozenset[str]
             batch = next(self._left, None)
             return None if batch is None else {INPUT: batch}
 
-    quantized = [name for name in weighted_layers(source) if name not in kept]
     with _quiet():
         try:
             quantize_static(
@@ -74,7 +79,7 @@ def quantize(source: Path, target: Path, images: Pixels, *, kept: frozenset[str]
                 Photos(),
                 quant_format=QuantFormat.QDQ,
                 op_types_to_quantize=[*LAYERS, *CLIPPING],
-                nodes_to_quantize=[*quantized, *clipping_after(source, quantized)],
+                nodes_to_quantize=_quantized(source, kept),
                 per_channel=True,
                 activation_type=QuantType.QUInt8,
                 weight_type=QuantType.QInt8,

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from trainer.data.dataset import Split
+from trainer.distillation.losses import distillation_kl
 from trainer.models import Classifier
 
 logger = logging.getLogger(__name__)
@@ -49,15 +48,12 @@ class RoundedInput:
     def __init__(self) -> None:
         self._range: Tensor | None = None
 
-    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # noqa: ARG002  # torch's
         """Round the first input."""
         values = inputs[0]
         zero = values.new_zeros(())
         found = torch.stack([torch.minimum(values.detach().amin(), zero), torch.maximum(values.detach().amax(), zero)])
-        if self._range is None:
-            self._range = found
-        elif module.training:
-            self._range = _OLD * self._range + (1 - _OLD) * found
+        self._range = found if self._range is None else _OLD * self._range + (1 - _OLD) * found
         lowest, highest = self._range
         scale = ((highest - lowest) / 255).clamp(min=1e-12)
         rounded = torch.fake_quantize_per_tensor_affine(
@@ -92,19 +88,12 @@ def finetune(model: Classifier, split: Split, *, steps: int, seed: int = 0) -> C
     first = last = 0.0
     with rounding(learner.network):
         optimizer = torch.optim.Adam(learner.network.parameters(), lr=LEARNING_RATE)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / steps))
-        )
-        for layer in learner.network.modules():
-            if isinstance(layer, nn.Linear | nn.Conv2d):
-                layer.train()  # which means nothing to it but that its input's range is followed
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
         for step in range(steps):
             images = split.read(order.choice(len(split), size, replace=False).tolist())
-            with torch.inference_mode():
-                target = F.log_softmax(model(images).float(), 1)
-            loss = F.kl_div(
-                F.log_softmax(learner(images).float(), 1), target.clone(), log_target=True, reduction="batchmean"
-            )
+            with torch.no_grad():
+                target = model(images)
+            loss = distillation_kl(learner(images), target, temperature=1.0)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -113,4 +102,4 @@ def finetune(model: Classifier, split: Split, *, steps: int, seed: int = 0) -> C
     logger.info(
         "export  quantisation-aware fine-tuning: KL %.4f in the first of %d steps, %.4f in the last", first, steps, last
     )
-    return learner.eval()
+    return learner

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -71,3 +71,11 @@ ONNX_RUNTIME, OPENVINO = "onnxruntime", "openvino"
 """Names of the runtimes, which are those of their packages."""
 RUNTIMES: Mapping[str, Callable[..., OnnxNetwork]] = {ONNX_RUNTIME: OnnxRuntimeNetwork, OPENVINO: OpenVinoNetwork}
 """What each runtime makes of a file and `threads`."""
+
+
+def runtime_of(card: Mapping[str, Any]) -> str:
+    """Return which runtime an exported student's card names; older cards name none. Raises a `ValueError` if there is none such."""
+    runtime = str(card.get("runtime", ONNX_RUNTIME))
+    if runtime not in RUNTIMES:
+        raise ValueError(f"no runtime {runtime!r}")
+    return runtime

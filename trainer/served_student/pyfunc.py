@@ -59,9 +59,9 @@ class ServedStudent:
         self._square = Square(**card["square"])
         self._network: OnnxNetwork | TorchNetwork
         if exported:
-            from .onnx_network import ONNX_RUNTIME, RUNTIMES  # either needs packages that the other one does without
+            from .onnx_network import RUNTIMES, runtime_of  # either needs packages that the other one does without
 
-            self._network = RUNTIMES[card.get("runtime", ONNX_RUNTIME)](directory / card["file"])
+            self._network = RUNTIMES[runtime_of(card)](directory / card["file"])
         else:
             from .torch_network import TorchNetwork
 

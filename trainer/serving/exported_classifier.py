@@ -16,7 +16,7 @@ from trainer.errors import ArtifactError, ModelError
 from trainer.export.onnx_student import OnnxStudent, Pixels
 from trainer.prediction import Prediction
 from trainer.served_student.class_tags import ClassTags
-from trainer.served_student.onnx_network import ONNX_RUNTIME, RUNTIMES
+from trainer.served_student.onnx_network import runtime_of
 from trainer.served_student.preprocessing import Square, decode, to_square
 from trainer.served_student.pyfunc import EXPORT_CARD, softmax
 
@@ -50,9 +50,7 @@ class ExportedClassifier:
             self.tags = ClassTags.of(tags) if tags else None
             self._temperature = float(card.get("temperature", 1))
             self.architecture, self.variant = str(card["architecture"]), str(card["variant"])
-            self.runtime = str(card.get("runtime", ONNX_RUNTIME))
-            if self.runtime not in RUNTIMES:
-                raise ValueError(f"no runtime {self.runtime!r}")
+            self.runtime = runtime_of(card)
             reasons: list[str] = card["measured"]["reasons"]
         except (KeyError, TypeError, ValueError) as error:
             raise ArtifactError(

@@ -33,7 +33,7 @@ from trainer.launch import flag
 from trainer.models import ModelCard
 from trainer.profiling.evidence import read_evidence
 from trainer.served_student.class_tags import ANSWER, CONFIDENCE, ClassTags
-from trainer.served_student.onnx_network import ONNX_RUNTIME
+from trainer.served_student.onnx_network import runtime_of
 from trainer.served_student.pyfunc import EXPORT_CARD, TOP_K
 from trainer.stages import evaluate, profile
 from trainer.summary import SUMMARY, Registered
@@ -333,8 +333,8 @@ def _version(
     student = inputs["student"]
     described = models.outline(student.path).card, given["dataset"], classes
     if exported and variant:
-        contract = limits.parse_json((exported.path / EXPORT_CARD).read_bytes())
-        needed = sorted((*_ALWAYS, contract.get("runtime", ONNX_RUNTIME)))
+        runtime = runtime_of(limits.parse_json((exported.path / EXPORT_CARD).read_bytes()))
+        needed = sorted((*_ALWAYS, runtime))
         model = _log_model(client, run_id, exported.path, needed, *described)
         client.log_artifacts(run_id, str(student.path), "student")  # which the model's file cannot be trained from
     else:

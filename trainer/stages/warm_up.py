@@ -23,7 +23,14 @@ from pydantic import Field
 from trainer import artifacts, models, storage
 from trainer.artifacts import Draft
 from trainer.base_models import StrictModel
-from trainer.config import DistillSettings, PretrainSettings, ReinforceSettings, TrainingSettings, WarmUpSettings
+from trainer.config import (
+    DistillSettings,
+    LowResolutionSettings,
+    PretrainSettings,
+    ReinforceSettings,
+    TrainingSettings,
+    WarmUpSettings,
+)
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.distillation.recording import placeholder_recording
 from trainer.errors import SettingsError
@@ -191,4 +198,6 @@ def _few(settings: Part, data: PreparedDataset) -> Part:
     images = len(data.split("train"))
     epochs = math.ceil(_steps(settings) * settings.for_images(images).batch_size / images)
     quiet = settings.evidence.model_copy(update={"operators_steps": 0})
-    return settings.model_copy(update={"epochs": min(epochs, settings.epochs), "evidence": quiet})
+    # At full resolution alone: the first epochs, where they have a smaller input, compile for that by themselves.
+    full = {"low_resolution": LowResolutionSettings()}
+    return settings.model_copy(update={"epochs": min(epochs, settings.epochs), "evidence": quiet, **full})

@@ -21,12 +21,12 @@ from trainer.data.sampler import random_bits
 from trainer.devices import RowShardedOptimizer
 from trainer.errors import PreemptedError, SettingsError, TrainingError
 from trainer.formatting import listed
-from trainer.models import Classifier, check_input_size, checkpoint_activations, input_size
+from trainer.models import check_input_size, checkpoint_activations, input_size
 from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.live_rules import LiveRules
 from trainer.profiling.recorder import LoaderStats, Recorder, Sources, Startup
 from trainer.profiling.timeline import span
-from trainer.step_schedule import is_checkpoint_step, is_validation_step, low_resolution_steps
+from trainer.step_schedule import is_checkpoint_step, is_validation_step
 from trainer.tracking.stage_runs import Tracker
 from trainer.training.attempts import Attempts
 from trainer.training.checkpoints import TOP1, newest
@@ -84,17 +84,9 @@ class Trainer:
         self.model = objective.model.to(processes.device.torch_device).train()
         if settings.activation_checkpointing:
             checkpoint_activations(self.model)
+        self._begin_small()
         with processes.waiting("the comparison of the models"):
             self._parallel, self._graphs = parallelize_model(self.model, settings, processes)
-        self._low_steps = low_resolution_steps(settings, len(training.samples))
-        self._shrinking = [one for one in self.model.modules() if self._low_steps and isinstance(one, Classifier)]
-        if self._shrinking and processes.device.traces:
-            raise SettingsError("low_resolution: on XLA each size is compiled by itself; set low_resolution.epochs=0")
-        for model in self._shrinking:
-            check_input_size(model, settings.low_resolution.image_size)
-            if processes.is_first:
-                sizes = f"{settings.low_resolution.image_size} pixels, the others of {model.card.image_size}"
-                logger.info("%s  the first %d steps see images of %s", training.name, self._low_steps, sizes)
         self._ddp_timer = DdpTimer(self._parallel) if isinstance(self._parallel, DistributedDataParallel) else None
         groups = parameter_groups(self.model, weight_decay=settings.weight_decay, layer_decay=training.layer_decay)
         self._parameters = [parameter for group in groups for parameter in group["params"]]
@@ -239,11 +231,23 @@ class Trainer:
             processes.device.dispatch()
         return means
 
+    def _begin_small(self) -> None:
+        """Make sure that the models take the smaller input of the first steps, where `low_resolution` wants one."""
+        (steps, models), size = self.training.low_resolution, self.settings.low_resolution.image_size
+        if models and self.processes.device.traces:
+            raise SettingsError("low_resolution: on XLA each size is compiled by itself; leave it out")
+        for model in models:
+            check_input_size(model, size)
+            if self.processes.is_first:
+                sizes = f"{size} pixels, the others of {model.card.image_size}"
+                logger.info("%s  the first %d steps see images of %s", self.training.name, steps, sizes)
+
     @contextmanager
     def _resolution(self, step: int) -> Iterator[None]:
         """Make the input smaller in the first steps, where `low_resolution` says so."""
+        steps, models = self.training.low_resolution
         with ExitStack() as stack:
-            for model in self._shrinking if step < self._low_steps else ():
+            for model in models if step < steps else ():
                 stack.enter_context(input_size(model, self.settings.low_resolution.image_size))
             yield
 

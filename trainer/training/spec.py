@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -112,12 +113,17 @@ class TrainingSpec:
     def learning_rate(self, step: int) -> float:
         return learning_rate_at(step, self.settings, samples=len(self.samples))
 
+    @cached_property
+    def low_resolution(self) -> tuple[int, Sequence[Classifier]]:
+        """How many of the first steps have a smaller input, and the models whose input it is; none where all steps are alike."""
+        steps = low_resolution_steps(self.settings, len(self.samples))
+        return steps, [one for one in self.objective.model.modules() if isinstance(one, Classifier)] if steps else []
+
     def work(self, steps: int) -> float:
         """Return how many steps at full resolution the first steps are, by the pixels of their input."""
-        low = min(steps, low_resolution_steps(self.settings, len(self.samples)))
-        models = [one for one in self.objective.model.modules() if low and isinstance(one, Classifier)]
-        share = (self.settings.low_resolution.image_size / models[0].card.image_size) ** 2 if models else 1.0
-        return steps - low * (1 - share)
+        low, models = self.low_resolution
+        shares = [(self.settings.low_resolution.image_size / model.card.image_size) ** 2 for model in models[:1]]
+        return steps - sum(min(steps, low) * (1 - share) for share in shares)
 
     def positions(self, first_step: int, last_step: int, rank: int) -> Iterator[int]:
         """Yield where the micro-batches of a process begin in the order."""
