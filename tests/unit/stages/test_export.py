@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,7 @@ import pytest
 
 from trainer import artifacts, load_model
 from trainer.config import ExportSettings
-from trainer.errors import ModelError, SettingsError
+from trainer.errors import ArtifactError, ModelError, SettingsError
 from trainer.export import exporting, onnx_graph
 from trainer.export.onnx_student import OnnxStudent
 from trainer.served_student.onnx_network import OpenVinoNetwork
@@ -155,6 +156,20 @@ def test_where_openvino_is_not_installed_what_was_chosen_for_it_is_refused(in_op
         SettingsError, match=r"model\.onnx is for OpenVINO, which needs the package openvino; pip install openvino"
     ):
         ExportedClassifier(in_openvino.path)
+
+
+def test_a_runtime_that_there_is_not_is_an_error_of_the_card(in_openvino, tmp_path):
+    card = json.loads((in_openvino.path / "card.json").read_text()) | {"runtime": "os.path"}
+    with artifacts.create(tmp_path / "other", "export", settings={}) as draft:
+        shutil.copytree(
+            in_openvino.path, draft.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json")
+        )
+        (draft.path / "card.json").write_text(json.dumps(card))
+    for load in (ExportedClassifier, load_model):
+        with pytest.raises(
+            ArtifactError, match=r"its card is not readable \(no runtime 'os\.path'\); export the student again"
+        ):
+            load(tmp_path / "other")
 
 
 def test_a_variant_that_cannot_be_computed_is_noted_and_the_others_stay(judged_run, monkeypatch, tmp_path):
