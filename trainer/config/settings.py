@@ -840,7 +840,7 @@ class ExportSettings(Section):
     int8: bool = True
     """Whether int8 variants are tried, too."""
     openvino: Annotated[bool, Field(exclude_if=_is_unset)] = False
-    """Whether each is tried in OpenVINO too, beside ONNX Runtime. Needs the package `openvino`, and so does whoever serves what is chosen."""
+    """Whether each is tried in OpenVINO too, beside ONNX Runtime. Needs the package `openvino`, as does serving what is chosen."""
     finetune_steps: Annotated[NonNegative, Field(exclude_if=lambda value: value == 100)] = 100
     """Steps of quantisation-aware fine-tuning, with 32 training images each, where no int8 variant keeps the student's answers; 0: none."""
     calibration_images: Positive = 128
