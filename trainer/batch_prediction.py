@@ -48,8 +48,8 @@ def predict_folder(
         source: a folder, here or in a store; hidden files and those without an image's extension are not looked at.
         output: the folder to write, here or in a store. `part-00000-DIGEST.parquet` has a row a photo, in the order of their names:
             `photo`, `label` and `probability` of the most probable class, `labels` and `probabilities` of the `top` most probable,
-            `answer`, `confidence` and `attributes` where the model has tags, and `error`, which is empty but for a photo that cannot
-            be read, and then nothing else is there.
+            `answer`, `confidence` and `attributes` where the model has tags, `named` where a photo may have several labels, and `error`,
+            which is empty but for a photo that cannot be read, and then nothing else is there.
         top: how many labels each photo gets.
         photos_per_file: how many rows each file has, but for the last.
 
@@ -69,6 +69,7 @@ def predict_folder(
         "model": model.fingerprint,
         "tags": digest(asdict(model.tags)) if model.tags else None,
         "temperature": model.temperature,
+        **({"threshold": model.threshold} if model.threshold is not None else {}),
         "source": source,
         "top": top,
         "photos_per_file": photos_per_file,
@@ -137,6 +138,7 @@ def _columns(prediction: Prediction) -> dict[str, Any]:
         "answer": prediction.answer,
         "confidence": prediction.confidence,
         "attributes": dict(prediction.attributes or {}) or None,
+        "named": prediction.named,
     }
 
 
@@ -155,6 +157,8 @@ def _schema(model: PhotoClassifier) -> pa.Schema:
                 name: pa.float64() if model.tags.is_number(name) else pa.string() for name in model.tags.attributes
             }
             fields.append(pa.field("attributes", pa.struct(list(kinds.items()))))
+    if model.threshold is not None:
+        fields.append(pa.field("named", pa.list_(pa.string())))
     return pa.schema([*fields, pa.field("error", pa.string())])
 
 

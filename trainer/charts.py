@@ -264,8 +264,13 @@ def outline(heights: Sequence[float], width: float) -> str:
     return "M" + "L".join(corners)
 
 
-def recalls(by_model: Mapping[str, NDArray[np.float64]], classes: Sequence[str], title: str) -> Markup:
-    """Draw the recall [K] of each class for each model, NaN without images, the worst classes of the last model first; at most 100."""
+def recalls(
+    by_model: Mapping[str, NDArray[np.float64]], classes: Sequence[str], title: str, *, figure: str = "recall"
+) -> Markup:
+    """Draw the recall, or another share, [K] of each class for each model, NaN without images, the worst classes of the last model first.
+
+    At most 100 are drawn.
+    """
     order = np.argsort(list(by_model.values())[-1], kind="stable")[:_MOST_CLASSES].tolist()
     length, row = 540.0, 20 if len(order) <= 40 else 15
     height = row * len(order)
@@ -281,7 +286,7 @@ def recalls(by_model: Mapping[str, NDArray[np.float64]], classes: Sequence[str],
             if np.isfinite(values[index]):
                 hint = f"{classes[index]}: {model} {percent(float(values[index]))}"
                 content.append(_dot(LEFT + float(values[index]) * length, y, f"g{series}", hint))
-    content.append(text(LEFT + length / 2, height + 34, "recall", "soft mid"))
+    content.append(text(LEFT + length / 2, height + 34, figure, "soft mid"))
     return drawing(height + 44, *content, title=title, width=LEFT + 570, top=-2)
 
 

@@ -106,11 +106,14 @@ def compare(run: str, predictions: str, *, limit: float) -> Drift:
     if finished_run.evaluation_of_student(run) is None:
         raise ArtifactError(f"{run}: its student was not judged, so there is nothing to compare with; run evaluate")
     evaluation = artifacts.read(finished_run.find(run, EVALUATION), "evaluation").path
-    confusion = limits.parse_json((evaluation / "confusion.json").read_bytes())
-    metrics = limits.parse_json((evaluation / "metrics.json").read_bytes())
-    labels: list[str] = confusion["labels"]
+    student = limits.parse_json((evaluation / "metrics.json").read_bytes())["student"]
+    if "predicted" in student:  # of images that may have several labels: how often each is the most probable
+        labels, predicted = [*student["predicted"]], np.array([*student["predicted"].values()], dtype=np.int64)
+    else:
+        confusion = limits.parse_json((evaluation / "confusion.json").read_bytes())
+        labels, predicted = confusion["labels"], np.array(confusion["matrix"], dtype=np.int64).sum(axis=0)
     index = {label: number for number, label in enumerate(labels)}
-    before = np.array(metrics["student"]["calibration"]["counts"], dtype=np.int64)
+    before = np.array(student["calibration"]["counts"], dtype=np.int64)
     bins = len(before)
     now, sure, unreadable = np.zeros(len(labels), dtype=np.int64), np.zeros(bins, dtype=np.int64), 0
     for file, rows in _read(predictions):
@@ -132,7 +135,6 @@ def compare(run: str, predictions: str, *, limit: float) -> Drift:
             )
     if now.sum() < FEWEST:
         raise DataError(f"{predictions}: holds {now.sum()} predictions, too few to compare; give at least {FEWEST}")
-    predicted = np.array(confusion["matrix"], dtype=np.int64).sum(axis=0)
     edges = [f"{low:.0%} to {low + 1 / bins:.0%}" for low in np.arange(bins) / bins]
     return Drift(
         labels=shift(labels, predicted, now), confidence=shift(edges, before, sure), limit=limit, unreadable=unreadable

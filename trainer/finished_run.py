@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer import artifacts, billing, limits, pages, storage, summary
+from trainer import artifacts, billing, limits, pages, scores, storage, summary
 from trainer.artifacts import Manifest
 from trainer.billing import Bill
 from trainer.errors import ArtifactError, writing_to
@@ -59,13 +59,13 @@ def _page(name: str, content: Mapping[str, Any], links: list[tuple[str, str]], p
     if not passed:
         verdict = [Paragraph("The student did not pass the gate:", "bad"), BulletList(reasons)]
     notes = [text for text in (billing.forecast_text(bill), *bill.notes) if text]
-    mlflow = content["mlflow"]
+    mlflow, student = content["mlflow"], content["student"]["test"]
     tracked = (
         f"{mlflow['tracking_uri']}, run {mlflow['run_id']}, {mlflow['model_name']} version {mlflow['model_version']}"
     )
     return pages.render(
         f"Run {isolated(name)}: the student {'passed' if passed else 'did not pass'}",
-        f"{content['student']['test']['top1']:.1%} test top-1, the teacher {content['teacher']['test']['top1']:.1%}; "
+        f"{scores.score(student):.1%} test {scores.title(student)}, the teacher {scores.score(content['teacher']['test']):.1%}; "
         f"recipe {isolated(content['recipe'])}",
         [
             Links(links),

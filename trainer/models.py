@@ -43,7 +43,7 @@ _RESERVED = frozenset(
     | {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "scriptable"}
 )
 """Arguments of timm about how a model is built rather than what it is; `checkpoint_path` would read any file that it names."""
-_LEFT_OUT = ("embedding", "tokens", "temperature")
+_LEFT_OUT = ("embedding", "tokens", "temperature", "threshold")
 """What a model's description has only where it is known."""
 
 
@@ -101,6 +101,9 @@ class ModelCard:
     """The same of its patch tokens, of all places together; None also where it has no map of them, and in older directories."""
     temperature: float | None = None
     """By which the logits are divided for probabilities, as `evaluate` has fitted it; None where it has not: 1."""
+    threshold: float | None = None
+    """Probability above which a class is named, of a model for images that may have several labels: it says of each class by itself how
+    probable that is. As `evaluate` has chosen it, 0.5 before that; None for a model that chooses between its classes."""
 
     def __post_init__(self) -> None:
         """Check the size, since a description from elsewhere may ask for any."""
@@ -108,6 +111,8 @@ class ModelCard:
             raise ValueError(f"image_size must be from 1 to {limits.MODEL_ARGUMENT:,}, got {self.image_size}")
         if self.temperature is not None and not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature must be a positive number, got {self.temperature}")
+        if self.threshold is not None and not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold must be from 0 to 1, got {self.threshold}")
 
     @property
     def title(self) -> str:

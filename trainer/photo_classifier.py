@@ -51,6 +51,11 @@ class PhotoClassifier:
         """By which its logits are divided."""
         return self._served.temperature
 
+    @property
+    def threshold(self) -> float | None:
+        """Probability above which a class is named, where photos may have several labels; None where they have one."""
+        return self._served.threshold
+
     def square(self, content: bytes) -> npt.NDArray[np.uint8]:
         """Make of an image file what the other methods take in its place, and what they would make of it: uint8 [S, S, 3].
 
@@ -80,7 +85,7 @@ class PhotoClassifier:
             BadImageError: one of them is no image, or cannot be used; names it, and nothing is classified.
         """
         probabilities = self.probabilities(photos).to_numpy()
-        return predictions(probabilities, self.labels, self.tags, top=top)
+        return predictions(probabilities, self.labels, self.tags, top=top, threshold=self.threshold)
 
     def probabilities(self, photos: Sequence[str | Photo]) -> pd.DataFrame:
         """Classify photos of any sizes and kinds: a row each, a column for each class.
@@ -135,6 +140,7 @@ def load_model(place: str | Path, *, judged: bool = False) -> PhotoClassifier:
         served = ServedStudent(model.path)
         served.tags = served.tags or found.tags
         served.temperature = card.temperature or found.temperature
+        served.threshold = found.threshold if found.threshold is not None else card.threshold
         return PhotoClassifier(served, model.fingerprint)
 
 
@@ -219,6 +225,8 @@ class _Found:
     """What is known of its classes, where the directory does not say it."""
     temperature: float = 1.0
     """By which its logits are divided, where the directory does not say it."""
+    threshold: float | None = None
+    """Probability above which a class is named, where the evaluation says it."""
 
 
 @contextmanager
@@ -247,12 +255,15 @@ def _found(place: str) -> Iterator[_Found]:
             refusals=reasons,
             tags=finished_run.tags(place),
             temperature=temperature,
+            threshold=evaluation.figures["student"].get("threshold") if evaluation else None,
         )
 
 
 def lines(prediction: Prediction) -> list[str]:
     """Format a prediction as text."""
     rows = [(f"{probability:.1%}", label) for label, probability in prediction.labels.items()]
+    if prediction.named is not None:
+        rows.append(("named", ", ".join(prediction.named) or "no class"))
     if prediction.confidence is not None:
         answer = prediction.answer if prediction.answer is not None else "not sure of any class or group"
         rows.append(("answer", f"{answer} ({prediction.confidence:.1%})"))

@@ -25,20 +25,30 @@ class Prediction:
     """Probability of the answer; None where the model has no tags."""
     attributes: Mapping[str, Value] | None = None
     """What is known of the answer; None where the model has no tags."""
+    named: Sequence[str] | None = None
+    """The classes whose probability is above the threshold, where a photo may have several labels; None where it has one."""
 
 
-def predictions(probabilities: Floats, labels: Sequence[str], tags: ClassTags | None, *, top: int) -> list[Prediction]:
+def predictions(
+    probabilities: Floats, labels: Sequence[str], tags: ClassTags | None, *, top: int, threshold: float | None = None
+) -> list[Prediction]:
     """Say of each image the `top` most probable classes, and where there are tags the answer and what is known of that.
 
     Args:
         probabilities: [B, K].
         labels: the name of each class, [K].
+        threshold: probability above which a class is named, where photos may have several labels.
     """
     best = np.argsort(-probabilities, axis=1, kind="stable")[:, :top]
     named = [
         {labels[index]: float(row[index]) for index in order}
         for row, order in zip(probabilities, best.tolist(), strict=True)
     ]
+    if threshold is not None:
+        return [
+            Prediction(labels=one, named=[labels[index] for index in np.flatnonzero(row > threshold).tolist()])
+            for one, row in zip(named, probabilities, strict=True)
+        ]
     if tags is None:
         return [Prediction(labels=one) for one in named]
     columns = {name: values.tolist() for name, values in tags.columns(probabilities).items()}

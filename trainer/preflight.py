@@ -60,7 +60,11 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1, device
     source = settings.data.source
     kind, _, place = source.partition(":")
     is_listed = kind != "hub" and not storage.is_remote(place)  # else it takes long, or fetches the source
-    listing = sources.list_source(source, outside=settings.data.outside) if is_listed else None
+    listing = (
+        sources.list_source(source, outside=settings.data.outside, multi_label=settings.data.multi_label)
+        if is_listed
+        else None
+    )
     if listing:
         class_tables.read_tags(settings.data, listing)
     else:

@@ -25,7 +25,7 @@ from trainer.data.sampler import uniform
 from trainer.errors import ModelError
 from trainer.models import Classifier
 from trainer.profiling.timeline import span
-from trainer.training.classification import cross_entropy
+from trainer.training.classification import LabelLoss, cross_entropy
 from trainer.training.lora import add_lora
 from trainer.training.spec import Losses, Objective
 
@@ -262,20 +262,20 @@ def freeze(model: Classifier, settings: FinetuneSettings) -> None:
 
 
 class FinetuneObjective(Objective):
-    """Cross-entropy with the labels, softened by label smoothing and mixed by mixup and CutMix."""
+    """Cross-entropy with the labels, softened by label smoothing and mixed by mixup and CutMix; binary where an image may have several."""
 
-    def __init__(self, model: Classifier, *, label_smoothing: float) -> None:
+    def __init__(self, model: Classifier, *, label_smoothing: float, label_loss: LabelLoss = cross_entropy) -> None:
         """Train those weights of `model` that are not frozen; `label_smoothing` of each target is spread over all classes."""
         self.model: nn.Module = model
         self.left_out: Collection[str] = [
             name for name, parameter in model.named_parameters() if not parameter.requires_grad
         ]
-        self._smoothing = label_smoothing
+        self._smoothing, self._label_loss = label_smoothing, label_loss
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         """The cross-entropy of a batch."""
         with span("forward"):
-            loss = cross_entropy(model(batch.images), batch.labels, batch.mixing, smoothing=self._smoothing)
+            loss = self._label_loss(model(batch.images), batch.labels, batch.mixing, smoothing=self._smoothing)
         return {"loss": loss}
 
     def show(self, batch: Batch) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer import billing, limits, storage, tracking
+from trainer import billing, limits, scores, storage, tracking
 from trainer.billing import Bill
 from trainer.costs import Machines, dollars_text, duration_text
 from trainer.errors import ArtifactError, ObjectNotFoundError
@@ -58,7 +58,10 @@ def build(
         "bill": bill.model_dump(mode="json"),
         "dataset": {key: dataset[key] for key in of_dataset},
         **({"teacher_outputs": dict(recording)} if recording is not None else {}),
-        "teacher": {**{key: teacher[key] for key in of_teacher}, "test": {"top1": teacher["test"]["top1"]}},
+        "teacher": {
+            **{key: teacher[key] for key in of_teacher},
+            "test": {scores.name(teacher["test"]): scores.score(teacher["test"])},
+        },
         "student": {key: student[key] for key in of_student},
         "profile": {key: profile.get(key, "") for key in ("verdict", "outcome")},
         "verdict": dict(evaluation["verdict"]),
@@ -100,11 +103,12 @@ def _stages(summary: Mapping[str, Any]) -> list[str]:
     named = f"{summary['mlflow']['model_name']} version {version}, {promoted}"
     forecast, outputs = summary["bill"]["forecast"], summary.get("teacher_outputs")
     exported = summary.get("export", {})
+    title, agreement = scores.title(student["test"]), student["test"]["agreement"]
     probe = f" ({teacher['head']}: it has no head)" if "head" in teacher else ""
     figures = {
         "prepare": f"{data['train']:,} train, {data['val']:,} val, {data['test']:,} test images of {data['classes']:,} classes",
-        "pretrain": f"teacher {teacher['test']['top1']:.1%} test top-1{probe}",
-        "distill": f"student {student['test']['top1']:.1%} test top-1, agrees with the teacher on {student['test']['agreement']:.1%}",
+        "pretrain": f"teacher {scores.score(teacher['test']):.1%} test {title}{probe}",
+        "distill": f"student {scores.score(student['test']):.1%} test {title}, agrees with the teacher on {agreement:.1%}",
         "tune": f"forecast {Forecast.model_validate(forecast)}" if forecast else "",
         "profile": summary["profile"]["verdict"] or summary["reports"].get("profile", ""),
         "evaluate": "gate passed" if verdict["passed"] else "gate not passed",
@@ -113,7 +117,7 @@ def _stages(summary: Mapping[str, Any]) -> list[str]:
     if chosen := exported.get("chosen"):
         own, served = (exported["candidates"][name] for name in ("torch", chosen))
         figures["export"] = (
-            f"{chosen}: {served['top1']:.1%} test top-1, p50 {served['p50_ms']:.2f} ms (torch {own['p50_ms']:.2f} ms)"
+            f"{chosen}: {scores.score(served):.1%} test {title}, p50 {served['p50_ms']:.2f} ms (torch {own['p50_ms']:.2f} ms)"
         )
     elif exported:
         figures["export"] = "no ONNX file: the registered model runs on torch"
@@ -133,13 +137,18 @@ def _stages(summary: Mapping[str, Any]) -> list[str]:
 def comparison(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return a heading and a row for each figure of the teacher and the student: name, teacher's, student's, the difference."""
     teacher, student = summary["teacher"], summary["student"]
-    points = 100 * (student["test"]["top1"] - teacher["test"]["top1"])
+    theirs, ours = (scores.score(model["test"]) for model in (teacher, student))
     p50 = [model["latency_ms"]["p50"] for model in (teacher, student)]
     size = [model["parameters"] for model in (teacher, student)]
     return [
         ("", "teacher", "student", ""),
         ("model", teacher["title"], student["title"], ""),
-        ("test top-1", f"{teacher['test']['top1']:.2%}", f"{student['test']['top1']:.2%}", f"{points:+.2f} points"),
+        (
+            f"test {scores.title(student['test'])}",
+            f"{theirs:.2%}",
+            f"{ours:.2%}",
+            f"{100 * (ours - theirs):+.2f} points",
+        ),
         ("parameters", f"{size[0]:,}", f"{size[1]:,}", ratio(size[0], size[1], "smaller", "larger")),
         ("latency p50 (CPU)", f"{p50[0]:.2f} ms", f"{p50[1]:.2f} ms", ratio(p50[0], p50[1], "faster", "slower")),
     ]
@@ -195,7 +204,7 @@ def read_run(run: str | Path) -> tuple[PricedRun, Bill]:
                 f"{path}: has no bill, as those of an earlier version; register the run again, or leave it out"
             )
         bill = Bill.model_validate(content["bill"])
-        accuracy, epochs = content["student"]["test"]["top1"], content["settings"]["distill"]["epochs"]
+        accuracy, epochs = scores.score(content["student"]["test"]), content["settings"]["distill"]["epochs"]
     except (ObjectNotFoundError, NotADirectoryError) as error:
         raise ArtifactError(
             f"{run}: has no {SUMMARY}; give the directory of a finished run (`python -m trainer run` prints it)"
@@ -219,7 +228,7 @@ def read_experiment(name: str) -> list[PricedRun]:
         priced_run(
             run.name,
             Bill.model_validate(run.bill),
-            accuracy=run.metrics.get("student/test/top1"),
+            accuracy=run.metrics.get("student/test/top1", run.metrics.get("student/test/map")),
             epochs=float(run.params["distill.epochs"]) if "distill.epochs" in run.params else None,
         )
         for run in runs

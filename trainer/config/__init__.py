@@ -47,6 +47,7 @@ from trainer.config.settings import LoraSettings as LoraSettings
 from trainer.config.settings import LowResolutionSettings as LowResolutionSettings
 from trainer.config.settings import MaeSettings as MaeSettings
 from trainer.config.settings import ModelSettings as ModelSettings
+from trainer.config.settings import MultiLabelLoss as MultiLabelLoss
 from trainer.config.settings import Outside as Outside
 from trainer.config.settings import PackageWeights as PackageWeights
 from trainer.config.settings import Precision as Precision
@@ -153,10 +154,41 @@ def resolve_run(recipe: str, overrides: str | Iterable[str] = ()) -> Settings:
             f"distill.logit_weight is {settings.distill.logit_weight:g}, but pretrain.head is none, so the teacher has no logits; set "
             "distill.logit_weight=0 and distill.feature_weight=1, and without labels distill.label_weight=0 and distill.head=probe"
         )
-    mistakes = recording_mistakes(settings.distill, settings.reinforce)
-    if settings.distill.reads_recording and mistakes:
+    mistakes = recording_mistakes(settings.distill, settings.reinforce) if settings.distill.reads_recording else []
+    if settings.data.multi_label:
+        mistakes += multi_label_mistakes(settings.distill)
+        if settings.pretrain.head == "none":
+            mistakes.append(
+                "pretrain.head is none, and no head is fitted to images of several labels (data.multi_label); set pretrain.head=classes"
+            )
+        if settings.evaluate.gate.min_knn_accuracy:
+            mistakes.append(
+                f"evaluate.gate.min_knn_accuracy is {settings.evaluate.gate.min_knn_accuracy:g}, and neighbours do not vote on images of "
+                "several labels (data.multi_label); set it to 0"
+            )
+    if mistakes:
         raise SettingsError("\n".join(mistakes))
     return settings
+
+
+def multi_label_mistakes(distill: DistillSettings) -> list[str]:
+    """List what a distillation asks for that is not known of images with several labels."""
+    mistakes = []
+    if distill.logit_weight and distill.logit_loss != "kl":
+        mistakes.append(
+            f"distill.logit_loss is {distill.logit_loss}, which is for images of one class, but the data set's may have several labels; "
+            "set distill.logit_loss=kl"
+        )
+    if distill.logit_weight and distill.standardize_logits:
+        mistakes.append(
+            "distill.standardize_logits is true, which compares the classes of an image with one another, but the data set's may have "
+            "several labels; set it to false"
+        )
+    if distill.head == "probe":
+        mistakes.append(
+            "distill.head is probe, and no head is fitted to images of several labels; set distill.head=trained"
+        )
+    return mistakes
 
 
 def recording_mistakes(distill: DistillSettings, reinforce: ReinforceSettings) -> list[str]:
@@ -208,7 +240,7 @@ def _inherit(settings: Settings) -> Settings:
         "deterministic": settings.run.deterministic,
         "augmentation": settings.distill.views,
         "unlabeled": settings.distill.unlabeled,
-        "top_k": "all" if settings.distill.needs_all_logits else TOP_K,
+        "top_k": "all" if settings.distill.needs_all_logits or data.multi_label else TOP_K,
     }
     if settings.profile.stop_on:  # else a changed threshold would make a cached teacher's settings others
         inherited["watch"] = WatchSettings(stop_on=settings.profile.stop_on, rules=settings.profile.rules)

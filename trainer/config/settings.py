@@ -32,6 +32,7 @@ Outside = Literal["refuse", "read"]
 FeatureFormat = Literal["fp16", "int8"]
 LabelIssues = Literal["off", "held_out", "all"]
 OnNearDuplicates = Literal["show", "separate", "refuse"]
+MultiLabelLoss = Literal["bce", "asymmetric"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -72,6 +73,10 @@ TIMM = "timm:"  # what the name of timm's pretrained weights begins with in `wei
 PACKAGE = "package:"  # what the name of weights from an installed Python package begins with
 BUNDLED = "bundled:"  # what the name of a table of classes begins with that a recipe of this package brings
 FOLDERS = "folders"  # the setting `data.hierarchy` where folders are the groups
+
+
+def _is_bce(value: object) -> bool:
+    return value == "bce"
 
 
 def _is_unset(value: object) -> bool:
@@ -357,6 +362,9 @@ class DataSettings(Section):
     attributes: Annotated[str, Field(exclude_if=_is_unset)] = ""
     """A table of what is known of each class (`FILE.csv`, path or URI): the first column names the class, each other one is an attribute,
     such as energy or allergens, which the registered student gives with its answers."""
+    multi_label: Annotated[bool, Field(exclude_if=_is_unset)] = False
+    """Whether an image may have several labels, or none of the classes: `manifest:` separates them by `|` in its column `label`, and a
+    lone `|` is an image of no class. Each class is then learned, taught and judged by itself."""
     hierarchy: Annotated[str, Field(exclude_if=_is_unset)] = ""
     """Groups above the classes: a table with the columns `class` and `parent` (`FILE.csv`, path or URI), or `folders` for those above the
     classes' folders in an image folder."""
@@ -366,6 +374,20 @@ class DataSettings(Section):
         if self.hierarchy == FOLDERS and not self.source.startswith("imagefolder:"):
             raise ValueError(
                 f"hierarchy is {FOLDERS}, but source is {self.source!r}, which has none; give a table, data.hierarchy=FILE.csv"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _may_have_several_labels(self) -> Self:
+        if self.multi_label and not self.source.startswith("manifest:"):
+            raise ValueError(
+                f"multi_label is true, but source is {self.source!r}, which gives an image one label; list the images in a CSV file, "
+                "data.source=manifest:FILE.csv"
+            )
+        given = [f"{name}={value}" for name in ("attributes", "hierarchy") if (value := getattr(self, name))]
+        if self.multi_label and given:
+            raise ValueError(
+                f"multi_label is true, and {' and '.join(given)} says something of the one class of an image; leave it out"
             )
         return self
 
@@ -429,6 +451,9 @@ class FinetuneSettings(TrainingSettings):
     """Layer-wise learning-rate decay: factor from one block to the one below it (BEiT, MAE)."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Label smoothing: share of the target spread over all classes."""
+    multi_label_loss: Annotated[MultiLabelLoss, Field(exclude_if=_is_bce)] = "bce"
+    """With the labels of `data.multi_label`: binary cross-entropy of each class (`bce`); or `asymmetric` (Ridnik et al. 2021), which makes
+    less of the many classes that an image is not of."""
     drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Stochastic depth rate of the last block; it grows linearly from 0 at the first."""
     views: ViewSettings = ViewSettings(mixup=0.8, cutmix=1.0)
@@ -573,7 +598,8 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     """Weight of each teacher in that mean, the pipeline's own first; empty: all have the same."""
     logit_loss: Literal["kl", "hard", "dkd", "dist"] = "kl"
     """Between logits: `kl` (Hinton et al. 2015), `hard` (DeiT's, Touvron et al. 2021), `dkd` (Zhao et al. 2022), `dist` (Huang et al.
-    2022); recorded outputs serve `dkd` and `dist` only if they hold all logits (`reinforce.top_k`)."""
+    2022); recorded outputs serve `dkd` and `dist` only if they hold all logits (`reinforce.top_k`). With `data.multi_label` there is `kl`
+    alone: the sum over the classes of the divergence of each one's two-way distribution."""
     logit_weight: NonNegativeFloat = 0.9
     """Weight of the logit loss; 0 turns it off."""
     temperature: Annotated[float, Field(gt=0)] = 2.0
@@ -623,6 +649,8 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     """Stochastic depth rate of the student's last block."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Label smoothing: share of the target spread over all classes."""
+    multi_label_loss: Annotated[MultiLabelLoss, Field(exclude_if=_is_bce)] = "bce"
+    """With the labels of `data.multi_label`, as `pretrain.finetune.multi_label_loss`."""
 
     def weight(self, term: str) -> float:
         weight: float = getattr(self, f"{term}_weight")

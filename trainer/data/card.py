@@ -46,6 +46,8 @@ def data_card(
     dropped: Sequence[Dropped],
     near: NearDuplicates | None = None,
     tags: ClassTags | None = None,
+    label_names: Sequence[str] | None = None,
+    members: Sequence[Sequence[int]] | None = None,
     read: Callable[[int], bytes],
 ) -> str:
     """Build the page: self-contained HTML below 2 MB, equal for equal content.
@@ -54,6 +56,7 @@ def data_card(
         notes: what the source left out, in sentences.
         near: near-duplicates in different splits; the page is silent on them where there are none.
         tags: what is known of the classes, if anything.
+        label_names, members: the name of each label, and its classes, where an image may have several; else it is that of its class.
         read: row of a candidate -> its stored picture's file.
     """
     kind, _, name = settings.source.partition(":")
@@ -64,6 +67,8 @@ def data_card(
         f"stored at {settings.image_size} x {settings.image_size} pixels "
         f"({'longer side cropped' if settings.fit == 'crop' else 'stretched'}, {settings.encoding})."
     )
+    label_names = classes if label_names is None else label_names
+    members = [(label,) for label in range(len(classes))] if members is None else members
     leaks = sum(drop.is_leakage for drop in dropped)
     rows = [
         *((split, len(members)) for split, members in splits.items()),
@@ -73,24 +78,30 @@ def data_card(
     ]
     sections = [
         PageSection("Images", [Table(["", "images"], rows), *map(Paragraph, notes)]),
-        _samples(classes, splits, read),
-        _classes(classes, splits),
+        _samples(classes, members, splits, read),
+        _classes(classes, members, splits),
         *([_known(tags)] if tags is not None else []),
         _sizes([member for members in splits.values() for member in members], settings.image_size),
-        *([_near_duplicates(near, settings, classes, read)] if near is not None and near.pairs else []),
+        *([_near_duplicates(near, settings, label_names, read)] if near is not None and near.pairs else []),
         _left_out(quarantined, dropped),
     ]
     return pages.render("Data card", lead, sections)
 
 
-def _classes(classes: Sequence[str], splits: Splits) -> PageSection:
+def _classes(classes: Sequence[str], members: Sequence[Sequence[int]], splits: Splits) -> PageSection:
     counts: dict[SplitName, list[int]] = {}  # split -> images of each class
     for split in _LABELED:
-        found = Counter(member.label for member in splits[split])
+        found = Counter(one for image in splits[split] for one in members[image.label])
         counts[split] = [found[label] for label in range(len(classes))]
     totals = [sum(of_class) for of_class in zip(*counts.values(), strict=True)]
     rows = [(*row, total) for *row, total in zip(classes, *counts.values(), totals, strict=True)]
     note = f"The largest class has {max(totals) / max(min(totals), 1):.1f} times as many images as the smallest."
+    if any(len(of_label) != 1 for of_label in members):
+        several = [len(members[image.label]) for split in _LABELED for image in splits[split]]
+        note += (
+            f" An image has {np.mean(several):.2f} labels in the mean and {max(several)} at most; {several.count(0):,} of "
+            f"{len(several):,} images are of no class."
+        )
     cut = f"The first {CLASSES:,} of {len(rows):,} classes are listed."
     chart = stacked_columns(classes, list(counts.items()), "Images of each class")
     return PageSection(
@@ -162,13 +173,16 @@ def _quantiles(values: np.typing.NDArray[np.int64] | np.typing.NDArray[np.float6
     return [value.item() for value in found]
 
 
-def _samples(classes: Sequence[str], splits: Splits, read: Callable[[int], bytes]) -> PageSection:
+def _samples(
+    classes: Sequence[str], members: Sequence[Sequence[int]], splits: Splits, read: Callable[[int], bytes]
+) -> PageSection:
     chosen = np.unique(np.linspace(0, len(classes) - 1, STRIPS).round().astype(int)).tolist()
     of_class: dict[int, list[ImageCandidate]] = {label: [] for label in [*chosen, UNLABELED]}
     for split in ("train", "unlabeled"):
         for member in splits[split]:
-            if member.label in of_class:
-                of_class[member.label].append(member)
+            for one in members[member.label] if member.label != UNLABELED else (UNLABELED,):
+                if one in of_class:
+                    of_class[one].append(member)
     photos = [
         Photo(
             # A few that are not neighbours in the source: those with the smallest content keys.
@@ -196,13 +210,13 @@ def _strip(members: Sequence[ImageCandidate], read: Callable[[int], bytes]) -> b
 
 
 def _near_duplicates(
-    near: NearDuplicates, settings: DataSettings, classes: Sequence[str], read: Callable[[int], bytes]
+    near: NearDuplicates, settings: DataSettings, label_names: Sequence[str], read: Callable[[int], bytes]
 ) -> PageSection:
     photos = []
     for pair in near.pairs[:PAIRS]:
         sides = []
         for one in (pair.image, pair.twin):
-            label = formatting.isolated(classes[one.label]) if one.label != UNLABELED else "unlabelled"
+            label = formatting.isolated(label_names[one.label]) if one.label != UNLABELED else "unlabelled"
             sides.append(f"{one.split}, {label}: {limits.cut(one.name, CELL)}")
         strip = _strip([pair.image, pair.twin], read)
         photos.append(Photo(strip, f"{' | '.join(sides)} ({pair.bits})", media_type="image/jpeg"))

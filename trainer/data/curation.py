@@ -23,7 +23,7 @@ class ImageCandidate:
 
     row: int = -1  # row of its stored picture, once all are decoded
     name: str  # its name in the source
-    label: int  # index of its class, or -1
+    label: int  # index of its class, or of its set of classes (`SourceListing.members`); or -1
     split: SplitName
     key: str  # content key: equal for equal pictures
     width: int  # of the original, upright, in pixels
@@ -55,7 +55,7 @@ class Dropped:
 
 
 def quarantine_contradictions(
-    candidates: Sequence[ImageCandidate], classes: Sequence[str]
+    candidates: Sequence[ImageCandidate], label_names: Sequence[str]
 ) -> tuple[list[ImageCandidate], list[Quarantined]]:
     """Quarantine all equal pictures with different labels, since nothing says which label is right.
 
@@ -75,7 +75,7 @@ def quarantine_contradictions(
         if len({copy.label for copy in copies}) < 2:
             good.append(candidate)
         else:
-            labelled = ", ".join(f"{copy.name} ({classes[copy.label]})" for copy in copies)
+            labelled = ", ".join(f"{copy.name} ({label_names[copy.label]})" for copy in copies)
             bad.append(Quarantined(name=candidate.name, reason=f"contradicting labels of one picture: {labelled}"))
     return good, bad
 
@@ -103,6 +103,7 @@ def take_missing_splits(
     given: Iterable[SplitName],
     settings: DataSettings,
     groups: Mapping[str, int] | None = None,
+    members: Sequence[Sequence[int]] | None = None,
 ) -> list[ImageCandidate]:
     """Take val and test from train, class by class, where the source does not give them; the candidates stay in their order.
 
@@ -112,14 +113,18 @@ def take_missing_splits(
 
     A group (`groups`: content key -> its number) stays together: at the smallest place of its images it goes to test, or else to val, if
     there is room for all of them in their classes' shares, and to train if there is not. Other images are alone.
+
+    Where an image may have several classes (`members`: those of each label), it counts as one of the rarest of them, so that rare
+    classes have their share.
     """
     fractions = {
         "test": 0.0 if "test" in given else settings.test_fraction,
         "val": 0.0 if "val" in given else settings.val_fraction,
     }
     taken = [candidate for candidate in candidates if candidate.split == "train"]
+    stratum = _rarest_class(taken, members) if members is not None else {}
     room: dict[SplitName, dict[int, int]] = {"test": {}, "val": {}}  # split -> label -> images that it still takes
-    for label, count in Counter(candidate.label for candidate in taken).items():
+    for label, count in Counter(stratum.get(one.label, one.label) for one in taken).items():
         test, val = (max(round(fractions[split] * count), 1) if fractions[split] else 0 for split in ("test", "val"))
         while test + val >= count and max(test, val) > 1:  # one is left for train
             test, val = (test - 1, val) if test >= val else (test, val - 1)
@@ -128,11 +133,11 @@ def take_missing_splits(
     for candidate in sorted(taken, key=lambda one: (place(one.key, settings.split_seed), one.key)):
         together[(groups or {}).get(candidate.key, candidate.key)].append(candidate)
     moved: dict[str, SplitName] = {}
-    for members in together.values():  # by the smallest place of each
-        counts = Counter(member.label for member in members)
+    for images in together.values():  # by the smallest place of each
+        counts = Counter(stratum.get(image.label, image.label) for image in images)
         for split, free in room.items():
             if all(free[label] >= count for label, count in counts.items()):
-                moved |= dict.fromkeys((member.key for member in members), split)
+                moved |= dict.fromkeys((image.key for image in images), split)
                 free.update({label: free[label] - count for label, count in counts.items()})
                 break
     return [
@@ -141,14 +146,27 @@ def take_missing_splits(
     ]
 
 
+def _rarest_class(candidates: Iterable[ImageCandidate], members: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Return label -> that class of it which the fewest images have, -1 for the label of no class."""
+    counts = Counter(one for candidate in candidates for one in members[candidate.label])
+    return {
+        label: min(of_label, key=lambda one: (counts[one], one), default=-1) for label, of_label in enumerate(members)
+    }
+
+
 def place(key: str, seed: int) -> float:
     """Return the fixed place in [0, 1) of an image with this content key: the upper 53 bits of SHA-256("SEED:KEY")."""
     first = hashlib.sha256(f"{seed}:{key}".encode()).digest()[:8]
     return (int.from_bytes(first, "big") >> 11) / 2**53
 
 
-def check_classes(candidates: Iterable[ImageCandidate], classes: Sequence[str], settings: DataSettings) -> None:
-    """Make sure that there are several classes, with enough images each.
+def check_classes(
+    candidates: Iterable[ImageCandidate],
+    classes: Sequence[str],
+    settings: DataSettings,
+    members: Sequence[Sequence[int]] | None = None,
+) -> None:
+    """Make sure that there are several classes, with enough images each; `members` are the classes of each label, where not one each.
 
     Raises:
         DataError: there is only one class, or classes with fewer good labelled images than `min_images_per_class`.
@@ -158,7 +176,8 @@ def check_classes(candidates: Iterable[ImageCandidate], classes: Sequence[str], 
     counts = dict.fromkeys(classes, 0)
     for candidate in candidates:
         if candidate.label != UNLABELED:
-            counts[classes[candidate.label]] += 1
+            for one in _classes_of(candidate, members):
+                counts[classes[one]] += 1
     few = {name: count for name, count in counts.items() if count < settings.min_images_per_class}
     if few:
         raise DataError(
@@ -167,10 +186,17 @@ def check_classes(candidates: Iterable[ImageCandidate], classes: Sequence[str], 
         )
 
 
-def check_splits(candidates: Iterable[ImageCandidate], classes: Sequence[str], taught: Collection[int]) -> None:
+def check_splits(
+    candidates: Iterable[ImageCandidate],
+    classes: Sequence[str],
+    taught: Collection[int],
+    members: Sequence[Sequence[int]] | None = None,
+) -> None:
     """Make sure that every class can be learnt and that every split measures something.
 
-    `taught` are the classes of which the source has training images, be they good, copies or for val and test.
+    Args:
+        taught: the classes of which the source has training images, be they good, copies or for val and test.
+        members: the classes of each label, where not one each.
 
     Raises:
         DataError: a class has no training image, or val or test is empty.
@@ -178,7 +204,8 @@ def check_splits(candidates: Iterable[ImageCandidate], classes: Sequence[str], t
     counts: dict[SplitName, dict[str, int]] = {split: dict.fromkeys(classes, 0) for split in ("train", "val", "test")}
     for candidate in candidates:
         if candidate.split != "unlabeled":
-            counts[candidate.split][classes[candidate.label]] += 1
+            for one in _classes_of(candidate, members):
+                counts[candidate.split][classes[one]] += 1
     for split, by_class in counts.items():
         if not any(by_class.values()):
             raise DataError(f"split {split} is empty: the source has no good labelled image for it; add some")
@@ -195,6 +222,10 @@ def check_splits(candidates: Iterable[ImageCandidate], classes: Sequence[str], t
         raise DataError(
             f"{_some_classes(untaught)}: no training image is left beside those of val and test; add training images or remove the class"
         )
+
+
+def _classes_of(candidate: ImageCandidate, members: Sequence[Sequence[int]] | None) -> Sequence[int]:
+    return [candidate.label] if members is None else members[candidate.label]
 
 
 def _some_classes(counts: Mapping[str, int]) -> str:

@@ -35,6 +35,7 @@ from trainer.served_student.class_tags import TAGS, ClassTags
 from trainer.served_student.preprocessing import BadImageError, Square, is_jpeg, reason
 
 Pixels = npt.NDArray[np.uint8]
+Targets = npt.NDArray[np.uint8]
 
 IN_MEMORY_BYTES = 512 * 1024**2  # a split is kept decoded up to this size, in each process that reads it
 
@@ -55,7 +56,10 @@ class Split:
         if any(columns.column(column).null_count for column in ("image", "label", "key")):
             raise ValueError("a row lacks its image, label or key")
         self._files = _files(self._table)
-        self.labels: npt.NDArray[np.int64] = columns.column("label").to_numpy()  # of the class; -1 where none, [N]
+        self.labels: npt.NDArray[np.int64] = columns.column("label").to_numpy()
+        """Of each image: index of its class, or of its set of classes; -1 where it has none, [N]."""
+        self.targets: Targets | None = None
+        """As `PreparedDataset.targets`, which is where it comes from."""
         keys = (int(key[:16], 16) for key in columns.column("key").to_pylist())
         self.keys: npt.NDArray[np.uint64] = np.fromiter(keys, dtype=np.uint64, count=len(self))
         """The first 8 bytes of each image's content key, [N]."""
@@ -64,7 +68,7 @@ class Split:
         return len(self._table)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_decoded": None, "_files": None}
+        return self.__dict__ | {"_decoded": None, "_files": None, "targets": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
@@ -89,6 +93,13 @@ class Split:
         """The name that each image had in its source; read on demand, [N]."""
         sources: Sequence[str] = self._table["source"]
         return sources
+
+    @property
+    def wanted(self) -> Targets:
+        """Whether each image is of each class, 1 or 0, where images may have several labels; of any set where one has none, [N, K]."""
+        assert self.targets is not None, "an image of this data set has one label"
+        wanted: Targets = self.targets[self.labels.clip(min=0)]
+        return wanted
 
     @property
     def in_memory(self) -> bool:
@@ -216,6 +227,13 @@ class PreparedDataset:
     def __init__(self, artifact: Artifact, description: DatasetDescription, tags: ClassTags | None = None) -> None:
         self.fingerprint = artifact.fingerprint
         self.classes = description.classes
+        self.targets: Targets | None = None
+        """Where an image may have several labels: whether each class is one of each set of labels, 1 or 0, [sets, K]; an image's label is
+        then the index of its set. None where the label is that of its class."""
+        if description.label_sets is not None:
+            self.targets = np.zeros((len(description.label_sets), len(description.classes)), dtype=np.uint8)
+            for row, members in zip(self.targets, description.label_sets, strict=True):
+                row[list(members)] = 1
         self.image_size = description.image_size
         self.tags = tags
         """Attributes and hierarchy of the classes; None where `prepare` was given neither."""
@@ -268,16 +286,18 @@ class PreparedDataset:
             raise ArtifactError(
                 f"dataset {self._directory}: split {name} cannot be opened ({limits.cut(str(error), 500)}); prepare it again"
             ) from error
-        if len(split) and not -1 <= split.labels.min() <= split.labels.max() < len(self.classes):
+        known = len(self.classes if self.targets is None else self.targets)
+        if len(split) and not -1 <= split.labels.min() <= split.labels.max() < known:
             raise ArtifactError(
                 f"dataset {self._directory}: split {name} has the labels {split.labels.min()} to {split.labels.max()}, but {DESCRIPTION} "
-                f"names {len(self.classes)} classes; prepare it again"
+                f"names {known} {'classes' if self.targets is None else 'sets of them'}; prepare it again"
             )
         if len(split) != self._images.get(name):
             raise ArtifactError(
                 f"dataset {self._directory}: split {name} has {len(split)} images, but {DESCRIPTION} says "
                 f"{self._images.get(name)}; prepare it again"
             )
+        split.targets = self.targets
         return split if self._most is None else split.first(self._most)
 
 

@@ -34,7 +34,7 @@ UNLABELED = -1  # the label of an image without one
 
 
 def features() -> Any:
-    """Return the `datasets.Features` of a split: encoded image, index of its class, content key, its name in the source.
+    """Return the `datasets.Features` of a split: encoded image, index of its class or set of classes, content key, its name in the source.
 
     The content key is the SHA-256 of the decoded original, as hexadecimal text.
     """
@@ -51,10 +51,22 @@ class DatasetDescription:
     classes: tuple[str, ...]  # name of each class, in the order of the labels
     image_size: Annotated[int, Field(ge=1, le=LARGEST_SQUARE)]  # edge of the stored images, in pixels
     images: Mapping[str, NonNegative]  # split -> number of its images
+    label_sets: tuple[tuple[NonNegative, ...], ...] | None = None
+    """Where an image may have several labels: the classes of each set of labels that occurs, in ascending order. An image's label is then
+    the index of its set, so that shuffling, mixing and weighting treat it as any other label; None: it is the index of its class."""
+
+    def __post_init__(self) -> None:
+        """Check the sets, since the description may come from a file."""
+        for members in self.label_sets or ():
+            if list(members) != sorted(set(members)) or any(member >= len(self.classes) for member in members):
+                raise ValueError(f"{members} is no set of {len(self.classes)} classes")
 
     def write(self, directory: Path) -> None:
         """Write `dataset.json` into an artifact in the making."""
-        text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
+        content = asdict(self)
+        if self.label_sets is None:
+            del content["label_sets"]
+        text = json.dumps(content, indent=2, ensure_ascii=False)
         (directory / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
 
     @classmethod

@@ -74,11 +74,11 @@ class NearPair:
     twin: ImageCandidate
     bits: int  # in which their hashes differ
 
-    def record(self, classes: Sequence[str]) -> dict[str, Any]:
+    def record(self, label_names: Sequence[str]) -> dict[str, Any]:
         """Return what a file says of it."""
         sides: dict[str, Any] = {"bits": self.bits}
         for side, one in (("image", self.image), ("twin", self.twin)):
-            named = classes[one.label] if one.label != UNLABELED else None
+            named = label_names[one.label] if one.label != UNLABELED else None
             sides[side] = {"name": one.name, "split": one.split, "class": named}
         return sides
 

@@ -72,7 +72,7 @@ _WORK = "spool"
 """Folder of the decode cache below the output, removed when the preparation ends; older versions left it under this name too."""
 _DECIDING = {
     *("val_fraction", "test_fraction", "test_from", "split_seed", "near_duplicates"),
-    *("min_images_per_class", "max_bad_fraction", "attributes", "hierarchy"),
+    *("min_images_per_class", "max_bad_fraction", "attributes", "hierarchy", "multi_label"),
 }
 """Settings about which decoded images are kept where, and what is known of classes; not about how images are decoded."""
 
@@ -99,7 +99,7 @@ def prepare(
         SettingsError: `settings.source` is not a source.
         DataError: the source cannot be read, or its images, labels or splits are not usable.
     """
-    listing = list_source(settings.source, outside=settings.outside)
+    listing = list_source(settings.source, outside=settings.outside, multi_label=settings.multi_label)
     tags = read_tags(settings, listing)
     if settings.test_from == "val":
         listing = _with_test(listing, settings)
@@ -108,7 +108,7 @@ def prepare(
         outcomes = _decode_all(listing, settings, cache, processes)
         decoded = [outcome for outcome in outcomes if isinstance(outcome, ImageCandidate)]
         candidates, contradicting = curation.quarantine_contradictions(
-            [replace(one, row=row) for row, one in enumerate(decoded)], listing.classes
+            [replace(one, row=row) for row, one in enumerate(decoded)], listing.label_names
         )
         bad = [outcome for outcome in outcomes if isinstance(outcome, Quarantined)]
         quarantined = sorted(bad + contradicting, key=lambda one: one.name)
@@ -116,7 +116,7 @@ def prepare(
         _check_quarantined(quarantined, len(listing.items), settings, directory / QUARANTINE)
         kept, dropped = curation.drop_copies(candidates)
         _write_json(directory / DROPPED, map(asdict, dropped))
-        curation.check_classes(kept, listing.classes, settings)
+        curation.check_classes(kept, listing.classes, settings, listing.members)
         kept, near = _split(kept, listing, settings, directory)
         splits = {split: [candidate for candidate in kept if candidate.split == split] for split in SPLITS}
         squares = _open_squares(cache, len(_chunks(listing)))
@@ -125,6 +125,8 @@ def prepare(
         card = data_card(
             settings,
             classes=listing.classes,
+            label_names=listing.label_names,
+            members=listing.members,
             notes=listing.notes,
             splits=splits,
             quarantined=quarantined,
@@ -135,7 +137,9 @@ def prepare(
         )
         (directory / CARD).write_text(card, encoding="utf-8")
     counts = {str(split): len(members) for split, members in splits.items()}
-    DatasetDescription(classes=listing.classes, image_size=settings.image_size, images=counts).write(directory)
+    DatasetDescription(
+        classes=listing.classes, image_size=settings.image_size, images=counts, label_sets=listing.label_sets
+    ).write(directory)
     (directory / TAGS).unlink(missing_ok=True)
     if tags is not None:
         tags.write(directory)
@@ -346,11 +350,12 @@ def _split(
     """Take the splits that are missing, and deal with near-duplicates in different ones as the settings say."""
     separates = settings.near_duplicates == "separate"
     groups = near_duplicates.groups(candidates) if separates else None
-    kept = curation.take_missing_splits(candidates, {item.split for item in listing.items}, settings, groups)
+    given, members = {item.split for item in listing.items}, listing.members
+    kept = curation.take_missing_splits(candidates, given, settings, groups, members=members)
     near, file = near_duplicates.find(kept), directory / NEAR_DUPLICATES
     file.unlink(missing_ok=True)
     if near.pairs:
-        _write_json(file, [pair.record(listing.classes) for pair in near.pairs])
+        _write_json(file, [pair.record(listing.label_names) for pair in near.pairs])
         first = near.pairs[0]
         found = (
             f"{len(near.pairs)} images look like one of a held-out split, first {first.image.name} of {first.image.split}, like "
@@ -362,9 +367,9 @@ def _split(
     if separates:
         left_out = {pair.image.key for pair in near.pairs}
         kept = [candidate for candidate in kept if candidate.key not in left_out]
-    taught = {item.label for item in listing.items if item.split == "train"}
+    taught = {one for item in listing.items if item.split == "train" for one in members[item.label]}
     try:
-        curation.check_splits(kept, listing.classes, taught)
+        curation.check_splits(kept, listing.classes, taught, members)
     except DataError as error:
         hint = (
             "; or set data.near_duplicates=show: images that look the same are kept together, or left out" * separates

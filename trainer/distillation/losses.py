@@ -63,6 +63,18 @@ def distillation_kl(student: Tensor, teacher: Tensor, temperature: float) -> Ten
     return temperature**2 * _kl(student_log, teacher_log)
 
 
+def binary_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """T^2 x the sum over classes of KL between the two-way distributions sigmoid(teacher / T) and sigmoid(student / T).
+
+    For labels of which an image may have several: what the teacher says of each class, whatever it says of the others (the logit term of
+    Yang et al. 2023, "Multi-Label Knowledge Distillation").
+    """
+    ours, theirs = student.float() / temperature, teacher.float() / temperature
+    there = theirs.sigmoid() * (F.logsigmoid(theirs) - F.logsigmoid(ours))
+    absent = (-theirs).sigmoid() * (F.logsigmoid(-theirs) - F.logsigmoid(-ours))
+    return temperature**2 * (there + absent).sum() / len(student)
+
+
 def hard_distillation(student: Tensor, top_class: Tensor) -> Tensor:
     """Cross-entropy with the teacher's top class, int64 [B] (DeiT, Touvron et al. 2021, equation 3).
 
@@ -131,6 +143,11 @@ def _kl(student_log: Tensor, teacher_log: Tensor) -> Tensor:
 def agreement(student: Tensor, top_class: Tensor) -> Tensor:
     """Share of samples for which the student's top class is the teacher's."""
     return (student.argmax(1) == top_class).to(torch.float32).mean()
+
+
+def class_agreement(student: Tensor, teacher: Tensor) -> Tensor:
+    """Share of the classes that the student finds likelier than not just where the teacher does, in the mean over the samples."""
+    return ((student > 0) == (teacher > 0)).to(torch.float32).mean()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainer.config import DistillSettings, TrainingSettings
 from trainer.data.batch import Batch, Recorded
+from trainer.data.dataset import Targets
 from trainer.data.loader import shard_positions
 from trainer.devices import Device
 from trainer.distillation import losses
@@ -21,7 +22,7 @@ from trainer.distillation.losses import TeacherOutputs, all_logits, top_class
 from trainer.distillation.projected_student import ProjectedStudent
 from trainer.models import Classifier, ModelOutputs
 from trainer.profiling.timeline import span
-from trainer.training.classification import cross_entropy
+from trainer.training.classification import label_loss
 from trainer.training.process_group import Processes
 from trainer.training.spec import Losses
 
@@ -44,7 +45,11 @@ class DistillObjective:
     """
 
     def __init__(
-        self, student: Classifier | ProjectedStudent, teachers: Sequence[FrozenTeacher], settings: DistillSettings
+        self,
+        student: Classifier | ProjectedStudent,
+        teachers: Sequence[FrozenTeacher],
+        settings: DistillSettings,
+        targets: Targets | None = None,
     ) -> None:
         """Combine what is trained with who teaches it.
 
@@ -52,10 +57,13 @@ class DistillObjective:
             student: a `ProjectedStudent` where more than logits is compared.
             teachers: the pipeline's own first; none where batches bring recorded outputs.
             settings: the losses and their weights.
+            targets: of the data set, where an image may have several labels: each class is then compared by itself.
         """
         self.model: nn.Module = student
         self.left_out: Collection[str] = ()
         self._teachers, self._settings = teachers, settings
+        self._by_class = targets is not None
+        self._label_loss = label_loss(targets, settings.multi_label_loss)
         self._balances: list[Balance] = []  # what the features of each teacher go through; none of a single teacher
         self._seen: list[Tensor] = []  # the teacher's features of this step's micro-batches, for the queue
         self._feature_loss = FEATURE_LOSSES[settings.feature_loss]
@@ -84,11 +92,13 @@ class DistillObjective:
             parts = self._compare_all(ours._replace(logits=taught), said, batch.labels)
             if settings.label_weight:
                 smoothing, weights = settings.label_smoothing, batch.label_weights
-                parts["label"] = cross_entropy(logits, batch.labels, batch.mixing, smoothing=smoothing, weights=weights)
+                parts["label"] = self._label_loss(
+                    logits, batch.labels, batch.mixing, smoothing=smoothing, weights=weights
+                )
             first, *others = (settings.weight(name) * part for name, part in parts.items())
             loss = sum(others, first)
             answer = (logits + taught).detach()
-            agreed = [(weight, losses.agreement(answer, top_class(one))) for weight, one in said if one.logits.shape[1]]
+            agreed = [(weight, self._agreement(answer, one)) for weight, one in said if one.logits.shape[1]]
             if agreed:
                 parts["agreement"] = _mean(agreed)
         return {"loss": loss} | parts
@@ -109,7 +119,12 @@ class DistillObjective:
         """Yield each loss between the student's outputs, in the teacher's spaces, and the teacher's."""
         settings, between = self._settings, self._feature_loss
         if settings.logit_weight and said.logits.shape[1]:
-            yield "logit", logit_loss(settings, _there(ours.logits), said, labels)
+            logits = _there(ours.logits)
+            if self._by_class:
+                whole = all_logits(said, logits.shape[1])
+                yield "logit", losses.binary_kl(logits, whole, settings.temperature)
+            else:
+                yield "logit", logit_loss(settings, logits, said, labels)
         if settings.feature_weight:
             yield "feature", between(_there(ours.features), _there(said.features))
         if settings.token_weight:
@@ -125,6 +140,11 @@ class DistillObjective:
             t, teacher_t = settings.similarity_temperature, settings.similarity_teacher_temperature
             loss = losses.similarity_loss(own, theirs, queue, temperature=t, teacher_temperature=teacher_t)
             yield "similarity", loss
+
+    def _agreement(self, answer: Tensor, said: TeacherSignal) -> Tensor:
+        if self._by_class:
+            return losses.class_agreement(answer, all_logits(said, answer.shape[1]))
+        return losses.agreement(answer, top_class(said))
 
     def show(self, batch: Batch) -> None:
         """A forward pass of the student alone."""

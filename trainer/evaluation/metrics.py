@@ -174,28 +174,30 @@ _ROUNDING = 1e-9  # 0.90 - 0.85 is 0.05000000000000004 and still a drop of 0.05
 def judge(
     settings: GateSettings,
     *,
-    teacher_top1: float,
-    student_top1: float,
+    teacher_score: float,
+    student_score: float,
     teacher_parameters: int,
     student_parameters: int,
     student_p95_ms: float,
     student_knn_top1: float | None = None,
+    title: str = "top-1",
 ) -> list[str]:
     """Check every condition of the gate; returns each failed one, with its number and its limit.
 
     Args:
         student_knn_top1: of the nearest neighbours of the student's embeddings; None where that was not measured.
+        title: what the scores are: those of the test images (`scores.TITLES`).
         student_p95_ms: 95th percentile of the student's latency at the first of `evaluate.latency_batch_sizes`.
     """
     reasons = []
-    student = f"the student's test top-1 of {student_top1:.2%}"
-    drop = teacher_top1 - student_top1
+    student = f"the student's test {title} of {student_score:.2%}"
+    drop = teacher_score - student_score
     if drop > settings.max_accuracy_drop + _ROUNDING:
         reasons.append(
-            f"accuracy: {student} is {100 * drop:.2f} points below the teacher's {teacher_top1:.2%}; "
+            f"accuracy: {student} is {100 * drop:.2f} points below the teacher's {teacher_score:.2%}; "
             f"evaluate.gate.max_accuracy_drop allows {100 * settings.max_accuracy_drop:.2f}"
         )
-    if student_top1 < settings.min_accuracy - _ROUNDING:
+    if student_score < settings.min_accuracy - _ROUNDING:
         reasons.append(f"accuracy: {student} is below evaluate.gate.min_accuracy = {settings.min_accuracy:.2%}")
     if student_knn_top1 is not None and student_knn_top1 < settings.min_knn_accuracy - _ROUNDING:
         reasons.append(

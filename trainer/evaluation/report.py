@@ -51,17 +51,15 @@ def render(
     outcome = "passed" if verdict["passed"] else "did not pass"
     images = int(teacher.matrix.sum())
     both = {"teacher": teacher, "student": student}
-    passed: Block = Paragraph("Passed: every condition of the gate holds.", style="good")
-    refused: list[Block] = [Paragraph("Not passed:", style="bad"), BulletList(verdict["reasons"])]
     return pages.render(
         f"Evaluation: the student {outcome}",
         f"{student.figures['title']}; distilled from {teacher.figures['title']}; "
         f"{images:,} test images, {len(classes)} classes",
         [
-            PageSection("Verdict", [passed] if verdict["passed"] else refused),
+            verdict_section(verdict),
             _comparison(teacher, student, images),
             *([_levels(teacher, student, tags)] if tags is not None else []),
-            _latency(both, machine),
+            latency_section({name: one.latencies for name, one in both.items()}, machine),
             _calibration(both),
             _confusions(student, classes, examples),
             _classes(both, classes),
@@ -70,24 +68,36 @@ def render(
     )
 
 
+def verdict_section(verdict: Mapping[str, Any]) -> PageSection:
+    """Say whether the student passed its gate, or why not."""
+    passed: Block = Paragraph("Passed: every condition of the gate holds.", style="good")
+    refused: list[Block] = [Paragraph("Not passed:", style="bad"), BulletList(verdict["reasons"])]
+    return PageSection("Verdict", [passed] if verdict["passed"] else refused)
+
+
+def size_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the rows of a table that compare the sizes of teacher and student."""
+    sizes = {"parameters": "parameters", "multiply-accumulates an image": "macs", "bytes of weights": "size_bytes"}
+    return [
+        (name, f"{one[key]:,}", f"{other[key]:,}", summary.ratio(one[key], other[key], "smaller", "larger"))
+        for name, key in sizes.items()
+    ]
+
+
 def _comparison(teacher: Measured, student: Measured, images: int) -> PageSection:
     one, other = teacher.figures, student.figures
-    sizes = {"parameters": "parameters", "multiply-accumulates an image": "macs", "bytes of weights": "size_bytes"}
     rows = [
         ("architecture", one["architecture"], other["architecture"], ""),
-        ("test top-1", _interval(one, images), _interval(other, images), _points(one, other, "top1")),
-        ("test top-5", f"{one['test']['top5']:.2%}", f"{other['test']['top5']:.2%}", _points(one, other, "top5")),
+        ("test top-1", _interval(one, images), _interval(other, images), points(one, other, "top1")),
+        ("test top-5", f"{one['test']['top5']:.2%}", f"{other['test']['top5']:.2%}", points(one, other, "top5")),
         ("agreement with the teacher", "", f"{other['test']['agreement']:.2%}", ""),
         ("expected calibration error", f"{one['test']['ece']:.4f}", f"{other['test']['ece']:.4f}", ""),
         ("the same without temperature", "", f"{other['test']['ece_uncalibrated']:.4f}", ""),
-        *(
-            (name, f"{one[key]:,}", f"{other[key]:,}", summary.ratio(one[key], other[key], "smaller", "larger"))
-            for name, key in sizes.items()
-        ),
+        *size_rows(one, other),
     ]
     if "knn_top1" in other["test"]:
         theirs, ours = (f"{figures['test']['knn_top1']:.2%}" for figures in (one, other))
-        rows.insert(3, ("k-NN top-1 of the embeddings", theirs, ours, _points(one, other, "knn_top1")))
+        rows.insert(3, ("k-NN top-1 of the embeddings", theirs, ours, points(one, other, "knn_top1")))
     note = f"In brackets: the 95 % interval (Wilson) that {images:,} test images allow."
     if one.get("head"):
         note += f" The teacher has no head; its answers are those of a {one['head']} on its embeddings, fitted to training images."
@@ -100,7 +110,8 @@ def _interval(figures: Mapping[str, Any], images: int) -> str:
     return f"{top1:.2%} ({low:.1%} to {high:.1%})"
 
 
-def _points(teacher: Mapping[str, Any], student: Mapping[str, Any], name: str) -> str:
+def points(teacher: Mapping[str, Any], student: Mapping[str, Any], name: str) -> str:
+    """Say by how much a figure of the test images differs."""
     return f"{100 * (student['test'][name] - teacher['test'][name]):+.2f} points"
 
 
@@ -133,10 +144,11 @@ def _answers(answers: Mapping[str, Any] | None) -> Paragraph | None:
     )
 
 
-def _latency(both: Mapping[str, Measured], machine: Machine) -> PageSection:
+def latency_section(both: Mapping[str, Sequence[Latency]], machine: Machine) -> PageSection:
+    """Show the latencies of teacher and student."""
     rows = [
         (name, latency.batch_size, latency.p50_ms, latency.p95_ms, latency.images_per_second)
-        for batch in zip(*(measured.latencies for measured in both.values()), strict=True)
+        for batch in zip(*both.values(), strict=True)
         for name, latency in zip(both, batch, strict=True)
     ]
     note = (

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer import artifacts, finished_run, models, storage
+from trainer import artifacts, finished_run, models, scores, storage
 from trainer.artifacts import Artifact, Manifest
 from trainer.config import EvaluateSettings, ExportSettings
 from trainer.data.dataset import PreparedDataset, Split, open_dataset
@@ -20,7 +20,7 @@ from trainer.evaluation import hierarchy, metrics
 from trainer.evaluation.embeddings import spread
 from trainer.export import export_page, int8, missing_package, onnx_graph, quantization_aware, variants
 from trainer.export.onnx_student import OnnxStudent, Pixels
-from trainer.export.variants import FLOAT, ServingCandidate
+from trainer.export.variants import FLOAT, ServingCandidate, Yardstick
 from trainer.graph import DATASET, EVALUATION, STUDENT
 from trainer.models import Classifier, ModelCard
 from trainer.served_student import preprocessing
@@ -31,7 +31,7 @@ from trainer.served_student.pyfunc import EXPORT_CARD
 logger = logging.getLogger(__name__)
 
 _LITTLE = 0.005
-"""Test top-1 that an int8 variant may lose without being fine-tuned."""
+"""Score on the test images that an int8 variant may lose without being fine-tuned."""
 _IN_OPENVINO = f"-{OPENVINO}"  # ends the names of what it computes
 GRAPH, CARD, CANDIDATES, PAGE = "model.onnx", EXPORT_CARD, "candidates.json", "export.html"
 
@@ -130,11 +130,26 @@ def make(
             known = hierarchy.served_tags(data.tags, judged.figures)
             if known is not None:
                 known.write(draft.path)
-            temperature = judged.figures["student"].get("temperature", 1.0)
-            _write(draft.path / CARD, contract(card, chosen, parents, temperature=temperature, tags=known is not None))
+            found = judged.figures["student"]
+            _write(
+                draft.path / CARD,
+                contract(
+                    card,
+                    chosen,
+                    parents,
+                    temperature=found.get("temperature", 1.0),
+                    threshold=found.get("threshold"),
+                    tags=known is not None,
+                ),
+            )
         machine, name = metrics.machine(), chosen.name if chosen is not None else None
         photos = min(len(test), settings.test_images)
-        table = {"chosen": name, "notes": notes, "photos": photos, "candidates": [asdict(one) for one in measured]}
+        table = {
+            "chosen": name,
+            "notes": notes,
+            "photos": photos,
+            "candidates": [variants.record(one) for one in measured],
+        }
         _write(draft.path / CANDIDATES, {"machine": asdict(machine), **table})
         (draft.path / PAGE).write_text(
             export_page.render(card.title, measured, name, notes, machine, photos=photos), encoding="utf-8"
@@ -145,7 +160,11 @@ def make(
     if chosen is not None:
         first = chosen.latencies[0]
         logger.info(
-            "export  %s is chosen: test top-1 %.2f%%, p50 %.2f ms", chosen.name, 100 * chosen.top1, first.p50_ms
+            "export  %s is chosen: test %s %.2f%%, p50 %.2f ms",
+            chosen.name,
+            scores.TITLES[chosen.measure],
+            100 * chosen.score,
+            first.p50_ms,
         )
     return ExportedStudent(directory=artifacts.read(output, "export").path, candidates=measured, chosen=name)
 
@@ -171,9 +190,14 @@ def _measured(
 ) -> list[ServingCandidate]:
     """Write every variant into a folder, and measure and judge each: the student itself first, then fp32."""
     evaluated = EvaluateSettings.model_validate(evaluation.settings)
-    temperature = evaluation.figures["student"].get("temperature", 1.0)
     model = models.load(student)
     tested = spread(len(test), settings.test_images)
+    yardstick = Yardstick(
+        labels=test.labels[tested],
+        temperature=evaluation.figures["student"].get("temperature", 1.0),
+        targets=data.targets,
+        threshold=evaluation.figures["student"].get("threshold", 0.5),
+    )
     names, threads = [test.names[index] for index in tested], metrics.machine().threads
     logits = {"torch": variants.predict(variants.answering(model), test, tested)}
     students: dict[str, OnnxStudent] = {}
@@ -186,7 +210,7 @@ def _measured(
                 student_there = OnnxStudent(file, threads=threads, runtime=runtime)
                 answers = variants.predict(student_there.logits, test, tested)
                 if file.stem == FLOAT:
-                    variants.check_float(logits["torch"], answers, names)
+                    variants.check_float(logits["torch"], answers, names, by_class=data.targets is not None)
                 students[name], logits[name] = student_there, answers
             except ModelError as error:
                 if name == FLOAT:
@@ -195,9 +219,9 @@ def _measured(
 
     def keeps_answers(name: str) -> bool:
         """Whether a variant loses little enough to be left as it is."""
-        found, own, labels = logits[name], logits["torch"], test.labels[tested]
-        lost = metrics.top_k(own, labels, 1) - metrics.top_k(found, labels, 1)
-        return lost <= _LITTLE and variants.shift(own, found, temperature) <= settings.max_shift
+        found, own = logits[name], logits["torch"]
+        lost = yardstick.score(own) - yardstick.score(found)
+        return lost <= _LITTLE and yardstick.shift(own, found) <= settings.max_shift
 
     onnx_graph.write(model, data.image_size, folder / f"{FLOAT}.onnx")
     ask(folder / f"{FLOAT}.onnx")
@@ -209,7 +233,9 @@ def _measured(
                 ask(file)
             tried = [name for name in logits if name.startswith("int8")]
             if settings.finetune_steps and tried and not any(map(keeps_answers, tried)):
-                tuned = quantization_aware.finetune(model, train, steps=settings.finetune_steps)
+                tuned = quantization_aware.finetune(
+                    model, train, steps=settings.finetune_steps, by_class=data.targets is not None
+                )
                 ask(_write_tuned(tuned, data.image_size, folder, images))
         except ModelError as error:
             _note(error, notes, strict=strict)
@@ -220,7 +246,7 @@ def _measured(
         (student.path / models.WEIGHTS).stat().st_size,
         test,
         tested,
-        temperature=temperature,
+        yardstick=yardstick,
         batch_sizes=evaluated.latency_batch_sizes,
         runs=evaluated.latency_runs,
     )
@@ -264,15 +290,17 @@ def _reasons(
     """
     reasons = metrics.judge(
         evaluated.gate,
-        teacher_top1=figures["teacher"]["test"]["top1"],
-        student_top1=one.top1,
+        teacher_score=scores.score(figures["teacher"]["test"]),
+        student_score=one.score,
         teacher_parameters=figures["teacher"]["parameters"],
         student_parameters=figures["student"]["parameters"],
         student_p95_ms=one.latencies[0].p95_ms,
+        title=scores.title(figures["teacher"]["test"]),
     )
-    if itself.top1 - one.top1 > settings.max_accuracy_loss:
+    title = scores.TITLES[one.measure]
+    if itself.score - one.score > settings.max_accuracy_loss:
         reasons.append(
-            f"accuracy: loses {100 * (itself.top1 - one.top1):.2f} points of test top-1; export.max_accuracy_loss allows "
+            f"accuracy: loses {100 * (itself.score - one.score):.2f} points of test {title}; export.max_accuracy_loss allows "
             f"{100 * settings.max_accuracy_loss:.2f}"
         )
     if one.shift > settings.max_shift:
@@ -284,7 +312,13 @@ def _reasons(
 
 
 def contract(
-    card: ModelCard, chosen: ServingCandidate, fingerprints: Mapping[str, str], *, temperature: float, tags: bool
+    card: ModelCard,
+    chosen: ServingCandidate,
+    fingerprints: Mapping[str, str],
+    *,
+    temperature: float,
+    threshold: float | None = None,
+    tags: bool,
 ) -> dict[str, Any]:
     """Build `card.json`: all that whoever feeds the file has to know."""
     if card.square is None:
@@ -306,12 +340,14 @@ def contract(
             "std": list(card.std),
         },
         "labels": list(card.labels),
-        "temperature": temperature,  # probabilities are the softmax of logits / temperature
+        # Probabilities are the softmax of logits / temperature; where there is a threshold, their sigmoid, and classes above it are named.
+        "temperature": temperature,
+        **({"threshold": threshold} if threshold is not None else {}),
         "tags": TAGS if tags else None,
         "architecture": card.architecture,
         "origin": asdict(card.origin) if card.origin else None,
         "fingerprints": dict(fingerprints),
-        "measured": asdict(chosen),
+        "measured": variants.record(chosen),
     }
 
 

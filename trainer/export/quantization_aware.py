@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from trainer.data.dataset import Split
-from trainer.distillation.losses import distillation_kl
+from trainer.distillation.losses import binary_kl, distillation_kl
 from trainer.models import Classifier
 
 logger = logging.getLogger(__name__)
@@ -78,10 +78,11 @@ def rounding(network: nn.Module) -> Iterator[None]:
             parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
 
 
-def finetune(model: Classifier, split: Split, *, steps: int, seed: int = 0) -> Classifier:
+def finetune(model: Classifier, split: Split, *, steps: int, by_class: bool = False, seed: int = 0) -> Classifier:
     """Fine-tune a copy of a model, which is on the CPU and has a head, on images of a split, so that its int8 variant answers as the model.
 
-    The loss is KL(model || copy). Statistics of batch normalisation stay as they are, as do dropout and stochastic depth: off.
+    The loss is KL(model || copy), or the sum of that of each class (`by_class`). Statistics of batch normalisation stay as they are, as do
+    dropout and stochastic depth: off.
     """
     learner = copy.deepcopy(model).eval()
     order, size = np.random.default_rng(seed), min(BATCH_SIZE, len(split))
@@ -93,7 +94,7 @@ def finetune(model: Classifier, split: Split, *, steps: int, seed: int = 0) -> C
             images = split.read(order.choice(len(split), size, replace=False).tolist())
             with torch.no_grad():
                 target = model(images)
-            loss = distillation_kl(learner(images), target, temperature=1.0)
+            loss = (binary_kl if by_class else distillation_kl)(learner(images), target, temperature=1.0)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -6,19 +6,24 @@ Shapes: N images, S the edge of a square, K classes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainer.data.dataset import Split
+from trainer.data.dataset import Split, Targets
 from trainer.errors import ModelError
 from trainer.evaluation import metrics
+from trainer.evaluation.average_precision import mean_average_precision
 from trainer.evaluation.metrics import Latency
 from trainer.export.onnx_student import Logits, OnnxStudent, Pixels
 from trainer.models import Classifier
+from trainer.scores import TITLES
 from trainer.served_student.onnx_network import ONNX_RUNTIME
+from trainer.served_student.pyfunc import probabilities as served_probabilities
 from trainer.summary import aligned
 
 FLOAT = "fp32"
@@ -36,14 +41,17 @@ class ServingCandidate:
 
     name: str
     size_bytes: int
-    top1: float
-    """Share of the test photos."""
+    measure: str
+    """Name of its score (`scores.TITLES`)."""
+    score: float
+    """On the test photos."""
     same: float
-    """Share of the test photos with the student's own first class."""
+    """Share of the test photos with the student's own first class; of the decisions on all classes where photos may have several."""
     difference: float
     """Largest difference of a logit from the student's own."""
     shift: float
-    """Total variation distance of its probabilities from the student's own: half the sum of the differences, in the mean."""
+    """Total variation distance of its probabilities from the student's own: half the sum of the differences, in the mean over the photos;
+    where photos may have several classes the largest difference of a class's."""
     latencies: Sequence[Latency]
     reasons: Sequence[str] = ()
     """Why it is not to be chosen; empty where it passes."""
@@ -74,24 +82,60 @@ def answering(model: Classifier) -> Callable[[Pixels], Logits]:
     return answer
 
 
-def shift(own: Logits, found: Logits, temperature: float) -> float:
-    """Return the total variation distance of the probabilities of `found` from those of `own`, in the mean over N images, [N, K] each."""
-    probabilities = [metrics.probabilities(logits / temperature) for logits in (own, found)]
-    return float(np.abs(probabilities[1] - probabilities[0]).sum(axis=1).mean() / 2)
+@dataclass(frozen=True, kw_only=True)
+class Yardstick:
+    """What answers on N test images are measured by; answers are logits, [N, K]."""
+
+    labels: npt.NDArray[np.int64]
+    """Index of each image's class, or of its set of classes, [N]."""
+    temperature: float
+    """By which logits are divided for probabilities."""
+    targets: Targets | None = None
+    """`PreparedDataset.targets`: where images may have several labels each class is judged by itself."""
+    threshold: float = 0.5
+    """Probability above which a class is then named."""
+
+    @property
+    def measure(self) -> str:
+        """Name of the score."""
+        return "top1" if self.targets is None else "map"
+
+    def probabilities(self, logits: Logits) -> npt.NDArray[np.float64]:
+        """Compute the probability of each class, [N, K]."""
+        return served_probabilities(logits / self.temperature, by_class=self.targets is not None)
+
+    def score(self, logits: Logits) -> float:
+        """Compute top-1 accuracy, or mAP."""
+        if self.targets is None:
+            return metrics.top_k(logits, self.labels, 1)
+        return mean_average_precision(logits, self.targets[self.labels])
+
+    def same(self, logits: Logits, own: Logits) -> float:
+        """Compute how much of what is answered is the same: first classes, or decisions on all classes."""
+        if self.targets is None:
+            return metrics.agreement(logits, own)
+        named, before = (self.probabilities(one) > self.threshold for one in (logits, own))
+        return float((named == before).mean())
+
+    def shift(self, own: Logits, found: Logits) -> float:
+        """Compute the total variation distance of the probabilities, as `ServingCandidate.shift`."""
+        apart = np.abs(self.probabilities(found) - self.probabilities(own))
+        return float((apart.sum(axis=1) / 2 if self.targets is None else apart.max(axis=1)).mean())
 
 
-def check_float(own: Logits, exported: Logits, names: Sequence[str]) -> None:
+def check_float(own: Logits, exported: Logits, names: Sequence[str], *, by_class: bool = False) -> None:
     """Make sure that the exported student answers as the student itself: the same first class everywhere, logits within `TOLERANCE`.
 
     Args:
         own: logits of images, [N, K], and those of the exported student.
         names: of these images.
+        by_class: whether each class is judged by itself, so that no class is the first.
 
     Raises:
         ModelError: it does not; names the worst photo.
     """
     far = np.abs(exported - own) - (TOLERANCE + TOLERANCE * np.abs(own))
-    other = own.argmax(axis=1) != exported.argmax(axis=1)
+    other = (own.argmax(axis=1) != exported.argmax(axis=1)) & (not by_class)
     worst = int(np.where(other, np.inf, far.max(axis=1)).argmax())
     if other.any() or far.max() > 0:
         raise ModelError(
@@ -109,7 +153,7 @@ def measure(
     split: Split,
     indices: Sequence[int],
     *,
-    temperature: float,
+    yardstick: Yardstick,
     batch_sizes: Sequence[int],
     runs: int,
 ) -> list[ServingCandidate]:
@@ -118,7 +162,7 @@ def measure(
     Args:
         logits: what each says of N images of the split, [N, K], those at `indices`.
         model: the student, on the CPU, and `size_bytes` of its weights.
-        temperature: by which logits are divided for probabilities.
+        yardstick: what they are measured by.
     """
     own = logits["torch"]
     sizes = {"torch": size_bytes, **{name: student.file.stat().st_size for name, student in students.items()}}
@@ -136,10 +180,11 @@ def measure(
         ServingCandidate(
             name=name,
             size_bytes=sizes[name],
-            top1=metrics.top_k(found, split.labels[indices], 1),
-            same=metrics.agreement(found, own),
+            measure=yardstick.measure,
+            score=yardstick.score(found),
+            same=yardstick.same(found, own),
             difference=float(np.abs(found - own).max()),
-            shift=shift(own, found, temperature),
+            shift=yardstick.shift(own, found),
             latencies=timed[name],
             runtime=students[name].runtime if name in students else "torch",
         )
@@ -151,11 +196,19 @@ def rows(candidates: Sequence[ServingCandidate], chosen: str | None) -> list[tup
     """Return a heading and a row for each candidate, the chosen one marked."""
     sizes = [one.batch_size for one in candidates[0].latencies]
     return [
-        ("", "test top-1", "same class", "shift", "MB", *(f"p50, p95 ms at {size}" for size in sizes), ""),
+        (
+            "",
+            f"test {TITLES[candidates[0].measure]}",
+            "same class",
+            "shift",
+            "MB",
+            *(f"p50, p95 ms at {size}" for size in sizes),
+            "",
+        ),
         *(
             (
                 one.name,
-                f"{one.top1:.2%}",
+                f"{one.score:.2%}",
                 f"{one.same:.2%}",
                 f"{one.shift:.2%}",
                 f"{one.size_bytes / 1e6:.1f}",
@@ -179,11 +232,20 @@ def table(candidates: Sequence[ServingCandidate], chosen: str | None) -> list[st
     return [*aligned(cells, right=range(1, len(cells[0]) - 1)), *refused]
 
 
+def record(one: ServingCandidate) -> dict[str, Any]:
+    """Return all that is known of a candidate, its score by its name."""
+    known = asdict(one)
+    return {
+        **{name: value for name, value in known.items() if name not in ("measure", "score")},
+        one.measure: one.score,
+    }
+
+
 def figures(one: ServingCandidate) -> dict[str, float]:
     """Return the main numbers of a candidate, its times at the first batch size."""
     first = one.latencies[0]
     return {
-        "top1": one.top1,
+        one.measure: one.score,
         "same": one.same,
         "shift": one.shift,
         "size_bytes": one.size_bytes,

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer import artifacts, limits, pages, storage, summary
+from trainer import artifacts, limits, pages, scores, storage, summary
 from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
 from trainer.formatting import clipped, duration, milliseconds, percent, short
@@ -216,9 +216,10 @@ def compare(before: ComparedRun, after: ComparedRun) -> Comparison:
     if before.dataset and after.dataset:
         same_data = before.dataset == after.dataset
     accuracy = ""
-    first, second = (_at(side.run, ("student", "test", "top1")) for side in (before, after))
+    name = _score_name(after)
+    first, second = (_at(side.run, ("student", "test", name)) for side in (before, after))
     if first is not None and second is not None and same_data is not False:
-        accuracy = f"; the student's test top-1: {first:.1%} before and {second:.1%} after"
+        accuracy = f"; the student's test {scores.TITLES[name]}: {first:.1%} before and {second:.1%} after"
     general = [_outcome(before, after, same_data), _settings(before, after), _findings(before, after)]
     return Comparison(
         before=before,
@@ -411,16 +412,22 @@ def _signals(one: TrainingSummary) -> dict[str, float]:
     return first | {name: signal.max if name.endswith("_bytes") else signal.mean for name, signal in others.items()}
 
 
+def _score_name(side: ComparedRun) -> str:
+    """Return the name of the score by which a run's student was judged."""
+    return next((name for name in scores.TITLES if _at(side.run, ("student", "test", name)) is not None), "top1")
+
+
 def _outcome(before: ComparedRun, after: ComparedRun, same_data: bool | None) -> Table:
     """Compare accuracy, time and dollars of whole runs; accuracy has no change if the test images differ."""
     if before.run is None or after.run is None:
         return Table(("", *_SIDES), [], title="The runs")
     a, b = before.run, after.run
     rows = [_row("recipe", str, a.get("recipe", ""), b.get("recipe", ""))]
+    name = _score_name(after)
     for title, keys in (
-        ("student, test top-1", ("student", "test", "top1")),
+        (f"student, test {scores.TITLES[name]}", ("student", "test", name)),
         ("agrees with the teacher", ("student", "test", "agreement")),
-        ("teacher, test top-1", ("teacher", "test", "top1")),
+        (f"teacher, test {scores.TITLES[name]}", ("teacher", "test", name)),
     ):
         first, second = _at(a, keys), _at(b, keys)
         points = "" if first is None or second is None else f"{100 * (second - first):+.2f} points"

@@ -31,6 +31,7 @@ from trainer.svg import Flags, colour_class
 _METRICS = (
     ("loss", "Loss", "training", 1.0),
     ("val_top1", "Top-1", "%, validation", 100.0),
+    ("val_map", "mAP", "%, validation", 100.0),
     ("agreement", "Agreement", "% with the teacher", 100.0),
 )
 """Name, title, unit, factor."""

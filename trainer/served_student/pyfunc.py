@@ -40,6 +40,9 @@ TOP_K = "top_k"
 TOP_LABELS, TOP_PROBABILITIES = "top_labels", "top_probabilities"
 """Columns of a prediction that was asked for so many: lists, the most probable first."""
 
+NAMED = "named"
+"""Column of a prediction where a photo may have several labels: those whose probability is above the threshold."""
+
 _BATCH_SIZE = 128
 
 
@@ -56,6 +59,8 @@ class ServedStudent:
         """Attributes and hierarchy of the labels, if the registered model has any."""
         self.temperature: float = card.get("temperature") or 1.0
         """By which the logits are divided for probabilities; 1 where none was fitted."""
+        self.threshold: float | None = card.get("threshold")
+        """Probability above which a label is named, where a photo may have several; None where it has one."""
         self._square = Square(**card["square"])
         self._network: OnnxNetwork | TorchNetwork
         if exported:
@@ -80,8 +85,8 @@ class ServedStudent:
 
         Returns:
             The probability of each label: B rows, K columns named by the labels; or with `top_k` two columns of lists, `top_labels` and
-            `top_probabilities`. Where the model has tags, further columns follow: `answer`, `confidence`, and each attribute
-            (`ClassTags.columns`).
+            `top_probabilities`. Where a photo may have several labels, a column of lists follows, `named`. Where the model has tags,
+            further columns follow: `answer`, `confidence`, and each attribute (`ClassTags.columns`).
 
         Raises:
             BadImageError: one of them is not an image, or cannot be used; it is named, and none is classified.
@@ -90,11 +95,21 @@ class ServedStudent:
 
         table = self.probabilities(images)
         known = self.tags.columns(table.to_numpy()) if self.tags is not None else None
+        named = (
+            [
+                [label for label, sure in zip(self.labels, row, strict=True) if sure > self.threshold]
+                for row in table.to_numpy()
+            ]
+            if self.threshold is not None
+            else None
+        )
         if top_k := int((params or {}).get(TOP_K, 0)):
             best = np.argsort(-table.to_numpy(), axis=1, kind="stable")[:, :top_k]
             values = np.take_along_axis(table.to_numpy(), best, axis=1)
             names = [[self.labels[index] for index in row] for row in best.tolist()]
             table = pd.DataFrame({TOP_LABELS: names, TOP_PROBABILITIES: values.tolist()})
+        if named is not None:
+            table[NAMED] = named
         if known is not None:
             for name, values in known.items():
                 table[name] = pd.Series(
@@ -111,7 +126,8 @@ class ServedStudent:
         for start in range(0, len(photos), _BATCH_SIZE):
             batch = enumerate(photos[start : start + _BATCH_SIZE], start)
             squares = np.stack([self._read(index, photo) for index, photo in batch])
-            batches.append(softmax(self._network.logits(squares) / self.temperature))
+            logits = self._network.logits(squares) / self.temperature
+            batches.append(probabilities(logits, by_class=self.threshold is not None))
         return pd.DataFrame(np.concatenate(batches), columns=self.labels)
 
     def square(self, content: bytes) -> npt.NDArray[np.uint8]:
@@ -176,8 +192,11 @@ def _each(images: Any) -> Sequence[Any]:
     )
 
 
-def softmax(logits: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
-    """Turn logits into probabilities, [B, K]."""
+def probabilities(logits: npt.NDArray[np.floating], *, by_class: bool = False) -> npt.NDArray[np.float64]:
+    """Turn logits into probabilities, [B, K]: their softmax, or the sigmoid of each where a class says nothing of the others."""
+    if by_class:
+        each: npt.NDArray[np.float64] = (1 + np.tanh(logits.astype(np.float64) / 2)) / 2
+        return each
     powers = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
     shares: npt.NDArray[np.float64] = powers / powers.sum(axis=1, keepdims=True)
     return shares

@@ -18,7 +18,7 @@ from trainer.prediction import Prediction
 from trainer.served_student.class_tags import ClassTags
 from trainer.served_student.onnx_network import runtime_of
 from trainer.served_student.preprocessing import Square, decode, to_square
-from trainer.served_student.pyfunc import EXPORT_CARD, softmax
+from trainer.served_student.pyfunc import EXPORT_CARD, probabilities
 
 
 class ExportedClassifier:
@@ -49,6 +49,8 @@ class ExportedClassifier:
             tags = card["tags"] and limits.parse_json((export.path / card["tags"]).read_bytes())
             self.tags = ClassTags.of(tags) if tags else None
             self._temperature = float(card.get("temperature", 1))
+            threshold = card.get("threshold")
+            self.threshold = None if threshold is None else float(threshold)
             self.architecture, self.variant = str(card["architecture"]), str(card["variant"])
             self.runtime = runtime_of(card)
             reasons: list[str] = card["measured"]["reasons"]
@@ -77,8 +79,9 @@ class ExportedClassifier:
 
     def probabilities(self, squares: Pixels) -> npt.NDArray[np.float64]:
         """Compute the probability of each class, [B, S, S, 3] -> [B, K]."""
-        return softmax(self._student.logits(squares) / self._temperature)
+        logits = self._student.logits(squares) / self._temperature
+        return probabilities(logits, by_class=self.threshold is not None)
 
-    def predictions(self, probabilities: npt.NDArray[np.float64], *, top: int) -> list[Prediction]:
+    def predictions(self, found: npt.NDArray[np.float64], *, top: int) -> list[Prediction]:
         """Say what probabilities [B, K] mean: the `top` most probable classes, and where there are tags the answer."""
-        return prediction.predictions(probabilities, self.labels, self.tags, top=top)
+        return prediction.predictions(found, self.labels, self.tags, top=top, threshold=self.threshold)

@@ -437,8 +437,12 @@ def _parsed(body: bytes) -> Mapping[str, Any]:
 
 def _shown(said: Prediction) -> dict[str, Any]:
     labels = [{"label": label, "probability": probability} for label, probability in said.labels.items()]
-    known = {key: value for key, value in asdict(said).items() if key != "labels" and said.confidence is not None}
-    return {"labels": labels, **known}
+    known = {
+        key: value
+        for key, value in asdict(said).items()
+        if key not in ("labels", "named") and said.confidence is not None
+    }
+    return {"labels": labels, **known} | ({"named": said.named} if said.named is not None else {})
 
 
 def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from trainer import artifacts, models, pretrained
-from trainer.config import RECORDED_BY, DistillSettings
+from trainer.config import RECORDED_BY, DistillSettings, multi_label_mistakes
 from trainer.data.batch import Batch
-from trainer.data.dataset import PreparedDataset, open_dataset
+from trainer.data.dataset import PreparedDataset, Targets, open_dataset
 from trainer.data.loader import Samples, Views
 from trainer.data.sampler import SampleSlice
 from trainer.devices import Device
@@ -60,6 +60,8 @@ def run(
     startup = Startup()
     with startup.part("fetch"):
         data = open_dataset(dataset)
+        if data.targets is not None and (mistakes := multi_label_mistakes(settings)):
+            raise SettingsError("\n".join(mistakes))
         teaching = artifacts.manifest(teacher, "model")
         classifier, weights = start(settings, data)
         check_compared(classifier, settings, student=True)
@@ -81,7 +83,8 @@ def run(
             pairs = zip(places, [teacher, *settings.further_teachers], strict=True)
             held = [check_fits(uri, settings, data=data, dataset=dataset, teacher=one) for uri, one in pairs]
             check_joined(places, held)
-            _check_content(settings, classifier, places, held)  # before the records are fetched
+            # Before the records are fetched.
+            _check_content(settings, classifier, places, held, by_class=data.targets is not None)
             recording = open_recording(*places)
             for number, one in enumerate([recording, *recording.further], start=1):
                 parents[f"teacher_outputs_{number}" if number > 1 else "teacher_outputs"] = one.fingerprint
@@ -96,7 +99,7 @@ def run(
         if session.processes.is_first:
             _tell(samples, settings)
         size = view_size(classifier, teachers, recording)
-        objective = make_objective(settings, classifier, teachers, recording, session.processes.device)
+        objective = make_objective(settings, classifier, teachers, recording, session.processes.device, data.targets)
         if settings.further_teachers and settings.compares_features:
             objective.balance(_first_views(settings, samples, size, recording), session.processes.device)
         trained = session.train(
@@ -158,19 +161,23 @@ def _check_content(
     student: Classifier,
     uris: Sequence[str | Path],
     recordings: Sequence[RecordingDescription],
+    *,
+    by_class: bool,
 ) -> None:
     """Refuse recorded outputs that lack what the losses or the student need; one of several teachers may have no logits."""
     if settings.logit_weight and not any(held.classes for held in recordings):
         raise SettingsError(_no_logits(settings, f"the teacher whose outputs {' and '.join(map(str, uris))} holds"))
     for uri, held in zip(uris, recordings, strict=True):
-        _check_recording(settings, student, uri, held)
+        _check_recording(settings, student, uri, held, by_class=by_class)
 
 
 def _check_recording(
-    settings: DistillSettings, student: Classifier, uri: str | Path, held: RecordingDescription
+    settings: DistillSettings, student: Classifier, uri: str | Path, held: RecordingDescription, *, by_class: bool
 ) -> None:
-    if settings.needs_all_logits and held.top_k < held.classes:
+    needs_all = settings.needs_all_logits or (by_class and settings.logit_weight > 0)
+    if needs_all and held.top_k < held.classes:
         loss = f"distill.logit_loss={settings.logit_loss}" + " with standardize_logits" * settings.standardize_logits
+        loss += " of several labels an image" * by_class
         raise SettingsError(
             f"{loss} needs the teacher's logits of all {held.classes} classes, but {uri} holds the {held.top_k} largest of each view; "
             f"record them again with reinforce.top_k=all, or set distill.teacher=online"
@@ -259,8 +266,12 @@ def make_objective(
     teachers: Sequence[Classifier],
     recording: Recording | None,
     device: Device,
+    targets: Targets | None = None,
 ) -> DistillObjective:
-    """Make what is learned, on its device, from teachers that are online or from recorded outputs; a teacher is changed."""
+    """Make what is learned, on its device, from teachers that are online or from recorded outputs; a teacher is changed.
+
+    `targets` are the data set's (`PreparedDataset.targets`).
+    """
     spoken_of: Sequence[Classifier | RecordingDescription] = teachers
     if recording is not None:
         spoken_of = [one.description for one in (recording, *recording.further)]
@@ -280,7 +291,7 @@ def make_objective(
         )
         for teacher in teachers
     ]
-    return DistillObjective(model, frozen, settings)
+    return DistillObjective(model, frozen, settings, targets)
 
 
 def view_size(student: Classifier, teachers: Sequence[Classifier], recording: Recording | None) -> int:

@@ -10,17 +10,19 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import scipy.special
 import torch
 
-from trainer import artifacts, models, tracking
+from trainer import artifacts, models, scores, tracking
 from trainer.artifacts import Artifact
 from trainer.config import EvaluateSettings
 from trainer.data.dataset import PreparedDataset, Split, open_dataset
 from trainer.devices import choose_device
 from trainer.errors import DataError, ModelError
-from trainer.evaluation import hierarchy, label_issues, metrics, report
+from trainer.evaluation import average_precision, hierarchy, label_issues, metrics, multi_label_report, report
 from trainer.evaluation.embeddings import MOST_IMAGES, Embeddings, embed, fit_probe, nearest_neighbors, spread
 from trainer.evaluation.label_issues import JudgedLabels
+from trainer.evaluation.multi_label_report import MeasuredSets
 from trainer.evaluation.report import Example, Measured
 from trainer.models import Classifier
 from trainer.tracking.stage_runs import stage_run
@@ -40,6 +42,8 @@ def run(
     settings: EvaluateSettings, *, dataset: str | Path, teacher: str | Path, student: str | Path, evaluation: str | Path
 ) -> Artifact:
     """Write `metrics.json` (everything), `confusion.json` (the student's matrix), `label_issues.csv` and `report.html`.
+
+    Where images may have several labels there is no matrix, and no label is doubted.
 
     Accuracy is measured on the device that `TRAINER_DEVICE` names, in fp32; latency always on the CPU.
 
@@ -119,17 +123,14 @@ def _evaluate(
     settings: EvaluateSettings, data: PreparedDataset, subjects: Sequence[_Evaluated], directory: Path
 ) -> dict[str, Any]:
     """Measure, judge, write the files; returns the main figures."""
+    if data.targets is not None:
+        return _evaluate_sets(settings, data, subjects, directory)
     classes, split = data.classes, data.split("test")
     if settings.gate.min_knn_accuracy or not all(subject.model.card.labels for subject in subjects):
         subjects = _probed(subjects, data, settings)
     teacher, student = subjects
     logits = {subject.name: predict(subject.model, split, settings.batch_size, subject.name) for subject in subjects}
-    timed = metrics.measure_latency(
-        {subject.name: subject.model for subject in subjects},
-        split.read(range(min(len(split), max(settings.latency_batch_sizes)))),
-        batch_sizes=settings.latency_batch_sizes,
-        runs=settings.latency_runs,
-    )
+    timed = _timed(subjects, split, settings)
     val = data.split("val")
     val_logits = predict(student.model, val, settings.batch_size, "student")
     temperature = metrics.fit_temperature(val_logits, val.labels)
@@ -153,8 +154,8 @@ def _evaluate(
             ours["test"]["answers"] = hierarchy.answers(answering, logits["student"], split.labels)
     reasons = metrics.judge(
         settings.gate,
-        teacher_top1=theirs["test"]["top1"],
-        student_top1=ours["test"]["top1"],
+        teacher_score=theirs["test"]["top1"],
+        student_score=ours["test"]["top1"],
         student_knn_top1=ours["test"].get("knn_top1"),
         teacher_parameters=theirs["parameters"],
         student_parameters=ours["parameters"],
@@ -170,18 +171,79 @@ def _evaluate(
         judged = _judged_labels(settings, data, teacher, logits["teacher"])
         details["label_issues"] = {name: asdict(count) for name, count in judged.counts.items()}
         label_issues.write(directory / LABEL_ISSUES, judged.issues, classes)
-    written = {
-        METRICS: {**details, "machine": asdict(machine), "verdict": verdict},
-        CONFUSION: {"labels": list(classes), "matrix": student_matrix.tolist()},
-    }
-    for file, content in written.items():
-        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
-        (directory / file).write_text(text + "\n", encoding="utf-8")
+    _write(directory / METRICS, {**details, "machine": asdict(machine), "verdict": verdict})
+    _write(directory / CONFUSION, {"labels": list(classes), "matrix": student_matrix.tolist()})
     page = report.render(
         classes=classes, **measured, machine=machine, verdict=verdict, examples=examples, tags=tags, judged=judged
     )
     (directory / REPORT).write_text(page, encoding="utf-8")
     return {**{name: dict(measured[name].figures) for name in measured}, "verdict": verdict}
+
+
+def _evaluate_sets(
+    settings: EvaluateSettings, data: PreparedDataset, subjects: Sequence[_Evaluated], directory: Path
+) -> dict[str, Any]:
+    """Do the same with images that may have several labels, where each class is found by itself: mAP, and F1 above a threshold.
+
+    Raises:
+        ModelError: a model has no head.
+    """
+    for subject in subjects:
+        if not subject.model.card.labels:
+            raise ModelError(
+                f"{subject.name}: has no head, and none is fitted to images of several labels; train it with one (pretrain.head=classes)"
+            )
+    classes, split, val = data.classes, data.split("test"), data.split("val")
+    timed, measured = _timed(subjects, split, settings), dict[str, MeasuredSets]()
+    for subject in subjects:
+        logits, val_logits = (
+            predict(subject.model, part, settings.batch_size, subject.name).astype(np.float64) for part in (split, val)
+        )
+        temperature = average_precision.fit_temperature(val_logits, val.wanted)
+        probabilities, known = (scipy.special.expit(some / temperature) for some in (logits, val_logits))
+        threshold = average_precision.choose_threshold(known, val.wanted)
+        found = MeasuredSets.of(
+            {**_about(subject, split, timed[subject.name]), "temperature": temperature, "threshold": threshold},
+            probabilities,
+            split.wanted,
+            timed[subject.name],
+        )
+        measured[subject.name] = found
+    theirs, ours = (measured[subject.name] for subject in subjects)
+    ours.figures["test"]["agreement"] = float((ours.named == theirs.named).mean())
+    reasons = metrics.judge(
+        settings.gate,
+        teacher_score=theirs.figures["test"]["map"],
+        student_score=ours.figures["test"]["map"],
+        teacher_parameters=theirs.figures["parameters"],
+        student_parameters=ours.figures["parameters"],
+        student_p95_ms=ours.figures["latency_ms"]["p95"],
+        title=scores.TITLES["map"],
+    )
+    verdict, machine = {"passed": not reasons, "reasons": reasons}, metrics.machine()
+    details = {name: one.details(classes, settings.calibration_bins) for name, one in measured.items()}
+    _write(directory / METRICS, {**details, "machine": asdict(machine), "verdict": verdict})
+    page = multi_label_report.render(
+        classes, **measured, machine=machine, verdict=verdict, split=split, shown=settings.worst_confusions
+    )
+    (directory / REPORT).write_text(page, encoding="utf-8")
+    return {**{name: dict(one.figures) for name, one in measured.items()}, "verdict": verdict}
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+    file.write_text(text + "\n", encoding="utf-8")
+
+
+def _timed(
+    subjects: Sequence[_Evaluated], split: Split, settings: EvaluateSettings
+) -> dict[str, list[metrics.Latency]]:
+    return metrics.measure_latency(
+        {subject.name: subject.model for subject in subjects},
+        split.read(range(min(len(split), max(settings.latency_batch_sizes)))),
+        batch_sizes=settings.latency_batch_sizes,
+        runs=settings.latency_runs,
+    )
 
 
 def _judged_labels(
@@ -230,22 +292,13 @@ def predict(model: Classifier, split: Split, batch_size: int, name: str) -> Logi
 def _measured(
     subject: _Evaluated, logits: Logits, split: Split, settings: EvaluateSettings, latencies: Sequence[metrics.Latency]
 ) -> Measured:
-    model = subject.model
-    classes = len(model.card.labels)
+    classes = len(subject.model.card.labels)
     calibration = metrics.calibration(logits, split.labels, settings.calibration_bins)
-    figures: dict[str, Any] = {
-        "architecture": model.card.architecture,
-        "title": model.card.title,
-        "parameters": models.parameter_count(model),
-        "macs": metrics.multiply_accumulates(model, split.read([0])),
-        "size_bytes": subject.size_bytes,
-        "latency_ms": {"p50": latencies[0].p50_ms, "p95": latencies[0].p95_ms},
-        "throughput": max(timed.images_per_second for timed in latencies),
-        "test": {
-            "top1": metrics.top_k(logits, split.labels, 1),
-            "top5": metrics.top_k(logits, split.labels, min(_TOP_K, classes)),
-            "ece": calibration.error,
-        },
+    figures = _about(subject, split, latencies)
+    figures["test"] = {
+        "top1": metrics.top_k(logits, split.labels, 1),
+        "top5": metrics.top_k(logits, split.labels, min(_TOP_K, classes)),
+        "ece": calibration.error,
     }
     if subject.knn_top1 is not None:
         figures["test"]["knn_top1"] = subject.knn_top1
@@ -253,6 +306,20 @@ def _measured(
         figures["head"] = "linear probe"
     matrix = metrics.confusion_matrix(logits.argmax(axis=1), split.labels, classes)
     return Measured(figures=figures, matrix=matrix, calibration=calibration, latencies=latencies)
+
+
+def _about(subject: _Evaluated, split: Split, latencies: Sequence[metrics.Latency]) -> dict[str, Any]:
+    """Return the figures of a model that do not depend on what it answers."""
+    model = subject.model
+    return {
+        "architecture": model.card.architecture,
+        "title": model.card.title,
+        "parameters": models.parameter_count(model),
+        "macs": metrics.multiply_accumulates(model, split.read([0])),
+        "size_bytes": subject.size_bytes,
+        "latency_ms": {"p50": latencies[0].p50_ms, "p95": latencies[0].p95_ms},
+        "throughput": max(timed.images_per_second for timed in latencies),
+    }
 
 
 def _examples(settings: EvaluateSettings, split: Split, logits: Logits, matrix: metrics.Ints) -> list[Example]:

@@ -16,6 +16,7 @@ from trainer.evaluation.embeddings import embed_together, spread, statistics, to
 from trainer.models import Classifier, EmbeddingStatistics
 from trainer.pretraining import FinetuneObjective, MaeObjective, MaskedAutoencoder, draw_reconstructions, freeze
 from trainer.profiling.recorder import Startup
+from trainer.training.classification import label_loss
 from trainer.training.lora import merge_lora
 from trainer.training.session import Session, open_session
 
@@ -91,7 +92,11 @@ def finetune(model: Classifier, settings: PretrainSettings, session: Session) ->
     freeze(model, own)
     trained = session.train(
         "finetune",
-        FinetuneObjective(model, label_smoothing=own.label_smoothing),
+        FinetuneObjective(
+            model,
+            label_smoothing=own.label_smoothing,
+            label_loss=label_loss(session.data.targets, own.multi_label_loss),
+        ),
         Samples([session.data.split("train")]),
         own,
         view_size=model.card.image_size,

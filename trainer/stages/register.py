@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer import artifacts, limits, models, served_student, storage, summary, tracking
+from trainer import artifacts, limits, models, scores, served_student, storage, summary, tracking
 from trainer.artifacts import Artifact, Manifest
 from trainer.billing import Bill, StageBill, bill_here, make_bill, stage_bill
 from trainer.config import RegisterSettings
@@ -34,7 +34,7 @@ from trainer.models import ModelCard
 from trainer.profiling.evidence import read_evidence
 from trainer.served_student.class_tags import ANSWER, CONFIDENCE, ClassTags
 from trainer.served_student.onnx_network import runtime_of
-from trainer.served_student.pyfunc import EXPORT_CARD, TOP_K
+from trainer.served_student.pyfunc import EXPORT_CARD, NAMED, TOP_K
 from trainer.stages import evaluate, profile
 from trainer.summary import SUMMARY, Registered
 from trainer.tracking.stage_runs import stage_run
@@ -218,26 +218,31 @@ def _log_results(
 
 
 @contextmanager
-def _served_copy(student: Artifact, temperature: float, tags: ClassTags | None) -> Iterator[Path]:
-    """Give a copy of the student's directory with what its evaluation has found: the temperature in its card, and the tags."""
+def _served_copy(student: Artifact, figures: Mapping[str, Any], tags: ClassTags | None) -> Iterator[Path]:
+    """Give a copy of the student's directory with what its evaluation has found: temperature and threshold in its card, and the tags."""
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         copy = Path(folder) / student.path.name
         with artifacts.create(copy, "model", settings=student.settings, parents=student.parents) as draft:
             for name in student.files:
                 shutil.copyfile(student.path / name, draft.path / name)
             card = json.loads((draft.path / models.CONFIG).read_text(encoding="utf-8"))
-            text = json.dumps(card | {"temperature": temperature}, indent=2, ensure_ascii=False)
+            card |= {"temperature": figures.get("temperature", 1.0)}
+            card |= {name: figures[name] for name in ("threshold",) if name in figures}
+            text = json.dumps(card, indent=2, ensure_ascii=False)
             (draft.path / models.CONFIG).write_text(f"{text}\n", encoding="utf-8")
             if tags is not None:
                 tags.write(draft.path)
         yield copy
 
 
-def _output_schema(labels: Sequence[str], tags: ClassTags | None) -> Schema:
+def _output_schema(card: ModelCard, tags: ClassTags | None) -> Schema:
     """Describe the columns of a prediction."""
-    from mlflow.types import ColSpec, Schema, TensorSpec
+    from mlflow.types import ColSpec, DataType, Schema, TensorSpec
+    from mlflow.types.schema import Array
 
-    columns: list[ColSpec | TensorSpec] = [ColSpec("double", label) for label in labels]
+    columns: list[ColSpec | TensorSpec] = [ColSpec("double", label) for label in card.labels]
+    if card.threshold is not None:
+        columns.append(ColSpec(Array(DataType.string), NAMED))
     if tags is not None:
         # An answer may be missing, and so may an attribute; MLflow counts that as optional.
         columns += [ColSpec("string", ANSWER, required=False), ColSpec("double", CONFIDENCE)]
@@ -277,7 +282,7 @@ def _log_model(
         code_paths=[str(folder)],
         data_path=str(directory),
         signature=ModelSignature(
-            Schema([any_images]), _output_schema(card.labels, tags), ParamSchema([ParamSpec(TOP_K, "long", 0)])
+            Schema([any_images]), _output_schema(card, tags), ParamSchema([ParamSpec(TOP_K, "long", 0)])
         ),
         input_example=example(dataset),
         conda_env=conda_environment(requirements),
@@ -320,7 +325,7 @@ def _version(
         **{f"{name}_fingerprint": value for name, value in fingerprints.items()},
         "variant": variant or "torch",
         "verdict": "passed" if figures["verdict"]["passed"] else "not passed",
-        "test_top1": f"{figures['student']['test']['top1']:.4f}",
+        f"test_{scores.name(figures['student']['test'])}": f"{scores.score(figures['student']['test']):.4f}",
     }
     classes = hierarchy.served_tags(open_dataset(given["dataset"]).tags, figures)
     if classes is not None and classes.threshold is not None:
@@ -338,7 +343,7 @@ def _version(
         model = _log_model(client, run_id, exported.path, needed, *described)
         client.log_artifacts(run_id, str(student.path), "student")  # which the model's file cannot be trained from
     else:
-        with _served_copy(student, figures["student"].get("temperature", 1.0), classes) as folder:
+        with _served_copy(student, figures["student"], classes) as folder:
             model = _log_model(client, run_id, folder, _TORCH, *described)
     try:
         client.create_registered_model(settings.model_name)

@@ -105,14 +105,25 @@ def describe(
     samples: Samples,
     device: Device,
 ) -> RecordingDescription:
-    """Describe what would be recorded of a teacher on these samples."""
+    """Describe what would be recorded of a teacher on these samples.
+
+    Raises:
+        SettingsError: only some logits are asked for, and the data set's images may have several labels.
+    """
+    classes = len(teacher.card.labels)
+    if data.targets is not None and isinstance(settings.top_k, int) and settings.top_k < classes:
+        raise SettingsError(
+            f"reinforce.top_k is {settings.top_k} of {classes} classes, but an image may have several labels, so each class is compared "
+            "by itself; set reinforce.top_k=all"
+        )
     described = RecordingDescription(
         samples=len(samples),
         unlabeled=samples.unlabeled,
         views=settings.views,
         block=1,
         classes=len(teacher.card.labels),
-        top_k=settings.logits(len(teacher.card.labels)),
+        # Where an image may have several labels each class is compared by itself.
+        top_k=settings.logits(len(teacher.card.labels)) if data.targets is None else len(teacher.card.labels),
         features=models.feature_size(teacher) if settings.features else 0,
         feature_format=settings.feature_format,
         tokens=models.token_shape(teacher) if settings.tokens else None,

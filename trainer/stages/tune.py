@@ -184,7 +184,9 @@ class Subject:
         student = copy.deepcopy(self.student)
         return TrainingSpec(
             name=NAME,
-            objective=distill.make_objective(settings, student, teachers, recording, processes.device),
+            objective=distill.make_objective(
+                settings, student, teachers, recording, processes.device, self.data.targets
+            ),
             samples=self.samples,
             view_size=distill.view_size(student, teachers, recording),
             settings=settings,

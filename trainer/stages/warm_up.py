@@ -144,7 +144,7 @@ class Rehearsal:
             recording, online = placeholder_recording(self.folder / "teacher-outputs", described), []
         session.train(
             "distill",
-            distill.make_objective(settings, student, online, recording, device),
+            distill.make_objective(settings, student, online, recording, device, session.data.targets),
             samples,
             _few(settings, session.data),
             view_size=distill.view_size(student, online, recording),

@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
 """How long a step waits for a checkpoint that is on its way to a store; then the one that is due is passed over."""
-TOP1 = "val_top1"
-"""Figure of a checkpoint that was measured on the validation split."""
+SCORE = "val_top1"
+"""Figure of a checkpoint: its score on the validation split, by which the best is kept; the name is that of the most common one."""
 
 FREE = frozenset(
     {
@@ -160,7 +160,7 @@ class Checkpoints:
                 storage.remove(self._uri(entry))
                 continue
             try:
-                self._whole[entry] = artifacts.manifest(self._uri(entry), "checkpoint").figures.get(TOP1)
+                self._whole[entry] = artifacts.manifest(self._uri(entry), "checkpoint").figures.get(SCORE)
             except ArtifactError:  # `read` reports it
                 continue
         for name in storage.children(self.uri):
@@ -197,8 +197,8 @@ class Checkpoints:
 
     @property
     def best(self) -> float | None:
-        """Highest top-1 accuracy of those that this attempt has found or written."""
-        return max((top1 for top1 in self._whole.values() if top1 is not None), default=None)
+        """Highest score of those that this attempt has found or written."""
+        return max((score for score in self._whole.values() if score is not None), default=None)
 
     def entries(self) -> list[CheckpointEntry]:
         """List all that seem to be there, the one that counts most first."""
@@ -222,13 +222,13 @@ class Checkpoints:
     # -----------------------------------------------------------------------------------------------------------------
     # Writing
 
-    def save(self, state: TrainingState, *, top1: float | None = None, needed: bool = False) -> None:
+    def save(self, state: TrainingState, *, score: float | None = None, needed: bool = False) -> None:
         """Copy a state, unless this attempt has written that step, and write it in the background; waits for the write before.
 
         Where a store holds that one up, the state is passed over: the training continues, and has another one to keep soon.
 
         Args:
-            top1: its accuracy on the validation split, where it was measured.
+            score: its score on the validation split, where it was measured.
             needed: whether no step follows, so that it is not passed over.
 
         Raises:
@@ -254,7 +254,7 @@ class Checkpoints:
         if self._generation is not None and CheckpointEntry(self._generation.number, state.step) in self._whole:
             return
         self._snapshot.take(state)
-        self._writer.start(partial(self._write, state.step, top1), "a checkpoint could not be written", counts=True)
+        self._writer.start(partial(self._write, state.step, score), "a checkpoint could not be written", counts=True)
 
     def check_failures(self) -> None:
         """Raise what the background thread has met that ends the training, as `save` does; takes no time."""
@@ -318,18 +318,18 @@ class Checkpoints:
         left = f"the same command resumes from {self._uri(last)}, which is whole" if last else "there is no other one"
         raise kind(f"{self._name}: {what}: {error}; {left}") from error
 
-    def _write(self, step: int, top1: float | None) -> None:
+    def _write(self, step: int, score: float | None) -> None:
         """In the background: write the snapshot, then drop old ones."""
         assert self._generation is not None, "an attempt begins before something is saved"
         self.check_ours()
         self._before_write()
         entry, figures = CheckpointEntry(self._generation.number, step), {"step": step}
         try:
-            self._write_snapshot(self._uri(entry), figures if top1 is None else {**figures, TOP1: top1})
+            self._write_snapshot(self._uri(entry), figures if score is None else {**figures, SCORE: score})
         except PASSING:
             self.check_ours()  # a later attempt removes what this one has half-written
             raise
-        self._whole[entry] = top1
+        self._whole[entry] = score
         try:
             self._drop_old(self._generation.number)
         except (OutputError, StorageError) as error:  # when the next one is written it is tried again
@@ -358,9 +358,11 @@ class Checkpoints:
     def _drop_old(self, generation: int) -> None:
         """Keep the newest ones and the best; of a later attempt nothing is touched."""
         present = self.entries()
-        self._whole = {entry: top1 for entry, top1 in self._whole.items() if entry in present}  # a store may lose some
+        self._whole = {
+            entry: score for entry, score in self._whole.items() if entry in present
+        }  # a store may lose some
         kept = set(sorted(self._whole, reverse=True)[: self._keep])
-        measured = [(top1, entry) for entry, top1 in self._whole.items() if top1 is not None]
+        measured = [(score, entry) for entry, score in self._whole.items() if score is not None]
         kept |= {max(measured)[1]} if measured else set()
         for entry in present:
             if entry not in kept and entry.generation <= generation:

@@ -1,6 +1,6 @@
 """Learning from labels: the cross-entropy with softened and mixed labels, in float32 whatever the precision of the forward pass.
 
-And accuracy on the validation split while a model is trained, shared out over the processes.
+And quality on the validation split while a model is trained, shared out over the processes.
 
 Shapes: B samples, K classes.
 """
@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset as TorchDataset
 
-from trainer.config import Precision, TrainingSettings
+from trainer.config import MultiLabelLoss, Precision, TrainingSettings
 from trainer.data.batch import Batch, Mixing, to_device
-from trainer.data.dataset import Split
+from trainer.data.dataset import Split, Targets
 from trainer.data.loader import make_loader
 from trainer.devices import Device, ReadBack
+from trainer.evaluation.average_precision import mean_average_precision
+from trainer.training.multi_label import LabelSetLoss, binary_cross_entropy
 from trainer.training.process_group import Processes, wait_limit_s
 
 
@@ -51,6 +55,15 @@ def cross_entropy(
     return (loss if weights is None else weights * loss).mean()
 
 
+LabelLoss: TypeAlias = Callable[..., Tensor]
+"""`cross_entropy`, or what is called with the same arguments."""
+
+
+def label_loss(targets: Targets | None, multi_label: MultiLabelLoss) -> LabelLoss:
+    """Choose the loss with a data set's labels: the cross-entropy, or where an image may have several the one that is named."""
+    return cross_entropy if targets is None else LabelSetLoss(targets, multi_label)
+
+
 def _of(log_probabilities: Tensor, labels: Tensor) -> Tensor:
     """Return the log probability of each sample's class, [B]; of any class where there is no label, which a weight of 0 then takes out."""
     return log_probabilities.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
@@ -65,7 +78,7 @@ def validate(
     should_stop: Callable[[], bool] | None = None,
     workers: int = 0,
 ) -> dict[str, float] | None:
-    """Measure top-1 accuracy and cross-entropy of a classifier on a split; the same on every process.
+    """Measure a classifier on a split; the same on every process.
 
     Args:
         model: takes uint8 images [B, 3, S, S], gives logits [B, K].
@@ -73,7 +86,8 @@ def validate(
         should_stop: whether to stop before the end; asked after each batch, equally often on all processes, and answers them alike.
 
     Returns:
-        `val_top1` and `val_loss`; None where it was stopped.
+        `val_top1`, the top-1 accuracy, and `val_loss`, the cross-entropy; where images may have several labels `val_map`, the mean average
+        precision, and in `val_loss` the binary cross-entropy, summed over the classes. None where it was stopped.
     """
     training, device = model.training, processes.device
     model.eval()
@@ -93,16 +107,26 @@ def validate(
     with closing(loader):
         for turn in range(-(-most // batch_size)):
             if turn < len(own):
-                measured.append(_measure(model, next(loader), len(own[turn]), device, settings.precision))
+                batch, count = next(loader), len(own[turn])
+                measured.append(
+                    _measure(model, batch, count, device, settings.precision)
+                    if split.targets is None
+                    else _logits(model, batch, device, settings.precision)
+                )
             device.dispatch()
             if should_stop is not None and should_stop():
                 model.train(training)
                 return None
     model.train(training)
+    arrived = (
+        [*ReadBack({str(number): part for number, part in enumerate(measured)}).wait().values()] if measured else []
+    )
+    if split.targets is not None:
+        whole = [logits[: len(indices)] for logits, indices in zip(arrived, own, strict=True)]
+        return _compare_sets(whole, split.labels[[*mine]], split.targets, processes)
     own_total = [0.0, 0.0]
-    if measured:  # summed in double precision
-        arrived = ReadBack({str(number): figures for number, figures in enumerate(measured)}).wait()
-        own_total = torch.stack([*arrived.values()]).double().sum(0).tolist()
+    if arrived:  # summed in double precision
+        own_total = torch.stack(arrived).double().sum(0).tolist()
     everyone = processes.gather(own_total, "the validation's figures")
     correct, loss = (sum(column) for column in zip(*everyone, strict=True))
     return {"val_top1": correct / len(split), "val_loss": loss / len(split)}
@@ -128,10 +152,27 @@ class _Batches(TorchDataset[Batch]):
 def _measure(model: nn.Module, batch: Batch, count: int, device: Device, precision: Precision) -> Tensor:
     """Count the right answers and sum the losses of the first `count` images; float32 [2] on the device."""
     counts = to_device(torch.arange(len(batch.labels)) < count, device.torch_device)
-    images, labels = (part.to(device.torch_device, non_blocking=True) for part in (batch.images, batch.labels))
+    labels = batch.labels.to(device.torch_device, non_blocking=True)
+    logits = _logits(model, batch, device, precision)
     with device.inference():
-        with device.autocast(precision):
-            logits = model(images)
-        logits = logits.float()
         right, loss = logits.argmax(1) == labels, F.cross_entropy(logits, labels, reduction="none")
         return torch.stack([(right & counts).sum().float(), (loss * counts).sum()])
+
+
+def _logits(model: nn.Module, batch: Batch, device: Device, precision: Precision) -> Tensor:
+    """Compute the logits of a batch, float32 [B, K] on the device."""
+    images = batch.images.to(device.torch_device, non_blocking=True)
+    with device.inference(), device.autocast(precision):
+        logits: Tensor = model(images)
+    return logits.float()
+
+
+def _compare_sets(
+    logits: Sequence[Tensor], labels: npt.NDArray[np.int64], targets: Targets, processes: Processes
+) -> dict[str, float]:
+    """Compare this process' logits with the sets that its labels are of, together with those of the others."""
+    own = np.concatenate([part.numpy() for part in logits]) if logits else np.empty((0, targets.shape[1]), np.float32)
+    parts = processes.gather((own, labels), "the validation's logits")
+    found, wanted = np.concatenate([part for part, _ in parts]), targets[np.concatenate([of for _, of in parts])]
+    loss = binary_cross_entropy(torch.from_numpy(found), torch.from_numpy(wanted).float())
+    return {"val_map": mean_average_precision(found, wanted), "val_loss": float(loss.double().mean())}

@@ -26,10 +26,11 @@ from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.live_rules import LiveRules
 from trainer.profiling.recorder import LoaderStats, Recorder, Sources, Startup
 from trainer.profiling.timeline import span
+from trainer.scores import val_score
 from trainer.step_schedule import is_checkpoint_step, is_validation_step
 from trainer.tracking.stage_runs import Tracker
 from trainer.training.attempts import Attempts
-from trainer.training.checkpoints import TOP1, newest
+from trainer.training.checkpoints import newest
 from trainer.training.classification import validate
 from trainer.training.loader_workers import MicroBatchLoader
 from trainer.training.metric_logger import MetricLogger, ProgressBar
@@ -304,25 +305,25 @@ class Trainer:
                 metrics.metrics(step, scores)
         return scores
 
-    def is_best(self, top1: float | None) -> bool:
-        """Return whether a top-1 accuracy is the highest so far; the same on every process."""
-        return top1 is not None and (self._best is None or top1 > self._best)
+    def is_best(self, score: float | None) -> bool:
+        """Return whether a score is the highest so far; the same on every process."""
+        return score is not None and (self._best is None or score > self._best)
 
     def _save(self, step: int, scores: Mapping[str, float] | None, metrics: MetricLogger, *, due: bool) -> None:
         """Keep the state after `step` if that is due; or if it is the best so far, in a training that keeps checkpoints."""
-        top1 = (scores or {}).get(TOP1)
-        if due or (self.settings.checkpoint_every and self.is_best(top1)):
+        score = val_score(scores)
+        if due or (self.settings.checkpoint_every and self.is_best(score)):
             metrics.flush()  # a loss that is not finite ends the training before its weights are kept
             with span("checkpoint"):
                 needed = step == self.training.total_steps - 1
-                self.save_checkpoint(step + 1, top1=top1, needed=needed)
+                self.save_checkpoint(step + 1, score=score, needed=needed)
 
     def _stop(self, step: int, scores: Mapping[str, float] | None, metrics: MetricLogger) -> None:
         """Write the last checkpoint after `step`, and end this attempt by `PreemptedError`."""
         metrics.flush()
         with span("checkpoint"):
             pending = (VALIDATION,) if scores is None else ()
-            self.save_checkpoint(step + 1, top1=(scores or {}).get(TOP1), pending=pending, needed=True)
+            self.save_checkpoint(step + 1, score=val_score(scores), pending=pending, needed=True)
             self.training.checkpoints.finish(needed=True)
         raise PreemptedError(
             f"{self.training.name}: was asked to end after step {step + 1}; its checkpoint is written, and the same command continues "
@@ -330,7 +331,7 @@ class Trainer:
         )
 
     def save_checkpoint(
-        self, steps: int, *, top1: float | None = None, pending: tuple[str, ...] = (), needed: bool = False
+        self, steps: int, *, score: float | None = None, pending: tuple[str, ...] = (), needed: bool = False
     ) -> None:
         """Copy the state after `steps` steps, which is then written in the background; all processes take part, the first one writes.
 
@@ -348,10 +349,10 @@ class Trainer:
                 f"{name}: weights are not finite after step {steps} ({shown}), so no checkpoint of them is kept; lower {name} "
                 "base_learning_rate or clip_norm, or use precision=fp32"
             )
-        if self.is_best(top1):
-            self._best = top1
+        if self.is_best(score):
+            self._best = score
         if self.processes.is_first:
-            self.training.checkpoints.save(state, top1=top1, needed=needed)
+            self.training.checkpoints.save(state, score=score, needed=needed)
 
     def load_checkpoint(self) -> tuple[int, tuple[str, ...]]:
         """Take over the newest checkpoint that is valid on all processes.
@@ -365,7 +366,7 @@ class Trainer:
         """
         checkpoints = self.training.checkpoints
         state = newest(checkpoints, self.processes)
-        self._best = self.processes.gather(checkpoints.best, "the best accuracy so far")[0]
+        self._best = self.processes.gather(checkpoints.best, "the best score so far")[0]
         if state is None:
             return 0, ()
         restore(state, self.model, self._optimizer, self._ema.model if self._ema else None)

@@ -20,6 +20,7 @@ from trainer.devices import ReadBack
 from trainer.errors import TrainingError
 from trainer.formatting import listed
 from trainer.profiling.recorder import Recorder
+from trainer.scores import VAL_TITLES, val_name
 from trainer.tracking.stage_runs import Tracker
 from trainer.training.process_group import Processes
 from trainer.training.spec import TrainingSpec
@@ -141,8 +142,8 @@ class MetricLogger:
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._recorder.metrics(step, values)
         self._tracker.metrics(step, {f"{self._name}/{name}": value for name, value in values.items()})
-        if "val_top1" in values:
-            self._progress.say(f"{self._name}  step {step + 1}  validation top-1 {values['val_top1']:.2%}")
+        if name := val_name(values):
+            self._progress.say(f"{self._name}  step {step + 1}  validation {VAL_TITLES[name]} {values[name]:.2%}")
 
     def _send(self) -> None:
         self._publish()

@@ -22,6 +22,7 @@ from trainer.graph import STAGES, Kind
 from trainer.models import Classifier
 from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.recorder import Recorder, Startup
+from trainer.scores import val_name
 from trainer.served_student.preprocessing import Square
 from trainer.tracking.stage_runs import Tracker, stage_run
 from trainer.training.checkpoints import Checkpoints, checkpoint_root, compatible, root_is_shared
@@ -166,8 +167,9 @@ class Session:
         return True
 
     def _context(self, training: TrainingSpec, known: ContextRecord) -> ContextRecord:
-        labels = training.samples.labels
-        counts = np.bincount(labels[labels >= 0], minlength=len(self.data.classes)).tolist()
+        labels, targets = training.samples.labels, self.data.targets
+        found = np.bincount(labels[labels >= 0], minlength=len(self.data.classes if targets is None else targets))
+        counts: list[int] = (found if targets is None else found @ targets).tolist()
         return known.model_copy(
             update={
                 "settings": training.settings.model_dump(mode="json"),
@@ -181,7 +183,7 @@ class Session:
         )
 
     def keep(self, model: Classifier, settings: TrainingSettings) -> None:
-        """Write the stage's result into its model directory, with its accuracy on the validation split where it has a head.
+        """Write the stage's result into its model directory, with its score on the validation split where it has a head.
 
         It is measured with `settings` where no training has done it.
         """
@@ -190,10 +192,12 @@ class Session:
             self._measured.update(validate(on_device, split, self.processes, settings) or {})
         self.check_ours()
         if self.processes.is_first:
-            model.card = replace(model.card, square=self.square)
+            threshold = 0.5 if self.data.targets is not None and model.card.labels else None
+            model.card = replace(model.card, square=self.square, threshold=threshold)
             models.save(model, self.model.path)
-            accuracy = {"val_top1": self._measured["val_top1"]} if model.card.labels else {}
-            self.model.figures.update(models.describe(model) | accuracy)
+            name = val_name(self._measured) if model.card.labels else None
+            score = {name: self._measured[name]} if name else {}
+            self.model.figures.update(models.describe(model) | score)
 
     def check_ours(self) -> None:
         """Raise `SupersededError`, before the outputs are written, where a later attempt at this stage writes them too."""

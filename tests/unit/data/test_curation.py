@@ -204,3 +204,34 @@ def test_a_class_of_which_the_source_has_images_in_test_only_is_named_as_such() 
         DataError, match=r"class 'dog' \(2\): the source has no training image of it, only images in test"
     ):
         check_splits(images, CLASSES[:2], {0})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several classes an image
+
+SETS = ((), (0,), (0, 1), (1, 2))
+"""The classes of each label: none; the cat; cat and dog; dog and eel."""
+
+
+def test_an_image_with_several_classes_counts_as_one_of_the_rarest() -> None:
+    images = many(40, 1) + many(10, 2) + many(20, 3) + many(30, 0)
+    assigned = take_missing_splits(images, {"train"}, DataSettings(val_fraction=0.1, test_fraction=0.2), members=SETS)
+    counts = Counter((one.label, one.split) for one in assigned)
+    # Dogs are 30, cats 50, eels 20: a cat with a dog counts as a dog, a dog with an eel as an eel.
+    assert {label: (counts[label, "test"], counts[label, "val"]) for label in range(4)} == {
+        0: (6, 3),
+        1: (8, 4),
+        2: (2, 1),
+        3: (4, 2),
+    }
+
+
+def test_each_class_of_an_image_counts() -> None:
+    images = many(2, 2) + many(3, 3)
+    with pytest.raises(DataError, match=r"class 'cat' \(2\): fewer good labelled images"):
+        check_classes(images, CLASSES, DataSettings(), SETS)
+    check_classes([*images, *many(1, 1)], CLASSES, DataSettings(), SETS)
+    held = [candidate("a", 2), candidate("b", 3, "val"), candidate("c", 3, "test")]
+    with pytest.raises(DataError, match=r"class 'eel' \(2\): the source has no training image of it"):
+        check_splits(held, CLASSES, {0, 1}, SETS)
+    check_splits([*held, candidate("d", 3)], CLASSES, {0, 1, 2}, SETS)

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from trainer import storage
+from trainer import limits, storage
 from trainer.data.dataset_schema import SplitName
 from trainer.data.sources import SourceListing, image_manifest, list_source, source_version
 from trainer.errors import DataError, SettingsError, StorageError
@@ -234,6 +234,26 @@ def test_a_manifest_needs_no_splits(tmp_path: Path) -> None:
 def test_manifests_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         list_source(manifest(tmp_path, text))
+
+
+def test_a_manifest_with_several_labels_an_image(tmp_path: Path) -> None:
+    source = manifest(tmp_path, "path,label\n1.jpg,rice|curry\n2.jpg,|\n3.jpg, curry | rice \n4.jpg,rice\n5.jpg,\n")
+    listing = list_source(source, multi_label=True)
+    assert listing.classes == ("curry", "rice")
+    assert listing.label_sets == listing.members == ((), (0, 1), (1,))
+    assert [item.label for item in listing.items] == [1, 0, 1, 2, -1]
+    assert [item.split for item in listing.items][-1] == "unlabeled"
+    assert listing.label_names == ["none", "curry + rice", "rice"]
+    alone = list_source(source)
+    assert alone.classes == ("curry | rice", "rice", "rice|curry", "|"), "without the setting it is one label"
+    assert alone.label_sets is None
+
+
+def test_a_manifest_with_too_many_sets_of_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LABEL_SETS", 2)
+    source = manifest(tmp_path, "path,label\n1.jpg,x|y\n2.jpg,x\n3.jpg,y\n")
+    with pytest.raises(DataError, match="has 3 different sets of labels, more than 2; leave out labels"):
+        list_source(source, multi_label=True)
 
 
 def test_a_manifest_that_is_missing_or_no_text(tmp_path: Path) -> None:

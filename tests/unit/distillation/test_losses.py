@@ -48,6 +48,37 @@ def kl_by_hand(student, temperature):
     return temperature**2 * sum(divergences) / len(divergences)
 
 
+def binary_kl_by_hand(student, temperature):
+    """The divergence of each class's two-way distribution, times T^2, summed over the classes."""
+    total = 0.0
+    for s, z, _ in rows(student):
+        for ours, theirs in zip(s, z, strict=True):
+            p, q = (1 / (1 + math.exp(-value / temperature)) for value in (theirs, ours))
+            total += temperature**2 * kl_of([p, 1 - p], [q, 1 - q]) / len(student)
+    return total
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_the_divergence_of_each_class_is_its_formula(temperature):
+    student = logits(2).double()
+    ours = losses.binary_kl(student, TEACHER, temperature)
+    assert float(ours) == pytest.approx(binary_kl_by_hand(student, temperature), rel=1e-4)
+    assert float(losses.binary_kl(TEACHER, TEACHER, temperature)) == 0
+
+
+def test_far_logits_of_a_class_have_a_finite_divergence():
+    far = torch.tensor([[500.0, -500.0]], requires_grad=True)
+    loss = losses.binary_kl(far, -far.detach(), 1.0)
+    (gradient,) = torch.autograd.grad(loss, far)
+    assert loss.isfinite()
+    assert gradient.isfinite().all()
+
+
+def test_decisions_agree_where_both_find_a_class_likelier_than_not():
+    student, teacher = torch.tensor([[1.0, -1.0, 2.0]]), torch.tensor([[3.0, 1.0, 0.5]])
+    assert float(losses.class_agreement(student, teacher)) == pytest.approx(2 / 3)
+
+
 def hard_by_hand(student):
     """Touvron et al. 2021: cross-entropy with y_t = argmax_c Z_t(c)."""
     return sum(-math.log(softmax(s, 1)[z.index(max(z))]) for s, z, _ in rows(student)) / len(student)

@@ -1,4 +1,5 @@
 import copy
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from trainer.data.batch import Batch, Recorded
 from trainer.data.views.rendering import draw_mixing, mix
 from trainer.devices import choose_device
 from trainer.distillation.frozen_teacher import Balance, FrozenTeacher
-from trainer.distillation.losses import decoupled_kl, distillation_kl, recorded_kl
+from trainer.distillation.losses import binary_kl, decoupled_kl, distillation_kl, recorded_kl
 from trainer.distillation.objective import DistillObjective
 from trainer.distillation.projected_student import ProjectedStudent, prepared_student
 from trainer.errors import ModelError
@@ -84,6 +85,26 @@ def test_the_loss_is_the_weighted_sum_of_its_parts(losses):
     assert result["label"] == pytest.approx(label, rel=1e-5)
     assert result["loss"] == pytest.approx(0.7 * result["logit"] + 0.2 * label, rel=1e-5)
     assert set(result) == {"loss", "logit", "label", "agreement"}
+
+
+SETS = np.array([[0, 0, 0], [1, 0, 1], [0, 1, 0]], dtype=np.uint8)
+
+
+def test_of_several_labels_an_image_each_class_is_compared_by_itself(losses):
+    settings = DistillSettings(logit_weight=0.7, label_weight=0.2, temperature=3.0)
+    batch = BATCH._replace(labels=BATCH.labels % len(SETS))
+    teacher, student = classifier(32, 1).eval(), classifier(16, 2)
+    expected = binary_kl(student(IMAGES), teacher(IMAGES), 3.0).detach()
+    said = teacher(IMAGES).detach()
+    online = values(losses(DistillObjective(student, [frozen(teacher)], settings, SETS), batch))
+    targets = torch.from_numpy(SETS)[batch.labels].float()
+    label = F.binary_cross_entropy_with_logits(student(IMAGES), targets, reduction="none").sum(1).mean()
+    assert online["logit"] == pytest.approx(float(expected), rel=1e-4)
+    assert online["label"] == pytest.approx(float(label.detach()), rel=1e-5)
+    indices = said.argsort(1, descending=True)
+    recorded = Recorded(indices, said.gather(1, indices), torch.full((len(said), 2), -math.inf))
+    from_records = values(losses(DistillObjective(student, [], settings, SETS), batch._replace(recorded=recorded)))
+    assert from_records == {name: pytest.approx(value, rel=1e-5) for name, value in online.items()}
 
 
 def test_features_are_compared_after_the_projection(losses):

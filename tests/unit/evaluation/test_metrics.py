@@ -181,8 +181,8 @@ def test_wilson_interval_is_its_formula(right, count):
 
 GATE = GateSettings(max_accuracy_drop=0.05, min_compression=10, max_latency_ms=20)
 GOOD = {
-    "teacher_top1": 0.98,
-    "student_top1": 0.95,
+    "teacher_score": 0.98,
+    "student_score": 0.95,
     "teacher_parameters": 1000,
     "student_parameters": 50,
     "student_p95_ms": 12.5,
@@ -197,7 +197,7 @@ def test_a_good_student_passes():
     ("change", "reason"),
     [
         (
-            {"student_top1": 0.92},
+            {"student_score": 0.92},
             "accuracy: the student's test top-1 of 92.00% is 6.00 points below the teacher's 98.00%",
         ),
         ({"student_parameters": 200}, "compression: the student's 200 parameters are 5.00 times fewer"),
@@ -210,13 +210,13 @@ def test_a_failed_condition_is_named_with_its_numbers(change, reason):
 
 
 def test_all_failed_conditions_are_named():
-    reasons = judge(GATE, **GOOD | {"student_top1": 0.5, "student_parameters": 900, "student_p95_ms": 99})
+    reasons = judge(GATE, **GOOD | {"student_score": 0.5, "student_parameters": 900, "student_p95_ms": 99})
     assert [reason.split(":")[0] for reason in reasons] == ["accuracy", "compression", "latency"]
 
 
 @pytest.mark.parametrize(("teacher", "student"), [(0.90, 0.85), (0.35, 0.30), (0.80, 0.99)])
 def test_a_drop_at_the_limit_or_a_gain_passes(teacher, student):
-    assert judge(GATE, **GOOD | {"teacher_top1": teacher, "student_top1": student}) == []
+    assert judge(GATE, **GOOD | {"teacher_score": teacher, "student_score": student}) == []
 
 
 def test_compression_and_latency_at_the_limit_pass():
@@ -237,8 +237,8 @@ def test_the_floor_of_the_embeddings_accuracy_holds_where_it_was_measured():
 
 def test_the_floor_of_accuracy_holds_whatever_the_teacher_does():
     gate = GATE.model_copy(update={"min_accuracy": 0.8})
-    assert judge(gate, **GOOD | {"teacher_top1": 0.8, "student_top1": 0.8}) == []
-    assert judge(gate, **GOOD | {"teacher_top1": 0.1, "student_top1": 0.1}) == [
+    assert judge(gate, **GOOD | {"teacher_score": 0.8, "student_score": 0.8}) == []
+    assert judge(gate, **GOOD | {"teacher_score": 0.1, "student_score": 0.1}) == [
         "accuracy: the student's test top-1 of 10.00% is below evaluate.gate.min_accuracy = 80.00%"
     ]
 

@@ -18,7 +18,8 @@ def candidate(name, p50_ms, *reasons):
     return ServingCandidate(
         name=name,
         size_bytes=1_500_000,
-        top1=0.9,
+        measure="top1",
+        score=0.9,
         same=1.0,
         difference=0.0,
         shift=0.0,

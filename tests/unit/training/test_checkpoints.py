@@ -38,11 +38,11 @@ def checkpoints(root, *, settings=None, parents=None, **options):
     return Checkpoints(root, "distill", settings=settings, parents=parents, **options)
 
 
-def save(held, *steps, top1=None):
+def save(held, *steps, score=None):
     """Checkpoints of these steps, each with weights of its own; gives them."""
     states = [snapshot_of(step, learner(seed=step)) for step in steps]
     for state in states:
-        held.save(state, top1=top1)
+        held.save(state, score=score)
     held.finish(needed=True)
     return states
 
@@ -70,8 +70,8 @@ def test_the_newest_comes_back_whole(tmp_path):
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
     held = checkpoints(tmp_path, keep=2)
-    for step, top1 in ((10, 0.5), (20, 0.9), (30, None), (40, 0.8), (50, None), (60, None)):
-        save(held, step, top1=top1)
+    for step, score in ((10, 0.5), (20, 0.9), (30, None), (40, 0.8), (50, None), (60, None)):
+        save(held, step, score=score)
     assert names(tmp_path) == ["step-00000020-g001", "step-00000050-g001", "step-00000060-g001"]
     manifest = json.loads((folder(tmp_path) / "step-00000020-g001" / "manifest.json").read_text())
     assert manifest["figures"] == {"step": 20, "val_top1": 0.9}

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.metrics import average_precision_score
 
 from trainer import models
 from trainer.config import ModelSettings, TrainingSettings
@@ -147,7 +148,8 @@ TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads
 
 
 class Images:
-    def __init__(self, count):
+    def __init__(self, count, targets=None):
+        self.targets = targets
         generator = torch.Generator().manual_seed(0)
         self.images = torch.randint(0, 256, (count, 3, 16, 16), dtype=torch.uint8, generator=generator)
         self.labels = np.arange(count) % 3
@@ -194,6 +196,33 @@ def test_processes_share_the_images_out_without_leaving_one(model, monkeypatch):
     for rank in range(3):
         validate(model, split, processes(rank, 3), settings(2, 3))
     assert sorted(seen) == list(range(11))
+
+
+SETS = np.array([[0, 0, 0], [1, 0, 1], [0, 1, 0]], dtype=np.uint8)
+"""Of no class, of the first and the last one, of the second."""
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+def test_of_sets_of_labels_the_figures_are_mean_average_precision_and_binary_cross_entropy(model, batch_size):
+    split = Images(20, SETS)
+    figures = validate(model, split, processes(), settings(batch_size))
+    logits, wanted = model.eval()(split.images).detach(), SETS[split.labels]
+    precisions = [average_precision_score(wanted[:, one], logits[:, one].numpy()) for one in range(3)]
+    loss = F.binary_cross_entropy_with_logits(logits, torch.from_numpy(wanted).float(), reduction="none").sum(1).mean()
+    assert figures == {"val_map": pytest.approx(np.mean(precisions)), "val_loss": pytest.approx(float(loss), rel=1e-5)}
+
+
+def test_processes_measure_sets_of_labels_together(model, monkeypatch):
+    split, parts = Images(11, SETS), []
+    alone = validate(model, split, processes(), settings(4))
+    monkeypatch.setattr(
+        Processes,
+        "gather",
+        lambda self, value, what: [*parts, value] if self.rank == 2 else [parts.append(value) or value],
+    )
+    for rank in range(3):
+        together = validate(model, split, processes(rank, 3), settings(2, 3))
+    assert together == {name: pytest.approx(value, rel=1e-5) for name, value in alone.items()}
 
 
 def test_loader_processes_read_the_images(model, monkeypatch):

@@ -2,7 +2,8 @@
 
     digits                    the 1,797 handwritten digits that scikit-learn ships, 8 x 8 pixels
     imagefolder:PATH_OR_URI   a folder per class, also nested, with or without train/, val/, test/ above; unlabeled/ has no classes
-    manifest:FILE.csv         columns path, label, split; relative paths start at the file's folder; no label: unlabelled
+    manifest:FILE.csv         columns path, label, split; relative paths start at the file's folder; no label: unlabelled; with
+                              `data.multi_label` several labels, separated by |
     hub:NAME[:CONFIG]         a data set of the Hugging Face Hub, or a local folder of one
 
 Local paths and every scheme that `storage` knows (`s3://...`) are read alike. Sources may come from strangers: links and lines that lead
@@ -71,14 +72,14 @@ _SOURCES: Mapping[str, type[ImageSource]] = {
 }
 
 
-def list_source(source: str, *, outside: Outside = "refuse") -> SourceListing:
-    """List the images of `data.source` without reading them; `outside` is as in the settings.
+def list_source(source: str, *, outside: Outside = "refuse", multi_label: bool = False) -> SourceListing:
+    """List the images of `data.source` without reading them; `outside` and `multi_label` are as in the settings.
 
     Raises:
         SettingsError: it is not a source.
         DataError: it is missing, holds no images, says nothing about their labels, leads out of itself, or exceeds a limit.
     """
-    listing = _open(source, outside).listing()
+    listing = _open(source, outside, multi_label=multi_label).listing()
     longest = max(listing.classes, key=len, default="")
     if len(longest) > limits.NAME_CHARACTERS:
         raise DataError(
@@ -115,10 +116,12 @@ def source_version(source: str, *, outside: Outside = "refuse") -> str:
         return ""
 
 
-def _open(source: str, outside: Outside) -> ImageSource:
+def _open(source: str, outside: Outside, *, multi_label: bool = False) -> ImageSource:
     kind, colon, name = source.partition(":")
     if kind not in _SOURCES or bool(name) == (kind == "digits") or (colon and not name):
         raise SettingsError(
             f"data.source must be digits, imagefolder:PATH_OR_URI, manifest:FILE.csv or hub:NAME[:CONFIG], got {source!r}"
         )
+    if multi_label and kind == "manifest":
+        return ImageManifest(expand_home(name), outside, multi_label=True)
     return _SOURCES[kind](expand_home(name), outside)

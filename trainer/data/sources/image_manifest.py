@@ -1,4 +1,4 @@
-"""Images listed in a CSV file."""
+"""Images listed in a CSV file, with one label each or with several."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from trainer.data.sources.source import (
 )
 from trainer.errors import DataError, StorageError
 
+SEPARATOR = "|"
+"""Between the labels of an image that may have several; alone it is an image of no class."""
 LISTED_PER_IMAGE, LISTED_AT_LEAST = 20, 100_000
 """Objects of a store that are listed for the version of a manifest, per image of it, and in all: what is listed may hold other objects."""
 
@@ -41,8 +43,10 @@ class _Row:
 class ImageManifest(ImageSource):
     """`manifest:FILE.csv`: columns path, label and split, an image a line."""
 
-    def __init__(self, name: str, outside: Outside) -> None:
+    def __init__(self, name: str, outside: Outside, *, multi_label: bool = False) -> None:
+        """With `multi_label` an image has the labels between `SEPARATOR`."""
         super().__init__(name, outside)
+        self._multi_label = multi_label
         self._folder = name.rsplit("/", 1)[0] if "/" in name else "."
         self._real_path = functools.lru_cache(maxsize=1024)(os.path.realpath)
 
@@ -53,18 +57,37 @@ class ImageManifest(ImageSource):
 
     def listing(self) -> SourceListing:
         rows = list(self._rows(self._text()))
-        classes = tuple(sorted({row.label for row in rows if row.split != "unlabeled"}))
+        named = {row.label: self._labels(row.label) for row in rows if row.split != "unlabeled"}
+        classes = tuple(sorted({label for labels in named.values() for label in labels}))
         index = {name: number for number, name in enumerate(classes)}
+        members = {text: tuple(sorted(index[label] for label in labels)) for text, labels in named.items()}
+        label_sets = tuple(
+            sorted(set(members.values()))
+        )  # of one class each, in their order, where each image has one label
+        if self._multi_label and len(label_sets) > limits.LABEL_SETS:
+            raise DataError(
+                f"manifest {self.name}: has {len(label_sets):,} different sets of labels, more than {limits.LABEL_SETS:,}; leave out "
+                "labels that few images have"
+            )
+        numbers = {one: number for number, one in enumerate(label_sets)}
         items = [
             Item(
                 name=row.name,
                 location=row.location,
-                label=UNLABELED if row.split == "unlabeled" else index[row.label],
+                label=UNLABELED if row.split == "unlabeled" else numbers[members[row.label]],
                 split=row.split,
             )
             for row in rows
         ]
-        return SourceListing(items=items, classes=classes, read=read_file)
+        return SourceListing(
+            items=items, classes=classes, label_sets=label_sets if self._multi_label else None, read=read_file
+        )
+
+    def _labels(self, text: str) -> frozenset[str]:
+        """Return the labels that a cell of the column names."""
+        if not self._multi_label:
+            return frozenset({text})
+        return frozenset(label for part in text.split(SEPARATOR) if (label := part.strip()))
 
     def version(self) -> str:
         text = self._text()

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _LOG_EVERY = 500_000  # listed objects between two lines of the log
 
+NO_CLASS = "none"
+"""Name of the label of an image that is of no class."""
 SPLIT_NAMES: Mapping[str, SplitName] = {
     "train": "train",
     "training": "train",
@@ -41,7 +43,7 @@ class Item:
 
     name: str  # its name in messages and on the data card, relative to the source
     location: str  # where the listing's `read` finds it
-    label: int  # index of its class, or -1
+    label: int  # index of its class, or of its set of classes where there are such; or -1
     split: SplitName  # the split that the source puts it in; `train` where the source has no splits
 
 
@@ -51,9 +53,20 @@ class SourceListing:
 
     items: Sequence[Item]  # in an order that depends on names only
     classes: tuple[str, ...]  # name of each class, in the order of the labels
+    label_sets: tuple[tuple[int, ...], ...] | None = None  # as `DatasetDescription.label_sets`
     read: Callable[[str], bytes]  # location -> the file's bytes; can be pickled for another process; raises OSError
     notes: tuple[str, ...] = ()  # what was left out, for the data card
     groups: tuple[str, ...] = ()  # folders above each class's own, joined by /, by label; none without folders
+
+    @property
+    def members(self) -> Sequence[tuple[int, ...]]:
+        """The classes of each label."""
+        return self.label_sets if self.label_sets is not None else [(number,) for number in range(len(self.classes))]
+
+    @property
+    def label_names(self) -> Sequence[str]:
+        """The name of each label: that of its class, or those of its classes."""
+        return [" + ".join(self.classes[one] for one in of_label) or NO_CLASS for of_label in self.members]
 
 
 class UnknownVersionError(Exception):

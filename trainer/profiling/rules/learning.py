@@ -9,6 +9,7 @@ import numpy as np
 from trainer.config import TAUGHT, TERMS
 from trainer.profiling.rules import weights
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, rule, too_short
+from trainer.scores import VAL_TITLES, val_name
 
 _PARTS = 3
 """A term that vanishes because it was learned had a share in the first part of the training."""
@@ -63,6 +64,8 @@ def weak_teacher(case: Case) -> Outcome:
     if not any(case.settings.get(f"{term}_weight") for term in TAUGHT):
         return NotJudged("no term of the loss compares with a teacher")
     teacher, limits = context.teacher_val_top1, case.rules.weak_teacher
+    if "val_map" in case.training.metrics:
+        return NotJudged("it judges by top-1 accuracy, and here an image may have several labels")
     if teacher is None:
         why = "it was not trained, or not measured, by the stage pretrain"
         return NotJudged(f"the teacher's validation accuracy is not known: {why}")
@@ -258,7 +261,10 @@ def overfitting(case: Case) -> Outcome:
     curve = metrics.get("label" if case.training.name == "distill" else "loss")
     if curve is None or "val_loss" not in metrics:
         return NotJudged("no training loss with labels, or no validation loss, was recorded")
-    losses, accuracies = metrics["val_loss"], metrics["val_top1"]
+    name = val_name(metrics)
+    if name is None:
+        return NotJudged("no score on the validation split was recorded")
+    losses, accuracies = metrics["val_loss"], metrics[name]
     if len(losses.values) < _MEASUREMENTS:
         known = f"{len(losses.values)} measurements on the validation split, and {_MEASUREMENTS} are needed"
         return too_short(f"{known} ({case.setting('validate_every_epochs')})")
@@ -277,7 +283,7 @@ def overfitting(case: Case) -> Outcome:
     return Finding(
         confidence=0.8,
         text=(
-            f"Since step {step + 1} the training learns its images by heart: {seen}, and the validation accuracy went from "
+            f"Since step {step + 1} the training learns its images by heart: {seen}, and the validation {VAL_TITLES[name]} went from "
             f"{before:.1%} to {after:.1%}."
         ),
         advice=(

@@ -1,0 +1,310 @@
+"""Images that may have several labels, from their list to answers: four digits or fewer in a picture, or none."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from mlflow import MlflowClient
+from PIL import Image
+from scipy.special import expit
+from sklearn.metrics import average_precision_score
+
+from tests.multi_label_digits import write_list
+from trainer import artifacts, batch_prediction, drift, load_model, models
+from trainer.config import (
+    DataSettings,
+    DistillSettings,
+    EvaluateSettings,
+    ExportSettings,
+    GateSettings,
+    ModelSettings,
+    PretrainSettings,
+    RegisterSettings,
+    ReinforceSettings,
+    resolve_run,
+)
+from trainer.data.dataset import open_dataset
+from trainer.errors import ArtifactError, DataError, SettingsError
+from trainer.stages import distill, evaluate, export, prepare, pretrain, register, reinforce
+from trainer.stages.evaluate import predict
+
+# MLflow on SQLAlchemy 2.1
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+
+VIT, VIEWS = "vit_tiny_patch16_224", {"min_scale": 1.0, "flip": False}
+TRAINING = {"batch_size": 64, "base_learning_rate": 2e-2, "warmup_epochs": 1, "views": VIEWS}
+
+
+def args(dim, depth):
+    return {"img_size": 16, "patch_size": 8, "embed_dim": dim, "depth": depth, "num_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Everything that the stages make of such a list."""
+    folder = tmp_path_factory.mktemp("multi_label")
+    place = SimpleNamespace(
+        list=write_list(folder / "photos", count=500, classes=5),
+        **{
+            name: folder / name
+            for name in ("dataset", "teacher", "outputs", "student", "online", "evaluation", "exported")
+        },
+    )
+    data = DataSettings(
+        source=f"manifest:{place.list}", multi_label=True, image_size=16, encoding="png", test_fraction=0.2
+    )
+    teacher = PretrainSettings(
+        teacher=ModelSettings(architecture=VIT, args=args(48, 2)),
+        mae={"epochs": 0},
+        finetune={**TRAINING, "epochs": 60, "multi_label_loss": "asymmetric", "layer_decay": 0.9, "drop_path": 0},
+        workers=0,
+        seed=0,
+    )
+    student = DistillSettings(
+        **{**TRAINING, "base_learning_rate": 4e-2},
+        student=ModelSettings(architecture=VIT, args=args(32, 1)),
+        teacher="recorded",
+        epochs=60,
+        workers=0,
+        seed=0,
+    )
+    recording = ReinforceSettings(views=2, augmentation=student.views, workers=0, seed=0)
+    given = {"dataset": place.dataset, "teacher": place.teacher}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        prepare.run(data, dataset=place.dataset)
+        pretrain.run(teacher, **given, evidence=folder / "e0")
+        reinforce.run(recording, **given, teacher_outputs=place.outputs)
+        distill.run(student, **given, student=place.student, evidence=folder / "e1", teacher_outputs=place.outputs)
+        few = student.model_copy(update={"teacher": "online", "epochs": 2})
+        distill.run(few, **given, student=place.online, evidence=folder / "e2")
+        judging = EvaluateSettings(latency_runs=10, gate=GateSettings(max_accuracy_drop=0.5, min_compression=1))
+        evaluate.run(judging, **given, student=place.student, evaluation=place.evaluation)
+    return place
+
+
+def figures_of(place, kind):
+    return artifacts.manifest(place, kind).figures
+
+
+def listed_labels(made):
+    """Name of each photo -> the labels that the list gives it."""
+    rows = csv.DictReader(made.list.read_text().splitlines())
+    return {row["path"]: {part.strip() for part in row["label"].split("|")} - {""} for row in rows}
+
+
+def test_the_list_becomes_sets_of_classes(made):
+    data = open_dataset(made.dataset)
+    assert data.classes == ("0", "1", "2", "3", "4")
+    listed = listed_labels(made)
+    for name in ("train", "val", "test"):
+        split = data.split(name)
+        for source, wanted in zip(split.sources, split.wanted, strict=True):
+            named = {data.classes[one] for one in np.flatnonzero(wanted)}
+            assert named == listed[source]
+        assert split.wanted.any(axis=0).all(), "each class is in each split"
+    card = (made.dataset / "card.html").read_text()
+    assert "labels in the mean" in card
+
+
+def test_the_teacher_learns_and_the_student_learns_it(made):
+    teacher, student = (figures_of(place, "model")["val_map"] for place in (made.teacher, made.student))
+    chance = open_dataset(made.dataset).split("val").wanted.mean()
+    assert teacher > 0.75 > 2 * chance
+    assert student > 0.6
+    card = models.outline(made.student).card
+    assert card.threshold == 0.5, "it says of each class by itself how probable it is"
+    assert "val_map" in figures_of(made.online, "model")
+
+
+def test_what_is_measured_is_what_scikit_learn_measures_of_the_answers(made):
+    found, split = figures_of(made.evaluation, "evaluation"), open_dataset(made.dataset).split("test")
+    student = found["student"]
+    logits = predict(models.load(made.student), split, 64, "student")
+    precisions = average_precision_score(split.wanted, logits, average="macro")
+    assert student["test"]["map"] == pytest.approx(precisions)
+    named = expit(logits.astype(float) / student["temperature"]) > student["threshold"]
+    right = (named & (split.wanted > 0)).sum()
+    assert student["test"]["precision"] == pytest.approx(right / named.sum())
+    assert student["test"]["recall"] == pytest.approx(right / split.wanted.sum())
+    assert found["verdict"] == {"passed": True, "reasons": []}
+    page = (made.evaluation / "report.html").read_text()
+    assert "mean average precision" in page
+    details = json.loads((made.evaluation / "metrics.json").read_text())["student"]
+    assert sum(details["predicted"].values()) == sum(details["calibration"]["counts"]) == len(split)
+
+
+def test_a_gate_that_is_not_met_says_so_of_the_mean_average_precision(made, tmp_path):
+    gate = GateSettings(min_accuracy=1, max_accuracy_drop=1, min_compression=1)
+    evaluation = evaluate.run(
+        EvaluateSettings(latency_runs=10, gate=gate),
+        dataset=made.dataset,
+        teacher=made.teacher,
+        student=made.student,
+        evaluation=tmp_path / "evaluation",
+    )
+    (reason,) = evaluation.figures["verdict"]["reasons"]
+    assert reason.startswith("accuracy: the student's test mAP of ")
+
+
+def test_an_exported_student_names_what_the_student_names(made, tmp_path):
+    pytest.importorskip("onnxruntime", reason="needs the extra `export`")
+    from fastapi.testclient import TestClient
+
+    from trainer.serving.exported_classifier import ExportedClassifier
+    from trainer.serving.server import PhotoServer, ServerLimits
+
+    settings = ExportSettings(finetune_steps=2, max_accuracy_loss=1, max_shift=1)
+    given = {"dataset": made.dataset, "student": made.student, "evaluation": made.evaluation}
+    place = export.run(settings, **given, exported=tmp_path / "exported").path
+    table = json.loads((place / "candidates.json").read_text())["candidates"]
+    assert table[0]["map"] == figures_of(made.evaluation, "evaluation")["student"]["test"]["map"]
+    assert {"torch", "fp32", "int8"} <= {one["name"] for one in table}
+    served, itself = ExportedClassifier(place), load_model(place)
+    photo = (made.list.parent / "7.png").read_bytes()
+    (said,) = served.predictions(served.probabilities(served.read(photo)[None]), top=5)
+    threshold = figures_of(made.evaluation, "evaluation")["student"]["threshold"]
+    assert list(said.named) == sorted(label for label, sure in said.labels.items() if sure > threshold)
+    assert itself.predictions([photo], top=5)[0].named == said.named
+    assert sum(said.labels.values()) != pytest.approx(1), "each class is by itself"
+    with TestClient(PhotoServer(served, name="several", most=ServerLimits())) as client:
+        answer = client.post("/predict?top=1", content=photo, headers={"content-type": "image/png"}).json()
+    assert answer["named"] == list(said.named)
+    assert "answer" not in answer
+
+
+@pytest.fixture
+def finished(made, tmp_path):
+    """The directory of a run with what was made."""
+    for name in ("dataset", "teacher", "student", "evaluation"):
+        (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "run" / name).symlink_to(getattr(made, name))
+    return tmp_path / "run"
+
+
+def test_a_folder_of_photos_is_predicted_and_does_not_drift_from_itself(made, finished, tmp_path):
+    model = load_model(finished)
+    batch_prediction.predict_folder(model, str(made.list.parent), str(tmp_path / "predictions"), top=2)
+    (file,) = (tmp_path / "predictions").glob("*.parquet")
+    rows = pq.read_table(file).to_pylist()
+    listed = listed_labels(made)
+    agree = np.mean([set(row["named"]) == listed[row["photo"]] for row in rows])
+    assert agree > 0.3, "a guess of five classes is right far less often"
+    found = drift.compare(str(finished), str(tmp_path / "predictions"), limit=0.15)
+    assert found.reasons == []
+
+
+def test_a_registered_student_names_labels_in_mlflow(made, tmp_path, mlflow_uri, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_uri)
+    with artifacts.create(tmp_path / "report", "report", settings={}) as draft:
+        (draft.path / "report.html").write_text("<p>where the time went</p>")
+    given = {name: getattr(made, name) for name in ("dataset", "teacher", "student", "evaluation")}
+    resolved = resolve_run("digits", [f"data.source=manifest:{made.list}", "data.multi_label=true"])
+    registration = register.run(
+        RegisterSettings(model_name="several"),
+        **given,
+        pretrain_evidence=made.teacher.parent / "e0",
+        distill_evidence=made.teacher.parent / "e1",
+        report=tmp_path / "report",
+        registration=tmp_path / "registration",
+        recipe="digits",
+        resolved=resolved.model_dump(mode="json"),
+    )
+    found = figures_of(made.evaluation, "evaluation")["student"]
+    summary = json.loads((registration.path / "summary.json").read_text())
+    assert set(summary["teacher"]["test"]) == {"map"}
+    version = MlflowClient(mlflow_uri).get_model_version("several", "1")
+    assert float(version.tags["test_map"]) == pytest.approx(found["test"]["map"], abs=1e-4)
+    import mlflow.pyfunc  # here, because its first import warns, which register hides
+
+    model = mlflow.pyfunc.load_model("models:/several/1")
+    photos = np.empty(20, dtype=object)
+    photos[:] = [(made.list.parent / f"{number}.png").read_bytes() for number in range(20)]
+    table = model.predict(photos)
+    labels = ["0", "1", "2", "3", "4"]
+    assert list(table.columns) == [*labels, "named"]
+    assert list(model.metadata.get_output_schema().input_names()) == [*labels, "named"]
+    above = table[labels].to_numpy() > found["threshold"]
+    assert [[label for label, is_named in zip(labels, row, strict=True) if is_named] for row in above] == list(
+        table["named"]
+    )
+    assert any(map(len, table["named"]))
+
+
+def test_a_recording_of_some_logits_is_refused(made, tmp_path):
+    with pytest.raises(
+        SettingsError, match=r"reinforce\.top_k is 2 of 5 classes, but an image may have several labels"
+    ):
+        reinforce.run(
+            ReinforceSettings(top_k=2), dataset=made.dataset, teacher=made.teacher, teacher_outputs=tmp_path / "outputs"
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logit_loss": "dkd"}, "distill.logit_loss is dkd, which is for images of one class"),
+        ({"standardize_logits": True}, "distill.standardize_logits is true, which compares the classes"),
+        (
+            {"head": "probe", "logit_weight": 0, "label_weight": 0, "feature_weight": 1},
+            "distill.head is probe, and no head is fitted",
+        ),
+    ],
+)
+def test_losses_between_the_classes_of_an_image_are_refused(made, tmp_path, change, message):
+    settings = DistillSettings(student=ModelSettings(architecture=VIT, args=args(16, 1)), **change)
+    with pytest.raises(SettingsError, match=message):
+        distill.run(
+            settings,
+            dataset=made.dataset,
+            teacher=made.teacher,
+            student=tmp_path / "student",
+            evidence=tmp_path / "evidence",
+        )
+    overrides = [f"distill.{name}={json.dumps(value)}" for name, value in change.items()]
+    with pytest.raises(SettingsError, match=message):
+        resolve_run("digits", [f"data.source=manifest:{made.list}", "data.multi_label=true", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.source=digits"], "multi_label is true, but source is 'digits', which gives an image one label"),
+        (["data.attributes=x.csv"], "attributes=x.csv says something of the one class of an image"),
+        (
+            ["pretrain.head=none", "pretrain.finetune.epochs=0", "distill.logit_weight=0"],
+            "no head is fitted to images of several labels",
+        ),
+        (["evaluate.gate.min_knn_accuracy=0.5"], "neighbours do not vote on images of several labels"),
+    ],
+)
+def test_what_needs_one_label_an_image_is_refused(overrides, message):
+    with pytest.raises(SettingsError, match=message):
+        resolve_run("digits", ["data.source=manifest:/x.csv", "data.multi_label=true", *overrides])
+
+
+def test_a_list_of_which_no_class_has_enough_images_is_refused(tmp_path):
+    (tmp_path / "list.csv").write_text("path,label\na.png,|\nb.png,x|y\n")
+    for name, colour in (("a", 0), ("b", 200)):
+        Image.new("L", (16, 16), colour).save(tmp_path / f"{name}.png")
+    settings = DataSettings(source=f"manifest:{tmp_path}/list.csv", multi_label=True)
+    with pytest.raises(DataError, match=r"classes 'x' \(1\), 'y' \(1\): fewer good labelled images"):
+        prepare.run(settings, dataset=tmp_path / "dataset")
+
+
+def test_a_damaged_description_is_named(made, tmp_path):
+    copy = tmp_path / "dataset"
+    with artifacts.create(copy, "dataset", settings={}) as draft:
+        content = json.loads((made.dataset / "dataset.json").read_text())
+        content["label_sets"][0] = [7]
+        (draft.path / "dataset.json").write_text(json.dumps(content))
+    with pytest.raises(
+        ArtifactError, match=r"dataset.json does not describe a data set .*\(7,\) is no set of 5 classes"
+    ):
+        open_dataset(Path(copy))

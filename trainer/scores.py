@@ -1,0 +1,37 @@
+"""The number by which a classifier is chosen and judged: top-1 accuracy, or mAP (mean average precision) of images with several labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+TITLES: Mapping[str, str] = {"top1": "top-1", "map": "mAP"}
+"""Name of each among the figures of a split -> what people call it; figures have one of them."""
+VAL_TITLES: Mapping[str, str] = {f"val_{name}": text for name, text in TITLES.items()}
+"""The same of what a training measures on the validation split."""
+
+
+def name(figures: Mapping[str, Any]) -> str:
+    """Return the name of the score among the figures of a split."""
+    return next(name for name in TITLES if name in figures)
+
+
+def title(figures: Mapping[str, Any]) -> str:
+    """Return what the score of these figures is called."""
+    return TITLES[name(figures)]
+
+
+def score(figures: Mapping[str, Any]) -> float:
+    """Return the score of the figures of a split."""
+    return float(figures[name(figures)])
+
+
+def val_name(figures: Mapping[str, Any]) -> str | None:
+    """Return the name of the score on the validation split, such as `val_top1`; None where it was not measured."""
+    return next((name for name in VAL_TITLES if name in figures), None)
+
+
+def val_score(figures: Mapping[str, float] | None) -> float | None:
+    """Return the score on the validation split; None where it was not measured."""
+    name = val_name(figures or {})
+    return (figures or {})[name] if name is not None else None
