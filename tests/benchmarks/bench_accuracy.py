@@ -1,8 +1,8 @@
 """What each part of the method gains in accuracy: `python tests/benchmarks/bench_accuracy.py COMPARISON [RECIPE] [--set KEY=VALUE ...]`.
 
 Trains the variants of a comparison with several seeds on the same prepared data, and prints the top-1 of each on the test and the
-validation split. Settings are chosen by validation; the test column is for what was chosen. Where the folder of a former call is given as
-`--output`, what it has finished is kept.
+validation split (mAP of images with several labels). Settings are chosen by validation; the test column is for what was chosen. Where the
+folder of a former call is given as `--output`, what it has finished is kept.
 
     labels      the student: distilled; on the labels alone; the same with the regularisation of the teacher's fine-tuning
     pretraining the teacher: pretrained as a masked autoencoder and fine-tuned; fine-tuned from scratch for as many epochs together
@@ -39,9 +39,10 @@ from pathlib import Path
 from trainer import artifacts, config
 from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import SPLITS
+from trainer.scores import score, val_score
 
 Scores = Mapping[str, Sequence[tuple[float, float]]]
-"""Variant -> test and validation top-1 of each seed, in percent."""
+"""Variant -> test and validation score of each seed, in percent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,7 @@ class Bench:
             self.stage("reinforce", "outputs", dataset="data", teacher="teacher", teacher_outputs="outputs")
 
     def distill(self, name: str, *changes: str, dataset: str = "data") -> tuple[float, float]:
-        """A student of this name, of the teacher `teacher`; its test and validation top-1."""
+        """A student of this name, of the teacher `teacher`; its test and validation score."""
         places = {"dataset": dataset, "teacher": "teacher", "student": name, "evidence": f"{name}-evidence"}
         if self.settings.distill.teacher == "recorded" and dataset == "data":
             places["teacher_outputs"] = "outputs"
@@ -112,12 +113,13 @@ class Bench:
         return self.score(name, dataset=dataset)
 
     def score(self, name: str, *, dataset: str = "data") -> tuple[float, float]:
-        """Test and validation top-1 of a model, in percent."""
+        """Test and validation score of a model, in percent."""
         made = f"{name}-evaluation"
         folder = self.stage("evaluate", made, dataset=dataset, teacher=name, student=name, evaluation=made)
         metrics = json.loads((folder / "metrics.json").read_text())
-        val: float = artifacts.manifest(self.output / name, "model").figures["val_top1"]
-        return 100 * metrics["student"]["test"]["top1"], 100 * val
+        val = val_score(artifacts.manifest(self.output / name, "model").figures)
+        assert val is not None, "a model with a head is measured when it is kept"
+        return 100 * score(metrics["student"]["test"]), 100 * val
 
     def scores(self, variants: Mapping[str, Callable[[int], tuple[float, float]]]) -> Scores:
         """Train and measure each variant with each seed."""
@@ -264,7 +266,7 @@ COMPARISONS = {"labels": labels, "pretraining": pretraining, "unlabeled": unlabe
 
 
 def table(scores: Scores, seeds: Sequence[int]) -> list[str]:
-    """Top-1 of each variant and seed on test and val, their means, and largest less smallest, as a table of Markdown."""
+    """Score of each variant and seed on test and val, their means, and largest less smallest, as a table of Markdown."""
     heads = [f"{name}, {split}" for name in scores for split in ("test", "val")]
     columns = [[seed[split] for seed in scores[name]] for name in scores for split in (0, 1)]
     rows = [(str(seed), [column[place] for column in columns]) for place, seed in enumerate(seeds)]
@@ -275,7 +277,7 @@ def table(scores: Scores, seeds: Sequence[int]) -> list[str]:
 
 
 def table_of_methods(bench: Bench, scores: Scores) -> list[str]:
-    """One row a method: test top-1 with its spread over the seeds, validation top-1, and minutes of a distillation."""
+    """One row a method: test score with its spread over the seeds, validation top-1, and minutes of a distillation."""
     lines = ["| method | test | largest - smallest | val | minutes |", "|---|---|---|---|---|"]
     for name, of_seeds in scores.items():
         test, val = ([seed[split] for seed in of_seeds] for split in (0, 1))
