@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import platform
 import shlex
 import shutil
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import yaml
 
 from trainer import artifacts, limits, models, scores, served_student, storage, summary, tracking
 from trainer.artifacts import Artifact, Manifest
@@ -261,9 +263,6 @@ def _log_model(
     tags: ClassTags | None,
 ) -> ModelInfo:
     """Log the student as an MLflow model: its directory, the file that loads it, signature, example, pinned requirements."""
-    with warnings.catch_warnings():  # MLflow warns of its own type hints when it is imported
-        warnings.filterwarnings("ignore", message=".*Any type hint is inferred", category=UserWarning)
-        import mlflow.pyfunc
     from mlflow.models import Model, ModelSignature
     from mlflow.types import ParamSchema, ParamSpec, Schema, TensorSpec
 
@@ -275,7 +274,7 @@ def _log_model(
     logged = client.create_logged_model(experiment, name="student", source_run_id=run_id, model_type="pyfunc")
     info: ModelInfo = Model.log(
         artifact_path=None,
-        flavor=mlflow.pyfunc,
+        flavor=SimpleNamespace(save_model=_save_model),
         run_id=run_id,
         model_id=logged.model_id,
         loader_module=f"{folder.name}.pyfunc",
@@ -291,6 +290,25 @@ def _log_model(
     return info
 
 
+def _save_model(path: str, **described: Any) -> None:
+    """Save a model with `mlflow.pyfunc.save_model`, but so that its environment can be made on a machine that is not like this one."""
+    with warnings.catch_warnings():  # MLflow warns of its own type hints when it is imported
+        warnings.filterwarnings("ignore", message=".*Any type hint is inferred", category=UserWarning)
+        import mlflow.pyfunc
+
+    # A project of uv's in the folder that a run was started in would else travel along, and MLflow would install all of it to serve.
+    mlflow.pyfunc.save_model(path, uv_project_path=path, **described)
+    # MLflow writes this machine's Python to the last digit, which another machine would first have to download or compile, and packages
+    # to build others with, though all are to be had as wheels.
+    environment = {"python": _python(), "dependencies": ["-r requirements.txt"]}
+    (Path(path) / "python_env.yaml").write_text(yaml.safe_dump(environment, sort_keys=False), encoding="utf-8")
+
+
+def _python() -> str:
+    """Return the version of Python that a model needs: this one's, without what only mends it."""
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
 def example(dataset: str | Path) -> npt.NDArray[np.uint8]:
     """Read a raw test image, uint8 [1, H, W, 3], thinned so that it stays small as text."""
     image = open_dataset(dataset).split("test").read([0]).numpy()
@@ -304,7 +322,7 @@ def conda_environment(requirements: Sequence[str]) -> dict[str, Any]:
     # A local version (2.15.0+cu132) is not to be had elsewhere.
     versions = {name: importlib.metadata.version(name).partition("+")[0] for name in requirements}
     pinned = [f"{name}=={version}" for name, version in versions.items()]
-    dependencies = [f"python={platform.python_version()}", "pip", {"pip": pinned}]
+    dependencies = [f"python={_python()}", "pip", {"pip": pinned}]
     return {"name": "student", "channels": ["conda-forge"], "dependencies": dependencies}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from tests.trained_digits import TAGS
 from tests.unit.stages.photos import measure, write_photos
@@ -261,7 +262,11 @@ def test_a_model_with_tags_answers_with_a_class_or_a_group_and_what_is_known_of_
     assert set(best) == set("0123456789")
 
 
-def test_model_has_signature_and_pinned_requirements(inputs, evaluations, tracked, tmp_path):
+def test_model_has_signature_and_pinned_requirements(inputs, evaluations, tracked, monkeypatch, tmp_path):
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project/pyproject.toml").write_text("[project]\nname = 'another'\nversion = '0'\n")
+    (tmp_path / "project/uv.lock").write_text("version = 1\n")
+    monkeypatch.chdir(tmp_path / "project")
     artifact = run(inputs, evaluations[PASSING], tmp_path / "registration", model_name="described")
     version = read_summary(artifact)["mlflow"]["model_version"]
     import mlflow.pyfunc
@@ -275,6 +280,17 @@ def test_model_has_signature_and_pinned_requirements(inputs, evaluations, tracke
     assert f"pillow=={importlib.metadata.version('pillow')}" in requirements
     assert f"timm=={importlib.metadata.version('timm')}" in requirements
     assert all(requirement.count("==") == 1 and "+" not in requirement for requirement in requirements)
+
+    # Another machine has another 3.11 and another project, or none.
+    model = Path(mlflow.artifacts.download_artifacts(f"models:/described/{version}"))
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert yaml.safe_load((model / "python_env.yaml").read_text()) == {
+        "python": python,
+        "dependencies": ["-r requirements.txt"],
+    }
+    assert yaml.safe_load((model / "conda.yaml").read_text())["dependencies"][0] == f"python={python}"
+    assert not (model / "uv.lock").exists()
+    assert not (model / "pyproject.toml").exists()
 
 
 @pytest.fixture(scope="module")
