@@ -46,6 +46,10 @@ NAMED = "named"
 _BATCH_SIZE = 128
 
 
+class BadParameterError(ValueError):
+    """A parameter of a prediction that cannot be used; its text names the parameter, its value and what it may be."""
+
+
 class ServedStudent:
     """A student with its preprocessing."""
 
@@ -90,9 +94,13 @@ class ServedStudent:
 
         Raises:
             BadImageError: one of them is not an image, or cannot be used; it is named, and none is classified.
+            BadParameterError: `top_k` is below 0.
         """
         import pandas as pd  # here, because it takes long to import, and not every user of this module predicts
 
+        top_k = int((params or {}).get(TOP_K, 0))
+        if top_k < 0:
+            raise BadParameterError(f"{TOP_K}: {top_k}; give how many labels are wanted, or 0 for a column of each")
         table = self.probabilities(images)
         known = self.tags.columns(table.to_numpy()) if self.tags is not None else None
         named = (
@@ -103,7 +111,7 @@ class ServedStudent:
             if self.threshold is not None
             else None
         )
-        if top_k := int((params or {}).get(TOP_K, 0)):
+        if top_k:
             best = np.argsort(-table.to_numpy(), axis=1, kind="stable")[:, :top_k]
             values = np.take_along_axis(table.to_numpy(), best, axis=1)
             names = [[self.labels[index] for index in row] for row in best.tolist()]
@@ -207,4 +215,6 @@ def _load_pyfunc(path: str) -> ServedStudent:
     # In a process that loaded another model before, MLflow goes on with the code of that one, whose folder may be gone.
     package = __name__.rpartition(".")[0]
     sys.modules[package].__path__.insert(0, str(Path(path).parents[1] / "code" / package))
-    return ServedStudent(Path(path))
+    from .registered_student import RegisteredStudent  # which needs MLflow, as not every user of this module does
+
+    return RegisteredStudent(Path(path))

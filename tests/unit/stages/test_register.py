@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import importlib.metadata
 import io
 import json
@@ -15,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from fastapi.testclient import TestClient
 
-from tests.trained_digits import TAGS
+from tests.trained_digits import TAGS, png
 from tests.unit.stages.photos import measure, write_photos
 from trainer import artifacts, cli, load_model, models, photo_classifier, tracking
 from trainer.billing import Bill
@@ -333,6 +335,44 @@ def test_an_exported_student_is_registered_as_its_onnx_file_without_torch(
         served = ExportedClassifier(place)
     np.testing.assert_allclose(served.probabilities(images), expected, atol=1e-5)
     assert served.version == artifacts.manifest(export_of_passing, "export").fingerprint[:12]
+
+
+def test_mlflows_server_says_in_one_message_what_it_cannot_use(
+    inputs, evaluations, export_of_passing, tracked, trained_digits, monkeypatch, tmp_path
+):
+    given = inputs | {"exported": export_of_passing}
+    run(given, evaluations[PASSING], tmp_path / "registration", model_name="asked")
+    import mlflow.pyfunc
+    from mlflow.pyfunc import scoring_server
+
+    monkeypatch.setenv(
+        "_MLFLOW_IS_IN_SERVING_ENVIRONMENT", "true"
+    )  # the server sets it, and no test is to leave it behind
+    photo = base64.b64encode(png(trained_digits.images[0])).decode()
+    letter = base64.b64encode(b"Dear colleague,\n" * 1000).decode()
+    server = scoring_server.init(mlflow.pyfunc.load_model("models:/asked@champion"))
+    with TestClient(server, raise_server_exceptions=False) as client:
+        for content, message in (
+            (column("a photo"), "image 0: no image: text must be an image file in base64"),
+            (column("/etc/passwd"), "image 0: no image: text must be an image file in base64"),
+            (column(letter), "image 0: no image that can be read"),
+            (column(photo, letter), "image 1: no image that can be read"),
+            (column(""), "image 0: empty file"),
+            ({"inputs": [letter]}, "image 0: no image that can be read"),
+            ({"inputs": [[[[0.5] * 3] * 4] * 4]}, "image 0: floating-point pixels"),
+            (column(photo) | {"params": {"top_k": -1}}, "top_k: -1; give how many labels are wanted, or 0 for"),
+        ):
+            answer = client.post("/invocations", json=content)
+            assert (answer.status_code, answer.json()["error_code"]) == (400, "INVALID_PARAMETER_VALUE")
+            assert answer.json()["message"].startswith(message)
+            assert not any(part in answer.text for part in ("Traceback", ".py", letter[:40]))
+        answer = client.post("/invocations", json=column(photo) | {"params": {"top_k": 2}})
+        assert answer.status_code == 200
+        assert [len(one["top_labels"]) for one in answer.json()["predictions"]] == [2]
+
+
+def column(*texts):
+    return {"dataframe_split": {"columns": ["image"], "data": [[text] for text in texts]}}
 
 
 def test_what_was_chosen_for_openvino_is_registered_with_it(

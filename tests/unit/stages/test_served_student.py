@@ -18,7 +18,7 @@ from tests.unit.stages.photos import KINDS, measure, write_photos
 from trainer import models
 from trainer.evaluation import metrics
 from trainer.served_student.preprocessing import BadImageError, decode, from_array
-from trainer.served_student.pyfunc import ServedStudent
+from trainer.served_student.pyfunc import BadParameterError, ServedStudent
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +85,10 @@ def test_the_most_probable_labels_alone(student, files):
     assert student.predict(paths, {"top_k": 0}).equals(every)
     assert [len(few) for few in student.predict(paths, {"top_k": 99}).top_labels] == [10] * 3
     assert student.predict([], {"top_k": 3}).shape == (0, 2)
+    with pytest.raises(
+        BadParameterError, match="top_k: -1; give how many labels are wanted, or 0 for a column of each"
+    ):
+        student.predict(paths, {"top_k": -1})
 
 
 def test_a_files_bytes_may_come_as_text(student, files):
