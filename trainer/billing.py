@@ -12,8 +12,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from trainer.base_models import StrictModel
-from trainer.costs import Machines, dollars_text, duration_text, place_here
+from trainer.costs import Machines, dollars_text, place_here
 from trainer.forecast import Forecast, Seconds
+from trainer.formatting import duration
 
 if TYPE_CHECKING:
     from trainer.artifacts import Manifest
@@ -153,7 +154,7 @@ def make_bill(stages: Sequence[StageBill], forecast: Forecast | None = None) -> 
     doubts = dict.fromkeys(one.place.price.doubt() for one in stages if one.place and one.place.price)
     notes = [doubt for doubt in doubts if doubt]
     if priced and unpriced:
-        names, spent = ", ".join(one.stage for one in unpriced), duration_text(sum(one.seconds for one in unpriced))
+        names, spent = ", ".join(one.stage for one in unpriced), duration(sum(one.seconds for one in unpriced))
         notes.insert(0, f"the dollars are without {names} ({spent}): the price of where they ran is not known")
     return Bill(
         stages=tuple(stages),
@@ -171,8 +172,8 @@ def rows(bill: Bill) -> list[tuple[str, ...]]:
         shares = {part: spent / one.seconds for part, spent in one.parts.items() if spent >= 0.005 * one.seconds > 0}
         largest = sorted(shares.items(), key=lambda entry: -entry[1])
         split = ", ".join(f"{PARTS[part]} {share:.0%}" for part, share in largest)
-        shown.append((one.stage, str(one.place or ""), duration_text(one.seconds), dollars_text(one.dollars), split))
-    return [*shown, ("total", "", duration_text(bill.seconds), dollars_text(bill.dollars), "")]
+        shown.append((one.stage, str(one.place or ""), duration(one.seconds), dollars_text(one.dollars), split))
+    return [*shown, ("total", "", duration(bill.seconds), dollars_text(bill.dollars), "")]
 
 
 def forecast_text(bill: Bill) -> str:
@@ -186,6 +187,6 @@ def forecast_text(bill: Bill) -> str:
     cost = f", {dollars_text(sum(dollars))}" if dollars else ""
     assumed = f"; it assumed that {'; '.join(expected.assumptions)}" if expected.assumptions else ""
     return (
-        f"{' and '.join(expected.stages)}: {expected} was forecast, and it took {duration_text(3600 * actual)}{cost}: "
+        f"{' and '.join(expected.stages)}: {expected} was forecast, and it took {duration(3600 * actual)}{cost}: "
         f"{abs(more):.1%} {'more' if more >= 0 else 'less'}{assumed}"
     )

@@ -115,15 +115,6 @@ def local_place(processes: int) -> Machines:
     return given.model_copy(update={"nodes": 1, "processes_per_node": processes})
 
 
-def duration_text(seconds: float) -> str:
-    """Format a duration: `48.2 s`, `12.5 min`, `3.20 h`, `40.0 days`."""
-    if seconds < 2 * 60:
-        return f"{seconds:.1f} s"
-    if seconds < 2 * 3600:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:.2f} h" if seconds < 3 * 86400 else f"{seconds / 86400:.1f} days"
-
-
 def dollars_text(dollars: float | None) -> str:
     """Format dollars: `$41.43`, `$0.0046`; empty where they are not known."""
     if dollars is None:

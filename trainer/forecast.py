@@ -18,8 +18,9 @@ from scipy import special
 from trainer import step_schedule
 from trainer.base_models import StrictModel
 from trainer.config import DistillSettings
-from trainer.costs import THIS_MACHINE, Machines, dollars_text, duration_text
+from trainer.costs import THIS_MACHINE, Machines, dollars_text
 from trainer.errors import BudgetError
+from trainer.formatting import duration
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Forecast(StrictModel):
 
 
 def _hours(hours: float) -> str:
-    return duration_text(3600 * hours)
+    return duration(3600 * hours)
 
 
 def mean_interval(seconds: Sequence[float]) -> tuple[float, float, float]:

@@ -35,15 +35,16 @@ def size(count: float) -> str:
     return f"{short(count / 1e6)} MB" if abs(count) >= 1e5 or not count else f"{short(count / 1e3)} kB"
 
 
+_UNITS = ((("days", 86400, 1), 3 * 86400), (("h", 3600, 2), 2 * 3600), (("min", 60, 1), 2 * 60))
+"""Units of a duration with their seconds and digits, and from how many seconds on each is used."""
+
+
 def duration(seconds: float) -> str:
-    """Format a duration: `12 ms`, `90 s`, `66 min 40 s`, `3 h 5 min`."""
-    if 0 < seconds < 1:
+    """Format a duration: `12 ms`, `48.2 s`, `12.5 min`, `3.25 h`, `40 days`."""
+    if 0 < seconds < 0.1:
         return milliseconds(1000 * seconds)
-    if seconds < 120:
-        return f"{short(seconds)} s"
-    if seconds < 2 * 3600:
-        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
-    return f"{int(seconds // 3600):,} h {int(seconds % 3600 // 60)} min"
+    unit, size, digits = next((known for known, least in _UNITS if seconds >= least), ("s", 1, 1))
+    return f"{f'{seconds / size:.{digits}f}'.rstrip('0').rstrip('.')} {unit}"
 
 
 def clipped(name: str, length: int = 90) -> str:

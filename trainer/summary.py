@@ -12,9 +12,10 @@ from typing import Any
 
 from trainer import billing, limits, scores, storage, tracking
 from trainer.billing import Bill
-from trainer.costs import Machines, dollars_text, duration_text
+from trainer.costs import Machines, dollars_text
 from trainer.errors import ArtifactError, ObjectNotFoundError
 from trainer.forecast import Forecast
+from trainer.formatting import duration
 
 SUMMARY = "summary.json"
 PRICED = ("warm_up", "reinforce", "distill")  # stages that count as the distillation where runs stand side by side
@@ -274,11 +275,11 @@ def price_rows(entries: Sequence[PricedRun]) -> list[tuple[str, ...]]:
         "images/s": lambda one: _number(one.images_per_second, ",.0f"),
         "accuracy": lambda one: _number(one.accuracy, ".2%"),
         "epochs": lambda one: _number(one.epochs, ",g"),
-        "an epoch": lambda one: "" if one.epoch_s is None else duration_text(one.epoch_s),
+        "an epoch": lambda one: "" if one.epoch_s is None else duration(one.epoch_s),
         "epoch speed": lambda one: _number(
             first.epoch_s / one.epoch_s if first.epoch_s and one.epoch_s else None, ".2f", "x"
         ),
-        "time": lambda one: duration_text(one.seconds),
+        "time": lambda one: duration(one.seconds),
         "dollars": lambda one: dollars_text(one.dollars),
         "$/point": lambda one: _number(
             one.dollars / (100 * one.accuracy) if one.dollars is not None and one.accuracy else None, ",.4f"

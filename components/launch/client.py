@@ -25,6 +25,7 @@ from kubernetes.config.config_exception import ConfigException
 from components.launch.job_manifest import PODS, Resource, default_namespace
 from trainer import __version__
 from trainer.errors import LaunchError
+from trainer.formatting import duration
 from trainer.retry import Retry
 
 logger = logging.getLogger(__name__)
@@ -406,7 +407,7 @@ class ApiRetry:
         with self._lock:
             if self._failures > 1:
                 self._back_at = time.monotonic()
-                logger.warning("the API server answers again after %s", format_duration(self._back_at - self._lost_at))
+                logger.warning("the API server answers again after %s", duration(self._back_at - self._lost_at))
             self._failures, self._authorized = 0, True
         return result
 
@@ -421,17 +422,9 @@ class ApiRetry:
             if self._failures == 1:
                 self._lost_at = time.monotonic()
             elif self._failures == 2:
-                logger.warning("%s; retrying for at most %s", error, format_duration(self._timeout_s))
+                logger.warning("%s; retrying for at most %s", error, duration(self._timeout_s))
             if time.monotonic() - self._lost_at >= self._timeout_s:
                 raise error
-
-
-def format_duration(seconds: float) -> str:
-    """Return a time to read: `5 s`, `3 min`, `2.5 h`."""
-    for unit, size in (("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{round(seconds / size, 1):g} {unit}"
-    return f"{seconds:.3g} s"
 
 
 def proxy_to_service(configuration: Any, *, kubeconfig: str | None, namespace: str, service: str, port: str) -> str:

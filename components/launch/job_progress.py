@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from components.launch.client import format_duration
 from components.launch.job_manifest import JobState
 from trainer.errors import (
     CRASH_EXIT_CODE,
@@ -19,6 +18,7 @@ from trainer.errors import (
     INTERRUPTED_EXIT_CODE,
     PREEMPTED_EXIT_CODE,
 )
+from trainer.formatting import duration
 from trainer.launch import MISSED_ANOTHER
 
 STUCK_S = 300.0  # how long a replica may wait for what rarely arrives by itself, such as an image of a wrong name
@@ -286,7 +286,7 @@ class JobProgress:
             return self._running_limits()
         limit_s = self._limits.queued_s
         message = (
-            f"was not running after {format_duration(limit_s)} ({self._status})"
+            f"was not running after {duration(limit_s)} ({self._status})"
             + (f"; last problem: {self.problem}" if self.problem else "")
             + "; choose another pool or fewer nodes, or raise the pool's queued_minutes"
         )
@@ -295,7 +295,7 @@ class JobProgress:
             # The status names the image; Kubernetes' events are shorter and leave it out.
             stuck = next(one for one in self.replicas.values() if one.stuck)
             message = (
-                f"could not start for {format_duration(STUCK_S)}; last problem: {stuck.name}: {stuck.waiting}: "
+                f"could not start for {duration(STUCK_S)}; last problem: {stuck.name}: {stuck.waiting}: "
                 f"{stuck.waiting_message}; fix that and run again"
             )
             limits.append((STUCK_S, self._stuck_since, JobOutcome(kind="limit", message=message)))
@@ -304,7 +304,7 @@ class JobProgress:
     def _running_limits(self) -> list[tuple[float, float, JobOutcome]]:
         running_s, silent_s = self._limits.running_s, self._limits.silent_s
         message = (
-            f"ran for {format_duration(running_s)}, the longest that its pool allows; run again, which resumes from the last "
+            f"ran for {duration(running_s)}, the longest that its pool allows; run again, which resumes from the last "
             "checkpoint, or raise the pool's running_minutes"
         )
         limits = [(running_s - self._ran_s, self._since, JobOutcome(kind="limit", message=message))]
@@ -314,7 +314,7 @@ class JobProgress:
                 replica = max(self.last_line_at, key=lambda name: self.last_line_at[name])
                 last = f" (the last was {replica}'s: {self.log_tails[replica][-1]})"
             message = (
-                f"wrote no line for {format_duration(silent_s)}, so it seems to hang{last}; read the lines above, "
+                f"wrote no line for {duration(silent_s)}, so it seems to hang{last}; read the lines above, "
                 "or raise the pool's silent_minutes"
             )
             # A new job resumes from the last checkpoint and need not hang.

@@ -18,7 +18,6 @@ from components.launch.client import (
     ClusterError,
     ForbiddenError,
     KindNotInstalledError,
-    format_duration,
 )
 from components.launch.job import JobRecord, TaskJob
 from components.launch.job_manifest import BACKENDS, EVENTS, PODS, TRACKING_URI, Identity, tracks_in_reach
@@ -34,6 +33,7 @@ from components.launch.pools import Pool
 from components.launch.readers import Change, Informer, LogLine, LogReader, ReaderThreads, ThreadEnded
 from trainer import storage
 from trainer.errors import LaunchError
+from trainer.formatting import duration
 from trainer.launch import JobSpec
 
 logger = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ class JobFollower:
                 "job %s may be left running: %s; delete it with `%s`", job.name, error, job.kubectl("delete")
             )
             return
-        late = f"still being deleted after {format_duration(GONE_TIMEOUT_S)}; the cluster will finish that"
+        late = f"still being deleted after {duration(GONE_TIMEOUT_S)}; the cluster will finish that"
         self._report("deleted" if gone else late)
 
     def _report_messages(self) -> None:

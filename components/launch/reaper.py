@@ -17,7 +17,6 @@ from components.launch.client import (
     ForbiddenError,
     KindNotInstalledError,
     NotFoundError,
-    format_duration,
 )
 from components.launch.job_manifest import (
     BACKENDS,
@@ -31,6 +30,7 @@ from components.launch.job_manifest import (
     label_value,
 )
 from trainer.errors import SettingsError
+from trainer.formatting import duration
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class ProjectJob:
     orphaned: str = ""  # why it is an orphan; empty: it is none, or that was not checked
 
     def __str__(self) -> str:
-        age = format_duration(self.age_s)
+        age = duration(self.age_s)
         text = f"{self.resource} {self.name} (run {self.run}, {self.task}, {self.phase}, created {age} ago)"
         return f"{text}: {self.orphaned}" if self.orphaned else text
 
@@ -156,7 +156,7 @@ def _why_orphaned(cluster: Cluster, owner: Owner) -> str:
         cluster, pod["metadata"].get("labels", {}).get(WORKFLOW_LABEL, "")
     ):
         return ""
-    return f"the pod of its task, {owner.name}, ended {format_duration(ended_s)} ago ({phase})"
+    return f"the pod of its task, {owner.name}, ended {duration(ended_s)} ago ({phase})"
 
 
 def _has_ended(cluster: Cluster, workflow: str) -> bool:

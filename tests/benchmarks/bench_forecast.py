@@ -17,7 +17,7 @@ from pathlib import Path
 
 from trainer import runner
 from trainer.billing import Bill
-from trainer.costs import duration_text
+from trainer.formatting import duration
 from trainer.summary import aligned, bill_table
 
 
@@ -47,7 +47,7 @@ def comparison(bill: Bill) -> list[str]:
     expected, actual = bill.forecast, bill.actual_hours
     assert expected is not None, "the run had a stage tune"
     hours = (expected.hours, expected.hours_low, expected.hours_high, actual)
-    row = [*(duration_text(3600 * one) for one in hours), f"{expected.hours / actual:.3f}"]
+    row = [*(duration(3600 * one) for one in hours), f"{expected.hours / actual:.3f}"]
     within = "yes" if expected.hours_low <= actual <= expected.hours_high else "no"
     return aligned([("forecast", "low", "high", "actual", "forecast/actual", "within"), (*row, within)], right=range(6))
 

@@ -149,7 +149,7 @@ def test_the_total_says_what_it_leaves_out(tmp_path):
     bill = make_bill(stages)
     assert bill.seconds == pytest.approx(217)
     assert bill.dollars == pytest.approx(2.26)
-    assert bill.notes == ("the dollars are without prepare (104.0 s): the price of where they ran is not known",)
+    assert bill.notes == ("the dollars are without prepare (104 s): the price of where they ran is not known",)
     assert make_bill(stages[:1]).dollars is None
     assert make_bill(stages[:1]).notes == ()
     assert Bill.model_validate_json(bill.model_dump_json()) == bill
@@ -167,11 +167,11 @@ def test_rows_split_the_time_and_add_up(tmp_path):
     assert row == (
         "distill",
         "2 nodes of gpu (g5.xlarge)",
-        "113.0 s",
+        "113 s",
         "$2.26",
         "training 75%, start-up 9%, compilation 5%, evaluation 5%, ending 3%, checkpoints 2%, recorder 1%",
     )
-    assert total == ("total", "", "113.0 s", "$2.26", "")
+    assert total == ("total", "", "113 s", "$2.26", "")
 
 
 def test_forecast_against_actual_covers_the_stages_that_it_was_of(tmp_path):
@@ -184,7 +184,7 @@ def test_forecast_against_actual_covers_the_stages_that_it_was_of(tmp_path):
         assumptions=("twice as many nodes are 1.8 times as fast",),
     )  # fmt: skip
     assert billing.forecast_text(make_bill(stages, expected)) == (
-        "distill: 90.0 s (72.0 s to 108.0 s), $1.80 ($1.44 to $2.16) was forecast, and it took 113.0 s, $2.26: 25.6% more; "
+        "distill: 90 s (72 s to 108 s), $1.80 ($1.44 to $2.16) was forecast, and it took 113 s, $2.26: 25.6% more; "
         "it assumed that twice as many nodes are 1.8 times as fast"
     )
     both = expected.model_copy(update={"stages": ("reinforce", "distill"), "hours": 0.125, "assumptions": ()})

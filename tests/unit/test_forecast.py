@@ -130,7 +130,7 @@ def test_compiling_is_reported_separately():
     expected = forecast(measured(startup_s=336.0, compile_s=300.0), work)
     assert expected.hours == pytest.approx(forecast(measured(), work).hours + 300 / 3600)
     assert expected.compile_hours == pytest.approx(300 / 3600)
-    assert str(expected).startswith("66.9 min (60.9 min to 78.9 min, 5.0 min of it compiling), $")
+    assert str(expected).startswith("66.9 min (60.9 min to 78.9 min, 5 min of it compiling), $")
 
 
 def test_recording_the_teacher_is_part_of_it_where_it_has_to_be_done():

@@ -14,9 +14,10 @@ from pydantic import ValidationError
 from trainer import artifacts, storage
 from trainer.base_models import StrictModel
 from trainer.config import Compile, DistillSettings, Precision, Workers
-from trainer.costs import Machines, dollars_text, duration_text
+from trainer.costs import Machines, dollars_text
 from trainer.errors import ArtifactError
 from trainer.forecast import Forecast, Measurement, WorkCount, on_nodes
+from trainer.formatting import duration
 from trainer.summary import aligned
 
 FILE = "tuning.json"
@@ -243,8 +244,8 @@ def table_lines(forecasts: Sequence[Forecast]) -> list[str]:
     rows = [
         (
             str(one.place),
-            duration_text(3600 * one.hours),
-            f"{duration_text(3600 * one.hours_low)} to {duration_text(3600 * one.hours_high)}",
+            duration(3600 * one.hours),
+            f"{duration(3600 * one.hours_low)} to {duration(3600 * one.hours_high)}",
             dollars_text(one.dollars),
             "" if one.dollars is None else f"{dollars_text(one.dollars_low)} to {dollars_text(one.dollars_high)}",
         )

@@ -23,7 +23,6 @@ from components.launch.client import (
     RetryStopped,
     ServerRequest,
     UnauthorizedError,
-    format_duration,
     proxy_to_service,
     response_error,
     watch_events,
@@ -31,6 +30,7 @@ from components.launch.client import (
 from components.launch.job_manifest import PODS
 from tests.stand_ins.kubernetes import resources as kinds
 from tests.stand_ins.kubernetes.stand_in import Script
+from trainer.formatting import duration
 
 POD = {"metadata": {"name": "p", "labels": {"a": "1"}}, "spec": {"containers": [{"name": "main", "image": "task:1"}]}}
 
@@ -296,4 +296,4 @@ def test_a_stop_ends_all_waiting():
     [(0.5, "0.5 s"), (59.6, "59.6 s"), (119, "119 s"), (120, "2 min"), (900, "15 min"), (9000, "2.5 h")],
 )
 def test_durations_are_easy_to_read(seconds, text):
-    assert format_duration(seconds) == text
+    assert duration(seconds) == text

@@ -100,7 +100,7 @@ def test_findings_are_gone_new_or_still_there(training: TrainingEvidence) -> Non
         (second.title, "still there"),
         (third.title, "new"),
     ]
-    assert findings.rows[1][2] == "66 min 40 s $195.20"
+    assert findings.rows[1][2] == "66.7 min $195.20"
 
 
 def test_a_finding_that_the_other_side_could_not_judge_is_neither_gone_nor_new(training: TrainingEvidence) -> None:

@@ -95,7 +95,7 @@ def test_a_page_about_many_gpus_holds_what_only_they_have(large_page: str) -> No
         "Distillation: “Exploding gradients”, so continuing it is of no use; 1 more finding below.",
         "1. Exploding gradients",
         "2. Loader workers",
-        "Saves about 66 min 40 s",
+        "Saves about 66.7 min",
         "$195.20",
         "% busy, 4 a row",
         "GPU memory",

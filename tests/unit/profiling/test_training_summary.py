@@ -96,7 +96,7 @@ def test_a_signal_without_any_value_has_no_summary(trainings: list[TrainingEvide
         ("waiting_share", 0.4, ("waiting share", "40 %")),
         ("busy_percent", 99.0, ("busy", "99 %")),
         ("longest_ms", 12_345.0, ("longest", "12.3 s")),
-        ("wait_s", 4000.0, ("wait", "66 min 40 s")),
+        ("wait_s", 4000.0, ("wait", "66.7 min")),
         ("disk_read_bytes_per_s", 2.5e6, ("disk, read", "2.5 MB/s")),
         ("disk_read_bytes_per_s", 100.0, ("disk, read", "0.1 kB/s")),
         ("process_rss_bytes", 1.06e9, ("memory of the process", "1.06 GB")),

@@ -62,7 +62,7 @@ def test_pools_stand_side_by_side_by_their_own_measurements(tmp_path, capsys):
     heading, *rows = capsys.readouterr().out.splitlines()
     assert heading.split() == ["where", "time", "95", "%", "interval", "dollars", "95", "%", "interval"]
     assert [row.split()[0] for row in rows] == ["gpu-a100", "neuron-trn1-16", "gpu-a100-spot"]
-    assert rows[0].endswith("60.0 min  54.0 min to 66.0 min   $21.96  $19.76 to $24.16")
+    assert rows[0].endswith("60 min  54 min to 66 min       $21.96  $19.76 to $24.16")
     assert "$26.88" in rows[1]
     assert "$" not in rows[2]
 
@@ -72,7 +72,7 @@ def test_other_numbers_of_nodes_are_measured_or_assumed(tmp_path, capsys):
     two = write_tuning(tmp_path / "two", "gpu", 0.625, nodes=2, dollars=10.0)
     assert cli.main(["forecast", one, "--nodes", "1", "4", "--efficiency", "0.5"]) == 0
     alone = capsys.readouterr().out
-    assert "4 nodes of gpu  60.0 min" in alone
+    assert "4 nodes of gpu  60 min" in alone
     assert "  - 4 nodes of gpu: twice as many nodes are assumed to be 1 times as fast; only 1 node measured" in alone
     assert cli.main(["forecast", one, two, "--nodes", "4"]) == 0
     both = capsys.readouterr().out

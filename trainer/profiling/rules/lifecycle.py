@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from trainer.costs import duration_text
+from trainer.formatting import duration
 from trainer.profiling.evidence import CompilationRecord, RankEvidence, phase_of, step_ms
 from trainer.profiling.rules.compared_steps import XLA_DEBUG, Steps, within_steps
 from trainer.profiling.rules.loading import cpu_bottleneck, io_bottleneck, loader_workers
@@ -64,12 +64,12 @@ def start_up(case: Case) -> Outcome:
         return NotJudged("the parts of the start-up were not recorded")
     seconds = sum(parts.values())
     longest = sorted(parts, key=lambda name: -parts[name])
-    summary = ", ".join(f"{name} {duration_text(parts[name])}" for name in longest)
+    summary = ", ".join(f"{name} {duration(parts[name])}" for name in longest)
     is_long = seconds > 60 * limits.largest_minutes
     share = seconds / case.stage_s if case.stage_s else 0.0  # how long a stage takes is known at its end
-    whole = f", {share:.0%} of the stage's {duration_text(case.stage_s)}" if case.stage_s else ""
+    whole = f", {share:.0%} of the stage's {duration(case.stage_s)}" if case.stage_s else ""
     if not is_long and (share <= limits.share or seconds < limits.fewest_seconds):
-        return Healthy(f"The first step ended after {duration_text(seconds)}{whole}: {summary}.")
+        return Healthy(f"The first step ended after {duration(seconds)}{whole}: {summary}.")
     avoidable = {name: parts[name] for name in _AVOIDABLE if parts.get(name)}
     cures = _ON_XLA if case.is_traced else _AVOIDABLE
     advice = "; ".join(cures[name] for name in longest if name in avoidable)
@@ -80,7 +80,7 @@ def start_up(case: Case) -> Outcome:
     return Finding(
         severity="warning" if is_long else "note",
         confidence=0.9,
-        text=f"The first step ended only after {duration_text(seconds)}{whole}: {summary}.",
+        text=f"The first step ended only after {duration(seconds)}{whole}: {summary}.",
         advice=f"{advice[0].upper()}{advice[1:]}.",
         saving=saving if avoidable else None,
         numbers={f"{name}_s": part for name, part in parts.items()} | ({"startup_share": share} if share else {}),
@@ -216,7 +216,7 @@ def recompilation(case: Case) -> Outcome:
         confidence=0.9,
         text=(
             f"{graphs} graphs were compiled again after {after} steps (first after step {late[0].step}), which took "
-            f"{duration_text(seconds)}. {cause}".rstrip()
+            f"{duration(seconds)}. {cause}".rstrip()
         ),
         advice=advice,
         saving=Saving(seconds, "the time inside of the compiler after these steps"),
@@ -326,13 +326,13 @@ def own_overhead(case: Case) -> Outcome:
     if not record.overhead:
         return NotJudged("what recording costs was not recorded")
     if record.ended_s < limits.fewest_seconds:
-        lasts, needed = duration_text(record.ended_s), duration_text(limits.fewest_seconds)
+        lasts, needed = duration(record.ended_s), duration(limits.fewest_seconds)
         return too_short(f"the recording lasts {lasts}; {needed} are needed")
     # a longer training has no more windows of operators
     seconds = sum(part for name, part in record.overhead.items() if name != "operators")
     share = seconds / record.ended_s
     parts = sorted(record.overhead.items(), key=lambda item: -item[1])
-    summary = ", ".join(f"{name} {duration_text(part)}{' (once)' * (name == 'operators')}" for name, part in parts)
+    summary = ", ".join(f"{name} {duration(part)}{' (once)' * (name == 'operators')}" for name, part in parts)
     if share <= limits.share:
         return Healthy(f"Recording costs {share:.2%} of the training's time: {summary}.")
     return Finding(

@@ -52,7 +52,7 @@ def test_a_start_of_more_than_twenty_minutes() -> None:
     assert not fires(start_up, rank_of(startup=parts))
     found = outcome_of(start_up, rank_of(startup=parts | {"first_step": 271.0}))
     assert isinstance(found, Finding)
-    assert found.text.startswith("The first step ended only after 20.0 min: compile 10.0 min, fetch 5.0 min")
+    assert found.text.startswith("The first step ended only after 20 min: compile 10 min, fetch 5 min")
     assert found.advice.index("compiled graphs") < found.advice.index("TRAINER_CACHE")
     assert found.saving is not None
     assert found.saving.seconds == 900
@@ -231,7 +231,7 @@ def test_watching_that_costs_more_than_a_hundredth() -> None:
 
 def test_a_short_recording_says_nothing_of_its_cost() -> None:
     short = rank_of(overhead={"tensors": 5.0}, ended_s=59.0)
-    assert "lasts 59.0 s" in str(outcome_of(own_overhead, short))
+    assert "lasts 59 s" in str(outcome_of(own_overhead, short))
     assert fires(own_overhead, short, own_overhead=OwnOverhead(fewest_seconds=0))
     assert isinstance(outcome_of(own_overhead, rank_of(ended_s=100.0)), NotJudged)
 
@@ -319,7 +319,7 @@ def test_a_batch_of_another_size_is_named() -> None:
     steps = steps_of()
     steps["images"] = np.where(NUMBERS == 40, 77.0, 128.0)
     found = finding(recompilation, on_xla(steps, compiled={40: 30.0}))
-    assert found.text.endswith("which took 30.0 s. The number of images had changed: 77 instead of 128.")
+    assert found.text.endswith("which took 30 s. The number of images had changed: 77 instead of 128.")
     assert "pad or drop" in found.advice
     assert found.steps == (40, 40)
 
