@@ -98,7 +98,7 @@ def memory(architecture: str, batch: int, device: Device) -> tuple[Work, Work]:
 
 
 def teacher(architecture: str, precision: Precision, batch: int, device: Device) -> tuple[Work, Work]:
-    """A vision transformer's forward pass under autocast, and as a frozen teacher."""
+    """A network's forward pass under autocast, and as a frozen teacher."""
     plain = models.create(ModelSettings(architecture=architecture), LABELS).eval().requires_grad_(False)
     frozen = FrozenTeacher(copy.deepcopy(plain), device, precision=precision)
     images = torch.randint(0, 256, (batch, 3, 224, 224), dtype=torch.uint8)
@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--teacher", default="vit_base_patch16_224", help="default: %(default)s")
     parser.add_argument("--batch-size", type=int, default=16, help="default: %(default)s")
+    parser.add_argument("--only", default="", metavar="TEXT", help="the rows with this in their name (default: all)")
     options = parser.parse_args()
     os.environ[DEVICE_VARIABLE] = "cpu"
     device, batch = choose_device(), options.batch_size
@@ -133,7 +134,7 @@ def main() -> None:
         "teacher, fp32": lambda: teacher(options.teacher, "fp32", batch, device),
     }
     print(f"{'':28}{'plain ms':>12}{'fast ms':>12}{'ratio':>8}")
-    for name, pair in pairs.items():
+    for name, pair in ((name, pair) for name, pair in pairs.items() if options.only in name):
         plain, fast = in_turns(*pair(), options.rounds)
         print(f"{name:28}{1e3 * plain:12.1f}{1e3 * fast:12.1f}{plain / fast:8.2f}", flush=True)
 

@@ -545,7 +545,7 @@ class ReinforceSettings(LoadingSettings):
     view_size: NonNegative = 0
     """Edge of the views, in pixels; 0 is the teacher's input size."""
     batch_size: Positive = 256
-    """Images per forward pass of the teacher; a CPU in fp32 splits them into parts of eight."""
+    """Images per forward pass of the teacher; a CPU splits them into parts of eight, but for a transformer in bf16."""
     precision: Precision = "auto"
     """`bf16` or `fp32`; auto takes bf16 on GPUs that have it. A processor without bf16 instructions computes in fp32."""
     compile: Compile = "auto"

@@ -25,9 +25,10 @@ from trainer.devices import Device
 from trainer.distillation.losses import TeacherOutputs
 from trainer.errors import ModelError
 from trainer.models import Classifier
-from trainer.training.parallelize import use_fast_kernels
+from trainer.training.parallelize import is_convolutional, use_fast_kernels
 
-CPU_PIXELS = 8 * 224**2  # of a float32 forward pass on a CPU; more of them leave its caches, fewer do not fill it
+CPU_PIXELS = 8 * 224**2
+"""Of a forward pass on a CPU; more of them leave its caches, fewer do not fill it. Transformers in bf16 take any number alike."""
 GRAPH_BATCH = 64
 """Up to so many images a forward pass the kernels of a compiled teacher are one CUDA graph: the host is slower than they are."""
 BALANCED_IMAGES = 4096  # training images from which the variances of several teachers' features are measured, at most
@@ -55,7 +56,8 @@ class FrozenTeacher:
         Args:
             model: the teacher; it is changed and must not be used otherwise afterwards.
             precision: of its forward pass; with bf16 its weights are bf16 too, but for the head's.
-            batch_size: most images a forward pass; 0 is 8 images of 224 pixels on a CPU in float32, and else the whole batch.
+            batch_size: most images a forward pass; 0 is 8 images of 224 pixels on a CPU (but for transformers in bf16), and else the whole
+                batch.
             compile: whether to compile it; auto compiles on GPUs only.
 
         Raises:
@@ -65,7 +67,7 @@ class FrozenTeacher:
         self._model = model.to(device.torch_device).eval().requires_grad_(False)
         self._device, self._precision = device, precision
         self._features, self._tokens, self._blocks = features, tokens, blocks
-        in_caches = device.kind == "cpu" and not device.uses_bf16(precision)
+        in_caches = device.kind == "cpu" and (is_convolutional(model) or not device.uses_bf16(precision))
         self._limit = batch_size or (max(1, CPU_PIXELS // model.card.image_size**2) if in_caches else 0)
         self._compiles = device.compiles_with(compile)
         self._compiled: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {}

@@ -63,20 +63,24 @@ class ConvolvedLinear(nn.Linear):
         return output.permute(0, 2, 3, 1).reshape(*input.shape[:-1], self.out_features)
 
 
+def is_convolutional(model: nn.Module) -> bool:
+    """Return whether a model has several convolutions; a transformer has one, of its patches."""
+    return sum(isinstance(module, nn.Conv2d) for module in model.modules()) > 1
+
+
 def use_fast_kernels(model: nn.Module, device: Device, precision: Precision) -> None:
     """Let a model's layers use the fastest kernels of a CPU, in place; a model on a GPU is left alone.
 
     - bf16, on a processor that multiplies it: attention is computed by two matrix products and a softmax. Torch's fused attention, made
       to save memory, takes 1.5 to 5 times as long forward and backward.
     - float32, on an AMD processor: linear layers are `ConvolvedLinear`, but for narrow ones.
-    - float32, convolutional networks: images come with the channels last, and so does what is made of them, which is what oneDNN's
-      kernels compute with. Patches of a transformer are one convolution, and gain nothing.
+    - convolutional networks: images come with the channels last, and so does what is made of them, which is what oneDNN's kernels compute
+      with.
     """
     # Torch 2.9, the last beside which there is a torch_xla, does not say what a processor can do.
     if device.kind != "cpu" or not hasattr(torch.cpu, "get_capabilities"):
         return
-    convolutions = sum(isinstance(module, nn.Conv2d) for module in model.modules())
-    if convolutions > 1 and not device.uses_bf16(precision):
+    if is_convolutional(model):
         for preprocessing in (module for module in model.modules() if isinstance(module, Preprocessing)):
             preprocessing.memory_format = torch.channels_last
     processor = torch.cpu.get_capabilities()

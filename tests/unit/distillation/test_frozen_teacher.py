@@ -75,6 +75,13 @@ def test_all_passes_have_one_shape(model, device, images, monkeypatch, batch_siz
     assert seen == shapes
 
 
+def test_a_convolutional_network_gets_as_many_in_bf16_too(device):
+    network = models.create(ModelSettings(architecture="tf_efficientnet_lite0", image_size=56), ["a", "b"])
+    frozen = freeze(network, device, precision="bf16")
+    assert frozen._limit == 8 * 4**2
+    assert frozen._model.preprocess.memory_format is torch.channels_last
+
+
 def test_a_cpu_gets_as_many_pixels_as_its_caches_hold(model, device, images, monkeypatch):
     assert freeze(model, device)._limit == 8 * 7**2
     assert freeze(model, device, precision="bf16")._limit == 0
