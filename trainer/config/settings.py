@@ -364,7 +364,7 @@ class DataSettings(Section):
     such as energy or allergens, which the registered student gives with its answers."""
     multi_label: Annotated[bool, Field(exclude_if=_is_unset)] = False
     """Whether an image may have several labels, or none of the classes: `manifest:` separates them by `|` in its column `label`, and a
-    lone `|` is an image of no class. Each class is then learned, taught and judged by itself."""
+    lone `|` is an image of no class; `hub:` has a column of lists of labels. Each class is then learned, taught and judged by itself."""
     hierarchy: Annotated[str, Field(exclude_if=_is_unset)] = ""
     """Groups above the classes: a table with the columns `class` and `parent` (`FILE.csv`, path or URI), or `folders` for those above the
     classes' folders in an image folder."""
@@ -379,10 +379,10 @@ class DataSettings(Section):
 
     @model_validator(mode="after")
     def _may_have_several_labels(self) -> Self:
-        if self.multi_label and not self.source.startswith("manifest:"):
+        if self.multi_label and not self.source.startswith(("manifest:", "hub:")):
             raise ValueError(
                 f"multi_label is true, but source is {self.source!r}, which gives an image one label; list the images in a CSV file, "
-                "data.source=manifest:FILE.csv"
+                "data.source=manifest:FILE.csv, or give a data set with lists of labels, hub:NAME"
             )
         given = [f"{name}={value}" for name in ("attributes", "hierarchy") if (value := getattr(self, name))]
         if self.multi_label and given:

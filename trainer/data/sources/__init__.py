@@ -122,6 +122,4 @@ def _open(source: str, outside: Outside, *, multi_label: bool = False) -> ImageS
         raise SettingsError(
             f"data.source must be digits, imagefolder:PATH_OR_URI, manifest:FILE.csv or hub:NAME[:CONFIG], got {source!r}"
         )
-    if multi_label and kind == "manifest":
-        return ImageManifest(expand_home(name), outside, multi_label=True)
-    return _SOURCES[kind](expand_home(name), outside)
+    return _SOURCES[kind](expand_home(name), outside, multi_label=multi_label)

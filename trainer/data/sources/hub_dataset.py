@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,15 @@ from typing import Any
 from trainer import hub, limits, storage
 from trainer.data.dataset_schema import UNLABELED, SplitName
 from trainer.data.sources.image_folder import ImageFolder
-from trainer.data.sources.source import SPLIT_NAMES, ImageSource, Item, SourceListing, UnknownVersionError, read_file
+from trainer.data.sources.source import (
+    SPLIT_NAMES,
+    ImageSource,
+    Item,
+    SourceListing,
+    UnknownVersionError,
+    number_sets,
+    read_file,
+)
 from trainer.errors import DataError
 
 
@@ -25,22 +33,47 @@ class HubDataset(ImageSource):
         tables = self._tables()
         columns = next(iter(tables.values())).features
         image_column = self._one_column(columns, datasets.Image, "image")
-        label_column = self._one_column(columns, datasets.ClassLabel, "label")
-        classes = tuple(map(limits.printable_name, columns[label_column].names))
-        items: list[Item] = []
+        if self.multi_label:
+            lists = {name: one.feature for name, one in columns.items() if isinstance(one, datasets.List)}
+            label_column = self._one_column(lists, datasets.ClassLabel, "labels", of="lists of ")
+            kind = lists[label_column]
+        else:
+            label_column = self._one_column(columns, datasets.ClassLabel, "label")
+            kind = columns[label_column]
+        classes = tuple(map(limits.printable_name, kind.names))
+        labels: dict[str, Sequence[Any]] = {}  # split of the data set -> label of each image
         notes: list[str] = []
         for name, table in tables.items():
-            split = SPLIT_NAMES.get(name.lower())
-            if split is None:
+            if name.lower() not in SPLIT_NAMES:
                 notes.append(
                     f"Split {name} ({len(table)} images) is none of train, val, test and unlabeled, and was not used."
                 )
             else:
-                items += self._items(name, split, table[label_column][:])
+                labels[name] = table[label_column][:]
+        sets: dict[tuple[int, ...], int] = {}
+        if self.multi_label:
+            members = {
+                name: [None if one is None else tuple(sorted({*one})) for one in of_split]
+                for name, of_split in labels.items()
+            }
+            every = (one for of_split in members.values() for one in of_split if one is not None)
+            sets = number_sets(every, f"hub data set {self.name}")
+            labels = {
+                name: [None if one is None else sets[one] for one in of_split] for name, of_split in members.items()
+            }
+        items = [
+            item for name, of_split in labels.items() for item in self._items(name, SPLIT_NAMES[name.lower()], of_split)
+        ]
         raw = {name: table.cast_column(image_column, datasets.Image(decode=False)) for name, table in tables.items()}
         columns_of = {name: table.select_columns([image_column]) for name, table in raw.items()}
         read = partial(_read_row, tables=columns_of, column=image_column, folders=self._folders())
-        return SourceListing(items=items, classes=classes, read=read, notes=tuple(notes))
+        return SourceListing(
+            items=items,
+            classes=classes,
+            label_sets=(*sets,) if self.multi_label else None,
+            read=read,
+            notes=tuple(notes),
+        )
 
     def version(self) -> str:
         name = self.name.partition(":")[0]
@@ -65,12 +98,12 @@ class HubDataset(ImageSource):
             ) from error
         return dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
 
-    def _one_column(self, columns: Mapping[str, Any], kind: type, usual: str) -> str:
+    def _one_column(self, columns: Mapping[str, Any], kind: type, usual: str, *, of: str = "") -> str:
         found = [name for name, value in columns.items() if isinstance(value, kind)]
         if len(found) == 1 or usual in found:
             return usual if usual in found else found[0]
         raise DataError(
-            f"hub data set {self.name}: needs one column of kind {kind.__name__}, or one of them named {usual}, but has "
+            f"hub data set {self.name}: needs one column of kind {of}{kind.__name__}, or one of them named {usual}, but has "
             f"{', '.join(found) or 'none'}; rename or cast the columns, save the data set, and give that folder"
         )
 

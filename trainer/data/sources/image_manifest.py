@@ -20,6 +20,7 @@ from trainer.data.sources.source import (
     Item,
     SourceListing,
     UnknownVersionError,
+    number_sets,
     objects_digest,
     read_file,
     size_and_mtime,
@@ -44,9 +45,7 @@ class ImageManifest(ImageSource):
     """`manifest:FILE.csv`: columns path, label and split, an image a line."""
 
     def __init__(self, name: str, outside: Outside, *, multi_label: bool = False) -> None:
-        """With `multi_label` an image has the labels between `SEPARATOR`."""
-        super().__init__(name, outside)
-        self._multi_label = multi_label
+        super().__init__(name, outside, multi_label=multi_label)
         self._folder = name.rsplit("/", 1)[0] if "/" in name else "."
         self._real_path = functools.lru_cache(maxsize=1024)(os.path.realpath)
 
@@ -61,15 +60,9 @@ class ImageManifest(ImageSource):
         classes = tuple(sorted({label for labels in named.values() for label in labels}))
         index = {name: number for number, name in enumerate(classes)}
         members = {text: tuple(sorted(index[label] for label in labels)) for text, labels in named.items()}
-        label_sets = tuple(
-            sorted(set(members.values()))
-        )  # of one class each, in their order, where each image has one label
-        if self._multi_label and len(label_sets) > limits.LABEL_SETS:
-            raise DataError(
-                f"manifest {self.name}: has {len(label_sets):,} different sets of labels, more than {limits.LABEL_SETS:,}; leave out "
-                "labels that few images have"
-            )
-        numbers = {one: number for number, one in enumerate(label_sets)}
+        numbers: dict[tuple[int, ...], int] = {(label,): label for label in range(len(classes))}
+        if self.multi_label:
+            numbers = number_sets(members.values(), f"manifest {self.name}")
         items = [
             Item(
                 name=row.name,
@@ -80,12 +73,12 @@ class ImageManifest(ImageSource):
             for row in rows
         ]
         return SourceListing(
-            items=items, classes=classes, label_sets=label_sets if self._multi_label else None, read=read_file
+            items=items, classes=classes, label_sets=(*numbers,) if self.multi_label else None, read=read_file
         )
 
     def _labels(self, text: str) -> frozenset[str]:
         """Return the labels that a cell of the column names."""
-        if not self._multi_label:
+        if not self.multi_label:
             return frozenset({text})
         return frozenset(label for part in text.split(SEPARATOR) if (label := part.strip()))
 

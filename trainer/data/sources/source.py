@@ -8,13 +8,13 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer import limits, local_files, storage
 from trainer.config import Outside
 from trainer.data.dataset_schema import SplitName
-from trainer.errors import ObjectNotFoundError
+from trainer.errors import DataError, ObjectNotFoundError
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,21 @@ class SourceListing:
         return [" + ".join(self.classes[one] for one in of_label) or NO_CLASS for of_label in self.members]
 
 
+def number_sets(sets: Iterable[tuple[int, ...]], source: str) -> dict[tuple[int, ...], int]:
+    """Number the different sets of classes of a source's images, in ascending order.
+
+    Raises:
+        DataError: there are too many.
+    """
+    different = sorted(set(sets))
+    if len(different) > limits.LABEL_SETS:
+        raise DataError(
+            f"{source}: has {len(different):,} different sets of labels, more than {limits.LABEL_SETS:,}; leave out labels that few "
+            "images have"
+        )
+    return {members: number for number, members in enumerate(different)}
+
+
 class UnknownVersionError(Exception):
     """It cannot be known whether the images have changed; the text says why."""
 
@@ -76,8 +91,9 @@ class UnknownVersionError(Exception):
 class ImageSource(ABC):
     """A kind of `data.source`, with a subclass for each."""
 
-    def __init__(self, name: str, outside: Outside) -> None:
-        self.name, self.outside = name, outside
+    def __init__(self, name: str, outside: Outside, *, multi_label: bool = False) -> None:
+        """`multi_label`: whether an image may have several labels, where the kind of source can say so."""
+        self.name, self.outside, self.multi_label = name, outside, multi_label
 
     @abstractmethod
     def listing(self) -> SourceListing:
