@@ -48,8 +48,8 @@ def predict_folder(
         source: a folder, here or in a store; hidden files and those without an image's extension are not looked at.
         output: the folder to write, here or in a store. `part-00000-DIGEST.parquet` has a row a photo, in the order of their names:
             `photo`, `label` and `probability` of the most probable class, `labels` and `probabilities` of the `top` most probable,
-            `answer`, `confidence` and `attributes` where the model has tags, `named` where a photo may have several labels, and `error`,
-            which is empty but for a photo that cannot be read, and then nothing else is there.
+            `answer`, `confidence` and `attributes` where the model has tags, `named` and lists of the attributes of each of these where a
+            photo may have several labels, and `error`, which is empty but for a photo that cannot be read, and then nothing else is there.
         top: how many labels each photo gets.
         photos_per_file: how many rows each file has, but for the last.
 
@@ -150,15 +150,15 @@ def _schema(model: PhotoClassifier) -> pa.Schema:
         pa.field("labels", pa.list_(pa.string())),
         pa.field("probabilities", pa.list_(pa.float64())),
     ]
-    if model.tags is not None:
-        fields += [pa.field("answer", pa.string()), pa.field("confidence", pa.float64())]
-        if model.tags.attributes:
-            kinds = {
-                name: pa.float64() if model.tags.is_number(name) else pa.string() for name in model.tags.attributes
-            }
-            fields.append(pa.field("attributes", pa.struct(list(kinds.items()))))
-    if model.threshold is not None:
+    several = model.threshold is not None
+    if several:
         fields.append(pa.field("named", pa.list_(pa.string())))
+    elif model.tags is not None:
+        fields += [pa.field("answer", pa.string()), pa.field("confidence", pa.float64())]
+    if model.tags is not None and model.tags.attributes:
+        kinds = {name: pa.float64() if model.tags.is_number(name) else pa.string() for name in model.tags.attributes}
+        each = [(name, pa.list_(kind) if several else kind) for name, kind in kinds.items()]
+        fields.append(pa.field("attributes", pa.struct(each)))
     return pa.schema([*fields, pa.field("error", pa.string())])
 
 

@@ -262,13 +262,22 @@ def _found(place: str) -> Iterator[_Found]:
 def lines(prediction: Prediction) -> list[str]:
     """Format a prediction as text."""
     rows = [(f"{probability:.1%}", label) for label, probability in prediction.labels.items()]
+    known = (prediction.attributes or {}).items()
     if prediction.named is not None:
-        rows.append(("named", ", ".join(prediction.named) or "no class"))
+        for place, label in enumerate(prediction.named):
+            of_label = [(name, values[place]) for name, values in known if isinstance(values, list)]
+            shown = [f"{name} {_shown(value)}" for name, value in of_label if value is not None]
+            rows.append(("named", ", ".join([label, *shown])))
+        rows += [] if prediction.named else [("named", "no class")]
+    else:
+        rows += [(name, _shown(value)) for name, value in known if value is not None]
     if prediction.confidence is not None:
         answer = prediction.answer if prediction.answer is not None else "not sure of any class or group"
-        rows.append(("answer", f"{answer} ({prediction.confidence:.1%})"))
-    known = (prediction.attributes or {}).items()
-    rows += [(name, f"{value:g}" if isinstance(value, float) else value) for name, value in known if value is not None]
+        rows.insert(len(prediction.labels), ("answer", f"{answer} ({prediction.confidence:.1%})"))
     from trainer.summary import aligned
 
     return aligned(rows)
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

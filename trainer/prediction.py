@@ -23,8 +23,8 @@ class Prediction:
     """A class, or a group of the hierarchy; None where the model has no tags, or not even a topmost group is sure enough."""
     confidence: float | None = None
     """Probability of the answer; None where the model has no tags."""
-    attributes: Mapping[str, Value] | None = None
-    """What is known of the answer; None where the model has no tags."""
+    attributes: Mapping[str, Value | Sequence[Value]] | None = None
+    """What is known of the answer, or of each class that is named, in their order; None where the model has no tags."""
     named: Sequence[str] | None = None
     """The classes whose probability is above the threshold, where a photo may have several labels; None where it has one."""
 
@@ -45,9 +45,15 @@ def predictions(
         for row, order in zip(probabilities, best.tolist(), strict=True)
     ]
     if threshold is not None:
+        members = [np.flatnonzero(row > threshold).tolist() for row in probabilities]
+        known = tags.of_classes(members) if tags is not None else None
         return [
-            Prediction(labels=one, named=[labels[index] for index in np.flatnonzero(row > threshold).tolist()])
-            for one, row in zip(named, probabilities, strict=True)
+            Prediction(
+                labels=one,
+                named=[labels[index] for index in of_image],
+                attributes=None if known is None else {name: values[row] for name, values in known.items()},
+            )
+            for row, (one, of_image) in enumerate(zip(named, members, strict=True))
         ]
     if tags is None:
         return [Prediction(labels=one) for one in named]

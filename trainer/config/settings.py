@@ -384,10 +384,9 @@ class DataSettings(Section):
                 f"multi_label is true, but source is {self.source!r}, which gives an image one label; list the images in a CSV file, "
                 "data.source=manifest:FILE.csv, or give a data set with lists of labels, hub:NAME"
             )
-        given = [f"{name}={value}" for name in ("attributes", "hierarchy") if (value := getattr(self, name))]
-        if self.multi_label and given:
+        if self.multi_label and self.hierarchy:
             raise ValueError(
-                f"multi_label is true, and {' and '.join(given)} says something of the one class of an image; leave it out"
+                f"multi_label is true, and hierarchy={self.hierarchy} is for answering with one class or group an image; leave it out"
             )
         return self
 

@@ -89,8 +89,9 @@ class ServedStudent:
 
         Returns:
             The probability of each label: B rows, K columns named by the labels; or with `top_k` two columns of lists, `top_labels` and
-            `top_probabilities`. Where a photo may have several labels, a column of lists follows, `named`. Where the model has tags,
-            further columns follow: `answer`, `confidence`, and each attribute (`ClassTags.columns`).
+            `top_probabilities`. Where the model has tags, further columns follow: `answer`, `confidence`, and each attribute
+            (`ClassTags.columns`). Where a photo may have several labels these are columns of lists: `named`, and each attribute of those
+            labels.
 
         Raises:
             BadImageError: one of them is not an image, or cannot be used; it is named, and none is classified.
@@ -102,27 +103,22 @@ class ServedStudent:
         if top_k < 0:
             raise BadParameterError(f"{TOP_K}: {top_k}; give how many labels are wanted, or 0 for a column of each")
         table = self.probabilities(images)
-        known = self.tags.columns(table.to_numpy()) if self.tags is not None else None
-        named = (
-            [
-                [label for label, sure in zip(self.labels, row, strict=True) if sure > self.threshold]
-                for row in table.to_numpy()
-            ]
-            if self.threshold is not None
-            else None
-        )
+        known: Mapping[str, Any] = {}
+        if self.threshold is not None:
+            members = [np.flatnonzero(row > self.threshold).tolist() for row in table.to_numpy()]
+            known = {NAMED: [[self.labels[index] for index in of_image] for of_image in members]}
+            known |= self.tags.of_classes(members) if self.tags is not None else {}
+        elif self.tags is not None:
+            # With the type of their own; else None would become NaN, which JSON does not have.
+            columns = self.tags.columns(table.to_numpy())
+            known = {name: pd.Series(values, dtype=values.dtype) for name, values in columns.items()}
         if top_k:
             best = np.argsort(-table.to_numpy(), axis=1, kind="stable")[:, :top_k]
             values = np.take_along_axis(table.to_numpy(), best, axis=1)
             names = [[self.labels[index] for index in row] for row in best.tolist()]
             table = pd.DataFrame({TOP_LABELS: names, TOP_PROBABILITIES: values.tolist()})
-        if named is not None:
-            table[NAMED] = named
-        if known is not None:
-            for name, values in known.items():
-                table[name] = pd.Series(
-                    values, dtype=values.dtype
-                )  # else None would become NaN, which JSON does not have
+        for name, values in known.items():
+            table[name] = values
         return table
 
     def probabilities(self, images: Photo | Sequence[Photo]) -> pd.DataFrame:

@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
@@ -437,12 +437,10 @@ def _parsed(body: bytes) -> Mapping[str, Any]:
 
 def _shown(said: Prediction) -> dict[str, Any]:
     labels = [{"label": label, "probability": probability} for label, probability in said.labels.items()]
-    known = {
-        key: value
-        for key, value in asdict(said).items()
-        if key not in ("labels", "named") and said.confidence is not None
-    }
-    return {"labels": labels, **known} | ({"named": said.named} if said.named is not None else {})
+    if said.named is not None:
+        return {"labels": labels, "named": said.named} | ({"attributes": said.attributes} if said.attributes else {})
+    known = {"answer": said.answer, "confidence": said.confidence, "attributes": said.attributes}
+    return {"labels": labels} | (known if said.confidence is not None else {})
 
 
 def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:

@@ -243,8 +243,12 @@ def _output_schema(card: ModelCard, tags: ClassTags | None) -> Schema:
     from mlflow.types.schema import Array
 
     columns: list[ColSpec | TensorSpec] = [ColSpec("double", label) for label in card.labels]
-    if card.threshold is not None:
+    if card.threshold is not None:  # lists of what is named, and of what is known of each of that
         columns.append(ColSpec(Array(DataType.string), NAMED))
+        for name in tags.attributes if tags is not None else ():
+            kind = DataType.double if tags is not None and tags.is_number(name) else DataType.string
+            columns.append(ColSpec(Array(kind), name, required=False))
+        return Schema(columns)
     if tags is not None:
         # An answer may be missing, and so may an attribute; MLflow counts that as optional.
         columns += [ColSpec("string", ANSWER, required=False), ColSpec("double", CONFIDENCE)]

@@ -16,7 +16,7 @@ from scipy.special import expit
 from sklearn.metrics import average_precision_score
 
 from tests.multi_label_digits import write_list
-from trainer import artifacts, batch_prediction, drift, load_model, models
+from trainer import artifacts, batch_prediction, drift, load_model, models, photo_classifier
 from trainer.config import (
     DataSettings,
     DistillSettings,
@@ -31,12 +31,18 @@ from trainer.config import (
 )
 from trainer.data.dataset import open_dataset
 from trainer.errors import ArtifactError, DataError, SettingsError
+from trainer.prediction import Prediction
 from trainer.stages import distill, evaluate, export, prepare, pretrain, register, reinforce
 from trainer.stages.evaluate import predict
 
 # MLflow on SQLAlchemy 2.1
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
+KNOWN = {
+    "value": {"0": 0.0, "1": 1.0, "2": 2.0, "3": None, "4": 4.0},
+    "shape": {"0": "round", "1": None, "2": "open", "3": "open", "4": "open"},
+}
+"""What the table of attributes says of each class."""
 VIT, VIEWS = "vit_tiny_patch16_224", {"min_scale": 1.0, "flip": False}
 TRAINING = {"batch_size": 64, "base_learning_rate": 2e-2, "warmup_epochs": 1, "views": VIEWS}
 
@@ -56,8 +62,14 @@ def made(tmp_path_factory):
             for name in ("dataset", "teacher", "outputs", "student", "online", "evaluation", "exported")
         },
     )
+    (folder / "attributes.csv").write_text("class,value,shape\n0,0,round\n1,1,\n2,2,open\n3,,open\n4,4,open\n")
     data = DataSettings(
-        source=f"manifest:{place.list}", multi_label=True, image_size=16, encoding="png", test_fraction=0.2
+        attributes=str(folder / "attributes.csv"),
+        source=f"manifest:{place.list}",
+        multi_label=True,
+        image_size=16,
+        encoding="png",
+        test_fraction=0.2,
     )
     teacher = PretrainSettings(
         teacher=ModelSettings(architecture=VIT, args=args(48, 2)),
@@ -176,7 +188,12 @@ def test_an_exported_student_names_what_the_student_names(made, tmp_path):
     with TestClient(PhotoServer(served, name="several", most=ServerLimits())) as client:
         answer = client.post("/predict?top=1", content=photo, headers={"content-type": "image/png"}).json()
     assert answer["named"] == list(said.named)
-    assert "answer" not in answer
+    assert (
+        answer["attributes"]
+        == said.attributes
+        == {name: [KNOWN[name][label] for label in said.named] for name in KNOWN}
+    )
+    assert set(answer) == {"model", "version", "labels", "named", "attributes"}
 
 
 @pytest.fixture
@@ -196,6 +213,12 @@ def test_a_folder_of_photos_is_predicted_and_does_not_drift_from_itself(made, fi
     listed = listed_labels(made)
     agree = np.mean([set(row["named"]) == listed[row["photo"]] for row in rows])
     assert agree > 0.3, "a guess of five classes is right far less often"
+    for row in rows:
+        assert row["attributes"] == {name: [KNOWN[name][label] for label in row["named"]] for name in KNOWN}
+    text = photo_classifier.lines(
+        Prediction(labels={"3": 0.9}, named=["3"], attributes={"value": [None], "shape": ["open"]})
+    )
+    assert text == ["90.0%  3", "named  3, shape open"]
     found = drift.compare(str(finished), str(tmp_path / "predictions"), limit=0.15)
     assert found.reasons == []
 
@@ -228,8 +251,10 @@ def test_a_registered_student_names_labels_in_mlflow(made, tmp_path, mlflow_uri,
     photos[:] = [(made.list.parent / f"{number}.png").read_bytes() for number in range(20)]
     table = model.predict(photos)
     labels = ["0", "1", "2", "3", "4"]
-    assert list(table.columns) == [*labels, "named"]
-    assert list(model.metadata.get_output_schema().input_names()) == [*labels, "named"]
+    columns = [*labels, "named", "value", "shape"]
+    assert list(table.columns) == list(model.metadata.get_output_schema().input_names()) == columns
+    for name, known in KNOWN.items():
+        assert list(table[name]) == [[known[label] for label in named] for named in table["named"]]
     above = table[labels].to_numpy() > found["threshold"]
     assert [[label for label, is_named in zip(labels, row, strict=True) if is_named] for row in above] == list(
         table["named"]
@@ -276,7 +301,7 @@ def test_losses_between_the_classes_of_an_image_are_refused(made, tmp_path, chan
     ("overrides", "message"),
     [
         (["data.source=digits"], "multi_label is true, but source is 'digits', which gives an image one label"),
-        (["data.attributes=x.csv"], "attributes=x.csv says something of the one class of an image"),
+        (["data.hierarchy=x.csv"], "hierarchy=x.csv is for answering with one class or group an image"),
         (
             ["pretrain.head=none", "pretrain.finetune.epochs=0", "distill.logit_weight=0"],
             "no head is fitted to images of several labels",
