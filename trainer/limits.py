@@ -28,6 +28,7 @@ SOURCE_IMAGES = 20_000_000  # images of `data.source`; each takes about 500 byte
 FOLDER_DEPTH = 32  # depth of folders below `data.source`
 FOLDERS = 1_000_000  # folders below `data.source`; one that several links lead to counts for each
 LABEL_SETS = 100_000  # different sets of labels in a data set whose images may have several
+LABEL_CELLS = 2**28  # these sets times the classes: a byte each, in every process
 NAME_CHARACTERS = 200  # the name of a class
 TABLE_COLUMNS = 100  # attributes of a class
 CELL_CHARACTERS = 1000  # a value in a table of classes

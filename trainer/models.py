@@ -611,8 +611,11 @@ def _shapes(weights: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  # not a mapping
 
 
-def check_labels(model: Classifier, classes: Sequence[str], name: str) -> None:
-    """Make sure that a model's logits mean the data set's classes; the error names the first difference."""
+def check_labels(model: Classifier, classes: Sequence[str], name: str, *, several: bool) -> None:
+    """Make sure that a model's logits mean the data set's classes; the error names the first difference.
+
+    `several`: whether the data set's images may have several labels, and so whether the model has to say of each class by itself.
+    """
     labels = model.card.labels
     advice = "give a model that was fine-tuned on this data set, or fine-tune it (pretrain.finetune.epochs)"
     if len(labels) != len(classes):
@@ -620,3 +623,15 @@ def check_labels(model: Classifier, classes: Sequence[str], name: str) -> None:
     for index, (label, wanted) in enumerate(zip(labels, classes, strict=True)):
         if label != wanted:
             raise ModelError(f"{name}: its class {index} is {label!r}, but the data set's is {wanted!r}; {advice}")
+    check_kind(model, name, several=several)
+
+
+def check_kind(model: Classifier, name: str, *, several: bool) -> None:
+    """Make sure that a model with a head chooses between its classes, or says of each by itself, as the data set's images need it."""
+    if (model.card.threshold is not None) == several:
+        return
+    kinds = "chooses one of its classes", "says of each class by itself whether it is there"
+    has, needed = kinds[not several], "may have several labels" if several else "have one label each"
+    raise ModelError(
+        f"{name}: {has}, but the data set's images {needed} (data.multi_label); fine-tune it on this data set (pretrain.finetune.epochs)"
+    )

@@ -136,7 +136,11 @@ def _predict(options: argparse.Namespace) -> None:
     except BadImageError as error:
         raise DataError(f"{error}; mend the photo or leave it out") from error
     if options.json:
-        found = [{"photo": photo, **asdict(one)} for photo, one in zip(options.photos, said, strict=True)]
+        found = [
+            # Only models for several labels a photo name some.
+            {"photo": photo} | {key: value for key, value in asdict(one).items() if key != "named" or value is not None}
+            for photo, one in zip(options.photos, said, strict=True)
+        ]
         print(json.dumps(found, indent=2, ensure_ascii=False))
         return
     for photo, one in zip(options.photos, said, strict=True):

@@ -185,10 +185,20 @@ def test_a_network_without_a_head_is_refused():
 
 def test_labels_that_do_not_fit_are_named(model):
     with pytest.raises(ModelError, match="has 2 classes, but the data set has 3"):
-        models.check_labels(model, ["ä", "b", "c"], "teacher")
+        models.check_labels(model, ["ä", "b", "c"], "teacher", several=False)
     with pytest.raises(ModelError, match=r"its class 1 is 'b', but the data set's is 'c'"):
-        models.check_labels(model, ["ä", "c"], "teacher")
-    models.check_labels(model, ["ä", "b"], "teacher")
+        models.check_labels(model, ["ä", "c"], "teacher", several=False)
+    models.check_labels(model, ["ä", "b"], "teacher", several=False)
+    with pytest.raises(
+        ModelError, match="teacher: chooses one of its classes, but the data set's images may have several labels"
+    ):
+        models.check_labels(model, ["ä", "b"], "teacher", several=True)
+    model.card = replace(model.card, threshold=0.5)
+    models.check_labels(model, ["ä", "b"], "teacher", several=True)
+    with pytest.raises(
+        ModelError, match=r"teacher: says of each class by itself .*, but the data set's images have one label each"
+    ):
+        models.check_labels(model, ["ä", "b"], "teacher", several=False)
 
 
 DAMAGES = {

@@ -161,14 +161,30 @@ def resolve_run(recipe: str, overrides: str | Iterable[str] = ()) -> Settings:
             mistakes.append(
                 "pretrain.head is none, and no head is fitted to images of several labels (data.multi_label); set pretrain.head=classes"
             )
-        if settings.evaluate.gate.min_knn_accuracy:
+        if mistake := multi_label_gate_mistake(settings.evaluate.gate):
+            mistakes.append(mistake)
+        if settings.distill.reads_recording and isinstance(settings.reinforce.top_k, int):
             mistakes.append(
-                f"evaluate.gate.min_knn_accuracy is {settings.evaluate.gate.min_knn_accuracy:g}, and neighbours do not vote on images of "
-                "several labels (data.multi_label); set it to 0"
+                f"reinforce.top_k is {settings.reinforce.top_k}, but with several labels an image (data.multi_label) each class is "
+                "compared by itself; set reinforce.top_k=all"
+            )
+        if settings.evaluate.label_issues == "all":
+            mistakes.append(
+                "evaluate.label_issues is all, and labels are not doubted where an image may have several (data.multi_label); set it to off"
             )
     if mistakes:
         raise SettingsError("\n".join(mistakes))
     return settings
+
+
+def multi_label_gate_mistake(gate: GateSettings) -> str:
+    """Say what a gate asks for that is not measured of images with several labels; empty if nothing."""
+    if not gate.min_knn_accuracy:
+        return ""
+    return (
+        f"evaluate.gate.min_knn_accuracy is {gate.min_knn_accuracy:g}, and neighbours do not vote on images of several labels "
+        "(data.multi_label); set it to 0"
+    )
 
 
 def multi_label_mistakes(distill: DistillSettings) -> list[str]:

@@ -824,9 +824,9 @@ class GateSettings(Section):
     """Conditions for promoting a student."""
 
     max_accuracy_drop: Fraction = 0.05
-    """Largest drop of test top-1 from teacher to student, as a fraction."""
+    """Largest drop of test top-1 (mAP with `data.multi_label`) from teacher to student, as a fraction."""
     min_accuracy: Fraction = 0.0
-    """Smallest test top-1 of the student, as a fraction; 0 sets no limit."""
+    """Smallest test top-1 (mAP with `data.multi_label`) of the student, as a fraction; 0 sets no limit."""
     min_knn_accuracy: Fraction = 0.0
     """Smallest test top-1 of the nearest neighbours of the student's frozen embeddings among the labelled training images, as a fraction;
     0 sets no limit. It is measured if this is set or the teacher has no head."""
@@ -875,10 +875,11 @@ class ExportSettings(Section):
     test_images: Annotated[Positive, Field(exclude_if=lambda value: value == 10_000)] = 10_000
     """Test images, at most, on which the variants' answers are compared."""
     max_accuracy_loss: Fraction = 0.01
-    """Largest loss of test top-1 of a variant against the student itself, as a fraction."""
+    """Largest loss of test top-1 (mAP with `data.multi_label`) of a variant against the student itself, as a fraction."""
     max_shift: Fraction = 0.05
     """Largest share of the probability that a variant may give to other classes than the student itself does, in the mean over the test
-    images: few images show a loss of top-1 by chance only, and confidences and answers of the hierarchy need the probabilities."""
+    images: few images show a loss of top-1 by chance only, and confidences and answers of the hierarchy need the probabilities. With
+    `data.multi_label` the largest difference of a class's probability, in that mean."""
 
 
 class RegisterSettings(Section):

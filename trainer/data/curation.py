@@ -115,7 +115,7 @@ def take_missing_splits(
     there is room for all of them in their classes' shares, and to train if there is not. Other images are alone.
 
     Where an image may have several classes (`members`: those of each label), it counts as one of the rarest of them, so that rare
-    classes have their share.
+    classes have their share, and one image of each class stays in train.
     """
     fractions = {
         "test": 0.0 if "test" in given else settings.test_fraction,
@@ -133,10 +133,16 @@ def take_missing_splits(
     for candidate in sorted(taken, key=lambda one: (place(one.key, settings.split_seed), one.key)):
         together[(groups or {}).get(candidate.key, candidate.key)].append(candidate)
     moved: dict[str, SplitName] = {}
+    several = members is not None and any(len(of_label) != 1 for of_label in members)
+    left = Counter(one for image in taken for one in _classes_of(image, members)) if several else Counter[int]()
     for images in together.values():  # by the smallest place of each
         counts = Counter(stratum.get(image.label, image.label) for image in images)
+        lost = Counter(one for image in images for one in _classes_of(image, members)) if several else Counter[int]()
+        if any(left[one] <= count for one, count in lost.items()):
+            continue
         for split, free in room.items():
             if all(free[label] >= count for label, count in counts.items()):
+                left -= lost
                 moved |= dict.fromkeys((image.key for image in images), split)
                 free.update({label: free[label] - count for label, count in counts.items()})
                 break
@@ -187,7 +193,7 @@ def check_classes(
 
 
 def check_splits(
-    candidates: Iterable[ImageCandidate],
+    candidates: Collection[ImageCandidate],
     classes: Sequence[str],
     taught: Collection[int],
     members: Sequence[Sequence[int]] | None = None,
@@ -208,7 +214,13 @@ def check_splits(
                 counts[candidate.split][classes[one]] += 1
     for split, by_class in counts.items():
         if not any(by_class.values()):
-            raise DataError(f"split {split} is empty: the source has no good labelled image for it; add some")
+            there = any(candidate.split == split for candidate in candidates)
+            what = (
+                "has images, but none of any class"
+                if there
+                else "is empty: the source has no good labelled image for it"
+            )
+            raise DataError(f"split {split} {what}; add some")
     untaught = {name: count for name, count in counts["train"].items() if count == 0}
     measured = {name: counts["val"][name] + counts["test"][name] for name in untaught}
     unlisted = {name: count for name, count in measured.items() if classes.index(name) not in taught}

@@ -80,6 +80,7 @@ class Split:
         part._table = self._table.select(range(min(count, len(self))))
         part._files, part._decoded = _files(part._table), None
         part.labels, part.keys = self.labels[:count], self.keys[:count]
+        part.targets = self.targets
         return part
 
     @property

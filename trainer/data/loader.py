@@ -26,7 +26,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from trainer.config import DecodeOn, TrainingSettings, ViewSettings, ViewsOn
 from trainer.data.batch import Batch, Recorded, check_gpu_decoding, join_files
-from trainer.data.dataset import Split, empty_images
+from trainer.data.dataset import Split, Targets, empty_images
 from trainer.data.dataset_schema import UNLABELED
 from trainer.data.sampler import Indices, Mask, SampleSlice, StatelessSampler
 from trainer.data.views.parameters import ViewParameters, draw_views
@@ -86,6 +86,11 @@ class Samples:
 
     def __len__(self) -> int:
         return int(self._ends[-1])
+
+    @property
+    def targets(self) -> Targets | None:
+        """Those of the data set (`PreparedDataset.targets`)."""
+        return self._splits[0].targets
 
     @property
     def unlabeled(self) -> int:

@@ -146,8 +146,10 @@ def agreement(student: Tensor, top_class: Tensor) -> Tensor:
 
 
 def class_agreement(student: Tensor, teacher: Tensor) -> Tensor:
-    """Share of the classes that the student finds likelier than not just where the teacher does, in the mean over the samples."""
-    return ((student > 0) == (teacher > 0)).to(torch.float32).mean()
+    """F1 between the classes that the student and the teacher find likelier than not, of all samples together; 1 where there are none."""
+    ours, theirs = student > 0, teacher > 0
+    either = (ours.sum() + theirs.sum()).to(torch.float32)
+    return torch.where(either > 0, 2 * (ours & theirs).sum() / either.clamp(min=1), 1.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

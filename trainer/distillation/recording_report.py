@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from trainer import pages
 from trainer.charts import outlines
+from trainer.data.dataset import Targets
 from trainer.data.dataset_schema import UNLABELED
 from trainer.distillation.recording import RecordingDescription
 from trainer.pages import Figure, Legend, PageSection, Paragraph, Subsection, Table
@@ -104,8 +105,13 @@ class Coverage:
         }
 
 
-def count(records: npt.NDArray[np.void], labels: npt.NDArray[np.int64], classes: int) -> Coverage:
-    """The coverage of records [B] of a teacher with so many classes; `labels` [B] of their images are -1 where there is none."""
+def count(
+    records: npt.NDArray[np.void], labels: npt.NDArray[np.int64], classes: int, targets: Targets | None = None
+) -> Coverage:
+    """The coverage of records [B] of a teacher with so many classes; `labels` [B] of their images are -1 where there is none.
+
+    Where an image may have several labels (`PreparedDataset.targets`) each of them counts as its label.
+    """
     logits, top_k = records["logits"].astype(np.float64), records["logits"].shape[1]
     held, missing, at_most, distribution = [], [], [], []
     for column, temperature in enumerate(TEMPERATURES):
@@ -118,6 +124,9 @@ def count(records: npt.NDArray[np.void], labels: npt.NDArray[np.int64], classes:
         bins = np.minimum(np.searchsorted(EDGES, lacking, side="right"), _BINS)
         distribution.append(np.bincount(bins, minlength=_BINS + 1))
     is_label = records["indices"] == labels[:, None]
+    if targets is not None:
+        rows = labels.clip(min=0)[:, None]
+        is_label = (targets[rows, records["indices"].astype(np.int64)] > 0) & (labels[:, None] != UNLABELED)
     return Coverage(
         views=len(records),
         labelled=int((labels != UNLABELED).sum()),
@@ -249,8 +258,8 @@ def _distribution(held: Coverage) -> Figure:
 def _answers(held: Coverage) -> PageSection:
     shares = held.figures()
     rows = [
-        ("the image's label is the teacher's top class", f"{shares['teacher_top1']:.2%}"),
-        ("the image's label is among the recorded classes", f"{shares['label_recorded']:.2%}"),
+        ("the teacher's top class is the image's label", f"{shares['teacher_top1']:.2%}"),
+        ("a recorded class is the image's label", f"{shares['label_recorded']:.2%}"),
     ]
     note = "Of all views of images with a label. A view that is mixed with another image counts with its own image's label."
     return PageSection("Teacher and labels", [Table(["", "share of the views"], rows), Paragraph(note)])

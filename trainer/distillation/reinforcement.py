@@ -343,7 +343,8 @@ class Reinforcement:
             with writing_to(directory):
                 (directory / unit.name).write_bytes(content)
             if classes:
-                counted.append(recording_report.count(records, labels[unit.first : unit.first + unit.count], classes))
+                of_unit = labels[unit.first : unit.first + unit.count]
+                counted.append(recording_report.count(records, of_unit, classes, self.views.samples.targets))
         parts = self.processes.gather(recording_report.total(counted) if counted else None, "the count of the records")
         there = [part for part in parts if part is not None]
         return recording_report.total(there) if there else None

@@ -29,12 +29,16 @@ def average_precisions(scores: Floats, targets: Targets) -> npt.NDArray[np.float
 
 def mean_average_precision(scores: Floats, targets: Targets) -> float:
     """Compute the mean of the average precision over the classes that have images (mAP); 0 where none has."""
-    known = average_precisions(scores, targets)
-    known = known[~np.isnan(known)]
+    return mean_of_known(average_precisions(scores, targets))
+
+
+def mean_of_known(precisions: npt.NDArray[np.float64]) -> float:
+    """Return the mean of those that are not NaN; 0 where all are."""
+    known = precisions[~np.isnan(precisions)]
     return float(known.mean()) if len(known) else 0.0
 
 
-def f1(found: npt.NDArray[np.bool_], targets: Targets) -> float:
+def f1(found: npt.NDArray[np.bool_], targets: Targets | npt.NDArray[np.bool_]) -> float:
     """Compute 2 x right / (named + there) over all images and classes (micro F1); 1 where nothing is named and nothing there."""
     right, either = int((found & (targets > 0)).sum()), int(found.sum()) + int(targets.sum())
     return 2 * right / either if either else 1.0

@@ -44,8 +44,9 @@ class MeasuredSets:
         """Measure probabilities; of the figures those are known that do not depend on them, and the `threshold`."""
         named = probabilities > figures["threshold"]
         right = int((named & (wanted > 0)).sum())
+        precisions = average_precision.average_precisions(probabilities, wanted)
         test = {
-            "map": average_precision.mean_average_precision(probabilities, wanted),
+            "map": average_precision.mean_of_known(precisions),
             "f1": average_precision.f1(named, wanted),
             "precision": right / max(int(named.sum()), 1),
             "recall": right / max(int(wanted.sum()), 1),
@@ -54,7 +55,7 @@ class MeasuredSets:
             figures={**figures, "test": test},
             probabilities=probabilities,
             wanted=wanted,
-            average_precisions=average_precision.average_precisions(probabilities, wanted),
+            average_precisions=precisions,
             latencies=latencies,
         )
 
@@ -143,7 +144,7 @@ def _comparison(one: Mapping[str, Any], other: Mapping[str, Any]) -> PageSection
             (text, f"{one['test'][name]:.2%}", f"{other['test'][name]:.2%}", points(one, other, name))
             for name, text in names.items()
         ),
-        ("decisions as the teacher's", "", f"{other['test']['agreement']:.2%}", ""),
+        ("F1 against what the teacher names", "", f"{other['test']['agreement']:.2%}", ""),
         ("threshold", f"{one['threshold']:.3f}", f"{other['threshold']:.3f}", ""),
         *size_rows(one, other),
     ]

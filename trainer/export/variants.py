@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer.data.dataset import Split, Targets
 from trainer.errors import ModelError
 from trainer.evaluation import metrics
-from trainer.evaluation.average_precision import mean_average_precision
+from trainer.evaluation.average_precision import f1, mean_average_precision
 from trainer.evaluation.metrics import Latency
 from trainer.export.onnx_student import Logits, OnnxStudent, Pixels
 from trainer.models import Classifier
@@ -46,7 +46,7 @@ class ServingCandidate:
     score: float
     """On the test photos."""
     same: float
-    """Share of the test photos with the student's own first class; of the decisions on all classes where photos may have several."""
+    """Share of the test photos with the student's own first class; F1 against what it names where photos may have several."""
     difference: float
     """Largest difference of a logit from the student's own."""
     shift: float
@@ -111,11 +111,11 @@ class Yardstick:
         return mean_average_precision(logits, self.targets[self.labels])
 
     def same(self, logits: Logits, own: Logits) -> float:
-        """Compute how much of what is answered is the same: first classes, or decisions on all classes."""
+        """Compute how much of what is answered is the same: the share of the first classes, or F1 between what is named."""
         if self.targets is None:
             return metrics.agreement(logits, own)
         named, before = (self.probabilities(one) > self.threshold for one in (logits, own))
-        return float((named == before).mean())
+        return f1(named, before)
 
     def shift(self, own: Logits, found: Logits) -> float:
         """Compute the total variation distance of the probabilities, as `ServingCandidate.shift`."""
@@ -199,7 +199,7 @@ def rows(candidates: Sequence[ServingCandidate], chosen: str | None) -> list[tup
         (
             "",
             f"test {TITLES[candidates[0].measure]}",
-            "same class",
+            "same class" if candidates[0].measure == "top1" else "F1 of names",
             "shift",
             "MB",
             *(f"p50, p95 ms at {size}" for size in sizes),

@@ -22,6 +22,8 @@ import numpy.typing as npt
 TAGS = "tags.json"
 ANSWER, CONFIDENCE = "answer", "confidence"
 """Columns that a prediction has beside those of classes and attributes."""
+NAMED = "named"
+"""Column of a prediction where a photo may have several labels: those whose probability is above the threshold."""
 LEVELS = 32
 """Most levels of a hierarchy."""
 

@@ -390,7 +390,7 @@ class PhotoServer:
 
     async def _model_metadata(self, name: str, version: str = "") -> Response:
         size, classes = self.model.square.size, len(self.model.labels)
-        content = {
+        content: dict[str, Any] = {
             "name": self.name,
             "versions": [self.model.version],
             "platform": f"{self.model.runtime}_onnx",
@@ -403,6 +403,8 @@ class PhotoServer:
                 {"name": "label", "datatype": "BYTES", "shape": [-1]},
             ],
         }
+        if self.model.threshold is not None:  # each class by itself: those above it are named
+            content["parameters"] = {"threshold": self.model.threshold}
         return self._unknown(name, version) or JSONResponse(content)
 
     async def _model_ready(self, name: str, version: str = "") -> Response:

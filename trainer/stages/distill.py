@@ -215,7 +215,7 @@ def load_teachers(settings: DistillSettings, teacher: str | Path, data: Prepared
     loaded = [models.load(place) for place in places]
     for place, model in zip(places, loaded, strict=True):
         if model.card.labels:
-            models.check_labels(model, data.classes, f"teacher {place}")
+            models.check_labels(model, data.classes, f"teacher {place}", several=data.targets is not None)
         if len(loaded) > 1:
             check_compared(model, settings, student=False)
     if settings.logit_weight and not any(model.card.labels for model in loaded):

@@ -15,10 +15,10 @@ import torch
 
 from trainer import artifacts, models, scores, tracking
 from trainer.artifacts import Artifact
-from trainer.config import EvaluateSettings
+from trainer.config import EvaluateSettings, multi_label_gate_mistake
 from trainer.data.dataset import PreparedDataset, Split, open_dataset
 from trainer.devices import choose_device
-from trainer.errors import DataError, ModelError
+from trainer.errors import DataError, ModelError, SettingsError
 from trainer.evaluation import average_precision, hierarchy, label_issues, metrics, multi_label_report, report
 from trainer.evaluation.embeddings import MOST_IMAGES, Embeddings, embed, fit_probe, nearest_neighbors, spread
 from trainer.evaluation.label_issues import JudgedLabels
@@ -52,7 +52,7 @@ def run(
         DataError: the test split is empty or has images without labels.
     """
     data = open_dataset(dataset)
-    subjects = [_subject("teacher", teacher, data.classes), _subject("student", student, data.classes)]
+    subjects = [_subject("teacher", teacher, data), _subject("student", student, data)]
     split = data.split("test")
     if len(split) == 0 or (split.labels < 0).any():
         raise DataError(
@@ -83,11 +83,11 @@ class _Evaluated:
     """Name of a split -> what was already embedded of it, where the embedding was asked for."""
 
 
-def _subject(name: str, uri: str | Path, classes: Sequence[str]) -> _Evaluated:
+def _subject(name: str, uri: str | Path, data: PreparedDataset) -> _Evaluated:
     artifact = artifacts.read(uri, "model")
     model = models.load(artifact)
     if model.card.labels or name == "student":
-        models.check_labels(model, classes, f"{name} {artifact.path}")
+        models.check_labels(model, data.classes, f"{name} {artifact.path}", several=data.targets is not None)
     size_bytes = (artifact.path / models.WEIGHTS).stat().st_size
     return _Evaluated(name=name, model=model, size_bytes=size_bytes, fingerprint=artifact.fingerprint)
 
@@ -186,8 +186,11 @@ def _evaluate_sets(
     """Do the same with images that may have several labels, where each class is found by itself: mAP, and F1 above a threshold.
 
     Raises:
+        SettingsError: the gate asks for what is not measured of such images.
         ModelError: a model has no head.
     """
+    if mistake := multi_label_gate_mistake(settings.gate):
+        raise SettingsError(mistake)
     for subject in subjects:
         if not subject.model.card.labels:
             raise ModelError(
@@ -210,7 +213,7 @@ def _evaluate_sets(
         )
         measured[subject.name] = found
     theirs, ours = (measured[subject.name] for subject in subjects)
-    ours.figures["test"]["agreement"] = float((ours.named == theirs.named).mean())
+    ours.figures["test"]["agreement"] = average_precision.f1(ours.named, theirs.named)
     reasons = metrics.judge(
         settings.gate,
         teacher_score=theirs.figures["test"]["map"],

@@ -62,6 +62,8 @@ def start(settings: PretrainSettings, data: PreparedDataset) -> tuple[Classifier
     if settings.label_map or not settings.finetune.epochs:
         name = f"pretrain.weights {settings.weights}"
         model = pretrained.with_classes(model, data.classes, settings.label_map, name)
+    if not settings.finetune.epochs:  # the head stays as it is
+        models.check_kind(model, f"pretrain.weights {settings.weights}", several=data.targets is not None)
     return model, parents
 
 

@@ -34,9 +34,9 @@ from trainer.graph import STAGES
 from trainer.launch import flag
 from trainer.models import ModelCard
 from trainer.profiling.evidence import read_evidence
-from trainer.served_student.class_tags import ANSWER, CONFIDENCE, ClassTags
+from trainer.served_student.class_tags import ANSWER, CONFIDENCE, NAMED, ClassTags
 from trainer.served_student.onnx_network import runtime_of
-from trainer.served_student.pyfunc import EXPORT_CARD, NAMED, TOP_K
+from trainer.served_student.pyfunc import EXPORT_CARD, TOP_K
 from trainer.stages import evaluate, profile
 from trainer.summary import SUMMARY, Registered
 from trainer.tracking.stage_runs import stage_run

@@ -38,7 +38,7 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
     data, teaching = open_dataset(dataset), artifacts.read(teacher, "model")
     model = models.load(teaching)
     if model.card.labels:
-        models.check_labels(model, data.classes, f"teacher {teacher}")
+        models.check_labels(model, data.classes, f"teacher {teacher}", several=data.targets is not None)
     elif not settings.features and not settings.tokens:
         raise SettingsError(
             f"teacher {teacher}: has no head, so its embedding and its patch tokens are all that there is to record, but "

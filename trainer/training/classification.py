@@ -173,6 +173,14 @@ def _compare_sets(
     """Compare this process' logits with the sets that its labels are of, together with those of the others."""
     own = np.concatenate([part.numpy() for part in logits]) if logits else np.empty((0, targets.shape[1]), np.float32)
     parts = processes.gather((own, labels), "the validation's logits")
-    found, wanted = np.concatenate([part for part, _ in parts]), targets[np.concatenate([of for _, of in parts])]
-    loss = binary_cross_entropy(torch.from_numpy(found), torch.from_numpy(wanted).float())
-    return {"val_map": mean_average_precision(found, wanted), "val_loss": float(loss.double().mean())}
+    figures: dict[str, float] = {}
+    if processes.is_first:
+        found, wanted = np.concatenate([part for part, _ in parts]), targets[np.concatenate([of for _, of in parts])]
+        loss = binary_cross_entropy(torch.from_numpy(found), torch.from_numpy(wanted).float())
+        # Logits that are not finite cannot be ranked; the losses, which are read later, say of which step they are.
+        is_ranked = bool(np.isfinite(found).all())
+        figures = {
+            "val_map": mean_average_precision(found, wanted) if is_ranked else 0.0,
+            "val_loss": float(loss.double().mean()),
+        }
+    return processes.gather(figures, "the validation's figures")[0]

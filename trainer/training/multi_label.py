@@ -48,7 +48,7 @@ class LabelSetLoss:
 
     def __init__(self, targets: Targets, loss: MultiLabelLoss) -> None:
         """Take whether each class is one of each set, [S, K]."""
-        self._targets = torch.from_numpy(targets).float()
+        self._targets = torch.from_numpy(targets)
         self._loss = LOSSES[loss]
 
     def __call__(
@@ -72,4 +72,4 @@ class LabelSetLoss:
     def _of(self, labels: Tensor) -> Tensor:
         """Return the target of each label, [B, K]; of any set where there is no label, which a weight of 0 then takes out."""
         self._targets = self._targets.to(labels.device)
-        return self._targets[labels.clamp(min=0)]
+        return self._targets[labels.clamp(min=0)].float()

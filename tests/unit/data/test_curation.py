@@ -235,3 +235,20 @@ def test_each_class_of_an_image_counts() -> None:
     with pytest.raises(DataError, match=r"class 'eel' \(2\): the source has no training image of it"):
         check_splits(held, CLASSES, {0, 1}, SETS)
     check_splits([*held, candidate("d", 3)], CLASSES, {0, 1, 2}, SETS)
+
+
+def test_of_each_class_an_image_stays_in_train() -> None:
+    """Long-tailed: most images of a rare class count as those of an even rarer one, of which two are too few for three splits."""
+    sets = ((0, 1), (0, 2), (0, 3), (1, 2, 3))
+    for seed in range(30):
+        images = many(2, 0) + many(2, 1) + many(1, 2) + many(1, 3)
+        settings = DataSettings(split_seed=seed)
+        assigned = take_missing_splits(images, {"train"}, settings, members=sets)
+        left = {one for image in assigned if image.split == "train" for one in sets[image.label]}
+        assert left == {0, 1, 2, 3}
+
+
+def test_a_split_whose_images_are_of_no_class_is_named() -> None:
+    images = [*many(3, 1), candidate("v", 0, "val"), candidate("t", 1, "test")]
+    with pytest.raises(DataError, match="split val has images, but none of any class; add some"):
+        check_splits(images, CLASSES[:1], {0}, SETS)

@@ -243,7 +243,7 @@ def test_a_manifest_with_several_labels_an_image(tmp_path: Path) -> None:
     assert listing.label_sets == listing.members == ((), (0, 1), (1,))
     assert [item.label for item in listing.items] == [1, 0, 1, 2, -1]
     assert [item.split for item in listing.items][-1] == "unlabeled"
-    assert listing.label_names == ["none", "curry + rice", "rice"]
+    assert listing.label_names == ["no class", "curry | rice", "rice"]
     alone = list_source(source)
     assert alone.classes == ("curry | rice", "rice", "rice|curry", "|"), "without the setting it is one label"
     assert alone.label_sets is None
@@ -252,8 +252,27 @@ def test_a_manifest_with_several_labels_an_image(tmp_path: Path) -> None:
 def test_a_manifest_with_too_many_sets_of_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "LABEL_SETS", 2)
     source = manifest(tmp_path, "path,label\n1.jpg,x|y\n2.jpg,x\n3.jpg,y\n")
-    with pytest.raises(DataError, match="has 3 different sets of labels, more than 2; leave out labels"):
+    with pytest.raises(DataError, match="has 3 different sets of 2 labels, more than 2; leave out labels"):
         list_source(source, multi_label=True)
+    monkeypatch.setattr(limits, "LABEL_SETS", 100)
+    monkeypatch.setattr(limits, "LABEL_CELLS", 5)
+    with pytest.raises(DataError, match="has 3 different sets of 2 labels, more than 2; leave out labels"):
+        list_source(source, multi_label=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("path,label\n1.jpg,|\n2.jpg,\n", "no image is of any class; add labels"),
+        (
+            "path,label\n1.jpg,named|x\n2.jpg,x\n",
+            "a class is called 'named', as the column of a prediction is; rename it",
+        ),
+    ],
+)
+def test_several_labels_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        list_source(manifest(tmp_path, text), multi_label=True)
 
 
 def test_a_manifest_that_is_missing_or_no_text(tmp_path: Path) -> None:
@@ -306,7 +325,7 @@ def test_a_saved_data_set_with_lists_of_labels(tmp_path: Path) -> None:
     assert listing.classes == ("b", "a")
     assert listing.label_sets == ((), (0, 1), (1,))
     assert [item.label for item in listing.items] == [1, 0, -1, 1, 2]
-    assert listing.label_names == ["none", "b + a", "a"]
+    assert listing.label_names == ["no class", "b | a", "a"]
     with pytest.raises(DataError, match="needs one column of kind ClassLabel"):
         list_source(f"hub:{tmp_path}/saved")
     table([1, 0]).save_to_disk(str(tmp_path / "one"))

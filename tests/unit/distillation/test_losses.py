@@ -74,9 +74,11 @@ def test_far_logits_of_a_class_have_a_finite_divergence():
     assert gradient.isfinite().all()
 
 
-def test_decisions_agree_where_both_find_a_class_likelier_than_not():
+def test_agreement_is_f1_between_the_classes_that_both_find_likelier_than_not():
     student, teacher = torch.tensor([[1.0, -1.0, 2.0]]), torch.tensor([[3.0, 1.0, 0.5]])
-    assert float(losses.class_agreement(student, teacher)) == pytest.approx(2 / 3)
+    assert float(losses.class_agreement(student, teacher)) == pytest.approx(2 * 2 / (2 + 3))
+    nothing = -torch.ones(1, 3)
+    assert float(losses.class_agreement(nothing, nothing)) == 1
 
 
 def hard_by_hand(student):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +31,7 @@ from trainer.config import (
     resolve_run,
 )
 from trainer.data.dataset import open_dataset
-from trainer.errors import ArtifactError, DataError, SettingsError
+from trainer.errors import ArtifactError, DataError, ModelError, SettingsError
 from trainer.prediction import Prediction
 from trainer.stages import distill, evaluate, export, prepare, pretrain, register, reinforce
 from trainer.stages.evaluate import predict
@@ -123,6 +124,60 @@ def test_the_list_becomes_sets_of_classes(made):
         assert split.wanted.any(axis=0).all(), "each class is in each split"
     card = (made.dataset / "card.html").read_text()
     assert "labels in the mean" in card
+
+
+def test_the_first_images_of_it_have_the_same_sets(made):
+    data = open_dataset(made.dataset)
+    few, all_of_it = data.first(7).split("val"), data.split("val")
+    assert (few.wanted == all_of_it.wanted[:7]).all()
+
+
+def test_what_was_recorded_is_counted_by_sets(made):
+    """The teacher is right of most views, whose labels are the numbers of sets."""
+    assert figures_of(made.outputs, "teacher_outputs")["label_recorded"] > 0.8, (
+        "of all logits, only those of no class are not"
+    )
+    assert figures_of(made.outputs, "teacher_outputs")["teacher_top1"] > 0.7
+
+
+def test_a_model_of_another_kind_is_refused(made, tmp_path):
+    one_label = tmp_path / "one_label"
+    with artifacts.create(one_label, "model", settings={}) as draft:
+        model = models.load(made.teacher)
+        model.card = replace(model.card, threshold=None)
+        models.save(model, draft.path)
+    message = "chooses one of its classes, but the data set's images may have several labels"
+    with pytest.raises(ModelError, match=f"teacher .*{message}"):
+        reinforce.run(
+            ReinforceSettings(), dataset=made.dataset, teacher=one_label, teacher_outputs=tmp_path / "outputs"
+        )
+    given = {"dataset": made.dataset, "teacher": one_label}
+    few = DistillSettings(student=ModelSettings(architecture=VIT, args=args(16, 1)), epochs=1)
+    with pytest.raises(ModelError, match=f"teacher .*{message}"):
+        distill.run(few, **given, student=tmp_path / "student", evidence=tmp_path / "evidence")
+    with pytest.raises(ModelError, match=f"student .*{message}"):
+        evaluate.run(
+            EvaluateSettings(),
+            dataset=made.dataset,
+            teacher=made.teacher,
+            student=one_label,
+            evaluation=tmp_path / "evaluation",
+        )
+    as_it_is = PretrainSettings(
+        teacher=ModelSettings(architecture=VIT, args=args(48, 2)),
+        weights=str(one_label),
+        mae={"epochs": 0},
+        finetune={"epochs": 0},
+    )
+    with pytest.raises(ModelError, match=f"pretrain.weights .*{message}"):
+        pretrain.run(as_it_is, dataset=made.dataset, teacher=tmp_path / "teacher", evidence=tmp_path / "evidence")
+
+
+def test_a_gate_that_needs_neighbours_is_refused(made, tmp_path):
+    settings = EvaluateSettings(gate=GateSettings(min_knn_accuracy=0.5))
+    given = {name: getattr(made, name) for name in ("dataset", "teacher", "student")}
+    with pytest.raises(SettingsError, match="neighbours do not vote on images of several labels"):
+        evaluate.run(settings, **given, evaluation=tmp_path / "evaluation")
 
 
 def test_the_teacher_learns_and_the_student_learns_it(made):
@@ -307,6 +362,11 @@ def test_losses_between_the_classes_of_an_image_are_refused(made, tmp_path, chan
             "no head is fitted to images of several labels",
         ),
         (["evaluate.gate.min_knn_accuracy=0.5"], "neighbours do not vote on images of several labels"),
+        (["evaluate.label_issues=all"], "labels are not doubted where an image may have several"),
+        (
+            ["distill.teacher=recorded", "reinforce.top_k=3"],
+            "each class is compared by itself; set reinforce.top_k=all",
+        ),
     ],
 )
 def test_what_needs_one_label_an_image_is_refused(overrides, message):

@@ -212,15 +212,27 @@ def test_of_sets_of_labels_the_figures_are_mean_average_precision_and_binary_cro
     assert figures == {"val_map": pytest.approx(np.mean(precisions)), "val_loss": pytest.approx(float(loss), rel=1e-5)}
 
 
+def test_logits_that_are_not_finite_are_left_to_the_losses_to_report(model):
+    """Else scikit-learn would end the training, in words that name neither step nor sample."""
+    with torch.no_grad():
+        model.network.head.bias.fill_(torch.nan)
+    figures = validate(model, Images(5, SETS), processes(), settings(4))
+    assert figures["val_map"] == 0
+    assert math.isnan(figures["val_loss"])
+
+
 def test_processes_measure_sets_of_labels_together(model, monkeypatch):
     split, parts = Images(11, SETS), []
     alone = validate(model, split, processes(), settings(4))
-    monkeypatch.setattr(
-        Processes,
-        "gather",
-        lambda self, value, what: [*parts, value] if self.rank == 2 else [parts.append(value) or value],
-    )
-    for rank in range(3):
+
+    def gather(self, value, what):
+        if what != "the validation's logits":
+            return [value]
+        parts.append(value)
+        return parts
+
+    monkeypatch.setattr(Processes, "gather", gather)
+    for rank in (2, 1, 0):  # the first process, which compares, comes last here, when the others' logits are there
         together = validate(model, split, processes(rank, 3), settings(2, 3))
     assert together == {name: pytest.approx(value, rel=1e-5) for name, value in alone.items()}
 

@@ -29,6 +29,7 @@ from trainer.data.sources.image_folder import ImageFolder
 from trainer.data.sources.image_manifest import ImageManifest
 from trainer.data.sources.source import ImageSource, Item, SourceListing, UnknownVersionError, expand_home, read_file
 from trainer.errors import DataError, SettingsError
+from trainer.served_student.class_tags import NAMED
 
 __all__ = ["ImageSource", "Item", "SourceListing", "expand_home", "list_source", "read_file", "source_version"]
 
@@ -88,6 +89,13 @@ def list_source(source: str, *, outside: Outside = "refuse", multi_label: bool =
         )
     if not listing.items:
         raise DataError(f"data.source={source}: holds no images; check the path")
+    if multi_label and (not listing.classes or NAMED in listing.classes):
+        what = (
+            f"a class is called {NAMED!r}, as the column of a prediction is"
+            if listing.classes
+            else "no image is of any class"
+        )
+        raise DataError(f"data.source={source}: {what}; {'rename it' if listing.classes else 'add labels'}")
     if all(item.label == UNLABELED for item in listing.items):
         raise DataError(
             f"data.source={source}: none of its {len(listing.items)} images has a label; put them into a folder per class, or add labels"

@@ -57,7 +57,7 @@ class HubDataset(ImageSource):
                 for name, of_split in labels.items()
             }
             every = (one for of_split in members.values() for one in of_split if one is not None)
-            sets = number_sets(every, f"hub data set {self.name}")
+            sets = number_sets(every, len(classes), f"hub data set {self.name}")
             labels = {
                 name: [None if one is None else sets[one] for one in of_split] for name, of_split in members.items()
             }

@@ -62,7 +62,7 @@ class ImageManifest(ImageSource):
         members = {text: tuple(sorted(index[label] for label in labels)) for text, labels in named.items()}
         numbers: dict[tuple[int, ...], int] = {(label,): label for label in range(len(classes))}
         if self.multi_label:
-            numbers = number_sets(members.values(), f"manifest {self.name}")
+            numbers = number_sets(members.values(), len(classes), f"manifest {self.name}")
         items = [
             Item(
                 name=row.name,

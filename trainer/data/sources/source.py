@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _LOG_EVERY = 500_000  # listed objects between two lines of the log
 
-NO_CLASS = "none"
+NO_CLASS = "no class"
 """Name of the label of an image that is of no class."""
 SPLIT_NAMES: Mapping[str, SplitName] = {
     "train": "train",
@@ -66,19 +66,20 @@ class SourceListing:
     @property
     def label_names(self) -> Sequence[str]:
         """The name of each label: that of its class, or those of its classes."""
-        return [" + ".join(self.classes[one] for one in of_label) or NO_CLASS for of_label in self.members]
+        return [" | ".join(self.classes[one] for one in of_label) or NO_CLASS for of_label in self.members]
 
 
-def number_sets(sets: Iterable[tuple[int, ...]], source: str) -> dict[tuple[int, ...], int]:
-    """Number the different sets of classes of a source's images, in ascending order.
+def number_sets(sets: Iterable[tuple[int, ...]], classes: int, source: str) -> dict[tuple[int, ...], int]:
+    """Number the different sets of a source's classes that its images have, in ascending order.
 
     Raises:
         DataError: there are too many.
     """
     different = sorted(set(sets))
-    if len(different) > limits.LABEL_SETS:
+    most = min(limits.LABEL_SETS, limits.LABEL_CELLS // max(classes, 1))
+    if len(different) > most:
         raise DataError(
-            f"{source}: has {len(different):,} different sets of labels, more than {limits.LABEL_SETS:,}; leave out labels that few "
+            f"{source}: has {len(different):,} different sets of {classes:,} labels, more than {most:,}; leave out labels that few "
             "images have"
         )
     return {members: number for number, members in enumerate(different)}
