@@ -245,6 +245,15 @@ def _merge(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
     return merged
 
 
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return full name -> value of all settings in nested groups, `{"mae": {"epochs": 4}}` as `{"mae.epochs": 4}`."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        full = f"{prefix}.{name}" if prefix else name
+        flat |= flattened(value, full) if isinstance(value, Mapping) else {full: value}
+    return flat
+
+
 def _inherit(settings: Settings) -> Settings:
     """Fill what the stages take from `run`, `data` and one another where it is not given."""
     data = settings.data

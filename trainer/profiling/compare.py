@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from trainer import artifacts, limits, pages, scores, storage, summary
+from trainer.config import flattened
 from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
 from trainer.formatting import clipped, duration, milliseconds, percent, short
@@ -455,21 +456,13 @@ def _settings(before: ComparedRun, after: ComparedRun) -> Table:
         sides = [before.run["settings"], after.run["settings"]]
     else:
         sides = [{name: one.settings for name, one in side.trainings.items()} for side in (before, after)]
-    a, b = (dict(_flat(settings)) for settings in sides)
+    a, b = (flattened(settings) for settings in sides)
     rows: list[Row] = []
     for name in {**a, **b}:
         repeats = name.removeprefix("tune.distill.") != name  # what tune would start from is distill's
         if a.get(name) != b.get(name) and not repeats:
             rows.append((name, *(str(values[name]) if name in values else "not there" for values in (a, b))))
     return Table(("setting", "before", "after"), rows, title="Settings that differ")
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _findings(before: ComparedRun, after: ComparedRun) -> Table:

@@ -121,9 +121,9 @@ def describe(
         unlabeled=samples.unlabeled,
         views=settings.views,
         block=1,
-        classes=len(teacher.card.labels),
+        classes=classes,
         # Where an image may have several labels each class is compared by itself.
-        top_k=settings.logits(len(teacher.card.labels)) if data.targets is None else len(teacher.card.labels),
+        top_k=settings.logits(classes) if data.targets is None else classes,
         features=models.feature_size(teacher) if settings.features else 0,
         feature_format=settings.feature_format,
         tokens=models.token_shape(teacher) if settings.tokens else None,

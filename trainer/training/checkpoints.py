@@ -18,14 +18,14 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from trainer import artifacts, storage
 from trainer.artifacts import Manifest
-from trainer.config import CHECKPOINTS_VARIABLE
+from trainer.config import CHECKPOINTS_VARIABLE, flattened
 from trainer.errors import (
     ArtifactError,
     OutputError,
@@ -417,7 +417,7 @@ def differences(
     was: tuple[Mapping[str, Any], Mapping[str, str]], now: tuple[Mapping[str, Any], Mapping[str, str]], *, section: str
 ) -> list[str]:
     """List what keeps a training from resuming, each difference in a few words."""
-    settings = [dict(_flat(compatible(side[0]), section)) for side in (was, now)]
+    settings = [flattened(compatible(side[0]), section) for side in (was, now)]
     inputs = [{f"input {name}": value[:_SHOWN_DIGITS] for name, value in side[1].items()} for side in (was, now)]
     return [
         f"{name} was {before.get(name, 'not there')}, is {after.get(name, 'not there')}"
@@ -425,9 +425,3 @@ def differences(
         for name in {**after, **before}
         if name not in before or name not in after or before[name] != after[name]
     ]
-
-
-def _flat(settings: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        full = f"{prefix}.{name}" if prefix else name
-        yield from _flat(value, full) if isinstance(value, Mapping) else [(full, value)]

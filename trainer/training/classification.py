@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import TypeAlias
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -55,8 +55,18 @@ def cross_entropy(
     return (loss if weights is None else weights * loss).mean()
 
 
-LabelLoss: TypeAlias = Callable[..., Tensor]
-"""`cross_entropy`, or what is called with the same arguments."""
+class LabelLoss(Protocol):
+    """`cross_entropy`, or what is called with the same arguments."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        mixing: Mixing | None = None,
+        *,
+        smoothing: float = 0.0,
+        weights: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 def label_loss(targets: Targets | None, multi_label: MultiLabelLoss) -> LabelLoss:
