@@ -30,6 +30,7 @@ from trainer.distillation import recording
 from trainer.errors import ModelError, TrackingError
 from trainer.evaluation import hierarchy
 from trainer.export import exporting
+from trainer.formatting import listed
 from trainer.graph import STAGES
 from trainer.launch import flag
 from trainer.models import ModelCard
@@ -53,6 +54,7 @@ _RECORDING = "reinforce.html"
 _ALWAYS = ("mlflow", "numpy", "pandas", "pillow")
 _TORCH = (*_ALWAYS, "safetensors", "timm", "torch", "torchvision")
 """What a registered model needs: beside `_ALWAYS` what computes it."""
+_LISTED = 10  # classes that the description of a version names, at most
 _EXAMPLE_EDGE = 64  # the example is kept as JSON, and the student takes photos of any size
 _PICTURES = "**/*.png"
 
@@ -373,6 +375,34 @@ def _version(
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
     version = client.create_model_version(
-        settings.model_name, source=model.model_uri, run_id=run_id, tags=tags, model_id=model.model_id
+        settings.model_name,
+        source=model.model_uri,
+        run_id=run_id,
+        tags=tags,
+        description=_description(described[0], figures, exported),
+        model_id=model.model_id,
     )
     return str(version.version)
+
+
+def _description(card: ModelCard, figures: Mapping[str, Any], exported: Artifact | None) -> str:
+    """Describe a version in Markdown: what it is, its figures, and where its weights come from."""
+    student, teacher, verdict = figures["student"], figures["teacher"], figures["verdict"]
+    title, theirs, ours = scores.title(student["test"]), teacher["test"], student["test"]
+    latency = f"p50 {student['latency_ms']['p50']:.2f} ms for a photo on a CPU, in torch"
+    if exported and (chosen := exported.figures["chosen"]):
+        served = exported.figures["candidates"][chosen]
+        latency = f"served as {chosen}: {scores.score(served):.1%} test {title}, p50 {served['p50_ms']:.2f} ms for a photo on a CPU"
+    ours_is, theirs_is = (
+        f"{limits.printable(one['title'])}, {one['parameters']:,} parameters" for one in (student, teacher)
+    )
+    parts = [
+        f"**{ours_is}**, distilled from {theirs_is}.",
+        f"{scores.score(ours):.1%} test {title}, the teacher {scores.score(theirs):.1%}; {latency}.",
+        "Passed its gate." if verdict["passed"] else f"Did not pass its gate: {'; '.join(verdict['reasons'])}.",
+        f"{len(card.labels):,} classes: {limits.printable(listed(card.labels, _LISTED))}.",
+    ]
+    if card.origin is not None:
+        terms = f", licence {card.origin.license}" if card.origin.license else ""
+        parts.append(f"Its training began with the weights {limits.printable(card.origin.name)}{terms}.")
+    return "\n\n".join(parts)

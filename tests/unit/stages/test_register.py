@@ -435,9 +435,18 @@ def test_a_student_that_does_not_say_how_it_wants_photos_is_not_registered(
 
 def test_alias_moves_only_if_the_gate_passed(inputs, evaluations, tracked, tmp_path):
     first = read_summary(run(inputs, evaluations[PASSING], tmp_path / "first", model_name="aliased"))
+    described = tracked.get_model_version("aliased", first["mlflow"]["model_version"]).description
+    assert (
+        f"{first['student']['test']['top1']:.1%} test top-1, the teacher {first['teacher']['test']['top1']:.1%}"
+        in described
+    )
+    assert "Passed its gate." in described
+    assert "10 classes: 0, 1, 2" in described
     assert str(tracked.get_model_version_by_alias("aliased", "champion").version) == first["mlflow"]["model_version"]
     second = read_summary(run(inputs, evaluations[FAILING], tmp_path / "second", model_name="aliased"))
     assert second["mlflow"]["model_version"] != first["mlflow"]["model_version"]
+    refused = tracked.get_model_version("aliased", second["mlflow"]["model_version"]).description
+    assert f"Did not pass its gate: {second['verdict']['reasons'][0]}" in refused
     assert str(tracked.get_model_version_by_alias("aliased", "champion").version) == first["mlflow"]["model_version"]
     tags = tracked.get_model_version("aliased", second["mlflow"]["model_version"]).tags
     assert load_model("models:/aliased@champion", judged=True).labels == tuple("0123456789")
