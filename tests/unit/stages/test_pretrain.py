@@ -102,7 +102,7 @@ def test_another_revision_is_another_parent(hub, trained_digits):
 
 def test_a_model_directory_may_know_more_classes_than_the_data_set(trained_digits):
     """Refused by their number before; which of them are meant is known by their names."""
-    two = SimpleNamespace(classes=("4", "2"), fingerprint="of two classes")
+    two = SimpleNamespace(classes=("4", "2"), fingerprint="of two classes", targets=None)
     settings = section("pretrain.finetune.epochs=0", weights=trained_digits.teacher)
     chosen, _ = pretrain.start(settings, two)
     images = trained_digits.images[:4]
