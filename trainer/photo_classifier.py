@@ -270,10 +270,10 @@ def lines(prediction: Prediction) -> list[str]:
             rows.append(("named", ", ".join([label, *shown])))
         rows += [] if prediction.named else [("named", "no class")]
     else:
+        if prediction.confidence is not None:
+            answer = prediction.answer if prediction.answer is not None else "not sure of any class or group"
+            rows.append(("answer", f"{answer} ({prediction.confidence:.1%})"))
         rows += [(name, _shown(value)) for name, value in known if value is not None]
-    if prediction.confidence is not None:
-        answer = prediction.answer if prediction.answer is not None else "not sure of any class or group"
-        rows.insert(len(prediction.labels), ("answer", f"{answer} ({prediction.confidence:.1%})"))
     from trainer.summary import aligned
 
     return aligned(rows)

@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ import aiohttp
 import numpy as np
 from PIL import Image
 
+from tests import mlflow_server
 from tests.benchmarks.photos import write_photos
 from trainer.export import exporting
 from trainer.summary import aligned
@@ -101,28 +101,17 @@ def ours(export: Path, log: Path) -> Iterator[str]:
 def mlflows(run: str, log: Path) -> Iterator[str]:
     """`mlflow models serve` of the registered student; yields its address."""
     registered = json.loads((Path(run) / "summary.json").read_text())["mlflow"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     model = f"models:/{registered['model_name']}/{registered['model_version']}"
-    script = str(Path(sys.executable).with_name("mlflow"))
-    command = [script, "models", "serve", "--model-uri", model, "--env-manager", "local", "--port", str(port)]
+    folder = Path(sys.executable).parent
     environment = {
         **os.environ,
         "MLFLOW_TRACKING_URI": registered["tracking_uri"],
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{folder}:{os.environ['PATH']}",
     }
-    with log.open("w") as stream, subprocess.Popen(command, stdout=stream, stderr=stream, env=environment) as process:
-        try:
-            while True:
-                with socket.socket() as client:
-                    if client.connect_ex(("127.0.0.1", port)) == 0:
-                        break
-                assert process.poll() is None, log.read_text()
-                time.sleep(0.2)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
+    with mlflow_server.serving(
+        folder / "mlflow", model, manager="local", log=log, folder=Path.cwd(), environment=environment
+    ) as address:
+        yield address
 
 
 def by_predict(address: str, photos: Sequence[bytes]) -> Ask:

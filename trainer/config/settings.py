@@ -75,10 +75,6 @@ BUNDLED = "bundled:"  # what the name of a table of classes begins with that a r
 FOLDERS = "folders"  # the setting `data.hierarchy` where folders are the groups
 
 
-def _is_bce(value: object) -> bool:
-    return value == "bce"
-
-
 def _is_unset(value: object) -> bool:
     """Return whether a setting says nothing. Then it is not written, so that what was made before there was such a setting stays valid."""
     return value in ("", 0)
@@ -450,7 +446,7 @@ class FinetuneSettings(TrainingSettings):
     """Layer-wise learning-rate decay: factor from one block to the one below it (BEiT, MAE)."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Label smoothing: share of the target spread over all classes."""
-    multi_label_loss: Annotated[MultiLabelLoss, Field(exclude_if=_is_bce)] = "bce"
+    multi_label_loss: Annotated[MultiLabelLoss, Field(exclude_if=lambda value: value == "bce")] = "bce"
     """With the labels of `data.multi_label`: binary cross-entropy of each class (`bce`); or `asymmetric` (Ridnik et al. 2021), which makes
     less of the many classes that an image is not of."""
     drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.1
@@ -648,7 +644,7 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     """Stochastic depth rate of the student's last block."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Label smoothing: share of the target spread over all classes."""
-    multi_label_loss: Annotated[MultiLabelLoss, Field(exclude_if=_is_bce)] = "bce"
+    multi_label_loss: Annotated[MultiLabelLoss, Field(exclude_if=lambda value: value == "bce")] = "bce"
     """With the labels of `data.multi_label`, as `pretrain.finetune.multi_label_loss`."""
 
     def weight(self, term: str) -> float:

@@ -16,9 +16,10 @@ from trainer import formatting, limits, pages
 from trainer.charts import stacked_columns
 from trainer.config import DataSettings
 from trainer.data import near_duplicates
-from trainer.data.curation import Dropped, ImageCandidate, Quarantined
+from trainer.data.curation import Dropped, ImageCandidate, Members, Quarantined
 from trainer.data.dataset_schema import DROPPED, NEAR_DUPLICATES, QUARANTINE, UNLABELED, SplitName
 from trainer.data.near_duplicates import NearDuplicates
+from trainer.data.sources.source import SourceListing
 from trainer.pages import Block, Figure, Legend, PageSection, Paragraph, Photo, PhotoGrid, Subsection, Table
 from trainer.served_student.class_tags import TAGS, ClassTags
 
@@ -38,27 +39,24 @@ _LABELED: tuple[SplitName, ...] = ("train", "val", "test")
 
 def data_card(
     settings: DataSettings,
+    listing: SourceListing,
     *,
-    classes: Sequence[str],
-    notes: Sequence[str],
     splits: Splits,
     quarantined: Sequence[Quarantined],
     dropped: Sequence[Dropped],
     near: NearDuplicates | None = None,
     tags: ClassTags | None = None,
-    label_names: Sequence[str] | None = None,
-    members: Sequence[Sequence[int]] | None = None,
     read: Callable[[int], bytes],
 ) -> str:
     """Build the page: self-contained HTML below 2 MB, equal for equal content.
 
     Args:
-        notes: what the source left out, in sentences.
+        listing: of the source: its classes, its labels, and what it left out.
         near: near-duplicates in different splits; the page is silent on them where there are none.
         tags: what is known of the classes, if anything.
-        label_names, members: the name of each label, and its classes, where an image may have several; else it is that of its class.
         read: row of a candidate -> its stored picture's file.
     """
+    classes, of_labels = listing.classes, listing.members
     kind, _, name = settings.source.partition(":")
     # Without the folders above it, which differ between machines.
     source = f"{kind} {PurePosixPath(name).name}" if name and kind != "hub" else settings.source
@@ -67,8 +65,6 @@ def data_card(
         f"stored at {settings.image_size} x {settings.image_size} pixels "
         f"({'longer side cropped' if settings.fit == 'crop' else 'stretched'}, {settings.encoding})."
     )
-    label_names = classes if label_names is None else label_names
-    members = [(label,) for label in range(len(classes))] if members is None else members
     leaks = sum(drop.is_leakage for drop in dropped)
     rows = [
         *((split, len(members)) for split, members in splits.items()),
@@ -77,27 +73,27 @@ def data_card(
         ("left out: equal to one of val or test (leakage)", leaks),
     ]
     sections = [
-        PageSection("Images", [Table(["", "images"], rows), *map(Paragraph, notes)]),
-        _samples(classes, members, splits, read),
-        _classes(classes, members, splits),
+        PageSection("Images", [Table(["", "images"], rows), *map(Paragraph, listing.notes)]),
+        _samples(classes, of_labels, splits, read),
+        _classes(classes, of_labels, splits),
         *([_known(tags)] if tags is not None else []),
         _sizes([member for members in splits.values() for member in members], settings.image_size),
-        *([_near_duplicates(near, settings, label_names, read)] if near is not None and near.pairs else []),
+        *([_near_duplicates(near, settings, listing.label_names, read)] if near is not None and near.pairs else []),
         _left_out(quarantined, dropped),
     ]
     return pages.render("Data card", lead, sections)
 
 
-def _classes(classes: Sequence[str], members: Sequence[Sequence[int]], splits: Splits) -> PageSection:
+def _classes(classes: Sequence[str], of_labels: Members, splits: Splits) -> PageSection:
     counts: dict[SplitName, list[int]] = {}  # split -> images of each class
     for split in _LABELED:
-        found = Counter(one for image in splits[split] for one in members[image.label])
+        found = Counter(one for image in splits[split] for one in of_labels[image.label])
         counts[split] = [found[label] for label in range(len(classes))]
     totals = [sum(of_class) for of_class in zip(*counts.values(), strict=True)]
     rows = [(*row, total) for *row, total in zip(classes, *counts.values(), totals, strict=True)]
     note = f"The largest class has {max(totals) / max(min(totals), 1):.1f} times as many images as the smallest."
-    if any(len(of_label) != 1 for of_label in members):
-        several = [len(members[image.label]) for split in _LABELED for image in splits[split]]
+    if any(len(of_label) != 1 for of_label in of_labels):
+        several = [len(of_labels[image.label]) for split in _LABELED for image in splits[split]]
         note += (
             f" An image has {np.mean(several):.2f} labels in the mean and {max(several)} at most; {several.count(0):,} of "
             f"{len(several):,} images are of no class."
@@ -173,14 +169,12 @@ def _quantiles(values: np.typing.NDArray[np.int64] | np.typing.NDArray[np.float6
     return [value.item() for value in found]
 
 
-def _samples(
-    classes: Sequence[str], members: Sequence[Sequence[int]], splits: Splits, read: Callable[[int], bytes]
-) -> PageSection:
+def _samples(classes: Sequence[str], of_labels: Members, splits: Splits, read: Callable[[int], bytes]) -> PageSection:
     chosen = np.unique(np.linspace(0, len(classes) - 1, STRIPS).round().astype(int)).tolist()
     of_class: dict[int, list[ImageCandidate]] = {label: [] for label in [*chosen, UNLABELED]}
     for split in ("train", "unlabeled"):
         for member in splits[split]:
-            for one in members[member.label] if member.label != UNLABELED else (UNLABELED,):
+            for one in of_labels[member.label] if member.label != UNLABELED else (UNLABELED,):
                 if one in of_class:
                     of_class[one].append(member)
     photos = [

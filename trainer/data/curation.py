@@ -10,11 +10,15 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from trainer.config import DataSettings
 from trainer.data.dataset_schema import UNLABELED, SplitName
 from trainer.errors import DataError
 from trainer.formatting import listed
+
+Members: TypeAlias = Sequence[Sequence[int]]
+"""The classes of each label (`SourceListing.members`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,8 +106,8 @@ def take_missing_splits(
     candidates: Sequence[ImageCandidate],
     given: Iterable[SplitName],
     settings: DataSettings,
+    members: Members,
     groups: Mapping[str, int] | None = None,
-    members: Sequence[Sequence[int]] | None = None,
 ) -> list[ImageCandidate]:
     """Take val and test from train, class by class, where the source does not give them; the candidates stay in their order.
 
@@ -114,17 +118,17 @@ def take_missing_splits(
     A group (`groups`: content key -> its number) stays together: at the smallest place of its images it goes to test, or else to val, if
     there is room for all of them in their classes' shares, and to train if there is not. Other images are alone.
 
-    Where an image may have several classes (`members`: those of each label), it counts as one of the rarest of them, so that rare
-    classes have their share, and one image of each class stays in train.
+    Where an image may have several classes, it counts as one of the rarest of them, so that rare classes have their share, and one image
+    of each class stays in train.
     """
     fractions = {
         "test": 0.0 if "test" in given else settings.test_fraction,
         "val": 0.0 if "val" in given else settings.val_fraction,
     }
     taken = [candidate for candidate in candidates if candidate.split == "train"]
-    stratum = _rarest_class(taken, members) if members is not None else {}
+    stratum = _rarest_class(taken, members)
     room: dict[SplitName, dict[int, int]] = {"test": {}, "val": {}}  # split -> label -> images that it still takes
-    for label, count in Counter(stratum.get(one.label, one.label) for one in taken).items():
+    for label, count in Counter(stratum[one.label] for one in taken).items():
         test, val = (max(round(fractions[split] * count), 1) if fractions[split] else 0 for split in ("test", "val"))
         while test + val >= count and max(test, val) > 1:  # one is left for train
             test, val = (test - 1, val) if test >= val else (test, val - 1)
@@ -133,12 +137,12 @@ def take_missing_splits(
     for candidate in sorted(taken, key=lambda one: (place(one.key, settings.split_seed), one.key)):
         together[(groups or {}).get(candidate.key, candidate.key)].append(candidate)
     moved: dict[str, SplitName] = {}
-    several = members is not None and any(len(of_label) != 1 for of_label in members)
-    left = Counter(one for image in taken for one in _classes_of(image, members)) if several else Counter[int]()
+    several = any(len(of_label) != 1 for of_label in members)
+    left = Counter(one for image in taken for one in members[image.label])  # images of each class in train
     for images in together.values():  # by the smallest place of each
-        counts = Counter(stratum.get(image.label, image.label) for image in images)
-        lost = Counter(one for image in images for one in _classes_of(image, members)) if several else Counter[int]()
-        if any(left[one] <= count for one, count in lost.items()):
+        counts = Counter(stratum[image.label] for image in images)
+        lost = Counter(one for image in images for one in members[image.label])
+        if several and any(left[one] <= count for one, count in lost.items()):
             continue
         for split, free in room.items():
             if all(free[label] >= count for label, count in counts.items()):
@@ -152,12 +156,10 @@ def take_missing_splits(
     ]
 
 
-def _rarest_class(candidates: Iterable[ImageCandidate], members: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Return label -> that class of it which the fewest images have, -1 for the label of no class."""
+def _rarest_class(candidates: Iterable[ImageCandidate], members: Members) -> Sequence[int]:
+    """Return of each label the class of it which the fewest images have, -1 for the label of no class."""
     counts = Counter(one for candidate in candidates for one in members[candidate.label])
-    return {
-        label: min(of_label, key=lambda one: (counts[one], one), default=-1) for label, of_label in enumerate(members)
-    }
+    return [min(of_label, key=lambda one: (counts[one], one), default=-1) for of_label in members]
 
 
 def place(key: str, seed: int) -> float:
@@ -170,9 +172,9 @@ def check_classes(
     candidates: Iterable[ImageCandidate],
     classes: Sequence[str],
     settings: DataSettings,
-    members: Sequence[Sequence[int]] | None = None,
+    members: Members,
 ) -> None:
-    """Make sure that there are several classes, with enough images each; `members` are the classes of each label, where not one each.
+    """Make sure that there are several classes, with enough images each.
 
     Raises:
         DataError: there is only one class, or classes with fewer good labelled images than `min_images_per_class`.
@@ -182,7 +184,7 @@ def check_classes(
     counts = dict.fromkeys(classes, 0)
     for candidate in candidates:
         if candidate.label != UNLABELED:
-            for one in _classes_of(candidate, members):
+            for one in members[candidate.label]:
                 counts[classes[one]] += 1
     few = {name: count for name, count in counts.items() if count < settings.min_images_per_class}
     if few:
@@ -196,13 +198,11 @@ def check_splits(
     candidates: Collection[ImageCandidate],
     classes: Sequence[str],
     taught: Collection[int],
-    members: Sequence[Sequence[int]] | None = None,
+    members: Members,
 ) -> None:
     """Make sure that every class can be learnt and that every split measures something.
 
-    Args:
-        taught: the classes of which the source has training images, be they good, copies or for val and test.
-        members: the classes of each label, where not one each.
+    `taught` are the classes of which the source has training images, be they good, copies or for val and test.
 
     Raises:
         DataError: a class has no training image, or val or test is empty.
@@ -210,7 +210,7 @@ def check_splits(
     counts: dict[SplitName, dict[str, int]] = {split: dict.fromkeys(classes, 0) for split in ("train", "val", "test")}
     for candidate in candidates:
         if candidate.split != "unlabeled":
-            for one in _classes_of(candidate, members):
+            for one in members[candidate.label]:
                 counts[candidate.split][classes[one]] += 1
     for split, by_class in counts.items():
         if not any(by_class.values()):
@@ -234,10 +234,6 @@ def check_splits(
         raise DataError(
             f"{_some_classes(untaught)}: no training image is left beside those of val and test; add training images or remove the class"
         )
-
-
-def _classes_of(candidate: ImageCandidate, members: Sequence[Sequence[int]] | None) -> Sequence[int]:
-    return [candidate.label] if members is None else members[candidate.label]
 
 
 def _some_classes(counts: Mapping[str, int]) -> str:

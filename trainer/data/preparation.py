@@ -124,10 +124,7 @@ def prepare(
         squares = squares.with_format("arrow")
         card = data_card(
             settings,
-            classes=listing.classes,
-            label_names=listing.label_names,
-            members=listing.members,
-            notes=listing.notes,
+            listing,
             splits=splits,
             quarantined=quarantined,
             dropped=dropped,
@@ -351,7 +348,7 @@ def _split(
     separates = settings.near_duplicates == "separate"
     groups = near_duplicates.groups(candidates) if separates else None
     given, members = {item.split for item in listing.items}, listing.members
-    kept = curation.take_missing_splits(candidates, given, settings, groups, members=members)
+    kept = curation.take_missing_splits(candidates, given, settings, members, groups)
     near, file = near_duplicates.find(kept), directory / NEAR_DUPLICATES
     file.unlink(missing_ok=True)
     if near.pairs:

@@ -123,10 +123,10 @@ def count(
         at_most.append(np.minimum(lacking, mass[:, -1] * min(top_k, classes - top_k)).sum())
         bins = np.minimum(np.searchsorted(EDGES, lacking, side="right"), _BINS)
         distribution.append(np.bincount(bins, minlength=_BINS + 1))
-    is_label = records["indices"] == labels[:, None]
-    if targets is not None:
-        rows = labels.clip(min=0)[:, None]
-        is_label = (targets[rows, records["indices"].astype(np.int64)] > 0) & (labels[:, None] != UNLABELED)
+    if targets is None:
+        is_label = records["indices"] == labels[:, None]
+    else:
+        is_label = (targets[labels[:, None], records["indices"]] > 0) & (labels[:, None] != UNLABELED)
     return Coverage(
         views=len(records),
         labelled=int((labels != UNLABELED).sum()),

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import scipy.optimize
 import scipy.special
 
 from trainer.data.dataset import Targets
-from trainer.evaluation.metrics import Floats
+from trainer.evaluation.metrics import Floats, best_temperature
 
 
 def average_precisions(scores: Floats, targets: Targets) -> npt.NDArray[np.float64]:
@@ -60,9 +59,6 @@ def choose_threshold(probabilities: Floats, targets: Targets) -> float:
     return float((values[best] + below) / 2)
 
 
-_TEMPERATURES = (0.05, 20.0)
-
-
 def fit_temperature(logits: Floats, targets: Targets) -> float:
     """Choose the number by which logits are divided so that the labels are as probable as they can be, each class by itself.
 
@@ -75,5 +71,4 @@ def fit_temperature(logits: Floats, targets: Targets) -> float:
     def loss(log_temperature: float) -> float:
         return float(-scipy.special.log_expit(signed * np.exp(-log_temperature)).mean())
 
-    found = scipy.optimize.minimize_scalar(loss, bounds=np.log(_TEMPERATURES), method="bounded")
-    return float(np.exp(found.x))
+    return best_temperature(loss)

@@ -107,6 +107,11 @@ class Calibration:
     error: float  # expected calibration error: the bins' mean of |accuracy - confidence|, weighted by their images
 
 
+def confidence_bins(confidences: Floats, bins: int) -> Ints:
+    """Return the bin of each confidence, as `Calibration` has them: int64, of the same shape."""
+    return np.clip(np.ceil(confidences * bins).astype(np.int64) - 1, 0, bins - 1)
+
+
 def calibration(logits: Floats, labels: Ints, bins: int) -> Calibration:
     """Compute the expected calibration error and its bins (Guo et al., On Calibration of Modern Neural Networks, 2017)."""
     # scikit-learn's calibration_curve bins in the same way, but leaves out empty bins and does not return how many images each bin has,
@@ -114,7 +119,7 @@ def calibration(logits: Floats, labels: Ints, bins: int) -> Calibration:
     predictions = probabilities(logits)
     confidences = predictions.max(axis=1)
     right = predictions.argmax(axis=1) == labels
-    which = np.clip(np.ceil(confidences * bins).astype(np.int64) - 1, 0, bins - 1)
+    which = confidence_bins(confidences, bins)
     counts: Ints = np.bincount(which, minlength=bins).astype(np.int64)
     confidence_sums = np.bincount(which, weights=confidences, minlength=bins)
     right_sums = np.bincount(which, weights=right, minlength=bins)
@@ -149,6 +154,11 @@ def fit_temperature(logits: Floats, labels: Ints) -> float:
         right = scaled[np.arange(len(labels)), labels]
         return float((scipy.special.logsumexp(scaled, axis=1) - right).mean())
 
+    return best_temperature(loss)
+
+
+def best_temperature(loss: Callable[[float], float]) -> float:
+    """Return the temperature with the least loss, which is given as a function of its logarithm."""
     found = optimize.minimize_scalar(loss, bounds=np.log(_TEMPERATURES), method="bounded")
     return float(np.exp(found.x))
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from trainer import charts, pages
 from trainer.data.dataset import Split, Targets
 from trainer.evaluation import average_precision
-from trainer.evaluation.metrics import Floats, Latency, Machine
+from trainer.evaluation.metrics import Floats, Latency, Machine, confidence_bins
 from trainer.evaluation.report import latency_section, points, size_rows, strip, verdict_section
 from trainer.formatting import isolated
 from trainer.pages import Block, Figure, Legend, PageSection, Paragraph, Photo, Table
@@ -76,8 +76,7 @@ class MeasuredSets:
     def details(self, classes: Sequence[str], bins: int) -> dict[str, Any]:
         """Return what `metrics.json` says of the model; `predicted` and `calibration` are of the most probable class of each image."""
         columns = zip(self.average_precisions, self.precision(), self.recall(), strict=True)
-        first = self.probabilities.max(axis=1)
-        place = np.clip(np.ceil(first * bins).astype(np.int64) - 1, 0, bins - 1)
+        place = confidence_bins(self.probabilities.max(axis=1), bins)
         predicted = np.bincount(self.probabilities.argmax(axis=1), minlength=len(classes))
         return {
             **self.figures,

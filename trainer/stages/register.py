@@ -230,8 +230,9 @@ def _served_copy(student: Artifact, figures: Mapping[str, Any], tags: ClassTags 
             for name in student.files:
                 shutil.copyfile(student.path / name, draft.path / name)
             card = json.loads((draft.path / models.CONFIG).read_text(encoding="utf-8"))
-            card |= {"temperature": figures.get("temperature", 1.0)}
-            card |= {name: figures[name] for name in ("threshold",) if name in figures}
+            card["temperature"] = figures.get("temperature", 1.0)
+            if "threshold" in figures:
+                card["threshold"] = figures["threshold"]
             text = json.dumps(card, indent=2, ensure_ascii=False)
             (draft.path / models.CONFIG).write_text(f"{text}\n", encoding="utf-8")
             if tags is not None:

@@ -192,8 +192,9 @@ class Session:
             self._measured.update(validate(on_device, split, self.processes, settings) or {})
         self.check_ours()
         if self.processes.is_first:
-            several = self.data.targets is not None and bool(model.card.labels)
-            threshold = (model.card.threshold or 0.5) if several else None
+            threshold = None
+            if self.data.targets is not None and model.card.labels:
+                threshold = 0.5 if model.card.threshold is None else model.card.threshold
             model.card = replace(model.card, square=self.square, threshold=threshold)
             models.save(model, self.model.path)
             name = val_name(self._measured) if model.card.labels else None

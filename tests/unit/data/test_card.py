@@ -6,6 +6,7 @@ import base64
 import html
 import io
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from trainer.data.card import CLASSES, ROWS, STRIPS, TILE, data_card
 from trainer.data.curation import Dropped, ImageCandidate, Quarantined
 from trainer.data.dataset_schema import SplitName
 from trainer.data.near_duplicates import NearDuplicates, NearPair
+from trainer.data.sources import SourceListing
 from trainer.served_student.class_tags import ClassTags
 
 EVIL = '<script>alert("1")</script>'
@@ -37,11 +39,12 @@ def candidate(row: int, label: int, split: SplitName, *, width: int = 20, height
     )
 
 
-def content(**changes: object) -> dict[str, Any]:
+def content(
+    classes: Sequence[str] = ("apple", EVIL), notes: tuple[str, ...] = ("A note & more.",), **changes: object
+) -> dict[str, Any]:
     values: dict[str, object] = {
         "settings": DataSettings(source="imagefolder:/some/where/photos", image_size=16),
-        "classes": ("apple", EVIL),
-        "notes": ("A note & more.",),
+        "listing": SourceListing(items=(), classes=tuple(classes), read=str.encode, notes=notes),
         "splits": {
             "train": [
                 candidate(0, 0, "train"),

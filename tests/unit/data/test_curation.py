@@ -24,6 +24,8 @@ from trainer.data.dataset_schema import SplitName
 from trainer.errors import DataError
 
 CLASSES = ("cat", "dog", "eel")
+EACH = ((0,), (1,), (2,))
+"""The classes of each label: its own."""
 
 
 def candidate(name: str, label: int = 0, split: SplitName = "train", content: str = "") -> ImageCandidate:
@@ -91,7 +93,7 @@ def test_the_place_is_the_hash_as_a_fraction() -> None:
 def test_each_class_has_the_shares_asked_for(count: int, test: int, val: int) -> None:
     settings = DataSettings(test_fraction=0.2, val_fraction=0.1)
     images = [one for label in range(3) for one in many(count, label)]
-    assigned = take_missing_splits(images, {"train"}, settings)
+    assigned = take_missing_splits(images, {"train"}, settings, EACH)
     assert [one.name for one in assigned] == [one.name for one in images]
     for label in range(3):
         counts = Counter(one.split for one in assigned if one.label == label)
@@ -100,31 +102,33 @@ def test_each_class_has_the_shares_asked_for(count: int, test: int, val: int) ->
 
 def test_the_smallest_places_are_test_and_the_next_ones_val() -> None:
     settings = DataSettings(test_fraction=0.2, val_fraction=0.1)
-    assigned = take_missing_splits(many(30), {"train"}, settings)
+    assigned = take_missing_splits(many(30), {"train"}, settings, EACH)
     by_place = [one.split for one in sorted(assigned, key=lambda one: place(one.key, settings.split_seed))]
     assert by_place == ["test"] * 6 + ["val"] * 3 + ["train"] * 21
 
 
 def test_another_seed_splits_differently() -> None:
     images = many(200)
-    first, second = (take_missing_splits(images, {"train"}, DataSettings(split_seed=seed)) for seed in (0, 1))
+    first, second = (take_missing_splits(images, {"train"}, DataSettings(split_seed=seed), EACH) for seed in (0, 1))
     assert splits(first) != splits(second)
 
 
 def test_images_stay_where_they_are_when_others_are_renamed_or_another_class_grows() -> None:
     settings = DataSettings()
-    before = take_missing_splits(many(300), {"train"}, settings)
-    renamed = take_missing_splits([replace(one, name=f"new {one.name}") for one in many(300)], {"train"}, settings)
+    before = take_missing_splits(many(300), {"train"}, settings, EACH)
+    renamed = take_missing_splits(
+        [replace(one, name=f"new {one.name}") for one in many(300)], {"train"}, settings, EACH
+    )
     assert [one.split for one in renamed] == [one.split for one in before]
-    other_class = splits(take_missing_splits(many(300) + many(20, label=1), {"train"}, settings))
+    other_class = splits(take_missing_splits(many(300) + many(20, label=1), {"train"}, settings, EACH))
     assert {name: other_class[name] for name in splits(before)} == splits(before)
 
 
 def test_an_image_that_is_added_moves_at_most_three() -> None:
     settings = DataSettings()
-    before = splits(take_missing_splits(many(3), {"train"}, settings))
+    before = splits(take_missing_splits(many(3), {"train"}, settings, EACH))
     for count in range(4, 200):
-        after = splits(take_missing_splits(many(count), {"train"}, settings))
+        after = splits(take_missing_splits(many(count), {"train"}, settings, EACH))
         assert sum(after[name] != before[name] for name in before) <= 3
         before = after
 
@@ -134,7 +138,7 @@ def test_an_image_that_is_added_moves_at_most_three() -> None:
 def test_every_class_has_an_image_in_every_split(count: int, fraction: float) -> None:
     settings = DataSettings(test_fraction=fraction, val_fraction=fraction)
     for label in range(40):
-        assigned = take_missing_splits(many(count, label), {"train"}, settings)
+        assigned = take_missing_splits(many(count, label), {"train"}, settings, [(one,) for one in range(40)])
         assert set(splits(assigned).values()) == {"train", "val", "test"}
 
 
@@ -144,7 +148,7 @@ def test_a_group_stays_together_within_the_shares_of_its_classes() -> None:
     numbers = {one.key: index % 40 for index, one in enumerate(images) if index % 7}  # of two classes or three
     numbers |= {one.key: 1000 for one in images[:13]}  # more than test has room for
     for order in (images, images[::-1]):
-        assigned = take_missing_splits(order, {"train"}, settings, numbers)
+        assigned = take_missing_splits(order, {"train"}, settings, EACH, numbers)
         groups: dict[int, set[SplitName]] = {}
         for one in assigned:
             groups.setdefault(numbers.get(one.key, -1), set()).add(one.split)
@@ -153,14 +157,14 @@ def test_a_group_stays_together_within_the_shares_of_its_classes() -> None:
         counts = Counter((one.split, one.label) for one in assigned)
         assert all(0 < counts["test", label] <= 12 for label in range(3))
         assert all(0 < counts["val", label] <= 6 for label in range(3))
-    assert splits(assigned) == splits(take_missing_splits(images, {"train"}, settings, numbers))
+    assert splits(assigned) == splits(take_missing_splits(images, {"train"}, settings, EACH, numbers))
 
 
 @pytest.mark.parametrize(("given", "taken"), [("val", "test"), ("test", "val")])
 def test_only_the_split_that_lacks_is_taken(given: SplitName, taken: SplitName) -> None:
     settings = DataSettings(test_fraction=0.2, val_fraction=0.2)
     own = [candidate(f"own {number}", split=given) for number in range(5)]
-    assigned = take_missing_splits([*many(500), *own], {"train", given}, settings)
+    assigned = take_missing_splits([*many(500), *own], {"train", given}, settings, EACH)
     counts = Counter(one.split for one in assigned)
     assert counts[given] == 5
     assert counts[taken] == 100
@@ -169,33 +173,33 @@ def test_only_the_split_that_lacks_is_taken(given: SplitName, taken: SplitName) 
 
 def test_given_splits_and_unlabelled_images_are_left_alone() -> None:
     images = [*many(50), candidate("v", split="val"), candidate("t", split="test"), candidate("u", -1, "unlabeled")]
-    assert take_missing_splits(images, {"train", "val", "test", "unlabeled"}, DataSettings()) == images
+    assert take_missing_splits(images, {"train", "val", "test", "unlabeled"}, DataSettings(), EACH) == images
 
 
 def test_one_class_is_refused() -> None:
     with pytest.raises(DataError, match="has only one class, 'cat'"):
-        check_classes(many(10), ("cat",), DataSettings())
+        check_classes(many(10), ("cat",), DataSettings(), EACH)
 
 
 def test_classes_with_too_few_images_are_named() -> None:
     images = [*many(5, 0), *many(2, 1), candidate("u", -1, "unlabeled")]
     with pytest.raises(DataError, match=r"classes 'dog' \(2\), 'eel' \(0\): fewer .* data\.min_images_per_class=3"):
-        check_classes(images, CLASSES, DataSettings())
-    check_classes(images[:7], CLASSES[:2], DataSettings.model_construct(source="x", min_images_per_class=2))
+        check_classes(images, CLASSES, DataSettings(), EACH)
+    check_classes(images[:7], CLASSES[:2], DataSettings.model_construct(source="x", min_images_per_class=2), EACH)
     names = tuple(str(number) for number in range(8))
     with pytest.raises(DataError, match=r"classes '1' \(0\), .* '5' \(0\) and 2 more: fewer"):
-        check_classes(many(5), names, DataSettings())
+        check_classes(many(5), names, DataSettings(), EACH)
 
 
 def test_an_empty_split_is_refused() -> None:
     with pytest.raises(DataError, match="split val is empty"):
-        check_splits([candidate("a"), candidate("b", split="test")], ("cat",), {0})
+        check_splits([candidate("a"), candidate("b", split="test")], ("cat",), {0}, EACH)
 
 
 def test_a_class_without_training_images_is_refused() -> None:
     images = [candidate("a"), candidate("b", 1, "test"), candidate("c", 1, "val")]
     with pytest.raises(DataError, match=r"class 'dog' \(0\): no training image is left"):
-        check_splits(images, CLASSES[:2], {0, 1})
+        check_splits(images, CLASSES[:2], {0, 1}, EACH)
 
 
 def test_a_class_of_which_the_source_has_images_in_test_only_is_named_as_such() -> None:
@@ -203,7 +207,7 @@ def test_a_class_of_which_the_source_has_images_in_test_only_is_named_as_such() 
     with pytest.raises(
         DataError, match=r"class 'dog' \(2\): the source has no training image of it, only images in test"
     ):
-        check_splits(images, CLASSES[:2], {0})
+        check_splits(images, CLASSES[:2], {0}, EACH)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -215,7 +219,7 @@ SETS = ((), (0,), (0, 1), (1, 2))
 
 def test_an_image_with_several_classes_counts_as_one_of_the_rarest() -> None:
     images = many(40, 1) + many(10, 2) + many(20, 3) + many(30, 0)
-    assigned = take_missing_splits(images, {"train"}, DataSettings(val_fraction=0.1, test_fraction=0.2), members=SETS)
+    assigned = take_missing_splits(images, {"train"}, DataSettings(val_fraction=0.1, test_fraction=0.2), SETS)
     counts = Counter((one.label, one.split) for one in assigned)
     # Dogs are 30, cats 50, eels 20: a cat with a dog counts as a dog, a dog with an eel as an eel.
     assert {label: (counts[label, "test"], counts[label, "val"]) for label in range(4)} == {
@@ -243,7 +247,7 @@ def test_of_each_class_an_image_stays_in_train() -> None:
     for seed in range(30):
         images = many(2, 0) + many(2, 1) + many(1, 2) + many(1, 3)
         settings = DataSettings(split_seed=seed)
-        assigned = take_missing_splits(images, {"train"}, settings, members=sets)
+        assigned = take_missing_splits(images, {"train"}, settings, sets)
         left = {one for image in assigned if image.split == "train" for one in sets[image.label]}
         assert left == {0, 1, 2, 3}
 

@@ -318,13 +318,15 @@ def test_a_saved_data_set_with_lists_of_labels(tmp_path: Path) -> None:
     kinds = datasets.Features(
         {"image": datasets.Image(), "labels": datasets.List(datasets.ClassLabel(names=["b", "a"]))}
     )
-    rows = [[1, 0], [], None, [0, 1, 1], [1]]
+    rows = [[1, 0], [], None, [0, 1, 1], [1], [-1]]
     images = [{"bytes": f"file {row}".encode(), "path": None} for row in range(len(rows))]
     datasets.Dataset.from_dict({"image": images, "labels": rows}, features=kinds).save_to_disk(str(tmp_path / "saved"))
     listing = list_source(f"hub:{tmp_path}/saved", multi_label=True)
     assert listing.classes == ("b", "a")
     assert listing.label_sets == ((), (0, 1), (1,))
-    assert [item.label for item in listing.items] == [1, 0, -1, 1, 2]
+    assert [item.label for item in listing.items] == [1, 0, -1, 1, 2, -1], (
+        "-1 is how the Hub marks what it does not know"
+    )
     assert listing.label_names == ["no class", "b | a", "a"]
     with pytest.raises(DataError, match="needs one column of kind ClassLabel"):
         list_source(f"hub:{tmp_path}/saved")

@@ -50,17 +50,7 @@ class HubDataset(ImageSource):
                 )
             else:
                 labels[name] = table[label_column][:]
-        sets: dict[tuple[int, ...], int] = {}
-        if self.multi_label:
-            members = {
-                name: [None if one is None else tuple(sorted({*one})) for one in of_split]
-                for name, of_split in labels.items()
-            }
-            every = (one for of_split in members.values() for one in of_split if one is not None)
-            sets = number_sets(every, len(classes), f"hub data set {self.name}")
-            labels = {
-                name: [None if one is None else sets[one] for one in of_split] for name, of_split in members.items()
-            }
+        sets = self._number_sets(labels, len(classes)) if self.multi_label else None
         items = [
             item for name, of_split in labels.items() for item in self._items(name, SPLIT_NAMES[name.lower()], of_split)
         ]
@@ -70,10 +60,22 @@ class HubDataset(ImageSource):
         return SourceListing(
             items=items,
             classes=classes,
-            label_sets=(*sets,) if self.multi_label else None,
+            label_sets=None if sets is None else (*sets,),
             read=read,
             notes=tuple(notes),
         )
+
+    def _number_sets(self, labels: dict[str, Sequence[Any]], classes: int) -> dict[tuple[int, ...], int]:
+        """Number the sets of classes that images have, and put these numbers in the place of the lists, in each split."""
+        for name, of_split in labels.items():
+            labels[name] = [
+                None if one is None or min(one, default=0) < 0 else tuple(sorted({*one})) for one in of_split
+            ]
+        every = (one for of_split in labels.values() for one in of_split if one is not None)
+        sets = number_sets(every, classes, f"hub data set {self.name}")
+        for name, of_split in labels.items():
+            labels[name] = [None if one is None else sets[one] for one in of_split]
+        return sets
 
     def version(self) -> str:
         name = self.name.partition(":")[0]
