@@ -351,7 +351,7 @@ def test_other_ranks_record_nothing(store):
     before = len(store.search_runs([experiment.experiment_id for experiment in store.search_experiments()]))
     with stage_run("distill", {}, active=False) as tracker:
         tracker.metrics(0, {"loss": 1.0})
-        tracker.files(Path("/nowhere"))
+        tracker.file(Path("/nowhere"))
     assert tracker.run_id is None
     assert before == len(store.search_runs([experiment.experiment_id for experiment in store.search_experiments()]))
 
@@ -407,11 +407,10 @@ def test_tags_arrive_also_where_points_are_refused(store):
 
 
 def test_files_are_kept_beside_the_store(store, directory, tmp_path):
-    (tmp_path / "reports").mkdir()
-    (tmp_path / "reports" / "page.html").write_text("<p>page</p>")
+    (tmp_path / "page.html").write_text("<p>page</p>")
     with stage_run("evaluate", {}) as tracker:
-        tracker.files(tmp_path / "reports")
-    assert [file.path for file in store.list_artifacts(tracker.run_id, "reports")] == ["reports/page.html"]
+        tracker.file(tmp_path / "page.html")
+    assert [file.path for file in store.list_artifacts(tracker.run_id)] == ["page.html"]
     assert list((directory / "mlartifacts").rglob("page.html"))
 
 

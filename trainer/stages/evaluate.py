@@ -64,9 +64,11 @@ def run(
     with stage_run("evaluate", values) as tracker:
         with artifacts.create(evaluation, "evaluation", settings=values, parents=parents) as draft:
             draft.figures.update(_evaluate(settings, data, subjects, draft.path))
-        tracker.metrics(0, tracking.numbers(draft.figures))
-        tracker.files(draft.path)
-    return artifacts.read(evaluation, "evaluation")
+        made = artifacts.read(evaluation, "evaluation")
+        tracker.metrics(0, tracking.numbers(made.figures))
+        for name in made.files:
+            tracker.file(made.path / name)
+    return made
 
 
 @dataclass(frozen=True, kw_only=True)

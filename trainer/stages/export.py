@@ -27,5 +27,5 @@ def run(
         made = artifacts.read(exported, "export")
         tracker.metrics(0, tracking.numbers(made.figures))
         for name in (exporting.CANDIDATES, exporting.PAGE):
-            tracker.files(made.path / name)
+            tracker.file(made.path / name)
     return made

@@ -87,7 +87,7 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
                 (draft.path / recording.REPORT).write_text(page, encoding="utf-8")
                 draft.figures.update(recording_report.figures(description, held, work))
                 tracker.metrics(0, tracking.numbers(draft.figures))
-                tracker.files(draft.path / recording.REPORT)
+                tracker.file(draft.path / recording.REPORT)
         if processes.is_first:
             job.shelf.remove()
 

@@ -57,8 +57,8 @@ class Tracker:
     def tag(self, name: str, text: str) -> None:
         """Set a tag of the run; takes microseconds, never waits for a server and never raises."""
 
-    def files(self, path: Path) -> None:
-        """Record a file or a directory; waits for the upload, and only warns if it fails."""
+    def file(self, path: Path) -> None:
+        """Record a file; waits for the upload, and only warns if it fails."""
 
     def go_on(self, place: str) -> None:
         """Send the points that an earlier attempt of the same training has kept at the URI `place`; `keep` writes there from now on."""
@@ -110,12 +110,9 @@ class _RunTracker(Tracker):
     def tag(self, name: str, text: str) -> None:
         self._sender.add_tag(name, text)
 
-    def files(self, path: Path) -> None:
-        with _warned(f"the files {path} are not recorded in MLflow"):
-            if path.is_dir():
-                self._mlflow.log_artifacts(self.run_id, str(path), path.name)
-            else:
-                self._mlflow.log_artifact(self.run_id, str(path))
+    def file(self, path: Path) -> None:
+        with _warned(f"the file {path} is not recorded in MLflow"):
+            self._mlflow.log_artifact(self.run_id, str(path))
 
     def finish(self, status: str, error: str = "") -> None:
         """Send what is left, for a bounded time, and end the run."""

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from tests.trained_digits import pixels, png
-from trainer import artifacts, stages, storage
+from trainer import artifacts, stages, storage, tracking
+from trainer.config import TrackingSettings
 from trainer.errors import StorageError
 
 
@@ -20,7 +21,11 @@ def test_prepare_from_and_into_a_store(object_store):
     assert set(manifest.files) == set(storage.files(object_store.uri("dataset"))) - {artifacts.MANIFEST}
 
 
-def test_evaluate_from_and_into_a_store(object_store, trained_digits):
+# MLflow on SQLAlchemy 2.1
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+def test_evaluate_from_and_into_a_store(object_store, trained_digits, tmp_path, monkeypatch):
+    for name, value in tracking.environment(TrackingSettings(), directory=tmp_path, run="in a store").items():
+        monkeypatch.setenv(name, value)
     kinds = {"dataset": "dataset", "teacher": "model", "student": "model"}
     places = {name: object_store.uri("run", name) for name in (*kinds, "evaluation")}
     for name, kind in kinds.items():
@@ -31,6 +36,10 @@ def test_evaluate_from_and_into_a_store(object_store, trained_digits):
     assert figures["student"]["test"]["top1"] > 0.3
     report = object_store.get("run/evaluation/report.html")
     assert b"the student" in report
+    client = tracking.client()
+    (run,) = (run for run in client.search_runs(["1"]) if run.info.run_name == "evaluate")
+    recorded = {file.path for file in client.list_artifacts(run.info.run_id)}
+    assert recorded >= {"report.html", "metrics.json", "confusion.json", "label_issues.csv"}
 
     object_store.answer(403, path="run/student")
     with pytest.raises(StorageError, match=r"s3://artifacts/run/student/manifest.json: .*403"):
