@@ -7,7 +7,7 @@ folder of a former call is given as `--output`, what it has finished is kept.
     labels      the student: distilled; on the labels alone; the same with the regularisation of the teacher's fine-tuning
     pretraining the teacher: pretrained as a masked autoencoder and fine-tuned; fine-tuned from scratch for as many epochs together
     unlabeled   the student of a teacher that knows half of the labels: on the labelled images; on all, in as many steps
-    methods     the student by method: each of METHODS, and each `--variant "NAME: KEY=VALUE ..."`, with the time that it took; with
+    methods     the student by method: each of METHODS, and each `--variant "NAME: KEY=VALUE ..."`, with its processor time; with
                 `--set distill.teacher=recorded` from outputs that are recorded once
 
     python tests/benchmarks/bench_accuracy.py labels digits
@@ -28,7 +28,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -73,7 +72,7 @@ class Bench:
             ]
             command = [sys.executable, "-m", "trainer", "stage", stage, "--recipe", self.recipe, *options]
             command += ["--set", *self.overrides, *changes]
-            log, began = self.output / f"{made}.log", time.monotonic()
+            log = self.output / f"{made}.log"
             with log.open("w") as file:
                 environment = {
                     "OMP_NUM_THREADS": "1",
@@ -81,14 +80,16 @@ class Bench:
                     # Of its own: beside the outputs they would be taken for those of one training whose settings have changed.
                     "TRAINER_CHECKPOINTS": str(self.output / "checkpoints" / made),
                 }
-                ended = subprocess.run(command, check=False, env=environment, stdout=file, stderr=subprocess.STDOUT)
-            if ended.returncode:
-                raise SystemExit(f"{made}: exit code {ended.returncode}; see {log}")
-            (self.output / f"{made}.seconds").write_text(f"{time.monotonic() - began:.1f}\n")
+                process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+                _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            if process.returncode:
+                raise SystemExit(f"{made}: exit code {process.returncode}; see {log}")
+            (self.output / f"{made}.seconds").write_text(f"{usage.ru_utime + usage.ru_stime:.1f}\n")
         return target
 
     def minutes(self, made: str) -> float:
-        """How long the stage took that made this."""
+        """Processor minutes of the stage that made this, and of its processes, which other work on the machine hardly changes."""
         return float((self.output / f"{made}.seconds").read_text()) / 60
 
     def prepare(self, name: str = "data", *changes: str) -> None:
@@ -277,8 +278,8 @@ def table(scores: Scores, seeds: Sequence[int]) -> list[str]:
 
 
 def table_of_methods(bench: Bench, scores: Scores) -> list[str]:
-    """One row a method: test score with its spread over the seeds, validation top-1, and minutes of a distillation."""
-    lines = ["| method | test | largest - smallest | val | minutes |", "|---|---|---|---|---|"]
+    """One row a method: test score with its spread over the seeds, validation top-1, and processor minutes of a distillation."""
+    lines = ["| method | test | largest - smallest | val | processor minutes |", "|---|---|---|---|---|"]
     for name, of_seeds in scores.items():
         test, val = ([seed[split] for seed in of_seeds] for split in (0, 1))
         minutes = statistics.mean(bench.minutes(student(name, seed)) for seed in bench.seeds)
