@@ -27,7 +27,9 @@ A recipe (`trainer/recipes/NAME.toml`) states what differs from the defaults bel
     make run RECIPE=digits SET="distill.temperature=3 data.source=imagefolder:/photos"
     python -m trainer run digits --set distill.temperature=3
 
-A value with spaces is quoted as in a shell. `python -m trainer config RECIPE` shows what a recipe resolves to.
+A value with spaces is quoted as in a shell. A table in braces, as in `distill.views={min_scale=0.5}`, takes the place of the recipe's:
+what it does not name has its default again, where `distill.views.min_scale=0.5` changes one value. `python -m trainer config RECIPE` shows
+what a recipe resolves to.
 A setting without a default is taken from the one that its meaning names.
 
 ## Recipes
