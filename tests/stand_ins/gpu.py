@@ -282,7 +282,11 @@ class Gpu(TorchDispatchMode):
 
 def _place():
     frame = sys._getframe(1)
-    while frame is not None and "/trainer/" not in frame.f_code.co_filename:
+    while frame is not None and not (
+        "/trainer/" in frame.f_code.co_filename
+        and frame.f_code.co_name
+        not in {"<dictcomp>", "<listcomp>", "<setcomp>"}  # functions of their own before Python 3.12
+    ):
         frame = frame.f_back
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_code.co_name}" if frame is not None else "outside"
 

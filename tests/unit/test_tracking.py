@@ -505,11 +505,41 @@ def server(directory, store, monkeypatch):
         yield process
 
 
+def test_a_model_in_a_store_comes_through_the_server_and_not_from_addresses_that_it_signs(
+    object_store, directory, store, tmp_path, monkeypatch
+):
+    """As of a server in a cluster, whose store's address means nothing outside."""
+    store.search_experiments()
+    port = free_port()
+    monkeypatch.setenv(tracking.URI, f"http://127.0.0.1:{port}")
+    (tmp_path / "model.txt").write_text("weights")
+    with serving(directory, port, object_store.uri("mlflow")) as process:
+        wait_for(f"http://127.0.0.1:{port}/health", process)
+        client = tracking.client()
+        run = client.create_run(client.create_experiment("in a store")).info
+        client.log_artifact(run.run_id, str(tmp_path / "model.txt"), "model")
+        client.create_registered_model("in-a-store")
+        client.create_model_version("in-a-store", f"{run.artifact_uri}/model", run.run_id)
+        object_store.requests.clear()
+        files, passed = tracking.registered_model("models:/in-a-store/1", tmp_path / "fetched")
+        assert passed
+        assert (files / "model.txt").read_text() == "weights"
+        assert object_store.sent("model.txt")
+        assert not [request for request in object_store.requests if "X-Amz-Signature" in request.query]
+
+        # Whoever wants these addresses has them, here of a store that wants another kind of signature.
+        monkeypatch.setenv("MLFLOW_ENABLE_PROXY_MULTIPART_DOWNLOAD", "true")
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        with pytest.raises(TrackingError, match="failures occurred while downloading"):
+            tracking.registered_model("models:/in-a-store/1", tmp_path / "again")
+        assert [request for request in object_store.requests if "X-Amz-Signature" in request.query]
+
+
 @contextmanager
-def serving(directory, port):
+def serving(directory, port, destination=None):
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{directory}/mlflow.db"]
-    command += ["--artifacts-destination", str(directory / "served")]
+    command += ["--artifacts-destination", destination or str(directory / "served")]
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True

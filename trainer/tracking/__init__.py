@@ -465,6 +465,18 @@ def record_params(mlflow: MlflowClient, run_id: str, settings: Mapping[str, Any]
 # ---------------------------------------------------------------------------------------------------------------------
 # Finished runs
 
+_BY_THE_SERVER = "MLFLOW_ENABLE_PROXY_MULTIPART_DOWNLOAD"
+
+
+def _fetching() -> AbstractContextManager[None]:
+    """Let MLflow's client fetch through its server, without a bar.
+
+    By itself it takes files from the store wherever the server can sign addresses of it, and those of a store inside a cluster lead
+    nowhere from outside: it would try them for a quarter of an hour. Whoever sets the variable knows better.
+    """
+    through = {"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false", _BY_THE_SERVER: os.environ.get(_BY_THE_SERVER, "false")}
+    return environment_variables(through)
+
 
 def registered_model(place: str, folder: Path) -> tuple[Path, bool]:
     """Fetch a model of the registry.
@@ -482,7 +494,7 @@ def registered_model(place: str, folder: Path) -> tuple[Path, bool]:
     pinned, passed = registered_version(place)  # an alias may move before the files are fetched
     from mlflow.artifacts import download_artifacts
 
-    with explained(), environment_variables({"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}):
+    with explained(), _fetching():
         files = download_artifacts(
             pinned,
             dst_path=str(folder),
@@ -531,8 +543,7 @@ class BilledRun:
 
 def billed_runs(experiment: str) -> list[BilledRun]:
     """List the runs of an experiment that have a bill, the oldest first."""
-    quiet = environment_variables({"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"})
-    with explained(), quiet, tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+    with explained(), _fetching(), tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         mlflow = client()
         known = {one.name: str(one.experiment_id) for one in mlflow.search_experiments()}
         if experiment not in known:
