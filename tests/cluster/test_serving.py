@@ -181,6 +181,36 @@ def test_versions_change_break_and_stand_beside_one_another(deploy, registered, 
     assert answers[first] < answers[second]
 
 
+def test_more_pods_come_with_load(deploy, registered, client):
+    if "metrics.k8s.io/" not in kubectl("api-versions"):
+        pytest.skip("no metrics of pods are installed")
+    point(registered, "champion", 1)
+    code, output = deploy()
+    assert code == 0, output
+    scaler = f"hpa/{deploy.service}-champion"
+
+    def is_active():
+        conditions = json.loads(kubectl("get", scaler, "--output", "json"))["status"].get("conditions", [])
+        return any(one["type"] == "ScalingActive" and one["status"] == "True" for one in conditions)
+
+    eventually(is_active, seconds=240, what="the autoscaler knows the pods' load")
+    assert kubectl("get", scaler, "--output", "jsonpath={.spec.minReplicas} {.status.currentReplicas}") == "2 2"
+    # One client does not make work for two cores, so 5 % of one are the limit here.
+    target = "/spec/metrics/0/resource/target/averageUtilization"
+    kubectl("patch", scaler, "--type=json", "--patch", json.dumps([{"op": "replace", "path": target, "value": 5}]))
+    with ThreadPoolExecutor(1) as other:
+        asking = other.submit(client, deploy.service, 120)
+        pods = f"deployment/{deploy.service}-champion"
+        eventually(
+            lambda: int(kubectl("get", pods, "--output", "jsonpath={.status.readyReplicas}") or 0) > 2,
+            seconds=240,
+            what="more than two pods answer",
+        )
+        answers = asking.result()
+    (version,) = answers
+    assert "failed" not in version
+
+
 def test_under_kserve(deploy, registered, client):
     if not installed("inferenceservices.serving.kserve.io"):
         pytest.skip("KServe is not installed")
