@@ -29,6 +29,8 @@ from trainer.tuning.tuning_schema import read_tuning
 if TYPE_CHECKING:
     from kfp import dsl
 
+logger = logging.getLogger(__name__)
+
 DEBUG = "TRAINER_DEBUG"  # environment variable, set to show the traceback of an error that has a message
 RECORDED, ONLINE = "recorded", "online"
 """Where a distillation takes the teacher's outputs from: a recording, or the teacher itself in every step."""
@@ -41,10 +43,10 @@ def log_plainly() -> None:
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(limits.PrintableFormatter("%(message)s"))
     for package in ("trainer", "components"):
-        logger = logging.getLogger(package)
+        ours = logging.getLogger(package)
         # KFP's executor has put its own prefix on every line of the root logger.
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(logging.INFO)
+        ours.handlers, ours.propagate = [handler], False
+        ours.setLevel(logging.INFO)
 
 
 @contextmanager
@@ -116,6 +118,7 @@ def predict(photos: str, model: str, output: str, top: int, force: bool) -> tupl
     with reporting("predict_photos"):
         classifier = photo_classifier.load_model(model, judged=not force)
         made = batch_prediction.predict_folder(classifier, photos, output, top=top)
+        logger.info("%s photos, %s of them unreadable: %s", f"{made['photos']:,}", f"{made['unreadable']:,}", output)
         return int(made["photos"]), int(made["unreadable"])
 
 
