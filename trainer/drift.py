@@ -1,6 +1,7 @@
 """Whether what a deployed student says of new photos still looks like what it said of the test photos that it was judged by.
 
-No labels are needed: two distributions are compared, how often each class is predicted, and how sure the predictions are. Their distance
+No labels are needed: two distributions are compared, how often each class is predicted, and how sure the predictions are. Where a photo
+may have several labels, each that is named counts, and a photo of which none is named counts as that. Their distance
 is the total variation distance, the share of the predictions that would have to fall elsewhere for both to be alike. How likely chance
 alone gives such a distance comes from drawing both samples from their common distribution, which holds for rare classes too, where the
 chi-square approximation does not.
@@ -33,6 +34,7 @@ FEWEST = 50
 CHANCE = 0.01
 """A distance that chance alone gives less often than this is a drift, if it is large enough."""
 _DRAWS = 9_999
+_NONE = "no class is named"
 _SHOWN = 20
 
 
@@ -107,42 +109,51 @@ def compare(run: str, predictions: str, *, limit: float) -> Drift:
         raise ArtifactError(f"{run}: its student was not judged, so there is nothing to compare with; run evaluate")
     evaluation = artifacts.read(finished_run.find(run, EVALUATION), "evaluation").path
     student = limits.parse_json((evaluation / "metrics.json").read_bytes())["student"]
-    if "predicted" in student:  # of images that may have several labels: how often each is the most probable
-        labels, predicted = [*student["predicted"]], np.array([*student["predicted"].values()], dtype=np.int64)
+    several = "named" in student
+    if several:
+        labels = [*student["named"]]
+        predicted = np.array([*student["named"].values(), student["none_named"]], dtype=np.int64)
     else:
         confusion = limits.parse_json((evaluation / "confusion.json").read_bytes())
         labels, predicted = confusion["labels"], np.array(confusion["matrix"], dtype=np.int64).sum(axis=0)
     index = {label: number for number, label in enumerate(labels)}
     before = np.array(student["calibration"]["counts"], dtype=np.int64)
     bins = len(before)
-    now, sure, unreadable = np.zeros(len(labels), dtype=np.int64), np.zeros(bins, dtype=np.int64), 0
-    for file, rows in _read(predictions):
-        for label, probability in rows:
-            if label is None:
+    now, sure, unreadable = np.zeros_like(predicted), np.zeros(bins, dtype=np.int64), 0
+    for file, rows in _read(predictions, several=several):
+        for found, probability in rows:
+            if found is None:
                 unreadable += 1
                 continue
-            if label not in index:
+            if unknown := [label for label in found if label not in index]:
                 raise DataError(
-                    f"{file}: predicts {label!r}, which is no class of {run}; give predictions of this run's student"
+                    f"{file}: predicts {unknown[0]!r}, which is no class of {run}; give predictions of this run's student"
                 )
             if not isinstance(probability, float | int) or not 0 <= probability <= 1:
                 raise DataError(
                     f"{file}: has the probability {probability!r}, which is not from 0 to 1; write the predictions again"
                 )
-            now[index[label]] += 1
+            now[[index[label] for label in found] or [-1]] += 1
             sure[min(max(int(np.ceil(probability * bins)) - 1, 0), bins - 1)] += (
                 1  # as evaluation.metrics.calibration has them
             )
-    if now.sum() < FEWEST:
-        raise DataError(f"{predictions}: holds {now.sum()} predictions, too few to compare; give at least {FEWEST}")
+    if sure.sum() < FEWEST:
+        raise DataError(f"{predictions}: holds {sure.sum()} predictions, too few to compare; give at least {FEWEST}")
     edges = [f"{low:.0%} to {low + 1 / bins:.0%}" for low in np.arange(bins) / bins]
     return Drift(
-        labels=shift(labels, predicted, now), confidence=shift(edges, before, sure), limit=limit, unreadable=unreadable
+        labels=shift([*labels, _NONE] if several else labels, predicted, now),
+        confidence=shift(edges, before, sure),
+        limit=limit,
+        unreadable=unreadable,
     )
 
 
-def _read(predictions: str) -> Iterator[tuple[str, Iterator[tuple[Any, Any]]]]:
-    """Yield each file of predictions with its rows: label, None of a photo that could not be read, and its probability."""
+def _read(predictions: str, *, several: bool) -> Iterator[tuple[str, Iterator[tuple[Any, Any]]]]:
+    """Yield each file of predictions with its rows: the labels, and the probability of the most probable one.
+
+    The labels are those that are `named` where an image may have several, else the one; None of a photo that could not be read.
+    """
+    column = "named" if several else "label"
     if predictions.endswith((".parquet", ".jsonl")):
         files = [predictions]
     else:
@@ -150,11 +161,14 @@ def _read(predictions: str) -> Iterator[tuple[str, Iterator[tuple[Any, Any]]]]:
     for file in files:
         try:
             if file.endswith(".parquet"):
-                table = pq.read_table(pa.BufferReader(storage.read_bytes(file)), columns=["label", "probability"])
-                yield file, zip(table["label"].to_pylist(), table["probability"].to_pylist(), strict=True)
+                table = pq.read_table(pa.BufferReader(storage.read_bytes(file)), columns=[column, "probability"])
+                rows = [*zip(table[column].to_pylist(), table["probability"].to_pylist(), strict=True)]
             elif file.endswith(".jsonl"):
-                rows = [limits.parse_json(line) for line in storage.read_bytes(file).splitlines()]
-                yield file, iter([(row["label"], row["probability"]) for row in rows])
+                parsed = [limits.parse_json(line) for line in storage.read_bytes(file).splitlines()]
+                rows = [(row[column], row["probability"]) for row in parsed]
+            else:
+                continue
+            yield file, iter(rows if several else [(label if label is None else [label], sure) for label, sure in rows])
         except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
             said = limits.cut(next(iter(str(error).splitlines()), type(error).__name__), 300)
             raise DataError(
@@ -171,7 +185,7 @@ def lines(drift: Drift) -> list[str]:
     rows = [f"  {name}: {percent(before)} -> {percent(now)}" for name, before, now in _changes(drift.labels)[:5]]
     verdict = "drifted: " + "; ".join(drift.reasons) if drift.reasons else "no drift"
     return [
-        f"{drift.labels.now.sum():,} photos against {drift.labels.before.sum():,} test photos",
+        f"{drift.confidence.now.sum():,} photos against {drift.confidence.before.sum():,} test photos",
         *found,
         *rows,
         verdict,
@@ -202,7 +216,7 @@ def page(drift: Drift, run: str) -> str:
     )
     return pages.render(
         "The predictions have drifted" if reasons else "The predictions have not drifted",
-        f"{drift.labels.now.sum():,} new photos against the test photos of {isolated(run)}; {drift.unreadable:,} could not be read",
+        f"{drift.confidence.now.sum():,} new photos against the test photos of {isolated(run)}; {drift.unreadable:,} could not be read",
         [
             PageSection("Verdict", [verdict, meaning]),
             _section("Predicted classes", drift.labels),

@@ -74,10 +74,9 @@ class MeasuredSets:
         return _shares(self.named & (self.wanted > 0), self.wanted > 0)
 
     def details(self, classes: Sequence[str], bins: int) -> dict[str, Any]:
-        """Return what `metrics.json` says of the model; `predicted` and `calibration` are of the most probable class of each image."""
+        """Return what `metrics.json` says of the model; `calibration` is of the most probable class of each image."""
         columns = zip(self.average_precisions, self.precision(), self.recall(), strict=True)
         place = confidence_bins(self.probabilities.max(axis=1), bins)
-        predicted = np.bincount(self.probabilities.argmax(axis=1), minlength=len(classes))
         return {
             **self.figures,
             "latency": [vars(timed) for timed in self.latencies],
@@ -92,7 +91,8 @@ class MeasuredSets:
                 }
                 for label, images, shares in zip(classes, self.wanted.sum(axis=0), columns, strict=True)
             },
-            "predicted": dict(zip(classes, predicted.tolist(), strict=True)),
+            "named": dict(zip(classes, self.named.sum(axis=0).tolist(), strict=True)),
+            "none_named": int((~self.named.any(axis=1)).sum()),
             "calibration": {"counts": np.bincount(place, minlength=bins).tolist()},
         }
 

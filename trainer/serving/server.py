@@ -104,6 +104,8 @@ class PredictionLog:
             return
         label, probability = next(iter(said.labels.items()))
         row = {"time": round(time.time(), 3), "version": version, "label": label, "probability": probability}
+        if said.named is not None:
+            row["named"] = said.named
         try:
             if photo and self._photos is not None:
                 name = row["photo"] = hashlib.sha256(photo).hexdigest()
@@ -301,9 +303,9 @@ class PhotoServer:
                 await loop.run_in_executor(self._decoders, self._log.add, said, self.model.version, body)
             elif self._log is not None:
                 self._log.add(said, self.model.version)
-            request.state.note = (
-                f"{len(body):,} bytes {next(iter(said.labels))!r} {next(iter(said.labels.values())):.3f}"
-            )
+            label, probability = next(iter(said.labels.items()))
+            found = f"{label!r} {probability:.3f}" if said.named is None else f"named {[*said.named]}"
+            request.state.note = f"{len(body):,} bytes {found}"
             content = {"model": self.name, "version": self.model.version, **_shown(said)}
             if self._beside is not None:
                 content["beside"] = _shown(await loop.run_in_executor(self._decoders, self._beside, body, top))

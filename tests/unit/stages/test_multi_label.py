@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,7 +205,9 @@ def test_what_is_measured_is_what_scikit_learn_measures_of_the_answers(made):
     page = (made.evaluation / "report.html").read_text()
     assert "mean average precision" in page
     details = json.loads((made.evaluation / "metrics.json").read_text())["student"]
-    assert sum(details["predicted"].values()) == sum(details["calibration"]["counts"]) == len(split)
+    assert details["named"] == dict(zip(details["classes"], named.sum(axis=0).tolist(), strict=True))
+    assert details["none_named"] == (~named.any(axis=1)).sum() > 0
+    assert sum(details["calibration"]["counts"]) == len(split)
 
 
 def test_a_gate_that_is_not_met_says_so_of_the_mean_average_precision(made, tmp_path):
@@ -220,7 +223,8 @@ def test_a_gate_that_is_not_met_says_so_of_the_mean_average_precision(made, tmp_
     assert reason.startswith("accuracy: the student's test mAP of ")
 
 
-def test_an_exported_student_names_what_the_student_names(made, tmp_path):
+def test_an_exported_student_names_what_the_student_names(made, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     from fastapi.testclient import TestClient
 
@@ -243,6 +247,7 @@ def test_an_exported_student_names_what_the_student_names(made, tmp_path):
     with TestClient(PhotoServer(served, name="several", most=ServerLimits())) as client:
         answer = client.post("/predict?top=1", content=photo, headers={"content-type": "image/png"}).json()
     assert answer["named"] == list(said.named)
+    assert f" bytes named {list(said.named)} " in caplog.text
     assert (
         answer["attributes"]
         == said.attributes
@@ -276,6 +281,18 @@ def test_a_folder_of_photos_is_predicted_and_does_not_drift_from_itself(made, fi
     assert text == ["90.0%  3", "named  3, shape open"]
     found = drift.compare(str(finished), str(tmp_path / "predictions"), limit=0.15)
     assert found.reasons == []
+    assert found.labels.names == ["0", "1", "2", "3", "4", "no class is named"]
+    named = [label for row in rows for label in row["named"]]
+    nothing = sum(not row["named"] for row in rows)
+    assert found.labels.now.tolist() == [*map(named.count, "01234"), nothing]
+
+    # As a server logs them, of photos on which there is nothing.
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps({"label": "0", "probability": 0.01, "named": []}) + "\n" for _ in rows))
+    assert drift.compare(str(finished), str(log), limit=0.15).labels.now.tolist() == [0, 0, 0, 0, 0, len(rows)]
+    log.write_text(json.dumps({"label": "0", "probability": 0.9}) + "\n")
+    with pytest.raises(DataError, match=r"log.jsonl: holds no predictions \('named'\)"):
+        drift.compare(str(finished), str(log), limit=0.15)
 
 
 def test_a_registered_student_names_labels_in_mlflow(made, tmp_path, mlflow_uri, monkeypatch):
