@@ -194,7 +194,7 @@ clean:  ## remove what was made here, except for runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(UV): requirements/uv.txt
-	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "$(PYTHON) is Python %d.%d, but 3.11 or later is needed; name one: make PYTHON=/path/to/python3.11" % sys.version_info[:2])'
+	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "$(PYTHON) is Python %d.%d, but 3.11, 3.12 or 3.13 is needed; name one: make PYTHON=/path/to/python3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv --clear .uv
 	.uv/bin/pip install --quiet --disable-pip-version-check --require-hashes --only-binary :all: -r requirements/uv.txt
 	@touch $@
