@@ -118,7 +118,7 @@ def predict(photos: str, model: str, output: str, top: int, force: bool) -> tupl
     with reporting("predict_photos"):
         classifier = photo_classifier.load_model(model, judged=not force)
         made = batch_prediction.predict_folder(classifier, photos, output, top=top)
-        logger.info("%s photos, %s of them unreadable: %s", f"{made['photos']:,}", f"{made['unreadable']:,}", output)
+        logger.info("%s", batch_prediction.line(made, output))
         return int(made["photos"]), int(made["unreadable"])
 
 

@@ -105,6 +105,11 @@ def predict_folder(
     return summary
 
 
+def line(made: dict[str, Any], output: str) -> str:
+    """Say in a line what `predict_folder` has predicted."""
+    return f"{made['photos']:,} photos, {made['unreadable']:,} of them unreadable: {output}"
+
+
 def _rows(model: PhotoClassifier, photos: Sequence[SourceFile], top: int) -> list[dict[str, Any]]:
     with ThreadPoolExecutor(
         _READERS

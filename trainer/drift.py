@@ -1,10 +1,10 @@
 """Whether what a deployed student says of new photos still looks like what it said of the test photos that it was judged by.
 
 No labels are needed: two distributions are compared, how often each class is predicted, and how sure the predictions are. Where a photo
-may have several labels, each that is named counts, and a photo of which none is named counts as that. Their distance
-is the total variation distance, the share of the predictions that would have to fall elsewhere for both to be alike. How likely chance
-alone gives such a distance comes from drawing both samples from their common distribution, which holds for rare classes too, where the
-chi-square approximation does not.
+may have several labels, each that is named counts, as if it were drawn by itself, and a photo of which none is named counts as that.
+Their distance is the total variation distance, the share of the predictions that would have to fall elsewhere for both to be alike. How
+likely chance alone gives such a distance comes from drawing both samples from their common distribution, which holds for rare classes too,
+where the chi-square approximation does not.
 
 Shapes: K classes or bins of confidence.
 """
@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from trainer import artifacts, charts, finished_run, limits, pages, storage
 from trainer.charts import Bar
 from trainer.errors import ArtifactError, DataError
+from trainer.evaluation.metrics import confidence_bins
 from trainer.formatting import isolated, percent
 from trainer.graph import EVALUATION
 from trainer.pages import Figure, PageSection, Paragraph, Table
@@ -119,7 +120,7 @@ def compare(run: str, predictions: str, *, limit: float) -> Drift:
     index = {label: number for number, label in enumerate(labels)}
     before = np.array(student["calibration"]["counts"], dtype=np.int64)
     bins = len(before)
-    now, sure, unreadable = np.zeros_like(predicted), np.zeros(bins, dtype=np.int64), 0
+    now, confidences, unreadable = np.zeros_like(predicted), list[float](), 0
     for file, rows in _read(predictions, several=several):
         for found, probability in rows:
             if found is None:
@@ -134,11 +135,12 @@ def compare(run: str, predictions: str, *, limit: float) -> Drift:
                     f"{file}: has the probability {probability!r}, which is not from 0 to 1; write the predictions again"
                 )
             now[[index[label] for label in found] or [-1]] += 1
-            sure[min(max(int(np.ceil(probability * bins)) - 1, 0), bins - 1)] += (
-                1  # as evaluation.metrics.calibration has them
-            )
-    if sure.sum() < FEWEST:
-        raise DataError(f"{predictions}: holds {sure.sum()} predictions, too few to compare; give at least {FEWEST}")
+            confidences.append(probability)
+    if len(confidences) < FEWEST:
+        raise DataError(
+            f"{predictions}: holds {len(confidences)} predictions, too few to compare; give at least {FEWEST}"
+        )
+    sure = np.bincount(confidence_bins(np.array(confidences), bins), minlength=bins)
     edges = [f"{low:.0%} to {low + 1 / bins:.0%}" for low in np.arange(bins) / bins]
     return Drift(
         labels=shift([*labels, _NONE] if several else labels, predicted, now),
@@ -148,7 +150,7 @@ def compare(run: str, predictions: str, *, limit: float) -> Drift:
     )
 
 
-def _read(predictions: str, *, several: bool) -> Iterator[tuple[str, Iterator[tuple[Any, Any]]]]:
+def _read(predictions: str, *, several: bool) -> Iterator[tuple[str, list[tuple[list[Any] | None, Any]]]]:
     """Yield each file of predictions with its rows: the labels, and the probability of the most probable one.
 
     The labels are those that are `named` where an image may have several, else the one; None of a photo that could not be read.
@@ -168,7 +170,9 @@ def _read(predictions: str, *, several: bool) -> Iterator[tuple[str, Iterator[tu
                 rows = [(row[column], row["probability"]) for row in parsed]
             else:
                 continue
-            yield file, iter(rows if several else [(label if label is None else [label], sure) for label, sure in rows])
+            if several and (wrong := [found for found, _ in rows if not isinstance(found, list | None)]):
+                raise TypeError(f"{wrong[0]!r} is no list of labels")
+            yield file, [(found if several or found is None else [found], probability) for found, probability in rows]
         except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
             said = limits.cut(next(iter(str(error).splitlines()), type(error).__name__), 300)
             raise DataError(

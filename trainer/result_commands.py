@@ -129,7 +129,7 @@ def _predict(options: argparse.Namespace) -> None:
     model = photo_classifier.load_model(options.model, judged=not options.force)
     if options.output:
         made = batch_prediction.predict_folder(model, options.photos[0], options.output, top=options.top)
-        print(f"{made['photos']:,} photos, {made['unreadable']:,} of them unreadable: {options.output}")
+        print(batch_prediction.line(made, options.output))
         return
     try:
         said = model.predictions(options.photos, top=options.top)

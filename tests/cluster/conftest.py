@@ -17,9 +17,13 @@ from pathlib import Path
 
 import pytest
 
+from components import SERVING_IMAGE
+
 CONTEXT = os.environ.get("TRAINER_TEST_CLUSTER", "")
 """The kubeconfig's context to test on; it is named, so that no test reaches a cluster that somebody works on."""
 NAMESPACE = "kubeflow"
+SERVING = os.environ.get("TRAINER_SERVING_IMAGE", SERVING_IMAGE)
+"""The image of the student's server."""
 POOLS = "vit-distillation-pools"
 """The ConfigMap that tasks read their node pools from."""
 NODE = "workflows.argoproj.io/node-name"

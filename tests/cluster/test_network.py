@@ -5,8 +5,7 @@ import secrets
 
 import pytest
 
-from tests.cluster.conftest import eventually, kubectl
-from tests.cluster.test_serving import IMAGE
+from tests.cluster.conftest import SERVING, eventually, kubectl
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600, func_only=True)]
 PORT = 9999
@@ -51,7 +50,7 @@ def pods():
                 "containers": [
                     {
                         "name": "server",
-                        "image": IMAGE,
+                        "image": SERVING,
                         "command": ["python", "-m", "http.server", str(PORT)],
                         "readinessProbe": {
                             "exec": {

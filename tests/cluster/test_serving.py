@@ -15,11 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from PIL import Image
 
-from components import SERVING_IMAGE
-from tests.cluster.conftest import NAMESPACE, SHORT, eventually, forwarded, installed, kubectl, objects
+from tests.cluster.conftest import NAMESPACE, SERVING, SHORT, eventually, forwarded, installed, kubectl, objects
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800, func_only=True)]
-IMAGE = os.environ.get("TRAINER_SERVING_IMAGE", SERVING_IMAGE)
 ASK = """
     import base64, collections, json, sys, time, urllib.error, urllib.request
     address, seconds, photo = sys.argv[1], float(sys.argv[2]), base64.b64decode(sys.argv[3])
@@ -82,7 +80,7 @@ def point(name, alias, version):
 def client():
     """Ask a service from a pod of the namespace, for so many seconds; gives version -> number of answers."""
     pod = f"test-{secrets.token_hex(4)}"
-    run = ["run", pod, f"--image={IMAGE}", "--restart=Never", "--command", "--", "sleep", "3600"]
+    run = ["run", pod, f"--image={SERVING}", "--restart=Never", "--command", "--", "sleep", "3600"]
     kubectl(*run)
     kubectl("wait", f"pod/{pod}", "--for=condition=Ready", "--timeout=120s")
     buffer = io.BytesIO()
@@ -114,7 +112,7 @@ def deploy(registered):
                     "--model",
                     registered,
                     "--image",
-                    IMAGE,
+                    SERVING,
                     *arguments,
                 ],
                 env={**os.environ, "MLFLOW_TRACKING_URI": f"http://localhost:{port}"},
@@ -200,9 +198,9 @@ def test_more_pods_come_with_load(deploy, registered, client):
     kubectl("patch", scaler, "--type=json", "--patch", json.dumps([{"op": "replace", "path": target, "value": 5}]))
     with ThreadPoolExecutor(1) as other:
         asking = other.submit(client, deploy.service, 120)
-        pods = f"deployment/{deploy.service}-champion"
+        deployment = f"deployment/{deploy.service}-champion"
         eventually(
-            lambda: int(kubectl("get", pods, "--output", "jsonpath={.status.readyReplicas}") or 0) > 2,
+            lambda: int(kubectl("get", deployment, "--output", "jsonpath={.status.readyReplicas}") or 0) > 2,
             seconds=240,
             what="more than two pods answer",
         )

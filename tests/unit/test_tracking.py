@@ -505,7 +505,7 @@ def server(directory, store, monkeypatch):
         yield process
 
 
-def test_a_model_in_a_store_comes_through_the_server_and_not_from_addresses_that_it_signs(
+def test_a_model_goes_to_a_store_and_comes_back_through_the_server_and_not_by_addresses_that_it_signs(
     object_store, directory, store, tmp_path, monkeypatch
 ):
     """As of a server in a cluster, whose store's address means nothing outside."""
@@ -517,10 +517,11 @@ def test_a_model_in_a_store_comes_through_the_server_and_not_from_addresses_that
         wait_for(f"http://127.0.0.1:{port}/health", process)
         client = tracking.client()
         run = client.create_run(client.create_experiment("in a store")).info
-        client.log_artifact(run.run_id, str(tmp_path / "model.txt"), "model")
+        monkeypatch.setenv("MLFLOW_MULTIPART_UPLOAD_MINIMUM_FILE_SIZE", "1")
+        with tracking.uploading():
+            client.log_artifact(run.run_id, str(tmp_path / "model.txt"), "model")
         client.create_registered_model("in-a-store")
         client.create_model_version("in-a-store", f"{run.artifact_uri}/model", run.run_id)
-        object_store.requests.clear()
         files, passed = tracking.registered_model("models:/in-a-store/1", tmp_path / "fetched")
         assert passed
         assert (files / "model.txt").read_text() == "weights"

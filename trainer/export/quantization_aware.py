@@ -48,7 +48,7 @@ class RoundedInput:
     def __init__(self) -> None:
         self._range: Tensor | None = None
 
-    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # noqa: ARG002  # a hook of torch's gets it
+    def __call__(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Round the first input."""
         values = inputs[0]
         zero = values.new_zeros(())

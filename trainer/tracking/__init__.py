@@ -62,9 +62,12 @@ IDENTITY = "TRAINER_RUN_ID"
 
 # MLflow's defaults, 120 s and 7 retries, would hold a training for minutes; the requests that matter are retried here.
 TIMEOUT_VARIABLE, _RETRIES = "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
-_CHECK_LIMITS = {TIMEOUT_VARIABLE: "4", _RETRIES: "0"}
-STAGE_LIMITS = {TIMEOUT_VARIABLE: "10", _RETRIES: "0"}
-UPLOAD_LIMITS = {TIMEOUT_VARIABLE: "60", _RETRIES: "3"}
+# By itself its client exchanges files with the store wherever the server can sign addresses of it (large ones when it uploads), and those
+# of a store inside a cluster lead nowhere from outside: it would try them for a quarter of an hour.
+_BY_THE_SERVER = {"MLFLOW_ENABLE_PROXY_MULTIPART_DOWNLOAD": "false", "MLFLOW_ENABLE_PROXY_MULTIPART_UPLOAD": "false"}
+_CHECK_LIMITS = {TIMEOUT_VARIABLE: "4", _RETRIES: "0", **_BY_THE_SERVER}
+STAGE_LIMITS = {TIMEOUT_VARIABLE: "10", _RETRIES: "0", **_BY_THE_SERVER}
+UPLOAD_LIMITS = {TIMEOUT_VARIABLE: "60", _RETRIES: "3", **_BY_THE_SERVER}
 
 RUN_TAG = "trainer.run"
 IDENTITY_TAG = "trainer.run_id"
@@ -229,7 +232,7 @@ def reason_of(error: Exception) -> str:
 
 @contextmanager
 def http_limits(limits: Mapping[str, str]) -> Iterator[None]:
-    """Bound MLflow's HTTP requests by its environment variables; values that the user has set there stay."""
+    """Bound MLflow's HTTP requests, and send files through its server, by its environment variables; what the user has set there stays."""
     ours = {name: {None, *(group[name] for group in (_CHECK_LIMITS, STAGE_LIMITS, UPLOAD_LIMITS))} for name in limits}
     with environment_variables({name: value for name, value in limits.items() if os.environ.get(name) in ours[name]}):
         yield
@@ -465,17 +468,12 @@ def record_params(mlflow: MlflowClient, run_id: str, settings: Mapping[str, Any]
 # ---------------------------------------------------------------------------------------------------------------------
 # Finished runs
 
-_BY_THE_SERVER = "MLFLOW_ENABLE_PROXY_MULTIPART_DOWNLOAD"
 
-
-def _fetching() -> AbstractContextManager[None]:
-    """Let MLflow's client fetch through its server, without a bar.
-
-    By itself it takes files from the store wherever the server can sign addresses of it, and those of a store inside a cluster lead
-    nowhere from outside: it would try them for a quarter of an hour. Whoever sets the variable knows better.
-    """
-    through = {"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false", _BY_THE_SERVER: os.environ.get(_BY_THE_SERVER, "false")}
-    return environment_variables(through)
+@contextmanager
+def _fetching() -> Iterator[None]:
+    """Let MLflow's client fetch through its server, without a bar."""
+    with http_limits(_BY_THE_SERVER), environment_variables({"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}):
+        yield
 
 
 def registered_model(place: str, folder: Path) -> tuple[Path, bool]:

@@ -293,6 +293,9 @@ def test_a_folder_of_photos_is_predicted_and_does_not_drift_from_itself(made, fi
     log.write_text(json.dumps({"label": "0", "probability": 0.9}) + "\n")
     with pytest.raises(DataError, match=r"log.jsonl: holds no predictions \('named'\)"):
         drift.compare(str(finished), str(log), limit=0.15)
+    log.write_text(json.dumps({"named": 3, "probability": 0.9}) + "\n")
+    with pytest.raises(DataError, match=r"log.jsonl: holds no predictions \(3 is no list of labels\)"):
+        drift.compare(str(finished), str(log), limit=0.15)
 
 
 def test_a_registered_student_names_labels_in_mlflow(made, tmp_path, mlflow_uri, monkeypatch):
