@@ -239,7 +239,7 @@ def _section(title: str, one: Shift, *, in_order: bool = False) -> PageSection:
             ("data", "", now[index], "new photos"),
         ):
             bars.append(
-                Bar(name=name, label=label, value=100 * float(share), note=f"{percent(float(share))} of the {photos}")
+                Bar(name=name, label=label, value=100 * float(share), note=f"{percent(float(share))}, {photos}")
             )
     rows = [(isolated(name), percent(first), percent(then)) for name, first, then in _changes(one)[:_SHOWN]]
     return PageSection(
