@@ -248,11 +248,11 @@ class WeakTeacher(Thresholds):
     """A teacher that hardly knows more than chance, or no more than its student."""
 
     chance_times: NonNegativeFloat = 3.0
-    """A teacher up to so many times the accuracy of always saying the most frequent class knows next to nothing ..."""
+    """A teacher up to so many times the score of a guess by how frequent the classes are knows next to nothing ..."""
     headroom: Fraction = 0.25
     """... unless it has come this share of the way from there to perfection: where one class is frequent, few times are much."""
     margin: Fraction = 0.01
-    """By how much, beside two standard errors, the student's validation accuracy may be above its teacher's."""
+    """By how much, beside two standard errors, the student's validation score may be above its teacher's."""
 
 
 class VanishingLossTerm(Thresholds):

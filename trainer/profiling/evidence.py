@@ -179,12 +179,16 @@ class ContextRecord(StrictModel):
     """Training images."""
     val_samples: Count | None = None
     """Images of the validation split."""
+    labeled: Count | None = None
+    """Training images whose label is known."""
     classes: Mapping[str, Count] | None = None
     """Name of each class -> its training images."""
     micro_batch: Count | None = None
     """Images of a process's micro-batch."""
     parameters: Count | None = None
     teacher_val_top1: float | None = None
+    teacher_val_map: float | None = None
+    """Mean average precision, where an image may have several labels."""
     recorded_mass: Mapping[str, float] | None = None
     """Temperature, as text -> mean probability of the classes that the teacher's recorded outputs hold."""
 

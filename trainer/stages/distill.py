@@ -111,7 +111,11 @@ def run(
             labelled=settings.head == "trained",
             labelled_share=settings.labeled_share,
             teacher_outputs=recording,
-            context=ContextRecord(teacher_val_top1=teaching.figures.get("val_top1"), recorded_mass=mass),
+            context=ContextRecord(
+                teacher_val_top1=teaching.figures.get("val_top1"),
+                teacher_val_map=teaching.figures.get("val_map"),
+                recorded_mass=mass,
+            ),
         )
         kept = trained.classifier if isinstance(trained, ProjectedStudent) else trained
         assert isinstance(kept, Classifier), "the objective's model is a Classifier or holds one"

@@ -176,6 +176,7 @@ class Session:
                 "total_steps": training.total_steps,
                 "samples": len(training.samples),
                 "val_samples": len(self.data.split("val")),
+                "labeled": int(found.sum()),
                 "classes": dict(zip(self.data.classes, counts, strict=True)) if any(counts) else None,
                 "micro_batch": micro_batch_size(training.settings, self.processes.world_size),
                 "parameters": models.parameter_count(training.objective.model),

@@ -34,8 +34,12 @@ from trainer.config import (
 from trainer.data.dataset import open_dataset
 from trainer.errors import ArtifactError, DataError, ModelError, SettingsError
 from trainer.prediction import Prediction
+from trainer.profiling.evidence import read_evidence
+from trainer.profiling.findings import judged
+from trainer.profiling.rules.outcomes import Healthy
 from trainer.stages import distill, evaluate, export, prepare, pretrain, register, reinforce
 from trainer.stages.evaluate import predict
+from trainer.thresholds import RuleSettings
 
 # MLflow on SQLAlchemy 2.1
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
@@ -61,7 +65,7 @@ def made(tmp_path_factory):
         list=write_list(folder / "photos", count=500, classes=5),
         **{
             name: folder / name
-            for name in ("dataset", "teacher", "outputs", "student", "online", "evaluation", "exported")
+            for name in ("dataset", "teacher", "outputs", "student", "online", "evidence", "evaluation", "exported")
         },
     )
     (folder / "attributes.csv").write_text("class,value,shape\n0,0,round\n1,1,\n2,2,open\n3,,open\n4,4,open\n")
@@ -95,7 +99,7 @@ def made(tmp_path_factory):
         prepare.run(data, dataset=place.dataset)
         pretrain.run(teacher, **given, evidence=folder / "e0")
         reinforce.run(recording, **given, teacher_outputs=place.outputs)
-        distill.run(student, **given, student=place.student, evidence=folder / "e1", teacher_outputs=place.outputs)
+        distill.run(student, **given, student=place.student, evidence=place.evidence, teacher_outputs=place.outputs)
         few = student.model_copy(update={"teacher": "online", "epochs": 2})
         distill.run(few, **given, student=place.online, evidence=folder / "e2")
         judging = EvaluateSettings(latency_runs=10, gate=GateSettings(max_accuracy_drop=0.5, min_compression=1))
@@ -189,6 +193,14 @@ def test_the_teacher_learns_and_the_student_learns_it(made):
     card = models.outline(made.student).card
     assert card.threshold == 0.5, "it says of each class by itself how probable it is"
     assert "val_map" in figures_of(made.online, "model")
+
+
+def test_the_doctor_judges_the_teacher_by_its_mean_average_precision(made):
+    answers = judged(read_evidence(made.evidence), RuleSettings())
+    (found,) = (answer.outcome for answer in answers if answer.rule == "weak_teacher")
+    teacher = figures_of(made.teacher, "model")["val_map"]
+    assert isinstance(found, Healthy)
+    assert found.text.startswith(f"the teacher's validation mAP is {teacher:.1%}")
 
 
 def test_what_is_measured_is_what_scikit_learn_measures_of_the_answers(made):
@@ -308,7 +320,7 @@ def test_a_registered_student_names_labels_in_mlflow(made, tmp_path, mlflow_uri,
         RegisterSettings(model_name="several"),
         **given,
         pretrain_evidence=made.teacher.parent / "e0",
-        distill_evidence=made.teacher.parent / "e1",
+        distill_evidence=made.evidence,
         report=tmp_path / "report",
         registration=tmp_path / "registration",
         recipe="digits",

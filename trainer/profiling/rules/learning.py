@@ -54,43 +54,50 @@ def class_imbalance(case: Case) -> Outcome:
 
 @rule("Weak teacher")
 def weak_teacher(case: Case) -> Outcome:
-    """Fires when the teacher is near chance: at most `chance_times` as accurate as always saying the most frequent class, or less than
-    `headroom` of the way from there to perfection; or the student's accuracy is above its by more than `margin` and two standard errors.
+    """Fires when the teacher is near chance: its validation score is at most `chance_times` that of a guess which knows only how frequent
+    the classes are, or less than `headroom` of the way from there to perfection; or the student's score is above its by more than `margin`
+    and two standard errors. The score is top-1 accuracy, or mAP where an image may have several labels.
 
-    Needs the teacher's validation accuracy, which the stage pretrain measures, and the student's.
+    Needs the teacher's validation score, which the stage pretrain measures, and the student's.
     Advises a better teacher, or more weight for the labels.
     """
     context = case.record.context
     if not any(case.settings.get(f"{term}_weight") for term in TAUGHT):
         return NotJudged("no term of the loss compares with a teacher")
-    teacher, limits = context.teacher_val_top1, case.rules.weak_teacher
-    if "val_map" in case.training.metrics:
-        return NotJudged("it judges by top-1 accuracy, and here an image may have several labels")
+    several = context.teacher_val_map is not None
+    teacher, limits = context.teacher_val_map if several else context.teacher_val_top1, case.rules.weak_teacher
     if teacher is None:
         why = "it was not trained, or not measured, by the stage pretrain"
-        return NotJudged(f"the teacher's validation accuracy is not known: {why}")
-    # always saying the most frequent class, on images that are distributed as the training images; 0 if unknown
+        return NotJudged(f"the teacher's validation score is not known: {why}")
+    score = "mAP" if several else "accuracy"
+    # on images that are distributed as the training images; 0 if unknown
     images = (context.classes or {}).values()
-    guess = max(images, default=0) / max(sum(images), 1)
+    labels, labeled = sum(images), context.labeled or 0
+    if several:
+        # in whatever order the images are put, a class's precision is its share of them in the mean
+        guess, guesser = labels / max(labeled * len(images), 1), "an order by chance"
+        # AP is the mean of a precision at each image of the class, so its variance is at most p(1 - p) / images of the class
+        weight = math.sqrt(labeled / labels) if labels else 1.0
+    else:
+        guess, guesser, weight = max(images, default=0) / max(labels, 1), "always saying the most frequent class", 1.0
     near = min(limits.chance_times * guess, guess + limits.headroom * (1 - guess))
     if teacher <= near:
         return _weak(
-            f"The teacher's validation accuracy, {teacher:.1%}, is near chance: always saying the most frequent class gives {guess:.1%} "
-            f"(limit {near:.1%}).",
+            f"The teacher's validation {score}, {teacher:.1%}, is near chance: {guesser} gives {guess:.1%} (limit {near:.1%}).",
             0.95,
         )
-    chance = case.accuracy_noise(guess) / math.sqrt(2)  # of one accuracy, not of a difference
+    chance = weight * case.accuracy_noise(guess) / math.sqrt(2)  # of one score, not of a difference
     if teacher <= guess + chance:
-        measured = f"on {context.val_samples} validation images the teacher's accuracy, {teacher:.1%}"
+        measured = f"on {context.val_samples} validation images the teacher's {score}, {teacher:.1%}"
         return NotJudged(f"{measured}, may be chance ({guess:.1%})")
-    curve = case.training.metrics.get("val_top1")
+    curve = case.training.metrics.get("val_map" if several else "val_top1")
     if curve is None or not len(curve.values):
         return too_short("the student has not been measured on the validation split yet")
-    student, margin = float(curve.values[-1]), limits.margin + case.accuracy_noise(teacher)
+    student, margin = float(curve.values[-1]), limits.margin + weight * case.accuracy_noise(teacher)
     if student - teacher <= margin:
-        return Healthy(f"the teacher's validation accuracy is {teacher:.1%}, the student's {student:.1%}")
+        return Healthy(f"the teacher's validation {score} is {teacher:.1%}, the student's {student:.1%}")
     return _weak(
-        f"The student's validation accuracy, {student:.1%}, is above its teacher's, {teacher:.1%}, by more than {margin:.1%}.",
+        f"The student's validation {score}, {student:.1%}, is above its teacher's, {teacher:.1%}, by more than {margin:.1%}.",
         0.8,
     )
 

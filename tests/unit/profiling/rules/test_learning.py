@@ -86,6 +86,73 @@ def test_a_good_teacher_of_uneven_classes_is_no_guesser() -> None:
     assert isinstance(teacher(0.94, 0.93, classes=uneven), Finding)
 
 
+PLATES = {"rice": 100, "curry": 40, "salad": 20, "bread": 40}
+
+
+@pytest.mark.parametrize(
+    ("score", "student", "images", "kind", "text"),
+    [
+        pytest.param(
+            0.43,
+            None,
+            None,
+            Finding,
+            "mAP, 43.0%, is near chance: an order by chance gives 25.0% (limit 43.8%)",
+            id="near",
+        ),
+        pytest.param(0.44, 0.40, None, Healthy, "mAP is 44.0%, the student's 40.0%", id="knows something"),
+        pytest.param(
+            0.44,
+            0.40,
+            18,
+            NotJudged,
+            "on 18 validation images the teacher's mAP, 44.0%, may be chance (25.0%)",
+            id="few images",
+        ),
+        pytest.param(
+            0.80,
+            0.82,
+            None,
+            Finding,
+            "82.0%, is above its teacher's, 80.0%, by more than 1.0%",
+            id="worse than its student",
+        ),
+        pytest.param(0.80, 0.86, 200, Healthy, "mAP is 80.0%", id="worse within the noise"),
+        pytest.param(0.80, 0.86, 1000, Finding, "by more than 4.6%", id="worse beyond the noise"),
+        pytest.param(0.80, None, None, NotJudged, "not been measured", id="student not measured yet"),
+    ],
+)
+def test_a_teacher_of_several_labels_is_judged_by_its_map(
+    score: float, student: float | None, images: int | None, kind: type, text: str
+) -> None:
+    """200 labels of 200 images: a quarter of the images is of a class in the mean."""
+    context = {
+        "teacher_val_map": score,
+        "val_samples": images,
+        "classes": PLATES,
+        "labeled": 200,
+        "settings": {"logit_weight": 0.9},
+    }
+    curves = {} if student is None else {"val_map": curve_of([0.2, student])}
+    outcome = weak_teacher.judge(case_of(metrics=curves, context=context))
+    assert isinstance(outcome, kind)
+    assert text in (outcome.reason if isinstance(outcome, NotJudged) else outcome.text)
+
+
+def test_more_labels_an_image_make_the_map_more_certain() -> None:
+    twice = {name: 2 * images for name, images in PLATES.items()}
+    few = {
+        "teacher_val_map": 0.8,
+        "val_samples": 400,
+        "classes": PLATES,
+        "labeled": 200,
+        "settings": {"logit_weight": 0.9},
+    }
+    curves = {"val_map": curve_of([0.2, 0.86])}
+    assert isinstance(weak_teacher.judge(case_of(metrics=curves, context=few)), Healthy)
+    assert isinstance(weak_teacher.judge(case_of(metrics=curves, context=few | {"classes": twice})), Finding)
+
+
 def test_a_teacher_that_no_loss_asks_is_not_judged() -> None:
     assert isinstance(teacher(0.25, 0.8, weight=0.0), NotJudged)
 
