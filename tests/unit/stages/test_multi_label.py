@@ -29,6 +29,7 @@ from trainer.config import (
     PretrainSettings,
     RegisterSettings,
     ReinforceSettings,
+    TuneSettings,
     resolve_run,
 )
 from trainer.data.dataset import open_dataset
@@ -37,9 +38,11 @@ from trainer.prediction import Prediction
 from trainer.profiling.evidence import read_evidence
 from trainer.profiling.findings import judged
 from trainer.profiling.rules.outcomes import Healthy
-from trainer.stages import distill, evaluate, export, prepare, pretrain, register, reinforce
+from trainer.stages import distill, evaluate, export, prepare, pretrain, register, reinforce, tune
 from trainer.stages.evaluate import predict
 from trainer.thresholds import RuleSettings
+from trainer.tuning import trials
+from trainer.tuning.tuning_schema import read_tuning
 
 # MLflow on SQLAlchemy 2.1
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
@@ -347,6 +350,24 @@ def test_a_registered_student_names_labels_in_mlflow(made, tmp_path, mlflow_uri,
         table["named"]
     )
     assert any(map(len, table["named"]))
+
+
+@pytest.mark.parametrize("asked", ["online", "recorded"])
+def test_a_distillation_is_tuned(made, tmp_path, monkeypatch, asked):
+    monkeypatch.setattr(trials, "LEAST_S", (0.1, 0.2))
+    monkeypatch.setattr(trials, "LONGEST_S", (0.2, 0.4))
+    shape = ModelSettings(architecture=VIT, args=args(32, 1))
+    student = DistillSettings(**TRAINING, student=shape, teacher=asked, epochs=60, workers=0, seed=0)
+    recorder = ReinforceSettings(views=2, top_k="all", augmentation=student.views, workers=0, seed=0)
+    settings = TuneSettings(enabled=True, search=False, distill=student, reinforce=recorder)
+    tune.run(settings, dataset=made.dataset, teacher=made.teacher, tuning=tmp_path / "tuning")
+    tuned = read_tuning(tmp_path / "tuning")
+    assert tuned.measurement.steps > 0
+    assert tuned.measurement.settings["teacher"] == asked
+    assert tuned.forecast.hours > 0
+    some = settings.model_copy(update={"reinforce": recorder.model_copy(update={"top_k": 2})})
+    with pytest.raises(SettingsError, match=r"reinforce\.top_k is 2 of 5 classes"):
+        tune.run(some, dataset=made.dataset, teacher=made.teacher, tuning=tmp_path / "another")
 
 
 def test_a_recording_of_some_logits_is_refused(made, tmp_path):
