@@ -15,7 +15,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, cast
@@ -168,7 +168,7 @@ class Classifier(nn.Module):
     ) -> ModelOutputs:
         """Compute what is asked for of raw images [B, 3, H, W], in one forward pass.
 
-        Logits and features together are those of a network whose logits are one linear layer of its features; `feature_size` refuses
+        Logits and features together are those of a network whose head makes its logits of its pooled features; `feature_size` refuses
         others, and `token_shape` and `block_shapes` those without what they ask for.
         """
         network: Any = self.network
@@ -184,7 +184,8 @@ class Classifier(nn.Module):
             pooled = network.forward_head(last, pre_logits=True) if features else None
             answer = None
             if logits:
-                answer = network.forward_head(last) if pooled is None else network.get_classifier()(pooled)
+                heads = _heads(network)
+                answer = network.forward_head(last) if pooled is None or len(heads) > 1 else heads[0](pooled)
         own, distilled = answer if isinstance(answer, tuple) else (answer, None)
         taken = tuple(maps[block].permute(0, 2, 3, 1) for block in blocks)
         return ModelOutputs(own, distilled, pooled, self._map(last) if tokens else None, taken)
@@ -285,10 +286,17 @@ def with_labels(model: Classifier, labels: Sequence[str], *, drop_path: float = 
     network = create(settings, labels, drop_path=drop_path).network
     weights = model.network.state_dict()
     if tuple(labels) != model.card.labels:
-        of_head = is_of_head(network)
+        # Between a model with a head and one without, a normalisation in it comes or goes too.
+        of_head = is_of_head(network if labels else model.network, whole=not labels or not model.card.labels)
         kept = {name: value for name, value in weights.items() if not of_head(name)}
         weights = {name: value for name, value in network.state_dict().items() if of_head(name)} | kept
-    network.load_state_dict(weights)
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:  # such as EfficientViT's (MSRA), of whose head timm names but a part
+        what = "with a new head" if labels else "without its head"
+        raise ModelError(
+            f"architecture {model.card.architecture!r} cannot be taken {what}, whose weights timm does not name; choose another one"
+        ) from error
     return Classifier(network, replace(model.card, labels=tuple(labels), embedding=None, tokens=None))
 
 
@@ -300,18 +308,25 @@ def with_head(model: Classifier, labels: Sequence[str], weight: Tensor, bias: Te
         ModelError: the architecture's head is not one linear layer of the pooled features.
     """
     headed = with_labels(model, labels)
-    feature_size(headed)
+    check_linear_head(headed)
     network: Any = headed.network
     network.get_classifier().weight.copy_(weight)
     network.get_classifier().bias.copy_(bias)
     return headed
 
 
-def is_of_head(network: nn.Module) -> Callable[[str], bool]:
-    """Return a test for the names of the head's weights; timm's models know their heads, and some have several."""
+def is_of_head(network: nn.Module, *, whole: bool = False) -> Callable[[str], bool]:
+    """Return a test for the names of the head's weights; timm's models know their heads, and some have several.
+
+    `whole` means also those of a normalisation that is part of a head, which does not depend on the classes.
+    """
     default_config: Any = network.default_cfg
     names = default_config["classifier"]
-    prefixes = tuple(f"{name}." for name in ([names] if isinstance(names, str) else names))
+    names = {names} if isinstance(names, str) else {*names}
+    if whole:
+        modules = _heads(network)
+        names |= {name for name, module in network.named_modules() if any(module is one for one in modules)}
+    prefixes = tuple(f"{name}." for name in names)
     return lambda name: name.startswith(prefixes)
 
 
@@ -360,13 +375,13 @@ def feature_size(model: Classifier) -> int:
                 "pooled features; choose another one, or args with a global_pool"
             )
         return int(shape[1])
-    head = linear_head(model)
-    if head is None:
+    if not _makes_logits_of_features(model):
         raise ModelError(
-            f"architecture {model.card.architecture!r} cannot be compared by its features: its logits are not one linear layer of them; "
+            f"architecture {model.card.architecture!r} cannot be compared by its features: its logits are not made of them by its head; "
             "set distill.feature_weight=0 and reinforce.features=false, or choose another architecture"
         )
-    return head.in_features
+    with _shown_grey(model) as image:
+        return int(model.pooled(image).shape[1])
 
 
 def token_shape(model: Classifier) -> MapShape:
@@ -436,21 +451,42 @@ def train_distilled(model: Classifier) -> None:
     network.set_distilled_training(True)
 
 
-def linear_head(model: Classifier) -> nn.Linear | None:
-    """Find the linear layer from pooled features to logits; None in a network that ends in another way (such as VOLO's)."""
-    network: Any = model.network
-    head = network.get_classifier()
-    if not isinstance(head, nn.Linear):
-        return None
+def _heads(network: Any) -> tuple[nn.Module, ...]:
+    """Return the modules that make logits of pooled features; the network's answer is the mean of what several say, such as LeViT's."""
+    found = network.get_classifier()
+    return found if isinstance(found, tuple) else (found,)
+
+
+def head_of_features(model: Classifier) -> nn.Module | None:
+    """Find the one module from pooled features to logits; None in a network with several, or that ends in another way."""
+    heads = _heads(model.network)
+    return heads[0] if len(heads) == 1 and _makes_logits_of_features(model) else None
+
+
+def _makes_logits_of_features(model: Classifier) -> bool:
+    """Return whether pooled features and the heads on them give the logits; VOLO's are also made of its patch tokens."""
     with _shown_grey(model) as image:
         if not image.is_meta:
-            found = _is_its_answer(model.outputs(image, features=True), model, image)
-        else:  # there are no numbers to compare, so the logits have to be what the head gives for an input of the features' shape
-            calls: list[tuple[Tensor, Tensor]] = []
-            with head.register_forward_hook(lambda _, inputs, output: calls.append((inputs[0], output))):
-                logits = model(image)
-            found = len(calls) == 1 and calls[0][1] is logits and calls[0][0].shape == model.pooled(image).shape
-    return head if found else None
+            return _is_its_answer(model.outputs(image, features=True), model, image)
+        # There are no numbers to compare, so each head has to be called once, with an input of the features' shape.
+        # What one gives has to be the answer itself.
+        heads, calls = _heads(model.network), list[tuple[Tensor, Tensor]]()
+        with ExitStack() as hooks:
+            for head in heads:
+                hooks.enter_context(head.register_forward_hook(lambda _, given, said: calls.append((given[0], said))))
+            logits = model(image)
+        shape = model.pooled(image).shape
+        are_called = len(calls) == len(heads) and all(given.shape == shape for given, _ in calls)
+        return are_called and (len(heads) > 1 or calls[0][1] is logits)
+
+
+def check_linear_head(model: Classifier) -> None:
+    """Raise a `ModelError` where a linear probe of the pooled features cannot be the head of this model, which has one."""
+    if not isinstance(head_of_features(model), nn.Linear):
+        raise ModelError(
+            f"architecture {model.card.architecture!r} cannot take a linear probe as its head, which is not one linear layer of the pooled "
+            "features; train the head (distill.head=trained, pretrain.head=classes), or choose another architecture"
+        )
 
 
 @contextmanager

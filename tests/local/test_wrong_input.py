@@ -191,12 +191,12 @@ def test_labels_of_teacher_and_data_set_that_do_not_match(capsys, teacher, tmp_p
         (["pretrain.weights=/nowhere"], r"pretrain\.teacher: .*/nowhere"),
         (
             [
-                "distill.student.architecture=levit_128",
+                "distill.student.architecture=volo_d1_224",
                 "distill.student.args={}",
                 "distill.feature_weight=1",
                 "data.image_size=224",
             ],
-            r"distill\.student: architecture 'levit_128' cannot be compared by its features",
+            r"distill\.student: architecture 'volo_d1_224' cannot be compared by its features",
         ),
         (
             ["distill.teacher=recorded", "reinforce.view_size=16"],

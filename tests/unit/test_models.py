@@ -249,6 +249,24 @@ def test_without_labels_a_model_gives_its_embedding(model, tmp_path):
     assert torch.equal(loaded(IMAGES), headless(IMAGES))
 
 
+def test_a_head_with_a_normalisation_comes_off_and_on(tmp_path):
+    model = models.create(ModelSettings(architecture="levit_128s"), ("a", "b")).eval()
+    images = torch.randint(0, 256, (1, 3, 224, 224), dtype=torch.uint8)
+    headless = models.with_labels(model, ()).eval()
+    assert torch.equal(headless(images), model.pooled(images))
+    again = models.with_labels(headless, ("a", "b", "c")).eval()
+    assert again(images).shape == (1, 3)
+    assert torch.equal(again.pooled(images), model.pooled(images))
+    with pytest.raises(ModelError, match="'levit_128s' cannot take a linear probe as its head"):
+        models.with_head(headless, ["a", "b"], torch.zeros(2, 384), torch.zeros(2))
+
+
+def test_a_head_of_which_timm_names_but_a_part_is_refused():
+    model = models.create(ModelSettings(architecture="efficientvit_m0"), ("a", "b"))
+    with pytest.raises(ModelError, match="'efficientvit_m0' cannot be taken without its head, whose weights timm"):
+        models.with_labels(model, ())
+
+
 def test_a_head_that_is_put_on_reads_the_embedding(model):
     headless = models.with_labels(model, ()).eval()
     generator = torch.Generator().manual_seed(1)

@@ -163,13 +163,20 @@ PROBE = ("distill.head=probe", "distill.logit_weight=0", "distill.label_weight=0
 
 def test_teachers_and_students_without_a_head_are_tried():
     checked(*HEADLESS, *PROBE)
-    networks = {"pretrain.teacher": ("pretrain.mae.epochs=1", *HEADLESS, *PROBE), "distill.student": PROBE}
-    for name, overrides in networks.items():
-        args = [f"{name}.architecture=volo_d1_224", f"{name}.args={{}}", "data.image_size=224"]
-        with pytest.raises(
-            ModelError, match=rf"^{name}: architecture 'volo_d1_224' cannot be compared by its features"
-        ):
-            checked(*overrides, *args)
+    args = ["distill.student.architecture=volo_d1_224", "distill.student.args={}", "data.image_size=224"]
+    expected = r"^distill\.student: architecture 'volo_d1_224' cannot be compared by its features"
+    with pytest.raises(ModelError, match=expected):
+        checked(*PROBE, *args)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [("pretrain.teacher", ("pretrain.mae.epochs=1", *HEADLESS, *PROBE)), ("distill.student", PROBE)],
+)
+def test_a_probe_that_cannot_be_the_head_is_refused_before_the_training(name, overrides):
+    args = [f"{name}.architecture=levit_128s", f"{name}.args={{}}", "data.image_size=224"]
+    with pytest.raises(ModelError, match=rf"^{name}: architecture 'levit_128s' cannot take a linear probe as its head"):
+        checked(*overrides, *args)
 
 
 def test_a_teacher_whose_weights_have_no_head_cannot_be_taken_for_a_classifier(tmp_path):

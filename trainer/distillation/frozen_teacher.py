@@ -61,8 +61,7 @@ class FrozenTeacher:
             compile: whether to compile it; auto compiles on GPUs only.
 
         Raises:
-            ModelError: features are wanted of a network whose logits are not one linear layer on pooled features, or tokens or blocks of
-                one without them.
+            ModelError: features, tokens or blocks are wanted of a network that has none to compare with.
         """
         self._model = model.to(device.torch_device).eval().requires_grad_(False)
         self._device, self._precision = device, precision
@@ -74,12 +73,9 @@ class FrozenTeacher:
         if not self._compiles:
             use_fast_kernels(self._model, device, precision)
         self._gives_logits = bool(model.card.labels)
-        self._head = models.linear_head(self._model) if self._gives_logits else None
-        if features and self._gives_logits and self._head is None:
-            raise ModelError(
-                f"teacher {model.card.architecture!r} has no features to compare with: its logits are no linear layer of pooled features; "
-                "set distill.feature_weight=0 and reinforce.features=false, or choose another teacher"
-            )
+        self._head = models.head_of_features(self._model) if self._gives_logits else None
+        if features:
+            models.feature_size(self._model)
         if tokens:
             models.token_shape(self._model)
         if blocks:
@@ -93,14 +89,15 @@ class FrozenTeacher:
         if device.uses_bf16(precision):
             # Kept in bf16 is what autocast would convert in every forward pass: the same outputs, bit by bit. Kinds derived from these
             # may compute with their weights first, and stay as they are.
+            of_head = set() if self._head is None else {*self._head.modules()}
             for module in self._model.modules():
-                if type(module) in {nn.Linear, nn.Conv2d} and module is not self._head:
+                if type(module) in {nn.Linear, nn.Conv2d} and module not in of_head:
                     module.to(torch.bfloat16)
 
     def __call__(self, images: Tensor) -> TeacherOutputs:
         """Return the outputs for uint8 images [B, 3, H, W]; of a network without a head there are no logits.
 
-        A batch that is larger than a forward pass is dealt out evenly, the last part filled up: all passes have one shape. A linear head
+        A batch that is larger than a forward pass is dealt out evenly, the last part filled up: all passes have one shape. The head
         computes in float32, so that rounding does not blur the logits once more.
         """
         parts = math.ceil(len(images) / (self._limit or len(images)))
@@ -113,16 +110,18 @@ class FrozenTeacher:
                 filled = part if len(part) == size else F.pad(part, (0, 0, 0, 0, 0, 0, 0, size - len(part)))
                 answers.append([answer.to(torch.float32, copy=True) for answer in forward(filled)])
         # Joined out here, because autograd refuses to keep a tensor of the inference mode for its backward pass.
-        answer, *maps = (torch.cat(pieces)[: len(images)] for pieces in zip(*answers, strict=True))
-        logits = answer
+        answer, *further = (torch.cat(pieces)[: len(images)] for pieces in zip(*answers, strict=True))
+        logits = pooled = answer
         if not self._gives_logits:
             logits = answer.new_empty(len(answer), 0)
         elif self._head is not None:
             with self._device.autocast("fp32"):
                 logits = self._head(answer)
-        features = _standardized(answer, self._embedding) if self._features else None
-        tokens = _standardized(maps.pop(0), self._token) if self._tokens else None
-        return TeacherOutputs(logits, features, tokens, tuple(maps))
+        elif self._features:
+            pooled = further.pop(0)
+        features = _standardized(pooled, self._embedding) if self._features else None
+        tokens = _standardized(further.pop(0), self._token) if self._tokens else None
+        return TeacherOutputs(logits, features, tokens, tuple(further))
 
     def _forward(self, size: int) -> Callable[[Tensor], Sequence[Tensor]]:
         """The network for parts of `size` images: to `_answer`'s tensors."""
@@ -134,9 +133,13 @@ class FrozenTeacher:
         return self._compiled[mode]
 
     def _answer(self, images: Tensor) -> Sequence[Tensor]:
-        """Pooled features [size, D], or logits [size, C] where the head is not linear; then tokens and blocks, as asked for."""
+        """Pooled features [size, D], or where no one head makes the logits of these, logits [size, C] and the features that are asked for;
+        then tokens and blocks.
+        """
         pooled = self._head is not None or not self._gives_logits
-        said = self._model.outputs(images, logits=not pooled, features=pooled, tokens=self._tokens, blocks=self._blocks)
+        said = self._model.outputs(
+            images, logits=not pooled, features=pooled or self._features, tokens=self._tokens, blocks=self._blocks
+        )
         return [part for part in (said.logits, said.features, said.tokens, *said.blocks) if part is not None]
 
 

@@ -130,9 +130,12 @@ def start(settings: DistillSettings, data: PreparedDataset) -> tuple[Classifier,
     Its head is new unless the weights' classes are the data set's; where it is fitted afterwards there is none yet.
 
     Raises:
-        ModelError: it cannot be built, or the given weights are of another model.
+        ModelError: it cannot be built, cannot take the head that is fitted afterwards, or the given weights are of another model.
         ArtifactError: they are missing or damaged.
     """
+    if settings.head == "probe":
+        with torch.device("meta"):
+            models.check_linear_head(models.create(settings.student, data.classes))
     torch.manual_seed(settings.seed or 0)
     labels = data.classes if settings.head == "trained" else ()
     if not settings.weights:

@@ -149,9 +149,27 @@ def test_a_network_that_ends_in_another_way_speaks_for_itself(device):
     outputs = FrozenTeacher(model, device, precision="fp32")(images)
     torch.testing.assert_close(outputs.logits, expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(
-        ModelError, match=r"teacher 'volo_d1_224' has no features to compare with: .*reinforce\.features=false"
+        ModelError, match=r"'volo_d1_224' cannot be compared by its features: .*reinforce\.features=false"
     ):
         FrozenTeacher(model, device, precision="fp32", features=True)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("architecture", ["levit_128s", "repvit_m0_9", "efficientvit_b0"])
+def test_heads_of_other_kinds_give_features_beside_their_logits(device, architecture, precision):
+    """LeViT and RepViT have two heads that begin with a normalisation; EfficientViT's has a hidden layer."""
+    torch.manual_seed(0)
+    model = models.create(ModelSettings(architecture=architecture), ["a", "b"]).eval()
+    for part in model.network.modules():
+        if isinstance(part, torch.nn.BatchNorm1d):
+            part.running_mean.normal_()
+    images = torch.randint(0, 256, (2, 3, 224, 224), dtype=torch.uint8)
+    with torch.inference_mode():
+        expected, pooled = model(images), model.pooled(images)
+    outputs = FrozenTeacher(model, device, precision=precision, features=True)(images)
+    close = {"rtol": 1e-4, "atol": 1e-4} if precision == "fp32" else {"rtol": 0.1, "atol": 0.1}
+    torch.testing.assert_close(outputs.logits, expected, **close)
+    torch.testing.assert_close(outputs.features, pooled, **close)
 
 
 def test_the_same_bits_again(model, device, images):

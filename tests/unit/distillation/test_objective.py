@@ -296,21 +296,44 @@ def test_logits_and_features_take_one_forward_pass(student):
     assert len(passes) == 1
 
 
-@pytest.mark.parametrize("architecture", ["resnet18", "convnext_atto", "vit_base_patch16_clip_224"])
-def test_other_architectures_have_features_too(architecture):
-    arguments = {"img_size": 32, "depth": 1} if architecture.startswith("vit") else {}
-    model = models.create(ModelSettings(architecture=architecture, args=arguments), LABELS).eval()
-    logits, _, features, *_ = model.outputs(IMAGES[:1], features=True)
-    assert torch.equal(logits, model(IMAGES[:1]))
-    assert features.shape == (1, models.feature_size(model))
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["resnet18", "convnext_atto", "vit_base_patch16_clip_224", "levit_128s", "deit_tiny_distilled_patch16_224"],
+)
+def test_other_architectures_have_features_too(architecture, device):
+    """LeViT and DeiT have two heads, and LeViT's begin with a normalisation."""
+    arguments = {"img_size": 32, "depth": 1} if architecture.startswith(("vit", "deit")) else {}
+    with torch.device(device):
+        model = models.create(ModelSettings(architecture=architecture, args=arguments), LABELS).eval()
+        images = IMAGES[:1].to(device)
+        logits, _, features, *_ = model.outputs(images, features=True)
+        assert device == "meta" or torch.equal(logits, model(images))
+        assert features.shape == (1, models.feature_size(model))
 
 
-@pytest.mark.parametrize("architecture", ["deit_tiny_distilled_patch16_224", "volo_d1_224"])
-def test_a_model_whose_logits_are_not_one_layer_of_its_features_is_refused(architecture):
-    arguments = {"img_size": 32, "depth": 1} if architecture.startswith("deit") else {}
-    model = models.create(ModelSettings(architecture=architecture, args=arguments), LABELS)
-    with pytest.raises(ModelError, match=f"'{architecture}' cannot be compared by its features.*feature_weight=0"):
-        ProjectedStudent(model, 24)
+def test_the_features_of_two_heads_and_both_their_logits_take_one_forward_pass():
+    """DeiT's distillation token learns beside the features."""
+    architecture = ModelSettings(architecture="deit_tiny_distilled_patch16_224", args={"img_size": 32, "depth": 1})
+    model = models.create(architecture, LABELS).train()
+    models.train_distilled(model)
+    passes = []
+    model.network.blocks[0].register_forward_hook(lambda *_: passes.append(1))
+    outputs = model.outputs(IMAGES, features=True)
+    assert len(passes) == 1
+    first, second = model.network.get_classifier()
+    tokens = model.network.forward_features(model.preprocess(IMAGES))
+    torch.testing.assert_close(outputs.logits, first(tokens[:, 0]))
+    torch.testing.assert_close(outputs.distilled, second(tokens[:, 1]))
+    torch.testing.assert_close(outputs.features, tokens[:, :2].mean(dim=1))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_whose_logits_are_not_made_of_its_features_is_refused(device):
+    with torch.device(device):
+        model = models.create(ModelSettings(architecture="volo_d1_224"), LABELS)
+        with pytest.raises(ModelError, match=r"'volo_d1_224' cannot be compared by its features.*feature_weight=0"):
+            ProjectedStudent(model, 24)
     assert model.training
 
 
