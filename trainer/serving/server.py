@@ -338,6 +338,9 @@ class PhotoServer:
                     "data": [next(iter(one.labels)) for one in said],
                 },
             ]
+            if self.model.threshold is not None:
+                named = (rows > self.model.threshold).ravel().tolist()
+                outputs.append({"name": "named", "datatype": "BOOL", "shape": list(rows.shape), "data": named})
             identity = {"id": asked["id"]} if isinstance(asked.get("id"), str) else {}
             return {"model_name": self.name, "model_version": self.model.version, **identity, "outputs": outputs}
 
@@ -407,6 +410,7 @@ class PhotoServer:
         }
         if self.model.threshold is not None:  # each class by itself: those above it are named
             content["parameters"] = {"threshold": self.model.threshold}
+            content["outputs"].append({"name": "named", "datatype": "BOOL", "shape": [-1, classes]})
         return self._unknown(name, version) or JSONResponse(content)
 
     async def _model_ready(self, name: str, version: str = "") -> Response:

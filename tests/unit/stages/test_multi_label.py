@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import json
 import logging
@@ -261,7 +262,14 @@ def test_an_exported_student_names_what_the_student_names(made, tmp_path, caplog
     assert sum(said.labels.values()) != pytest.approx(1), "each class is by itself"
     with TestClient(PhotoServer(served, name="several", most=ServerLimits())) as client:
         answer = client.post("/predict?top=1", content=photo, headers={"content-type": "image/png"}).json()
+        content = {"name": "photo", "datatype": "BYTES", "shape": [1], "data": [base64.b64encode(photo).decode()]}
+        inferred = client.post("/v2/models/several/infer", json={"inputs": [content]}).json()["outputs"]
+        described = client.get("/v2/models/several").json()["outputs"]
     assert answer["named"] == list(said.named)
+    (named,) = (tensor for tensor in inferred if tensor["name"] == "named")
+    assert (named["datatype"], named["shape"]) == ("BOOL", [1, len(served.labels)])
+    assert [label for label, is_named in zip(served.labels, named["data"], strict=True) if is_named] == list(said.named)
+    assert [(one["name"], one["datatype"]) for one in described] == [(one["name"], one["datatype"]) for one in inferred]
     assert f" bytes named {list(said.named)} " in caplog.text
     assert (
         answer["attributes"]
