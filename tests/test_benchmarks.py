@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -194,3 +195,18 @@ def test_a_method_that_there_is_not(bench):
         bench("bench_accuracy", "methods", "digits", "--only", "soft")
     with pytest.raises(SystemExit, match="give it a name of its own"):
         bench("bench_accuracy", "methods", "digits", "--variant", "kl: distill.temperature=4")
+
+
+def test_the_minutes_of_what_a_former_call_began_are_not_known(tmp_path):
+    given = {"recipe": "digits", "overrides": ["tracking.enabled=false"], "jobs": 1, "methods": {}}
+    bench = bench_accuracy.Bench(**given, seeds=[0, 1], output=tmp_path)
+    bench.prepare("whole")
+    (tmp_path / "begun.log").write_text("of the call that was stopped\n")
+    bench.prepare("begun")
+    assert bench.minutes("whole") > 0
+    assert math.isnan(bench.minutes("begun"))
+    for seed, made in enumerate(["whole", "begun"]):
+        (tmp_path / f"{made}.seconds").rename(tmp_path / f"{bench_accuracy.student('kl', seed)}.seconds")
+    whole = bench.minutes(bench_accuracy.student("kl", 0))
+    row = bench_accuracy.table_of_methods(bench, {"kl": [(1.0, 2.0), (2.0, 3.0)]})[-1]
+    assert row == f"| kl | 1.5 | 1.0 | 2.5 | {whole:.1f} |"

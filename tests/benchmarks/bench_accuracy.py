@@ -21,6 +21,7 @@ import argparse
 import csv
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
@@ -73,6 +74,7 @@ class Bench:
             command = [sys.executable, "-m", "trainer", "stage", stage, "--recipe", self.recipe, *options]
             command += ["--set", *self.overrides, *changes]
             log = self.output / f"{made}.log"
+            is_continued = log.exists()  # so what the processes of the former call took is not known
             with log.open("w") as file:
                 environment = {
                     "OMP_NUM_THREADS": "1",
@@ -85,11 +87,15 @@ class Bench:
             process.returncode = os.waitstatus_to_exitcode(status)
             if process.returncode:
                 raise SystemExit(f"{made}: exit code {process.returncode}; see {log}")
-            (self.output / f"{made}.seconds").write_text(f"{usage.ru_utime + usage.ru_stime:.1f}\n")
+            seconds = math.nan if is_continued else usage.ru_utime + usage.ru_stime
+            (self.output / f"{made}.seconds").write_text(f"{seconds:.1f}\n")
         return target
 
     def minutes(self, made: str) -> float:
-        """Processor minutes of the stage that made this, and of its processes, which other work on the machine hardly changes."""
+        """Processor minutes of the stage that made this, and of its processes, which other work on the machine hardly changes.
+
+        NaN of a stage that a former call began.
+        """
         return float((self.output / f"{made}.seconds").read_text()) / 60
 
     def prepare(self, name: str = "data", *changes: str) -> None:
@@ -278,11 +284,16 @@ def table(scores: Scores, seeds: Sequence[int]) -> list[str]:
 
 
 def table_of_methods(bench: Bench, scores: Scores) -> list[str]:
-    """One row a method: test score with its spread over the seeds, validation top-1, and processor minutes of a distillation."""
+    """One row a method: test score with its spread over the seeds, validation top-1, and processor minutes of a distillation.
+
+    The minutes are those of the seeds that were trained in one go; `nan` where there is none.
+    """
     lines = ["| method | test | largest - smallest | val | processor minutes |", "|---|---|---|---|---|"]
     for name, of_seeds in scores.items():
         test, val = ([seed[split] for seed in of_seeds] for split in (0, 1))
-        minutes = statistics.mean(bench.minutes(student(name, seed)) for seed in bench.seeds)
+        taken = [bench.minutes(student(name, seed)) for seed in bench.seeds]
+        known = [minutes for minutes in taken if not math.isnan(minutes)]
+        minutes = statistics.mean(known) if known else math.nan
         numbers = (statistics.mean(test), max(test) - min(test), statistics.mean(val), minutes)
         lines.append(f"| {name} | {' | '.join(f'{number:.1f}' for number in numbers)} |")
     return lines
