@@ -293,9 +293,9 @@ def with_labels(model: Classifier, labels: Sequence[str], *, drop_path: float = 
     try:
         network.load_state_dict(weights)
     except RuntimeError as error:  # such as EfficientViT's (MSRA), of whose head timm names but a part
-        what = "with a new head" if labels else "without its head"
         raise ModelError(
-            f"architecture {model.card.architecture!r} cannot be taken {what}, whose weights timm does not name; choose another one"
+            f"architecture {model.card.architecture!r} cannot be taken without its head: timm does not name all of its weights; choose "
+            "another one"
         ) from error
     return Classifier(network, replace(model.card, labels=tuple(labels), embedding=None, tokens=None))
 
@@ -308,7 +308,7 @@ def with_head(model: Classifier, labels: Sequence[str], weight: Tensor, bias: Te
         ModelError: the architecture's head is not one linear layer of the pooled features.
     """
     headed = with_labels(model, labels)
-    check_linear_head(headed)
+    _check_linear_head(headed)
     network: Any = headed.network
     network.get_classifier().weight.copy_(weight)
     network.get_classifier().bias.copy_(bias)
@@ -375,13 +375,13 @@ def feature_size(model: Classifier) -> int:
                 "pooled features; choose another one, or args with a global_pool"
             )
         return int(shape[1])
-    if not _makes_logits_of_features(model):
+    size = _size_of_features(model)
+    if size is None:
         raise ModelError(
             f"architecture {model.card.architecture!r} cannot be compared by its features: its logits are not made of them by its head; "
             "set distill.feature_weight=0 and reinforce.features=false, or choose another architecture"
         )
-    with _shown_grey(model) as image:
-        return int(model.pooled(image).shape[1])
+    return size
 
 
 def token_shape(model: Classifier) -> MapShape:
@@ -460,28 +460,37 @@ def _heads(network: Any) -> tuple[nn.Module, ...]:
 def head_of_features(model: Classifier) -> nn.Module | None:
     """Find the one module from pooled features to logits; None in a network with several, or that ends in another way."""
     heads = _heads(model.network)
-    return heads[0] if len(heads) == 1 and _makes_logits_of_features(model) else None
+    return heads[0] if len(heads) == 1 and _size_of_features(model) is not None else None
 
 
-def _makes_logits_of_features(model: Classifier) -> bool:
-    """Return whether pooled features and the heads on them give the logits; VOLO's are also made of its patch tokens."""
+def _size_of_features(model: Classifier) -> int | None:
+    """Return the length D of the pooled features [B, D] that each head reads; None where the logits are not made of them alone, as VOLO's
+    are not, or the head reads a map, as ResNetV2's does.
+    """
+    heads, calls = _heads(model.network), list[tuple[Tensor, Tensor]]()
     with _shown_grey(model) as image:
-        if not image.is_meta:
-            return _is_its_answer(model.outputs(image, features=True), model, image)
-        # There are no numbers to compare, so each head has to be called once, with an input of the features' shape.
-        # What one gives has to be the answer itself.
-        heads, calls = _heads(model.network), list[tuple[Tensor, Tensor]]()
         with ExitStack() as hooks:
             for head in heads:
                 hooks.enter_context(head.register_forward_hook(lambda _, given, said: calls.append((given[0], said))))
             logits = model(image)
-        shape = model.pooled(image).shape
-        are_called = len(calls) == len(heads) and all(given.shape == shape for given, _ in calls)
-        return are_called and (len(heads) > 1 or calls[0][1] is logits)
+        if len(calls) != len(heads) or any(given.ndim != 2 for given, _ in calls):
+            return None
+        pooled = model.pooled(image)
+        if any(given.shape != pooled.shape for given, _ in calls):
+            return None
+        if image.is_meta:  # there are no numbers to compare: what one head gives has to be the answer itself
+            is_answer = len(heads) > 1 or calls[0][1] is logits
+        else:
+            is_answer = _is_its_answer(model.outputs(image, features=True), model, image)
+        return pooled.shape[1] if is_answer else None
 
 
-def check_linear_head(model: Classifier) -> None:
-    """Raise a `ModelError` where a linear probe of the pooled features cannot be the head of this model, which has one."""
+def check_takes_probe(model: Classifier, labels: Sequence[str]) -> None:
+    """Raise a `ModelError` where a linear probe cannot become the head of this model, once it has none; the weights do not matter."""
+    _check_linear_head(with_labels(with_labels(model, ()), labels))
+
+
+def _check_linear_head(model: Classifier) -> None:
     if not isinstance(head_of_features(model), nn.Linear):
         raise ModelError(
             f"architecture {model.card.architecture!r} cannot take a linear probe as its head, which is not one linear layer of the pooled "

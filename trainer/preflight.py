@@ -139,7 +139,7 @@ def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here:
         else:
             return None
         if settings.head == "none":
-            models.check_linear_head(models.with_labels(model, classes or _SOME_CLASSES))
+            models.check_takes_probe(model, classes or _SOME_CLASSES)
             model = models.with_labels(model, ())
         elif classes and settings.weights and (settings.label_map or not settings.finetune.epochs):
             name = f"pretrain.weights {settings.weights}"
@@ -173,7 +173,7 @@ def _check_compared(settings: Settings, teacher: Classifier | None, student: Cla
     with _tried("distill.student"):
         check_compared(student, settings.distill, student=True)
         if settings.distill.head == "probe":
-            models.check_linear_head(student)
+            models.check_takes_probe(student, student.card.labels)
     if teacher is None:
         return
     with _tried("pretrain.teacher"):

@@ -263,7 +263,7 @@ def test_a_head_with_a_normalisation_comes_off_and_on(tmp_path):
 
 def test_a_head_of_which_timm_names_but_a_part_is_refused():
     model = models.create(ModelSettings(architecture="efficientvit_m0"), ("a", "b"))
-    with pytest.raises(ModelError, match="'efficientvit_m0' cannot be taken without its head, whose weights timm"):
+    with pytest.raises(ModelError, match="'efficientvit_m0' cannot be taken without its head: timm"):
         models.with_labels(model, ())
 
 

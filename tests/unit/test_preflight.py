@@ -170,12 +170,16 @@ def test_teachers_and_students_without_a_head_are_tried():
 
 
 @pytest.mark.parametrize(
+    ("architecture", "why"),
+    [("levit_128s", "take a linear probe as its head"), ("efficientvit_m0", "be taken without its head")],
+)
+@pytest.mark.parametrize(
     ("name", "overrides"),
     [("pretrain.teacher", ("pretrain.mae.epochs=1", *HEADLESS, *PROBE)), ("distill.student", PROBE)],
 )
-def test_a_probe_that_cannot_be_the_head_is_refused_before_the_training(name, overrides):
-    args = [f"{name}.architecture=levit_128s", f"{name}.args={{}}", "data.image_size=224"]
-    with pytest.raises(ModelError, match=rf"^{name}: architecture 'levit_128s' cannot take a linear probe as its head"):
+def test_a_probe_that_cannot_be_the_head_is_refused_before_the_training(name, overrides, architecture, why):
+    args = [f"{name}.architecture={architecture}", f"{name}.args={{}}", "data.image_size=224"]
+    with pytest.raises(ModelError, match=rf"^{name}: architecture '{architecture}' cannot {why}"):
         checked(*overrides, *args)
 
 

@@ -74,7 +74,7 @@ class FrozenTeacher:
             use_fast_kernels(self._model, device, precision)
         self._gives_logits = bool(model.card.labels)
         self._head = models.head_of_features(self._model) if self._gives_logits else None
-        if features:
+        if features and self._head is None and self._gives_logits:
             models.feature_size(self._model)
         if tokens:
             models.token_shape(self._model)

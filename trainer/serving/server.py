@@ -339,7 +339,7 @@ class PhotoServer:
                 },
             ]
             if self.model.threshold is not None:
-                named = (rows > self.model.threshold).ravel().tolist()
+                named = [label in (one.named or ()) for one in said for label in self.model.labels]
                 outputs.append({"name": "named", "datatype": "BOOL", "shape": list(rows.shape), "data": named})
             identity = {"id": asked["id"]} if isinstance(asked.get("id"), str) else {}
             return {"model_name": self.name, "model_version": self.model.version, **identity, "outputs": outputs}

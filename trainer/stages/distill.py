@@ -135,7 +135,7 @@ def start(settings: DistillSettings, data: PreparedDataset) -> tuple[Classifier,
     """
     if settings.head == "probe":
         with torch.device("meta"):
-            models.check_linear_head(models.create(settings.student, data.classes))
+            models.check_takes_probe(models.create(settings.student, ()), data.classes)
     torch.manual_seed(settings.seed or 0)
     labels = data.classes if settings.head == "trained" else ()
     if not settings.weights:

@@ -172,6 +172,22 @@ def test_heads_of_other_kinds_give_features_beside_their_logits(device, architec
     torch.testing.assert_close(outputs.features, pooled, **close)
 
 
+@pytest.mark.parametrize(
+    "architecture", ["resnetv2_18", "dla46x_c", "crossvit_tiny_240", "efficientvim_m1", "sequencer2d_s"]
+)
+def test_heads_that_read_no_pooled_features_speak_for_themselves(device, architecture):
+    """Heads that read a map, or several modules that are called in a way of their own."""
+    torch.manual_seed(0)
+    model = models.create(ModelSettings(architecture=architecture), ["a", "b"]).eval()
+    images = torch.randint(0, 256, (1, 3, 224, 224), dtype=torch.uint8)
+    with torch.inference_mode():
+        expected = model(images)
+    outputs = FrozenTeacher(model, device, precision="fp32")(images)
+    torch.testing.assert_close(outputs.logits, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ModelError, match=f"'{architecture}' cannot be compared by its features: "):
+        FrozenTeacher(model, device, precision="fp32", features=True)
+
+
 def test_the_same_bits_again(model, device, images):
     first, again = freeze(model, device)(images), freeze(model, device)(images)
     assert torch.equal(first.logits, again.logits)

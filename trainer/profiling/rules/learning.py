@@ -74,9 +74,9 @@ def weak_teacher(case: Case) -> Outcome:
     images = (context.classes or {}).values()
     labels, labeled = sum(images), context.labeled or 0
     if several:
-        # in whatever order the images are put, a class's precision is its share of them in the mean
-        guess, guesser = labels / max(labeled * len(images), 1), "an order by chance"
-        # AP is the mean of a precision at each image of the class, so its variance is at most p(1 - p) / images of the class
+        # in a random order a class's precision is, in the mean, its share of the images
+        guess, guesser = labels / max(labeled * len(images), 1), "ranking them at random"
+        # AP is a mean of precisions, one at each image of the class: of independent ones the variance is at most p(1 - p) / images
         weight = math.sqrt(labeled / labels) if labels else 1.0
     else:
         guess, guesser, weight = max(images, default=0) / max(labels, 1), "always saying the most frequent class", 1.0

@@ -97,7 +97,7 @@ PLATES = {"rice": 100, "curry": 40, "salad": 20, "bread": 40}
             None,
             None,
             Finding,
-            "mAP, 43.0%, is near chance: an order by chance gives 25.0% (limit 43.8%)",
+            "mAP, 43.0%, is near chance: ranking them at random gives 25.0% (limit 43.8%)",
             id="near",
         ),
         pytest.param(0.44, 0.40, None, Healthy, "mAP is 44.0%, the student's 40.0%", id="knows something"),
