@@ -143,11 +143,16 @@ def _blocked(steps: Steps) -> Series:
 
 
 def _gpu_idles_while(rank: RankEvidence, signal: Series | None, above: float, gpu_below: float) -> float:
-    """Compute the share of the samples in which a signal was above a limit and the GPU below another; 0 where either was not sampled."""
+    """Compute the share of the samples at steps in which a signal was above a limit and the GPU below another; 0 where either was not
+    sampled.
+    """
     gpu = rank.system.get("gpu_percent")
-    if signal is None or gpu is None or not len(gpu):
+    if signal is None or gpu is None:
         return 0.0
-    return float(np.mean((signal > above) & (gpu < gpu_below)))
+    within = within_steps(
+        rank
+    )  # not while the first step compiles, for which a core computes and the GPU has nothing to do
+    return float(np.mean((signal[within] > above) & (gpu[within] < gpu_below))) if within.any() else 0.0
 
 
 @rule("I/O bottleneck")

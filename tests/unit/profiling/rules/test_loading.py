@@ -93,6 +93,14 @@ def test_a_gpu_that_idles_beside_a_busy_core_or_waiting_cores() -> None:
     assert fired(rank_of(device=GPU, system=busy | {"cpu0_percent": 5.0, "iowait_percent": 40.0})) == []
 
 
+def test_a_gpu_idles_rightly_while_the_first_step_compiles() -> None:
+    """As on an H100, where a core compiled for most of the recording's time."""
+    compiles = {"cpu0_percent": [100.0] * 70 + [20.0] * 30, "gpu_percent": [0.0] * 70 + [95.0] * 30}
+    seconds = float(steps_of()["seconds"].sum())
+    assert fired(rank_of(device=GPU, cores=1, system=compiles, first_step_s=0.7 * seconds)) == []
+    assert fired(rank_of(device=GPU, cores=1, system=compiles)) == ["cpu_bottleneck"]
+
+
 def test_a_process_that_alone_waits_is_not_the_loaders_fault() -> None:
     assert fired(*together(steps_of(), steps_of(data=20), cores=4)) == []
     assert fired(*together(steps_of(data=20), steps_of(data=20), cores=4)) == ["loader_workers"]
