@@ -36,6 +36,8 @@ _MEMORY: Mapping[str, str] = {
     "process_rss_bytes": "the process",
 }
 """Signal of memory that a training holds -> whose; the first of each owner that was recorded counts."""
+_WITHIN_STEPS = {"gpu_memory_allocated_bytes"}
+"""Those that rise and fall several times over within each step, where samples are taken anywhere: what is kept raises the lowest ones."""
 _SIZES: Mapping[str, str] = {"the GPU": "gpu_memory_total_bytes", "the device": "device_memory_total_bytes"}
 """Owner -> signal of how much it has; the machine's memory where there is none."""
 _KEEP_GRAPHS = (
@@ -162,14 +164,17 @@ def gpu_memory_growth(case: Case) -> Outcome:
 
 
 def _levels(rank: RankEvidence, name: str) -> Series | None:
-    """Median of the signal in each part of the steps after their first quarter, which warms up; none where there are too few samples."""
+    """Level of the signal in each part of the steps after their first quarter, which warms up: its median, or the lowest value of one of
+    `_WITHIN_STEPS`; none where there are too few samples.
+    """
     usable = np.isfinite(rank.system[name]) & within_steps(rank)
     values, done = rank.system[name][usable], np.searchsorted(rank.steps["start_s"], rank.system["end_s"][usable])
     edges = np.linspace(len(rank.steps["step"]) / 4, len(rank.steps["step"]), _PARTS + 1)
     parts = [values[(done > low) & (done <= high)] for low, high in pairwise(edges)]
     if min(len(part) for part in parts) < _FEWEST_SAMPLES:
         return None
-    return np.array([np.median(part) for part in parts])
+    level = np.min if name in _WITHIN_STEPS else np.median
+    return np.array([level(part) for part in parts])
 
 
 def _leak(rank: RankEvidence, owner: str, levels: Series) -> Finding:

@@ -179,6 +179,19 @@ def test_memory_that_jumps_or_settles_does_not_leak() -> None:
     assert not fires(gpu_memory_growth, rank_of(system={"process_private_bytes": jumps}))
 
 
+# MiB that torch had allocated on an H100, at moments anywhere within its steps: what a step computes with comes and goes.
+WITHIN_STEPS = np.array(
+    [555, 852, 955, 1120, 880, 554, 3335, 553, 2793, 1410, 562, 2575, 717, 563, 716, 1082, 716, 717, 3331, 3123.0]
+)
+
+
+def test_a_leak_shows_beneath_what_a_step_computes_with() -> None:
+    samples = 2.0**20 * np.tile(WITHIN_STEPS, 5)
+    assert not fires(gpu_memory_growth, rank_of(system={"gpu_memory_allocated_bytes": samples}))
+    leaks = samples + 2.0**20 * 16 * np.arange(100)
+    assert fires(gpu_memory_growth, rank_of(system={"gpu_memory_allocated_bytes": leaks}))
+
+
 def test_mapped_files_are_no_leak() -> None:
     system = {"process_rss_bytes": 1e9 * np.linspace(1, 2, 100), "process_private_bytes": 1e9}
     assert not fires(gpu_memory_growth, rank_of(system=system))
