@@ -58,13 +58,16 @@ STEP_COLUMNS = (
     "host_data_delayed_seconds",
     "host_backward_cpu_seconds",
     "host_backward_delayed_seconds",
+    "host_to_device_seconds",
     "queued",
     "transfers",
 )
-"""Columns of the step table before its ranges. `host_`: of the training's thread in the step, in `data`, and in `backward`; `cpu`:
-while it computed; `delayed`: while it was ready and no core was free, NaN where the kernel does not say. `queued`: batches that the
-loader processes had ready when the step asked for one, NaN where there are none. `transfers`: how often values came from the device to
-the host, on XLA, where that breaks up the step; NaN where it was not counted, as in most steps of a long training."""
+"""Columns of the step table before its ranges. `host_`: of the training's thread in the step, in `data`, in `backward`, and in `to_device`
+(`_LATER_COLUMNS` are missing in older recordings); `cpu`: while it computed; `delayed`: while it was ready and no core was free, NaN
+where the kernel does not say. `queued`: batches that the loader processes had ready when the step asked for one, NaN where there are
+none. `transfers`: how often values came from the device to the host, on XLA, where that breaks up the step; NaN where it was not counted,
+as in most steps of a long training."""
+_LATER_COLUMNS = {"host_to_device_seconds"}
 SPAN_COLUMNS = ("range", "start_s", "seconds")
 TENSOR_COLUMNS = (
     "elements",
@@ -438,7 +441,8 @@ def _read_training(directory: Path) -> TrainingEvidence:
     ranks = []
     for record in records:
         prefix = f"rank{record.rank}"
-        steps = _read_arrow(directory / f"{prefix}-steps.arrow", (*STEP_COLUMNS, *record.steps.ranges))
+        needed = [name for name in STEP_COLUMNS if name not in _LATER_COLUMNS]
+        steps = _read_arrow(directory / f"{prefix}-steps.arrow", (*needed, *record.steps.ranges))
         spans = _read_arrow(directory / f"{prefix}-spans.arrow", SPAN_COLUMNS)
         tensors = _read_arrow(directory / f"{prefix}-tensors.arrow", ("step", "seconds", "tensor", *TENSOR_COLUMNS))
         one = RankEvidence(

@@ -109,9 +109,10 @@ MOST_PENDING = 4096
 
 _OTHER_COLUMN = 0
 _DATA_COLUMN = 1 + PHASES.index("data")
+_TO_DEVICE_COLUMN = 1 + PHASES.index("to_device")
 _BACKWARD_COLUMN = 1 + PHASES.index("backward")
-_MAY_WAIT = frozenset({_DATA_COLUMN, _BACKWARD_COLUMN})
-"""Phases in which the host waits for loader processes, or for other training processes."""
+_ON_HOST = frozenset({_DATA_COLUMN, _TO_DEVICE_COLUMN, _BACKWARD_COLUMN})
+"""Phases in which the host waits for loader processes, starts many small kernels, or waits for other training processes."""
 
 
 @dataclass(slots=True)
@@ -125,7 +126,7 @@ class _Segment:
     images: int = 0
     profiled: bool = False
     thread_ns: dict[int, list[float]] = field(default_factory=dict)
-    """Of the step, as `_OTHER_COLUMN`, and of each of `_MAY_WAIT` on the host: how long, of that on a core, and ready without one."""
+    """Of the step, as `_OTHER_COLUMN`, and of each of `_ON_HOST` on the host: how long, of that on a core, and ready without one."""
     queued: float = math.nan
     transfers: float = math.nan
 
@@ -337,7 +338,7 @@ class Timeline:
             column = self._columns.get((parent, name)) or self._new_column(parent, name)
             segment.marks.append(self.clock.mark())
             segment.owners.append(column)
-            if column in _MAY_WAIT:
+            if column in _ON_HOST:
                 self._count_thread(segment, column, -1)
         else:
             column = self._outside_index(name)
@@ -352,7 +353,7 @@ class Timeline:
         if segment.step >= 0:
             segment.marks.append(self.clock.mark())
             segment.owners.append(self._open[-1] if self._open else _OTHER_COLUMN)
-            if column in _MAY_WAIT:
+            if column in _ON_HOST:
                 self._count_thread(segment, column, 1)
         elif not self._open:
             mark = self.clock.mark()
@@ -361,7 +362,7 @@ class Timeline:
             self._take_in_passed()
 
     def _count_thread(self, segment: _Segment, column: int, sign: int) -> None:
-        """Count the host's time of a step, or of a phase in which it may wait, as that begins (-1) and ends (1)."""
+        """Count the host's time of a step, or of one of `_ON_HOST`, as that begins (-1) and ends (1)."""
         delayed_ns = math.nan if self._schedstat is None else int(os.pread(self._schedstat, 64, 0).split()[1])
         counted = segment.thread_ns.setdefault(column, [0, 0, 0])
         counted[:] = map(add, counted, (sign * self._nanoseconds(), sign * time.thread_time_ns(), sign * delayed_ns))
@@ -434,9 +435,9 @@ class Timeline:
         self.totals.profiled += segment.profiled
         self.totals.profiled_seconds += total * segment.profiled
         self.totals.ranges[:] = map(add, self.totals.ranges, seconds)
-        host, data, backward = (
+        host, data, to_device, backward = (
             [1e-9 * value for value in segment.thread_ns.get(column, (0, 0, 0))]
-            for column in (_OTHER_COLUMN, _DATA_COLUMN, _BACKWARD_COLUMN)
+            for column in (_OTHER_COLUMN, _DATA_COLUMN, _TO_DEVICE_COLUMN, _BACKWARD_COLUMN)
         )
         self.steps.append(
             (
@@ -445,7 +446,7 @@ class Timeline:
                 total,
                 segment.images,
                 segment.profiled,
-                *(host[0], data[0], *host[1:], *data[1:], *backward[1:]),
+                *(host[0], data[0], *host[1:], *data[1:], *backward[1:], to_device[0]),
                 segment.queued,
                 segment.transfers,
                 *seconds,

@@ -91,6 +91,7 @@ def test_phases_and_the_rest_sum_to_the_step(timeline: Timeline, time: Time) -> 
     with timeline.step(7, images=32):
         for _ in range(2):
             spend(timeline, time, "data", 0.5)
+            spend(timeline, time, "to_device", 0.0625)
             spend(timeline, time, "forward", 1)
             time.pass_(0.25)
             spend(timeline, time, "backward", 2)
@@ -98,12 +99,12 @@ def test_phases_and_the_rest_sum_to_the_step(timeline: Timeline, time: Time) -> 
     step = row(timeline)
     assert (step["step"], step["images"], step["profiled"]) == (7, 32, 0)
     assert step["start_s"] == pytest.approx(2)
-    assert step["seconds"] == pytest.approx(7.625)
+    assert step["seconds"] == pytest.approx(7.75)
     assert (step["data"], step["forward"], step["backward"], step["optimizer"]) == pytest.approx((1, 2, 4, 0.125))
     assert step[OTHER] == pytest.approx(0.5)
     assert sum(step[name] for name in timeline.ranges) == pytest.approx(step["seconds"])
-    assert step["host_seconds"] == pytest.approx(7.625)
-    assert step["host_data_seconds"] == pytest.approx(1)
+    assert step["host_seconds"] == pytest.approx(7.75)
+    assert (step["host_data_seconds"], step["host_to_device_seconds"]) == pytest.approx((1, 0.125))
 
 
 def test_nested_ranges_are_counted_once(timeline: Timeline, time: Time) -> None:

@@ -27,6 +27,8 @@ _KEEP_ON_DEVICE = (
     "log_every steps"
 )
 _TEACHER = "teacher_forward"
+_BUSY_PERCENT = 90.0
+"""Used so much, a GPU has work waiting for it while the host starts the next kernels."""
 
 
 def _use(case: Case) -> Mapping[str, Series] | NotJudged:
@@ -120,9 +122,10 @@ def _if_used(case: Case, gpu: Series, percent: float) -> Saving:
 
 @rule("Host to device")
 def host_to_device(case: Case) -> Outcome:
-    """Fires when copies to the GPU and views made there take more than `share` of the steps' time.
+    """Fires when copies to the GPU and views made there take more than `share` of the steps' time. Where the GPU is often idle, the time
+    that the host needs to start them does not count: any small kernels would take it, which `gpu_utilization` judges.
 
-    Needs phase `to_device` of the steps, on a GPU.
+    Needs phase `to_device` of the steps, on a GPU, and the host's time in it; the use of the GPU.
     Advises fewer bytes, or views made by the loader processes.
     """
     steps, limit = Steps(case), case.rules.host_to_device.share
@@ -132,7 +135,11 @@ def host_to_device(case: Case) -> Outcome:
         return NotJudged("the training runs on a CPU, to which nothing is copied")
     if steps.too_few:
         return steps.too_few
-    seconds = float(np.median(usual(steps.phase("to_device"))))
+    spent, use = steps.phase("to_device"), _use(case)
+    busy = isinstance(use, Mapping) and float(np.median(use["GPU"])) >= _BUSY_PERCENT
+    if not busy:
+        spent = np.maximum(spent - np.nan_to_num(steps.column("host_to_device_seconds")), 0.0)
+    seconds = float(np.median(usual(spent)))
     share = seconds / steps.step_s
     summary = f"{share:.0%} of each step ({1e3 * seconds:.3g} of {1e3 * steps.step_s:.3g} ms undisturbed)"
     if share <= limit:

@@ -58,6 +58,7 @@ def steps_of(count: int = STEPS, **milliseconds: Milliseconds) -> dict[str, np.n
         "host_data_delayed_seconds": np.zeros(count),
         "host_backward_cpu_seconds": np.minimum(ranges["backward"], 2e-3),
         "host_backward_delayed_seconds": np.zeros(count),
+        "host_to_device_seconds": np.full(count, 0.2e-3),
         "queued": np.full(count, np.nan),
         "transfers": np.full(count, np.nan),
     }

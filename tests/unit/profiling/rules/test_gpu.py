@@ -96,6 +96,20 @@ def test_copies_to_the_gpu() -> None:
     assert saving.seconds == pytest.approx(STEPS * 0.010)
 
 
+def test_a_host_that_starts_kernels_slowly_is_not_a_slow_copy() -> None:
+    """On an H100, steps of 35 ms that the host filled with starting kernels spent 3.9 ms so in `to_device`; none of it was a copy."""
+    idle = {"gpu_percent": 50.0, "cpu0_percent": 80.0}
+    assert fired(on_gpu(steps_of(to_device=4, host_to_device_seconds=3.9), **idle)) == ["gpu_utilization"]
+    assert fired(on_gpu(steps_of(to_device=4, host_to_device_seconds=1), **idle)) == ["host_to_device"]
+    assert fired(on_gpu(steps_of(to_device=4, host_to_device_seconds=3.9))) == ["host_to_device"]  # the GPU is busy
+
+
+def test_evidence_of_before_the_hosts_time_was_measured() -> None:
+    steps = steps_of(to_device=4)
+    del steps["host_to_device_seconds"]
+    assert fired(on_gpu(steps, gpu_percent=50.0, cpu0_percent=80.0)) == ["host_to_device"]
+
+
 def table(**calls: int) -> OperatorTable:
     """A window of four steps."""
     rows = [
