@@ -124,14 +124,16 @@ def crop_by_products(images: Tensor, parameters: ViewParameters, size: int) -> T
     """
     count, stored = len(images), images.shape[-1]
     box, mirror = (to_device(part, images.device) for part in (parameters.box, parameters.mirror))
-    left, top, width, height = box.unbind(1)
-    place = torch.arange(size, dtype=torch.float64, device=images.device).view(1, -1, 1)
-    mirrored = torch.where(mirror.view(-1, 1, 1), size - 1 - place, place)
-    columns, unit = _filter(left, width, mirrored, stored=stored)
+    place = torch.arange(size, dtype=torch.float64, device=images.device)
+    # Both axes in one go, since the host has to start each of these small kernels: columns, then rows.
+    mirrored = torch.where(mirror.view(-1, 1), size - 1 - place, place)
+    places = torch.cat([mirrored, place.expand(count, -1)]).unsqueeze(2)
+    starts, lengths = box.view(-1, 2, 2).permute(1, 2, 0).reshape(2, 2 * count)  # left and top, width and height
+    weights, units = _filter(starts, lengths, places, stored=stored)
+    (columns, rows), (across, down) = weights.split(count), units.split(count)
     pixels = images.reshape(count, 3 * stored, stored).float() @ columns.mT
-    pixels = _rounded(pixels, unit).view(count, 3, stored, size)
-    rows, unit = _filter(top, height, place, stored=stored)
-    pixels = _rounded(rows.unsqueeze(1) @ pixels, unit.unsqueeze(1))
+    pixels = _rounded(pixels, across).view(count, 3, stored, size)
+    pixels = _rounded(rows.unsqueeze(1) @ pixels, down.unsqueeze(1))
     return pixels.clamp_(0, 255).to(torch.uint8)
 
 
@@ -149,7 +151,7 @@ def _filter(start: Tensor, length: Tensor, place: Tensor, *, stored: int) -> tup
     Args:
         start: first pixel of each box, int64 [B].
         length: pixels of each box, int64 [B].
-        place: which pixel of the resized box is at each place of the view, float64 [B or 1, V, 1].
+        place: which pixel of the resized box is at each place of the view, float64 [B, V, 1].
         stored: pixels S of the stored images.
 
     Returns:
@@ -168,9 +170,8 @@ def _filter(start: Tensor, length: Tensor, place: Tensor, *, stored: int) -> tup
     weights /= weights.sum(2, keepdim=True)
     # The fixed-point 1: 2^14, 2^15 or 2^16, the least with which the doubled largest weight does not fit into 15 bits.
     peak = weights.amax((1, 2), keepdim=True)
-    unit = torch.full_like(peak, 2.0**16)
-    for power in (15, 14):
-        unit = torch.where((peak * 2.0 ** (power + 1) + 0.5).floor() >= 2**15, 2.0**power, unit)
+    unit = torch.where(peak >= 32767.5 / 2**16, 2.0**15, 2.0**16)
+    unit = torch.where(peak >= 32767.5 / 2**15, 2.0**14, unit)
     weights = weights.mul_(unit).add_(0.5).floor_().float()
     dense = weights.new_zeros((len(start), size, stored + taps))  # a tap past the last pixel has no weight
     dense.scatter_(2, pixel.long() + start.view(-1, 1, 1), weights)
