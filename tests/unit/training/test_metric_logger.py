@@ -145,8 +145,17 @@ def test_the_speed_within_the_steps_is_shown_where_it_is_measured(caplog, clock)
     caplog.set_level(logging.INFO)
     with bar() as shown:
         clock[0] = 10.0
-        shown.show(49, {"loss": 0.5}, lambda: 640.0)
-    assert caplog.messages == ["distill  step 50/100  loss 0.5  640 images/s  10 s left"]
+        shown.show(49, {"loss": 0.5}, lambda: 320.0)
+    assert caplog.messages == ["distill  step 50/100  loss 0.5  320 images/s  5 s left"]
+
+
+def test_steps_that_compiled_do_not_count_for_the_time_left(caplog, clock):
+    caplog.set_level(logging.INFO)
+    with bar() as shown:
+        for step, now in ((9, 60.0), (19, 66.0), (59, 90.0)):
+            clock[0] = now
+            shown.show(step, {"loss": 0.5}, lambda: 64.0)
+    assert [message.rpartition("  ")[2] for message in caplog.messages] == ["45 s left", "48 s left", "24 s left"]
 
 
 def test_the_speed_after_a_resume_counts_the_steps_of_this_process(caplog, clock):
