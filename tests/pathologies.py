@@ -44,7 +44,14 @@ TEACHER = {
     "teacher": {"architecture": "vit_tiny_patch16_224", "args": TINY | {"patch_size": 4, "embed_dim": 96, "depth": 2}},
     "mae": {"epochs": 0},
     "finetune": {name: value for name, value in QUICK.items() if name in config.FinetuneSettings.model_fields}
-    | {"epochs": 12, "warmup_epochs": 1, "label_smoothing": 0.0, "layer_decay": 1.0, "drop_path": 0.0},
+    | {
+        "epochs": 12,
+        "warmup_epochs": 1,
+        "label_smoothing": 0.0,
+        "layer_decay": 1.0,
+        "drop_path": 0.0,
+        "compile": "off",
+    },
     "workers": 0,
 }
 """A teacher that reads digits well, in seconds; it is large enough that loading is a small part of a step, as it is in real trainings."""

@@ -1,18 +1,25 @@
 """The same trainings on a GPU."""
 
 import logging
+import signal
 
 import pytest
 import torch
 
+from tests import groups
+from tests.benchmarks.photos import write_photos
+from tests.distillations import Distillation
 from trainer import config, models
 from trainer.config import DEVICE_VARIABLE, EvidenceSettings
+from trainer.data import dataset as dataset_module
 from trainer.data.dataset import open_dataset
 from trainer.data.loader import Samples
 from trainer.devices import choose_device
 from trainer.distillation.frozen_teacher import GRAPH_BATCH, FrozenTeacher
 from trainer.distillation.objective import DistillObjective
+from trainer.errors import PREEMPTED_EXIT_CODE
 from trainer.profiling.evidence import read_evidence
+from trainer.stages import prepare
 from trainer.tracking.stage_runs import stage_run
 from trainer.training import loop
 from trainer.training.checkpoints import Checkpoints
@@ -22,6 +29,7 @@ from trainer.training.spec import TrainingSpec
 
 pytestmark = pytest.mark.gpu
 
+MIXED = {"min_scale": 0.5, "flip": False, "mixup": 0.4, "cutmix": 0.6}
 WARM_STEPS = 5
 """Steps that compile, or fill caches of memory."""
 
@@ -58,6 +66,47 @@ def test_phases_are_timed_on_the_device(distillation):
     steps = recorded.ranks[0].steps
     assert {"teacher_forward", "forward", "backward", "optimizer"} <= set(recorded.ranks[0].ranges)
     assert all(seconds > 0 for seconds in steps["seconds"])
+
+
+WAYS = {
+    "online teacher, averaged weights": {"ema_decay": 0.9},
+    "compiled": {"compile": "on"},
+    "stochastic depth, accumulation": {"drop_path": 0.1, "accumulation": 2, "precision": "fp32"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_resumes_to_the_same_bits(distillation, way):
+    settings = {"deterministic": True, "epochs": 2, "compile": "off", "views": MIXED, "checkpoint_every": 100} | WAYS[
+        way
+    ]
+    whole, broken = distillation("whole", **settings), distillation("broken", **settings)
+    on_gpu = {DEVICE_VARIABLE: "cuda", "limit_s": 300}
+    assert groups.run(whole, **on_gpu).codes == [0]
+    asked = groups.Fault(sends=signal.SIGTERM, step=13)
+    assert groups.run(broken, fault=asked, **on_gpu).codes == [PREEMPTED_EXIT_CODE]
+    assert groups.run(broken, **on_gpu).codes == [0]
+    weights = broken.weights()
+    assert {name for name, value in whole.weights().items() if not torch.equal(weights[name], value)} == set()
+    after = broken.losses()
+    assert torch.equal(after, whole.losses()[-len(after) :])
+
+
+def test_a_distillation_from_files_that_the_gpu_decodes(teacher, tmp_path, monkeypatch):
+    """nvJPEG's pixels differ by a few levels from the CPU's."""
+    monkeypatch.setattr(dataset_module, "IN_MEMORY_BYTES", 0)  # else the images are decoded once, by the CPU
+    dataset = tmp_path / "dataset"
+    for label, folder in enumerate(sorted(write_photos(tmp_path / "photos", classes=10, per_class=30).iterdir())):
+        folder.rename(folder.with_name(str(label)))
+    source = f"imagefolder:{tmp_path / 'photos'}"
+    prepare.run(config.DataSettings(source=source, image_size=64), dataset=dataset)
+    ways = {
+        way: Distillation(
+            dataset, teacher, tmp_path / way, decode_on=way, views_on="device", batch_size=32, epochs=3, compile="off"
+        ).run_here()
+        for way in ("cpu", "cuda")
+    }
+    assert torch.allclose(ways["cpu"].losses(), ways["cuda"].losses(), rtol=2e-2)
 
 
 class Strict:

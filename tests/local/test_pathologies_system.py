@@ -1,6 +1,6 @@
 """Each thing that slows a training is really made, and exactly the rule that looks for it fires, of all rules; healthy trainings fire none.
 
-What needs a GPU is judged on synthetic evidence, in tests/unit/profiling/rules.
+What needs a GPU is made in tests/local/test_pathologies_gpu.py.
 """
 
 import itertools

@@ -43,6 +43,7 @@ def outputs(trained_digits, tmp_path_factory):
     """Recorded outputs of the trained teacher, with features."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        patch.setenv("TRAINER_DEVICE", "cpu")  # also where there is a GPU, which would record in bf16
         return record(trained_digits, tmp_path_factory.mktemp("recorded") / "outputs", features=True)
 
 
