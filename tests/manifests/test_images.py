@@ -175,7 +175,7 @@ def test_what_is_copied_suffices(installed, tmp_path, command):
 
 
 SERVER = """
-import fsspec, mlflow.artifacts
+import fsspec, mlflow.artifacts, onnxruntime, openvino
 from trainer import photo_classifier, result_commands, tracking
 from trainer.serving import exported_classifier, server
 fsspec.filesystem("s3")
