@@ -153,6 +153,31 @@ def test_a_refusal_is_shown_and_the_next_photo_is_answered(browser, address, pho
         assert page.is_visible("#photo")
 
 
+NGINX = (
+    "<html>\r\n<head><title>{0}</title></head>\r\n<body>\r\n<center><h1>{0}</h1></center>\r\n"
+    "<hr><center>nginx/1.22.1</center>\r\n</body>\r\n</html>\r\n"
+)
+"""What nginx 1.22 answers by itself, of type text/html."""
+
+
+@pytest.mark.parametrize(
+    ("status", "title", "shown"),
+    [
+        (413, "413 Request Entity Too Large", "the proxy before the server refuses photos of this size (413)"),
+        (502, "502 Bad Gateway", "the proxy before the server answered instead of it (502)"),
+    ],
+)
+def test_a_proxy_that_answers_itself_is_reported(browser, address, photo, status, title, shown):
+    with opened(browser, address) as page:
+        page.route(
+            "**/predict",
+            lambda route: route.fulfill(status=status, content_type="text/html", body=NGINX.format(title)),
+        )
+        page.set_input_files("#file", photo)
+        page.wait_for_selector("#status.bad")
+        assert page.inner_text("#status") == shown
+
+
 def test_a_server_that_is_gone_is_reported(browser, exported, photo):
     model = ExportedClassifier(exported, threads=1)
     with running(PhotoServer(model, name="student", most=ServerLimits())) as address:
