@@ -58,10 +58,10 @@ _OUTLINE = re.compile(r"^ProfilerStep|^\[pytorch\|profiler\]|^\[memory\]")
 _CATEGORIES: Mapping[Category, str] = {
     "communication": r"c10d|gloo|nccl|all_?reduce|all_?gather|reduce_scatter|broadcast_|DistributedDataParallel",
     "optimiser": r"^Optimizer\.|^aten::_foreach_|^aten::_fused_(adam|sgd)|multi_tensor_apply",
-    "attention": r"attention|flash_(fwd|bwd)|fmha",
-    "convolution": r"conv(olution|\d|_|$)|(fprop|dgrad|wgrad)",
-    "normalisation": r"(layer|batch|group|rms|instance)_?norm",
-    "matrix product": r"^aten::((add|b|baddb)?mm|linear|matmul|dot|mv|addmv|einsum)(_|$)|gemm|mkldnn_linear|cutlass",
+    "attention": r"attention|flash_(fwd|bwd)|fmha|sdpa|cudnn::fusion::(compute_dot_do_o|convert_dq)",
+    "convolution": r"conv(olution|olve|\d|_|$)|(fprop|dgrad|wgrad)",
+    "normalisation": r"(layer|batch|group|rms|instance)_?norm|GammaBetaBackward",
+    "matrix product": r"^aten::((add|b|baddb)?mm|linear|matmul|dot|mv|addmv|einsum)(_|$)|gemm|mkldnn_linear|cutlass|nvjet|splitKreduce",
     "copy": r"copy|clone|contiguous|memcpy|memset|^aten::(cat|stack|to|fill_|zero_|pad|index_select)$|CatArray",
 }
 """The first pattern that fits, in letters of any case, decides: NCCL's kernels are communication although they copy."""
@@ -142,6 +142,8 @@ class OperatorWindows:
         cpu_ms, device_ms = float(row.self_cpu_time_total) / 1000, float(row.self_device_time_total) / 1000
         if not (cpu_ms or device_ms) or _OUTLINE.search(name):
             return
+        if kind == "kernel" and row.is_user_annotation:
+            return  # the span of an operator's kernels on the device, which are there themselves
         known = self._operators.get((kind, name))
         self._operators[kind, name] = Operator(
             name=name,

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -182,6 +183,33 @@ def test_reading_a_value_back_is_seen() -> None:
     assert calls["aten::_local_scalar_dense"] == 1
 
 
+def averaged(key: str, device: str, *, annotation: bool) -> SimpleNamespace:
+    """A row of torch.profiler's averages, of one call that took a millisecond on its device."""
+    place = {"CPU": "self_cpu_time_total", "CUDA": "self_device_time_total"}[device]
+    times = {"self_cpu_time_total": 0.0, "self_device_time_total": 0.0} | {place: 1000.0}
+    return SimpleNamespace(
+        key=key, device_type=SimpleNamespace(name=device), count=1, is_user_annotation=annotation, **times
+    )
+
+
+def test_the_span_of_an_operator_on_a_gpu_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch gives `Optimizer.step` a row of its own among the kernels, as long as all of those that it starts."""
+    rows = [
+        averaged("Optimizer.step#AdamW.step", "CPU", annotation=True),
+        averaged("Optimizer.step#AdamW.step", "CUDA", annotation=True),
+        averaged("multi_tensor_apply_kernel", "CUDA", annotation=False),
+    ]
+    windows = OperatorWindows((0,), 1, CPU)
+    windows.open(0)
+    monkeypatch.setattr(profile, "key_averages", lambda _: rows)
+    windows.close(0)
+    assert windows.table is not None
+    assert {(row.name, row.kind) for row in windows.table.operators} == {
+        ("Optimizer.step#AdamW.step", "operator"),
+        ("multi_tensor_apply_kernel", "kernel"),
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "category"),
     [
@@ -208,6 +236,32 @@ def test_reading_a_value_back_is_seen() -> None:
         ("aten::_foreach_lerp_", "optimiser"),
         ("aten::gelu", "other"),
         ("aten::add", "other"),
+        # Kernels of a ViT's training in bf16 on an H100, by torch 2.11 with CUDA 13.0; long names are cut.
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "matrix product"),
+        ("nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopB_bias_TNN", "matrix product"),
+        (
+            "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16>",
+            "matrix product",
+        ),
+        ("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize32x32x8_stage3_warpsize1x2x1_ffma", "matrix product"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_kernel0_0", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64_1x4x1_kernel0_0", "attention"),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true, 64>(void const*, void const*, void*)", "attention"),
+        ("void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int)", "attention"),
+        ("void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816fprop_optimized_bf16_128x128>", "convolution"),
+        ("void implicit_convolve_sgemm<__nv_bfloat16, __nv_bfloat16, 128, 5, 5, 3, 3, 3, 1>", "convolution"),
+        ("void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float>", "normalisation"),
+        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, false>", "normalisation"),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata>",
+            "optimiser",
+        ),
+        (
+            "void at::native::(anonymous namespace)::CatArrayBatchedCopy<OpaqueType<2u>, unsigned int, 4, 64, 64>",
+            "copy",
+        ),
+        ("Memset (Device)", "copy"),
+        ("void at::native::vectorized_elementwise_kernel<8, at::native::GeluBackwardCUDAKernelImpl>", "other"),
         ("aten::convert", "other"),
     ],
 )

@@ -192,7 +192,7 @@ def _leak(rank: RankEvidence, owner: str, levels: Series) -> Finding:
             "Look for what is kept from step to step: losses or outputs with their graphs in a list (detach them), a cache without a "
             "limit, tensors on an object that lives on."
         ),
-        numbers={"first_bytes": float(levels[0]), "last_bytes": float(levels[-1]), "bytes_an_hour": float(an_hour)},
+        numbers={"first_bytes": float(levels[0]), "last_bytes": float(levels[-1]), "hourly_bytes": float(an_hour)},
     )
 
 

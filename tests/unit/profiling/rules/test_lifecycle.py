@@ -202,7 +202,7 @@ def test_the_finding_says_when_memory_will_be_full() -> None:
     found = outcome_of(gpu_memory_growth, rank_of(system={"process_private_bytes": half * np.linspace(0.5, 1, 100)}))
     assert isinstance(found, Finding)
     assert "from 2669 MiB to 3972 MiB" in found.text
-    assert found.numbers["bytes_an_hour"] == pytest.approx(half * 0.5 / (STEPS * 0.010) * 3600, rel=0.05)
+    assert found.numbers["hourly_bytes"] == pytest.approx(half * 0.5 / (STEPS * 0.010) * 3600, rel=0.05)
 
 
 def test_few_samples_of_memory_are_not_judged() -> None:
@@ -395,5 +395,5 @@ def test_memory_of_the_device_that_grows() -> None:
     assert all_fired(grown(0.05)) == []
     found = finding(gpu_memory_growth, grown(0.2))
     assert found.text.startswith("Memory of the device grows")
-    left_h = (2**34 - found.numbers["last_bytes"]) / found.numbers["bytes_an_hour"]
+    left_h = (2**34 - found.numbers["last_bytes"]) / found.numbers["hourly_bytes"]
     assert f"full in {left_h:.1f} h" in found.text
