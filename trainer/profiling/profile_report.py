@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple
 from datetime import UTC, datetime
@@ -38,6 +39,8 @@ _MORE_PERCENT = 5.0
 """Points above what is usual below which waiting for storage, or other programs, explain no slow step."""
 _SWAP_BYTES_PER_S = 1e6
 """Less swapping than this explains no slow step."""
+_NAMESPACES = re.compile(r"^void |at::native::|\(anonymous namespace\)::|c10::")
+"""What names of kernels begin with that says nothing of them, and leaves no room for the rest."""
 _AFTER = {"checkpoint": "just after a checkpoint", "evaluate": "just after an evaluation"}
 _STARTUP = {
     "launch": ("launch", "until the process had started"),
@@ -363,7 +366,7 @@ def _table(kind: str, rows: Sequence[Operator], summary: OperatorSummary, total:
         spent = summary.ms(row)
         calls = short(row.calls / summary.steps)
         times = milliseconds(spent), percent(spent / total)
-        cells.append((clipped(row.name), row.category, calls, *times))
+        cells.append((clipped(_NAMESPACES.sub("", row.name)), row.category, calls, *times))
     return Table([kind, "Kind of work", "Calls a step", "Own time a step", "Share"], cells)
 
 

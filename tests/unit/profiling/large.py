@@ -155,6 +155,10 @@ def _record(first: RankEvidence, rank: int, ended: float) -> RankRecord:
         for kind in ("operator", "kernel")
         for index, name in enumerate(names)
     ]
+    norm = "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, false>(int, float)"
+    operators.insert(
+        0, Operator(name=norm, kind="kernel", category="normalisation", calls=9, self_cpu_ms=0.0, self_device_ms=301.0)
+    )
     began = first.record.began_unix
     changes = {
         "rank": rank,

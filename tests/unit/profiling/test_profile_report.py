@@ -128,6 +128,11 @@ def test_slow_steps_are_listed_with_what_made_them_slow(large_page: str) -> None
     assert re.search(r"no core for the training for [\d,]+ ms", first)
 
 
+def test_kernels_are_named_without_their_namespaces(large_page: str) -> None:
+    assert "<td>vectorized_layer_norm_kernel&lt;float, float, false&gt;(int, float)</td>" in large_page
+    assert "at::native" not in large_page
+
+
 def test_a_finding_without_a_window_is_not_drawn_over_time(large_page: str) -> None:
     course = large_page.partition("The training and the machine over time")[2].partition("</svg>")[0]
     assert "1. Exploding gradients" in course

@@ -28,7 +28,7 @@ _KEEP_ON_DEVICE = (
 )
 _TEACHER = "teacher_forward"
 _BUSY_PERCENT = 90.0
-"""Used so much, a GPU has work waiting for it while the host starts the next kernels."""
+"""Used so much, a GPU has work waiting for it while the host starts the next kernels, and a core is busy."""
 
 
 def _use(case: Case) -> Mapping[str, Series] | NotJudged:
@@ -73,7 +73,7 @@ def batch_size(case: Case) -> Outcome:
     twice = f"batch_size of {2 * micro} images in each micro-batch" if micro else "batch_size twice as large"
     return Finding(
         confidence=0.7,
-        text=f"The machine is idle: the 95th percentiles are {summary}.",
+        text=f"The machine is idle: the 95th percentiles are {summary}.{_slow_host(case)}",
         advice=(
             f"Try a {twice} (the learning rate scales with it), or take a smaller machine; the stage tune measures which batch is fastest."
         ),
@@ -103,7 +103,7 @@ def gpu_utilization(case: Case) -> Outcome:
         what = f"by fits and starts: 5th percentile {low:.0f} %, 95th {high:.0f} %"
     return Finding(
         confidence=0.6,
-        text=f"The GPU is used {what}, and no cause of waiting was found.",
+        text=f"The GPU is used {what}, and no cause of waiting was found.{_slow_host(case)}",
         advice=(
             "Check the operators for many small kernels; set compile=on, a larger batch_size, or precision=bf16, and look "
             "for work between steps."
@@ -111,6 +111,17 @@ def gpu_utilization(case: Case) -> Outcome:
         saving=_if_used(case, use["GPU"], limits.low_percent),
         numbers={"gpu_p5_percent": low, "gpu_p95_percent": high},
     )
+
+
+def _slow_host(case: Case) -> str:
+    """Say that the host starts kernels more slowly than the GPU computes them, where the training's process keeps a core busy."""
+    rank = case.rank
+    busy = rank.system.get("process_cpu_percent")
+    within = within_steps(rank)
+    if busy is None or not within.any() or np.nanmedian(busy[within]) < _BUSY_PERCENT:
+        return ""
+    percent = float(np.nanmedian(busy[within]))
+    return f" The training's process computes meanwhile ({percent:.0f} % of a core): the GPU waits for it to start the next kernels."
 
 
 def _if_used(case: Case, gpu: Series, percent: float) -> Saving:

@@ -104,6 +104,15 @@ def test_a_host_that_starts_kernels_slowly_is_not_a_slow_copy() -> None:
     assert fired(on_gpu(steps_of(to_device=4, host_to_device_seconds=3.9))) == ["host_to_device"]  # the GPU is busy
 
 
+def test_a_host_that_is_the_slower_one_is_named() -> None:
+    idle = {"gpu_percent": 46.0, "gpu_memory_used_bytes": 4e9}
+    small = finding(batch_size, on_gpu(**idle, process_cpu_percent=102.0))
+    assert "computes meanwhile (102 % of a core): the GPU waits for it to start the next kernels" in small.text
+    full = finding(gpu_utilization, on_gpu(gpu_percent=46.0, gpu_memory_used_bytes=8e9, process_cpu_percent=102.0))
+    assert "(102 % of a core)" in full.text
+    assert "kernels" not in finding(batch_size, on_gpu(**idle, process_cpu_percent=10.0)).text
+
+
 def test_evidence_of_before_the_hosts_time_was_measured() -> None:
     steps = steps_of(to_device=4)
     del steps["host_to_device_seconds"]
