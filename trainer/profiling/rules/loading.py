@@ -149,9 +149,8 @@ def _gpu_idles_while(rank: RankEvidence, signal: Series | None, above: float, gp
     gpu = rank.system.get("gpu_percent")
     if signal is None or gpu is None:
         return 0.0
-    within = within_steps(
-        rank
-    )  # not while the first step compiles, for which a core computes and the GPU has nothing to do
+    # Not while the first step compiles, for which a core computes and the GPU has nothing to do.
+    within = within_steps(rank)
     return float(np.mean((signal[within] > above) & (gpu[within] < gpu_below))) if within.any() else 0.0
 
 
