@@ -138,7 +138,7 @@ def test_photos_of_every_kind_get_the_measured_logits_without_torch(judged_run, 
 
 
 def test_the_lines_of_the_page_serve_a_photo(made, trained_digits, tmp_path):
-    page = (ROOT / "docs" / "serving.md").read_text().partition("\n### Without this package\n")[2].partition("\n## ")[0]
+    page = (ROOT / "docs" / "serving.md").read_text().partition("\n### Without this package\n")[2].partition("\n##")[0]
     lines = [line.removeprefix("    ") for line in page.splitlines() if line.startswith("    ")]
     served = tmp_path / "served"
     shutil.copytree(made.directory, served)
