@@ -94,9 +94,10 @@ class Bench:
     def minutes(self, made: str) -> float:
         """Processor minutes of the stage that made this, and of its processes, which other work on the machine hardly changes.
 
-        NaN of a stage that a former call began.
+        NaN of a stage that a former call began, or did not see end.
         """
-        return float((self.output / f"{made}.seconds").read_text()) / 60
+        file = self.output / f"{made}.seconds"
+        return float(file.read_text()) / 60 if file.exists() else math.nan
 
     def prepare(self, name: str = "data", *changes: str) -> None:
         """A prepared data set of this name."""
