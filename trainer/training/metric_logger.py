@@ -50,7 +50,8 @@ class ProgressBar:
         self._work = work
         self._name, self._first, self._total, self._images = name, first_step, total_steps, images_per_step
         self._active, self._start, self._last_line = active, time.monotonic(), -LINE_INTERVAL_S
-        self._counted_from: tuple[int, float] | None = None
+        self._first_line: tuple[int, float] | None = None
+        """Steps that were done by then, and when that was."""
         self._bar = (
             tqdm(total=total_steps, initial=first_step, desc=name, unit="step", dynamic_ncols=True)
             if active and sys.stderr.isatty()
@@ -100,18 +101,17 @@ class ProgressBar:
         now, done = time.monotonic(), step + 1
         if now - self._last_line < LINE_INTERVAL_S and done < self._total:
             return
-        first_line, self._last_line = self._last_line < 0, now
+        self._last_line = now
         rate, within_steps = (done - self._first) / max(now - self._start, 1e-9), measured()
         speed = f"{rate * self._images:.0f} images/s so far" if within_steps is None else f"{within_steps:.0f} images/s"
         # The first steps compile, which no later one does: the time left follows from the steps alone, then from what came after them.
-        begin, seconds = self._counted_from or (self._first, now - self._start)
-        if self._counted_from is not None:
-            seconds = now - seconds
-        elif within_steps is not None:
-            seconds = (done - begin) * self._images / within_steps
+        if self._first_line is not None:
+            begin, since = self._first_line
+            seconds = now - since
+        else:
+            begin, self._first_line = self._first, (done, now)
+            seconds = now - self._start if within_steps is None else (done - begin) * self._images / within_steps
         left_s = seconds * (self._work(self._total) - self._work(done)) / (self._work(done) - self._work(begin))
-        if first_line:
-            self._counted_from = done, now
         logger.info("%s  step %d/%d  %s  %s  %.0f s left", self._name, done, self._total, text, speed, left_s)
 
 
