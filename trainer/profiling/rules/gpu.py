@@ -116,11 +116,13 @@ def gpu_utilization(case: Case) -> Outcome:
 def _slow_host(case: Case) -> str:
     """Say that the host starts kernels more slowly than the GPU computes them, where the training's process keeps a core busy."""
     rank = case.rank
-    busy = rank.system.get("process_cpu_percent")
-    within = within_steps(rank)
-    if busy is None or not within.any() or np.nanmedian(busy[within]) < _BUSY_PERCENT:
+    if "process_cpu_percent" not in rank.system:
         return ""
-    percent = float(np.nanmedian(busy[within]))
+    busy = rank.system["process_cpu_percent"]
+    busy = busy[np.isfinite(busy) & within_steps(rank)]
+    percent = float(np.median(busy)) if len(busy) else 0.0
+    if percent < _BUSY_PERCENT:
+        return ""
     return f" The training's process computes meanwhile ({percent:.0f} % of a core): the GPU waits for it to start the next kernels."
 
 

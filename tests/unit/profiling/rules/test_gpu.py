@@ -110,7 +110,8 @@ def test_a_host_that_is_the_slower_one_is_named() -> None:
     assert "computes meanwhile (102 % of a core): the GPU waits for it to start the next kernels" in small.text
     full = finding(gpu_utilization, on_gpu(gpu_percent=46.0, gpu_memory_used_bytes=8e9, process_cpu_percent=102.0))
     assert "(102 % of a core)" in full.text
-    assert "kernels" not in finding(batch_size, on_gpu(**idle, process_cpu_percent=10.0)).text
+    for other in (10.0, np.nan):
+        assert "kernels" not in finding(batch_size, on_gpu(**idle, process_cpu_percent=other)).text
 
 
 def test_evidence_of_before_the_hosts_time_was_measured() -> None:
