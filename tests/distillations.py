@@ -32,6 +32,9 @@ QUICK = {
 }
 """A distillation of ten steps."""
 
+MIXED = {"min_scale": 0.5, "flip": False, "mixup": 0.4, "cutmix": 0.6}
+"""Views that are mixed with others'."""
+
 
 def prepared_digits(directory):
     """Prepare the digits there."""

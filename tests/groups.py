@@ -12,8 +12,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 import psutil
+import torch
 
 from tests.forks import CONTEXT, settle
+from trainer.errors import PREEMPTED_EXIT_CODE
 
 _OF_AGENT = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_")
 """Begins the names of the variables that torch's agent sets for each process."""
@@ -95,6 +97,20 @@ def start(distillation, *, processes=1, fault=None, stage="distill", **environme
     for process in started:
         process.start()
     return started
+
+
+def check_resumes(whole, broken, *, step, processes=1, **options):
+    """Train one to its end, and the other with a request to end before a step: both end with the same bits and the same losses."""
+    asked = Fault(sends=signal.SIGTERM, step=step, rank=processes - 1)
+    assert run(whole, processes=processes, **options).codes == [0] * processes
+    assert run(broken, processes=processes, fault=asked, **options).codes == [PREEMPTED_EXIT_CODE] * processes
+    assert run(broken, processes=processes, **options).codes == [0] * processes
+    weights = broken.weights()
+    for name, value in whole.weights().items():
+        assert torch.equal(weights[name], value), name
+    before, after = whole.losses(), broken.losses()
+    assert 3 <= len(after) <= len(before) - step
+    assert torch.equal(after, before[-len(after) :])
 
 
 def launch(spec):

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +23,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tests.distillations import QUICK, TINY
 from tests.forks import CONTEXT
 from trainer import config
+from trainer.data.loader import Views
+from trainer.distillation.objective import DistillObjective
 from trainer.profiling.evidence import TrainingEvidence, read_evidence
 from trainer.profiling.rules import judge
 from trainer.profiling.rules.outcomes import Case, Finding, Outcome
@@ -166,6 +169,10 @@ def before_each(owner: Any, name: str, action: Callable[[], object]) -> Iterator
 
     with patch.object(owner, name, called):
         yield
+
+
+before_batch = partial(before_each, Views, "batch")
+before_forward = partial(before_each, DistillObjective, "__call__")
 
 
 def compute(seconds: float) -> None:

@@ -1,7 +1,17 @@
 import pytest
+import torch
 
 from tests import shared_folders
 from tests.pathologies import Patient, train_teacher
+from trainer.config import DEVICE_VARIABLE
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Lets trainings of this process take the GPU, and gives its memory back."""
+    monkeypatch.setenv(DEVICE_VARIABLE, "cuda")
+    yield
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,13 @@
 """The same trainings on a GPU."""
 
 import logging
-import signal
 
 import pytest
 import torch
 
 from tests import groups
 from tests.benchmarks.photos import write_photos
-from tests.distillations import Distillation
+from tests.distillations import MIXED, Distillation
 from trainer import config, models
 from trainer.config import DEVICE_VARIABLE, EvidenceSettings
 from trainer.data import dataset as dataset_module
@@ -17,7 +16,6 @@ from trainer.data.loader import Samples
 from trainer.devices import choose_device
 from trainer.distillation.frozen_teacher import GRAPH_BATCH, FrozenTeacher
 from trainer.distillation.objective import DistillObjective
-from trainer.errors import PREEMPTED_EXIT_CODE
 from trainer.profiling.evidence import read_evidence
 from trainer.stages import prepare
 from trainer.tracking.stage_runs import stage_run
@@ -27,16 +25,10 @@ from trainer.training.loop import Trainer
 from trainer.training.process_group import Processes
 from trainer.training.spec import TrainingSpec
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_a_gpu")]
 
-MIXED = {"min_scale": 0.5, "flip": False, "mixup": 0.4, "cutmix": 0.6}
 WARM_STEPS = 5
 """Steps that compile, or fill caches of memory."""
-
-
-@pytest.fixture(autouse=True)
-def on_a_gpu(monkeypatch):
-    monkeypatch.setenv(DEVICE_VARIABLE, "cuda")
 
 
 @pytest.fixture
@@ -81,15 +73,7 @@ def test_it_resumes_to_the_same_bits(distillation, way):
         way
     ]
     whole, broken = distillation("whole", **settings), distillation("broken", **settings)
-    on_gpu = {DEVICE_VARIABLE: "cuda", "limit_s": 300}
-    assert groups.run(whole, **on_gpu).codes == [0]
-    asked = groups.Fault(sends=signal.SIGTERM, step=13)
-    assert groups.run(broken, fault=asked, **on_gpu).codes == [PREEMPTED_EXIT_CODE]
-    assert groups.run(broken, **on_gpu).codes == [0]
-    weights = broken.weights()
-    assert {name for name, value in whole.weights().items() if not torch.equal(weights[name], value)} == set()
-    after = broken.losses()
-    assert torch.equal(after, whole.losses()[-len(after) :])
+    groups.check_resumes(whole, broken, step=13, limit_s=300, **{DEVICE_VARIABLE: "cuda"})
 
 
 def test_a_distillation_from_files_that_the_gpu_decodes(teacher, tmp_path, monkeypatch):

@@ -15,13 +15,10 @@ import pytest
 import torch
 
 from tests.distillations import QUICK, TINY
-from tests.pathologies import Patient, before_each, compute, findings
-from trainer.config import DEVICE_VARIABLE
-from trainer.data.loader import Views
-from trainer.distillation.objective import DistillObjective
+from tests.pathologies import Patient, before_batch, before_each, before_forward, compute, findings
 from trainer.training import prefetch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_a_gpu")]
 
 STUDENT = TINY | {"patch_size": 2, "embed_dim": 1280, "depth": 6, "num_heads": 20}
 LARGE = {
@@ -36,16 +33,6 @@ LARGE = {
 """A student that keeps a GPU busy, for some seconds: its kernels take longer than the host takes to start them."""
 SMALL = LARGE | {"batch_size": 32, "epochs": 6, "warmup_epochs": 1, "workers": 2}
 """The same with few images a step: most of the time the GPU waits for the host to start its next kernel."""
-
-before_batch = partial(before_each, Views, "batch")
-before_forward = partial(before_each, DistillObjective, "__call__")
-
-
-@pytest.fixture(autouse=True)
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(DEVICE_VARIABLE, "cuda")
-    yield
-    torch.cuda.empty_cache()
 
 
 @contextmanager

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from tests.distillations import QUICK, TINY
-from tests.pathologies import before_each, compute, findings, judged, on_rank
+from tests.pathologies import before_batch, before_each, before_forward, compute, findings, judged, on_rank
 from trainer import config
-from trainer.data.loader import Views
 from trainer.distillation.objective import DistillObjective
 from trainer.profiling.rules.outcomes import Finding, NotJudged
 from trainer.stages import distill, reinforce
@@ -49,10 +48,6 @@ def recorded(patient):
     settings = config.validate(config.ReinforceSettings, RECORDING)
     reinforce.run(settings, dataset=patient.dataset, teacher=patient.teacher, teacher_outputs=outputs)
     return outputs
-
-
-before_batch = partial(before_each, Views, "batch")
-before_forward = partial(before_each, DistillObjective, "__call__")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests import groups
-from tests.distillations import QUICK, Distillation
+from tests.distillations import MIXED, QUICK, Distillation
 from tests.groups import Fault
 from trainer import config, tracking
 from trainer.data.dataset import open_dataset
@@ -18,8 +18,7 @@ from trainer.stages import reinforce
 # MLflow on SQLAlchemy 2.1
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
-VIEWS = {"min_scale": 0.5, "flip": False, "mixup": 0.4, "cutmix": 0.6}
-BASE = {"epochs": 2, "batch_size": 128, "ema_decay": 0.9, "validate_every_epochs": 1, "views": VIEWS}
+BASE = {"epochs": 2, "batch_size": 128, "ema_decay": 0.9, "validate_every_epochs": 1, "views": MIXED}
 STEPS = 20
 WAYS = {
     "accumulation, mixed views, online teacher": (1, {"accumulation": 3, "drop_path": 0.1}),
@@ -33,7 +32,7 @@ def recorded(digits, teacher, tmp_path_factory):
     """What the teacher said of both epochs' views."""
     output = str(tmp_path_factory.mktemp("recorded") / "outputs")
     settings = config.ReinforceSettings(
-        views=2, top_k=10, batch_size=500, seed=3, workers=0, augmentation=config.ViewSettings(**VIEWS)
+        views=2, top_k=10, batch_size=500, seed=3, workers=0, augmentation=config.ViewSettings(**MIXED)
     )
     with pytest.MonkeyPatch.context() as patch:
         for name in (*(name for name in os.environ if name.startswith("TRAINER_")), tracking.URI):
@@ -62,16 +61,7 @@ def distil(digits, teacher, recorded, tmp_path):
 def test_it_ends_with_the_same_bits_and_the_same_losses(distil, way):
     processes, settings = WAYS[way]
     whole, broken = distil("whole", **settings), distil("broken", **settings)
-    assert groups.run(whole, processes=processes).codes == [0] * processes
-    asked = Fault(sends=signal.SIGTERM, step=13, rank=processes - 1)  # in the middle of the second epoch
-    assert groups.run(broken, processes=processes, fault=asked).codes == [PREEMPTED_EXIT_CODE] * processes
-    assert groups.run(broken, processes=processes).codes == [0] * processes
-    weights = broken.weights()
-    for name, value in whole.weights().items():
-        assert torch.equal(weights[name], value), name
-    after = broken.losses()
-    assert 3 <= len(after) <= STEPS - 13
-    assert torch.equal(after, whole.losses()[-len(after) :])
+    groups.check_resumes(whole, broken, step=13, processes=processes)  # in the middle of the second epoch
     assert groups.seen(broken) == groups.seen(whole)
 
 
