@@ -12,6 +12,7 @@ from trainer import artifacts, tracking
 from trainer.artifacts import Artifact, Draft
 from trainer.billing import Bill, make_bill, stage_bill
 from trainer.config import ProfileSettings
+from trainer.errors import ArtifactError
 from trainer.profiling import findings, profile_report
 from trainer.profiling.evidence import Evidence, read_evidence
 from trainer.profiling.training_summary import TrainingSummary, summarize
@@ -27,11 +28,21 @@ REPORT = "report.html"
 def run(
     settings: ProfileSettings, *, pretrain_evidence: str | Path, distill_evidence: str | Path, report: str | Path
 ) -> Artifact:
-    """Write `report.html`, and what it shows as `summary.json`, `findings.json` and `bill.json`, into the report."""
+    """Write `report.html`, and what it shows as `summary.json`, `findings.json` and `bill.json`, into the report.
+
+    Raises:
+        ArtifactError: evidence is missing or damaged, or both inputs hold the same training.
+    """
     sources, bills = [], []
     for stage, place in (("pretrain", pretrain_evidence), ("distill", distill_evidence)):
         sources.append(read_evidence(place))
         bills.append(stage_bill(stage, artifacts.manifest(place, "evidence"), sources[-1]))
+    before, after = ({training.name for training in source.trainings} for source in sources)
+    if both := sorted(before & after):
+        raise ArtifactError(
+            f"evidence {pretrain_evidence} and {distill_evidence}: both hold the training {both[0]!r}; give as pretrain_evidence what "
+            "pretrain has recorded, and as distill_evidence what distill has"
+        )
     parents = {"pretrain_evidence": sources[0].fingerprint, "distill_evidence": sources[1].fingerprint}
     values = settings.model_dump(mode="json")
     with (

@@ -89,3 +89,14 @@ def test_damaged_evidence_is_refused_before_anything_is_written(inputs: dict[str
             report=tmp_path / "report",
         )
     assert not (tmp_path / "report").exists()
+
+
+def test_the_same_training_given_twice_is_refused_before_anything_is_written(
+    inputs: dict[str, Path], tmp_path: Path
+) -> None:
+    given = inputs["distill_evidence"]
+    with pytest.raises(
+        ArtifactError, match=r"both hold the training 'distill'; give as pretrain_evidence what pretrain"
+    ):
+        profile.run(ProfileSettings(), pretrain_evidence=given, distill_evidence=given, report=tmp_path / "report")
+    assert not (tmp_path / "report").exists()
