@@ -102,10 +102,10 @@ def verdict(given: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> Ve
         else:
             (summary,) = (one for one in summaries if one.name == answer.training)
             text += f" costs the most; curing it would save about {saving_text(finding.saving, answer, summary)}"
-        return Verdict(outcome="findings", text=f"{text}{_below(len(findings) - 1, 'more finding')}.")
+        return Verdict(outcome="findings", text=f"{text}{_and_also(len(findings) - 1, 'more finding')}.")
     if failed := next((one for one in summaries if one.failed), None):
         return Verdict(outcome="failed", text=f"{training_label(failed.name)} ended with an error: {failed.failed}")
-    notes = _below(len(every), "note")
+    notes = _and_also(len(every), "note")
     short = {summary.name: text for summary in summaries if (text := _too_short(given, summary))}
     if short:
         settings = ", ".join(setting_of(name, "epochs") for name in short)
@@ -124,8 +124,8 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def _below(count: int, what: str) -> str:
-    return f"; {_counted(count, what)} below" if count else ""
+def _and_also(count: int, what: str) -> str:
+    return f"; {_counted(count, what)}" if count else ""
 
 
 UNJUDGED_MOST = 0.25

@@ -61,7 +61,7 @@ def test_the_verdict_names_the_costliest_finding_with_its_saving(summary: Traini
     priced = replace(answer("loader_workers", SLOW), dollars=0.3)
     assert verdict([priced, answer("other", replace(SLOW, saving=None))], [summary]).text == (
         "Distillation: “Loader workers” costs the most; curing it would save about 30 s (25 % of the training, $0.30); "
-        "1 more finding below."
+        "1 more finding."
     )
 
 
@@ -120,7 +120,7 @@ def test_a_note_is_advice_and_no_finding(summary: TrainingSummary) -> None:
     note = answer("recorded_outputs", replace(SLOW, severity="note", saving=Saving(seconds=1000.0, reason="")))
     result = verdict([*healthy_and_short(20, 0), note], [summary])
     assert result.outcome == "healthy"
-    assert result.text.endswith("20 rules looked and found nothing, 8 rules could not judge; 1 note below.")
+    assert result.text.endswith("20 rules looked and found nothing, 8 rules could not judge; 1 note.")
     assert [answer.rule for answer, _ in ranked_findings([note, answer("small", SLOW)])] == [
         "small",
         "recorded_outputs",

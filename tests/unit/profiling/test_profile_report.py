@@ -92,7 +92,7 @@ def test_the_page_is_well_formed_and_refers_to_nothing_outside(
 
 def test_a_page_about_many_gpus_holds_what_only_they_have(large_page: str) -> None:
     for wanted in (
-        "Distillation: “Exploding gradients”, so continuing it is of no use; 1 more finding below.",
+        "Distillation: “Exploding gradients”, so continuing it is of no use; 1 more finding.",
         "1. Exploding gradients",
         "2. Loader workers",
         "Saves about 66.7 min",
