@@ -2,7 +2,7 @@
 
 Both get the same squares, the same frozen teacher, the same first weights of the student, as many images a step and as many epochs, and one
 process that loads by itself; each has its own views, losses, optimiser and schedule, as its makers set them. LightlyTrain needs an
-interpreter of its own (`pip install lightly-train`).
+interpreter of its own (`pip install lightly-train timm`).
 
     python tests/benchmarks/bench_lightly_train.py --lightly-python /env/bin/python --set data.source=imagefolder:/photos/grocery
 """
