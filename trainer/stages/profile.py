@@ -15,6 +15,7 @@ from trainer.config import ProfileSettings
 from trainer.errors import ArtifactError
 from trainer.profiling import findings, profile_report
 from trainer.profiling.evidence import Evidence, read_evidence
+from trainer.profiling.rules.outcomes import setting_of
 from trainer.profiling.training_summary import TrainingSummary, summarize
 from trainer.tracking.stage_runs import stage_run
 
@@ -31,18 +32,17 @@ def run(
     """Write `report.html`, and what it shows as `summary.json`, `findings.json` and `bill.json`, into the report.
 
     Raises:
-        ArtifactError: evidence is missing or damaged, or both inputs hold the same training.
+        ArtifactError: evidence is missing or damaged, or is another stage's.
     """
     sources, bills = [], []
     for stage, place in (("pretrain", pretrain_evidence), ("distill", distill_evidence)):
         sources.append(read_evidence(place))
         bills.append(stage_bill(stage, artifacts.manifest(place, "evidence"), sources[-1]))
-    before, after = ({training.name for training in source.trainings} for source in sources)
-    if both := sorted(before & after):
-        raise ArtifactError(
-            f"evidence {pretrain_evidence} and {distill_evidence}: both hold the training {both[0]!r}; give as pretrain_evidence what "
-            "pretrain has recorded, and as distill_evidence what distill has"
-        )
+        for training in sources[-1].trainings:
+            if not setting_of(training.name, "epochs").startswith(f"{stage}."):
+                raise ArtifactError(
+                    f"evidence {place}: holds the training {training.name!r}; give as {stage}_evidence what {stage} has recorded"
+                )
     parents = {"pretrain_evidence": sources[0].fingerprint, "distill_evidence": sources[1].fingerprint}
     values = settings.model_dump(mode="json")
     with (

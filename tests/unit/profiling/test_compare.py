@@ -329,9 +329,11 @@ def test_wrong_input_of_the_command_ends_in_one_message(
 def run_directory(evidence: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run, as far as a comparison reads it."""
     path = tmp_path_factory.mktemp("run")
-    shutil.copytree(evidence, path / "distill-evidence")
-    with artifacts.create(path / "pretrain-evidence", "evidence", settings={}):
-        pass
+    for stage, training in (("pretrain", "mae"), ("distill", "distill")):
+        with artifacts.create(
+            path / f"{stage}-evidence", "evidence", settings={}, parents={"dataset": "the digits"}
+        ) as draft:
+            shutil.copytree(evidence / training, draft.path / training)
     inputs = {f"{name}_evidence": path / f"{name}-evidence" for name in ("pretrain", "distill")}
     profile.run(ProfileSettings(), **inputs, report=path / "report")
     summary = {
@@ -347,15 +349,17 @@ def run_directory(evidence: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def test_a_run_its_report_and_its_evidence_tell_the_same_numbers(run_directory: Path) -> None:
-    whole, report, recorded = (
-        read_compared_run(str(run_directory / place)) for place in ("", "report", "distill-evidence")
+    whole, report, pretrained, distilled = (
+        read_compared_run(str(run_directory / place))
+        for place in ("", "report", "pretrain-evidence", "distill-evidence")
     )
-    assert whole.trainings == report.trainings == recorded.trainings
     assert list(whole.trainings) == ["mae", "distill"]
-    assert whole.answers == report.answers == recorded.answers
-    assert whole.dataset == report.dataset == recorded.dataset == "the digits"
+    assert whole.trainings == report.trainings == {**pretrained.trainings, **distilled.trainings}
+    assert whole.answers == report.answers == [*pretrained.answers, *distilled.answers]
+    assert whole.dataset == report.dataset == pretrained.dataset == distilled.dataset == "the digits"
     assert whole.run is not None
-    assert set(whole.evidence) == set(recorded.evidence) == {"mae", "distill"}
+    assert set(whole.evidence) == {"mae", "distill"}
+    assert (set(pretrained.evidence), set(distilled.evidence)) == ({"mae"}, {"distill"})
     assert report.run is None
     assert not report.evidence
 
@@ -367,7 +371,11 @@ def test_the_report_of_a_run_may_lie_where_the_run_says(run_directory: Path, tmp
 
 def test_the_evidence_of_a_pipelines_run_is_found_beside_its_report(run_directory: Path, tmp_path: Path) -> None:
     tasks = tmp_path / "pipeline" / "distillation"
-    for source, target in (("report", "profile/report"), ("distill-evidence", "distill/evidence")):
+    for source, target in (
+        ("report", "profile/report"),
+        ("pretrain-evidence", "pretrain/evidence"),
+        ("distill-evidence", "distill/evidence"),
+    ):
         shutil.copytree(run_directory / source, tasks / target)
     shutil.copy(run_directory / "summary.json", tmp_path)
     rewrite(tmp_path / "summary.json", reports={"profile": str(tasks / "profile" / "report" / "report.html")})
@@ -378,7 +386,7 @@ def test_evidence_of_another_training_is_not_taken_for_the_reports(run_directory
     shutil.copytree(run_directory, tmp_path, dirs_exist_ok=True)
     with artifacts.create(tmp_path / "distill-evidence", "evidence", settings={"another": True}):
         pass
-    assert read_compared_run(str(tmp_path)).evidence == {}
+    assert set(read_compared_run(str(tmp_path)).evidence) == {"mae"}
 
 
 def test_a_registration_is_read_as_its_run(run_directory: Path, tmp_path: Path) -> None:

@@ -91,12 +91,22 @@ def test_damaged_evidence_is_refused_before_anything_is_written(inputs: dict[str
     assert not (tmp_path / "report").exists()
 
 
-def test_the_same_training_given_twice_is_refused_before_anything_is_written(
+def test_evidence_of_another_stage_is_refused_before_anything_is_written(
     inputs: dict[str, Path], tmp_path: Path
 ) -> None:
-    given = inputs["distill_evidence"]
-    with pytest.raises(
-        ArtifactError, match=r"both hold the training 'distill'; give as pretrain_evidence what pretrain"
+    distilled, finetuned = inputs["distill_evidence"], tmp_path / "finetuned"
+    with artifacts.create(finetuned, "evidence", settings={}) as draft:
+        shutil.copytree(distilled / "distill", draft.path / "finetune")
+    for pretrain, distill, training, stage in (
+        (distilled, distilled, "distill", "pretrain"),
+        (distilled, finetuned, "distill", "pretrain"),
+        (finetuned, finetuned, "finetune", "distill"),
     ):
-        profile.run(ProfileSettings(), pretrain_evidence=given, distill_evidence=given, report=tmp_path / "report")
-    assert not (tmp_path / "report").exists()
+        with pytest.raises(
+            ArtifactError, match=f"holds the training '{training}'; give as {stage}_evidence what {stage} has recorded"
+        ):
+            profile.run(
+                ProfileSettings(), pretrain_evidence=pretrain, distill_evidence=distill, report=tmp_path / "report"
+            )
+        assert not (tmp_path / "report").exists()
+    profile.run(ProfileSettings(), pretrain_evidence=finetuned, distill_evidence=distilled, report=tmp_path / "report")
