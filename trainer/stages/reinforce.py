@@ -57,14 +57,7 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
         if processes.is_first:
             logger.info("reinforce  will take %s", _size(description))
         job = Reinforcement(
-            views=Views(
-                samples,
-                size=description.view_size,
-                seed=description.seed,
-                settings=settings.augmentation or ViewSettings(),
-                on_device=makes_views_on_device(settings.views_on or "auto", processes.device.kind),
-                decode_on=settings.decode_on or "cpu",
-            ),
+            views=open_views(settings, description, samples, processes.device),
             teacher=FrozenTeacher(
                 model,
                 processes.device,
@@ -95,6 +88,21 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
 def open_samples(settings: ReinforceSettings, data: PreparedDataset) -> Samples:
     """Open the images of which outputs are recorded."""
     return Samples(data.training_splits(unlabeled=settings.records_unlabeled))
+
+
+def open_views(
+    settings: ReinforceSettings, description: RecordingDescription, samples: Samples, device: Device
+) -> Views:
+    """Open the views that the teacher is shown, to the pixel those that a student will see (`TrainingSpec.views`)."""
+    return Views(
+        samples,
+        size=description.view_size,
+        seed=description.seed,
+        settings=settings.augmentation or ViewSettings(),
+        on_device=makes_views_on_device(settings.views_on or "auto", device.kind),
+        decode_on=settings.decode_on or "cpu",
+        exact=True,
+    )
 
 
 def describe(

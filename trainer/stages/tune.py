@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from trainer import artifacts, config, forecast, storage, tracking
-from trainer.config import DistillSettings, ReinforceSettings, TuneSettings, ViewSettings
+from trainer.config import DistillSettings, ReinforceSettings, TuneSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
-from trainer.data.loader import MicroBatches, Samples, Views, makes_views_on_device
+from trainer.data.loader import MicroBatches, Samples
 from trainer.data.sampler import StatelessSampler
 from trainer.data.views.rendering import mixes
 from trainer.distillation.frozen_teacher import FrozenTeacher
@@ -301,8 +301,8 @@ def _recording_time(
     processes: Processes,
 ) -> RecordingTime:
     """Measure the teacher's forward pass and the loading of views: a GPU's loaders work beside it, a CPU does both."""
-    device, augmentation = processes.device, recorder.augmentation or ViewSettings()
-    batch, edge = min(_TEACHER_IMAGES[device.kind], recorder.batch_size), described.view_size
+    device, edge = processes.device, described.view_size
+    batch = min(_TEACHER_IMAGES[device.kind], recorder.batch_size)
     frozen = FrozenTeacher(
         copy.deepcopy(model),
         device,
@@ -319,10 +319,9 @@ def _recording_time(
         device.synchronize()
         times.append(time.perf_counter() - began)
     teacher_s = max(processes.gather(min(times[1:]))) / batch / processes.world_size
-    on_device = makes_views_on_device(recorder.views_on or "auto", device.kind)
-    views = Views(samples, size=edge, seed=described.seed, settings=augmentation, on_device=on_device)
+    views = reinforce.open_views(recorder, described, samples, device)
     order = StatelessSampler(
-        len(samples), described.seed, views=described.views, paired=mixes(augmentation), labelled=samples.labelled
+        len(samples), described.seed, views=described.views, paired=mixes(views.settings), labelled=samples.labelled
     )
     loading = measure_loading(MicroBatches(views, order, count=batch), count(0, batch)).seconds / batch
     loading_s = max(processes.gather(loading)) / processes.world_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.trained_digits import DATA, write_dataset
 from trainer import artifacts, models, stages, storage
@@ -72,6 +74,26 @@ def test_a_record_is_what_the_teacher_says_of_the_sample_s_view(trained_digits, 
     assert torch.allclose(read.features, features, rtol=6e-4, atol=1e-4)
     rest = logits.scatter(1, classes, -torch.inf)
     assert torch.allclose(read.rest, torch.stack([rest.logsumexp(1), (rest / 2).logsumexp(1)], 1), atol=1e-4)
+
+
+def test_a_view_is_the_same_where_images_are_not_kept_decoded(trained_digits, tmp_path, monkeypatch):
+    """The student will see it decoded at full size; a training that draws views anew decodes large JPEG files at a half or less."""
+
+    def jpeg(image):
+        buffer = io.BytesIO()
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(buffer, "JPEG")
+        return buffer.getvalue()
+
+    monkeypatch.setattr("tests.trained_digits.EDGE", 64)
+    monkeypatch.setattr("tests.trained_digits.png", jpeg)
+    write_dataset(tmp_path / "dataset")
+    shards = []
+    for limit in (10**9, 0):
+        monkeypatch.setattr("trainer.data.dataset.IN_MEMORY_BYTES", limit)
+        section, output = SETTINGS.model_copy(update={"views": 1}), tmp_path / f"outputs-{limit}"
+        reinforce.run(section, dataset=tmp_path / "dataset", teacher=trained_digits.teacher, teacher_outputs=output)
+        shards.append(shards_of(output))
+    assert shards[0] == shards[1]
 
 
 def test_the_artifact_says_what_it_is_and_leaves_nothing_beside_it(outputs):
