@@ -67,22 +67,22 @@ class Warmed(StrictModel):
 
 def run(settings: WarmUpSettings, *, dataset: str | Path, warmed: str | Path) -> None:
     """Compile what the trainings will ask for, or raise a `SettingsError` if none is given; runs in every training process."""
+    teacher, recorder, student = settings.pretrain, settings.reinforce, settings.distill
+    if teacher is None or recorder is None or student is None:
+        raise SettingsError(
+            "warm_up has no trainings to compile for; set warm_up.enabled=true, and it takes those of pretrain and distill"
+        )
     data = open_dataset(dataset)
     values, parents = settings.model_dump(mode="json"), {"dataset": data.fingerprint}
-    teacher, recorder, student = settings.pretrain, settings.reinforce, settings.distill
-    deterministic = student is not None and student.deterministic  # which makes other graphs
     with ExitStack() as stack:
-        processes = stack.enter_context(join_processes(deterministic=deterministic))
+        # Whether they are deterministic makes other graphs.
+        processes = stack.enter_context(join_processes(deterministic=student.deterministic))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warm-up-")))
         draft = stack.enter_context(shared_artifact(processes, warmed, "warm_up", settings=values, parents=parents))
         distinct = artifacts.digest([values, parents, place_of(processes).model_dump(mode="json")])[:16]
         root = storage.join(checkpoint_root(warmed), f"warm-up-{distinct}")
         _clear(root, processes)  # what an earlier try left: from its checkpoint there would be no step left to do
         rehearsal = Rehearsal(data=data, dataset=dataset, processes=processes, folder=folder, root=root)
-        if teacher is None or recorder is None or student is None:
-            raise SettingsError(
-                "warm_up has no trainings to compile for; set warm_up.enabled=true, and it takes those of pretrain and distill"
-            )
         done = list(rehearsal.trainings(teacher, recorder, student))
         _clear(root, processes)
         if processes.is_first:
