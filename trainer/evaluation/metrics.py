@@ -27,6 +27,8 @@ from trainer.host import processor_name
 
 Floats = npt.NDArray[np.floating]
 Ints = npt.NDArray[np.int64]
+Shares = npt.NDArray[np.float64]
+"""Of each class, [K]; NaN where there is nothing of which it would be a share."""
 
 
 def probabilities(logits: Floats) -> npt.NDArray[np.float64]:
@@ -61,17 +63,20 @@ def confusion_matrix(predicted: Ints, labels: Ints, classes: int) -> Ints:
 # scikit-learn computes precision and recall from labels and predictions; after an evaluation only the matrix is kept.
 
 
-def precision(matrix: Ints) -> npt.NDArray[np.float64]:
-    """Compute the share of the images predicted as a class that are of it, [K]; NaN for a class that was never predicted."""
-    with np.errstate(invalid="ignore"):
-        shares: npt.NDArray[np.float64] = np.diag(matrix) / matrix.sum(axis=0)
-    return shares
+def precision(matrix: Ints) -> Shares:
+    """Compute the share of the images predicted as a class that are of it; NaN for a class that was never predicted."""
+    return ratios(np.diag(matrix), matrix.sum(axis=0))
 
 
-def recall(matrix: Ints) -> npt.NDArray[np.float64]:
-    """Compute the share of the images of a class that were predicted as it, [K]; NaN for a class without images."""
+def recall(matrix: Ints) -> Shares:
+    """Compute the share of the images of a class that were predicted as it; NaN for a class without images."""
+    return ratios(np.diag(matrix), matrix.sum(axis=1))
+
+
+def ratios(some: npt.NDArray[Any], of: npt.NDArray[Any]) -> Shares:
+    """Divide counts of each class, the smaller by the larger; 0 / 0 is NaN."""
     with np.errstate(invalid="ignore"):
-        shares: npt.NDArray[np.float64] = np.diag(matrix) / matrix.sum(axis=1)
+        shares: Shares = some / of
     return shares
 
 

@@ -1,10 +1,13 @@
-"""The page on an evaluation: the verdict, teacher against student, and where the student errs."""
+"""What an evaluation measured of teacher and student, and the page on it: the verdict, both beside one another, where the student errs.
+
+Shapes: N test images, K classes.
+"""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,9 +16,10 @@ from PIL import Image
 
 from trainer import charts, limits, pages, summary
 from trainer.charts import ReliabilityCurve
-from trainer.evaluation import metrics
+from trainer.data.dataset import Split, Targets
+from trainer.evaluation import average_precision, metrics
 from trainer.evaluation.label_issues import JudgedLabels
-from trainer.evaluation.metrics import Calibration, Confusion, Ints, Latency, Machine
+from trainer.evaluation.metrics import Calibration, Confusion, Floats, Ints, Latency, Machine, Shares
 from trainer.formatting import isolated
 from trainer.pages import Block, BulletList, Figure, Legend, PageSection, Paragraph, Photo, PhotoGrid, Table
 from trainer.served_student.class_tags import ClassTags
@@ -24,16 +28,111 @@ Example: TypeAlias = tuple[Confusion, npt.NDArray[np.uint8]]
 """A confusion, and test images of the one class taken for the other, [B, 3, S, S]."""
 
 _ISSUES, _NAME = 24, 100  # labels that the page shows with pictures, and most characters of an image's name
+_MISSED = 5  # test images of a class that the page shows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """What was measured of one model."""
 
-    figures: Mapping[str, Any]  # its main numbers, as `summary.json` shows them
+    figures: dict[str, Any]  # its main numbers, as `summary.json` shows them
     matrix: Ints  # confusion matrix [K, K], rows are the truth
     calibration: Calibration
     latencies: Sequence[Latency]
+
+    @property
+    def shares(self) -> dict[str, Shares]:
+        """Precision and recall of each class."""
+        return {"precision": metrics.precision(self.matrix), "recall": metrics.recall(self.matrix)}
+
+    def details(self, classes: Sequence[str]) -> dict[str, Any]:
+        """Return what `metrics.json` says of the model."""
+        return {
+            **_details(self, classes, self.matrix.sum(axis=1)),
+            "calibration": asdict(self.calibration),
+            "worst_confusions": [
+                {"truth": classes[pair.truth], "predicted": classes[pair.predicted], "count": pair.count}
+                for pair in metrics.worst_confusions(self.matrix, len(classes))
+            ],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSets:
+    """What was measured of one model where images may have several labels."""
+
+    figures: dict[str, Any]  # as `Measured`
+    probabilities: Floats  # of each class, [N, K]
+    wanted: Targets  # whether each image is of each class, [N, K]
+    average_precisions: Shares  # of each class, [K]
+    latencies: Sequence[Latency]
+
+    @classmethod
+    def of(
+        cls, figures: Mapping[str, Any], probabilities: Floats, wanted: Targets, latencies: Sequence[Latency]
+    ) -> MeasuredSets:
+        """Measure probabilities; of the figures those are known that do not depend on them, and the `threshold`."""
+        named = probabilities > figures["threshold"]
+        right = int((named & (wanted > 0)).sum())
+        precisions = average_precision.average_precisions(probabilities, wanted)
+        test = {
+            "map": average_precision.mean_of_known(precisions),
+            "f1": average_precision.f1(named, wanted),
+            "precision": right / max(int(named.sum()), 1),
+            "recall": right / max(int(wanted.sum()), 1),
+        }
+        return cls(
+            figures={**figures, "test": test},
+            probabilities=probabilities,
+            wanted=wanted,
+            average_precisions=precisions,
+            latencies=latencies,
+        )
+
+    @property
+    def named(self) -> npt.NDArray[np.bool_]:
+        """Whether each class is named for each image: its probability is above the threshold, [N, K]."""
+        named: npt.NDArray[np.bool_] = self.probabilities > self.figures["threshold"]
+        return named
+
+    @property
+    def shares(self) -> dict[str, Shares]:
+        """Average precision of each class, and precision and recall of naming it."""
+        right = (self.named & (self.wanted > 0)).sum(axis=0)
+        return {
+            "average_precision": self.average_precisions,
+            "precision": metrics.ratios(right, self.named.sum(axis=0)),
+            "recall": metrics.ratios(right, self.wanted.sum(axis=0)),
+        }
+
+    def details(self, classes: Sequence[str], bins: int) -> dict[str, Any]:
+        """Return what `metrics.json` says of the model; `calibration` is of the most probable class of each image."""
+        place = metrics.confidence_bins(self.probabilities.max(axis=1), bins)
+        return {
+            **_details(self, classes, self.wanted.sum(axis=0)),
+            "named": dict(zip(classes, self.named.sum(axis=0).tolist(), strict=True)),
+            "none_named": int((~self.named.any(axis=1)).sum()),
+            "calibration": {"counts": np.bincount(place, minlength=bins).tolist()},
+        }
+
+
+def _details(measured: Measured | MeasuredSets, classes: Sequence[str], images: npt.NDArray[Any]) -> dict[str, Any]:
+    """Return what both kinds say in `metrics.json`; JSON has no NaN."""
+    shares = measured.shares
+    return {
+        **measured.figures,
+        "latency": [asdict(timed) for timed in measured.latencies],
+        "classes": {
+            label: {
+                "images": int(count),
+                **{
+                    name: None if np.isnan(share) else float(share)
+                    for name, share in zip(shares, of_class, strict=True)
+                },
+            }
+            for label, count, *of_class in zip(classes, images, *shares.values(), strict=True)
+        },
+    }
 
 
 def render(
@@ -48,34 +147,72 @@ def render(
     judged: JudgedLabels | None = None,
 ) -> str:
     """Build the whole page, self-contained; `tags` has the hierarchy by whose levels was measured, if there is one."""
-    outcome = "passed" if verdict["passed"] else "did not pass"
-    images = int(teacher.matrix.sum())
-    both = {"teacher": teacher, "student": student}
-    return pages.render(
-        f"Evaluation: the student {outcome}",
-        f"{student.figures['title']}; distilled from {teacher.figures['title']}; "
+    images, both = int(teacher.matrix.sum()), {"teacher": teacher, "student": student}
+    return _page(
+        both,
         f"{images:,} test images, {len(classes)} classes",
+        machine,
+        verdict,
+        [_comparison(teacher, student, images), _levels(teacher, student, tags) if tags is not None else None],
         [
-            verdict_section(verdict),
-            _comparison(teacher, student, images),
-            *([_levels(teacher, student, tags)] if tags is not None else []),
-            latency_section({name: one.latencies for name, one in both.items()}, machine),
             _calibration(both),
             _confusions(student, classes, examples),
-            _classes(both, classes),
-            *([_label_issues(judged, teacher, classes)] if judged is not None else []),
+            _classes(both, classes, student.matrix.sum(axis=1), "recall"),
+            _label_issues(judged, teacher, classes) if judged is not None else None,
         ],
     )
 
 
-def verdict_section(verdict: Mapping[str, Any]) -> PageSection:
+def render_sets(
+    classes: Sequence[str],
+    *,
+    teacher: MeasuredSets,
+    student: MeasuredSets,
+    machine: Machine,
+    verdict: Mapping[str, Any],
+    split: Split,
+    shown: int,
+) -> str:
+    """Build the whole page where images may have several labels, with test images of at most `shown` classes."""
+    both = {"teacher": teacher, "student": student}
+    return _page(
+        both,
+        f"{len(split):,} test images, {len(classes)} classes, {student.wanted.sum(axis=1).mean():.2f} labels an image",
+        machine,
+        verdict,
+        [_comparison_of_sets(teacher.figures, student.figures)],
+        [
+            _missed(student, classes, split, shown),
+            _classes(both, classes, student.wanted.sum(axis=0), "average_precision"),
+        ],
+    )
+
+
+def _page(
+    both: Mapping[str, Measured | MeasuredSets],
+    counted: str,
+    machine: Machine,
+    verdict: Mapping[str, Any],
+    compared: Sequence[Block | None],
+    errors: Sequence[Block | None],
+) -> str:
+    """Put the page together: how both compare, and where they err, stand before and after their latencies."""
+    theirs, ours = (one.figures["title"] for one in both.values())
+    return pages.render(
+        f"Evaluation: the student {'passed' if verdict['passed'] else 'did not pass'}",
+        f"{ours}; distilled from {theirs}; {counted}",
+        [_verdict(verdict), *compared, _latencies(both, machine), *errors],
+    )
+
+
+def _verdict(verdict: Mapping[str, Any]) -> PageSection:
     """Say whether the student passed its gate, or why not."""
     passed: Block = Paragraph("Passed: every condition of the gate holds.", style="good")
     refused: list[Block] = [Paragraph("Not passed:", style="bad"), BulletList(verdict["reasons"])]
     return PageSection("Verdict", [passed] if verdict["passed"] else refused)
 
 
-def size_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def _size_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the rows of a table that compare the sizes of teacher and student."""
     sizes = {"parameters": "parameters", "multiply-accumulates an image": "macs", "bytes of weights": "size_bytes"}
     return [
@@ -88,19 +225,39 @@ def _comparison(teacher: Measured, student: Measured, images: int) -> PageSectio
     one, other = teacher.figures, student.figures
     rows = [
         ("architecture", one["architecture"], other["architecture"], ""),
-        ("test top-1", _interval(one, images), _interval(other, images), points(one, other, "top1")),
-        ("test top-5", f"{one['test']['top5']:.2%}", f"{other['test']['top5']:.2%}", points(one, other, "top5")),
+        ("test top-1", _interval(one, images), _interval(other, images), _points(one, other, "top1")),
+        ("test top-5", f"{one['test']['top5']:.2%}", f"{other['test']['top5']:.2%}", _points(one, other, "top5")),
         ("agreement with the teacher", "", f"{other['test']['agreement']:.2%}", ""),
         ("expected calibration error", f"{one['test']['ece']:.4f}", f"{other['test']['ece']:.4f}", ""),
         ("the same without temperature", "", f"{other['test']['ece_uncalibrated']:.4f}", ""),
-        *size_rows(one, other),
+        *_size_rows(one, other),
     ]
     if "knn_top1" in other["test"]:
         theirs, ours = (f"{figures['test']['knn_top1']:.2%}" for figures in (one, other))
-        rows.insert(3, ("k-NN top-1 of the embeddings", theirs, ours, points(one, other, "knn_top1")))
+        rows.insert(3, ("k-NN top-1 of the embeddings", theirs, ours, _points(one, other, "knn_top1")))
     note = f"In brackets: the 95 % interval (Wilson) that {images:,} test images allow."
     if one.get("head"):
         note += f" The teacher has no head; its answers are those of a {one['head']} on its embeddings, fitted to training images."
+    return PageSection("Teacher against student", [Table(["", "teacher", "student", ""], rows), Paragraph(note)])
+
+
+def _comparison_of_sets(one: Mapping[str, Any], other: Mapping[str, Any]) -> PageSection:
+    names = {"map": "test mAP (mean average precision)", "f1": "F1", "precision": "precision", "recall": "recall"}
+    rows = [
+        ("architecture", one["architecture"], other["architecture"], ""),
+        *(
+            (text, f"{one['test'][name]:.2%}", f"{other['test'][name]:.2%}", _points(one, other, name))
+            for name, text in names.items()
+        ),
+        ("F1 against what the teacher names", "", f"{other['test']['agreement']:.2%}", ""),
+        ("threshold", f"{one['threshold']:.3f}", f"{other['threshold']:.3f}", ""),
+        *_size_rows(one, other),
+    ]
+    note = (
+        "A class is named where its probability is above the threshold, which has the best F1 on the validation images; F1, precision and "
+        f"recall count all decisions together. The student's logits are divided by the temperature {other['temperature']:.3f}, fitted to "
+        "the validation images."
+    )
     return PageSection("Teacher against student", [Table(["", "teacher", "student", ""], rows), Paragraph(note)])
 
 
@@ -110,7 +267,7 @@ def _interval(figures: Mapping[str, Any], images: int) -> str:
     return f"{top1:.2%} ({low:.1%} to {high:.1%})"
 
 
-def points(teacher: Mapping[str, Any], student: Mapping[str, Any], name: str) -> str:
+def _points(teacher: Mapping[str, Any], student: Mapping[str, Any], name: str) -> str:
     """Say by how much a figure of the test images differs."""
     return f"{100 * (student['test'][name] - teacher['test'][name]):+.2f} points"
 
@@ -144,11 +301,10 @@ def _answers(answers: Mapping[str, Any] | None) -> Paragraph | None:
     )
 
 
-def latency_section(both: Mapping[str, Sequence[Latency]], machine: Machine) -> PageSection:
-    """Show the latencies of teacher and student."""
+def _latencies(both: Mapping[str, Measured | MeasuredSets], machine: Machine) -> PageSection:
     rows = [
         (name, latency.batch_size, latency.p50_ms, latency.p95_ms, latency.images_per_second)
-        for batch in zip(*both.values(), strict=True)
+        for batch in zip(*(one.latencies for one in both.values()), strict=True)
         for name, latency in zip(both, batch, strict=True)
     ]
     note = (
@@ -225,6 +381,19 @@ def _label_issues(judged: JudgedLabels, teacher: Measured, classes: Sequence[str
     )
 
 
+def _missed(student: MeasuredSets, classes: Sequence[str], split: Split, shown: int) -> PageSection:
+    """Show test images in which the student misses a class, of those classes that it finds worst."""
+    missed, blocks = (student.wanted > 0) & ~student.named, list[Block]()
+    known = np.flatnonzero(missed.any(axis=0))
+    for one in known[np.argsort(student.average_precisions[known], kind="stable")][:shown].tolist():
+        images = np.flatnonzero(missed[:, one])
+        images = images[np.argsort(student.probabilities[images, one], kind="stable")]
+        count = int(student.wanted[:, one].sum())
+        caption = f"{isolated(classes[one])} is missed in {len(images)} of its {count} test images"
+        blocks.append(Photo(strip(split.read(images[:_MISSED].tolist()).numpy()), caption))
+    return PageSection("What the student misses", blocks or [Paragraph("Nothing.")])
+
+
 def strip(images: npt.NDArray[np.uint8], edge: int = 96) -> bytes:
     """Put images [B, 3, S, S] side by side, scaled to one edge in pixels, as a PNG file."""
     sharp = Image.Resampling.NEAREST if images.shape[-1] < edge else Image.Resampling.LANCZOS
@@ -239,17 +408,29 @@ def strip(images: npt.NDArray[np.uint8], edge: int = 96) -> bytes:
     return buffer.getvalue()
 
 
-def _classes(both: Mapping[str, Measured], classes: Sequence[str]) -> PageSection:
-    precision = {name: metrics.precision(measured.matrix) for name, measured in both.items()}
-    recall = {name: metrics.recall(measured.matrix) for name, measured in both.items()}
-    images = both["student"].matrix.sum(axis=1)
+def _classes(
+    both: Mapping[str, Measured | MeasuredSets], classes: Sequence[str], images: npt.NDArray[Any], drawn: str
+) -> PageSection:
+    """Compare the shares of each class; the one that is drawn says what the worst classes are."""
+    shares = {name: one.shares for name, one in both.items()}
+    columns = {f"{name} {share}": values for name, known in shares.items() for share, values in known.items()}
     rows = []
-    for index in np.argsort(recall["student"], kind="stable"):
-        shares = [values[name][index] for name in both for values in (precision, recall)]
-        shown = ["-" if np.isnan(share) else f"{share:.1%}" for share in shares]
+    for index in np.argsort(shares["student"][drawn], kind="stable"):
+        shown = ["-" if np.isnan(values[index]) else f"{values[index]:.1%}" for values in columns.values()]
         rows.append((classes[index], int(images[index]), *shown))
-    headers = ["class", "test images", *(f"{name} {figure}" for name in both for figure in ("precision", "recall"))]
-    chart = charts.recalls(recall, classes, "Recall of each class")
-    legend = Legend([("g0", "teacher"), ("g1", "student")])
-    figure = Figure(chart, "Recall, the student's worst classes first")
-    return PageSection("Classes", [legend, figure, Table(headers, rows)])
+    figure = drawn.replace("_", " ")
+    chart = charts.recalls(
+        {name: known[drawn] for name, known in shares.items()},
+        classes,
+        f"{figure.capitalize()} of each class",
+        figure=figure,
+    )
+    headers = ["class", "test images", *(name.replace("_", " ") for name in columns)]
+    return PageSection(
+        "Classes",
+        [
+            Legend([("g0", "teacher"), ("g1", "student")]),
+            Figure(chart, f"{figure.capitalize()}, the student's worst classes first"),
+            Table(headers, rows),
+        ],
+    )

@@ -19,11 +19,10 @@ from trainer.config import EvaluateSettings, multi_label_gate_mistake
 from trainer.data.dataset import PreparedDataset, Split, open_dataset
 from trainer.devices import choose_device
 from trainer.errors import DataError, ModelError, SettingsError
-from trainer.evaluation import average_precision, hierarchy, label_issues, metrics, multi_label_report, report
+from trainer.evaluation import average_precision, hierarchy, label_issues, metrics, report
 from trainer.evaluation.embeddings import MOST_IMAGES, Embeddings, embed, fit_probe, nearest_neighbors, spread
 from trainer.evaluation.label_issues import JudgedLabels
-from trainer.evaluation.multi_label_report import MeasuredSets
-from trainer.evaluation.report import Example, Measured
+from trainer.evaluation.report import Example, Measured, MeasuredSets
 from trainer.models import Classifier
 from trainer.tracking.stage_runs import stage_run
 
@@ -142,8 +141,8 @@ def _evaluate(
         subject.name: _measured(subject, logits[subject.name], split, settings, timed[subject.name])
         for subject in subjects
     }
-    ours, theirs = {**measured["student"].figures, "temperature": temperature}, measured["teacher"].figures
-    measured["student"] = replace(measured["student"], figures=ours)
+    ours, theirs = measured["student"].figures, measured["teacher"].figures
+    ours["temperature"] = temperature
     ours["test"]["ece_uncalibrated"] = uncalibrated.error
     ours["test"]["agreement"] = metrics.agreement(logits["student"], logits["teacher"])
     if (tags := data.hierarchy) is not None:
@@ -154,32 +153,22 @@ def _evaluate(
             threshold = hierarchy.choose_threshold(tags, val_logits / temperature, val.labels, risk)
             answering = tags.answering(risk=risk, threshold=threshold)
             ours["test"]["answers"] = hierarchy.answers(answering, logits["student"], split.labels)
-    reasons = metrics.judge(
-        settings.gate,
-        teacher_score=theirs["test"]["top1"],
-        student_score=ours["test"]["top1"],
-        student_knn_top1=ours["test"].get("knn_top1"),
-        teacher_parameters=theirs["parameters"],
-        student_parameters=ours["parameters"],
-        student_p95_ms=ours["latency_ms"]["p95"],
-    )
-    verdict = {"passed": not reasons, "reasons": reasons}
-    machine = metrics.machine()
-    student_matrix = measured["student"].matrix
-    examples = _examples(settings, split, logits["student"], student_matrix)
-    details: dict[str, Any] = {name: _details(part, classes) for name, part in measured.items()}
+    verdict, machine = _verdict(settings, theirs, ours), metrics.machine()
+    matrix = measured["student"].matrix
+    details: dict[str, Any] = {name: one.details(classes) for name, one in measured.items()}
     judged: JudgedLabels | None = None
     if settings.label_issues != "off":
         judged = _judged_labels(settings, data, teacher, logits["teacher"])
         details["label_issues"] = {name: asdict(count) for name, count in judged.counts.items()}
         label_issues.write(directory / LABEL_ISSUES, judged.issues, classes)
     _write(directory / METRICS, {**details, "machine": asdict(machine), "verdict": verdict})
-    _write(directory / CONFUSION, {"labels": list(classes), "matrix": student_matrix.tolist()})
+    _write(directory / CONFUSION, {"labels": list(classes), "matrix": matrix.tolist()})
+    examples = _examples(settings, split, logits["student"], matrix)
     page = report.render(
         classes=classes, **measured, machine=machine, verdict=verdict, examples=examples, tags=tags, judged=judged
     )
     (directory / REPORT).write_text(page, encoding="utf-8")
-    return {**{name: dict(measured[name].figures) for name in measured}, "verdict": verdict}
+    return {"teacher": theirs, "student": ours, "verdict": verdict}
 
 
 def _evaluate_sets(
@@ -214,25 +203,30 @@ def _evaluate_sets(
             timed[subject.name],
         )
         measured[subject.name] = found
-    theirs, ours = (measured[subject.name] for subject in subjects)
-    ours.figures["test"]["agreement"] = average_precision.f1(ours.named, theirs.named)
-    reasons = metrics.judge(
-        settings.gate,
-        teacher_score=theirs.figures["test"]["map"],
-        student_score=ours.figures["test"]["map"],
-        teacher_parameters=theirs.figures["parameters"],
-        student_parameters=ours.figures["parameters"],
-        student_p95_ms=ours.figures["latency_ms"]["p95"],
-        title=scores.TITLES["map"],
-    )
-    verdict, machine = {"passed": not reasons, "reasons": reasons}, metrics.machine()
+    theirs, ours = (one.figures for one in measured.values())
+    ours["test"]["agreement"] = average_precision.f1(measured["student"].named, measured["teacher"].named)
+    verdict, machine = _verdict(settings, theirs, ours), metrics.machine()
     details = {name: one.details(classes, settings.calibration_bins) for name, one in measured.items()}
     _write(directory / METRICS, {**details, "machine": asdict(machine), "verdict": verdict})
-    page = multi_label_report.render(
-        classes, **measured, machine=machine, verdict=verdict, split=split, shown=settings.worst_confusions
-    )
+    shown = settings.worst_confusions
+    page = report.render_sets(classes, **measured, machine=machine, verdict=verdict, split=split, shown=shown)
     (directory / REPORT).write_text(page, encoding="utf-8")
-    return {**{name: dict(one.figures) for name, one in measured.items()}, "verdict": verdict}
+    return {"teacher": theirs, "student": ours, "verdict": verdict}
+
+
+def _verdict(settings: EvaluateSettings, teacher: Mapping[str, Any], student: Mapping[str, Any]) -> dict[str, Any]:
+    """Judge the student by the figures of both models."""
+    reasons = metrics.judge(
+        settings.gate,
+        teacher_score=scores.score(teacher["test"]),
+        student_score=scores.score(student["test"]),
+        student_knn_top1=student["test"].get("knn_top1"),
+        teacher_parameters=teacher["parameters"],
+        student_parameters=student["parameters"],
+        student_p95_ms=student["latency_ms"]["p95"],
+        title=scores.title(student["test"]),
+    )
+    return {"passed": not reasons, "reasons": reasons}
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:
@@ -334,22 +328,3 @@ def _examples(settings: EvaluateSettings, split: Split, logits: Logits, matrix: 
         shown = np.flatnonzero((split.labels == confusion.truth) & (predicted == confusion.predicted))
         examples.append((confusion, split.read(shown[:_IMAGES_A_CONFUSION].tolist()).numpy()))
     return examples
-
-
-def _details(measured: Measured, classes: Sequence[str]) -> dict[str, Any]:
-    shares = np.stack([metrics.precision(measured.matrix), metrics.recall(measured.matrix)], axis=1)
-    # JSON has no NaN.
-    known = [[None if np.isnan(share) else float(share) for share in of_class] for of_class in shares]
-    return {
-        **measured.figures,
-        "latency": [asdict(timed) for timed in measured.latencies],
-        "calibration": asdict(measured.calibration),
-        "classes": {
-            label: {"images": int(row.sum()), "precision": precision, "recall": recall}
-            for label, row, (precision, recall) in zip(classes, measured.matrix, known, strict=True)
-        },
-        "worst_confusions": [
-            {"truth": classes[pair.truth], "predicted": classes[pair.predicted], "count": pair.count}
-            for pair in metrics.worst_confusions(measured.matrix, len(classes))
-        ],
-    }
