@@ -2,7 +2,8 @@
 
 scipy and scikit-learn compute what they define in the same way; what is computed here differs from them, and says in what.
 
-Shapes: N images, K classes. Labels are the index of each image's class, int64 [N].
+Shapes: N images, K classes. Labels are the index of each image's class, int64 [N]; where an image may have several classes, or none,
+targets are 1 for its classes and 0 for the others, [N, K], and each class is found by itself.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.config import GateSettings
 from trainer.host import processor_name
+
+if TYPE_CHECKING:
+    from trainer.data.dataset import Targets
 
 Floats = npt.NDArray[np.floating]
 Ints = npt.NDArray[np.int64]
@@ -162,6 +166,21 @@ def fit_temperature(logits: Floats, labels: Ints) -> float:
     return best_temperature(loss)
 
 
+def fit_temperature_by_class(logits: Floats, targets: Targets) -> float:
+    """Choose the number by which logits are divided so that the labels are as probable as they can be, each class by itself.
+
+    As `fit_temperature`; 1 where there are no images, or every class is right.
+    """
+    if ((logits > 0) == (targets > 0)).all():
+        return 1.0
+    signed = np.where(targets > 0, logits, -logits).astype(np.float64)
+
+    def loss(log_temperature: float) -> float:
+        return float(-scipy.special.log_expit(signed * np.exp(-log_temperature)).mean())
+
+    return best_temperature(loss)
+
+
 def best_temperature(loss: Callable[[float], float]) -> float:
     """Return the temperature with the least loss, which is given as a function of its logarithm."""
     found = optimize.minimize_scalar(loss, bounds=np.log(_TEMPERATURES), method="bounded")
@@ -178,6 +197,56 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
 
     interval = stats.binomtest(round(share * count), count).proportion_ci(confidence_level=0.95, method="wilson")
     return float(interval.low), float(interval.high)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where an image may have several classes
+
+
+def average_precisions(scores: Floats, targets: Targets) -> Shares:
+    """Compute the average precision of each class, [K]: the precision at the place of each of its images, in the mean.
+
+    NaN for a class without images. scikit-learn's definition: without interpolation.
+    """
+    import sklearn.metrics  # here, because it takes seconds to import
+
+    found = np.full(targets.shape[1], np.nan)
+    for one in np.flatnonzero(targets.any(axis=0)):
+        found[one] = sklearn.metrics.average_precision_score(targets[:, one], scores[:, one])
+    return found
+
+
+def mean_average_precision(scores: Floats, targets: Targets) -> float:
+    """Compute the mean of the average precision over the classes that have images (mAP); 0 where none has."""
+    return mean_of_known(average_precisions(scores, targets))
+
+
+def mean_of_known(precisions: Shares) -> float:
+    """Return the mean of those that are not NaN; 0 where all are."""
+    known = precisions[~np.isnan(precisions)]
+    return float(known.mean()) if len(known) else 0.0
+
+
+def f1(found: npt.NDArray[np.bool_], targets: Targets | npt.NDArray[np.bool_]) -> float:
+    """Compute 2 x right / (named + there) over all images and classes (micro F1); 1 where nothing is named and nothing there."""
+    right, either = int((found & (targets > 0)).sum()), int(found.sum()) + int(targets.sum())
+    return 2 * right / either if either else 1.0
+
+
+def choose_threshold(probabilities: Floats, targets: Targets) -> float:
+    """Choose the probability above which a class is named, the same for all, with the largest micro F1 on images that taught nothing.
+
+    It lies in the middle between two probabilities, so that rounding does not decide; 0.5 where no image is of a class.
+    """
+    order = np.argsort(-probabilities, axis=None, kind="stable")
+    values, right = probabilities.ravel()[order].astype(np.float64), np.cumsum(targets.ravel()[order])
+    if not len(right) or not right[-1]:
+        return 0.5
+    scores = 2 * right / (np.arange(1, len(right) + 1) + right[-1])
+    ends = np.flatnonzero(np.append(values[1:] < values[:-1], True))  # equal probabilities are named together
+    best = int(ends[scores[ends].argmax()])
+    below = values[best + 1] if best + 1 < len(values) else 0.0
+    return float((values[best] + below) / 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from PIL import Image
 from trainer import charts, limits, pages, summary
 from trainer.charts import ReliabilityCurve
 from trainer.data.dataset import Split, Targets
-from trainer.evaluation import average_precision, metrics
+from trainer.evaluation import metrics
 from trainer.evaluation.label_issues import JudgedLabels
 from trainer.evaluation.metrics import Calibration, Confusion, Floats, Ints, Latency, Machine, Shares
 from trainer.formatting import isolated
@@ -74,10 +74,10 @@ class MeasuredSets:
         """Measure probabilities; of the figures those are known that do not depend on them, and the `threshold`."""
         named = probabilities > figures["threshold"]
         right = int((named & (wanted > 0)).sum())
-        precisions = average_precision.average_precisions(probabilities, wanted)
+        precisions = metrics.average_precisions(probabilities, wanted)
         test = {
-            "map": average_precision.mean_of_known(precisions),
-            "f1": average_precision.f1(named, wanted),
+            "map": metrics.mean_of_known(precisions),
+            "f1": metrics.f1(named, wanted),
             "precision": right / max(int(named.sum()), 1),
             "recall": right / max(int(wanted.sum()), 1),
         }

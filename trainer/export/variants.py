@@ -17,8 +17,7 @@ from torch import Tensor
 from trainer.data.dataset import Split, Targets
 from trainer.errors import ModelError
 from trainer.evaluation import metrics
-from trainer.evaluation.average_precision import f1, mean_average_precision
-from trainer.evaluation.metrics import Latency
+from trainer.evaluation.metrics import Latency, f1, mean_average_precision
 from trainer.export.onnx_student import Logits, OnnxStudent, Pixels
 from trainer.models import Classifier
 from trainer.scores import TITLES

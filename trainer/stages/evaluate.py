@@ -19,7 +19,7 @@ from trainer.config import EvaluateSettings, multi_label_gate_mistake
 from trainer.data.dataset import PreparedDataset, Split, open_dataset
 from trainer.devices import choose_device
 from trainer.errors import DataError, ModelError, SettingsError
-from trainer.evaluation import average_precision, hierarchy, label_issues, metrics, report
+from trainer.evaluation import hierarchy, label_issues, metrics, report
 from trainer.evaluation.embeddings import MOST_IMAGES, Embeddings, embed, fit_probe, nearest_neighbors, spread
 from trainer.evaluation.label_issues import JudgedLabels
 from trainer.evaluation.report import Example, Measured, MeasuredSets
@@ -193,9 +193,9 @@ def _evaluate_sets(
         logits, val_logits = (
             predict(subject.model, part, settings.batch_size, subject.name).astype(np.float64) for part in (split, val)
         )
-        temperature = average_precision.fit_temperature(val_logits, val.wanted)
+        temperature = metrics.fit_temperature_by_class(val_logits, val.wanted)
         probabilities, known = (scipy.special.expit(some / temperature) for some in (logits, val_logits))
-        threshold = average_precision.choose_threshold(known, val.wanted)
+        threshold = metrics.choose_threshold(known, val.wanted)
         found = MeasuredSets.of(
             {**_about(subject, split, timed[subject.name]), "temperature": temperature, "threshold": threshold},
             probabilities,
@@ -204,7 +204,7 @@ def _evaluate_sets(
         )
         measured[subject.name] = found
     theirs, ours = (one.figures for one in measured.values())
-    ours["test"]["agreement"] = average_precision.f1(measured["student"].named, measured["teacher"].named)
+    ours["test"]["agreement"] = metrics.f1(measured["student"].named, measured["teacher"].named)
     verdict, machine = _verdict(settings, theirs, ours), metrics.machine()
     details = {name: one.details(classes, settings.calibration_bins) for name, one in measured.items()}
     _write(directory / METRICS, {**details, "machine": asdict(machine), "verdict": verdict})

@@ -23,7 +23,7 @@ from trainer.data.batch import Batch, Mixing, to_device
 from trainer.data.dataset import Split, Targets
 from trainer.data.loader import make_loader
 from trainer.devices import Device, ReadBack
-from trainer.evaluation.average_precision import mean_average_precision
+from trainer.evaluation.metrics import mean_average_precision
 from trainer.training.multi_label import LabelSetLoss, binary_cross_entropy
 from trainer.training.process_group import Processes, wait_limit_s
 

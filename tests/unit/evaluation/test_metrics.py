@@ -8,6 +8,7 @@ import timm
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.special import expit
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import precision_score, recall_score, top_k_accuracy_score
 from torch import nn
@@ -315,3 +316,64 @@ def test_multiply_accumulates_of_a_vit_by_its_formula(size, patch, dim, depth):
 def test_machine_tells_the_threads():
     assert metrics.machine().threads == torch.get_num_threads()
     assert metrics.machine().processor
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where an image may have several classes
+
+GENERATOR = np.random.default_rng(0)
+TARGETS = (GENERATOR.random((200, 4)) < [0.5, 0.1, 0.02, 0]).astype(np.uint8)
+SCORES = TARGETS + GENERATOR.normal(0, 0.7, TARGETS.shape)
+
+
+def test_average_precision_is_the_mean_precision_at_the_place_of_each_image():
+    for one in range(3):
+        order = np.argsort(-SCORES[:, one])
+        right = TARGETS[order, one] > 0
+        precisions = np.cumsum(right) / np.arange(1, 201)
+        assert metrics.average_precisions(SCORES, TARGETS)[one] == pytest.approx(precisions[right].mean())
+
+
+def test_a_class_without_images_is_left_out():
+    found = metrics.average_precisions(SCORES, TARGETS)
+    assert np.isnan(found[3])
+    assert metrics.mean_average_precision(SCORES, TARGETS) == pytest.approx(found[:3].mean())
+    assert metrics.mean_average_precision(SCORES, np.zeros_like(TARGETS)) == 0
+
+
+def test_f1_counts_all_decisions_together():
+    named = np.array([[True, True], [False, False]])
+    assert metrics.f1(named, np.array([[1, 0], [1, 0]], dtype=np.uint8)) == pytest.approx(2 * 1 / (2 + 2))
+    assert metrics.f1(~named & named, np.zeros((2, 2), dtype=np.uint8)) == 1
+
+
+def test_the_threshold_has_the_best_f1_of_all():
+    probabilities = expit(4 * SCORES - 2)
+    found = metrics.choose_threshold(probabilities, TARGETS)
+    best = max(metrics.f1(probabilities > limit, TARGETS) for limit in np.unique(probabilities) - 1e-9)
+    assert metrics.f1(probabilities > found, TARGETS) == pytest.approx(best)
+    assert found not in probabilities
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "targets", "expected"),
+    [
+        ([[0.9, 0.2]], [[1, 0]], 0.55),
+        ([[0.9, 0.9, 0.1]], [[1, 0, 0]], 0.5),  # equal probabilities are named together
+        ([[0.9, 0.8]], [[1, 1]], 0.4),
+        ([[0.9, 0.8]], [[0, 0]], 0.5),
+        (np.empty((0, 2)), np.empty((0, 2)), 0.5),
+    ],
+)
+def test_the_threshold_lies_between_two_probabilities(probabilities, targets, expected):
+    assert metrics.choose_threshold(np.array(probabilities), np.array(targets, dtype=np.uint8)) == pytest.approx(
+        expected
+    )
+
+
+def test_the_temperature_of_each_class_makes_probabilities_frequencies():
+    logits = GENERATOR.normal(-1, 2, (4000, 3))
+    targets = (GENERATOR.random(logits.shape) < expit(logits)).astype(np.uint8)
+    assert metrics.fit_temperature_by_class(3 * logits, targets) == pytest.approx(3, rel=0.1)
+    assert metrics.fit_temperature_by_class(np.where(targets > 0, 5.0, -5.0), targets) == 1
+    assert metrics.fit_temperature_by_class(np.empty((0, 3)), np.empty((0, 3))) == 1
