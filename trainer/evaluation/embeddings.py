@@ -7,7 +7,7 @@ Shapes: N images, M other images, D numbers of an embedding, K classes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,9 @@ import numpy.typing as npt
 import scipy.optimize
 import scipy.special
 import torch
+from torch import Tensor
 
+from trainer import models
 from trainer.data.dataset import Split
 from trainer.devices import Device
 from trainer.errors import ModelError
@@ -49,20 +51,18 @@ def embed(
     Raises:
         ModelError: a number is not finite.
     """
+
+    def numbers(images: Tensor) -> Tensor:
+        outputs = model.outputs(images, logits=False, features=True, tokens=moments)
+        assert outputs.features is not None, "they were asked for"
+        parts = [outputs.features.float()]
+        if outputs.tokens is not None:
+            tokens = outputs.tokens.float()
+            parts += [tokens.mean((1, 2)), tokens.square().mean((1, 2))]
+        return torch.cat(parts, 1)
+
     model.to(device.torch_device).eval()
-    batches = []
-    with device.inference():
-        for start in range(0, len(indices), batch_size):
-            part = indices[start : start + batch_size]
-            images = split.read(device.filled(part, batch_size)).to(device.torch_device)
-            outputs = model.outputs(images, logits=False, features=True, tokens=moments)
-            assert outputs.features is not None, "they were asked for"
-            numbers = [outputs.features.float()]
-            if outputs.tokens is not None:
-                tokens = outputs.tokens.float()
-                numbers += [tokens.mean((1, 2)), tokens.square().mean((1, 2))]
-            batches.append(torch.cat(numbers, 1).cpu()[: len(part)])
-    embeddings: Embeddings = torch.cat(batches).numpy() if batches else np.empty((0, 0), dtype=np.float32)
+    embeddings = in_batches(numbers, split, indices, device, batch_size)
     broken = np.flatnonzero(~np.isfinite(embeddings).all(axis=1))
     if len(broken):
         raise ModelError(
@@ -70,6 +70,19 @@ def embed(
             f"{split.names[indices[int(broken[0])]]}; look at the model's weights, or train it again with a lower learning rate"
         )
     return embeddings
+
+
+def in_batches(
+    compute: Callable[[Tensor], Tensor], split: Split, indices: Sequence[int], device: Device, batch_size: int
+) -> Embeddings:
+    """Compute numbers of images as they are stored, fp32 [N, ...]: `compute` makes them of a batch, uint8 [B, 3, S, S] on the device."""
+    batches = []
+    with device.inference():
+        for start in range(0, len(indices), batch_size):
+            part = indices[start : start + batch_size]
+            images = split.read(device.filled(part, batch_size)).to(device.torch_device)
+            batches.append(compute(images).float().cpu()[: len(part)])
+    return torch.cat(batches).numpy() if batches else np.empty((0, 0), dtype=np.float32)
 
 
 def embed_together(
@@ -138,6 +151,11 @@ class LinearProbe:
         """Classify embeddings [M, D]: [M, K]."""
         result: Doubles = embeddings.astype(np.float64) @ self.weight.T + self.bias
         return result
+
+    def head_of(self, model: Classifier, classes: Sequence[str]) -> Classifier:
+        """Copy a model without a head, on the CPU, and make this its head; raises as `models.with_head` does."""
+        weight, bias = torch.from_numpy(self.weight).float(), torch.from_numpy(self.bias).float()
+        return models.with_head(model.cpu(), classes, weight, bias)
 
 
 def fit_probe(

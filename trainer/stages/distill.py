@@ -263,8 +263,7 @@ def add_probe(model: Classifier, session: Session) -> Classifier:
         logger.info(text, f"{len(chosen):,}", 100 * probe.val_top1, probe.penalty)
     probe = session.processes.gather(probe, "the linear probe")[0]
     assert probe is not None, "the first process has fitted one"
-    weight, bias = torch.from_numpy(probe.weight).float(), torch.from_numpy(probe.bias).float()
-    return models.with_head(model.cpu(), session.data.classes, weight, bias)
+    return probe.head_of(model, session.data.classes)
 
 
 def make_objective(

@@ -11,16 +11,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import scipy.special
-import torch
 
 from trainer import artifacts, models, scores, tracking
 from trainer.artifacts import Artifact
 from trainer.config import EvaluateSettings, multi_label_gate_mistake
 from trainer.data.dataset import PreparedDataset, Split, open_dataset
 from trainer.devices import choose_device
-from trainer.errors import DataError, ModelError, SettingsError
+from trainer.errors import ModelError, SettingsError
 from trainer.evaluation import hierarchy, label_issues, metrics, report
-from trainer.evaluation.embeddings import MOST_IMAGES, Embeddings, embed, fit_probe, nearest_neighbors, spread
+from trainer.evaluation.embeddings import (
+    MOST_IMAGES,
+    Embeddings,
+    embed,
+    fit_probe,
+    in_batches,
+    nearest_neighbors,
+    spread,
+)
 from trainer.evaluation.label_issues import JudgedLabels
 from trainer.evaluation.report import Example, Measured, MeasuredSets
 from trainer.models import Classifier
@@ -48,16 +55,9 @@ def run(
 
     Raises:
         ModelError: a model does not fit the data set, or its logits are not finite.
-        DataError: the test split is empty or has images without labels.
     """
     data = open_dataset(dataset)
     subjects = [_subject("teacher", teacher, data), _subject("student", student, data)]
-    split = data.split("test")
-    if len(split) == 0 or (split.labels < 0).any():
-        raise DataError(
-            f"the test split has {len(split)} images, {int((split.labels < 0).sum())} of them without a label; "
-            "a student cannot be judged on it, prepare a labelled one (data.test_fraction)"
-        )
     parents = {"dataset": data.fingerprint, **{subject.name: subject.fingerprint for subject in subjects}}
     values = settings.model_dump(mode="json")
     with stage_run("evaluate", values) as tracker:
@@ -107,8 +107,7 @@ def _probed(subjects: Sequence[_Evaluated], data: PreparedDataset, settings: Eva
             val = data.split("val")
             embedded["val"] = embed(model, val, range(len(val)), device, size)
             probe = fit_probe(embedded["train"], labels, embedded["val"], val.labels, classes)
-            weight, bias = torch.from_numpy(probe.weight).float(), torch.from_numpy(probe.bias).float()
-            model = models.with_head(model.cpu(), data.classes, weight, bias).eval()
+            model = probe.head_of(model, data.classes).eval()
         knn_top1 = metrics.top_k(votes, test.labels, 1)
         probed = model is not subject.model
         done.append(replace(subject, model=model.cpu(), knn_top1=knn_top1, probed=probed, embedded=embedded))
@@ -250,9 +249,8 @@ def _judged_labels(
 ) -> JudgedLabels:
     """Find the labels that the teacher contradicts: of val and test, and of train where that is asked for."""
     val, test, size = data.split("val"), data.split("test"), settings.batch_size
-    labeled = [np.flatnonzero(split.labels >= 0) for split in (val, test)]
-    logits = np.concatenate([predict(teacher.model, val, size, "teacher")[labeled[0]], test_logits[labeled[1]]])
-    held_out = label_issues.judge(logits, dict(zip((val, test), labeled, strict=True)))
+    logits = np.concatenate([predict(teacher.model, val, size, "teacher"), test_logits])
+    held_out = label_issues.judge(logits, {split: np.arange(len(split)) for split in (val, test)})
     if settings.label_issues != "all":
         return held_out
     device, train, embedded = choose_device().open(), data.split("train"), dict(teacher.embedded)
@@ -271,14 +269,8 @@ def predict(model: Classifier, split: Split, batch_size: int, name: str) -> Logi
     """Compute a model's logits on a whole split, fp32 [N, K], or raise a `ModelError` for one not finite; the model ends on the CPU."""
     device = choose_device().open()
     model.to(device.torch_device)
-    parts = (range(start, min(start + batch_size, len(split))) for start in range(0, len(split), batch_size))
-    with device.inference():
-        batches = [
-            model(split.read(indices).to(device.torch_device)).float().cpu()
-            for indices in (device.filled(part, batch_size) for part in parts)
-        ]
+    logits = in_batches(model, split, range(len(split)), device, batch_size)
     model.to("cpu")
-    logits: Logits = torch.cat(batches)[: len(split)].numpy()
     broken = ~np.isfinite(logits).all(axis=1)
     if broken.any():
         raise ModelError(
