@@ -229,12 +229,10 @@ def _served_copy(student: Artifact, figures: Mapping[str, Any], tags: ClassTags 
         with artifacts.create(copy, "model", settings=student.settings, parents=student.parents) as draft:
             for name in student.files:
                 shutil.copyfile(student.path / name, draft.path / name)
-            card = json.loads((draft.path / models.CONFIG).read_text(encoding="utf-8"))
-            card["temperature"] = figures.get("temperature", 1.0)
-            if "threshold" in figures:
-                card["threshold"] = figures["threshold"]
-            text = json.dumps(card, indent=2, ensure_ascii=False)
-            (draft.path / models.CONFIG).write_text(f"{text}\n", encoding="utf-8")
+            file = draft.path / models.CONFIG
+            card = json.loads(file.read_text(encoding="utf-8"))
+            card |= {name: figures[name] for name in ("temperature", "threshold") if name in figures}
+            file.write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             if tags is not None:
                 tags.write(draft.path)
         yield copy
@@ -245,19 +243,16 @@ def _output_schema(card: ModelCard, tags: ClassTags | None) -> Schema:
     from mlflow.types import ColSpec, DataType, Schema, TensorSpec
     from mlflow.types.schema import Array
 
-    columns: list[ColSpec | TensorSpec] = [ColSpec("double", label) for label in card.labels]
+    number, text = DataType.double, DataType.string
+    columns: list[ColSpec | TensorSpec] = [ColSpec(number, label) for label in card.labels]
+    kinds: dict[str, Any] = {name: number if tags.is_number(name) else text for name in tags.attributes} if tags else {}
     if card.threshold is not None:  # lists of what is named, and of what is known of each of that
-        columns.append(ColSpec(Array(DataType.string), NAMED))
-        for name in tags.attributes if tags is not None else ():
-            kind = DataType.double if tags is not None and tags.is_number(name) else DataType.string
-            columns.append(ColSpec(Array(kind), name, required=False))
-        return Schema(columns)
-    if tags is not None:
-        # An answer may be missing, and so may an attribute; MLflow counts that as optional.
-        columns += [ColSpec("string", ANSWER, required=False), ColSpec("double", CONFIDENCE)]
-        kinds = {name: "double" if tags.is_number(name) else "string" for name in tags.attributes}
-        columns += [ColSpec(kind, name, required=False) for name, kind in kinds.items()]
-    return Schema(columns)
+        columns.append(ColSpec(Array(text), NAMED))
+        kinds = {name: Array(kind) for name, kind in kinds.items()}
+    elif tags is not None:
+        columns += [ColSpec(text, ANSWER, required=False), ColSpec(number, CONFIDENCE)]
+    # An answer may be missing, and so may an attribute; MLflow counts that as optional.
+    return Schema([*columns, *(ColSpec(kind, name, required=False) for name, kind in kinds.items())])
 
 
 def _log_model(
