@@ -65,15 +65,14 @@ def run(
         teaching = artifacts.manifest(teacher, "model")
         classifier, weights = start(settings, data)
         check_compared(classifier, settings, student=True)
-    parents = {"dataset": data.fingerprint, "teacher": teaching.fingerprint}
-    if weights:
-        parents["weights"] = weights
-    recording: Recording | None = None
-    teachers: list[Classifier] = []
-    mass: dict[str, float] | None = None
-    for number, further in enumerate(settings.further_teachers, start=2):
-        parents[f"teacher_{number}"] = artifacts.manifest(further, "model").fingerprint
-    with startup.part("fetch"):
+        parents = {"dataset": data.fingerprint, "teacher": teaching.fingerprint} | (
+            {"weights": weights} if weights else {}
+        )
+        for number, further in enumerate(settings.further_teachers, start=2):
+            parents[f"teacher_{number}"] = artifacts.manifest(further, "model").fingerprint
+        recording: Recording | None = None
+        teachers: list[Classifier] = []
+        mass: dict[str, float] | None = None
         if settings.reads_recording:
             if teacher_outputs is None:
                 raise SettingsError(
@@ -86,8 +85,9 @@ def run(
             # Before the records are fetched.
             _check_content(settings, classifier, places, held, by_class=data.targets is not None)
             recording = open_recording(*places)
-            for number, one in enumerate([recording, *recording.further], start=1):
-                parents[f"teacher_outputs_{number}" if number > 1 else "teacher_outputs"] = one.fingerprint
+            parents["teacher_outputs"] = recording.fingerprint
+            for number, one in enumerate(recording.further, start=2):
+                parents[f"teacher_outputs_{number}"] = one.fingerprint
             figures = artifacts.manifest(teacher_outputs, "teacher_outputs").figures.get("mass", {})
             mass = {temperature.removeprefix("t"): of_it["mean"] for temperature, of_it in figures.items()}
         elif settings.needs_teacher:
@@ -174,33 +174,28 @@ def _check_content(
     """Refuse recorded outputs that lack what the losses or the student need; one of several teachers may have no logits."""
     if settings.logit_weight and not any(held.classes for held in recordings):
         raise SettingsError(_no_logits(settings, f"the teacher whose outputs {' and '.join(map(str, uris))} holds"))
+    needs_all, card = settings.needs_all_logits or (by_class and settings.logit_weight > 0), student.card
     for uri, held in zip(uris, recordings, strict=True):
-        _check_recording(settings, student, uri, held, by_class=by_class)
-
-
-def _check_recording(
-    settings: DistillSettings, student: Classifier, uri: str | Path, held: RecordingDescription, *, by_class: bool
-) -> None:
-    needs_all = settings.needs_all_logits or (by_class and settings.logit_weight > 0)
-    if needs_all and held.top_k < held.classes:
-        loss = f"distill.logit_loss={settings.logit_loss}" + " with standardize_logits" * settings.standardize_logits
-        loss += " of several labels an image" * by_class
-        raise SettingsError(
-            f"{loss} needs the teacher's logits of all {held.classes} classes, but {uri} holds the {held.top_k} largest of each view; "
-            f"record them again with reinforce.top_k=all, or set distill.teacher=online"
-        )
-    for term, name in RECORDED_BY.items():
-        if settings.weight(term) and not getattr(held, name):
-            raise SettingsError(
-                f"distill.{term}_weight is {settings.weight(term):g}, but {uri} holds no {name}; record them again with "
-                f"reinforce.{name}=true, or set distill.teacher=online"
+        if needs_all and held.top_k < held.classes:
+            loss = (
+                f"distill.logit_loss={settings.logit_loss}" + " with standardize_logits" * settings.standardize_logits
             )
-    card = student.card
-    if card.image_size > held.view_size:
-        raise SettingsError(
-            f"the student {card.architecture} takes images of {card.image_size} pixels, but the views of {uri} have {held.view_size}; "
-            f"record them again with reinforce.view_size={card.image_size}, or choose a student with a smaller input (distill.student)"
-        )
+            loss += " of several labels an image" * by_class
+            raise SettingsError(
+                f"{loss} needs the teacher's logits of all {held.classes} classes, but {uri} holds the {held.top_k} largest of each view; "
+                f"record them again with reinforce.top_k=all, or set distill.teacher=online"
+            )
+        for term, name in RECORDED_BY.items():
+            if settings.weight(term) and not getattr(held, name):
+                raise SettingsError(
+                    f"distill.{term}_weight is {settings.weight(term):g}, but {uri} holds no {name}; record them again with "
+                    f"reinforce.{name}=true, or set distill.teacher=online"
+                )
+        if card.image_size > held.view_size:
+            raise SettingsError(
+                f"the student {card.architecture} takes images of {card.image_size} pixels, but the views of {uri} have {held.view_size}; "
+                f"record them again with reinforce.view_size={card.image_size}, or choose a student with a smaller input (distill.student)"
+            )
 
 
 def _no_logits(settings: DistillSettings, teacher: str) -> str:
