@@ -46,7 +46,8 @@ class SearchResult:
 
     @property
     def given(self) -> Trial:
-        return self.tried[0].trial
+        """The trial of the given settings, in as many parts as it took for them to fit."""
+        return next(tried.trial for tried in self.tried if tried.taken)
 
     @property
     def seconds(self) -> float:

@@ -337,6 +337,23 @@ def test_a_candidate_that_runs_out_of_memory_is_a_limit_and_not_a_failure(tuned,
     assert made.measurement.settings == made.chosen
 
 
+def test_what_was_found_is_kept_where_the_given_settings_did_not_fit(tuned, monkeypatch):
+    """A trial that failed had no loader processes; that is not what was given."""
+
+    def measure(_, candidate, rate_to_beat=0.0):
+        if candidate.accumulation == 1:
+            return Trial(candidate=candidate, ended="out of memory", seconds=0.5)
+        rate = 200.0 if candidate.workers == 0 else 100.0
+        given = {"images_per_second": rate, "low": rate, "high": rate, "shares": {"data": 0.0}}
+        given |= {"workers": candidate.workers, "advised_workers": 2}
+        return Trial(candidate=candidate, ended="measured", steps=10, startup_s=0.1, seconds=0.5, **given)
+
+    monkeypatch.setattr(Trials, "measure", measure)
+    made = tuned({"batch_size": 8, "epochs": 40, "workers": 2}, minutes=10)
+    assert [tried.trial.candidate.workers for tried in made.tried if tried.taken] == [2, 0]
+    assert made.chosen["workers"] == 0
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Interrupted
 
