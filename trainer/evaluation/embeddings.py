@@ -221,14 +221,13 @@ def nearest_neighbors(bank: Embeddings, labels: Ints, embeddings: Embeddings, cl
         bank: embeddings of images with labels, [N, D], and these, int64 [N].
         embeddings: of the images in question, [M, D].
     """
-    known, one_hot, k = _unit(bank), np.eye(classes)[labels], min(NEIGHBORS, len(bank))
-    votes: list[Doubles] = []
+    known, k, votes = _unit(bank), min(NEIGHBORS, len(bank)), np.zeros((len(embeddings), classes))
     for start in range(0, len(embeddings), _VOTES_TOGETHER):
         cosines = _unit(embeddings[start : start + _VOTES_TOGETHER]) @ known.T
         nearest = np.argsort(-cosines, axis=1, kind="stable")[:, :k]
         weights = np.exp(np.take_along_axis(cosines, nearest, axis=1) / NEIGHBOR_TEMPERATURE)
-        votes.append((weights[:, :, None] * one_hot[nearest]).sum(1))
-    return np.concatenate(votes)
+        np.add.at(votes, (np.arange(start, start + len(weights))[:, None], labels[nearest]), weights)
+    return votes
 
 
 def _unit(embeddings: Embeddings) -> Doubles:
