@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -64,30 +65,22 @@ class MeasuredSets:
     figures: dict[str, Any]  # as `Measured`
     probabilities: Floats  # of each class, [N, K]
     wanted: Targets  # whether each image is of each class, [N, K]
-    average_precisions: Shares  # of each class, [K]
     latencies: Sequence[Latency]
 
-    @classmethod
-    def of(
-        cls, figures: Mapping[str, Any], probabilities: Floats, wanted: Targets, latencies: Sequence[Latency]
-    ) -> MeasuredSets:
-        """Measure probabilities; of the figures those are known that do not depend on them, and the `threshold`."""
-        named = probabilities > figures["threshold"]
-        right = int((named & (wanted > 0)).sum())
-        precisions = metrics.average_precisions(probabilities, wanted)
-        test = {
-            "map": metrics.mean_of_known(precisions),
-            "f1": metrics.f1(named, wanted),
-            "precision": right / max(int(named.sum()), 1),
-            "recall": right / max(int(wanted.sum()), 1),
+    def __post_init__(self) -> None:
+        """Add what the probabilities are worth on the test images to the figures, of which `threshold` is known."""
+        right = int((self.named & (self.wanted > 0)).sum())
+        self.figures["test"] = {
+            "map": metrics.mean_of_known(self.average_precisions),
+            "f1": metrics.f1(self.named, self.wanted),
+            "precision": right / max(int(self.named.sum()), 1),
+            "recall": right / max(int(self.wanted.sum()), 1),
         }
-        return cls(
-            figures={**figures, "test": test},
-            probabilities=probabilities,
-            wanted=wanted,
-            average_precisions=precisions,
-            latencies=latencies,
-        )
+
+    @cached_property
+    def average_precisions(self) -> Shares:
+        """Average precision of each class."""
+        return metrics.average_precisions(self.probabilities, self.wanted)
 
     @property
     def named(self) -> npt.NDArray[np.bool_]:

@@ -195,13 +195,10 @@ def _evaluate_sets(
         temperature = metrics.fit_temperature_by_class(val_logits, val.wanted)
         probabilities, known = (scipy.special.expit(some / temperature) for some in (logits, val_logits))
         threshold = metrics.choose_threshold(known, val.wanted)
-        found = MeasuredSets.of(
-            {**_about(subject, split, timed[subject.name]), "temperature": temperature, "threshold": threshold},
-            probabilities,
-            split.wanted,
-            timed[subject.name],
+        figures = _about(subject, split, timed[subject.name]) | {"temperature": temperature, "threshold": threshold}
+        measured[subject.name] = MeasuredSets(
+            figures=figures, probabilities=probabilities, wanted=split.wanted, latencies=timed[subject.name]
         )
-        measured[subject.name] = found
     theirs, ours = (one.figures for one in measured.values())
     ours["test"]["agreement"] = metrics.f1(measured["student"].named, measured["teacher"].named)
     verdict, machine = _verdict(settings, theirs, ours), metrics.machine()
