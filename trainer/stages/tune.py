@@ -96,11 +96,10 @@ def run(
     if teacher_outputs is not None:
         parents["teacher_outputs"] = artifacts.manifest(teacher_outputs, "teacher_outputs").fingerprint
     values = settings.model_dump(mode="json")
-    distilled = (settings.distill or DistillSettings()).model_dump(mode="json")
-    elsewhere = read_tunings(settings.elsewhere, subject_of(parents, distilled))
-    deterministic = settings.distill is not None and settings.distill.deterministic
+    distilled = settings.distill or DistillSettings()
+    elsewhere = read_tunings(settings.elsewhere, subject_of(parents, distilled.model_dump(mode="json")))
     with ExitStack() as stack:
-        processes = stack.enter_context(join_processes(deterministic=deterministic))
+        processes = stack.enter_context(join_processes(deterministic=distilled.deterministic))
         tracker = stack.enter_context(stage_run(NAME, values, active=processes.is_first))
         forecast.check_budget(place_of(processes), settings.budget_usd)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tune-")))
@@ -178,9 +177,7 @@ class Subject:
     def training(self, root: str, settings: DistillSettings, processes: Processes) -> TrainingSpec:
         """Make the distillation from its beginning, with other settings; `root` is the place of checkpoints."""
         recording = self.recording if settings.reads_recording else None
-        teachers = (
-            [copy.deepcopy(self.teacher)] if self.teacher and settings.needs_teacher and recording is None else []
-        )
+        teachers = [copy.deepcopy(self.teacher)] if self.teacher and recording is None else []
         student = copy.deepcopy(self.student)
         return TrainingSpec(
             name=NAME,

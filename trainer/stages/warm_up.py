@@ -199,5 +199,5 @@ def _few(settings: Part, data: PreparedDataset) -> Part:
     epochs = math.ceil(_steps(settings) * settings.for_images(images).batch_size / images)
     quiet = settings.evidence.model_copy(update={"operators_steps": 0})
     # At full resolution alone: the first epochs, where they have a smaller input, compile for that by themselves.
-    full = {"low_resolution": LowResolutionSettings()}
-    return settings.model_copy(update={"epochs": min(epochs, settings.epochs), "evidence": quiet, **full})
+    few = {"epochs": min(epochs, settings.epochs), "evidence": quiet, "low_resolution": LowResolutionSettings()}
+    return settings.model_copy(update=few)
