@@ -130,7 +130,6 @@ def describe(
         views=settings.views,
         block=1,
         classes=classes,
-        # Where an image may have several labels each class is compared by itself.
         top_k=settings.logits(classes) if data.targets is None else classes,
         features=models.feature_size(teacher) if settings.features else 0,
         feature_format=settings.feature_format,

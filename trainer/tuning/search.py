@@ -55,8 +55,8 @@ class SearchResult:
 
     def name(self, candidate: Candidate) -> str:
         """How a candidate differs from the best one: `precision=bf16`, `batch_size=64 accumulation=2`."""
-        changes = candidate.changes(self.best.candidate)
-        return " ".join(f"{name}={str(value).lower()}" for name, (_, value) in changes.items())
+        best = self.best.candidate
+        return " ".join(f"{name}={str(value).lower()}" for name, value in candidate if value != getattr(best, name))
 
     def propose(self) -> tuple[dict[str, Proposal], dict[str, str]]:
         """What is to be tried, by its name, and what is left out -> why."""

@@ -44,11 +44,6 @@ class Candidate(StrictModel):
     def applied(self, settings: DistillSettings) -> DistillSettings:
         return settings.model_copy(update=self.model_dump())
 
-    def changes(self, before: Candidate) -> dict[str, tuple[Any, Any]]:
-        """Name of each setting that differs -> its value before and now."""
-        pairs = {name: (getattr(before, name), getattr(self, name)) for name in type(self).model_fields}
-        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
     @property
     def held(self) -> int:
         """Images that all processes together hold in memory at once."""
