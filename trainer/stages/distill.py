@@ -65,9 +65,9 @@ def run(
         teaching = artifacts.manifest(teacher, "model")
         classifier, weights = start(settings, data)
         check_compared(classifier, settings, student=True)
-        parents = {"dataset": data.fingerprint, "teacher": teaching.fingerprint} | (
-            {"weights": weights} if weights else {}
-        )
+        parents = {"dataset": data.fingerprint, "teacher": teaching.fingerprint}
+        if weights:
+            parents["weights"] = weights
         for number, further in enumerate(settings.further_teachers, start=2):
             parents[f"teacher_{number}"] = artifacts.manifest(further, "model").fingerprint
         recording: Recording | None = None
@@ -175,12 +175,10 @@ def _check_content(
     if settings.logit_weight and not any(held.classes for held in recordings):
         raise SettingsError(_no_logits(settings, f"the teacher whose outputs {' and '.join(map(str, uris))} holds"))
     needs_all, card = settings.needs_all_logits or (by_class and settings.logit_weight > 0), student.card
+    loss = f"distill.logit_loss={settings.logit_loss}" + " with standardize_logits" * settings.standardize_logits
+    loss += " of several labels an image" * by_class
     for uri, held in zip(uris, recordings, strict=True):
         if needs_all and held.top_k < held.classes:
-            loss = (
-                f"distill.logit_loss={settings.logit_loss}" + " with standardize_logits" * settings.standardize_logits
-            )
-            loss += " of several labels an image" * by_class
             raise SettingsError(
                 f"{loss} needs the teacher's logits of all {held.classes} classes, but {uri} holds the {held.top_k} largest of each view; "
                 f"record them again with reinforce.top_k=all, or set distill.teacher=online"
