@@ -27,6 +27,8 @@ from trainer.graph import OPTIONAL_STAGES, needed_stages
 
 SERVICE_ACCOUNT = "vit-distillation"
 DEFAULT_POOL = "cpu"
+MLFLOW_UI = "Open http://localhost:5000 after: kubectl --namespace kubeflow port-forward service/mlflow 5000"
+"""The way to the MLflow that `manifests/install.sh` puts beside Kubeflow."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,7 +94,9 @@ def deploy(options: argparse.Namespace) -> None:
         if cron:
             versions.put_schedule(api, f"scheduled {options.recipe}", cron, request)
         if options.run:
-            run = runs.start(api, runs.name_of(options.recipe), request, experiment)
+            name = runs.name_of(options.recipe)
+            described = f"In MLflow: run {name!r} of the experiment {experiment!r}. {MLFLOW_UI}"
+            run = runs.start(api, name, request, described)
             if options.wait:
                 runs.follow(api, run.run_id, compilation.task_names(text), hours=options.hours)
 

@@ -81,7 +81,7 @@ def predict(options: argparse.Namespace) -> None:
             "runtime_config": kfp_server_api.V2beta1RuntimeConfig(parameters=parameters),
             "service_account": options.service_account,
         }
-        run = runs.start(api, runs.name_of("predict"), request, options.experiment)
+        run = runs.start(api, runs.name_of("predict"), request)
         if options.wait:
             runs.follow(api, run.run_id, compilation.task_names(text), hours=options.hours)
 

@@ -29,8 +29,6 @@ ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 INTERVALS_S = (0.2, 5.0)  # between two looks at a run: at first, and after a while
 AWAY_S = 300.0  # how long the API may be away before we stop to follow a run
 DEFAULT_HOURS = 168.0
-MLFLOW_UI = "Open http://localhost:5000 after: kubectl --namespace kubeflow port-forward service/mlflow 5000"
-"""The way to the MLflow that `manifests/install.sh` puts beside Kubeflow."""
 OF_A_TASK = re.compile(r"\b(?:error|for now): (.*)", re.DOTALL)
 """What a task of ours says last, within what Argo and Kubernetes say around it."""
 
@@ -65,12 +63,11 @@ def request(
     }
 
 
-def start(api: Api, name: str, fields: Mapping[str, Any], experiment: str) -> Any:
-    """Start a run and say where it is seen; `fields` are those of `request`, `experiment` is the name in MLflow too.
+def start(api: Api, name: str, fields: Mapping[str, Any], description: str = "") -> Any:
+    """Start a run and say where it is seen; `fields` are those of `request`.
 
     A `DeployError` if the API refuses; or if its answer was lost and no run of this name is there.
     """
-    description = f"In MLflow: run {name!r} of the experiment {experiment!r}. {MLFLOW_UI}"
     wanted = kfp_server_api.V2beta1Run(display_name=name, description=description, **fields)
     try:
         run = api.runs.run_service_create_run(wanted)

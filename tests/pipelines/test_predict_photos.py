@@ -31,6 +31,7 @@ def test_a_run_of_one_task_is_started_with_what_was_asked(api, capsys):
     assert task["cachingOptions"] == {}
     assert run.pipeline_spec["platform_spec"]["platforms"]["kubernetes"], "secrets and the ConfigMap come from there"
     assert run.service_account == "vit-distillation"
+    assert not run.description, "MLflow has no run of it"
 
 
 @pytest.mark.usefixtures("deployed")
