@@ -19,6 +19,7 @@ from typing import Any
 
 import kfp_server_api
 
+from components import kfp_components
 from pipelines import connection
 from pipelines.compile import COMPILED, task_names
 from pipelines.connection import BAD_REQUEST, NOT_FOUND, Api, RefusedError, UnansweredError, every, named
@@ -249,7 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if options.action == "stop":
                     stop(api, options.run_id)
                 else:
-                    follow(api, options.run_id, task_names(COMPILED.read_text()), hours=options.hours)
+                    tasks = {*task_names(COMPILED.read_text()), kfp_components.predict_photos.name}
+                    follow(api, options.run_id, tasks, hours=options.hours)
             except RefusedError as error:
                 if error.status != NOT_FOUND:
                     raise

@@ -8,7 +8,8 @@ from kfp import dsl, local
 from mlflow.tracking import MlflowClient
 
 from components import kfp_components
-from pipelines import predict_photos
+from pipelines import predict_photos, runs
+from tests.stand_ins.pipelines_api import state
 from tests.trained_digits import pixels, png, write_model
 
 
@@ -32,6 +33,19 @@ def test_a_run_of_one_task_is_started_with_what_was_asked(api, capsys):
     assert run.pipeline_spec["platform_spec"]["platforms"]["kubernetes"], "secrets and the ConfigMap come from there"
     assert run.service_account == "vit-distillation"
     assert not run.description, "MLflow has no run of it"
+
+
+@pytest.mark.usefixtures("deployed")
+def test_a_run_that_is_followed_later_shows_its_task_and_what_that_said_last(api, capsys):
+    places = ["--photos", "s3://bucket/photos", "--output", "s3://bucket/out", "--model", "s3://bucket/served"]
+    api.script = [state("FAILED", predict_photos="FAILED")]
+    assert predict_photos.main(places) == 0
+    name, message = "batch-prediction-x7k2p.root.predict-photos.executor(0)", "main: Error: error: no photo"
+    api.workflow = {"status": {"nodes": {"1": {"name": name, "type": "Pod", "phase": "Failed", "message": message}}}}
+    assert runs.main(["follow", *api.store.runs]) == 2
+    said = capsys.readouterr()
+    assert "predict-photos: failed\n" in said.out
+    assert "\n  predict-photos failed: no photo\n" in said.err
 
 
 @pytest.mark.usefixtures("deployed")
