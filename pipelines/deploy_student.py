@@ -97,6 +97,12 @@ def deploy(options: argparse.Namespace) -> None:
     """
     _check_names(options)
     model = options.model
+    try:
+        given = shlex.split(options.serve)
+    except ValueError as error:
+        raise SettingsError(f"--serve {options.serve!r}: {error}; close the quotation") from error
+    if model.startswith("file://"):
+        raise SettingsError(f"--model {model}: pods cannot reach it; give a URI in a store, such as s3://BUCKET/export")
     if "://" not in model:
         place = model if model.startswith(REGISTERED) else f"{REGISTERED}{model}@{options.alias}"
         model = pinned(place, force=options.force)
@@ -106,7 +112,7 @@ def deploy(options: argparse.Namespace) -> None:
         alias=options.alias,
         namespace=options.namespace,
         model=model,
-        options=[*(["--force"] if options.force else []), *shlex.split(options.serve)],
+        options=[*(["--force"] if options.force else []), *given],
         image=options.image or SERVING_IMAGE,
         replicas=options.replicas,
     )

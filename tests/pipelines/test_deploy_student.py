@@ -125,6 +125,19 @@ def test_name_and_alias_must_fit_together(command):
     assert "too long together" in errors
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--model=file:///exports/1", "--model file:///exports/1: pods cannot reach it; give a URI in a store"),
+        ("--serve=--log 'here", '--serve "--log \'here": No closing quotation; close the quotation'),
+    ],
+)
+def test_what_no_pod_could_serve_is_refused_before_anything_is_sent(command, option, message):
+    code, output, errors = command("--dry-run", "--model", "s3://bucket/served", option)
+    assert (code, output) == (2, "")
+    assert errors.startswith(f"error: {message}")
+
+
 def test_without_kubectl_the_next_move_is_said(command, monkeypatch):
     monkeypatch.setattr(deploy_student.shutil, "which", lambda _tool, path=None: None)
     code, _, errors = command("--model", "s3://bucket/served", "--dry-run")
