@@ -14,6 +14,7 @@ version that cannot be served takes none, and the version before goes on.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -22,7 +23,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,12 @@ from trainer import commands, tracking
 from trainer.errors import DeployError, SettingsError
 from trainer.tracking import REGISTERED
 
-MANIFESTS = Path(__file__).parents[1] / "manifests" / "serving"
+MANIFESTS = Path(__file__).parents[1] / "manifests"
 NAME = "vit-student"
 ALIAS = "champion"
-_IN_MANIFESTS = f"{NAME}-{ALIAS}"
-"""Name of the alias's objects in `manifests/serving`."""
-_OF_THE_ALIAS = "deployment,horizontalpodautoscaler,poddisruptionbudget"
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,28}[a-z0-9])?")
 _NAMES = 63 - len("--predictor")
 """Most characters of name and alias together."""
-_APPLIED_BY = "vit-distillation"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,7 +104,7 @@ def deploy(options: argparse.Namespace) -> None:
         place = model if model.startswith(REGISTERED) else f"{REGISTERED}{model}@{options.alias}"
         model = pinned(place, force=options.force)
     objects = student_objects(
-        rendered("kserve" if options.kserve else "base"),
+        rendered("serving/kserve" if options.kserve else "serving/base"),
         name=options.name,
         alias=options.alias,
         namespace=options.namespace,
@@ -119,13 +116,14 @@ def deploy(options: argparse.Namespace) -> None:
     if options.dry_run:
         print(yaml.safe_dump_all(objects, sort_keys=False), end="")
         return
-    kubectl = Kubectl(namespace=options.namespace, context=options.context)
+    kubectl = _cluster_of(options)
     name = f"{options.name}-{options.alias}"
     deployment = f"deployment/{name}{'-predictor' if options.kserve else ''}"
     if not (options.kserve or options.replicas):  # else Kubernetes would go on with one pod until the autoscaler looks
         now = kubectl("get", deployment, "--ignore-not-found", "--output=jsonpath={.spec.replicas}").strip()
-        _pod_owner(objects)["spec"]["replicas"] = max(int(now or 0), _autoscaled_from(objects))
-    applying = ("apply", "--server-side", f"--field-manager={_APPLIED_BY}", "--force-conflicts", "--filename=-")
+        (least,) = (one["spec"]["minReplicas"] for one in objects if one["kind"] == "HorizontalPodAutoscaler")
+        _pod_owner(objects)["spec"]["replicas"] = max(int(now or 0), least)
+    applying = ("apply", "--server-side", "--field-manager=vit-distillation", "--force-conflicts", "--filename=-")
     print(kubectl(*applying, text=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})), end="")
     if options.replicas and not options.kserve:
         kubectl("delete", "horizontalpodautoscaler", name, "--ignore-not-found")
@@ -143,7 +141,7 @@ def deploy(options: argparse.Namespace) -> None:
             f"{kubectl('get', 'pods', pods, check=False)}The pods say:\n{said}"
             "Mend that and deploy again; to go back, move the alias back and deploy."
         ) from error
-    service = f"{options.name}-{options.alias}-predictor" if options.kserve else options.name
+    service = f"{name}-predictor" if options.kserve else options.name
     print(
         f"{model} answers at http://{service}.{options.namespace}.svc/predict; from here: "
         f"kubectl --namespace {options.namespace} port-forward service/{service} 8000:80, then http://localhost:8000"
@@ -157,9 +155,8 @@ def remove(options: argparse.Namespace) -> None:
         TrainerError: a name is not one, or kubectl fails.
     """
     _check_names(options)
-    kubectl = Kubectl(namespace=options.namespace, context=options.context)
-    kinds = "inferenceservice" if options.kserve else _OF_THE_ALIAS
-    name = f"{options.name}-{options.alias}"
+    kubectl, name = _cluster_of(options), f"{options.name}-{options.alias}"
+    kinds = "inferenceservice" if options.kserve else "deployment,horizontalpodautoscaler,poddisruptionbudget"
     print(kubectl("delete", kinds, name, "--ignore-not-found", "--cascade=foreground"), end="")
     left = f"app.kubernetes.io/name={options.name}"
     if not kubectl("get", "deployments", "--selector", left, "--output=name").strip():
@@ -168,12 +165,8 @@ def remove(options: argparse.Namespace) -> None:
 
 
 def rendered(folder: str) -> list[dict[str, Any]]:
-    """Build a kustomization of `manifests/serving`: its objects.
-
-    Raises:
-        DeployError: kubectl is missing or fails.
-    """
-    return list(yaml.safe_load_all(Kubectl()("kustomize", str(MANIFESTS / folder))))
+    """Build a kustomization below `manifests`: its objects; raises as `run_kubectl`."""
+    return list(yaml.safe_load_all(run_kubectl("kustomize", str(MANIFESTS / folder))))
 
 
 def student_objects(
@@ -199,7 +192,7 @@ def student_objects(
         image: of the server.
         replicas: number of pods; 0 lets the autoscaler choose.
     """
-    names = {NAME: name, ALIAS: alias, _IN_MANIFESTS: f"{name}-{alias}", f"--name={NAME}": f"--name={name}"}
+    names = {NAME: name, ALIAS: alias, f"{NAME}-{ALIAS}": f"{name}-{alias}", f"--name={NAME}": f"--name={name}"}
 
     def renamed(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -208,50 +201,41 @@ def student_objects(
             return [renamed(part) for part in value]
         return names.get(value, value) if isinstance(value, str) else value
 
-    made = []
-    for one in map(renamed, objects):
+    made = [renamed(one) for one in objects if not (replicas and one["kind"] == "HorizontalPodAutoscaler")]
+    for one in made:
         one["metadata"]["namespace"] = namespace
-        if one["kind"] == "HorizontalPodAutoscaler" and replicas:
-            continue
-        if one["kind"] in ("Deployment", "InferenceService"):
-            pod = one["spec"]["template"]["spec"] if one["kind"] == "Deployment" else one["spec"]["predictor"]
-            (server,) = pod["containers"]
-            server |= {
-                "image": image,
-                "args": [model, *server["args"][1:], *options],
-            }  # of an option, the last one counts
-            if replicas and one["kind"] == "Deployment":
-                one["spec"]["replicas"] = replicas
-            elif replicas:
-                pod |= {"minReplicas": replicas, "maxReplicas": replicas}
-        made.append(one)
+    specification = _pod_owner(made)["spec"]
+    pod = specification["predictor"] if "predictor" in specification else specification["template"]["spec"]
+    (server,) = pod["containers"]
+    server |= {"image": image, "args": [model, *server["args"][1:], *options]}  # of an option, the last one counts
+    if replicas and "predictor" in specification:
+        pod |= {"minReplicas": replicas, "maxReplicas": replicas}
+    elif replicas:
+        specification["replicas"] = replicas
     return made
 
 
-class Kubectl:
-    """Runs kubectl: that of this environment, or else the system's."""
+def run_kubectl(*arguments: str, text: str | None = None, check: bool = True) -> str:
+    """Run kubectl, that of this environment or else the system's; gives what it prints.
 
-    def __init__(self, *, namespace: str = "", context: str = "") -> None:
-        self._options = [f"--namespace={namespace}"] * bool(namespace) + [f"--context={context}"] * bool(context)
+    Raises:
+        DeployError: it is missing or, unless `check` is false, fails.
+    """
+    tool = shutil.which("kubectl", path=Path(sys.executable).parent) or shutil.which("kubectl")
+    if tool is None:
+        raise DeployError("kubectl is not installed; run 'make setup', or install it (kubernetes.io/docs/tasks/tools)")
+    result = subprocess.run([tool, *arguments], capture_output=True, text=True, input=text, check=False)
+    if check and result.returncode:
+        said = re.sub(r"^[EW]\d{4} .*\n", "", result.stderr, flags=re.MULTILINE)  # kubectl's own log
+        command = next(word for word in arguments if not word.startswith("--"))
+        raise DeployError(f"kubectl {command}: {said.strip() or result.stderr.strip()}")
+    return result.stdout
 
-    def __call__(self, *arguments: str, text: str | None = None, check: bool = True) -> str:
-        """Run a command; gives what it prints.
 
-        Raises:
-            DeployError: kubectl is missing or, unless `check` is false, fails.
-        """
-        tool = shutil.which("kubectl", path=Path(sys.executable).parent) or shutil.which("kubectl")
-        if tool is None:
-            raise DeployError(
-                "kubectl is not installed; run 'make setup', or install it (kubernetes.io/docs/tasks/tools)"
-            )
-        result = subprocess.run(
-            [tool, *self._options, *arguments], capture_output=True, text=True, input=text, check=False
-        )
-        if check and result.returncode:
-            said = re.sub(r"^[EW]\d{4} .*\n", "", result.stderr, flags=re.MULTILINE)  # kubectl's own log
-            raise DeployError(f"kubectl {arguments[0]}: {said.strip() or result.stderr.strip()}")
-        return result.stdout
+def _cluster_of(options: argparse.Namespace) -> Callable[..., str]:
+    """Return `run_kubectl` for the namespace and the context that are asked for."""
+    context = [f"--context={options.context}"] if options.context else []
+    return functools.partial(run_kubectl, f"--namespace={options.namespace}", *context)
 
 
 def _check_names(options: argparse.Namespace) -> None:
@@ -296,7 +280,7 @@ def _pod_owner(objects: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return owner
 
 
-def _wait_for_kserve(kubectl: Kubectl, deployment: str, server: Mapping[str, Any], seconds: float) -> None:
+def _wait_for_kserve(kubectl: Callable[..., str], deployment: str, server: Mapping[str, Any], seconds: float) -> None:
     """Wait until the Deployment that KServe makes has this container.
 
     Raises:
@@ -310,10 +294,6 @@ def _wait_for_kserve(kubectl: Kubectl, deployment: str, server: Mapping[str, Any
                 return
         time.sleep(1)
     raise DeployError(f"KServe has not made {deployment} within {seconds} s; read: kubectl describe inferenceservice")
-
-
-def _autoscaled_from(objects: Sequence[Mapping[str, Any]]) -> int:
-    return next(int(one["spec"]["minReplicas"]) for one in objects if one["kind"] == "HorizontalPodAutoscaler")
 
 
 if __name__ == "__main__":

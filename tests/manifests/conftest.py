@@ -1,32 +1,22 @@
 import functools
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
+
+from pipelines import deploy_student
 
 ROOT = Path(__file__).parents[2]
 MANIFESTS = ROOT / "manifests"
 
 
-def kubectl():
-    """The one of this environment, which is pinned, or else any."""
-    return shutil.which("kubectl", path=Path(sys.executable).parent) or shutil.which("kubectl")
-
-
 @functools.cache
 def rendered(folder):
     """The objects of a kustomization, as `kubectl apply -k` would send them; reads no network."""
-    tool = kubectl()
-    if tool is None:
+    if shutil.which("kubectl", path=Path(sys.executable).parent) is None and shutil.which("kubectl") is None:
         pytest.skip("not rendered: kubectl is missing; `make setup` installs it")
-    result = subprocess.run(
-        [tool, "kustomize", MANIFESTS / folder], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert result.returncode == 0, result.stderr
-    return list(yaml.safe_load_all(result.stdout))
+    return deploy_student.rendered(folder)
 
 
 @pytest.fixture(scope="session")
