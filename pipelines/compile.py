@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Collection
@@ -15,6 +14,7 @@ from kfp.dsl.base_component import BaseComponent
 
 from components import IMAGE_VARIABLE
 from pipelines.distillation import NAME, definition
+from trainer import commands
 from trainer.errors import DeployError
 from trainer.graph import OPTIONAL_STAGES
 
@@ -74,7 +74,7 @@ def task_names(text: str) -> set[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the file, or with `--check` compare it; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m pipelines.compile", description=__doc__)
+    parser = commands.module_parser("pipelines.compile", __doc__)
     parser.add_argument(
         "--check", action="store_true", help="write nothing; fail if the file is not what would be written"
     )

@@ -33,9 +33,7 @@ MLFLOW_UI = "Open http://localhost:5000 after: kubectl --namespace kubeflow port
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; gives the exit code. An error that the user can mend ends in one message."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pipelines.deploy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = commands.module_parser("pipelines.deploy", __doc__)
     parser.add_argument("--image", default="", help=f"image of every task (default: {IMAGE})")
     start = parser.add_argument_group("running it")
     start.add_argument("--run", action="store_true", help="start a run now")

@@ -44,11 +44,7 @@ _NAMES = 63 - len("--predictor")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; gives the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pipelines.deploy_student",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = commands.module_parser("pipelines.deploy_student", __doc__)
     parser.add_argument(
         "--model",
         default=NAME,

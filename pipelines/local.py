@@ -39,9 +39,7 @@ CHECKPOINTS = runner.RUNS / ".checkpoints"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; gives the exit code. An error that the user can mend ends in one message."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pipelines.local", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = commands.module_parser("pipelines.local", __doc__)
     add_parameters(
         parser,
         files=True,

@@ -24,9 +24,7 @@ from trainer import commands, runner, stages, storage
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; gives the exit code. An error that the user can mend ends in one message."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pipelines.precompile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = commands.module_parser("pipelines.precompile", __doc__)
     commands.add_place(parser)
     commands.add_recipe(parser)
     commands.add_overrides(parser)

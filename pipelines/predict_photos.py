@@ -31,11 +31,7 @@ MODEL = "models:/vit-student@champion"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; gives the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pipelines.predict_photos",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = commands.module_parser("pipelines.predict_photos", __doc__)
     parser.add_argument(
         "--photos", required=True, metavar="URI", help="folder of the photos, in a store that tasks can read"
     )

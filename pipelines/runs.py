@@ -235,9 +235,7 @@ def stop(api: Api, run_id: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Follow or stop a run; gives the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pipelines.runs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = commands.module_parser("pipelines.runs", __doc__)
     parser.add_argument("action", choices=["follow", "stop"])
     parser.add_argument("run_id", metavar="RUN_ID", help="as in the link to the run")
     add_wait(parser)

@@ -23,9 +23,7 @@ from trainer import commands
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; gives the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pipelines.undeploy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = commands.module_parser("pipelines.undeploy", __doc__)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--version", default="", metavar="NAME", help="a version by its name")
     what.add_argument("--all", action="store_true", help="the pipeline with all its versions")

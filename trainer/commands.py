@@ -20,6 +20,13 @@ Subparsers = argparse._SubParsersAction  # argparse has no public name for it
 Options = argparse._ActionsContainer  # nor for what a parser and a group of options have in common
 
 
+def module_parser(module: str, text: str | None) -> argparse.ArgumentParser:
+    """Make the parser of `python -m MODULE`; its help shows the text as it is."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {module}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
 def positive(text: str) -> int:
     """Read a number for argparse, 1 or more."""
     value = int(text)

@@ -35,11 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m components.launch",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = commands.module_parser("components.launch", _DESCRIPTION)
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_render(subparsers)
     text = "List the node pools: what a node is, how many processes train on it, and its price."
