@@ -6,11 +6,10 @@ bundled one. `load` checks the whole file before anything is launched.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -18,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails
 
 from trainer import limits, storage
+from trainer.base_models import nearest
 from trainer.costs import PLACE_VARIABLE, Machines, Price
 from trainer.errors import SettingsError, StorageError
 
@@ -234,7 +234,7 @@ def get(name: str) -> Pool:
     """Return a pool; a `SettingsError` if there is none of this name, or the file is wrong."""
     pools = load()
     if name not in pools:
-        raise SettingsError(f"unknown pool {name!r}{_nearest(name, pools)}; {_path()} has {', '.join(pools)}")
+        raise SettingsError(f"unknown pool {name!r}{nearest(name, pools)}; {_path()} has {', '.join(pools)}")
     return pools[name]
 
 
@@ -303,15 +303,10 @@ def _explain(details: ErrorDetails) -> str:
     field = ".".join(str(part) for part in details["loc"])
     if details["type"] == "extra_forbidden":
         fields = [known for known in Pool.model_fields if known != "name"]
-        return f"unknown field {field}{_nearest(field, fields)}; known: {', '.join([*fields, 'based_on'])}"
+        return f"unknown field {field}{nearest(field, fields)}; known: {', '.join([*fields, 'based_on'])}"
     if details["type"] == "missing":
         return f"{field} is missing; give it here or under [defaults]"
     what = str(details["ctx"]["error"]) if details["type"] == "value_error" else details["msg"]
     value = details["input"]
     shown = "" if isinstance(value, dict) else f" = {value!r}"
     return f"{field}{shown}: {what}" if field else what
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
-    return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -100,7 +100,8 @@ def test_the_named_file_goes_before_the_mounted_one_and_that_before_the_bundled_
 def test_an_unknown_pool_is_answered_with_the_nearest_and_all(monkeypatch):
     monkeypatch.delenv(pools.POOLS_VARIABLE, raising=False)
     with pytest.raises(
-        SettingsError, match=r"unknown pool 'gpu-a10'; did you mean gpu-a10g or gpu-a100\?; .* has cpu, gpu-a100, "
+        SettingsError,
+        match=r"unknown pool 'gpu-a10'; did you mean gpu-a10g or gpu-a100 or gpu-a10g-8\?; .* has cpu, gpu-a100, ",
     ):
         pools.get("gpu-a10")
 
