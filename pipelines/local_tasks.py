@@ -56,15 +56,13 @@ class TaskReporter:
         self._tell(name, "started")
 
     def line(self, text: str) -> None:
-        self._stream.write(f"  {text}\n")
-        self._stream.flush()
+        print(f"  {text}", file=self._stream, flush=True)
 
     def ended(self, task: Task) -> None:
         self._tell(task.name, "cached, as an earlier run made it" if task.cached else f"done in {task.seconds:.1f} s")
 
     def _tell(self, name: str, what: str) -> None:
-        self._stream.write(f"[{time.monotonic() - self._start:6.1f} s] {name}: {what}\n")
-        self._stream.flush()
+        print(f"[{time.monotonic() - self._start:6.1f} s] {name}: {what}", file=self._stream, flush=True)
 
 
 def run(
