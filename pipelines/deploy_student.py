@@ -115,14 +115,14 @@ def deploy(options: argparse.Namespace) -> None:
     kubectl = _cluster_of(options)
     name = f"{options.name}-{options.alias}"
     deployment = f"deployment/{name}{'-predictor' if options.kserve else ''}"
-    if not (options.kserve or options.replicas):  # else Kubernetes would go on with one pod until the autoscaler looks
+    if options.replicas and not options.kserve:  # first, or it may look once more and change the number again
+        kubectl("delete", "horizontalpodautoscaler", name, "--ignore-not-found")
+    elif not options.kserve:  # else Kubernetes would go on with one pod until the autoscaler looks
         now = kubectl("get", deployment, "--ignore-not-found", "--output=jsonpath={.spec.replicas}").strip()
         (least,) = (one["spec"]["minReplicas"] for one in objects if one["kind"] == "HorizontalPodAutoscaler")
         _pod_owner(objects)["spec"]["replicas"] = max(int(now or 0), least)
     applying = ("apply", "--server-side", "--field-manager=vit-distillation", "--force-conflicts", "--filename=-")
     print(kubectl(*applying, text=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})), end="")
-    if options.replicas and not options.kserve:
-        kubectl("delete", "horizontalpodautoscaler", name, "--ignore-not-found")
     limit = f"--timeout={options.timeout}s"
     try:
         if options.kserve:  # whose controller makes and changes the Deployment

@@ -1,5 +1,9 @@
 """Deploying a student, as far as it goes without a cluster; tests/cluster/test_serving.py goes on."""
 
+import shutil
+import sys
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -136,6 +140,19 @@ def test_what_no_pod_could_serve_is_refused_before_anything_is_sent(command, opt
     code, output, errors = command("--dry-run", "--model", "s3://bucket/served", option)
     assert (code, output) == (2, "")
     assert errors.startswith(f"error: {message}")
+
+
+def test_the_autoscaler_is_gone_before_the_number_of_pods_is_set(command, monkeypatch, tmp_path):
+    played, calls = tmp_path / "kubectl", tmp_path / "calls"
+    real = shutil.which("kubectl", path=Path(sys.executable).parent)
+    played.write_text(f'#!/bin/sh\necho "$@" >>{calls}\ncase "$1" in kustomize) exec {real} "$@";; esac\n')
+    played.chmod(0o755)
+    monkeypatch.setattr(deploy_student.shutil, "which", lambda _tool, path=None: str(played))
+    code, output, _ = command("--model", "s3://bucket/served", "--replicas", "1")
+    assert code == 0
+    assert "s3://bucket/served answers at http://vit-student.kubeflow.svc/predict" in output
+    verbs = [call.split()[1] for call in calls.read_text().splitlines()[1:]]
+    assert verbs == ["delete", "apply", "rollout"]
 
 
 def test_without_kubectl_the_next_move_is_said(command, monkeypatch):
