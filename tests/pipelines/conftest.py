@@ -27,6 +27,19 @@ def nowhere(monkeypatch, tmp_path):
 
 
 @pytest.fixture
+def command(capsys):
+    """Run a command's main; gives exit code, output and errors."""
+
+    def run(main, *arguments):
+        code = main(list(arguments))
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err
+        return code, printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
 def deployed(nowhere, monkeypatch, api):
     """The stand-in, named by KFP_HOST."""
     monkeypatch.setenv("KFP_HOST", api.host)

@@ -29,19 +29,6 @@ def fast(monkeypatch):
     monkeypatch.setattr(runs, "INTERVALS_S", (0.02, 0.1))
 
 
-@pytest.fixture
-def command(capsys):
-    """Run a command's main; gives exit code, output and errors."""
-
-    def run(main, *arguments):
-        code = main(list(arguments))
-        printed = capsys.readouterr()
-        assert "Traceback" not in printed.err
-        return code, printed.out, printed.err
-
-    return run
-
-
 def test_the_same_content_is_uploaded_once(api, command):
     code, output, _ = command(deploy.main)
     assert code == 0

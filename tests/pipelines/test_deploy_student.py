@@ -1,5 +1,6 @@
 """Deploying a student, as far as it goes without a cluster; tests/cluster/test_serving.py goes on."""
 
+import functools
 import shutil
 import sys
 from pathlib import Path
@@ -24,16 +25,9 @@ def registry(mlflow_uri, monkeypatch):
 
 
 @pytest.fixture
-def command(capsys):
+def command(command):
     """Run the command; gives exit code, output and errors."""
-
-    def run(*arguments):
-        code = deploy_student.main(list(arguments))
-        printed = capsys.readouterr()
-        assert "Traceback" not in printed.err
-        return code, printed.out, printed.err
-
-    return run
+    return functools.partial(command, deploy_student.main)
 
 
 def arguments(output):

@@ -30,7 +30,6 @@ from components.launch.client import (
 from components.launch.job_manifest import PODS
 from tests.stand_ins.kubernetes import resources as kinds
 from tests.stand_ins.kubernetes.stand_in import Script
-from trainer.formatting import duration
 
 POD = {"metadata": {"name": "p", "labels": {"a": "1"}}, "spec": {"containers": [{"name": "main", "image": "task:1"}]}}
 
@@ -44,13 +43,13 @@ def closed_port():
     return f"http://127.0.0.1:{port}"
 
 
-def kubeconfig(path, server):
+def kubeconfig(path, server, user=None):
     context = {"cluster": "c", "user": "u"}
     content = {
-        "current-context": "x",
+        "current-context": "here",
         "clusters": [{"name": "c", "cluster": {"server": server}}],
-        "users": [{"name": "u", "user": {}}],
-        "contexts": [{"name": "x", "context": context}],
+        "users": [{"name": "u", "user": user or {}}],
+        "contexts": [{"name": "here", "context": context}],
     }
     path.write_text(yaml.safe_dump(content))
     return str(path)
@@ -194,18 +193,9 @@ PROXY = "https://cluster.example:6443/api/v1/namespaces/kubeflow/services/ml-pip
 
 
 def proxied(directory, user):
-    path = directory / "config"
-    content = {
-        "current-context": "here",
-        "clusters": [{"name": "c", "cluster": {"server": "https://cluster.example:6443"}}],
-        "users": [{"name": "u", "user": user}],
-        "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
-    }
-    path.write_text(yaml.safe_dump(content))
+    file = kubeconfig(directory / "config", "https://cluster.example:6443", user)
     configuration = kfp_server_api.Configuration()
-    context = proxy_to_service(
-        configuration, kubeconfig=str(path), namespace="kubeflow", service="ml-pipeline", port="http"
-    )
+    context = proxy_to_service(configuration, kubeconfig=file, namespace="kubeflow", service="ml-pipeline", port="http")
     assert context == "here"
     return configuration
 
@@ -289,11 +279,3 @@ def test_a_stop_ends_all_waiting():
     thread.join()
     with pytest.raises(RetryStopped):
         retry(failing(0, None))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.5, "0.5 s"), (59.6, "59.6 s"), (119, "119 s"), (120, "2 min"), (900, "15 min"), (9000, "2.5 h")],
-)
-def test_durations_are_easy_to_read(seconds, text):
-    assert duration(seconds) == text
