@@ -22,7 +22,7 @@ import kfp_server_api
 import urllib3
 from urllib3 import exceptions as transport
 
-from components.launch.client import ClusterError, proxy_to_service
+from components.launch.client import ClusterError, cause, proxy_to_service
 from components.sections import KUBEFLOW_UI
 from trainer.errors import DeployError
 
@@ -345,7 +345,7 @@ def _unanswered(place: Location, error: transport.HTTPError) -> DeployError:
         return UnansweredError(
             f"{where}: connection refused; if a port is forwarded there, start that again: {port_forward(place.namespace)}"
         )
-    text = str(reason).rsplit(">: ", maxsplit=1)[-1]  # without urllib3's `<Connection object at 0x...>: `
+    text = cause(reason)
     if isinstance(reason, transport.TimeoutError):
         return UnansweredError(
             f"{where}: no answer in time ({text}); check the address, the network and the service {SERVICE}"

@@ -110,7 +110,7 @@ def test_no_such_host():
 def test_no_answer_in_time(api, monkeypatch):
     monkeypatch.setattr(connection, "TIMEOUT_S", (0.1, 0.05))
     api.fail("GET", "/healthz", times=9, seconds=0.15)
-    assert "no answer in time" in refused(KFP_HOST=api.host)
+    assert "no answer in time (Read timed out. (read timeout=0.05))" in refused(KFP_HOST=api.host)
 
 
 def test_a_page_to_log_in(api):
