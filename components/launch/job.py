@@ -6,8 +6,8 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -217,19 +217,19 @@ class JobRecord:
 
     def add_line(self, line: LogLine) -> None:
         """Keep a line of a replica's log."""
-
-        def add() -> None:
+        if not self._uri:
+            return
+        with self._until_it_fails():
             if line.replica not in self._logs:
                 file = (self._folder / f"{line.replica}.log").open("w", encoding="utf-8")
                 self._logs[line.replica] = self._open.enter_context(file)
             self._logs[line.replica].write(f"{line.time} {line.text}\n")
 
-        self._try(add)
-
     def write(self, **contents: object) -> None:
         """Write the logs, and each of the contents as JSON in a file of its name; nothing more can be added then."""
-
-        def write() -> None:
+        with self._open, self._until_it_fails():
+            if not self._uri:
+                return
             for name, content in contents.items():
                 text = json.dumps(content, indent=2, ensure_ascii=False)
                 storage.write_bytes(storage.join(self._uri, f"{name}.json"), text.encode())
@@ -238,15 +238,11 @@ class JobRecord:
                 storage.write_bytes(storage.join(self._uri, "logs", f"{replica}.log"), Path(file.name).read_bytes())
             logger.info("manifest, status, events and logs of the job are kept in %s", self._uri)
 
-        with self._open:
-            self._try(write)
-
-    def _try(self, action: Callable[[], None]) -> None:
-        """Run an action of the record, if there is one; after a failure there is none."""
-        if not self._uri:
-            return
+    @contextmanager
+    def _until_it_fails(self) -> Iterator[None]:
+        """Keep no record after a failure in the block."""
         try:
-            action()
+            yield
         except (TrainerError, OSError) as error:
             logger.warning("the record of the job cannot be kept in %s: %s", self._uri, error)
             self._uri = ""
