@@ -23,6 +23,7 @@ import urllib3
 from urllib3 import exceptions as transport
 
 from components.launch.client import ClusterError, cause, proxy_to_service
+from components.launch.job_manifest import DEFAULT_NAMESPACE, POD_FILES, own_namespace
 from components.sections import KUBEFLOW_UI
 from trainer.errors import DeployError
 
@@ -32,8 +33,6 @@ COOKIES_VARIABLE = "KFP_COOKIES"
 AUTHORITY_VARIABLE = "KFP_CA_FILE"
 TOKEN_FILE_VARIABLE = "KF_PIPELINES_SA_TOKEN_PATH"  # kfp's name
 TOKEN_FILE = "/var/run/secrets/kubeflow/pipelines/token"  # where kfp looks
-POD_FILES = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-DEFAULT_NAMESPACE = "kubeflow"
 SERVICE = "ml-pipeline"
 LOCAL_UI = "http://localhost:8080"
 TIMEOUT_S = (10, 60)  # to connect, and to answer
@@ -268,8 +267,7 @@ def _user_namespace(api: Api, namespace: str) -> str | None:
         if namespace and namespace != api.place.namespace:
             print(f"note: it serves one user and runs everything in its own namespace; {namespace} is not used")
         return None
-    own = POD_FILES / "namespace"
-    namespace = namespace or (own.read_text().strip() if own.is_file() else "")
+    namespace = namespace or own_namespace()
     if not namespace:
         raise DeployError(f"Kubeflow Pipelines at {api.place.address} serves several users; name yours: NAMESPACE=...")
     return namespace

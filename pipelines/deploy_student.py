@@ -30,6 +30,7 @@ from typing import Any
 import yaml
 
 from components import SERVING_IMAGE
+from components.launch.job_manifest import DEFAULT_NAMESPACE
 from trainer import commands, tracking
 from trainer.errors import DeployError, SettingsError
 from trainer.tracking import REGISTERED
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--kserve", action="store_true", help="as an InferenceService; KServe is installed")
     parser.add_argument("--image", default="", help=f"of the server (default: {SERVING_IMAGE})")
-    parser.add_argument("--namespace", default="kubeflow", help="default: %(default)s")
+    parser.add_argument("--namespace", default=DEFAULT_NAMESPACE, help="default: %(default)s")
     parser.add_argument("--context", default="", help="of the kubeconfig (default: its current one)")
     parser.add_argument(
         "--timeout",

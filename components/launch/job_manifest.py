@@ -31,8 +31,7 @@ FAILURE_ANNOTATION = "vit-distillation/failure"  # of a failed job that would fa
 
 NAMESPACE_VARIABLE = "TRAINER_NAMESPACE"
 DEFAULT_NAMESPACE = "kubeflow"
-_OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-"""The file that holds a pod's own namespace."""
+POD_FILES = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # of a pod: its account's token, and its namespace
 
 
 @dataclass(frozen=True)
@@ -103,9 +102,13 @@ class Identity:
 
 def default_namespace() -> str:
     """Return the namespace that jobs go to by default: `TRAINER_NAMESPACE`, or the pod's own, or kubeflow."""
-    if named := os.environ.get(NAMESPACE_VARIABLE):
-        return named
-    return _OWN_NAMESPACE.read_text().strip() if _OWN_NAMESPACE.is_file() else DEFAULT_NAMESPACE
+    return os.environ.get(NAMESPACE_VARIABLE) or own_namespace() or DEFAULT_NAMESPACE
+
+
+def own_namespace() -> str:
+    """Return the namespace of the pod that this is; empty where it is none."""
+    file = POD_FILES / "namespace"
+    return file.read_text().strip() if file.is_file() else ""
 
 
 def label_value(text: str) -> str:
