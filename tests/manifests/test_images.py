@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.manifests.test_requirements import LOCKS
+
 ROOT = Path(__file__).parents[2]
 IMAGES = ("Dockerfile", "Dockerfile.neuron", "Dockerfile.serving")
 
@@ -65,12 +67,7 @@ def test_packages_are_hashed_wheels_and_leave_nothing(name):
     for flag in ("--require-hashes", "--only-binary :all:", "--no-cache-dir"):
         assert flag in installing
     (requirements,) = [source for source in sources(name) if source.endswith(".txt")]
-    text = (ROOT / requirements).read_text()
-    packages = re.findall(
-        r"^[a-z0-9][\w.-]*==\S+ .*\\\n(?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+", text, re.MULTILINE
-    )
-    assert len(packages) == len(re.findall(r"^[a-z0-9]", text, re.MULTILINE)) > 50
-    assert "://" not in text
+    assert Path(requirements).name in LOCKS
 
 
 def test_the_neuron_image_keeps_its_torch():

@@ -46,17 +46,8 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, pool, vari
 
 
 def test_make_hands_everything_on():
-    command = [
-        "make",
-        "--dry-run",
-        "neuron-warm-up",
-        "RECIPE=grocery",
-        "SET=run.seed=7",
-        "NODES=4",
-        "PROCESSES=8",
-        "DATASET=s3://b/d",
-    ]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = "make --dry-run neuron-warm-up RECIPE=grocery SET=run.seed=7 NODES=4 PROCESSES=8 DATASET=s3://b/d"
+    shown = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert '-m pipelines.precompile --pool "neuron-trn1" --recipe "$RECIPE" --set "$SET"' in shown
     assert '--nodes 4 --processes 8 --dataset "s3://b/d"' in shown
 
