@@ -6,7 +6,7 @@ Nothing here waits, reads a clock or asks a server; the launcher does.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -280,17 +280,18 @@ class JobProgress:
         """Return the seconds until the next limit, if nothing is observed until then."""
         return max(0.0, min(since + limit_s - now for limit_s, since, _ in self._current_limits()))
 
-    def _current_limits(self) -> list[tuple[float, float, JobOutcome]]:
-        """Return the limits that apply now: seconds, the start of their clock, and the outcome when they are reached."""
+    def _current_limits(self) -> Iterator[tuple[float, float, JobOutcome]]:
+        """Yield the limits that apply now: seconds, the start of their clock, and the outcome when they are reached."""
         if self._running:
-            return self._running_limits()
+            yield from self._running_limits()
+            return
         limit_s = self._limits.queued_s
         message = (
             f"was not running after {duration(limit_s)} ({self._status})"
             + (f"; last problem: {self.problem}" if self.problem else "")
             + "; choose another pool or fewer nodes, or raise the pool's queued_minutes"
         )
-        limits = [(limit_s, self._since, JobOutcome(kind="limit", message=message))]
+        yield limit_s, self._since, JobOutcome(kind="limit", message=message)
         if self._stuck:
             # The status names the image; Kubernetes' events are shorter and leave it out.
             stuck = next(one for one in self.replicas.values() if one.stuck)
@@ -298,16 +299,15 @@ class JobProgress:
                 f"could not start for {duration(STUCK_S)}; last problem: {stuck.name}: {stuck.waiting}: "
                 f"{stuck.waiting_message}; fix that and run again"
             )
-            limits.append((STUCK_S, self._stuck_since, JobOutcome(kind="limit", message=message)))
-        return limits
+            yield STUCK_S, self._stuck_since, JobOutcome(kind="limit", message=message)
 
-    def _running_limits(self) -> list[tuple[float, float, JobOutcome]]:
+    def _running_limits(self) -> Iterator[tuple[float, float, JobOutcome]]:
         running_s, silent_s = self._limits.running_s, self._limits.silent_s
         message = (
             f"ran for {duration(running_s)}, the longest that its pool allows; run again, which resumes from the last "
             "checkpoint, or raise the pool's running_minutes"
         )
-        limits = [(running_s - self._ran_s, self._since, JobOutcome(kind="limit", message=message))]
+        yield running_s - self._ran_s, self._since, JobOutcome(kind="limit", message=message)
         if self.logs_readable:
             last = ""
             if self.last_line_at:
@@ -318,9 +318,7 @@ class JobProgress:
                 "or raise the pool's silent_minutes"
             )
             # A new job resumes from the last checkpoint and need not hang.
-            hanging = JobOutcome(kind="limit", message=message, retryable=True)
-            limits.append((silent_s, self._last_output_at, hanging))
-        return limits
+            yield silent_s, self._last_output_at, JobOutcome(kind="limit", message=message, retryable=True)
 
     def _lose(self, replica: Replica, how: str) -> None:
         """Record a pod that went away without a termination."""
