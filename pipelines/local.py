@@ -71,13 +71,15 @@ def run(options: argparse.Namespace) -> None:
         # A store that refuses, or is not there, is reported before the work.
         storage.children(launching.exchange_folder())
     directory = runner.new_directory(options.recipe, options.output or None)
-    for spec in (spec for stage in STAGES.values() for spec in stage.makes.values()):
-        if (own := directory / spec.folder).is_dir() and not own.is_symlink():
+    folders = [directory / spec.folder for stage in STAGES.values() for spec in stage.makes.values()]
+    for own in folders:
+        if own.is_dir() and not own.is_symlink():
             raise OutputError(
                 f"cannot write to {directory}: it has {own.name}/ of `python -m trainer run`; choose another output"
             )
-    for name in (summaries.SUMMARY, finished_run.INDEX):
-        (directory / name).unlink(missing_ok=True)
+    # The names of an earlier run here; nothing takes the place of what this one leaves out.
+    for left in (directory / summaries.SUMMARY, directory / finished_run.INDEX, *filter(Path.is_symlink, folders)):
+        left.unlink(missing_ok=True)
     os.environ.update(_environment(settings, directory, place))
     os.environ[task.DEBUG] = "1" if options.debug else ""
     try:

@@ -127,6 +127,15 @@ def test_missing_images_are_found_by_the_first_task(tmp_path):
     assert happened(ended.stdout, "started") == {"configure"}
 
 
+def test_an_output_of_an_earlier_run_does_not_lead_to_what_that_made(tmp_path):
+    """It would pass for what this run has made."""
+    (tmp_path / "again" / "pipeline").mkdir(parents=True)
+    (tmp_path / "again" / "exported").symlink_to("pipeline")
+    (tmp_path / "again" / "summary.json").write_text("{}")
+    start(tmp_path, "--output", "again", "--set", "data.source=imagefolder:/nowhere tracking.enabled=false")
+    assert not {"exported", "summary.json"} & {path.name for path in (tmp_path / "again").iterdir()}
+
+
 def test_a_tracking_server_that_is_down_stops_the_run_before_the_expensive_part(tmp_path):
     ended = start(tmp_path, MLFLOW_TRACKING_URI="http://127.0.0.1:9")
     assert ended.returncode == EXIT_CODE
