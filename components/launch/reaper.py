@@ -168,5 +168,5 @@ def _has_ended(cluster: Cluster, workflow: str) -> bool:
 
 
 def _seconds_since(time: str) -> float:
-    """Return the seconds since an RFC 3339 time."""
-    return (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()
+    """Return the seconds since an RFC 3339 time; 0 where the cluster's clock is ahead of ours."""
+    return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds())

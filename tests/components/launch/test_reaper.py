@@ -145,6 +145,13 @@ def test_the_command_deletes_all_of_ours(make, foreign, left_soon):
     assert left_soon(foreign)
 
 
+def test_a_job_of_a_cluster_whose_clock_is_ahead_is_deleted_too(make, left_soon, capsys):
+    make("run-1", age_s=-30)
+    assert command.main(["reap", "--all"]) == 0
+    assert left_soon()
+    assert "created 0 s ago" in capsys.readouterr().out
+
+
 def test_a_dry_run_deletes_nothing(kubernetes, make, capsys):
     name = make("run-1")
     assert command.main(["reap", "--all", "--dry-run"]) == 0
