@@ -11,7 +11,7 @@ from kfp.local.orchestrator import enhanced_dag_orchestrator
 
 from components import finishing
 from components.launch import __main__ as command
-from components.launch.job_manifest import Identity
+from tests.manifests.jobs import job
 from tests.stand_ins.kubernetes.resources import PYTORCHJOBS, WORKFLOWS
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
 from trainer import tracking
@@ -148,24 +148,13 @@ def test_an_mlflow_that_is_away_does_not_keep_jobs_alive(tmp_path, monkeypatch, 
     assert "0 of this project's jobs deleted" in said.out
 
 
-def job(run: str, attempt: int) -> dict:
-    own = Identity(run=run, task="distill", attempt=attempt)
-    container = {"name": "pytorch", "image": "image:1", "command": ["sleep", "60"]}
-    replica = {"replicas": 1, "restartPolicy": "Never", "template": {"spec": {"containers": [container]}}}
-    return {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": {"name": own.name, "labels": own.labels("distill")},
-        "spec": {"pytorchReplicaSpecs": {"Master": replica}},
-    }
-
-
 def test_jobs_of_this_run_that_are_left_are_deleted_and_no_others(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
     monkeypatch.setenv("TRAINER_RUN", RUN)
     with KubernetesStandIn(tmp_path, kubelet=False) as cluster:
         monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
-        ours, others = (cluster.add(PYTORCHJOBS, job(run, 1))["metadata"]["name"] for run in (RUN, "another"))
+        jobs = (job("cpu", run=run) for run in (RUN, "another"))
+        ours, others = (cluster.add(PYTORCHJOBS, one)["metadata"]["name"] for one in jobs)
         with caplog.at_level("INFO"):
             finishing.finish("cpu", "FAILED", "")
         cluster.wait_for(lambda: [found["metadata"]["name"] for found in cluster.list(PYTORCHJOBS)] == [others])

@@ -23,11 +23,11 @@ def spec(nodes=2):
     )
 
 
-def job(name, *, nodes=2, attempt=1, **changes):
+def job(name, *, nodes=2, run=IDENTITY.run, attempt=1, **changes):
     """A PyTorchJob on a pool, some of whose fields may be changed; on one node where that is all the pool can join."""
     pool = pools.get(name).model_copy(update=changes)
     return BACKENDS["pytorchjob"].render(
-        spec(nodes if pool.joins_nodes else 1), pool, replace(IDENTITY, attempt=attempt)
+        spec(nodes if pool.joins_nodes else 1), pool, replace(IDENTITY, run=run, attempt=attempt)
     )
 
 

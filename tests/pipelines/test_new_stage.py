@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from tests.pipelines import local_runs
+from tests.pipelines.local_runs import ROOT
 
 STAGE = """
 from pathlib import Path
@@ -81,17 +79,7 @@ def copy(tmp_path_factory):
 
 def run(copy, *words, cwd=None):
     """A command of the copy."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "TRAINER_"))}
-    environment |= {"PYTHONPATH": str(copy), "PYTHONSAFEPATH": "1"}
-    ended = subprocess.run(
-        [sys.executable, *words],
-        cwd=cwd or copy,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-    )
+    ended = local_runs.run([sys.executable, *words], cwd or copy, PYTHONPATH=str(copy), PYTHONSAFEPATH="1")
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
