@@ -130,7 +130,7 @@ STUDENT = $(if $(MODEL),--model "$(MODEL)") $(if $(ALIAS),--alias "$(ALIAS)") $(
 
 deploy-student: $(READY)  ## serve a registered student on a cluster [ALIAS=champion MODEL=vit-student|uri REPLICAS=2 KSERVE=1 NAME= NAMESPACE= CONTEXT= IMAGE= SERVE="--log -" DRY_RUN=1 FORCE=1]
 	@$(VENV)/python -m pipelines.deploy_student $(STUDENT) --image "$$IMAGE" $(if $(REPLICAS),--replicas $(REPLICAS)) \
-		$(if $(SERVE),--serve "$(SERVE)") $(if $(DRY_RUN),--dry-run) $(if $(FORCE),--force)
+		$(if $(SERVE),--serve="$(SERVE)") $(if $(DRY_RUN),--dry-run) $(if $(FORCE),--force)
 
 undeploy-student: $(READY)  ## take an alias's pods away again [ALIAS=champion KSERVE=1 NAME= NAMESPACE= CONTEXT=]
 	@$(VENV)/python -m pipelines.deploy_student $(STUDENT) --remove

@@ -2,6 +2,7 @@
 
 import functools
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from pipelines import deploy_student
+from tests.pipelines.local_runs import ROOT
 
 
 @pytest.fixture
@@ -80,6 +82,13 @@ def test_an_export_in_a_store_needs_no_registry(command, monkeypatch):
     assert arguments(output)[0] == "s3://bucket/served"
     code, output, _ = command("--dry-run", "--model", "s3://bucket/served", "--serve", "--log - --log-share 0.1")
     assert arguments(output)[-4:] == ["--log", "-", "--log-share", "0.1"]
+
+
+def test_make_hands_on_a_single_option_of_the_server():
+    """As a word of its own argparse would take it for one of this command."""
+    words = ["make", "--dry-run", "deploy-student", "SERVE=--drain=30"]
+    shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert '--serve="--drain=30"' in shown
 
 
 @pytest.mark.parametrize("option", ["--name", "--alias"])
