@@ -116,6 +116,9 @@ def deploy(options: argparse.Namespace) -> None:
     kubectl = _cluster_of(options)
     name = f"{options.name}-{options.alias}"
     deployment = f"deployment/{name}{'-predictor' if options.kserve else ''}"
+    if not options.kserve:  # kubectl waits no longer than this
+        specification = _pod_owner(objects)["spec"]
+        specification["progressDeadlineSeconds"] = max(specification["progressDeadlineSeconds"], options.timeout)
     if options.replicas and not options.kserve:  # first, or it may look once more and change the number again
         kubectl("delete", "horizontalpodautoscaler", name, "--ignore-not-found")
     elif not options.kserve:  # else Kubernetes would go on with one pod until the autoscaler looks

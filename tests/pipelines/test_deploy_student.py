@@ -1,6 +1,7 @@
 """Deploying a student, as far as it goes without a cluster; tests/cluster/test_serving.py goes on."""
 
 import functools
+import json
 import shutil
 import subprocess
 import sys
@@ -145,17 +146,33 @@ def test_what_no_pod_could_serve_is_refused_before_anything_is_sent(command, opt
     assert errors.startswith(f"error: {message}")
 
 
-def test_the_autoscaler_is_gone_before_the_number_of_pods_is_set(command, monkeypatch, tmp_path):
-    played, calls = tmp_path / "kubectl", tmp_path / "calls"
+@pytest.fixture
+def played(monkeypatch, tmp_path):
+    """A cluster that takes everything; gives the calls to kubectl, and what was applied."""
+    tool, calls, applied = (tmp_path / name for name in ("kubectl", "calls", "applied"))
     real = shutil.which("kubectl", path=Path(sys.executable).parent)
-    played.write_text(f'#!/bin/sh\necho "$@" >>{calls}\ncase "$1" in kustomize) exec {real} "$@";; esac\n')
-    played.chmod(0o755)
-    monkeypatch.setattr(deploy_student.shutil, "which", lambda _tool, path=None: str(played))
+    cases = f'kustomize*) exec {real} "$@";; *" apply "*) cat >{applied};;'
+    tool.write_text(f'#!/bin/sh\necho "$@" >>{calls}\ncase "$*" in {cases} esac\n')
+    tool.chmod(0o755)
+    monkeypatch.setattr(deploy_student.shutil, "which", lambda _tool, path=None: str(tool))
+    return lambda: (calls.read_text().splitlines()[1:], json.loads(applied.read_text())["items"])
+
+
+def test_the_autoscaler_is_gone_before_the_number_of_pods_is_set(command, played):
     code, output, _ = command("--model", "s3://bucket/served", "--replicas", "1")
     assert code == 0
     assert "s3://bucket/served answers at http://vit-student.kubeflow.svc/predict" in output
-    verbs = [call.split()[1] for call in calls.read_text().splitlines()[1:]]
-    assert verbs == ["delete", "apply", "rollout"]
+    calls, _ = played()
+    assert [call.split()[1] for call in calls] == ["delete", "apply", "rollout"]
+
+
+@pytest.mark.parametrize(("timeout", "deadline"), [(600, 600), (20, 300)])
+def test_kubernetes_gives_up_no_sooner_than_the_command(command, played, timeout, deadline):
+    assert command("--model", "s3://bucket/served", "--timeout", str(timeout))[0] == 0
+    calls, objects = played()
+    (deployment,) = [one for one in objects if one["kind"] == "Deployment"]
+    assert deployment["spec"]["progressDeadlineSeconds"] == deadline
+    assert calls[-1].endswith(f"--timeout={timeout}s")
 
 
 def test_without_kubectl_the_next_move_is_said(command, monkeypatch):
