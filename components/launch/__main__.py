@@ -16,6 +16,7 @@ from trainer import commands, config, stages
 from trainer.commands import Subparsers
 from trainer.errors import LaunchError, TrainerError
 from trainer.launch import JobSpec, flag
+from trainer.summary import aligned
 
 _DESCRIPTION = """Show node pools and jobs, and delete jobs that were left over.
 
@@ -140,9 +141,7 @@ def _reap(options: argparse.Namespace) -> None:
 
 def _pools(_options: argparse.Namespace) -> None:
     rows = [("pool", "instance", "devices", "processes", "$/h", "price of"), *map(_row, pools.load().values())]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("\n".join(aligned(rows)))
 
 
 def _row(pool: pools.Pool) -> tuple[str, ...]:
