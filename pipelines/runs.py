@@ -191,9 +191,9 @@ def _failure(api: Api, run: Any, tasks: Collection[str]) -> str:
     ]
     # KFP puts the message of a run beside its state or into its history, or says nothing.
     errors = [run.error, *(status.error for status in reversed(run.state_history or []))]
-    message = next((error.message for error in errors if error and error.message), "")
+    message = " ".join(next((error.message for error in errors if error and error.message), "").split())
     return (
-        f"run {run.display_name} ended as {run.state}{f': {_in_one_line(message)}' if message else ''}"
+        f"run {run.display_name} ended as {run.state}{f': {message}' if message else ''}"
         + "".join(f"\n  {reason}" for reason in reasons)
         + f"\n  look at {api.link(f'runs/details/{run.run_id}')}"
         + f"\n  or read: kubectl logs --namespace {api.pods_namespace} --selector pipeline/runid={run.run_id} --container main "
@@ -212,12 +212,8 @@ def last_words(workflow: Mapping[str, Any], tasks: Collection[str]) -> dict[str,
         task = next((step for step in steps if step in tasks), None)
         if task and node.get("message"):
             own = OF_A_TASK.search(node["message"])
-            words[task] = _in_one_line(own[1] if own else node["message"])
+            words[task] = " ".join((own[1] if own else node["message"]).split())
     return words
-
-
-def _in_one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def stop(api: Api, run_id: str) -> None:
