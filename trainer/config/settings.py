@@ -829,7 +829,7 @@ class GateSettings(Section):
     min_compression: NonNegativeFloat = 2.0
     """Smallest ratio of the teacher's parameters to the student's."""
     max_latency_ms: NonNegativeFloat = 0.0
-    """Largest p95 latency of the student at batch 1 on the evaluating machine's CPU; 0 sets no limit."""
+    """Largest p95 latency of the student on the evaluating machine's CPU at the first of `latency_batch_sizes`; 0 sets no limit."""
 
 
 class EvaluateSettings(Section):
