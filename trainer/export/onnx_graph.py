@@ -99,10 +99,9 @@ def _why(error: BaseException) -> str:
     texts: list[str] = []
     cause: BaseException | None = error
     while cause is not None:
-        texts.append(str(cause))
+        texts.append(str(cause).strip() or type(cause).__name__)  # an assert may have no text
         cause = cause.__cause__
     for text in reversed(texts):
         if found := _OPERATOR.search(text):
             return f"its operator {found[1]} cannot be expressed in ONNX (opset {OPSET}); choose a student without it"
-    last = next(line for line in texts[-1].splitlines() if line.strip())
-    return f"torch.export cannot follow its code ({limits.cut(last, 300)}); choose another student"
+    return f"torch.export cannot follow its code ({limits.cut(texts[-1].splitlines()[0], 300)}); choose another student"

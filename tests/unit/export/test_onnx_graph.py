@@ -73,6 +73,11 @@ class _Branching(nn.Module):
         return images.mean((2, 3)) if images.sum() > 0 else images.amax((2, 3))
 
 
+class _Silent(nn.Module):
+    def forward(self, images):
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     ("network", "message"),
     [
@@ -81,6 +86,7 @@ class _Branching(nn.Module):
             r"its operator (aten\.special|prims\.)_?bessel_j0\S* cannot be expressed in ONNX \(opset 20\); choose",
         ),
         (_Branching(), "torch.export cannot follow its code"),
+        (_Silent(), r"torch.export cannot follow its code \(NotImplementedError\); choose another student"),
     ],
 )
 def test_what_onnx_cannot_express_is_named(network, message, tmp_path):
