@@ -33,6 +33,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from trainer import limits
@@ -266,10 +267,13 @@ class PhotoServer:
         if length.isdigit() and int(length) > self.most.body_bytes:
             raise too_large
         body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > self.most.body_bytes:
-                raise too_large
+        try:
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > self.most.body_bytes:
+                    raise too_large
+        except ClientDisconnect as error:  # nobody reads the answer, but the log and the metrics
+            raise RefusedRequestError(400, "the client left before its whole body had come") from error
         return bytes(body)
 
     async def _square(self, content: bytes) -> npt.NDArray[np.uint8]:

@@ -1,5 +1,6 @@
 """What the server answers, what it refuses, and that nothing that a client sends makes it fail."""
 
+import asyncio
 import base64
 import contextlib
 import hashlib
@@ -245,6 +246,25 @@ def test_a_model_that_fails_is_500_and_logged(model, caplog):
         assert response.status_code == 500
         assert 'serve_requests_total{route="/predict",status="500"} 1.0' in client.get("/metrics").text
     assert "the graph is broken" in caplog.text
+
+
+def test_a_client_that_leaves_is_no_failure_of_the_server(model, caplog):
+    server, sent = PhotoServer(model, name="student", most=LIMITS), []
+    received = [{"type": "http.request", "body": photo()[:300], "more_body": True}, {"type": "http.disconnect"}]
+
+    async def receive():
+        return received.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/predict", "query_string": b"", "headers": []}
+    with caplog.at_level("INFO", logger="trainer.serving.server"):
+        asyncio.run(server(scope, receive, send))
+    assert sent[0]["status"] == 400
+    (record,) = [record for record in caplog.records if record.name == "trainer.serving.server"]
+    assert record.levelname == "INFO"
+    assert "the client left before its whole body had come" in record.getMessage()
 
 
 def test_metrics_and_the_log_line(client, model, caplog):
