@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,7 @@ from trainer.serving.exported_classifier import ExportedClassifier
 from trainer.serving.micro_batcher import MicroBatcher
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PAGE = Path(__file__).with_name("page.html")
 _HEADERS = [
@@ -277,9 +278,12 @@ class PhotoServer:
         return bytes(body)
 
     async def _square(self, content: bytes) -> npt.NDArray[np.uint8]:
-        loop = asyncio.get_running_loop()
+        return await self._decoded(self.model.read, content)
+
+    async def _decoded(self, work: Callable[..., T], *given: Any) -> T:
+        """Do what decodes a photo, in a thread."""
         try:
-            return await loop.run_in_executor(self._decoders, self.model.read, content)
+            return await asyncio.get_running_loop().run_in_executor(self._decoders, work, *given)
         except BadImageError as error:
             raise RefusedRequestError(400, f"not a photo that can be used: {error}") from error
         except MemoryError as error:
@@ -302,9 +306,8 @@ class PhotoServer:
             square = await self._square(body)
             row = await self._batcher.submit(square)
             (said,) = self.model.predictions(row[None].astype(np.float64), top=top)
-            loop = asyncio.get_running_loop()
             if self._log is not None and self._log.is_slow:
-                await loop.run_in_executor(self._decoders, self._log.add, said, self.model.version, body)
+                await self._decoded(self._log.add, said, self.model.version, body)
             elif self._log is not None:
                 self._log.add(said, self.model.version)
             label, probability = next(iter(said.labels.items()))
@@ -312,7 +315,7 @@ class PhotoServer:
             request.state.note = f"{len(body):,} bytes {found}"
             content = {"model": self.name, "version": self.model.version, **_shown(said)}
             if self._beside is not None:
-                content["beside"] = _shown(await loop.run_in_executor(self._decoders, self._beside, body, top))
+                content["beside"] = _shown(await self._decoded(self._beside, body, top))
             return content
 
         return await self._answered(request, answer)

@@ -21,6 +21,7 @@ from PIL import Image
 from tests.hostile import bombs
 from tests.unit.stages.photos import KINDS
 from trainer import load_model
+from trainer.served_student.preprocessing import BadImageError
 from trainer.serving.exported_classifier import ExportedClassifier
 from trainer.serving.server import PhotoServer, PredictionLog, ServerLimits
 
@@ -332,3 +333,13 @@ def test_another_model_stands_beside(model, trained_digits):
     (expected,) = teacher.predictions([photo()], top=2)
     assert {one["label"]: one["probability"] for one in beside["labels"]} == pytest.approx(dict(expected.labels))
     assert "answer" not in beside, "a model directory has no tags"
+
+
+def test_a_photo_that_the_model_beside_refuses_is_400(model):
+    def beside(_content, _top):
+        raise BadImageError("image 0: too many pixels: 60 x 48")
+
+    with TestClient(PhotoServer(model, name="student", most=LIMITS, beside=beside)) as client:
+        response = client.post("/predict", content=photo())
+    assert response.status_code == 400
+    assert response.json() == {"error": "not a photo that can be used: image 0: too many pixels: 60 x 48"}
