@@ -18,7 +18,7 @@ from trainer.data.dataset import PreparedDataset, Split, open_dataset
 from trainer.errors import ModelError, SettingsError
 from trainer.evaluation import hierarchy, metrics
 from trainer.evaluation.embeddings import spread
-from trainer.export import export_page, int8, missing_package, onnx_graph, quantization_aware, variants
+from trainer.export import int8, missing_package, onnx_graph, quantization_aware, variants
 from trainer.export.onnx_student import OnnxStudent, Pixels
 from trainer.export.variants import FLOAT, ServingCandidate, Yardstick
 from trainer.graph import DATASET, EVALUATION, STUDENT
@@ -152,7 +152,7 @@ def make(
         }
         _write(draft.path / CANDIDATES, {"machine": asdict(machine), **table})
         (draft.path / PAGE).write_text(
-            export_page.render(card.title, measured, name, notes, machine, photos=photos), encoding="utf-8"
+            variants.page(card.title, measured, name, notes, machine, photos=photos), encoding="utf-8"
         )
         figures = {one.name: variants.figures(one) for one in measured}
         why_not = notes if chosen is None else list(chosen.reasons)

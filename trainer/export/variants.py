@@ -14,12 +14,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trainer import pages
 from trainer.data.dataset import Split, Targets
 from trainer.errors import ModelError
 from trainer.evaluation import metrics
-from trainer.evaluation.metrics import Latency, f1, mean_average_precision
+from trainer.evaluation.metrics import Latency, Machine, f1, mean_average_precision
 from trainer.export.onnx_student import Logits, OnnxStudent, Pixels
 from trainer.models import Classifier
+from trainer.pages import BulletList, PageSection, Paragraph, Table
 from trainer.scores import TITLES
 from trainer.served_student.onnx_network import ONNX_RUNTIME
 from trainer.served_student.pyfunc import probabilities as served_probabilities
@@ -229,6 +231,44 @@ def table(candidates: Sequence[ServingCandidate], chosen: str | None) -> list[st
     cells = rows(candidates, chosen)
     refused = [f"  - {text}" for text in refusals(candidates)]
     return [*aligned(cells, right=range(1, len(cells[0]) - 1)), *refused]
+
+
+def page(
+    title: str,
+    candidates: Sequence[ServingCandidate],
+    chosen: str | None,
+    notes: Sequence[str],
+    machine: Machine,
+    *,
+    photos: int,
+) -> str:
+    """Build the whole page, self-contained: which variant was chosen, what each one measured, and why others were not taken.
+
+    Args:
+        title: of the student.
+        chosen: the name of a candidate; None where the student stays in torch.
+        notes: why there is no variant, or none that passes.
+        photos: how many test images each one answered.
+    """
+    heading, *cells = rows(candidates, chosen) if candidates else [()]
+    alike = f" (of those within {ALIKE:.0%} of its time the one nearest to the student)"
+    verdict = Paragraph(f"{chosen} is served: the fastest that passes{alike}." if chosen else "No ONNX file is served.")
+    threads = "1 thread" if machine.threads == 1 else f"{machine.threads} threads"
+    measured = Paragraph(
+        f"On {photos:,} test images, and timed in turns on {machine.processor}, {threads}, from squares to logits. "
+        "Shift: how much of the probability goes to other classes than the student itself gives it to.",
+        "soft",
+    )
+    refused = refusals(candidates)
+    return pages.render(
+        f"Export: {chosen or 'the student stays in torch'}",
+        title,
+        [
+            PageSection("Choice", [verdict, BulletList(notes) if notes else None]),
+            PageSection("Variants", [Table(heading, cells), measured]) if candidates else None,
+            PageSection("Why not", [BulletList(refused)]) if refused else None,
+        ],
+    )
 
 
 def record(one: ServingCandidate) -> dict[str, Any]:
