@@ -18,7 +18,7 @@ from trainer.data.dataset import PreparedDataset, Split, open_dataset
 from trainer.errors import ModelError, SettingsError
 from trainer.evaluation import hierarchy, metrics
 from trainer.evaluation.embeddings import spread
-from trainer.export import int8, missing_package, onnx_graph, quantization_aware, variants
+from trainer.export import int8, missing_package, onnx_graph, variants
 from trainer.export.onnx_student import OnnxStudent, Pixels
 from trainer.export.variants import FLOAT, ServingCandidate, Yardstick
 from trainer.graph import DATASET, EVALUATION, STUDENT
@@ -233,9 +233,7 @@ def _measured(
                 ask(file)
             tried = [name for name in logits if name.startswith("int8")]
             if settings.finetune_steps and tried and not any(map(keeps_answers, tried)):
-                tuned = quantization_aware.finetune(
-                    model, train, steps=settings.finetune_steps, by_class=data.targets is not None
-                )
+                tuned = int8.finetune(model, train, steps=settings.finetune_steps, by_class=data.targets is not None)
                 ask(_write_tuned(tuned, data.image_size, folder, images))
         except ModelError as error:
             _note(error, notes, strict=strict)

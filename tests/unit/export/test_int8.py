@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer import models
 from trainer.data.dataset import open_dataset
-from trainer.export import int8, onnx_graph, quantization_aware, variants
+from trainer.export import int8, onnx_graph, variants
 from trainer.export.onnx_student import OnnxStudent
 
 pytest.importorskip("onnx", reason="needs the extra `export`")
@@ -35,7 +35,7 @@ def test_a_layer_computes_with_rounded_inputs_and_weights():
     expected_inputs = rounded(inputs.numpy(), scale, round(-lowest / scale), 0, 255)
     expected_weight = np.stack([rounded(row, np.abs(row).max() / 127, 0, -127, 127) for row in weight])
     names = set(layer.state_dict())
-    with quantization_aware.rounding(layer):
+    with int8.rounding(layer):
         outputs = layer(inputs)
     np.testing.assert_allclose(outputs.detach().numpy(), expected_inputs @ expected_weight.T + bias, atol=1e-5)
     assert np.abs(outputs.detach().numpy() - (inputs.numpy() @ weight.T + bias)).max() > 1e-4
@@ -60,7 +60,7 @@ def test_a_student_learns_to_answer_in_int8_as_it_did(model, trained_digits, cap
     caplog.set_level(logging.INFO)
     data = open_dataset(trained_digits.dataset)
     before = {name: value.clone() for name, value in model.network.state_dict().items()}
-    tuned, again = (quantization_aware.finetune(model, data.split("train"), steps=60) for _ in range(2))
+    tuned, again = (int8.finetune(model, data.split("train"), steps=60) for _ in range(2))
     for name, value in model.network.state_dict().items():
         assert torch.equal(value, before[name]), name
         assert torch.equal(tuned.network.state_dict()[name], again.network.state_dict()[name]), name
