@@ -26,6 +26,7 @@ from trainer.models import Classifier, ModelCard
 from trainer.served_student import preprocessing
 from trainer.served_student.class_tags import TAGS
 from trainer.served_student.onnx_network import INPUT, ONNX_RUNTIME, OPENVINO, OUTPUT
+from trainer.served_student.preprocessing import Square
 from trainer.served_student.pyfunc import EXPORT_CARD
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ def make(
     """Measure the variants of a student, and write the fastest that passes the gate with its card, beside what was measured.
 
     Args:
-        strict: raise where there is no file to write, rather than note why and write what was measured.
+        strict: raise where a variant cannot be made or none passes, rather than note why and write what was measured.
         force: take fp32 where nothing passes the gate.
 
     Raises:
@@ -105,12 +106,11 @@ def make(
             "that it was trained on, or train it again"
         )
     parents = {"dataset": data.fingerprint, "student": made.fingerprint, "evaluation": judged.fingerprint}
-    values, notes, measured = settings.model_dump(mode="json"), list[str](), list[ServingCandidate]()
-    test = data.split("test")
+    test, notes, measured = data.split("test"), list[str](), list[ServingCandidate]()
     chosen: ServingCandidate | None = None
     with (
         tempfile.TemporaryDirectory(prefix="trainer-") as folder,
-        artifacts.create(output, "export", settings=values, parents=parents) as draft,
+        artifacts.create(output, "export", settings=settings.model_dump(mode="json"), parents=parents) as draft,
     ):
         for file in (GRAPH, CARD, Path(preprocessing.__file__).name, TAGS, CANDIDATES, PAGE):
             (draft.path / file).unlink(missing_ok=True)  # of an earlier try, where this one makes none
@@ -130,26 +130,11 @@ def make(
             known = hierarchy.served_tags(data.tags, judged.figures)
             if known is not None:
                 known.write(draft.path)
-            found = judged.figures["student"]
-            _write(
-                draft.path / CARD,
-                contract(
-                    card,
-                    chosen,
-                    parents,
-                    temperature=found.get("temperature", 1.0),
-                    threshold=found.get("threshold"),
-                    tags=known is not None,
-                ),
-            )
+            found = contract(card, data.square, chosen, parents, judged.figures["student"], tags=known is not None)
+            _write(draft.path / CARD, found)
         machine, name = metrics.machine(), chosen.name if chosen is not None else None
         photos = min(len(test), settings.test_images)
-        table = {
-            "chosen": name,
-            "notes": notes,
-            "photos": photos,
-            "candidates": [variants.record(one) for one in measured],
-        }
+        table = {"chosen": name, "notes": notes, "photos": photos, "candidates": [*map(variants.record, measured)]}
         _write(draft.path / CANDIDATES, {"machine": asdict(machine), **table})
         (draft.path / PAGE).write_text(
             variants.page(card.title, measured, name, notes, machine, photos=photos), encoding="utf-8"
@@ -158,13 +143,12 @@ def make(
         why_not = notes if chosen is None else list(chosen.reasons)
         draft.figures.update({"chosen": name, "reasons": why_not, "candidates": figures})
     if chosen is not None:
-        first = chosen.latencies[0]
         logger.info(
             "export  %s is chosen: test %s %.2f%%, p50 %.2f ms",
             chosen.name,
             scores.TITLES[chosen.measure],
             100 * chosen.score,
-            first.p50_ms,
+            chosen.latencies[0].p50_ms,
         )
     return ExportedStudent(directory=artifacts.read(output, "export").path, candidates=measured, chosen=name)
 
@@ -311,17 +295,15 @@ def _reasons(
 
 def contract(
     card: ModelCard,
+    square: Square,
     chosen: ServingCandidate,
     fingerprints: Mapping[str, str],
+    measured: Mapping[str, Any],
     *,
-    temperature: float,
-    threshold: float | None = None,
     tags: bool,
 ) -> dict[str, Any]:
-    """Build `card.json`: all that whoever feeds the file has to know."""
-    if card.square is None:
-        raise AssertionError("checked before")
-    size, classes = card.square.size, len(card.labels)
+    """Build `card.json`: all that whoever feeds the file has to know. `measured` is what the evaluation says of the student."""
+    size, classes = square.size, len(card.labels)
     return {
         "file": GRAPH,
         "runtime": chosen.runtime,
@@ -329,7 +311,7 @@ def contract(
         "opset": onnx_graph.OPSET,
         "input": {"name": INPUT, "type": "uint8", "shape": ["batch", size, size, 3], "channels": "RGB"},
         "output": {"name": OUTPUT, "type": "float32", "shape": ["batch", classes]},
-        "square": asdict(card.square),  # beside the graph, by preprocessing.py: upright 8-bit RGB, then `to_square`
+        "square": asdict(square),  # beside the graph, by preprocessing.py: upright 8-bit RGB, then `to_square`
         "inside": {
             "size": card.image_size,
             "interpolation": card.interpolation,
@@ -339,8 +321,8 @@ def contract(
         },
         "labels": list(card.labels),
         # Probabilities are the softmax of logits / temperature; where there is a threshold, their sigmoid, and classes above it are named.
-        "temperature": temperature,
-        **({"threshold": threshold} if threshold is not None else {}),
+        "temperature": measured.get("temperature", 1.0),
+        **({"threshold": measured["threshold"]} if "threshold" in measured else {}),
         "tags": TAGS if tags else None,
         "architecture": card.architecture,
         "origin": asdict(card.origin) if card.origin else None,
