@@ -32,7 +32,7 @@ import sqlite3
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from trainer.base_models import holds_secret
 from trainer.config import TrackingSettings
 from trainer.errors import TrackingAwayError, TrackingError, refused_to_write
+from trainer.formatting import listed
 from trainer.host import environment_variables
 from trainer.retry import Retry
 
@@ -104,7 +105,7 @@ def environment(settings: TrackingSettings, *, directory: Path, run: str, identi
         identity: distinguishes it from other runs of that name; empty where its name is unique.
     """
     tracking_uri = settings.uri or os.environ.get(URI) or f"sqlite:///{local_store(directory)}"
-    default_experiment = TrackingSettings.model_fields["experiment"].default
+    default_experiment = TrackingSettings().experiment
     chosen = settings.experiment if settings.experiment != default_experiment else ""
     return {
         URI: tracking_uri if settings.enabled else "",
@@ -167,17 +168,9 @@ def explained() -> Iterator[None]:
     """
     from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]  # the package ships no types
     from mlflow.exceptions import MlflowException
-    from requests.exceptions import RequestException
 
-    # botocore's: of a server that lets its clients fetch artifacts from the bucket themselves
-    unusable: tuple[type[Exception], ...] = (
-        MlflowException,
-        RequestException,
-        sqlite3.Error,
-        OSError,
-        BotoCoreError,
-        ClientError,
-    )
+    # OSError: also of requests. botocore's: of a server that lets its clients fetch artifacts from the bucket themselves
+    unusable: tuple[type[Exception], ...] = (MlflowException, OSError, sqlite3.Error, BotoCoreError, ClientError)
     with suppress(ImportError):  # the server's image has mlflow-skinny, which has no stores of its own
         from sqlalchemy.exc import SQLAlchemyError
 
@@ -280,7 +273,7 @@ def experiment_id(mlflow: MlflowClient) -> str:
     given = os.environ.get(EXPERIMENT_ID)
     if given:
         return str(mlflow.get_experiment(given).experiment_id)
-    name = os.environ.get(EXPERIMENT_NAME) or TrackingSettings.model_fields["experiment"].default
+    name = os.environ.get(EXPERIMENT_NAME) or TrackingSettings().experiment
     found = mlflow.get_experiment_by_name(name)
     if found is None:
         # Beside the SQLite file, since MLflow would use the working directory; a server knows its own location.
@@ -383,7 +376,10 @@ def find_parent(mlflow: MlflowClient, settings: Mapping[str, Any] | None = None,
         mlflow.set_terminated(run_id, "KILLED")
     new = _new_parent(mlflow, name, former=run_id)
     logger.info(
-        "MLflow: a new run %s, since %s changed; the former one, %s, stays as it is", new, _listed(changed), run_id
+        "MLflow: a new run %s, since %s changed; the former one, %s, stays as it is",
+        new,
+        listed(changed, _SHOWN),
+        run_id,
     )
     return new
 
@@ -446,11 +442,6 @@ def _changed(known: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
     return sorted(name for name, value in given.items() if known.get(name, value) != value)
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
 def record_params(mlflow: MlflowClient, run_id: str, settings: Mapping[str, Any]) -> None:
     """Record settings as parameters; MLflow keeps a parameter's first value, so one that differs now is only named in the log."""
     from mlflow.entities import Param
@@ -459,7 +450,7 @@ def record_params(mlflow: MlflowClient, run_id: str, settings: Mapping[str, Any]
     flat = flatten(settings)
     changed = _changed(known, flat)
     if changed:
-        logger.warning("MLflow run %s keeps the first values of %s", run_id, _listed(changed))
+        logger.warning("MLflow run %s keeps the first values of %s", run_id, listed(changed, _SHOWN))
     params = [Param(name, value) for name, value in flat.items() if name not in known]
     for start in range(0, len(params), _PARAMS_A_BATCH):
         mlflow.log_batch(run_id, params=params[start : start + _PARAMS_A_BATCH])
