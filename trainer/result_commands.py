@@ -245,8 +245,8 @@ def _serve(options: argparse.Namespace) -> None:
         if importlib.util.find_spec(name) is None:
             raise SettingsError(f"serve: needs the package {name}; pip install 'vit-distillation-pipeline[serve]'")
     from trainer import photo_classifier
+    from trainer.export.onnx_student import ExportedClassifier
     from trainer.serving import server
-    from trainer.serving.exported_classifier import ExportedClassifier
 
     with photo_classifier.export_at(options.export, judged=not options.force) as place:
         model = ExportedClassifier(place, threads=options.threads, force=options.force)

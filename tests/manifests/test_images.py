@@ -174,7 +174,7 @@ def test_what_is_copied_suffices(installed, tmp_path, command):
 SERVER = """
 import fsspec, mlflow.artifacts, onnxruntime, openvino
 from trainer import photo_classifier, result_commands, tracking
-from trainer.serving import exported_classifier, server
+from trainer.serving import server
 fsspec.filesystem("s3")
 tracking.client()
 for name in ("torch", "timm", "pandas"):

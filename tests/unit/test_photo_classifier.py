@@ -16,9 +16,9 @@ from tests.trained_digits import write_tagged_dataset
 from trainer import artifacts, cli, config, load_model, models, photo_classifier
 from trainer.data.dataset import open_dataset
 from trainer.errors import EXIT_CODE, ArtifactError, ModelError, SettingsError
+from trainer.export.onnx_student import ExportedClassifier
 from trainer.photo_classifier import export_at
 from trainer.served_student.class_tags import ClassTags
-from trainer.serving.exported_classifier import ExportedClassifier
 
 LABELS = tuple("0123456789")
 TAGS = ClassTags(

@@ -1,19 +1,26 @@
-"""An exported student in ONNX Runtime or OpenVINO. Imports neither torch nor timm, for a server needs none of them.
+"""An exported student that is asked about photos: its graph in ONNX Runtime or OpenVINO, its card, its preprocessing.
+
+Imports neither torch nor timm, for a server needs none of them.
 
 Shapes: B images, S the edge of the square, K classes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer import limits
-from trainer.errors import ModelError, SettingsError
+from trainer import artifacts, limits, prediction
+from trainer.errors import ArtifactError, ModelError, SettingsError
 from trainer.host import usable_cores
-from trainer.served_student.onnx_network import ONNX_RUNTIME, OPENVINO, RUNTIMES
+from trainer.prediction import Prediction
+from trainer.served_student.class_tags import ClassTags
+from trainer.served_student.onnx_network import ONNX_RUNTIME, OPENVINO, RUNTIMES, runtime_of
+from trainer.served_student.preprocessing import Square, decode, to_square
+from trainer.served_student.pyfunc import EXPORT_CARD, probabilities
 
 Pixels = npt.NDArray[np.uint8]
 Logits = npt.NDArray[np.float32]
@@ -61,3 +68,69 @@ class OnnxStudent:
         if not np.isfinite(logits).all():
             raise ModelError(f"{self.file.name}: gives logits that are not finite; choose another variant")
         return logits
+
+
+class ExportedClassifier:
+    """What `vit-distill export` wrote, loaded. Methods may be called from several threads."""
+
+    def __init__(self, place: str | Path, *, threads: int = 0, force: bool = False) -> None:
+        """Read an export.
+
+        Args:
+            place: its directory, here or in a store.
+            threads: how many compute an answer; 0: as many as there are cores.
+            force: take one that did not pass its gate, too.
+
+        Raises:
+            ArtifactError: there is no export, or it is damaged.
+            ModelError: its file passed no gate, or the runtime that it was chosen for does not take it.
+            SettingsError: that runtime is not installed.
+        """
+        export = artifacts.read(place, "export")
+        if EXPORT_CARD not in export.files:
+            raise ModelError(
+                f"export {place}: has no ONNX file ({'; '.join(export.figures['reasons'])}); serve that of another student"
+            )
+        try:
+            card = limits.parse_json((export.path / EXPORT_CARD).read_bytes())
+            self.square = Square(**card["square"])
+            self.labels: Sequence[str] = tuple(card["labels"])
+            tags = card["tags"] and limits.parse_json((export.path / card["tags"]).read_bytes())
+            self.tags = ClassTags.of(tags) if tags else None
+            self._temperature = float(card.get("temperature", 1))
+            threshold = card.get("threshold")
+            self.threshold = None if threshold is None else float(threshold)
+            self.architecture, self.variant = str(card["architecture"]), str(card["variant"])
+            self.runtime = runtime_of(card)
+            reasons: list[str] = card["measured"]["reasons"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArtifactError(
+                f"export {place}: its card is not readable ({error}); export the student again"
+            ) from error
+        if reasons and not force:
+            raise ModelError(
+                f"export {place}: did not pass its gate ({'; '.join(reasons)}); serve another one, or this one all the same (--force)"
+            )
+        self.version = export.fingerprint[:12]
+        """Changes with every file of the export."""
+        self._student = OnnxStudent(export.path / card["file"], threads=threads, runtime=self.runtime)
+        self.probabilities(
+            np.zeros((1, self.square.size, self.square.size, 3), dtype=np.uint8)
+        )  # so that the first request is no slower
+
+    def read(self, content: bytes) -> Pixels:
+        """Make a photo's square of an image file's bytes, uint8 [S, S, 3].
+
+        Raises:
+            BadImageError: it is no image, or cannot be used.
+        """
+        return np.asarray(to_square(decode(content, max_pixels=self.square.max_pixels), self.square))
+
+    def probabilities(self, squares: Pixels) -> npt.NDArray[np.float64]:
+        """Compute the probability of each class, [B, S, S, 3] -> [B, K]."""
+        logits = self._student.logits(squares) / self._temperature
+        return probabilities(logits, by_class=self.threshold is not None)
+
+    def predictions(self, found: npt.NDArray[np.float64], *, top: int) -> list[Prediction]:
+        """Say what probabilities [B, K] mean: the `top` most probable classes, and where there are tags the answer."""
+        return prediction.predictions(found, self.labels, self.tags, top=top, threshold=self.threshold)

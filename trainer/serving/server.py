@@ -38,10 +38,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from trainer import limits
 from trainer.errors import SettingsError
+from trainer.export.onnx_student import ExportedClassifier
 from trainer.host import usable_cores
 from trainer.prediction import Prediction
 from trainer.served_student.preprocessing import BadImageError
-from trainer.serving.exported_classifier import ExportedClassifier
 from trainer.serving.micro_batcher import MicroBatcher
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ import uvicorn
 from PIL import Image
 
 from trainer import load_model
+from trainer.export.onnx_student import ExportedClassifier
 from trainer.prediction import Prediction
-from trainer.serving.exported_classifier import ExportedClassifier
 from trainer.serving.server import PhotoServer, ServerLimits
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

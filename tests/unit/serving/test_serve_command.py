@@ -140,7 +140,7 @@ def test_without_the_extra_the_message_names_it(exported, monkeypatch, capsys):
 
 def test_neither_torch_nor_timm_is_loaded(exported):
     code = (
-        "import sys; from trainer.serving import server; from trainer.serving.exported_classifier import ExportedClassifier; "
+        "import sys; from trainer.serving import server; from trainer.export.onnx_student import ExportedClassifier; "
         f"ExportedClassifier({str(exported)!r}); print({{'torch', 'timm', 'mlflow', 'sklearn'}} & set(sys.modules))"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

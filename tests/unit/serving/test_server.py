@@ -21,8 +21,8 @@ from PIL import Image
 from tests.hostile import bombs
 from tests.unit.stages.photos import KINDS
 from trainer import load_model
+from trainer.export.onnx_student import ExportedClassifier
 from trainer.served_student.preprocessing import BadImageError
-from trainer.serving.exported_classifier import ExportedClassifier
 from trainer.serving.server import PhotoServer, PredictionLog, ServerLimits
 
 LIMITS = ServerLimits(batch_size=8, wait_ms=0, in_flight=4, body_bytes=1_000_000, timeout_s=5)

@@ -15,9 +15,8 @@ from trainer import artifacts, load_model
 from trainer.config import ExportSettings
 from trainer.errors import ArtifactError, ModelError, SettingsError
 from trainer.export import exporting, onnx_graph
-from trainer.export.onnx_student import OnnxStudent
+from trainer.export.onnx_student import ExportedClassifier, OnnxStudent
 from trainer.served_student.onnx_network import OpenVinoNetwork
-from trainer.serving.exported_classifier import ExportedClassifier
 from trainer.stages import export
 
 pytest.importorskip("onnxruntime", reason="needs the extra `export`")

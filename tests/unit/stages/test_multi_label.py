@@ -244,7 +244,7 @@ def test_an_exported_student_names_what_the_student_names(made, tmp_path, caplog
     pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     from fastapi.testclient import TestClient
 
-    from trainer.serving.exported_classifier import ExportedClassifier
+    from trainer.export.onnx_student import ExportedClassifier
     from trainer.serving.server import PhotoServer, ServerLimits
 
     settings = ExportSettings(finetune_steps=2, max_accuracy_loss=1, max_shift=1)

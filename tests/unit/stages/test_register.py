@@ -28,8 +28,8 @@ from trainer.distillation import recording
 from trainer.errors import EXIT_CODE, ModelError, TrackingAwayError, TrackingError
 from trainer.evaluation import metrics
 from trainer.export import variants
+from trainer.export.onnx_student import ExportedClassifier
 from trainer.forecast import Measurement, WorkCount, forecast
-from trainer.serving.exported_classifier import ExportedClassifier
 from trainer.stages import STAGES, evaluate, export, register
 from trainer.tuning.tuning_schema import FILE, Tuning
 
