@@ -22,7 +22,7 @@ from trainer.base_models import nearest
 from trainer.config import BUNDLED, FOLDERS, RECIPES, DataSettings
 from trainer.data.sources import SourceListing, expand_home, read_file
 from trainer.errors import DataError, ObjectTooLargeError, StorageError
-from trainer.served_student.class_tags import ANSWER, CONFIDENCE, LEVELS, ClassTags, Value
+from trainer.served_student.class_tags import ANSWER, CONFIDENCE, LEVELS, NAMED, ClassTags, Value
 
 _NUMBER = re.compile(r"[+-]?([0-9]{1,20}(\.[0-9]{0,20})?|\.[0-9]{1,20})([eE][+-]?[0-9]{1,2})?")
 """What is read as a number: never one that is infinite or none."""
@@ -35,20 +35,29 @@ def read_tags(settings: DataSettings, listing: SourceListing) -> ClassTags | Non
     Raises:
         DataError: a table cannot be read, contradicts itself, or is not of these classes.
     """
+    taken = _other_columns(settings)
+    for name in taken.keys() & set(listing.classes):
+        raise DataError(
+            f"data.source={settings.source}: a class is named {name!r}, as a column of the predictions is where {taken[name]} is set; "
+            "rename the class"
+        )
     if not (settings.attributes or settings.hierarchy):
         return None
-    for name in {ANSWER, CONFIDENCE} & set(listing.classes):
-        raise DataError(
-            f"data.source={settings.source}: a class is named {name!r}, as a column of the predictions is where data.attributes or "
-            "data.hierarchy is set; rename the class"
-        )
-    attributes = _attributes(settings.attributes, listing.classes) if settings.attributes else {}
+    attributes = _attributes(settings, listing.classes) if settings.attributes else {}
     parents: Mapping[str, str] = {}
     if settings.hierarchy == FOLDERS:
         parents = _parents_by_folders(settings.source, listing)
     elif settings.hierarchy:
         parents = _parents(settings.hierarchy, listing.classes)
     return ClassTags(labels=listing.classes, attributes=attributes, parents=parents)
+
+
+def _other_columns(settings: DataSettings) -> dict[str, str]:
+    """Map the columns of a prediction that are no class and no attribute to the settings by which there are such."""
+    columns = {NAMED: "data.multi_label"} if settings.multi_label else {}
+    if settings.attributes or settings.hierarchy:
+        columns |= dict.fromkeys((ANSWER, CONFIDENCE), "data.attributes or data.hierarchy")
+    return columns
 
 
 def check_tables(settings: DataSettings) -> None:
@@ -58,7 +67,7 @@ def check_tables(settings: DataSettings) -> None:
         DataError: a table cannot be read, or contradicts itself.
     """
     if settings.attributes:
-        _attributes(settings.attributes, None)
+        _attributes(settings, None)
     if settings.hierarchy and settings.hierarchy != FOLDERS:
         _parents(settings.hierarchy, None)
 
@@ -185,13 +194,13 @@ def _check_names(table: str, lines: Mapping[str, _Line], names: Sequence[str], c
 # Attributes
 
 
-def _attributes(file: str, classes: Sequence[str] | None) -> dict[str, tuple[Value, ...]]:
+def _attributes(settings: DataSettings, classes: Sequence[str] | None) -> dict[str, tuple[Value, ...]]:
     """Read `data.attributes`, whose first column names the class; each other one is an attribute: its values in the order of the classes.
 
     These have to be those of the table. Where they are not known yet (None), the table alone is checked, and nothing comes back.
     """
-    table = f"data.attributes={file}"
-    first, *lines = _lines("data.attributes", file)
+    table = f"data.attributes={settings.attributes}"
+    first, *lines = _lines("data.attributes", settings.attributes)
     headings = first.cells[1:]
     if not headings:
         raise DataError(
@@ -202,7 +211,7 @@ def _attributes(file: str, classes: Sequence[str] | None) -> dict[str, tuple[Val
     for position, heading in enumerate(headings, start=2):
         if not heading:
             raise DataError(f"{table}: column {position} has no heading; name the attribute")
-        if heading in (ANSWER, CONFIDENCE):
+        if heading in _other_columns(settings):
             raise DataError(
                 f"{table}: an attribute is named {heading!r}, as another column of the predictions is; rename it"
             )

@@ -157,6 +157,16 @@ def test_a_class_that_is_named_as_a_column_of_predictions_is_refused(tmp_path):
         read_tags(settings(attributes=written(tmp_path, ATTRIBUTES)), listing(classes=("answer", "kiwi")))
 
 
+def test_the_column_of_several_labels_is_neither_a_class_nor_an_attribute(tmp_path):
+    several = {"source": "manifest:photos.csv", "multi_label": True}
+    with pytest.raises(DataError, match=r"a class is named 'named', as a column .* is where data\.multi_label is set"):
+        read_tags(settings(**several), listing(classes=("named", "kiwi")))
+    table = written(tmp_path, "food,named\ngala,1\n")
+    with pytest.raises(DataError, match="an attribute is named 'named', as another column of the predictions is"):
+        check_tables(settings(**several, attributes=table))
+    check_tables(settings(attributes=table))
+
+
 def test_a_file_that_is_none_is_named(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"data\.attributes=.*nowhere\.csv: there is no such file; check the path"):
         check_tables(settings(attributes=f"{tmp_path}/nowhere.csv"))
