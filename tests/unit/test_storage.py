@@ -449,10 +449,11 @@ def test_a_draft_that_is_written_is_not_evicted_and_a_left_one_is(object_store, 
     assert not folder.exists()
 
 
-def test_a_limit_that_is_none_is_named(object_store, monkeypatch):
-    monkeypatch.setenv("TRAINER_CACHE_GIB", "lots")
-    with pytest.raises(StorageError, match="TRAINER_CACHE_GIB=lots: must be a number of GiB"):
-        keep("a")
+@pytest.mark.parametrize("limit", ["lots", "nan", "-1"])
+def test_a_limit_that_is_none_is_named_before_anything_is_fetched(limit, object_store, monkeypatch):
+    monkeypatch.setenv("TRAINER_CACHE_GIB", limit)
+    with pytest.raises(StorageError, match=f"TRAINER_CACHE_GIB={limit}: must be a number of GiB"):
+        keep("a", refuse)
 
 
 def test_a_cache_that_cannot_be_written_is_named(object_store, tmp_path, monkeypatch):

@@ -54,6 +54,7 @@ def keep(key: str, what: str, fetch: Callable[[Path], None], *, is_whole: Callab
         fetch: fills a folder, in which an earlier attempt may have left something, and raises unless it is whole and checked.
         is_whole: checks quickly whether files of the cached folder have gone since.
     """
+    _limit_bytes()  # raises for a wrong value before the work, not after it
     place = root() / key
     fetched = False
     with _exclusively(key, what):
@@ -75,7 +76,7 @@ def keep(key: str, what: str, fetch: Callable[[Path], None], *, is_whole: Callab
 @contextmanager
 def draft() -> Iterator[Path]:
     """Make a new folder to write into, removed when the block ends unless `adopt` has taken it."""
-    _limit_bytes()  # raises for a wrong value before the work, not after it
+    _limit_bytes()  # likewise
     name = f"draft-{uuid.uuid4().hex}"
     place = root() / name
     with _exclusively(name, name):
@@ -185,6 +186,8 @@ def _use(folder: Path) -> None:
 def _limit_bytes() -> float:
     text = os.environ.get(LIMIT_VARIABLE) or str(LIMIT_GIB)
     try:
-        return float(text) * 2**30
+        if (limit := float(text)) >= 0:
+            return limit * 2**30
+        raise ValueError("is negative, or no number")
     except ValueError as error:
         raise StorageError(f"{LIMIT_VARIABLE}={text}: must be a number of GiB; correct it or unset it") from error
