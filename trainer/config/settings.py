@@ -522,7 +522,8 @@ class ReinforceSettings(LoadingSettings):
     views: Positive = 30
     """Views per image; epoch e of a distillation sees view e modulo `views`."""
     top_k: Positive | Literal["all"] | None = None
-    """Largest logits to keep per view, with the sum of the rest; default: `all` if a loss of distill needs them, else 10."""
+    """Largest logits to keep per view, with the sum of the rest; default: `all` with `data.multi_label` or if a loss of distill needs them,
+    else 10."""
     features: bool = False
     """Keep the teacher's pooled features too, for a feature loss."""
     feature_format: FeatureFormat = "fp16"
@@ -850,7 +851,7 @@ class EvaluateSettings(Section):
     it is not sure of the class, or nothing; 0: it always names a class. Not read without a hierarchy."""
     label_issues: Annotated[LabelIssues, Field(exclude_if=lambda value: value == "held_out")] = "held_out"
     """Labels that the teacher contradicts (confident learning, Northcutt et al. 2021): of `held_out` images, those of val and test; of
-    `all`, those of train too, by cross-validation of a linear probe of its embedding; or `off`."""
+    `all`, those of train too, by cross-validation of a linear probe of its embedding; or `off`. Not read with `data.multi_label`."""
     gate: GateSettings = GateSettings()
     """Conditions for promotion."""
 
