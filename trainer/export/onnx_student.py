@@ -114,9 +114,8 @@ class ExportedClassifier:
         self.version = export.fingerprint[:12]
         """Changes with every file of the export."""
         self._student = OnnxStudent(export.path / card["file"], threads=threads, runtime=self.runtime)
-        self.probabilities(
-            np.zeros((1, self.square.size, self.square.size, 3), dtype=np.uint8)
-        )  # so that the first request is no slower
+        # So that the first request is no slower.
+        self.probabilities(np.zeros((1, self.square.size, self.square.size, 3), dtype=np.uint8))
 
     def read(self, content: bytes) -> Pixels:
         """Make a photo's square of an image file's bytes, uint8 [S, S, 3].

@@ -123,9 +123,8 @@ class Metrics:
     """What `/metrics` shows, in a registry of its own."""
 
     def __init__(self, model: ExportedClassifier, name: str) -> None:
-        self.registry = prometheus.CollectorRegistry()
-        prometheus.ProcessCollector(registry=self.registry)
-        into = self.registry
+        self.registry = into = prometheus.CollectorRegistry()
+        prometheus.ProcessCollector(registry=into)
         self.requests = prometheus.Counter(
             "serve_requests", "Requests by route and status.", ["route", "status"], registry=into
         )
@@ -234,9 +233,8 @@ class PhotoServer:
         finally:
             self._in_flight -= photos and not refused
         seconds = time.monotonic() - start
-        route = (
-            "refused" if refused else getattr(scope.get("route"), "path", "none")
-        )  # not the path, of which there are endlessly many
+        # Not the path, of which there are endlessly many.
+        route = "refused" if refused else getattr(scope.get("route"), "path", "none")
         self.metrics.requests.labels(route, str(status)).inc()
         self.metrics.seconds.labels(route).observe(seconds)
         if not route.startswith(("/metrics", "/v2/health")):
