@@ -18,7 +18,8 @@ class ThinnedTable:
     All rows are kept until the table is full. Then one of every two neighbours is dropped and from there on only one of every
     two appended rows is kept, then one of four, and so on (`stride`). Which one is drawn at random: a fixed choice would fall in with
     anything periodic in the training, such as a log line every tenth step. The draw depends only on how many rows were appended, so
-    all ranks keep the same steps, and it does not touch the training's generators.
+    all ranks keep the same steps, and it does not touch the training's generators. The very first row always stays, for rules and reports
+    count from it.
     """
 
     def __init__(self, columns: Sequence[str], capacity: int) -> None:
@@ -48,7 +49,7 @@ class ThinnedTable:
         if self.appended == self._wanted:
             if self._kept == self.capacity:
                 half = self.capacity // 2
-                chosen = [2 * pair + self._draw.randrange(2) for pair in range(half)]
+                chosen = [0, *(2 * pair + self._draw.randrange(2) for pair in range(1, half))]
                 self._values[:half] = self._values[chosen]
                 self._values[half:] = 0
                 self._kept = half

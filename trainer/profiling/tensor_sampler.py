@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from timm.layers import Attention
 from torch import Tensor, nn
@@ -164,7 +163,7 @@ class AttentionEntropy:
 
 
 TENSOR_SAMPLES_KEPT = 256
-"""Samples that are kept after the first one; more of them are thinned evenly."""
+"""Samples that are kept; more of them are thinned evenly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,8 +203,7 @@ class TensorSampler:
         self._settings, self._timeline, self._metrics, self._apart = settings, timeline, metrics, apart
         self._tensors: TensorStats | None = None
         self._attention: AttentionEntropy | None = None
-        self._first: list[Series] = []
-        self._later = ThinnedTable(["step", "seconds"], 2)
+        self._table = ThinnedTable(["step", "seconds"], 2)
         self._sent: deque[tuple[int, float, ReadBack]] = deque()
         """Step and second of each sample on its way to the host."""
         self._last_step: int | None = None
@@ -221,7 +219,7 @@ class TensorSampler:
             return
         self._tensors = TensorStats(model, left_out=sampled.left_out)
         values = len(self.tensors) * len(TENSOR_COLUMNS)
-        self._later = ThinnedTable(["step", "seconds", *map(str, range(values))], TENSOR_SAMPLES_KEPT)
+        self._table = ThinnedTable(["step", "seconds", *map(str, range(values))], TENSOR_SAMPLES_KEPT)
         if not sampled.attention:
             self.missing["attention"] = "looked at by rank 0 only"
         elif (entropy := AttentionEntropy(model)).metrics:
@@ -262,7 +260,7 @@ class TensorSampler:
 
     def table(self) -> tuple[Series, Series]:
         """Step and second of each sample that has arrived, [L, 2], and what it saw, [L, tensors, columns]."""
-        rows = np.concatenate([np.reshape(self._first, (-1, len(self._later.columns))), self._later.array()])
+        rows = self._table.array()
         return rows[:, :2], rows[:, 2:].reshape(len(rows), len(self.tensors), len(TENSOR_COLUMNS))
 
     def _is_due(self, step: int) -> bool:
@@ -296,11 +294,7 @@ class TensorSampler:
 
     def _keep(self, step: int, seconds: float, sent: ReadBack) -> None:
         measured = sent.wait()
-        row = np.concatenate([[step, seconds], measured["tensors"].double().numpy().ravel()])
-        if self._first:
-            self._later.append(row.tolist())
-        else:
-            self._first.append(row)
+        self._table.append([step, seconds, *measured["tensors"].double().flatten().tolist()])
         if self._attention is not None:
             entropies = zip(self._attention.metrics, measured["attention"].tolist(), strict=True)
             self._metrics(step, {name: value for name, value in entropies if not math.isnan(value)}, seconds)
