@@ -217,16 +217,19 @@ def recompilation(case: Case) -> Outcome:
             f"{sum(one.graphs for one in compilations)} graphs were compiled, all in the first {after} steps."
         )
     cause, advice = _what_changed(case.rank, late) if case.is_traced else ("", _KEEP_GRAPHS)
+    # compilations are counted from where this process began, or resumed
+    began = int(next(iter(case.rank.steps["step"]), 0))
+    first, last = began + late[0].step, began + late[-1].step
     return Finding(
         confidence=0.9,
         text=(
-            f"{graphs} graphs were compiled again after {after} steps (first after step {late[0].step}), which took "
+            f"{graphs} graphs were compiled again after {after} steps (first after step {first}), which took "
             f"{duration(seconds)}. {cause}".rstrip()
         ),
         advice=advice,
         saving=Saving(seconds, "the time inside of the compiler after these steps"),
         numbers={"graphs": float(graphs), "seconds": seconds},
-        steps=(late[0].step, late[-1].step),
+        steps=(first, last),
     )
 
 

@@ -227,6 +227,14 @@ def test_graphs_compiled_late() -> None:
     assert found.saving.seconds == 60
 
 
+def test_graphs_compiled_late_in_a_process_that_resumed() -> None:
+    steps = steps_of()
+    late = (CompilationRecord(step=50, graphs=1, seconds=30.0),)
+    found = finding(recompilation, rank_of(steps | {"step": steps["step"] + 4000}, compilations=late))
+    assert "(first after step 4050)" in found.text
+    assert found.steps == (4050, 4050), "as the table of steps counts them"
+
+
 # -- what watching costs
 
 
