@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.data.test_card import Dropped, Quarantined, candidate, content, data_card
 from tests.unit.evaluation.test_report import page as evaluation_page
-from trainer import charts, pages, svg
+from trainer import charts, pages
 from trainer.charts import MarkedTime, ReliabilityCurve
 from trainer.pages import (
     BulletList,
@@ -74,7 +74,7 @@ def parts(names):
         PageSection(names[0], [Paragraph(names[1]), Table([names[2]], [[names[3]], [names[4]]])]),
         Subsection(names[5], [Details(names[6], [BulletList(names)]), None]),
         PhotoGrid([Photo(b"", names[0])]),
-        Figure(svg.drawing(9, svg.text(0, 0, names[2], hint=names[3]), title=names[4]), names[1]),
+        Figure(charts.drawing(9, charts.text(0, 0, names[2], hint=names[3]), title=names[4]), names[1]),
         Legend([("f0", names[5])]),
         Tiles([(names[6], names[0])]),
         FindingCard(

@@ -15,7 +15,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from trainer.svg import COLOURS
+from trainer.charts import COLOURS
 
 _SHORT = 28
 """Characters of a cell that is not broken into lines."""

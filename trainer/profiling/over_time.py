@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer import charts, formatting
-from trainer.charts import BINS, ChartLine, Lane, MarkedTime, by_colour
+from trainer.charts import BINS, ChartLine, Flags, Lane, MarkedTime, by_colour, colour_class
 from trainer.pages import Block, Details, Figure, Legend, Subsection, Table
 from trainer.profiling.evidence import (
     ATTENTION_ENTROPY,
@@ -26,7 +26,6 @@ from trainer.profiling.evidence import (
 from trainer.profiling.findings import RankedFinding
 from trainer.profiling.series import Series, mean_in_bins, spread_over, thin_curve
 from trainer.profiling.training_summary import TrainingSummary, phase_label
-from trainer.svg import Flags, colour_class
 
 _METRICS = (
     ("loss", "Loss", "training", 1.0),

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from trainer import billing, pages
 from trainer.billing import Bill
-from trainer.charts import Bar, bars, by_colour, histogram, stacked_bar, stacked_rows
+from trainer.charts import Bar, bars, by_colour, colour_class, histogram, stacked_bar, stacked_rows
 from trainer.costs import dollars_text
 from trainer.formatting import clipped, duration, milliseconds, percent, short, size
 from trainer.pages import Block, Details, Figure, FindingCard, Legend, PageSection, Paragraph, Subsection, Table, Tiles
@@ -25,7 +25,6 @@ from trainer.profiling.training_summary import (
     phase_label,
     training_label,
 )
-from trainer.svg import colour_class
 
 _FEWEST_DRAWN = 20
 _MOST_RANKS_DRAWN = 64
