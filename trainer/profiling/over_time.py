@@ -98,27 +98,29 @@ def _metric_lanes(evidence: TrainingEvidence, duration: float) -> list[Lane]:
 
 def _step_lanes(rank: RankEvidence, edges: Series, duration: float) -> list[Lane]:
     """Draw the mean and the longest step of each bin, and how many batches the loaders had ready."""
-    if not len(rank.steps["start_s"]):
+    starts, queued = rank.steps["start_s"], rank.steps["queued"]
+    if not len(starts):
         return []
-    centres, ms = _by_bin(rank, rank.steps["seconds"] * 1000, edges)
+    centres, ms = _by_bin(starts, rank.steps["seconds"] * 1000, edges)
     curves = [
         ChartLine(style="s1", label="longest", seconds=centres, values=np.array([values.max() for values in ms])),
         ChartLine(style="s0", label="mean", seconds=centres, values=np.array([values.mean() for values in ms])),
     ]
     lanes = [charts.line_lane("Steps", "ms", curves, duration, height=54)]
-    if np.isfinite(rank.steps["queued"]).any():
-        centres, queued = _by_bin(rank, rank.steps["queued"], edges)
-        ready = np.array([values.mean() for values in queued])
-        curve = ChartLine(style="s0", label="ready", seconds=centres, values=ready)
+    known = np.isfinite(queued)
+    if known.any():
+        centres, ready = _by_bin(starts[known], queued[known], edges)
+        means = np.array([values.mean() for values in ready])
+        curve = ChartLine(style="s0", label="ready", seconds=centres, values=means)
         lanes.append(charts.line_lane("Loaders", "batches ready", [curve], duration, height=54, high=2.0))
     return lanes
 
 
-def _by_bin(rank: RankEvidence, values: Series, edges: Series) -> tuple[Series, list[Series]]:
+def _by_bin(began: Series, values: Series, edges: Series) -> tuple[Series, list[Series]]:
     """Group values by the bin in which their step began; returns the centres of the bins, and the values in each."""
-    place = np.clip(np.searchsorted(edges, rank.steps["start_s"], side="right") - 1, 0, len(edges) - 2)
-    bins, starts = np.unique(place, return_index=True)  # steps stand in the order of time
-    return (edges[bins] + edges[bins + 1]) / 2, np.split(values, starts[1:])
+    place = np.clip(np.searchsorted(edges, began, side="right") - 1, 0, len(edges) - 2)
+    bins, first = np.unique(place, return_index=True)  # steps stand in the order of time
+    return (edges[bins] + edges[bins + 1]) / 2, np.split(values, first[1:])
 
 
 def _machine_lanes(system: Mapping[str, Series], edges: Series, duration: float) -> list[Lane]:

@@ -94,12 +94,13 @@ def _integral(ends: Series, amounts: Series, edges: Series) -> Series:
 
 
 def thin_curve(seconds: Series, values: Series, points: int) -> tuple[Series, Series]:
-    """Average neighbouring points of a curve that has more than `points`; leave another as it is."""
+    """Average neighbouring points of a curve that has more than `points`, NaN where none is known; leave another as it is."""
     if len(values) <= points:
         return seconds, values
     starts = np.linspace(0, len(values), points + 1)[:-1].astype(int)
-    counts = np.diff(np.append(starts, len(values)))
-    return np.add.reduceat(seconds, starts) / counts, np.add.reduceat(values, starts) / counts
+    counts, known = np.diff(np.append(starts, len(values))), np.isfinite(values)
+    sums, seen = (np.add.reduceat(each, starts) for each in (np.where(known, values, 0.0), known.astype(float)))
+    return np.add.reduceat(seconds, starts) / counts, np.where(seen, sums / np.maximum(seen, 1), np.nan)
 
 
 def spread_over(starts: Series, ends: Series, amounts: Series, edges: Series) -> Series:

@@ -14,7 +14,8 @@ from trainer.profiling.evidence import (
     TensorSamples,
     TrainingEvidence,
 )
-from trainer.profiling.over_time import by_layer, layers, phase_shares
+from trainer.profiling.over_time import by_layer, layers, phase_shares, section
+from trainer.profiling.training_summary import summarize
 
 EDGES = np.linspace(0, 10, 11)
 
@@ -55,6 +56,17 @@ def test_a_device_that_ends_a_step_late_does_not_count_time_twice(rank: RankEvid
     late = replace(rank, steps={**rank.steps, "start_s": np.array([0.0, 1, 2, 3])})
     shares = phase_shares(late, EDGES)
     assert np.sum(list(shares.values()), axis=0).max() == pytest.approx(1)
+
+
+def test_loaders_that_began_later_are_drawn_where_all_steps_fall_into_one_bin(plain: list[TrainingEvidence]) -> None:
+    first = plain[1].ranks[0]
+    queued = np.where(first.steps["step"] < 13, np.nan, 2.0)
+    long = first.record.model_copy(update={"ended_s": 1e6})
+    given = replace(first, record=long, steps={**first.steps, "queued": queued})
+    training = replace(plain[1], ranks=[given])
+    (_, figure) = section(training, summarize(training), []).blocks
+    assert isinstance(figure, Figure)
+    assert "batches ready" in figure.chart
 
 
 def looks(names: list[str], steps: int = 2, **columns: list[float]) -> TensorSamples:

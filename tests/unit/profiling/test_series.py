@@ -77,3 +77,9 @@ def test_a_short_curve_is_drawn_as_it_is_and_a_long_one_by_means() -> None:
     thin_x, thin_y = thin_curve(x, y, 10)
     np.testing.assert_allclose(thin_y, y.reshape(10, 100).mean(axis=1))
     np.testing.assert_allclose(thin_x, x.reshape(10, 100).mean(axis=1))
+
+
+def test_a_long_curve_is_the_mean_of_what_is_known() -> None:
+    y = np.where(np.arange(1000) % 2, np.nan, 3.0)
+    y[:100] = np.nan
+    np.testing.assert_array_equal(thin_curve(np.arange(1000.0), y, 10)[1], [np.nan, *[3.0] * 9])
