@@ -269,13 +269,10 @@ def stacked_rows(
     return drawing(height + 34, *content, title=title)
 
 
-def histogram(values: Floats, marks: Sequence[tuple[float, str]], unit: str, title: str, *, count_label: str) -> Markup:
-    """Draw how often each value occurs; the largest half percent stands in the last bar.
+def histogram(values: Floats, marks: Sequence[tuple[float, str]], unit: str, title: str) -> Markup:
+    """Draw of how many steps (at least one) a value is how large, with `marks`, (value, label), as vertical lines.
 
-    Args:
-        values: at least one.
-        marks: (value, label) of vertical lines.
-        count_label: what is counted.
+    The largest half percent stands in the last bar.
     """
     low, high = float(values.min()), float(np.percentile(values, 99.5))
     high = high if high > low else low * 1.01 + 1e-9
@@ -297,7 +294,7 @@ def histogram(values: Floats, marks: Sequence[tuple[float, str]], unit: str, tit
         x = LEFT + (min(value, high) - low) * scale
         content += [line(x, top - 4, x, top + height, "whisker"), text(x, top - 7, label, "mid")]
     content.append(line(LEFT, top + height, LEFT + PLOT, top + height, "axis"))
-    content.append(text(LEFT - 60, top + height / 2, count_label, "soft end"))
+    content.append(text(LEFT - 60, top + height / 2, "steps", "soft end"))
     content.append(text(LEFT - 10, top + height + 16, unit, "soft end"))
     return drawing(top + height + 24, *content, title=title)
 
@@ -446,17 +443,15 @@ def heat_map(
     column_labels: Sequence[str],
     title: str,
     *,
-    unit: str,
     ends: tuple[str, str],
 ) -> Markup:
-    """Draw a matrix with its scale below.
+    """Draw a matrix with its scale below, whose columns are steps.
 
     Args:
         shares: [rows, columns] from 0 to 1 on the scale; NaN where unknown.
         marked: [rows, columns]: cells in the colour of what is broken.
         row_labels: one for each row.
         column_labels: one for each column, of which as many are shown as there is room for.
-        unit: what the columns are.
         ends: what 0 and 1 on the scale are.
     """
     row_height = 14 if len(row_labels) <= 24 else 11
@@ -467,7 +462,7 @@ def heat_map(
         content.append(row_label(LEFT - 8, (row + 0.5) * row_height + 4, label, "small end"))
     for index in range(0, len(column_labels), max(1, math.ceil(54 / width))):
         content.append(text(LEFT + (index + 0.5) * width, height + 15, column_labels[index], "soft mid"))
-    content.append(text(LEFT - 8, height + 15, unit, "soft end"))
+    content.append(text(LEFT - 8, height + 15, "step", "soft end"))
     content += _scale(LEFT + PLOT / 2, height + 24, *ends)
     return drawing(height + 42, *content, title=title)
 

@@ -113,7 +113,7 @@ def test_amounts_without_a_colour_of_their_own_are_summed() -> None:
 
 def test_a_histogram_counts_every_value() -> None:
     values = np.array([*np.arange(1.0, 100.0), 5000.0])
-    drawn = histogram(values, [(50.0, "median")], "ms", "steps", count_label="steps")
+    drawn = histogram(values, [(50.0, "median")], "ms", "steps")
     assert sum(int(count) for count in re.findall(r"<title>[^<]* ms: (\d+)</title>", drawn)) == 100
 
 

@@ -269,7 +269,7 @@ def _map(
     shown = np.where(counts, sums / np.maximum(counts, 1), np.nan)
     marked = np.stack([broken[:, group].any(axis=1) for group in groups], axis=1)
     first_steps = [f"{steps[group[0]]:,.0f}" for group in groups]
-    return Figure(charts.heat_map(shown, marked, names, first_steps, title, unit="step", ends=ends), caption)
+    return Figure(charts.heat_map(shown, marked, names, first_steps, title, ends=ends), caption)
 
 
 def _table(layers: Layers) -> Details:

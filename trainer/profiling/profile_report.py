@@ -285,7 +285,7 @@ def lengths(evidence: TrainingEvidence, summary: TrainingSummary) -> Subsection 
     marks = [(summary.step_ms.p50, "median")]
     if summary.step_ms.p95 >= 1.1 * summary.step_ms.p50:
         marks.append((summary.step_ms.p95, "95 %"))
-    picture = histogram(values, marks, "ms", title, count_label="steps")
+    picture = histogram(values, marks, "ms", title)
     caption = f"Slowest step: {milliseconds(summary.step_ms.max)}. The slowest half percent is drawn into the last bar."
     return Subsection(title, [Figure(picture, caption), _slowest(summary, summary.step_ms.p50)])
 

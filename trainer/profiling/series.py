@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 Series = NDArray[np.float64]
 Rows = NDArray[np.intp]
+Flags = NDArray[np.bool_]
 
 
 class ThinnedTable:

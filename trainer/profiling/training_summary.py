@@ -405,10 +405,7 @@ _UNITS: Mapping[str, Callable[[float], str]] = {
     "_percent": lambda value: formatting.percent(value / 100),
     "_share": formatting.percent,
     "_ms": formatting.milliseconds,
-    "_seconds": formatting.duration,
     "_s": formatting.duration,
-    "_hours": lambda value: formatting.duration(3600 * value),
-    "_minutes": lambda value: formatting.duration(60 * value),
 }
 
 

@@ -10,11 +10,10 @@ from functools import reduce
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from trainer.profiling.evidence import RankEvidence, phase_of
 from trainer.profiling.rules.outcomes import Case, NotJudged, too_short
-from trainer.profiling.series import Series
+from trainer.profiling.series import Flags, Rows, Series
 
 FEWEST_STEPS = 30
 """Fewer steps may be an exception."""
@@ -125,7 +124,7 @@ class Steps:
         return place.processes_per_node if place is not None else self.record.world_size
 
 
-def _stolen(rank: RankEvidence, rows: NDArray[np.intp]) -> Series:
+def _stolen(rank: RankEvidence, rows: Rows) -> Series:
     """Compute the seconds of steps that the host of a virtual machine took of a process's core, [S]; 0 where it was not sampled."""
     percent = rank.system.get("stolen_percent")
     if percent is None:
@@ -151,7 +150,7 @@ def had_core(steps: Steps) -> Series:
     return np.asarray(np.where(computed > 0, computed / np.maximum(computed + steps.delayed, _SHORTEST_S), 1.0))
 
 
-def within_steps(rank: RankEvidence) -> NDArray[np.bool_]:
+def within_steps(rank: RankEvidence) -> Flags:
     """Mark the samples of the system that were taken after the first step and beside no validation, checkpoint or window of operators."""
     ends, interval = rank.system["end_s"], rank.record.system_interval_s
     within = ends > (rank.record.first_step_s or 0.0) + interval

@@ -242,21 +242,21 @@ def _what_changed(rank: RankEvidence, late: Sequence[CompilationRecord]) -> tupl
     )
     if not len(rank.steps["step"]):
         return unknown
-    steps = np.array([one.step for one in late])  # counted from the recording's start
+    steps = rank.steps["step"][0] + [one.step for one in late]
     images, usual = rank.steps["images"], float(np.median(rank.steps["images"]))
-    images = images[np.isin(rank.steps["step"], steps + rank.steps["step"][:1])]
+    images = images[np.isin(rank.steps["step"], steps)]
     changed = images[images != usual]
     if len(changed):
         return (
             f"The number of images had changed: {changed[0]:.0f} instead of {usual:.0f}.",
             "Give every step the same number of images, and pad or drop what is left over.",
         )
-    if np.isin(steps + rank.steps["step"][:1], rank.tensors.steps).all():
+    if np.isin(steps, rank.tensors.steps).all():
         return (
             "All of these steps held a measurement of the weights.",
             "Look more rarely (evidence.tensors_every), or never (0).",
         )
-    if len(late) > (rank.record.steps.count - steps[0]) / 2:
+    if len(late) > (rank.record.steps.count - late[0].step) / 2:
         return (
             "Nearly every step since then did: a number that changes in each step (a rate, a count) has become a constant of the graph.",
             f"Put such numbers into tensors on the device; {debug}.",

@@ -8,13 +8,10 @@ from __future__ import annotations
 import re
 
 import numpy as np
-import numpy.typing as npt
 
 from trainer.profiling.evidence import TensorSamples
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, listed, rule, too_short
-from trainer.profiling.series import Series
-
-Flags = npt.NDArray[np.bool_]
+from trainer.profiling.series import Flags, Series
 
 _FEWEST = 3
 """Fewer measurements show no trend."""
