@@ -24,6 +24,7 @@ _LOST = 0.5
 """Share of what the loss had fallen by, which it may rise again."""
 _MEASUREMENTS = 3
 """Fewer measurements on the validation split show no trend."""
+_TINY = float(np.finfo(np.float64).tiny)
 
 
 @rule("Class imbalance")
@@ -169,7 +170,7 @@ def vanishing_loss_term(case: Case) -> Outcome:
                 numbers={"rounding": rounding, "term": term},
             )
     sizes = np.stack([weight[name] * np.abs(values) for name, values in terms.items()])
-    shares = sizes / np.maximum(sizes.sum(0), np.finfo(np.float64).tiny)
+    shares = sizes / np.maximum(sizes.sum(0), _TINY)
     largest = np.max([np.median(part, axis=1) for part in np.array_split(shares, _PARTS, axis=1)], axis=0)
     shares = dict(zip(terms, largest.tolist(), strict=True))
     least = min(shares, key=shares.__getitem__)
@@ -223,7 +224,7 @@ def loss_not_falling(case: Case) -> Outcome:
     rate = case.setting("base_learning_rate")
     middles = np.array([np.median(part) for part in np.array_split(curve.values, _POINTS)])
     start, last = float(np.median(curve.values[:_FIRST])), float(np.median(middles[-math.ceil(window * _POINTS) :]))
-    if start - last < limits.fall * abs(start):
+    if start - last <= limits.fall * abs(start):  # also of a loss that is always 0
         since_s = float(curve.seconds[-1] if case.live else np.quantile(curve.seconds, window))
         return Finding(
             severity="severe",
@@ -280,7 +281,7 @@ def overfitting(case: Case) -> Outcome:
     ends = np.searchsorted(curve.steps, losses.steps, side="right")
     train = [float(np.median(curve.values[max(0, end - _FIRST) : max(1, end)])) for end in ends]
     lowest, last = float(losses.values[best]), float(losses.values[-1])
-    rise, gap = last / lowest - 1, last / train[-1] - 1
+    rise, gap = (last / (against or _TINY) - 1 for against in (lowest, train[-1]))
     seen = f"the validation loss is {last:.3g}, at its lowest it was {lowest:.3g}; the training loss is {train[-1]:.3g}"
     before, after = float(accuracies.values[best]), float(accuracies.values[-1])
     learns = train[-1] >= train[best] or after > before + case.accuracy_noise(before)

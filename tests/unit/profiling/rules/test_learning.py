@@ -253,6 +253,10 @@ def test_a_loss_that_rises_again(last: float, fires: bool) -> None:
         assert 400 < outcome.steps[0] < 600
 
 
+def test_a_loss_of_nothing_does_not_fall() -> None:
+    assert isinstance(fall([0.0] * 40), Finding)
+
+
 def test_a_loss_that_stays_where_it_came_to_is_healthy() -> None:
     assert isinstance(fall([*FALLING, *[1.0] * 60]), Healthy)
     noise = np.random.default_rng(0).normal(scale=0.1, size=100)
@@ -336,6 +340,11 @@ def test_a_validation_loss_that_rises(name: str, last: float, fires: bool) -> No
 )
 def test_no_overfitting(train: Any, losses: Any, accuracies: Any, images: int) -> None:
     assert isinstance(overfit(train, losses, accuracies, images=images), Healthy)
+
+
+def test_a_training_loss_of_nothing_is_the_smallest_there_is() -> None:
+    assert isinstance(overfit([1.0] * 20 + [0.0] * 20, [1.5, 1.0, 1.0, 1.5], [0.5, 0.7, 0.7, 0.7]), Finding)
+    assert isinstance(overfit([1.0] * 20 + [0.0] * 20, [1.5, 1.0, 0.0, 0.0], [0.5, 0.7, 0.7, 0.7]), Healthy)
 
 
 def test_an_accuracy_that_rises_within_its_noise_has_not_risen() -> None:
