@@ -283,9 +283,11 @@ def overfitting(case: Case) -> Outcome:
     lowest, last = float(losses.values[best]), float(losses.values[-1])
     rise, gap = (last / (against or _TINY) - 1 for against in (lowest, train[-1]))
     seen = f"the validation loss is {last:.3g}, at its lowest it was {lowest:.3g}; the training loss is {train[-1]:.3g}"
-    before, after = float(accuracies.values[best]), float(accuracies.values[-1])
+    # a loop of your own may measure the one more often than the other
+    measured = max(1, int(np.searchsorted(accuracies.steps, losses.steps[best], side="right")))
+    before, after = float(accuracies.values[measured - 1]), float(accuracies.values[-1])
     learns = train[-1] >= train[best] or after > before + case.accuracy_noise(before)
-    if min(rise, gap) <= limit or learns:
+    if not (rise > limit and gap > limit) or learns:  # nor where a loss is not a number
         return Healthy(seen)
     step, seconds = int(losses.steps[best]), float(losses.seconds[best])
     return Finding(

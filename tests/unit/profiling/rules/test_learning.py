@@ -347,6 +347,16 @@ def test_a_training_loss_of_nothing_is_the_smallest_there_is() -> None:
     assert isinstance(overfit([1.0] * 20 + [0.0] * 20, [1.5, 1.0, 0.0, 0.0], [0.5, 0.7, 0.7, 0.7]), Healthy)
 
 
+def test_a_validation_loss_that_is_measured_more_often_than_the_score() -> None:
+    assert isinstance(overfit(LEARNED, [1.0, 1.2, 1.5], [0.5, 0.7]), Healthy), "it rose since the lowest loss"
+    assert isinstance(overfit(LEARNED, [1.5, 1.4, 1.0, 1.5], [0.7, 0.7]), Finding)
+
+
+def test_a_loss_that_is_not_a_number_is_no_overfitting() -> None:
+    assert isinstance(overfit(LEARNED, [1.5, 1.0, np.nan, np.nan], [0.5, 0.7, 0.7, 0.7]), Healthy)
+    assert isinstance(overfit([*LEARNED, *[np.nan] * 3], [1.5, 1.0, 1.2, 1.3, 1.5], [0.5, *[0.7] * 4]), Healthy)
+
+
 def test_an_accuracy_that_rises_within_its_noise_has_not_risen() -> None:
     assert isinstance(overfit(LEARNED, [1.5, 1.0, 1.0, 1.5], [0.5, 0.70, 0.7, 0.72], images=200), Finding)
 
