@@ -25,7 +25,6 @@ from trainer.devices.torch_private import CompileHooks
 from trainer.host import processor_name, seconds_since_launch, started_unix, usable_cores
 from trainer.profiling.evidence import (
     SCHEMA_VERSION,
-    TENSOR_COLUMNS,
     AttemptRecord,
     Category,
     CommunicationRecord,
@@ -40,7 +39,6 @@ from trainer.profiling.evidence import (
     RankRecord,
     Spans,
     StepRecord,
-    TensorSamples,
     TrainingEvidence,
     images_per_second,
     write_rank,
@@ -376,7 +374,6 @@ class Recorder:
         self.tensor_sampler.take_in()
         steps, samples = self.timeline.steps, self._monitor.samples()
         names, spans = list(self.timeline.outside), self.timeline.spans
-        moments, values = self.tensor_sampler.table()
         rank = RankEvidence(
             record=self._record(self._monitor),
             steps=dict(zip(steps.columns, steps.array().T, strict=True)),
@@ -385,12 +382,7 @@ class Recorder:
                 start_s=spans.column("start_s"),
                 seconds=spans.column("seconds"),
             ),
-            tensors=TensorSamples(
-                tensors=self.tensor_sampler.tensors,
-                steps=moments[:, 0],
-                seconds=moments[:, 1],
-                values={name: values[:, :, index] for index, name in enumerate(TENSOR_COLUMNS)},
-            ),
+            tensors=self.tensor_sampler.samples(),
             system=dict(zip(self._monitor.columns, samples.T, strict=True)),
         )
         curves = {}

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from trainer.config import EvidenceSettings
 from trainer.devices import ReadBack
 from trainer.devices.torch_private import norm_all
-from trainer.profiling.evidence import ATTENTION_ENTROPY, TENSOR_COLUMNS
-from trainer.profiling.series import Series, ThinnedTable
+from trainer.profiling.evidence import ATTENTION_ENTROPY, TENSOR_COLUMNS, TensorSamples
+from trainer.profiling.series import ThinnedTable
 from trainer.profiling.timeline import RECORDER, Timeline
 
 SAMPLED = 1024
@@ -218,7 +218,7 @@ class TensorSampler:
             self.missing["tensors"] = "turned off (tensors_every is 0)"
             return
         self._tensors = TensorStats(model, left_out=sampled.left_out)
-        values = len(self.tensors) * len(TENSOR_COLUMNS)
+        values = len(self._tensors.names) * len(TENSOR_COLUMNS)
         self._table = ThinnedTable(["step", "seconds", *map(str, range(values))], TENSOR_SAMPLES_KEPT)
         if not sampled.attention:
             self.missing["attention"] = "looked at by rank 0 only"
@@ -226,10 +226,6 @@ class TensorSampler:
             self._attention = entropy
         else:
             self.missing["attention"] = "the model has no attention of timm's kind"
-
-    @property
-    def tensors(self) -> Sequence[str]:
-        return self._tensors.names if self._tensors else []
 
     @property
     def spent_s(self) -> float:
@@ -258,10 +254,12 @@ class TensorSampler:
         while self._sent:
             self._keep(*self._sent.popleft())
 
-    def table(self) -> tuple[Series, Series]:
-        """Step and second of each sample that has arrived, [L, 2], and what it saw, [L, tensors, columns]."""
-        rows = self._table.array()
-        return rows[:, :2], rows[:, 2:].reshape(len(rows), len(self.tensors), len(TENSOR_COLUMNS))
+    def samples(self) -> TensorSamples:
+        """All that have arrived."""
+        names, rows = self._tensors.names if self._tensors else [], self._table.array()
+        values = rows[:, 2:].reshape(len(rows), len(names), len(TENSOR_COLUMNS))
+        columns = {name: values[:, :, index] for index, name in enumerate(TENSOR_COLUMNS)}
+        return TensorSamples(tensors=names, steps=rows[:, 0], seconds=rows[:, 1], values=columns)
 
     def _is_due(self, step: int) -> bool:
         if self._tensors is None or self._last_step is None:

@@ -76,11 +76,12 @@ class Watched:
 def test_the_first_step_and_then_every_so_manyth_is_looked_at() -> None:
     watched = Watched(every=10)
     assert watched.train(range(35)) == [0, 10, 20, 30]
-    moments, values = watched.tensor_sampler.table()
-    assert moments[:, 0].tolist() == [0, 10, 20, 30]
-    np.testing.assert_allclose(np.diff(moments[:, 1]), 10)
-    assert values.shape == (4, len(watched.tensor_sampler.tensors), len(TENSOR_COLUMNS))
-    assert np.isfinite(values[..., TENSOR_COLUMNS.index("weight_norm")]).all()
+    samples = watched.tensor_sampler.samples()
+    assert samples.steps.tolist() == [0, 10, 20, 30]
+    np.testing.assert_allclose(np.diff(samples.seconds), 10)
+    assert set(samples.values) == set(TENSOR_COLUMNS)
+    assert {values.shape for values in samples.values.values()} == {(4, len(samples.tensors))}
+    assert np.isfinite(samples.values["weight_norm"]).all()
     assert RECORDER in watched.timeline.ranges
 
 
@@ -118,7 +119,7 @@ def test_looks_can_be_turned_off() -> None:
     watched = Watched(every=0)
     assert watched.train(range(5)) == []
     assert watched.tensor_sampler.missing == {"tensors": "turned off (tensors_every is 0)"}
-    assert watched.tensor_sampler.table()[1].shape == (0, 0, len(TENSOR_COLUMNS))
+    assert {values.shape for values in watched.tensor_sampler.samples().values.values()} == {(0, 0)}
 
 
 def test_attention_becomes_curves() -> None:
@@ -138,7 +139,7 @@ def test_attention_that_is_not_looked_at_has_its_reason() -> None:
 def test_the_first_look_is_kept_however_many_there_are() -> None:
     watched = Watched(every=1, attention=False)
     watched.train(range(3 * TENSOR_SAMPLES_KEPT))
-    steps = watched.tensor_sampler.table()[0][:, 0]
+    steps = watched.tensor_sampler.samples().steps
     assert steps[0] == 0
     assert TENSOR_SAMPLES_KEPT / 2 <= len(steps) <= TENSOR_SAMPLES_KEPT
     assert (np.diff(steps) > 0).all()
