@@ -75,7 +75,7 @@ class HangWatchdog:
                 self.reset()
             elif (silent := time.monotonic() - self._seen) > self._seconds:
                 self._message = self._on_hang(silent, _place(self._watched))
-                if self._ends:
+                if self._ends and not self._closing.is_set():  # what hung may have come to its end meanwhile
                     signal.pthread_kill(self._watched.ident or 0, _SIGNAL)
                 return
 

@@ -191,3 +191,18 @@ def test_in_another_thread_it_tells_but_ends_nothing() -> None:
     thread.start()
     thread.join()
     assert len(bell.reported) == 1
+
+
+def test_what_came_to_its_end_while_the_alarm_rang_is_not_ended() -> None:
+    rung, heard = threading.Event(), threading.Event()
+
+    def ring(_seconds: float, _place: str) -> str:
+        rung.set()
+        assert heard.wait(LIMIT_S)
+        return "it hangs"
+
+    before = signal.getsignal(signal.SIGUSR1)
+    with HangWatchdog(0.05, paused=lambda: False, on_hang=ring, ends=True):
+        assert rung.wait(LIMIT_S)
+        threading.Timer(0.2, heard.set).start()
+    assert signal.getsignal(signal.SIGUSR1) == before
