@@ -157,11 +157,9 @@ def saving_text(saving: Saving, answer: Answer, summary: TrainingSummary) -> str
 
 def to_json(given: Sequence[Answer]) -> str:
     """Write `findings.json`: a row for each answer, whose `outcome` names its kind and `told` holds its fields."""
-    rows = []
-    for one in given:
-        fields = {"rule": one.rule, "title": one.title, "kind": one.kind, "training": one.training}
-        told = {name: _plain(value) for name, value in asdict(one.outcome).items()}
-        rows.append({**fields, "outcome": type(one.outcome).__name__, "dollars": one.dollars, "told": told})
+    rows = [
+        {**asdict(one), "outcome": type(one.outcome).__name__, "told": _plain(asdict(one.outcome))} for one in given
+    ]
     return json.dumps(rows, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
