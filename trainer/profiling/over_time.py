@@ -24,7 +24,7 @@ from trainer.profiling.evidence import (
     phase_seconds,
 )
 from trainer.profiling.findings import RankedFinding
-from trainer.profiling.series import Series, mean_in_bins, spread_over, thin_curve
+from trainer.profiling.series import Series, mean_in_bins, means_from, spread_over, thin_curve
 from trainer.profiling.training_summary import TrainingSummary, phase_label
 
 _METRICS = (
@@ -259,17 +259,11 @@ def _map(
     names: Sequence[str], steps: Series, shares: Series, broken: Flags, title: str, caption: str, ends: tuple[str, str]
 ) -> Figure:
     columns = min(_MOST_COLUMNS, len(steps))
-    groups = np.array_split(np.arange(len(steps)), columns)
-    # the mean of each row's known values in a group of columns, NaN if none is known
-    known = np.isfinite(shares)
-    counts, sums = (
-        np.stack([values[:, group].sum(axis=1) for group in groups], axis=1)
-        for values in (known, np.where(known, shares, 0.0))
-    )
-    shown = np.where(counts, sums / np.maximum(counts, 1), np.nan)
-    marked = np.stack([broken[:, group].any(axis=1) for group in groups], axis=1)
-    first_steps = [f"{steps[group[0]]:,.0f}" for group in groups]
-    return Figure(charts.heat_map(shown, marked, names, first_steps, title, ends=ends), caption)
+    starts = np.array([group[0] for group in np.array_split(np.arange(len(steps)), columns)])
+    marked = np.logical_or.reduceat(broken, starts, axis=1)
+    first_steps = [f"{step:,.0f}" for step in steps[starts]]
+    chart = charts.heat_map(means_from(starts, shares), marked, names, first_steps, title, ends=ends)
+    return Figure(chart, caption)
 
 
 def _table(layers: Layers) -> Details:

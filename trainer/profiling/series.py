@@ -98,10 +98,15 @@ def thin_curve(seconds: Series, values: Series, points: int) -> tuple[Series, Se
     """Average neighbouring points of a curve that has more than `points`, NaN where none is known; leave another as it is."""
     if len(values) <= points:
         return seconds, values
-    starts = np.linspace(0, len(values), points + 1)[:-1].astype(int)
-    counts, known = np.diff(np.append(starts, len(values))), np.isfinite(values)
-    sums, seen = (np.add.reduceat(each, starts) for each in (np.where(known, values, 0.0), known.astype(float)))
-    return np.add.reduceat(seconds, starts) / counts, np.where(seen, sums / np.maximum(seen, 1), np.nan)
+    starts = np.linspace(0, len(values), points + 1)[:-1].astype(np.intp)
+    return means_from(starts, seconds), means_from(starts, values)
+
+
+def means_from(starts: Rows, values: Series) -> Series:
+    """Average the known values from each start to the next, along the last axis; NaN where none is known."""
+    known = np.isfinite(values)
+    sums, counts = (np.add.reduceat(each, starts, axis=-1) for each in (np.where(known, values, 0.0), known * 1.0))
+    return np.where(counts, sums / np.maximum(counts, 1), np.nan)
 
 
 def spread_over(starts: Series, ends: Series, amounts: Series, edges: Series) -> Series:
