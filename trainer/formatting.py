@@ -1,9 +1,9 @@
-"""Format numbers as people write them, with their units, and shorten names."""
+"""Format numbers as people write them, with their units, and tables; shorten names."""
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def short(value: float) -> str:
@@ -47,6 +47,11 @@ def duration(seconds: float) -> str:
     return f"{f'{seconds / size:.{digits}f}'.rstrip('0').rstrip('.')} {unit}"
 
 
+def ratio(first: float, second: float, less: str, more: str) -> str:
+    """Compare the second figure with the first: `10.0x smaller`, with a word for less and one for more."""
+    return f"{first / second:.1f}x {less}" if first >= second else f"{second / first:.1f}x {more}"
+
+
 def clipped(name: str, length: int = 90) -> str:
     """Cut the end off a name that would be too long for a table."""
     return name if len(name) <= length else f"{name[: length - 1]}…"
@@ -56,6 +61,13 @@ def listed(names: Sequence[str], most: int, *, between: str = ", ", last: str = 
     """Join names, of which at most so many are written out: `a, b and 3 more`."""
     more = len(names) - most
     return between.join(names[:most]) + (f"{last}{more} more" if more > 0 else "")
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
+    """Format lines with columns as wide as their widest cell, two spaces apart; those in `right` are right-aligned."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
+    forms = [f"{'>' if column in right else '<'}{width}" for column, width in enumerate(widths)]
+    return ["  ".join(map(format, row, forms)).rstrip() for row in rows]
 
 
 def columns(text: str) -> float:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from trainer import artifacts, limits, storage, tracking
 from trainer.errors import ArtifactError, ModelError, SettingsError
+from trainer.formatting import aligned
 from trainer.graph import EXPORTED, STUDENT
 from trainer.prediction import Prediction, predictions
 from trainer.served_student.class_tags import ClassTags
@@ -274,8 +275,6 @@ def lines(prediction: Prediction) -> list[str]:
             answer = prediction.answer if prediction.answer is not None else "not sure of any class or group"
             rows.append(("answer", f"{answer} ({prediction.confidence:.1%})"))
         rows += [(name, _shown(value)) for name, value in known if value is not None]
-    from trainer.summary import aligned
-
     return aligned(rows)
 
 

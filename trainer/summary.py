@@ -5,7 +5,7 @@ Its keys are a contract: tests, reports and people read the same file; keys are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from trainer.billing import Bill
 from trainer.costs import Machines, dollars_text
 from trainer.errors import ArtifactError, ObjectNotFoundError
 from trainer.forecast import Forecast
-from trainer.formatting import duration
+from trainer.formatting import aligned, duration, ratio
 
 SUMMARY = "summary.json"
 PRICED = ("warm_up", "reinforce", "distill")  # stages that count as the distillation where runs stand side by side
@@ -153,18 +153,6 @@ def comparison(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
         ("parameters", f"{size[0]:,}", f"{size[1]:,}", ratio(size[0], size[1], "smaller", "larger")),
         ("latency p50 (CPU)", f"{p50[0]:.2f} ms", f"{p50[1]:.2f} ms", ratio(p50[0], p50[1], "faster", "slower")),
     ]
-
-
-def ratio(teacher: float, student: float, less: str, more: str) -> str:
-    """Compare the student's figure with the teacher's: `10.0x smaller`, with a word for less and one for more."""
-    return f"{teacher / student:.1f}x {less}" if teacher >= student else f"{student / teacher:.1f}x {more}"
-
-
-def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
-    """Format lines with columns as wide as their widest cell, two spaces apart; those in `right` are right-aligned."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
-    forms = [f"{'>' if column in right else '<'}{width}" for column, width in enumerate(widths)]
-    return ["  ".join(map(format, row, forms)).rstrip() for row in rows]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

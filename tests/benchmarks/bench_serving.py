@@ -34,7 +34,7 @@ from PIL import Image
 from tests import mlflow_server
 from tests.benchmarks.photos import write_photos
 from trainer.export import exporting
-from trainer.summary import aligned
+from trainer.formatting import aligned
 
 Ask = Callable[[aiohttp.ClientSession, int], Awaitable[int]]
 """Send photo number N; gives the status."""

@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from trainer import charts, limits, pages, summary
+from trainer import charts, limits, pages
 from trainer.charts import ReliabilityCurve
 from trainer.data.dataset import Split, Targets
 from trainer.evaluation import metrics
 from trainer.evaluation.label_issues import JudgedLabels
 from trainer.evaluation.metrics import Calibration, Confusion, Floats, Ints, Latency, Machine, Shares
-from trainer.formatting import isolated
+from trainer.formatting import isolated, ratio
 from trainer.pages import Block, BulletList, Figure, Legend, PageSection, Paragraph, Photo, PhotoGrid, Table
 from trainer.served_student.class_tags import ClassTags
 
@@ -209,7 +209,7 @@ def _size_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[s
     """Return the rows of a table that compare the sizes of teacher and student."""
     sizes = {"parameters": "parameters", "multiply-accumulates an image": "macs", "bytes of weights": "size_bytes"}
     return [
-        (name, f"{one[key]:,}", f"{other[key]:,}", summary.ratio(one[key], other[key], "smaller", "larger"))
+        (name, f"{one[key]:,}", f"{other[key]:,}", ratio(one[key], other[key], "smaller", "larger"))
         for name, key in sizes.items()
     ]
 

@@ -20,12 +20,12 @@ from trainer.errors import ModelError
 from trainer.evaluation import metrics
 from trainer.evaluation.metrics import Latency, Machine, f1, mean_average_precision
 from trainer.export.onnx_student import Logits, OnnxStudent, Pixels
+from trainer.formatting import aligned
 from trainer.models import Classifier
 from trainer.pages import BulletList, PageSection, Paragraph, Table
 from trainer.scores import TITLES
 from trainer.served_student.onnx_network import ONNX_RUNTIME
 from trainer.served_student.pyfunc import probabilities as served_probabilities
-from trainer.summary import aligned
 
 FLOAT = "fp32"
 """The candidate that must give the student's own logits."""

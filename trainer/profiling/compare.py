@@ -13,7 +13,7 @@ from trainer import artifacts, limits, pages, scores, storage, summary
 from trainer.config import flattened
 from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
-from trainer.formatting import clipped, duration, milliseconds, percent, short
+from trainer.formatting import aligned, clipped, duration, milliseconds, percent, ratio, short
 from trainer.pages import Block, PageSection, Paragraph, Subsection, Table
 from trainer.profiling import findings, over_time
 from trainer.profiling.evidence import TrainingEvidence, is_core, read_evidence
@@ -248,7 +248,7 @@ def text(comparison: Comparison) -> str:
 
 def _table_text(title: str, table: Table) -> str:
     rows = [[clipped(str(cell), 60) for cell in row] for row in (table.headers, *table.rows)]
-    return "\n  ".join([title, *summary.aligned(rows, right={1, 2, 3} if len(rows[0]) == 4 else ())])
+    return "\n  ".join([title, *aligned(rows, right={1, 2, 3} if len(rows[0]) == 4 else ())])
 
 
 def change(before: float | None, after: float | None) -> str:
@@ -297,7 +297,7 @@ def _verdict(pair: Pair, accuracy: str) -> str:
     first, second = pair.scaled(pair.before, a.mean), pair.scaled(pair.after, b.mean)
     speed = "as fast as before"
     if abs(second / first - 1) >= _ALIKE:
-        speed = summary.ratio(first, second, "as fast", "slower")
+        speed = ratio(first, second, "as fast", "slower")
     before, after = pair.times(_phase_ms)
     moves = {phase: after.get(phase, 0.0) - before.get(phase, 0.0) for phase in {**before, **after}}
     moved, faster = "", second < first

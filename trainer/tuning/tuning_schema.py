@@ -17,8 +17,7 @@ from trainer.config import Compile, DistillSettings, Precision, Workers
 from trainer.costs import Machines, dollars_text
 from trainer.errors import ArtifactError
 from trainer.forecast import Forecast, Measurement, WorkCount, on_nodes
-from trainer.formatting import duration
-from trainer.summary import aligned
+from trainer.formatting import aligned, duration
 
 FILE = "tuning.json"
 
