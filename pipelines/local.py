@@ -26,7 +26,6 @@ from components.launching import Placement
 from pipelines import compile as compilation
 from pipelines.distillation import add_parameters, given_parameters, given_place
 from trainer import commands, config, finished_run, launch, runner, storage, tracking
-from trainer import summary as summaries
 from trainer.errors import LaunchError, OutputError, TrackingError, writing_to
 from trainer.graph import STAGES, needed_stages
 
@@ -78,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
                 f"cannot write to {directory}: it has {own.name}/ of `python -m trainer run`; choose another output"
             )
     # The names of an earlier run here; nothing takes the place of what this one leaves out.
-    for left in (directory / summaries.SUMMARY, directory / finished_run.INDEX, *filter(Path.is_symlink, folders)):
+    for left in (directory / finished_run.SUMMARY, directory / finished_run.INDEX, *filter(Path.is_symlink, folders)):
         left.unlink(missing_ok=True)
     os.environ.update(_environment(settings, directory, place))
     os.environ[task.DEBUG] = "1" if options.debug else ""
@@ -89,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
     except BaseException as error:
         _close_tracking("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise
-    print(f"\n{summaries.table(summary, directory / finished_run.INDEX)}")
+    print(f"\n{finished_run.table(summary, directory / finished_run.INDEX)}")
     _close_tracking("FINISHED")
 
 
@@ -142,7 +141,7 @@ def _run_pipeline(
     _check_all_ran(pipeline, tasks)
     # The register stage's summary beside the run's artifacts; a stage taken from the cache keeps its true seconds.
     registration = Path(references.uri_of(tasks["register"].outputs["registration_uri"]))
-    summary: dict[str, Any] = json.loads((registration / summaries.SUMMARY).read_text())
+    summary: dict[str, Any] = json.loads((registration / finished_run.SUMMARY).read_text())
     for name, stage in STAGES.items():
         ran = tasks.get(name.replace("_", "-"))  # as KFP has it
         if ran and ran.cached and name in summary["stages"]:
@@ -153,7 +152,7 @@ def _run_pipeline(
                 made = directory / f".{spec.folder}.{os.getpid()}"
                 made.symlink_to(os.path.relpath(Path(references.uri_of(reference)).resolve(), directory.resolve()))
                 made.replace(directory / spec.folder)
-    storage.write_bytes(directory / summaries.SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False).encode())
+    storage.write_bytes(directory / finished_run.SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False).encode())
     finished_run.write_front_page(directory, summary)
     return summary
 

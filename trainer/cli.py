@@ -184,10 +184,10 @@ def _run(options: argparse.Namespace) -> None:
     """Run all stages of a recipe on this machine and print what came out. A run that was interrupted goes on where it stood when it is
     started again with the same --output.
     """
-    from trainer import runner, summary
+    from trainer import finished_run, runner
 
     result, page = runner.run(options.recipe, options.overrides, output=options.output, processes=options.processes)
-    print(limits.printable(summary.table(result, page)))
+    print(limits.printable(finished_run.table(result, page)))
 
 
 def _stage(options: argparse.Namespace) -> None:

@@ -1,25 +1,29 @@
-"""The directory of a finished run: its front page, where its artifacts are, and what its gate said.
+"""A finished run: its `summary.json`, the table and the front page of that, where its artifacts are, and runs side by side.
 
-`python -m trainer run` or `make run` may have made it.
+The keys of `summary.json` are a contract: tests, reports and people read the same file; keys are added and never renamed. The directory of
+a run may be from `python -m trainer run` or from `make run`.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer import artifacts, billing, limits, pages, scores, storage, summary
+from trainer import artifacts, billing, limits, pages, scores, storage, tracking
 from trainer.artifacts import Manifest
 from trainer.billing import Bill
-from trainer.errors import ArtifactError, writing_to
-from trainer.formatting import isolated
+from trainer.costs import Machines, dollars_text
+from trainer.errors import ArtifactError, ObjectNotFoundError, writing_to
+from trainer.forecast import Forecast
+from trainer.formatting import aligned, duration, isolated, ratio
 from trainer.graph import DATASET, EVALUATION, STAGES, STUDENT, ArtifactSpec
 from trainer.pages import Block, BulletList, Links, PageSection, Paragraph, Photo, Table
 from trainer.served_student.class_tags import TAGS, ClassTags
-from trainer.summary import SUMMARY
 
+SUMMARY = "summary.json"
 INDEX = "index.html"
 TITLES = {
     "evaluation": "Evaluation",
@@ -30,6 +34,144 @@ TITLES = {
 }
 """What the page of a run calls the others, the most asked for first."""
 CAPTIONS = {"reconstructions": "Masked autoencoder: images, what it saw of them, what it made of that"}
+PRICED = ("warm_up", "reinforce", "distill")  # stages that count as the distillation where runs stand side by side
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registered:
+    """Where MLflow keeps a run and its student; None where nothing is tracked."""
+
+    tracking_uri: str | None = None
+    run_id: str | None = None
+    model_name: str | None = None
+    model_version: str | None = None
+
+
+def build_summary(
+    *,
+    recipe: str,
+    settings: Mapping[str, Any],
+    bill: Bill,
+    dataset: Mapping[str, Any],
+    recording: Mapping[str, Any] | None,
+    profile: Mapping[str, Any],
+    evaluation: Mapping[str, Any],
+    exported: Mapping[str, Any] | None,
+    registered: Registered,
+    reports: Mapping[str, str],
+) -> dict[str, Any]:
+    """Build the content of `summary.json` from the figures of the artifacts.
+
+    `recording` is None where the teacher ran in every step, `exported` where nothing was exported.
+    """
+    teacher, student = evaluation["teacher"], evaluation["student"]
+    of_dataset = ("train", "val", "test", "unlabeled", "classes", "quarantined")
+    of_teacher = ("architecture", "title", "parameters", "latency_ms", *(("head",) if "head" in teacher else ()))
+    of_student = ("architecture", "title", "parameters", "test", "latency_ms", "size_bytes")
+    return {
+        "recipe": recipe,
+        "settings": dict(settings),
+        "stages": {one.stage: {"seconds": round(one.seconds, 3)} for one in bill.stages},
+        "bill": bill.model_dump(mode="json"),
+        "dataset": {key: dataset[key] for key in of_dataset},
+        **({"teacher_outputs": dict(recording)} if recording is not None else {}),
+        "teacher": {
+            **{key: teacher[key] for key in of_teacher},
+            "test": {scores.name(teacher["test"]): scores.score(teacher["test"])},
+        },
+        "student": {key: student[key] for key in of_student},
+        "profile": {key: profile.get(key, "") for key in ("verdict", "outcome")},
+        "verdict": dict(evaluation["verdict"]),
+        **({"export": dict(exported)} if exported is not None else {}),
+        "mlflow": asdict(registered),
+        "reports": dict(reports),
+    }
+
+
+def table(summary: Mapping[str, Any], page: Path) -> str:
+    """Format a summary as text: the stages, what they cost, teacher against student, the verdict, and where to look: its page."""
+    verdict = ["The student passed every condition of the gate."]
+    if not summary["verdict"]["passed"]:
+        reasons = summary["verdict"]["reasons"]
+        verdict = ["The student did not pass the gate:", *(f"  - {reason}" for reason in reasons)]
+    places, mlflow = [("all of it", str(page))], summary["mlflow"]
+    if mlflow["tracking_uri"]:
+        places.append(("mlflow", f"{mlflow['tracking_uri']} (run {mlflow['run_id']}); `make ui` shows it"))
+    parts = [
+        _stages(summary),
+        bill_table(Bill.model_validate(summary["bill"])),
+        aligned(_comparison(summary), right={1, 2}),
+        verdict,
+        ["Where to look:", *(f"  {line}" for line in aligned(places))],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def bill_table(bill: Bill) -> list[str]:
+    """Format a bill as lines: what each stage took and cost, forecast against actual, and what the total leaves out."""
+    return [*aligned(billing.rows(bill), right={2, 3}), *(f"  - {text}" for text in _notes(bill))]
+
+
+def _notes(bill: Bill) -> list[str]:
+    return [text for text in (billing.forecast_text(bill), *bill.notes) if text]
+
+
+def _stages(summary: Mapping[str, Any]) -> list[str]:
+    data, teacher, student, verdict = (summary[key] for key in ("dataset", "teacher", "student", "verdict"))
+    version = summary["mlflow"]["model_version"]
+    promoted = "promoted" if verdict["passed"] else "not promoted"
+    named = f"{summary['mlflow']['model_name']} version {version}, {promoted}"
+    forecast, outputs = summary["bill"]["forecast"], summary.get("teacher_outputs")
+    exported = summary.get("export", {})
+    title, agreement = scores.title(student["test"]), student["test"]["agreement"]
+    probe = f" ({teacher['head']}: it has no head)" if "head" in teacher else ""
+    figures = {
+        "prepare": f"{data['train']:,} train, {data['val']:,} val, {data['test']:,} test images of {data['classes']:,} classes",
+        "pretrain": f"teacher {scores.score(teacher['test']):.1%} test {title}{probe}",
+        "distill": f"student {scores.score(student['test']):.1%} test {title}, agrees with the teacher on {agreement:.1%}",
+        "tune": f"forecast {Forecast.model_validate(forecast)}" if forecast else "",
+        "profile": summary["profile"]["verdict"] or summary["reports"].get("profile", ""),
+        "evaluate": "gate passed" if verdict["passed"] else "gate not passed",
+        "register": named if version else "nothing is tracked",
+    }
+    if chosen := exported.get("chosen"):
+        own, served = (exported["candidates"][name] for name in ("torch", chosen))
+        figures["export"] = (
+            f"{chosen}: {scores.score(served):.1%} test {title}, p50 {served['p50_ms']:.2f} ms (torch {own['p50_ms']:.2f} ms)"
+        )
+    elif exported:
+        figures["export"] = "no ONNX file: the registered model runs on torch"
+    if outputs is not None:
+        if "mass" in outputs:
+            mass = outputs["mass"]["t1"]["mean"]
+            held = f"{outputs['top_k']} logits a view hold {mass:.2%} of the probability"
+        else:
+            held = f"an embedding of {outputs['features']:,} numbers a view"
+        figures["reinforce"] = (
+            f"{outputs['views']:,} views of {outputs['samples']:,} images in {outputs['mib']:,.1f} MiB, {held}"
+        )
+    rows = [(name, f"{stage['seconds']:.1f}", figures.get(name, "")) for name, stage in summary["stages"].items()]
+    return aligned([("stage", "seconds", "main figure"), *rows], right={1})
+
+
+def _comparison(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return a heading and a row for each figure of the teacher and the student: name, teacher's, student's, the difference."""
+    teacher, student = summary["teacher"], summary["student"]
+    theirs, ours = (scores.score(model["test"]) for model in (teacher, student))
+    p50 = [model["latency_ms"]["p50"] for model in (teacher, student)]
+    size = [model["parameters"] for model in (teacher, student)]
+    return [
+        ("", "teacher", "student", ""),
+        ("model", teacher["title"], student["title"], ""),
+        (
+            f"test {scores.title(student['test'])}",
+            f"{theirs:.2%}",
+            f"{ours:.2%}",
+            f"{100 * (ours - theirs):+.2f} points",
+        ),
+        ("parameters", f"{size[0]:,}", f"{size[1]:,}", ratio(size[0], size[1], "smaller", "larger")),
+        ("latency p50 (CPU)", f"{p50[0]:.2f} ms", f"{p50[1]:.2f} ms", ratio(p50[0], p50[1], "faster", "slower")),
+    ]
 
 
 def write_front_page(directory: Path, content: Mapping[str, Any]) -> Path:
@@ -54,11 +196,11 @@ def _page(name: str, content: Mapping[str, Any], links: list[tuple[str, str]], p
     passed, reasons = content["verdict"]["passed"], content["verdict"]["reasons"]
     bill = Bill.model_validate(content["bill"])
     heading, *bill_rows = billing.rows(bill)
-    compared, *rows = summary.comparison(content)
+    compared, *rows = _comparison(content)
     verdict: list[Block] = [Paragraph("The student passed every condition of the gate.", "good")]
     if not passed:
         verdict = [Paragraph("The student did not pass the gate:", "bad"), BulletList(reasons)]
-    notes = [text for text in (billing.forecast_text(bill), *bill.notes) if text]
+    notes = _notes(bill)
     mlflow, student = content["mlflow"], content["student"]["test"]
     tracked = (
         f"{mlflow['tracking_uri']}, run {mlflow['run_id']}, {mlflow['model_name']} version {mlflow['model_version']}"
@@ -149,3 +291,145 @@ def tags(run: str) -> ClassTags | None:
             f"{file}: does not describe classes ({limits.cut(str(error), 500)}); prepare the data set again"
         ) from error
     return hierarchy.served_tags(known, evaluation.figures)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Accuracy and speed of runs against their cost, side by side
+#
+# Time and dollars are those of the distillation from the start of its processes, start-up and compilation included, and of the recording of
+# the teacher's outputs and the compilation beforehand where there were any. Rates are of the training alone.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricedRun:
+    """A run in the table; None for what is not known of it."""
+
+    name: str
+    place: Machines | None
+    seconds: float  # billed wall time
+    iterations_per_second: float | None = None
+    images_per_second: float | None = None
+    accuracy: float | None = None  # as a fraction
+    epochs: float | None = None
+
+    @property
+    def dollars(self) -> float | None:
+        return self.place.dollars(self.seconds) if self.place else None
+
+    @property
+    def epoch_s(self) -> float | None:
+        return self.seconds / self.epochs if self.epochs else None
+
+
+def read_run(run: str | Path) -> tuple[PricedRun, Bill]:
+    """Read a run by its directory, by its registration, or by its `summary.json`."""
+    path = str(run) if str(run).endswith(".json") else storage.join(run, SUMMARY)
+    try:
+        content = limits.parse_json(storage.read_limited(path, limits.JSON_BYTES))
+        if isinstance(content, dict) and "bill" not in content:
+            raise ArtifactError(
+                f"{path}: has no bill, as those of an earlier version; register the run again, or leave it out"
+            )
+        bill = Bill.model_validate(content["bill"])
+        accuracy, epochs = scores.score(content["student"]["test"]), content["settings"]["distill"]["epochs"]
+    except ObjectNotFoundError as error:
+        raise ArtifactError(
+            f"{run}: has no {SUMMARY}; give the directory of a finished run (`python -m trainer run` prints it)"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"{path}: is not the summary of a run ({error}); give the directory of a run") from error
+    # The name of the run's directory, also where its registration or a link to it was given.
+    folder = path.rpartition("/")[0] if storage.is_remote(path) else str(storage.local_path(path).resolve().parent)
+    name = folder.removesuffix("/registration").rpartition("/")[2]
+    return priced_run(name, bill, accuracy=accuracy, epochs=epochs), bill
+
+
+def read_experiment(name: str) -> list[PricedRun]:
+    """Read the finished runs of an MLflow experiment."""
+    runs = tracking.billed_runs(name)
+    if not runs:
+        raise ArtifactError(
+            f"experiment {name}: no run of it has a bill yet; a run has one when its stage register is done"
+        )
+    return [
+        priced_run(
+            run.name,
+            Bill.model_validate(run.bill),
+            accuracy=run.metrics.get("student/test/top1", run.metrics.get("student/test/map")),
+            epochs=float(run.params["distill.epochs"]) if "distill.epochs" in run.params else None,
+        )
+        for run in runs
+    ]
+
+
+def priced_run(name: str, bill: Bill, *, accuracy: float | None, epochs: float | None) -> PricedRun:
+    """Make a row of the table from the bill of a run."""
+    distill = bill.stage("distill")
+    if distill is None:
+        raise ArtifactError(f"{name}: its bill has no distillation; leave it out")
+    return PricedRun(
+        name=name,
+        place=distill.place,
+        seconds=sum(one.seconds for one in bill.stages if one.stage in PRICED),
+        iterations_per_second=distill.iterations_per_second,
+        images_per_second=distill.images_per_second,
+        accuracy=accuracy,
+        epochs=epochs,
+    )
+
+
+def price_rows(entries: Sequence[PricedRun]) -> list[tuple[str, ...]]:
+    """Return a heading and a row for each run, without columns of which nothing is known.
+
+    Speeds are relative to the first run. The last column names the cheapest, the fastest and the most accurate run.
+    """
+    first = entries[0]
+    known = {
+        "cheapest": [(one.dollars, one) for one in entries if one.dollars is not None],
+        "fastest": [(one.seconds, one) for one in entries],
+        "most accurate": [(-one.accuracy, one) for one in entries if one.accuracy is not None],
+    }
+    winners = {
+        title: min(pairs, key=lambda pair: pair[0])[1]
+        for title, pairs in known.items()
+        if len({value for value, _ in pairs}) > 1  # where runs differ
+    }
+    columns: Mapping[str, Callable[[PricedRun], str]] = {
+        "run": lambda one: one.name,
+        "where": lambda one: str(one.place or ""),
+        "it/s": lambda one: _number(one.iterations_per_second, ",.2f"),
+        "images/s": lambda one: _number(one.images_per_second, ",.0f"),
+        "accuracy": lambda one: _number(one.accuracy, ".2%"),
+        "epochs": lambda one: _number(one.epochs, ",g"),
+        "an epoch": lambda one: "" if one.epoch_s is None else duration(one.epoch_s),
+        "epoch speed": lambda one: _number(
+            first.epoch_s / one.epoch_s if first.epoch_s and one.epoch_s else None, ".2f", "x"
+        ),
+        "time": lambda one: duration(one.seconds),
+        "dollars": lambda one: dollars_text(one.dollars),
+        "$/point": lambda one: _number(
+            one.dollars / (100 * one.accuracy) if one.dollars is not None and one.accuracy else None, ",.4f"
+        ),
+        "price of": lambda one: one.place.price.date if one.place and one.place.price else "",
+        "": lambda one: ", ".join(title for title, best in winners.items() if one is best),
+    }
+    shown = {title: [cell(one) for one in entries] for title, cell in columns.items()}
+    kept = {title: cells for title, cells in shown.items() if any(cells)}
+    return [tuple(kept), *(tuple(cells[index] for cells in kept.values()) for index in range(len(entries)))]
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "" if value is None else f"{value:{form}}{unit}"
+
+
+def price_table(entries: Sequence[PricedRun]) -> list[str]:
+    """Format the table as text, with a note on what it covers and doubts about the prices."""
+    doubts = dict.fromkeys(one.place.price.doubt() for one in entries if one.place and one.place.price)
+    table = price_rows(entries)
+    text = ("run", "where", "price of", "")
+    return [
+        *aligned(table, right={index for index, title in enumerate(table[0]) if title not in text}),
+        "",
+        f"Time and dollars: {', '.join(PRICED)}, with start-up and compilation. Rates: while it trained.",
+        *(f"  - {doubt}" for doubt in doubts if doubt),
+    ]

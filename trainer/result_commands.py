@@ -86,19 +86,19 @@ def _bill(options: argparse.Namespace) -> None:
     """Show what a run took and cost, stage by stage, or what several reached for their money: rates, accuracy, time, dollars. A run has
     a bill when its stage register is done. TRAINER_PLACE gives this machine a price (docs/cluster.md).
     """
-    from trainer import runner, summary
+    from trainer import finished_run, runner
 
     if not options.runs and not options.experiment:
         raise SettingsError(
             "bill: name the directories of runs, such as runs/latest, or an MLflow experiment with --experiment"
         )
-    read = [summary.read_run(run) for run in options.runs]
+    read = [finished_run.read_run(run) for run in options.runs]
     entries = [entry for entry, _ in read]
     if options.experiment:
         runner.track_here()
-        entries += summary.read_experiment(options.experiment)
+        entries += finished_run.read_experiment(options.experiment)
     alone = len(entries) == 1 and read
-    lines = summary.bill_table(read[0][1]) if alone else summary.price_table(entries)
+    lines = finished_run.bill_table(read[0][1]) if alone else finished_run.price_table(entries)
     print(limits.printable("\n".join(lines)))
 
 

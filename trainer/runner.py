@@ -15,8 +15,8 @@ from typing import Any
 
 from trainer import artifacts, config, finished_run, launch, preflight, stages, storage, tracking
 from trainer.errors import ArtifactError, OutputError, TrackingError, make_directory, writing_to
+from trainer.finished_run import SUMMARY
 from trainer.graph import STAGES, Stage
-from trainer.summary import SUMMARY
 from trainer.tuning.tuning_schema import read_tuning
 
 logger = logging.getLogger(__name__)

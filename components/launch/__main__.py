@@ -15,8 +15,8 @@ from components.launch.job_manifest import BACKENDS, DEFAULT_NAMESPACE, Identity
 from trainer import commands, config, stages
 from trainer.commands import Subparsers
 from trainer.errors import LaunchError, TrainerError
+from trainer.formatting import aligned
 from trainer.launch import JobSpec, flag
-from trainer.summary import aligned
 
 _DESCRIPTION = """Show node pools and jobs, and delete jobs that were left over.
 

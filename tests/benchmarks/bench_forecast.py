@@ -17,8 +17,8 @@ from pathlib import Path
 
 from trainer import runner
 from trainer.billing import Bill
+from trainer.finished_run import bill_table
 from trainer.formatting import aligned, duration
-from trainer.summary import bill_table
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from tests.faults.inside import NONE, NOTES, Fault, Notes, install
-from trainer import artifacts, launch, models, storage, summary
+from trainer import artifacts, finished_run, launch, models, storage
 from trainer.profiling import findings
 from trainer.stages import STAGES, evaluate
 from trainer.tuning.tuning_schema import read_tuning
@@ -39,7 +39,7 @@ def _decided(tuning: artifacts.Artifact) -> Mapping[str, str]:
 
 def _registered(registration: artifacts.Artifact) -> Mapping[str, str]:
     """Which version of the model it is: the first one, unless a try before has left one."""
-    return {"version": json.loads((registration.path / summary.SUMMARY).read_text())["mlflow"]["model_version"]}
+    return {"version": json.loads((registration.path / finished_run.SUMMARY).read_text())["mlflow"]["model_version"]}
 
 
 COMPARED: Mapping[str, Callable[[artifacts.Artifact], Mapping[str, str]]] = {

@@ -9,10 +9,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer import artifacts, limits, pages, scores, storage, summary
+from trainer import artifacts, limits, pages, scores, storage
 from trainer.config import flattened
 from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
+from trainer.finished_run import SUMMARY
 from trainer.formatting import aligned, clipped, duration, milliseconds, percent, ratio, short
 from trainer.pages import Block, PageSection, Paragraph, Subsection, Table
 from trainer.profiling import findings, over_time
@@ -90,34 +91,32 @@ def read_compared_run(uri: str) -> ComparedRun:
             evidence={training.name: training for training in evidence.trainings},
             dataset=_dataset_of([uri]),
         )
-    if storage.exists(storage.join(uri, summary.SUMMARY)):
+    if storage.exists(storage.join(uri, SUMMARY)):
         return _read_run(uri)
     if not storage.is_remote(uri) and not Path(uri).is_dir():
         raise ArtifactError(f"{uri}: no such directory; {_CHOICE}")
-    raise ArtifactError(
-        f"{uri}: holds neither {summary.SUMMARY}, as a completed run does, nor {artifacts.MANIFEST}; {_CHOICE}"
-    )
+    raise ArtifactError(f"{uri}: holds neither {SUMMARY}, as a completed run does, nor {artifacts.MANIFEST}; {_CHOICE}")
 
 
 def _read_report(uri: str) -> ComparedRun:
     report = artifacts.read(uri, "report")
-    content, answers = report.path / summary.SUMMARY, report.path / findings.FINDINGS
+    content, answers = report.path / SUMMARY, report.path / findings.FINDINGS
     try:
         trainings = TypeAdapter(dict[str, TrainingSummary]).validate_json(content.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ArtifactError(
-            f"report {uri}: its {summary.SUMMARY} is of another version ({where}: {first['msg']}); run the stage profile again"
+            f"report {uri}: its {SUMMARY} is of another version ({where}: {first['msg']}); run the stage profile again"
         ) from error
     judged = findings.from_json(answers.read_text(), f"report {uri}: {answers.name}")
     return ComparedRun(name=uri, trainings=trainings, answers=judged, dataset=report.figures.get("dataset"))
 
 
 def _read_run(uri: str) -> ComparedRun:
-    content = _json(storage.join(uri, summary.SUMMARY))
+    content = _json(storage.join(uri, SUMMARY))
     if not {"settings", "stages", "student", "teacher", "reports"} <= content.keys():
-        raise ArtifactError(f"{storage.join(uri, summary.SUMMARY)}: is not the summary of a run; {_CHOICE}")
+        raise ArtifactError(f"{storage.join(uri, SUMMARY)}: is not the summary of a run; {_CHOICE}")
     page = str(content["reports"].get("profile", ""))  # where the run says that it was
     reports = [storage.join(uri, "report"), *([storage.parent(page)] if page else [])]
     report = next(filter(artifacts.exists, reports), None)

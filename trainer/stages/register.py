@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from trainer import artifacts, limits, models, scores, served_student, storage, summary, tracking
+from trainer import artifacts, limits, models, scores, served_student, storage, tracking
 from trainer.artifacts import Artifact, Manifest
 from trainer.billing import Bill, StageBill, bill_here, make_bill, stage_bill
 from trainer.config import RegisterSettings
@@ -30,6 +30,7 @@ from trainer.distillation import recording
 from trainer.errors import ModelError, TrackingError
 from trainer.evaluation import hierarchy
 from trainer.export import exporting
+from trainer.finished_run import SUMMARY, Registered, build_summary
 from trainer.formatting import listed
 from trainer.graph import STAGES
 from trainer.launch import flag
@@ -39,7 +40,6 @@ from trainer.served_student.class_tags import ANSWER, CONFIDENCE, NAMED, ClassTa
 from trainer.served_student.onnx_network import runtime_of
 from trainer.served_student.pyfunc import EXPORT_CARD, TOP_K
 from trainer.stages import evaluate, profile
-from trainer.summary import SUMMARY, Registered
 from trainer.tracking.stage_runs import stage_run
 from trainer.tuning.tuning_schema import read_tuning
 
@@ -112,7 +112,7 @@ def run(
             )
         with _retold(settings, given, recipe):
             registered = _register(settings, read, given, reports, recipe, resolved, make_bill(stages, forecast))
-        content = summary.build(
+        content = build_summary(
             recipe=recipe,
             settings={**resolved, "distill": tuned.settings} if tuned else resolved,
             bill=make_bill([*stages, bill_here("register", time.monotonic() - start)], forecast),

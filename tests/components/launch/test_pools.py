@@ -1,7 +1,7 @@
 import pytest
 
 from components.launch import pools
-from trainer import summary
+from trainer import finished_run
 from trainer.billing import StageBill, make_bill
 from trainer.errors import SettingsError
 
@@ -225,8 +225,8 @@ def test_a_run_on_trainium_stands_in_the_price_performance_table_as_any_other():
     for name, seconds in runs.items():
         place = pools.get(name).place(nodes=4)
         distill = StageBill(stage="distill", seconds=seconds, place=place, dollars=place.dollars(seconds))
-        entries.append(summary.priced_run(name, make_bill([distill]), accuracy=0.8, epochs=10))
-    heading, gpu, neuron = summary.price_rows(entries)
+        entries.append(finished_run.priced_run(name, make_bill([distill]), accuracy=0.8, epochs=10))
+    heading, gpu, neuron = finished_run.price_rows(entries)
     row = dict(zip(heading, neuron, strict=True))
     assert row["where"] == "4 nodes of neuron-trn1-16 (trn1.32xlarge)"
     assert row["dollars"] == f"${4 * 21.50 * 3000 / 3600:.2f}"

@@ -475,7 +475,7 @@ def test_a_try_that_ended_after_it_had_made_a_version_is_gone_on_with(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(register.summary, "build", killed)
+        patch.setattr(register, "build_summary", killed)
         with pytest.raises(Killed):
             registered()
     (made,) = tracked.search_model_versions("name = 'twice'")
