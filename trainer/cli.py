@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import os
+import socket
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer import __version__, commands, config, errors, launch, limits, result_commands, stages
+from trainer import __version__, commands, config, errors, launch, limits, stages, tracking
 from trainer.commands import Subparsers
-from trainer.errors import SettingsError, TrainerError
+from trainer.errors import DataError, SettingsError, TrainerError
 from trainer.host import Terminated, ended_by_sigterm
+from trainer.prediction import Prediction
 
 SCRIPT = "vit-distill"  # what the script is called that an installation brings
 
@@ -109,15 +114,15 @@ def _parser(program: str = "") -> argparse.ArgumentParser:
     for add in (
         _add_run,
         _add_stage,
-        result_commands.add_compare,
-        result_commands.add_forecast,
-        result_commands.add_bill,
-        result_commands.add_predict,
-        result_commands.add_drift,
-        result_commands.add_export,
+        _add_compare,
+        _add_forecast,
+        _add_bill,
+        _add_predict,
+        _add_drift,
+        _add_export,
         _add_config,
-        result_commands.add_serve,
-        result_commands.add_ui,
+        _add_serve,
+        _add_ui,
         partial(commands.add_command, command=_recipes, text="list the recipes"),
         _add_completion,
     ):
@@ -261,3 +266,288 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
         if isinstance(action, Subparsers):
             for below in action.choices.values():
                 yield from _actions(below)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The commands that read what runs left. What one needs is imported when it runs, so that the others start at once.
+
+
+def _add_compare(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = commands.add_command(subparsers, _compare, "put two runs or trainings side by side")
+    parser.add_argument("before", metavar="A")
+    parser.add_argument("after", metavar="B")
+    parser.add_argument("--output", metavar="FILE", help="write the comparison as a page (HTML), too")
+
+
+def _compare(options: argparse.Namespace) -> None:
+    """Put two runs or trainings side by side, before and after: settings, accuracy, cost, phases, operators, use of the machine,
+    findings. Each is the directory of a run, of its report, or of evidence, here or in a store.
+    """
+    from trainer.profiling import compare
+
+    compared = compare.compare(*map(compare.read_compared_run, (options.before, options.after)))
+    print(limits.printable(compare.text(compared)))
+    if options.output:
+        _write_page(options.output, compare.page(compared))
+
+
+def _write_page(output: str, content: str) -> None:
+    page = Path(output)
+    if page.is_dir():
+        raise SettingsError(
+            f"--output {page} is a directory; give the name of a file, such as {page / 'comparison.html'}"
+        )
+    errors.make_directory(page.parent)
+    with errors.writing_to(page):
+        page.write_text(content, encoding="utf-8")
+    print(f"\nAs a page: {page}")
+
+
+def _add_forecast(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = commands.add_command(subparsers, _forecast, "show what a distillation will take where it was tried")
+    parser.add_argument("tunings", nargs="+", metavar="TUNING", help="what tune wrote, or the directory of its run")
+    text = "numbers of nodes (default: those tried)"
+    parser.add_argument("--nodes", type=commands.positive, nargs="+", default=[], metavar="N", help=text)
+    default = config.TuneSettings.model_fields["assumed_efficiency"].default
+    text = "speed-up of twice as many nodes, as a share of 2, where only one number was tried"
+    commands.add_with_default(parser, "--efficiency", default, text, type=commands.fraction, metavar="E")
+
+
+def _forecast(options: argparse.Namespace) -> None:
+    """Show time and dollars of a distillation on every pool where the stage tune tried it, and on other numbers of nodes."""
+    from trainer.tuning.tuning_schema import forecast_table, read_tunings, table_lines
+
+    forecasts = forecast_table(read_tunings(options.tunings), options.nodes, assumed_efficiency=options.efficiency)
+    print(limits.printable("\n".join(table_lines(forecasts))))
+
+
+def _add_bill(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = commands.add_command(subparsers, _bill, "show what runs took and cost")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="directory of a run, or of its registration")
+    text = f"all runs of an MLflow experiment, too ({tracking.URI}, or else runs/mlflow.db)"
+    parser.add_argument("--experiment", metavar="NAME", help=text)
+
+
+def _bill(options: argparse.Namespace) -> None:
+    """Show what a run took and cost, stage by stage, or what several reached for their money: rates, accuracy, time, dollars. A run has
+    a bill when its stage register is done. TRAINER_PLACE gives this machine a price (docs/cluster.md).
+    """
+    from trainer import finished_run, runner
+
+    if not options.runs and not options.experiment:
+        raise SettingsError(
+            "bill: name the directories of runs, such as runs/latest, or an MLflow experiment with --experiment"
+        )
+    read = [finished_run.read_run(run) for run in options.runs]
+    entries = [entry for entry, _ in read]
+    if options.experiment:
+        runner.track_here()
+        entries += finished_run.read_experiment(options.experiment)
+    alone = len(entries) == 1 and read
+    lines = finished_run.bill_table(read[0][1]) if alone else finished_run.price_table(entries)
+    print(limits.printable("\n".join(lines)))
+
+
+def _add_predict(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = commands.add_command(subparsers, _predict, "show what a student says of photos")
+    parser.add_argument("photos", nargs="+", metavar="FILE", help="an image file; with --output one folder or URI")
+    parser.add_argument("--output", metavar="DIR", help="folder or URI for the predictions of a whole folder")
+    text = "directory of a run or of a model, or a registered one, such as models:/vit-student@champion"
+    commands.add_with_default(parser, "--model", "runs/latest", text, metavar="DIR")
+    commands.add_with_default(parser, "--top", 5, "how many labels", type=commands.positive, metavar="K")
+    parser.add_argument("--json", action="store_true", help="print a list of objects, as JSON")
+    parser.add_argument("--force", action="store_true", help="ask a student that did not pass its gate, too")
+
+
+def _predict(options: argparse.Namespace) -> None:
+    """Show the most probable labels of each photo, and where the model knows more of its classes the answer of the hierarchy and the
+    attributes. With --output, classify all photos of a folder or bucket into Parquet files; the same command continues one that was
+    stopped.
+    """
+    from trainer import batch_prediction, photo_classifier
+    from trainer.served_student.preprocessing import BadImageError
+
+    if options.output and (len(options.photos) != 1 or options.json):
+        raise SettingsError(
+            "predict --output takes one folder or URI of photos, and no --json: it writes Parquet files"
+        )
+    model = photo_classifier.load_model(options.model, judged=not options.force)
+    if options.output:
+        made = batch_prediction.predict_folder(model, options.photos[0], options.output, top=options.top)
+        print(batch_prediction.line(made, options.output))
+        return
+    try:
+        said = model.predictions(options.photos, top=options.top)
+    except BadImageError as error:
+        raise DataError(f"{error}; mend the photo or leave it out") from error
+    if options.json:
+        found = [
+            # Only models for several labels a photo name some.
+            {"photo": photo} | {key: value for key, value in asdict(one).items() if key != "named" or value is not None}
+            for photo, one in zip(options.photos, said, strict=True)
+        ]
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+        return
+    for photo, one in zip(options.photos, said, strict=True):
+        print(limits.printable("\n".join([photo, *(f"  {line}" for line in photo_classifier.lines(one))])))
+
+
+def _add_drift(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = commands.add_command(subparsers, _drift, "compare new predictions with the evaluation of a run")
+    parser.add_argument("run", metavar="RUN", help="directory of the run whose student made the predictions")
+    text = "what `predict --output` or a server wrote: a folder or a file, here or in a store"
+    parser.add_argument("predictions", metavar="PREDICTIONS", help=text)
+    text = "least share of the predictions that has to fall elsewhere to count as drift"
+    commands.add_with_default(parser, "--limit", 0.1, text, type=commands.fraction, metavar="D")
+    parser.add_argument("--output", metavar="FILE", help="write the comparison as a page (HTML), too")
+
+
+def _drift(options: argparse.Namespace) -> None:
+    """Compare how often each class is predicted, and how sure the predictions are, with what the student of a run said of the test
+    photos that it was judged by. Needs no labels.
+    """
+    from trainer import drift
+
+    found = drift.compare(options.run, options.predictions, limit=options.limit)
+    print(limits.printable("\n".join(drift.lines(found))))
+    if options.output:
+        _write_page(options.output, drift.page(found, options.run))
+
+
+def _add_export(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = commands.add_command(subparsers, _export, "write a run's student as an ONNX file")
+    parser.add_argument("run", metavar="RUN", help="directory of a run")
+    parser.add_argument("--output", required=True, metavar="DIR", help="where to write")
+    parser.add_argument("--no-int8", dest="quantized", action="store_false", help="leave int8 out")
+    parser.add_argument("--openvino", action="store_true", help="try each variant in OpenVINO too")
+    parser.add_argument("--force", action="store_true", help="keep fp32 where nothing passes the gate")
+
+
+def _export(options: argparse.Namespace) -> None:
+    """Write the student of a run as ONNX, check its answers on the run's test photos, try int8, measure all of it on this machine, and
+    keep the fastest that passes the gate of the run, with a card that says how to feed it. Needs the extra `export`.
+    """
+    from trainer.export import exporting, variants
+
+    made = exporting.export(
+        options.run, options.output, quantized=options.quantized, openvino=options.openvino, force=options.force
+    )
+    print(
+        limits.printable("\n".join([*variants.table(made.candidates, made.chosen), "", f"written to {made.directory}"]))
+    )
+
+
+def _add_serve(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = commands.add_command(subparsers, _serve, "answer photos over HTTP with an exported student")
+    add = partial(commands.add_with_default, parser)
+    parser.add_argument(
+        "export",
+        metavar="EXPORT",
+        help="the directory of a run, or of what `export` wrote, here or in a store; or a registered model, such as "
+        "models:/vit-student@champion",
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)"
+    )
+    add("--port", 8000, "", type=int, metavar="N")
+    add("--name", "student", "what the protocol calls the model")
+    parser.add_argument(
+        "--beside", default="", metavar="MODEL", help="a model whose answer stands beside, such as a run's teacher"
+    )
+    parser.add_argument(
+        "--threads", type=commands.positive, default=0, metavar="N", help="that compute an answer (default: one a core)"
+    )
+    add("--batch-size", 16, "photos computed together", type=commands.positive, metavar="N")
+    add("--wait-ms", 2.0, "a photo waits for others on an idle server", type=commands.seconds, metavar="T")
+    add("--in-flight", 64, "requests at a time; further ones are refused", type=commands.positive, metavar="N")
+    add("--timeout", 10, "seconds for a request", type=commands.positive, metavar="S")
+    text = "seconds that a server which is asked to end stays alive without being ready"
+    add("--drain", 0.0, text, type=commands.seconds, metavar="S")
+    parser.add_argument(
+        "--log",
+        default="",
+        metavar="FILE",
+        help="append label and probability of predictions to a file, for `drift`; -: standard output",
+    )
+    add("--log-share", 1.0, "share of the predictions in it", type=commands.fraction, metavar="P")
+    parser.add_argument(
+        "--log-photos",
+        default="",
+        metavar="DIR",
+        help="keep the photos that `POST /predict` got of that sample, by SHA-256",
+    )
+    parser.add_argument("--force", action="store_true", help="serve an export that did not pass its gate, too")
+
+
+def _serve(options: argparse.Namespace) -> None:
+    """Answer photos over HTTP, by `POST /predict` and the Open Inference Protocol v2, and serve a page to try it. Needs the extra
+    `serve`.
+    """
+    for name in ("fastapi", "onnxruntime", "prometheus_client", "uvicorn"):
+        if importlib.util.find_spec(name) is None:
+            raise SettingsError(f"serve: needs the package {name}; pip install 'vit-distillation-pipeline[serve]'")
+    from trainer import photo_classifier
+    from trainer.export.onnx_student import ExportedClassifier
+    from trainer.serving import server
+
+    with photo_classifier.export_at(options.export, judged=not options.force) as place:
+        model = ExportedClassifier(place, threads=options.threads, force=options.force)
+    beside: Callable[[bytes, int], Prediction] | None = None
+    if options.beside:
+        other = photo_classifier.load_model(options.beside)
+        beside = lambda photo, top: other.predictions([photo], top=top)[0]  # noqa: E731  # a name for one use
+    most = server.ServerLimits(
+        batch_size=options.batch_size,
+        wait_ms=options.wait_ms,
+        in_flight=options.in_flight,
+        timeout_s=options.timeout,
+        drain_s=options.drain,
+    )
+    if options.log_photos and not options.log:
+        raise SettingsError("--log-photos: goes with the predictions of --log FILE; give that too")
+    with ExitStack() as opened:
+        log = None
+        if options.log:
+            file, photos_kept = Path(options.log), Path(options.log_photos) if options.log_photos else None
+            if photos_kept is not None:
+                errors.make_directory(photos_kept)
+            stream = sys.stdout
+            if options.log != "-":
+                errors.make_directory(file.parent)
+                with errors.writing_to(file):
+                    stream = opened.enter_context(file.open("a", encoding="utf-8"))
+            log = server.PredictionLog(stream, share=options.log_share, photos=photos_kept)
+        photos = server.PhotoServer(model, name=options.name, most=most, log=log, beside=beside)
+        server.serve(photos, host=options.host, port=options.port)
+
+
+def _add_ui(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = commands.add_command(subparsers, _ui, "serve MLflow's pages on what was tracked")
+    parser.add_argument(
+        "--store", default="", metavar="URI", help=f"what to show (default: {tracking.URI}, or else runs/mlflow.db)"
+    )
+    commands.add_with_default(parser, "--port", 5000, "", type=commands.positive, metavar="N")
+
+
+def _ui(options: argparse.Namespace) -> None:
+    """Serve MLflow's pages on what was tracked, until Ctrl-C, and print the address of the experiment that changed last."""
+    from trainer import runner
+
+    if options.store:
+        os.environ[tracking.URI] = options.store
+    runner.track_here()
+    newest, store = tracking.newest_experiment(), str(tracking.uri())
+    # Without the workflow's type MLflow opens on the traces of language models.
+    view = f"/#/experiments/{newest}/runs?workflowType=machine_learning" if newest else ""
+    if store.startswith(("http://", "https://")):  # a server has its own pages
+        print(f"{tracking.shown(store).rstrip('/')}{view}")
+        return
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as MLflow's server does
+        try:
+            free.bind(("127.0.0.1", options.port))
+        except (OSError, OverflowError) as error:
+            raise SettingsError(f"--port {options.port}: cannot be used ({error}); give another one") from error
+    print(f"http://127.0.0.1:{options.port}{view}", flush=True)
+    script = str(Path(sys.executable).with_name("mlflow"))
+    os.execv(script, [script, "ui", "--host", "127.0.0.1", "--port", str(options.port), "--backend-store-uri", store])

@@ -173,7 +173,7 @@ def test_what_is_copied_suffices(installed, tmp_path, command):
 
 SERVER = """
 import fsspec, mlflow.artifacts, onnxruntime, openvino
-from trainer import photo_classifier, result_commands, tracking
+from trainer import cli, photo_classifier, tracking
 from trainer.serving import server
 fsspec.filesystem("s3")
 tracking.client()
