@@ -272,14 +272,13 @@ def evaluation_of_student(run: str) -> Manifest | None:
     return evaluation if evaluation is not None and evaluation.parents.get("student") == student else None
 
 
-def tags(run: str) -> ClassTags | None:
-    """Return what a run's student knows of its classes beside their pictures, as it would be registered with it.
+def tags(run: str, evaluation: Manifest) -> ClassTags | None:
+    """Return what a run's student, of which this is the evaluation, knows of its classes, as it would be registered with it.
 
-    Of the data set nothing but its tags is read; None where it has none, where it is gone, or where the student was not judged.
+    Of the data set nothing but its tags is read; None where it has none, or where it is gone.
     """
-    evaluation = evaluation_of_student(run)
     place = next(filter(artifacts.exists, _places(run, DATASET)), None)
-    if evaluation is None or place is None or TAGS not in artifacts.manifest(place, "dataset").files:
+    if place is None or TAGS not in artifacts.manifest(place, "dataset").files:
         return None
     from trainer.evaluation import hierarchy  # here, because it brings in torch
 

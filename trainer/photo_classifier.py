@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,12 +94,8 @@ class PhotoClassifier:
         Raises:
             BadImageError: one of them is no image, or cannot be used; names it, and nothing is classified.
         """
-        return self._served.probabilities(_files(photos))
-
-
-def _files(photos: Sequence[str | Photo]) -> list[Photo]:
-    """Take text for a path, which a served student does not."""
-    return [Path(photo) if isinstance(photo, str) else photo for photo in photos]
+        # Text is a path here, which it is not for a served student.
+        return self._served.probabilities([Path(photo) if isinstance(photo, str) else photo for photo in photos])
 
 
 def load_model(place: str | Path, *, judged: bool = False) -> PhotoClassifier:
@@ -195,7 +191,7 @@ def _export_of_a_run(place: str, *, judged: bool) -> str:
 
     directory = finished_run.find(place, EXPORTED)
     if judged and (evaluation := finished_run.evaluation_of_student(place)):
-        _refuse(place, tuple(map(str, evaluation.figures["verdict"]["reasons"])))
+        _refuse(place, evaluation.figures["verdict"]["reasons"])
     return directory
 
 
@@ -208,10 +204,10 @@ def _is_export(directory: str) -> bool:
     return storage.exists(storage.join(directory, EXPORT_CARD))
 
 
-def _refuse(place: str | Path, reasons: Sequence[str]) -> None:
+def _refuse(place: str | Path, reasons: Sequence[object]) -> None:
     if reasons:
         raise ModelError(
-            f"model {place}: did not pass its gate ({'; '.join(reasons)}); choose another one, or use it all the same (--force)"
+            f"model {place}: did not pass its gate ({'; '.join(map(str, reasons))}); choose another one, or use it all the same (--force)"
         )
 
 
@@ -220,7 +216,7 @@ class _Found:
     """Where a model is, and what is known of it."""
 
     directory: str
-    refusals: tuple[str, ...] = ()
+    refusals: Sequence[object] = ()
     """Conditions of the gate that it did not meet."""
     tags: ClassTags | None = None
     """What is known of its classes, where the directory does not say it."""
@@ -249,14 +245,17 @@ def _found(place: str) -> Iterator[_Found]:
         from trainer import finished_run
 
         evaluation = finished_run.evaluation_of_student(place)
-        reasons = tuple(map(str, evaluation.figures["verdict"]["reasons"])) if evaluation else ()
-        temperature = evaluation.figures["student"].get("temperature", 1.0) if evaluation else 1.0
-        yield _Found(
-            directory=finished_run.find(place, STUDENT),
-            refusals=reasons,
-            tags=finished_run.tags(place),
-            temperature=temperature,
-            threshold=evaluation.figures["student"].get("threshold") if evaluation else None,
+        found = _Found(directory=finished_run.find(place, STUDENT))
+        if evaluation is None:
+            yield found
+            return
+        student = evaluation.figures["student"]
+        yield replace(
+            found,
+            refusals=evaluation.figures["verdict"]["reasons"],
+            tags=finished_run.tags(place, evaluation),
+            temperature=student.get("temperature", 1.0),
+            threshold=student.get("threshold"),
         )
 
 
