@@ -126,7 +126,7 @@ def compare(run: str, predictions: str, *, limit: float) -> Drift:
             if found is None:
                 unreadable += 1
                 continue
-            if unknown := [label for label in found if label not in index]:
+            if unknown := [label for label in found if not isinstance(label, str) or label not in index]:
                 raise DataError(
                     f"{file}: predicts {unknown[0]!r}, which is no class of {run}; give predictions of this run's student"
                 )

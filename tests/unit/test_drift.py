@@ -96,6 +96,7 @@ def test_what_cannot_be_compared_is_one_message(judged_run, like, tmp_path, caps
 
     (tmp_path / "few.jsonl").write_text('{"label": "1", "probability": 0.5}\n')
     (tmp_path / "broken.jsonl").write_text("{")
+    (tmp_path / "nested.jsonl").write_text('{"label": ["1"], "probability": 0.5}\n')
     (tmp_path / "empty").mkdir()
     unjudged = tmp_path / "unjudged"
     shutil.copytree(judged_run / "student", unjudged / "student")
@@ -112,6 +113,7 @@ def test_what_cannot_be_compared_is_one_message(judged_run, like, tmp_path, caps
             [judged_run, table("two.parquet", label=["1"], probability=[2.0])],
             "has the probability 2.0, which is not from 0 to 1",
         ),
+        ([judged_run, tmp_path / "nested.jsonl"], "nested.jsonl: predicts ['1'], which is no class of "),
         ([judged_run, table("other.parquet", labels=["1"])], "other.parquet: holds no predictions ("),
         ([unjudged, like], "its student was not judged"),
         ([tmp_path / "nothing", like], "no student at "),
