@@ -48,7 +48,7 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1, device
         raise SettingsError(
             f"export.enabled needs the package {missing}; pip install 'vit-distillation-pipeline[export]', or set export.enabled=false"
         )
-    if settings.export.openvino and missing_package(OPENVINO):
+    if settings.export.enabled and settings.export.openvino and missing_package(OPENVINO):
         raise SettingsError(
             f"export.openvino needs the package {OPENVINO}; pip install {OPENVINO}, or set export.openvino=false"
         )

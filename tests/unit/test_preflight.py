@@ -316,3 +316,5 @@ def test_openvino_is_wanted_where_it_is_to_be_tried(monkeypatch):
     monkeypatch.setattr("trainer.preflight.OPENVINO", "no_such_package")
     with pytest.raises(SettingsError, match=r"export\.openvino needs the package .*, or set export\.openvino=false"):
         preflight.checked(config.resolve("digits", "export.openvino=true"), trains_here=True)
+    nothing = config.resolve("digits", ["export.openvino=true", "export.enabled=false"])
+    assert preflight.checked(nothing, trains_here=True), "a run that exports nothing needs neither"
