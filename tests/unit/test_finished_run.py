@@ -398,6 +398,12 @@ def test_a_wrong_summary_is_one_message(tmp_path, content, message):
         read_run(tmp_path)
 
 
+@pytest.mark.parametrize("changes", [{"student": {"test": {}}}, {"settings": {"distill": {"epochs": "many"}}}])
+def test_a_summary_without_accuracy_or_epochs_is_one_message(tmp_path, changes):
+    with pytest.raises(ArtifactError, match="is not the summary of a run"):
+        read_run(write_run(tmp_path / "run", **changes))
+
+
 def test_a_run_without_distillation_is_left_out_by_hand(tmp_path):
     bill = make_bill([StageBill(stage="prepare", seconds=5.0)]).model_dump(mode="json")
     with pytest.raises(ArtifactError, match="run: its bill has no distillation; leave it out"):
