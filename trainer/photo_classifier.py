@@ -158,7 +158,11 @@ def _exported(directory: str, *, judged: bool) -> PhotoClassifier:
         )
     from trainer.served_student.pyfunc import ServedStudent
 
-    return PhotoClassifier(ServedStudent(export.path), export.fingerprint)
+    try:
+        return PhotoClassifier(ServedStudent(export.path), export.fingerprint)
+    except Exception as error:  # the runtimes have classes of their own
+        said = limits.cut(" ".join(str(error).split()), 300)
+        raise ArtifactError(f"export {directory}: cannot be loaded ({said}); export the student again") from error
 
 
 @contextmanager

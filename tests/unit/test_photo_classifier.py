@@ -112,6 +112,22 @@ def test_an_export_is_asked_as_its_run_is_with_the_temperature_that_a_directory_
         load_model(exported)
 
 
+@pytest.mark.parametrize("damage", ["no labels", "no graph"])
+def test_an_export_that_cannot_be_loaded_is_one_message(exported, damage, tmp_path, capsys):
+    card = json.loads((exported / "card.json").read_text())
+    with artifacts.create(tmp_path / "export", "export", settings={}) as draft:
+        shutil.copytree(exported, draft.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
+        if damage == "no labels":
+            del card["labels"]
+            (draft.path / "card.json").write_text(json.dumps(card))
+        else:
+            (draft.path / card["file"]).write_bytes(b"no graph")
+    assert cli.main(["predict", "photo.jpg", "--model", str(tmp_path / "export")]) == EXIT_CODE
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: export {tmp_path / 'export'}: cannot be loaded (")
+    assert said.endswith("); export the student again\n")
+
+
 def test_a_run_whose_data_set_is_gone_still_has_its_labels(run, photos, tmp_path):
     gone, damaged = tmp_path / "gone", tmp_path / "damaged"
     shutil.copytree(run, gone, ignore=shutil.ignore_patterns("dataset"))
