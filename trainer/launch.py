@@ -268,7 +268,7 @@ def leave_last_words(message: str) -> None:
     if not named and not path.exists():
         return
     try:
-        path.write_bytes(message.encode()[:TERMINATION_LOG_BYTES])
+        path.write_bytes(message.encode(errors="backslashreplace")[:TERMINATION_LOG_BYTES])
     except OSError as error:
         logger.warning("the message could not be written to %s: %s", path, error)
 
