@@ -111,9 +111,7 @@ def line(made: dict[str, Any], output: str) -> str:
 
 
 def _rows(model: PhotoClassifier, photos: Sequence[SourceFile], top: int) -> list[dict[str, Any]]:
-    with ThreadPoolExecutor(
-        _READERS
-    ) as readers:  # reading waits for the disk or the store, and decoding leaves Python's lock
+    with ThreadPoolExecutor(_READERS) as readers:  # reading waits for disk or store, and decoding leaves Python's lock
         read = list(readers.map(lambda photo: _square(model, photo), photos))
     squares = [one for one in read if not isinstance(one, str)]
     predictions = iter(model.predictions(squares, top=top) if squares else ())

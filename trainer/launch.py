@@ -73,10 +73,6 @@ class JobSpec:
         directories = [text for name, uri in places.items() for text in (f"--{flag(name)}", uri)]
         return ["-m", "trainer", "stage", self.stage, role, "--settings", json.dumps(self.settings), *directories]
 
-    def node_arguments(self) -> list[str]:
-        """Return what follows `python` on every node of a cluster's job."""
-        return self.arguments("--node")
-
 
 def flag(name: str) -> str:
     """Return the command-line flag of an input or output: `pretrain_evidence` -> `pretrain-evidence`."""

@@ -196,7 +196,7 @@ def pod_template(spec: JobSpec, pool: Pool, identity: Identity, *, container: di
                     "image": pod_image(pool),
                     "imagePullPolicy": "IfNotPresent",
                     "command": ["python"],
-                    "args": spec.node_arguments(),
+                    "args": spec.arguments("--node"),
                     "env": pod_environment(spec, pool, identity),
                     # They are equal: accelerators require it, and a replica that is throttled or evicted holds up all others.
                     "resources": {"requests": pool.resources, "limits": pool.resources},

@@ -98,7 +98,7 @@ class Job:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TRAINER_"))}
         log = (self.folder / f"node-{len(self._nodes)}.log").open("w")
         with log:
-            command = [sys.executable, *self._spec.node_arguments()]
+            command = [sys.executable, *self._spec.arguments("--node")]
             node = subprocess.Popen(command, env=inherited | environment, stdout=log, stderr=log, cwd=ROOT)
         self._nodes.append(node)
         return node

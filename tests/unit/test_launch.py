@@ -183,8 +183,8 @@ def test_a_process_that_misses_another_node_points_there(tmp_path, message):
 
 def test_the_nodes_of_a_job_are_started_with_all_that_they_need():
     job = spec()
-    assert job.node_arguments()[:5] == ["-m", "trainer", "stage", "distill", "--node"]
-    assert [text if text != "--node" else "--worker" for text in job.node_arguments()] == job.arguments()
+    assert job.arguments("--node")[:5] == ["-m", "trainer", "stage", "distill", "--node"]
+    assert [text if text != "--node" else "--worker" for text in job.arguments("--node")] == job.arguments()
 
 
 @pytest.fixture
@@ -364,7 +364,7 @@ def start_node(rank, port, dataset, folder, **further):
         **further,
     }
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TRAINER_"))}
-    command = [sys.executable, *job.node_arguments()]
+    command = [sys.executable, *job.arguments("--node")]
     with subprocess.Popen(command, env={**inherited, **environment}, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process

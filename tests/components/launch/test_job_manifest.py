@@ -161,7 +161,7 @@ def test_a_pod_has_no_token_and_no_sidecar(template):
 
 def test_a_pod_runs_a_node_of_the_stage(template):
     (container,) = template["spec"]["containers"]
-    assert [*container["command"], *container["args"]] == ["python", *spec().node_arguments()]
+    assert [*container["command"], *container["args"]] == ["python", *spec().arguments("--node")]
 
 
 def test_the_image_is_the_pools_or_the_tasks_for_the_pools_device():
