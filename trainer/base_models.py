@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -57,6 +57,14 @@ class Section(StrictModel):
                 "in the environment, such as AWS_SECRET_ACCESS_KEY, MLFLOW_TRACKING_PASSWORD or HF_TOKEN"
             )
         return value
+
+
+def what_is_wrong(error: Exception) -> str:
+    """Say why a content was refused; of pydantic's error it is the first field, `place.price: Field required`."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 
-from trainer.base_models import StrictModel
+from trainer.base_models import StrictModel, what_is_wrong
 from trainer.errors import SettingsError
 
 PLACE_VARIABLE = "TRAINER_PLACE"
@@ -101,11 +101,9 @@ def place_here() -> Machines | None:
     try:
         return Machines.model_validate_json(given)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
         example = '{"pool": "workstation", "price": {"dollars_an_hour": 0.35, "date": "2026-11", "region": "here", "source": "power bill"}}'
         raise SettingsError(
-            f"{PLACE_VARIABLE}={given!r}: {field + ': ' if field else ''}{first['msg']}; leave it unset, or give such as {example}"
+            f"{PLACE_VARIABLE}={given!r}: {what_is_wrong(error)}; leave it unset, or give such as {example}"
         ) from error
 
 

@@ -1,9 +1,11 @@
-"""Settings are kept in manifests, logs and MLflow, so none may hold a secret."""
+"""Settings are kept in manifests, logs and MLflow, so none may hold a secret; and what a reader is told of a wrong field."""
 
 import pytest
+from pydantic import ValidationError
 
 from trainer import config
-from trainer.base_models import holds_secret
+from trainer.base_models import holds_secret, what_is_wrong
+from trainer.costs import Price
 from trainer.errors import SettingsError
 
 
@@ -47,3 +49,14 @@ def test_also_within_a_setting(value):
 )
 def test_other_text_is_left_alone(text):
     assert not holds_secret(text)
+
+
+def test_what_is_wrong_is_the_first_field_and_its_fault():
+    def said(text):
+        with pytest.raises(ValidationError) as refused:
+            Price.model_validate_json(text)
+        return what_is_wrong(refused.value)
+
+    assert said('{"dollars_an_hour": 1, "date": "2026-11", "source": "list"}') == "region: Field required"
+    assert said("{").startswith("Invalid JSON: ")
+    assert what_is_wrong(ValueError("no classes")) == "no classes"

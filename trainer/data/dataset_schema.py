@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from trainer import limits, storage
-from trainer.base_models import NonNegative
+from trainer.base_models import NonNegative, what_is_wrong
 from trainer.errors import ArtifactError, StorageError
 from trainer.served_student.preprocessing import LARGEST_SQUARE
 
@@ -80,10 +80,7 @@ class DatasetDescription:
             content = storage.read_limited(directory / DESCRIPTION, limits.JSON_BYTES)
             return TypeAdapter(cls).validate_json(content, strict=True)
         except (StorageError, ValueError) as error:
-            what = str(error)
-            if isinstance(error, ValidationError):
-                first = error.errors()[0]
-                what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+            what = limits.cut(what_is_wrong(error), 500)
             raise ArtifactError(
-                f"dataset {directory}: {DESCRIPTION} does not describe a data set ({limits.cut(what, 500)}); prepare it again"
+                f"dataset {directory}: {DESCRIPTION} does not describe a data set ({what}); prepare it again"
             ) from error

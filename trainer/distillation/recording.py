@@ -23,11 +23,11 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from trainer import artifacts, limits, storage
 from trainer.artifacts import Manifest
-from trainer.base_models import NonNegative
+from trainer.base_models import NonNegative, what_is_wrong
 from trainer.config import DecodeOn, DistillSettings, FeatureFormat
 from trainer.data.batch import Recorded
 from trainer.data.dataset import PreparedDataset
@@ -136,10 +136,8 @@ def _read_description(uri: str | Path, file: str | Path, manifest: Manifest) -> 
         if not description.record.itemsize:
             raise ValueError("there are neither classes nor features nor tokens")
     except ValueError as error:
-        reason = error.errors()[0] if isinstance(error, ValidationError) else None
-        detail = f"{'.'.join(map(str, reason['loc']))}: {reason['msg']}" if reason else error
         raise ArtifactError(
-            f"teacher_outputs {uri}: {DESCRIPTION} does not describe recorded outputs ({detail}); record them again"
+            f"teacher_outputs {uri}: {DESCRIPTION} does not describe recorded outputs ({what_is_wrong(error)}); record them again"
         ) from error
     # Keys or a shard that the artifact lacks, or has in another length.
     sizes = {name: record["size"] for name, record in manifest.files.items()}

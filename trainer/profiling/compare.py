@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from trainer import artifacts, limits, pages, scores, storage
+from trainer.base_models import what_is_wrong
 from trainer.config import flattened
 from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
@@ -104,10 +105,8 @@ def _read_report(uri: str) -> ComparedRun:
     try:
         trainings = TypeAdapter(dict[str, TrainingSummary]).validate_json(content.read_bytes())
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
         raise ArtifactError(
-            f"report {uri}: its {SUMMARY} is of another version ({where}: {first['msg']}); run the stage profile again"
+            f"report {uri}: its {SUMMARY} is of another version ({what_is_wrong(error)}); run the stage profile again"
         ) from error
     judged = findings.from_json(answers.read_text(), f"report {uri}: {answers.name}")
     return ComparedRun(name=uri, trainings=trainings, answers=judged, dataset=report.figures.get("dataset"))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from trainer import artifacts, storage
-from trainer.base_models import StrictModel
+from trainer.base_models import StrictModel, what_is_wrong
 from trainer.config import Compile, DistillSettings, Precision, Workers
 from trainer.costs import Machines, dollars_text
 from trainer.errors import ArtifactError
@@ -146,9 +146,7 @@ def read_tuning(uri: str | Path) -> Tuning:
     try:
         return Tuning.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        again = f"{FILE} is not one of this version ({reason}); run the stage tune again"
+        again = f"{FILE} is not one of this version ({what_is_wrong(error)}); run the stage tune again"
         raise ArtifactError(f"tuning {uri}: {again}") from error
 
 
