@@ -280,7 +280,7 @@ def check_architecture(architecture: str) -> None:
 def with_labels(model: Classifier, labels: Sequence[str], *, drop_path: float = 0.0) -> Classifier:
     """Copy the weights into a model for `labels`, with this rate of stochastic depth; the head is new where the labels differ.
 
-    Without `labels` the copy has no head.
+    Without `labels` the copy has no head. What was measured of the given model is not known of the copy, which is for training.
     """
     settings = ModelSettings(architecture=model.card.architecture, args=model.card.args)
     network = create(settings, labels, drop_path=drop_path).network
@@ -297,7 +297,8 @@ def with_labels(model: Classifier, labels: Sequence[str], *, drop_path: float = 
             f"architecture {model.card.architecture!r} cannot be taken without its head: timm does not name all of its weights; choose "
             "another one"
         ) from error
-    return Classifier(network, replace(model.card, labels=tuple(labels), embedding=None, tokens=None))
+    unknown: dict[str, Any] = dict.fromkeys(_LEFT_OUT)
+    return Classifier(network, replace(model.card, labels=tuple(labels), **unknown))
 
 
 @torch.no_grad()

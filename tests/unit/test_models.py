@@ -167,6 +167,12 @@ def test_the_same_labels_keep_the_head(model):
     assert torch.equal(models.with_labels(model, ["ä", "b"], drop_path=0.3).eval()(IMAGES), model(IMAGES))
 
 
+def test_a_copy_that_is_to_be_trained_has_no_temperature_or_threshold_of_the_weights_that_it_starts_from(model):
+    model.card = replace(model.card, temperature=2.5, threshold=0.2)
+    other = models.with_labels(model, model.card.labels)
+    assert (other.card.temperature, other.card.threshold) == (None, None)
+
+
 def test_an_unknown_architecture_is_answered_with_similar_ones():
     with pytest.raises(ModelError, match=r"'vit_tinyy': timm has no such model"):
         models.create(ModelSettings(architecture="vit_tinyy"), ["a", "b"])
