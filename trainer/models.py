@@ -390,7 +390,7 @@ def token_shape(model: Classifier) -> MapShape:
     shape = find_token_shape(model)
     if shape is None:
         raise ModelError(
-            f"architecture {model.card.architecture!r} with an input of {model.card.image_size} pixels has no patch tokens to compare: its "
+            f"architecture {model.card.architecture!r} with an input of {model.preprocess.size} pixels has no patch tokens to compare: its "
             "last block gives no square map of several places of which its logits are made; set distill.token_weight=0 and "
             "reinforce.tokens=false, or choose another architecture or a larger image_size"
         )

@@ -25,27 +25,32 @@ class MapProjection(nn.Module):
     A finer map is averaged (antialiased), so that each of its places is taught.
     """
 
-    rows: Tensor | None  # share of each of the student's h places in each of the teacher's, [H, h]; None where alike
-    columns: Tensor | None  # the same of w places
+    rows: Tensor  # share of each of the student's h places in each of the teacher's, [H, h]
+    columns: Tensor  # the same of w places
 
     def __init__(self, own: MapShape, wanted: MapShape) -> None:
         """From maps [B, h, w, S] to maps [B, H, W, D], with `own` = (h, w, S) and `wanted` = (H, W, D)."""
         super().__init__()
         self.linear = nn.Linear(own[2], wanted[2])
-        alike = own[:2] == wanted[:2]
-        for name, given, taught in zip(("rows", "columns"), own, wanted, strict=False):
-            # The matrix [taught, given] that resizes so many places in a row, whose rows sum to 1.
-            row = torch.eye(given)[None, None]
-            shares = F.interpolate(row, size=(taught, given), mode="bilinear", antialias=True)[0, 0]
-            self.register_buffer(name, None if alike else shares, persistent=False)
+        self.register_buffer("rows", _shares(own[0], wanted[0]), persistent=False)
+        self.register_buffer("columns", _shares(own[1], wanted[1]), persistent=False)
 
     def forward(self, maps: Tensor) -> Tensor:
         """Maps [B, h, w, S] to maps [B, H, W, D]."""
-        if self.rows is not None and self.columns is not None:
+        (height, width), rows, columns = maps.shape[1:3], self.rows, self.columns
+        if (height, width) != (rows.shape[1], columns.shape[1]):  # of a smaller input (`low_resolution`)
+            rows, columns = _shares(height, len(rows), maps.device), _shares(width, len(columns), maps.device)
+        if (height, width) != (len(rows), len(columns)):
             # As products of matrices: torch's own resizing has no deterministic backward pass on a GPU.
-            maps = torch.einsum("Ww,bHws->bHWs", self.columns, torch.einsum("Hh,bhws->bHws", self.rows, maps))
+            maps = torch.einsum("Ww,bHws->bHWs", columns, torch.einsum("Hh,bhws->bHws", rows, maps))
         projected: Tensor = self.linear(maps)
         return projected
+
+
+def _shares(given: int, wanted: int, device: torch.device | None = None) -> Tensor:
+    """Return the matrix [wanted, given] that resizes so many places in a row, whose rows sum to 1."""
+    places = torch.eye(given, device=device)[None, None]
+    return F.interpolate(places, size=(wanted, given), mode="bilinear", antialias=True)[0, 0]
 
 
 class ProjectedStudent(nn.Module):
@@ -127,6 +132,10 @@ def check_compared(model: Classifier, settings: DistillSettings, *, student: boo
         models.feature_size(model)
     if settings.token_weight:
         models.token_shape(model)
+        if student and (small := settings.low_resolution.image_size):
+            models.check_input_size(model, small)
+            with models.input_size(model, small):
+                models.token_shape(model)
     if settings.block_weight:
         models.block_shapes(model, [*(settings.blocks if student else settings.blocks.values())])
     if settings.distillation_token and student:

@@ -168,6 +168,15 @@ def test_a_network_of_one_size_has_no_smaller_one(distilled):
         distilled("fixed", **smaller)
 
 
+def test_tokens_and_blocks_are_taught_with_a_smaller_input_too(distilled):
+    smaller = {"architecture": "vit_tiny_patch16_224", "args": TINY | {"patch_size": 4, "dynamic_img_size": True}}
+    compared = {"blocks": {"1": 1}, "block_weight": 0.5, "token_weight": 0.5, "feature_loss": "mse"}
+    curves = distilled("small", **SMALLER_FIRST | compared | {"student": smaller}).curves()
+    assert all(curves[name][-1] < curves[name][0] for name in ("token", "block"))
+    with pytest.raises(ModelError, match="with an input of 8 pixels has no patch tokens to compare"):
+        distilled("one place", **SMALLER_FIRST | compared)
+
+
 FOLLOWING = {
     "kl and features": {"feature_weight": 1.0},
     "dkd": {"logit_loss": "dkd", "temperature": 4.0},
