@@ -168,7 +168,7 @@ def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here:
 def _check_compared(settings: Settings, teacher: Classifier | None, student: Classifier) -> None:
     """Make sure that what is compared beside logits is there in both, and what is recorded in the teacher."""
     from trainer import models
-    from trainer.distillation.projected_student import check_compared
+    from trainer.distillation.objective import check_compared
 
     with _tried("distill.student"):
         check_compared(student, settings.distill, student=True)

@@ -18,8 +18,7 @@ from trainer.data.loader import Samples, Views
 from trainer.data.sampler import SampleSlice
 from trainer.devices import Device
 from trainer.distillation.frozen_teacher import BALANCED_IMAGES, FrozenTeacher
-from trainer.distillation.objective import DistillObjective
-from trainer.distillation.projected_student import ProjectedStudent, check_compared, prepared_student
+from trainer.distillation.objective import DistillObjective, ProjectedStudent, check_compared, prepared_student
 from trainer.distillation.recording import (
     Recording,
     RecordingDescription,

@@ -17,8 +17,7 @@ from trainer.data.views.rendering import draw_mixing, mix
 from trainer.devices import choose_device
 from trainer.distillation.frozen_teacher import Balance, FrozenTeacher
 from trainer.distillation.losses import binary_kl, decoupled_kl, distillation_kl, recorded_kl
-from trainer.distillation.objective import DistillObjective
-from trainer.distillation.projected_student import ProjectedStudent, prepared_student
+from trainer.distillation.objective import DistillObjective, ProjectedStudent, prepared_student
 from trainer.errors import ModelError
 from trainer.training.classification import cross_entropy
 from trainer.training.optimizers import AveragedModel, parameter_groups

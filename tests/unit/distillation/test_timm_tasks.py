@@ -12,8 +12,7 @@ from trainer.config import DistillSettings, ModelSettings
 from trainer.data.batch import Batch
 from trainer.devices import choose_device
 from trainer.distillation.frozen_teacher import FrozenTeacher
-from trainer.distillation.objective import DistillObjective
-from trainer.distillation.projected_student import ProjectedStudent, prepared_student
+from trainer.distillation.objective import DistillObjective, ProjectedStudent, prepared_student
 
 IMAGES = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([0, 1, 2, 3, 0, 1])

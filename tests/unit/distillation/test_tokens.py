@@ -16,8 +16,7 @@ from trainer.devices import choose_device
 from trainer.distillation import recording, shards
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.losses import TeacherOutputs
-from trainer.distillation.objective import DistillObjective
-from trainer.distillation.projected_student import MapProjection, prepared_student
+from trainer.distillation.objective import DistillObjective, MapProjection, prepared_student
 from trainer.distillation.reinforcement import pack, summarize, unusable
 from trainer.errors import ModelError
 from trainer.evaluation.embeddings import token_statistics

@@ -16,8 +16,7 @@ from trainer.config import DistillSettings, MaeSettings, ModelSettings, Pretrain
 from trainer.data.batch import Batch
 from trainer.devices import HOST
 from trainer.distillation.frozen_teacher import FrozenTeacher
-from trainer.distillation.objective import DistillObjective
-from trainer.distillation.projected_student import ProjectedStudent
+from trainer.distillation.objective import DistillObjective, ProjectedStudent
 from trainer.pretraining import FinetuneObjective, MaeObjective, MaskedAutoencoder
 from trainer.stages import distill, pretrain, reinforce
 from trainer.training import prefetch, process_group

@@ -155,7 +155,7 @@ SHARED = """
 import json, torch
 from trainer import models
 from trainer.config import MaeSettings, ModelSettings, TrainingSettings
-from trainer.distillation.projected_student import ProjectedStudent
+from trainer.distillation.objective import ProjectedStudent
 from trainer.pretraining import MaeObjective, MaskedAutoencoder
 from trainer.training.process_group import join_processes
 from trainer.training.parallelize import DdpTimer, CompileCounter, compile_blocks, parallelize_model
