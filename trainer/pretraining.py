@@ -275,7 +275,8 @@ class FinetuneObjective(Objective):
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         """The cross-entropy of a batch."""
         with span("forward"):
-            loss = self._label_loss(model(batch.images), batch.labels, batch.mixing, smoothing=self._smoothing)
+            logits = model(batch.images)
+            loss = self._label_loss(logits, batch.labels, batch.mixing, self._smoothing, batch.label_weights)
         return {"loss": loss}
 
     def show(self, batch: Batch) -> None:

@@ -94,9 +94,7 @@ class DistillObjective:
             parts = self._compare_all(ours._replace(logits=taught), said, batch.labels)
             if settings.label_weight:
                 smoothing, weights = settings.label_smoothing, batch.label_weights
-                parts["label"] = self._label_loss(
-                    logits, batch.labels, batch.mixing, smoothing=smoothing, weights=weights
-                )
+                parts["label"] = self._label_loss(logits, batch.labels, batch.mixing, smoothing, weights)
             first, *others = (settings.weight(name) * part for name, part in parts.items())
             loss = sum(others, first)
             answer = (logits + taught).detach()

@@ -1,15 +1,15 @@
 """Learning from labels: the cross-entropy with softened and mixed labels, in float32 whatever the precision of the forward pass.
 
-And quality on the validation split while a model is trained, shared out over the processes.
+Where an image may have several labels, each class is learned by itself: a loss is then summed over the classes. And quality on the
+validation split while a model is trained, shared out over the processes.
 
-Shapes: B samples, K classes.
+Shapes: B samples, K classes, S different sets of labels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,15 +24,19 @@ from trainer.data.dataset import Split, Targets
 from trainer.data.loader import make_loader
 from trainer.devices import Device, ReadBack
 from trainer.evaluation.metrics import mean_average_precision
-from trainer.training.multi_label import LabelSetLoss, binary_cross_entropy
 from trainer.training.process_group import Processes, wait_limit_s
+
+LabelLoss = Callable[[Tensor, Tensor, Mixing | None, float, Tensor | None], Tensor]
+"""`cross_entropy`, or what is called with the same arguments."""
+
+_FOCUS, _MARGIN = 4, 0.05
+"""The asymmetric loss' focusing exponent of classes that an image is not of, and the probability that they may have for nothing."""
 
 
 def cross_entropy(
     logits: Tensor,
     labels: Tensor,
     mixing: Mixing | None = None,
-    *,
     smoothing: float = 0.0,
     weights: Tensor | None = None,
 ) -> Tensor:
@@ -55,20 +59,6 @@ def cross_entropy(
     return (loss if weights is None else weights * loss).mean()
 
 
-class LabelLoss(Protocol):
-    """`cross_entropy`, or what is called with the same arguments."""
-
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        mixing: Mixing | None = None,
-        *,
-        smoothing: float = 0.0,
-        weights: Tensor | None = None,
-    ) -> Tensor: ...
-
-
 def label_loss(targets: Targets | None, multi_label: MultiLabelLoss) -> LabelLoss:
     """Choose the loss with a data set's labels: the cross-entropy, or where an image may have several the one that is named."""
     return cross_entropy if targets is None else LabelSetLoss(targets, multi_label)
@@ -77,6 +67,54 @@ def label_loss(targets: Targets | None, multi_label: MultiLabelLoss) -> LabelLos
 def _of(log_probabilities: Tensor, labels: Tensor) -> Tensor:
     """Return the log probability of each sample's class, [B]; of any class where there is no label, which a weight of 0 then takes out."""
     return log_probabilities.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
+
+
+def binary_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """-sum over classes of y x log p + (1 - y) x log(1 - p), p the logit's sigmoid: [B] of logits and targets y in 0..1, [B, K]."""
+    return F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").sum(1)
+
+
+def asymmetric_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """-sum over classes of y x log p + (1 - y) x q^4 x log(1 - q), with q = max(p - 0.05, 0): [B] (Ridnik et al. 2021, equations 4 to 7).
+
+    Classes that an image is not of, which are the many, count the less the surer that is, and nothing where p is below 0.05. The
+    exponents are those that the paper takes for MS-COCO; its targets y are 0 or 1, and mixed ones weight the two terms.
+    """
+    positive = -F.logsigmoid(logits.float())
+    shifted = (logits.float().sigmoid() - _MARGIN).clamp(min=0)
+    negative = -(shifted**_FOCUS) * (1 - shifted).log()
+    return (targets * positive + (1 - targets) * negative).sum(1)
+
+
+class LabelSetLoss:
+    """A loss with sets of labels, called as `cross_entropy` is: a label is the index of its set."""
+
+    def __init__(self, targets: Targets, loss: MultiLabelLoss) -> None:
+        """Take whether each class is one of each set, [S, K]."""
+        self._targets = torch.from_numpy(targets)
+        self._loss = asymmetric_loss if loss == "asymmetric" else binary_cross_entropy
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        mixing: Mixing | None = None,
+        smoothing: float = 0.0,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the mean over the batch; the arguments are as of `cross_entropy`, and so are the targets' smoothing and mixing."""
+        targets = self._sets_of(labels)
+        if mixing is not None:
+            share = mixing.share.unsqueeze(1)
+            targets = share * targets + (1 - share) * self._sets_of(mixing.labels)
+        targets = (1 - smoothing) * targets + smoothing / logits.shape[1]
+        loss = self._loss(logits, targets)
+        return (loss if weights is None else weights * loss).mean()
+
+    def _sets_of(self, labels: Tensor) -> Tensor:
+        """Return the target of each label, [B, K]; of any set where there is no label, which a weight of 0 then takes out."""
+        self._targets = self._targets.to(labels.device)
+        return self._targets[labels.clamp(min=0)].float()
 
 
 def validate(
@@ -128,9 +166,7 @@ def validate(
                 model.train(training)
                 return None
     model.train(training)
-    arrived = (
-        [*ReadBack({str(number): part for number, part in enumerate(measured)}).wait().values()] if measured else []
-    )
+    arrived = [*ReadBack({str(number): part for number, part in enumerate(measured)}).wait().values()]
     if split.targets is not None:
         whole = [logits[: len(indices)] for logits, indices in zip(arrived, own, strict=True)]
         return _compare_sets(whole, split.labels[[*mine]], split.targets, processes)
