@@ -8,10 +8,12 @@ Shapes: B images, N patches of p x p pixels, n visible patches, D encoder width,
 from __future__ import annotations
 
 import io
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from timm.models import checkpoint_seq
 from timm.models.vision_transformer import Block, VisionTransformer
@@ -19,20 +21,20 @@ from torch import Tensor, nn
 from torchvision.utils import make_grid
 
 from trainer import models
-from trainer.config import FinetuneSettings, MaeSettings
+from trainer.config import FinetuneSettings, LoraSettings, MaeSettings
 from trainer.data.batch import Batch, to_device
 from trainer.data.sampler import uniform
 from trainer.errors import ModelError
 from trainer.models import Classifier
 from trainer.profiling.timeline import span
 from trainer.training.classification import LabelLoss, cross_entropy
-from trainer.training.lora import add_lora
 from trainer.training.spec import Losses, Objective
 
 _MASK = 0x6D61736B  # keeps the masks' draws apart from all others of the same seed
 _GREY = 0.5  # of what is hidden, in the picture
 _GAP = 4  # between its images, in pixels ...
 _LEAST_EDGE = 96  # ... which are this large at least
+_NAMED = 8  # names of layers that a message lists
 _HEAD = ("head.", "fc_norm.", "attn_pool.")  # weights of the transformer that the encoder does not use
 
 
@@ -216,7 +218,7 @@ def draw_reconstructions(model: MaskedAutoencoder, images: Tensor, keys: Tensor,
     noise = draw_noise(keys, torch.zeros_like(keys), model.encoder.patch_embed.num_patches, seed=seed)
     _, predicted, mask = model(images, noise.to(images.device))
     size = model.encoder.patch_embed.img_size[0]
-    pixels = torch.nn.functional.interpolate(images.float() / 255, size=(size, size), mode="bilinear", antialias=True)
+    pixels = F.interpolate(images.float() / 255, size=(size, size), mode="bilinear", antialias=True)
     patches = patchify(pixels, model.patch_size)
     hidden = mask.unsqueeze(2)
     variance, mean = torch.var_mean(patches, dim=2, keepdim=True)
@@ -259,6 +261,75 @@ def freeze(model: Classifier, settings: FinetuneSettings) -> None:
         add_lora(model.network, settings.lora, leave=of_head)
     else:
         model.trains_head_alone = True
+
+
+class LoraLinear(nn.Module):
+    """y = x W^T + bias + alpha / r x (x down^T) up^T, with W and bias frozen; `up` begins at zero, so the layer does too.
+
+    LoRA (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"), of rank r: linear layers from K to N features stay, and
+    learn an update of low rank; [..., K] are any number of rows.
+    """
+
+    def __init__(self, base: nn.Linear, settings: LoraSettings) -> None:
+        """Adapt `base`, which is kept and frozen."""
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(base.weight.new_empty(settings.rank, base.in_features))
+        self.up = nn.Parameter(base.weight.new_zeros(base.out_features, settings.rank))
+        self.scale = settings.alpha / settings.rank
+        nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))  # as in the authors' loralib
+
+    @property
+    def weight(self) -> Tensor:
+        """What the layer multiplies with, [N, K]: BEiT's and EVA's attention does it by itself."""
+        return self.base.weight + self.scale * (self.up @ self.down)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base.bias
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # as nn.Linear names it
+        """[..., K] to [..., N]."""
+        output: Tensor = self.base(input)
+        return output + F.linear(self.scale * F.linear(input, self.down), self.up)
+
+
+def add_lora(network: nn.Module, settings: LoraSettings, *, leave: Callable[[str], bool]) -> None:
+    """Replace a network's linear layers by `LoraLinear` ones, in place, but for the weights whose names `leave` tells.
+
+    Raises:
+        ModelError: it has no linear layer, or none that a name in `settings.layers` means.
+    """
+    linear = {
+        name: module
+        for name, module in network.named_modules()
+        if type(module) is nn.Linear and not leave(f"{name}.weight")
+    }
+    if not linear:
+        raise ModelError(
+            f"pretrain.finetune.method is lora, but {type(network).__name__} has no linear layer beside its head; set method=full or "
+            "method=head, or choose another teacher"
+        )
+    parts = {part for name in linear for part in name.split(".")}
+    for wanted in settings.layers:
+        if wanted not in parts:
+            known = sorted(part for part in parts if not part.isdigit())[:_NAMED]
+            raise ModelError(
+                f"pretrain.finetune.lora.layers: {type(network).__name__} has no linear layer named {wanted!r}; its layers' names have "
+                f"the parts {', '.join(known)}"
+            )
+    for name, module in linear.items():
+        if not settings.layers or {*settings.layers} & {*name.split(".")}:
+            network.set_submodule(name, LoraLinear(module, settings))
+
+
+@torch.no_grad()
+def merge_lora(network: nn.Module) -> None:
+    """Add what was learned to the layers' own weights, and put the layers back, in place: the network is as if it had none."""
+    for name, module in list(network.named_modules()):
+        if isinstance(module, LoraLinear):
+            module.base.weight.copy_(module.weight)
+            network.set_submodule(name, module.base)
 
 
 class FinetuneObjective(Objective):

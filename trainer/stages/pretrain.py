@@ -14,10 +14,16 @@ from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
 from trainer.evaluation.embeddings import embed_together, spread, statistics, token_statistics
 from trainer.models import Classifier, EmbeddingStatistics
-from trainer.pretraining import FinetuneObjective, MaeObjective, MaskedAutoencoder, draw_reconstructions, freeze
+from trainer.pretraining import (
+    FinetuneObjective,
+    MaeObjective,
+    MaskedAutoencoder,
+    draw_reconstructions,
+    freeze,
+    merge_lora,
+)
 from trainer.profiling.recorder import Startup
 from trainer.training.classification import label_loss
-from trainer.training.lora import merge_lora
 from trainer.training.session import Session, open_session
 
 RECONSTRUCTIONS = "mae/reconstructions.png"  # where the picture stands in the evidence
