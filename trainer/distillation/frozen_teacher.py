@@ -58,10 +58,9 @@ class FrozenTeacher:
             precision: of its forward pass; with bf16 its weights are bf16 too, but for the head's.
             batch_size: most images a forward pass; 0 is 8 images of 224 pixels on a CPU (but for transformers in bf16), and else the whole
                 batch.
+            features: and tokens, blocks: whether these are asked for beside logits, of a network that is known to have them
+                (`models.feature_size`, `token_shape`, `block_shapes`).
             compile: whether to compile it; auto compiles on GPUs only.
-
-        Raises:
-            ModelError: features, tokens or blocks are wanted of a network that has none to compare with.
         """
         self._model = model.to(device.torch_device).eval().requires_grad_(False)
         self._device, self._precision = device, precision
@@ -74,12 +73,6 @@ class FrozenTeacher:
             use_fast_kernels(self._model, device, precision)
         self._gives_logits = bool(model.card.labels)
         self._head = models.head_of_features(self._model) if self._gives_logits else None
-        if features and self._head is None and self._gives_logits:
-            models.feature_size(self._model)
-        if tokens:
-            models.token_shape(self._model)
-        if blocks:
-            models.block_shapes(self._model, blocks)
         self._embedding, self._token = (
             None
             if known is None

@@ -151,7 +151,7 @@ def test_a_network_that_ends_in_another_way_speaks_for_itself(device):
     with pytest.raises(
         ModelError, match=r"'volo_d1_224' cannot be compared by its features: .*reinforce\.features=false"
     ):
-        FrozenTeacher(model, device, precision="fp32", features=True)
+        models.feature_size(model)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -185,7 +185,7 @@ def test_heads_that_read_no_pooled_features_speak_for_themselves(device, archite
     outputs = FrozenTeacher(model, device, precision="fp32")(images)
     torch.testing.assert_close(outputs.logits, expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(ModelError, match=f"'{architecture}' cannot be compared by its features: "):
-        FrozenTeacher(model, device, precision="fp32", features=True)
+        models.feature_size(model)
 
 
 def test_the_same_bits_again(model, device, images):
