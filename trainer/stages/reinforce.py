@@ -20,7 +20,6 @@ from trainer.distillation.shards import ShardStore
 from trainer.errors import SettingsError
 from trainer.models import Classifier
 from trainer.tracking.stage_runs import stage_run
-from trainer.training.checkpoints import checkpoint_root
 from trainer.training.process_group import join_processes
 from trainer.training.session import shared_artifact
 
@@ -67,7 +66,7 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
                 compile=settings.compile,
             ),
             description=description,
-            shelf=ShardStore(checkpoint_root(teacher_outputs), plan_of(description, parents), description.record),
+            shelf=ShardStore(artifacts.unfinished(teacher_outputs), plan_of(description, parents), description.record),
             processes=processes,
             batch_size=settings.batch_size,
             workers="auto" if settings.workers is None else settings.workers,

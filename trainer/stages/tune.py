@@ -36,7 +36,7 @@ from trainer.models import Classifier
 from trainer.profiling.recorder import Startup
 from trainer.stages import distill, reinforce
 from trainer.tracking.stage_runs import Tracker, stage_run
-from trainer.training.checkpoints import Checkpoints, checkpoint_root
+from trainer.training.checkpoints import Checkpoints
 from trainer.training.loader_workers import measure_loading
 from trainer.training.process_group import Processes, join_processes
 from trainer.training.session import shared_artifact
@@ -112,7 +112,7 @@ def run(
             "machine": [gpu, usable_cores(), torch.__version__],
         }
         trial_log = TrialLog(
-            storage.join(checkpoint_root(tuning), f"trials-{artifacts.digest(depends_on)[:16]}"), processes
+            storage.join(artifacts.unfinished(tuning), f"trials-{artifacts.digest(depends_on)[:16]}"), processes
         )
         subject = open_subject(
             settings,
@@ -128,7 +128,7 @@ def run(
         if trial_log.recording is None:
             trial_log.note_recording(subject.takes)
         draft = stack.enter_context(shared_artifact(processes, tuning, "tuning", settings=values, parents=parents))
-        made = _tune(subject, settings, trial_log, tracker, checkpoint_root(tuning), elsewhere)
+        made = _tune(subject, settings, trial_log, tracker, artifacts.unfinished(tuning), elsewhere)
         if processes.is_first:
             (draft.path / FILE).write_text(made.model_dump_json(indent=2) + "\n", encoding="utf-8")
             gains = [tried.run_s for tried in made.tried if tried.taken and tried.run_s]

@@ -39,7 +39,6 @@ from trainer.profiling.evidence import RankRecord
 from trainer.profiling.recorder import Startup
 from trainer.stages import distill, pretrain, reinforce
 from trainer.tracking.stage_runs import stage_run
-from trainer.training.checkpoints import checkpoint_root
 from trainer.training.process_group import Processes, join_processes
 from trainer.training.session import Session, shared_artifact
 from trainer.tuning.trials import place_of
@@ -80,7 +79,7 @@ def run(settings: WarmUpSettings, *, dataset: str | Path, warmed: str | Path) ->
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warm-up-")))
         draft = stack.enter_context(shared_artifact(processes, warmed, "warm_up", settings=values, parents=parents))
         distinct = artifacts.digest([values, parents, place_of(processes).model_dump(mode="json")])[:16]
-        root = storage.join(checkpoint_root(warmed), f"warm-up-{distinct}")
+        root = storage.join(artifacts.unfinished(warmed), f"warm-up-{distinct}")
         _clear(root, processes)  # what an earlier try left: from its checkpoint there would be no step left to do
         rehearsal = Rehearsal(data=data, dataset=dataset, processes=processes, folder=folder, root=root)
         done = list(rehearsal.trainings(teacher, recorder, student))

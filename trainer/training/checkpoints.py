@@ -92,13 +92,8 @@ class CheckpointEntry(NamedTuple):
         return f"step-{self.step:08d}-g{self.generation:03d}"
 
 
-def checkpoint_root(output: str | Path) -> str:
-    """Return where the checkpoints of a training stand, a URI: `TRAINER_CHECKPOINTS`, or else beside its output."""
-    return artifacts.unfinished(output)
-
-
 def root_is_shared() -> bool:
-    """Return whether checkpoints of other runs may stand there too."""
+    """Return whether checkpoints of other runs may stand where these do (`artifacts.unfinished`)."""
     return bool(os.environ.get(CHECKPOINTS_VARIABLE))
 
 

@@ -25,7 +25,7 @@ from trainer.profiling.recorder import Recorder, Startup
 from trainer.scores import val_name
 from trainer.served_student.preprocessing import Square
 from trainer.tracking.stage_runs import Tracker, stage_run
-from trainer.training.checkpoints import Checkpoints, checkpoint_root, compatible, root_is_shared
+from trainer.training.checkpoints import Checkpoints, compatible, root_is_shared
 from trainer.training.classification import validate
 from trainer.training.loop import Trainer
 from trainer.training.process_group import Processes, join_processes
@@ -273,7 +273,7 @@ def open_session(
     with ExitStack() as stack:
         with startup.part("join"):
             processes = stack.enter_context(join_processes(deterministic=settings.deterministic))
-        root = checkpoint_root(model)
+        root = artifacts.unfinished(model)
         identity = artifacts.digest({"settings": compatible(values), "parents": parents, "checkpoints": root})
         tracker = stack.enter_context(stage_run(stage, values, active=processes.is_first, training=identity[:16]))
         with (

@@ -21,7 +21,6 @@ from trainer.training.checkpoints import (
     FREE,
     CheckpointEntry,
     Checkpoints,
-    checkpoint_root,
     compatible,
     differences,
     newest,
@@ -132,11 +131,11 @@ def test_a_file_in_the_way_is_reported(tmp_path):
 
 def test_the_root_is_beside_the_output_unless_the_environment_names_one(tmp_path, monkeypatch):
     monkeypatch.delenv("TRAINER_CHECKPOINTS", raising=False)
-    assert checkpoint_root(tmp_path / "student") == str(tmp_path / "checkpoints")
-    assert checkpoint_root("s3://bucket/run/student") == "s3://bucket/run/checkpoints"
+    assert artifacts.unfinished(tmp_path / "student") == str(tmp_path / "checkpoints")
+    assert artifacts.unfinished("s3://bucket/run/student") == "s3://bucket/run/checkpoints"
     assert not root_is_shared()
     monkeypatch.setenv("TRAINER_CHECKPOINTS", str(tmp_path / "elsewhere"))
-    assert checkpoint_root(tmp_path / "student") == str(tmp_path / "elsewhere")
+    assert artifacts.unfinished(tmp_path / "student") == str(tmp_path / "elsewhere")
     assert root_is_shared()
 
 
