@@ -123,10 +123,9 @@ def check(settings: WeightsSettings, model: ModelSettings) -> Classifier:
         return models.outline(settings.weights)
     if isinstance(given, PackageWeights):
         _package(given).read()
-    else:
-        if settings.weights_file:
-            _check_file(settings.weights_file)
-        _check_license(given, settings)
+    elif settings.weights_file:
+        _check_file(settings.weights_file)
+    _check_license(given, settings)
     model = model.model_copy(update={"architecture": given.name})
     args: Mapping[str, Any] = models.arguments(model)
     with torch.device("meta"):
@@ -167,31 +166,26 @@ def load(weights: TimmWeights | PackageWeights, model: ModelSettings, file: str 
     settings = model.model_copy(update={"architecture": weights.name})
     args: Mapping[str, Any] = models.arguments(settings)
     overlay: dict[str, Any] | None = None
+    license_name: str | None
     if isinstance(weights, PackageWeights):
         package = _package(weights)
         overlay = {"state_dict": _in_order(package.read(), weights, args), "custom_load": False}
-        origin = Origin(name=str(weights), repository=package.url, revision=package.sha256, license=package.license)
+        repository, revision, license_name = package.url, package.sha256, package.license
         advice = "check that the arguments leave all weights as they are"
     elif file:
         _check_file(file)
-        source, content = _source(weights.name), storage.read_bytes(file)
+        content = storage.read_bytes(file)
         overlay = {"state_dict": safetensors.torch.load(content), "custom_load": False}
-        revision = hashlib.sha256(content).hexdigest()
-        origin = Origin(name=f"{TIMM}{weights.name}", repository=file, revision=revision, license=source.license or "")
+        repository, revision, license_name = file, hashlib.sha256(content).hexdigest(), _source(weights.name).license
         advice = f"check that {file} is its file of the hub, and that the arguments leave all weights but the positions as they are"
     else:
-        weights = pin(weights)
-        source = _source(weights.name)
-        if weights.revision and source.hf_hub_id:
+        weights, source = pin(weights), _source(weights.name)
+        repository, license_name = source.hf_hub_id or str(source.url), source.license
+        revision = weights.revision if source.hf_hub_id else ""
+        if revision:
             # custom_load says how the file is read, and timm resets it where another repository is given.
-            repository = source.hf_hub_id.partition("@")[0]
-            overlay = {"hf_hub_id": f"{repository}@{weights.revision}", "custom_load": source.custom_load}
-        origin = Origin(
-            name=f"{TIMM}{weights.name}",
-            repository=source.hf_hub_id or str(source.url),
-            revision=weights.revision if source.hf_hub_id else "",
-            license=source.license or "",
-        )
+            place = f"{repository.partition('@')[0]}@{revision}"
+            overlay = {"hf_hub_id": place, "custom_load": source.custom_load}
         advice = (
             "check the network and HF_TOKEN, and that the arguments leave all weights but the positions as they are"
         )
@@ -202,6 +196,9 @@ def load(weights: TimmWeights | PackageWeights, model: ModelSettings, file: str 
         reason = limits.cut(" ".join(str(error).split()), 500)
         raise ModelError(f"{weights} cannot be built with the arguments {dict(args)}: {reason}; {advice}") from error
     network.pretrained_cfg.pop("state_dict", None)  # the weights a second time
+    origin = Origin(
+        name=str(weights).partition("@")[0], repository=repository, revision=revision, license=license_name or ""
+    )
     return models.wrap(network, settings, _labels(weights.name, network), origin)
 
 
