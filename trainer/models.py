@@ -356,12 +356,6 @@ def parameter_count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def describe(model: Classifier) -> dict[str, Any]:
-    """Return the main figures: architecture, parameters, and edge of the input in pixels."""
-    card = model.card
-    return {"architecture": card.architecture, "parameters": parameter_count(model), "image_size": card.image_size}
-
-
 def feature_size(model: Classifier) -> int:
     """Return the length D of the pooled features that the model's head reads; raises a `ModelError` if it reads something else.
 

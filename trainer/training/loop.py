@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.data.batch import Batch
-from trainer.data.loader import MicroBatches
+from trainer.data.loader import MicroBatches, positions
 from trainer.data.sampler import random_bits
 from trainer.devices import RowShardedOptimizer
 from trainer.errors import PreemptedError, SettingsError, TrainingError
@@ -177,18 +177,20 @@ class Trainer:
     def prefetch(self, first_step: int) -> Iterator[Prefetcher]:
         """Load this process's micro-batches from `first_step` on, `accumulation` a step, one ahead on the device."""
         training, processes, accumulation = self.training, self.processes, self.settings.accumulation
-        views = training.views
+        views, last_step, world_size = training.views, training.total_steps, processes.world_size
         batches = MicroBatches(
             views,
             training.order,
             count=self.settings.batch_size,
-            parts=processes.world_size * accumulation,
+            parts=world_size * accumulation,
             teacher_outputs=training.teacher_outputs,
         )
         loader = MicroBatchLoader(
             training.name,
             batches,
-            training.positions(first_step, training.total_steps, processes.rank),
+            positions(
+                self.settings, first_step=first_step, last_step=last_step, rank=processes.rank, world_size=world_size
+            ),
             accumulation=accumulation,
             workers="auto" if training.loading.workers is None else training.loading.workers,
             processes=processes,

@@ -196,11 +196,12 @@ class Session:
             threshold = None
             if self.data.targets is not None and model.card.labels:
                 threshold = 0.5 if model.card.threshold is None else model.card.threshold
-            model.card = replace(model.card, square=self.square, threshold=threshold)
+            model.card = card = replace(model.card, square=self.square, threshold=threshold)
             models.save(model, self.model.path)
-            name = val_name(self._measured) if model.card.labels else None
-            score = {name: self._measured[name]} if name else {}
-            self.model.figures.update(models.describe(model) | score)
+            parameters = models.parameter_count(model)
+            self.model.figures.update(architecture=card.architecture, parameters=parameters, image_size=card.image_size)
+            if card.labels and (name := val_name(self._measured)):
+                self.model.figures[name] = self._measured[name]
 
     def check_ours(self) -> None:
         """Raise `SupersededError`, before the outputs are written, where a later attempt at this stage writes them too."""

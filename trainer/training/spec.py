@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol, TypeVar
@@ -124,13 +124,6 @@ class TrainingSpec:
         low, models = self.low_resolution
         shares = [(self.settings.low_resolution.image_size / model.card.image_size) ** 2 for model in models[:1]]
         return steps - sum(min(steps, low) * (1 - share) for share in shares)
-
-    def positions(self, first_step: int, last_step: int, rank: int) -> Iterator[int]:
-        """Yield where the micro-batches of a process begin in the order."""
-        world_size = self.processes.world_size
-        return loader.positions(
-            self.settings, first_step=first_step, last_step=last_step, rank=rank, world_size=world_size
-        )
 
     def names(self, step: int, rank: int) -> list[str]:
         """Return the names of the samples that a process sees in a step."""
