@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from trainer import pages
 from trainer.charts import outlines
+from trainer.config import FeatureFormat
 from trainer.data.dataset import Targets
 from trainer.data.dataset_schema import UNLABELED
 from trainer.distillation.recording import RecordingDescription
@@ -174,22 +175,24 @@ def render(
 ) -> str:
     """Build the whole page, self-contained; `parents`: `dataset` and `teacher` -> fingerprint."""
     without = f" ({description.unlabeled:,} of them without a label)" if description.unlabeled else ""
-    what = f"{description.top_k} of {description.classes:,} logits" if held else _headless(description)
-    kept = description.feature_format if description.features else description.token_format
-    embedding = Paragraph(
-        f"The teacher has no head, so there are no logits: what is kept is {_headless(description)}, standardised; as {_PRECISION[kept]}."
-    )
-    content = [_mass(description, held), _answers(held)] if held else [PageSection("Embedding held", [embedding])]
+    if held:
+        what = f"{description.top_k} of {description.classes:,} logits"
+        content = [_mass(description, held), _answers(held)]
+    else:
+        kept: dict[str, FeatureFormat] = {}
+        if description.features:
+            kept[f"an embedding of {description.features:,} numbers"] = description.feature_format
+        if description.tokens:
+            kept[_tokens(description)] = description.token_format
+        what = " and ".join(kept)
+        each = "; and ".join(f"{name}, standardised; as {_PRECISION[form]}" for name, form in kept.items())
+        note = f"The teacher has no head, so there are no logits: what is kept is {each}."
+        content = [PageSection("Embedding held", [Paragraph(note)])]
     return pages.render(
         "Recorded teacher outputs",
         f"{description.views} views of {description.samples:,} training images{without}, {what} each",
         [*content, _cost(description, work), _origin(description, parents)],
     )
-
-
-def _headless(description: RecordingDescription) -> str:
-    """Name what is kept of a teacher without a head."""
-    return f"an embedding of {description.features:,} numbers" if description.features else _tokens(description)
 
 
 def _tokens(description: RecordingDescription) -> str:
@@ -199,14 +202,13 @@ def _tokens(description: RecordingDescription) -> str:
 
 
 def _mass(description: RecordingDescription, held: Coverage) -> PageSection:
-    means = held.mean_mass()
-    rows = [
-        (f"T = {one}", f"{means[row]:.4%}", f"{held.quantile(0.05, one):.4%}", f"{held.quantile(0.01, one):.4%}")
-        for row, one in enumerate(TEMPERATURES)
-    ]
-    table = Table(["temperature", "mean", "5 % of the views hold less than", "1 % of them less than"], rows)
     if description.top_k == description.classes:
         return PageSection("Probability mass held", [Paragraph("All logits were recorded; nothing is missing.")])
+    rows = [
+        (f"T = {one}", f"{mean:.4%}", f"{held.quantile(0.05, one):.4%}", f"{held.quantile(0.01, one):.4%}")
+        for one, mean in zip(TEMPERATURES, held.mean_mass(), strict=True)
+    ]
+    table = Table(["temperature", "mean", "5 % of the views hold less than", "1 % of them less than"], rows)
     note = (
         f"Share of the teacher's probability that falls on the {description.top_k} recorded classes. The others are known as one sum, so a "
         "distillation at T = 1 or 2 loses only how the teacher divides the rest among them."

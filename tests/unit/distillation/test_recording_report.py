@@ -91,3 +91,13 @@ def test_the_numbers_of_entries_end_with_those_recorded():
     assert [recording_report.entries(top_k) for top_k in (1, 2, 3, 10, 16)] == [
         [1], [1, 2], [1, 2, 3], [1, 2, 4, 8, 10], [1, 2, 4, 8, 16],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("features", "tokens"), [(16, None), (0, (2, 3, 8)), (16, (2, 3, 8))])
+def test_of_a_teacher_without_a_head_the_page_names_all_that_is_kept(features, tokens):
+    held = replace(DESCRIPTION, classes=0, top_k=0, features=features, tokens=tokens)
+    parents = {"teacher": "1" * 16, "dataset": "2" * 16}
+    page = recording_report.render(held, None, recording_report.RecordedWork(views=0, seconds=0.0), parents)
+    note = page[page.index("what is kept is") :].partition("</p>")[0]
+    assert ("an embedding of 16 numbers, standardised; as fp16" in note) == (features > 0)
+    assert ("2 x 3 patch tokens of 8 numbers, standardised; as int8" in note) == (tokens is not None)
