@@ -33,5 +33,4 @@ def val_name(figures: Mapping[str, Any]) -> str | None:
 
 def val_score(figures: Mapping[str, float] | None) -> float | None:
     """Return the score on the validation split; None where it was not measured."""
-    name = val_name(figures or {})
-    return (figures or {})[name] if name is not None else None
+    return next((figures[name] for name in VAL_TITLES if name in figures), None) if figures else None
