@@ -378,6 +378,52 @@ def test_data_sets_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monke
         list_source(f"hub:{tmp_path}/two")
 
 
+def test_the_splits_of_a_saved_dictionary_may_differ_in_nothing_but_the_labels_of_unlabeled(tmp_path: Path) -> None:
+    splits = {"unlabeled": table([0]).remove_columns("label"), "train": table([1, 0])}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
+    listing = list_source(f"hub:{tmp_path}/saved")
+    assert [(item.split, item.label) for item in listing.items] == [("unlabeled", -1), ("train", 1), ("train", 0)]
+    other = {
+        "order": table([1]).cast_column("label", datasets.ClassLabel(names=["a", "b"])),
+        "column": table([1], label="class"),
+        "image": table([1], images="photo"),
+    }
+    for name, test in other.items():
+        datasets.DatasetDict({"train": table([1, 0]), "test": test}).save_to_disk(str(tmp_path / name))
+        with pytest.raises(DataError, match="split test has other columns or classes than split train; give all"):
+            list_source(f"hub:{tmp_path}/{name}")
+
+
+def written(path: Path, kinds: datasets.Features, rows: dict[str, list[object]]) -> str:
+    """A saved table with rows that `datasets` itself would refuse or change."""
+    datasets.Dataset.from_dict({name: [None] for name in rows}, features=kinds).save_to_disk(str(path))
+    for shard in path.glob("*.arrow"):
+        with pa.OSFile(str(shard), "wb") as sink, pa.ipc.new_stream(sink, kinds.arrow_schema) as writer:
+            writer.write_table(pa.Table.from_pydict(rows, schema=kinds.arrow_schema))
+    return f"hub:{path}"
+
+
+def test_rows_of_a_saved_table_that_make_no_sense(tmp_path: Path) -> None:
+    label = datasets.ClassLabel(names=["a", "b"])
+    one = datasets.Features({"image": datasets.Image(), "label": label})
+    several = datasets.Features({"image": datasets.Image(), "labels": datasets.List(label)})
+    images: list[object] = [None, {"bytes": None, "path": None}, {"bytes": b"x", "path": None}]
+    listing = list_source(written(tmp_path / "images", one, {"image": images, "label": [0, 1, 1]}))
+    assert [listing.read(item.location) for item in listing.items] == [b"", b"", b"x"]
+    with pytest.raises(DataError, match="image 1 of split train has the label 2, but there are 2 classes; mend"):
+        list_source(written(tmp_path / "one", one, {"image": images, "label": [0, 2, 1]}))
+    with pytest.raises(DataError, match="image 2 of split train has the label 7, but there are 2 classes; mend"):
+        list_source(
+            written(tmp_path / "several", several, {"image": images, "labels": [[0], [], [1, 7]]}), multi_label=True
+        )
+    gap = written(tmp_path / "gap", several, {"image": images, "labels": [[0], [None, 1], [1]]})
+    assert [item.label for item in list_source(gap, multi_label=True).items] == [0, -1, 1]
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none/dataset_dict.json").write_text('{"splits": []}')
+    with pytest.raises(DataError, match=r"needs one column of kind Image, .* but has none"):
+        list_source(f"hub:{tmp_path}/none")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # source_version
 

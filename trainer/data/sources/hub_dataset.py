@@ -31,51 +31,63 @@ class HubDataset(ImageSource):
         import datasets  # type: ignore[import-untyped]  # here, because it takes a second to import
 
         tables = self._tables()
-        columns = next(iter(tables.values())).features
+        used = {name: SPLIT_NAMES[name.lower()] for name in tables if name.lower() in SPLIT_NAMES}
+        first = next((name for name, split in used.items() if split != "unlabeled"), next(iter(tables), ""))
+        columns = tables[first].features if tables else {}
         image_column = self._one_column(columns, datasets.Image, "image")
+        kinds, usual, of = columns, "label", ""
         if self.multi_label:
-            lists = {name: one.feature for name, one in columns.items() if isinstance(one, datasets.List)}
-            label_column = self._one_column(lists, datasets.ClassLabel, "labels", of="lists of ")
-            kind = lists[label_column]
-        else:
-            label_column = self._one_column(columns, datasets.ClassLabel, "label")
-            kind = columns[label_column]
-        classes = tuple(map(limits.printable_name, kind.names))
-        labels: dict[str, Sequence[Any]] = {}  # split of the data set -> label of each image
-        notes: list[str] = []
-        for name, table in tables.items():
-            if name.lower() not in SPLIT_NAMES:
-                notes.append(
-                    f"Split {name} ({len(table)} images) is none of train, val, test and unlabeled, and was not used."
+            kinds = {name: one.feature for name, one in columns.items() if isinstance(one, datasets.List)}
+            usual, of = "labels", "lists of "
+        label_column = self._one_column(kinds, datasets.ClassLabel, usual, of=of)
+        classes = tuple(map(limits.printable_name, kinds[label_column].names))
+        members: dict[str, list[tuple[int, ...] | None]] = {}
+        for name, split in used.items():
+            table, has_labels = tables[name], split != "unlabeled"
+            is_other = has_labels and table.features.get(label_column) != columns[label_column]
+            if is_other or not isinstance(table.features.get(image_column), datasets.Image):
+                raise DataError(
+                    f"hub data set {self.name}: split {name} has other columns or classes than split {first}; give all splits the "
+                    "same columns, with the same classes in the same order, save the data set, and give that folder"
                 )
-            else:
-                labels[name] = table[label_column][:]
-        sets = self._number_sets(labels, len(classes)) if self.multi_label else None
-        items = [
-            item for name, of_split in labels.items() for item in self._items(name, SPLIT_NAMES[name.lower()], of_split)
-        ]
-        raw = {name: table.cast_column(image_column, datasets.Image(decode=False)) for name, table in tables.items()}
-        columns_of = {name: table.select_columns([image_column]) for name, table in raw.items()}
-        read = partial(_read_row, tables=columns_of, column=image_column, folders=self._folders())
+            members[name] = (
+                self._members(name, table[label_column][:], len(classes)) if has_labels else [None] * len(table)
+            )
+        numbers: dict[tuple[int, ...], int] = {(label,): label for label in range(len(classes))}
+        if self.multi_label:
+            every = (one for of_split in members.values() for one in of_split if one is not None)
+            numbers = number_sets(every, len(classes), f"hub data set {self.name}")
+        columns_of = {name: tables[name].select_columns([image_column]) for name in used}
+        raw = {
+            name: table.cast_column(image_column, datasets.Image(decode=False)) for name, table in columns_of.items()
+        }
         return SourceListing(
-            items=items,
+            items=[item for name, split in used.items() for item in self._items(name, split, members[name], numbers)],
             classes=classes,
-            label_sets=None if sets is None else (*sets,),
-            read=read,
-            notes=tuple(notes),
+            label_sets=(*numbers,) if self.multi_label else None,
+            read=partial(_read_row, tables=raw, column=image_column, folders=self._folders()),
+            notes=tuple(
+                f"Split {name} ({len(table)} images) is none of train, val, test and unlabeled, and was not used."
+                for name, table in tables.items()
+                if name not in used
+            ),
         )
 
-    def _number_sets(self, labels: dict[str, Sequence[Any]], classes: int) -> dict[tuple[int, ...], int]:
-        """Number the sets of classes that images have, and put these numbers in the place of the lists, in each split."""
-        for name, of_split in labels.items():
-            labels[name] = [
-                None if one is None or min(one, default=0) < 0 else tuple(sorted({*one})) for one in of_split
-            ]
-        every = (one for of_split in labels.values() for one in of_split if one is not None)
-        sets = number_sets(every, classes, f"hub data set {self.name}")
-        for name, of_split in labels.items():
-            labels[name] = [None if one is None else sets[one] for one in of_split]
-        return sets
+    def _members(self, name: str, labels: Iterable[Any], classes: int) -> list[tuple[int, ...] | None]:
+        """Return the classes of each image of a split, None where they are not known."""
+        members: list[tuple[int, ...] | None] = []
+        for given in labels:
+            one = given if self.multi_label else [given]
+            if one is None or any(label is None or label < 0 for label in one):
+                members.append(None)
+                continue
+            if max(one, default=0) >= classes:
+                raise DataError(
+                    f"hub data set {self.name}: image {len(members)} of split {name} has the label {max(one)}, but there are {classes} "
+                    "classes; mend its label"
+                )
+            members.append(tuple(sorted({*one})))
+        return members
 
     def version(self) -> str:
         name = self.name.partition(":")[0]
@@ -109,11 +121,16 @@ class HubDataset(ImageSource):
             f"{', '.join(found) or 'none'}; rename or cast the columns, save the data set, and give that folder"
         )
 
-    def _items(self, name: str, split: SplitName, labels: Iterable[int | None]) -> list[Item]:
+    def _items(
+        self,
+        name: str,
+        split: SplitName,
+        members: Sequence[tuple[int, ...] | None],
+        numbers: Mapping[tuple[int, ...], int],
+    ) -> list[Item]:
         """List a split; one without any label (as some tests are published) serves as unlabelled images."""
-        known = [UNLABELED if label is None or label < 0 else label for label in labels]
-        without = known.count(UNLABELED)
-        if 0 < without < len(known) and split in ("val", "test"):
+        without = members.count(None)
+        if 0 < without < len(members) and split in ("val", "test"):
             raise DataError(
                 f"hub data set {self.name}: {without} images of split {name} have no label; remove them from it"
             )
@@ -121,10 +138,10 @@ class HubDataset(ImageSource):
             Item(
                 name=f"{name}/{index:07d}",
                 location=f"{name}/{index}",
-                label=UNLABELED if split == "unlabeled" else label,
-                split="unlabeled" if label == UNLABELED else split,
+                label=UNLABELED if classes is None else numbers[classes],
+                split="unlabeled" if classes is None else split,
             )
-            for index, label in enumerate(known)
+            for index, classes in enumerate(members)
         ]
 
     def _folders(self) -> tuple[str, ...]:
@@ -145,13 +162,11 @@ def _read_row(location: str, *, tables: Mapping[str, Any], column: str, folders:
         folders: where images may lie that the tables only name; anywhere if empty.
     """
     split, _, index = location.rpartition("/")
-    image = tables[split][int(index)][column]
-    if image is None:
-        return b""
-    if image["bytes"] is not None:
-        encoded: bytes = image["bytes"]
-        return encoded
-    path = image["path"]
+    image = tables[split][int(index)][column] or {}
+    encoded: bytes | None = image.get("bytes")
+    path = image.get("path")
+    if encoded is not None or path is None:
+        return encoded or b""
     real = "" if storage.is_remote(path) else os.path.realpath(path)
     if folders and not any(real.startswith(f"{folder}/") for folder in folders):
         raise PermissionError(errno.EPERM, f"lies outside of {' and '.join(folders)} (data.outside)", path)
