@@ -45,10 +45,18 @@ def test_a_folder_that_links_out_is_refused(photos: Path, target: str) -> None:
 
 def test_a_file_that_links_out_is_refused_and_a_hidden_one_is_passed_by(photos: Path) -> None:
     (photos / ".git").symlink_to(photos.parent / "secret")
+    touch(photos / ".cache" / "/".join("a" * (limits.FOLDER_DEPTH + 1)) / "1.jpg")
     assert len(list_source(f"imagefolder:{photos}").items) == 1
     (photos / "cat" / "2.jpg").symlink_to(photos.parent / "secret" / "1.jpg")
     with pytest.raises(DataError, match=r"cat/2.jpg is a link to .*secret/1.jpg, which lies outside"):
         list_source(f"imagefolder:{photos}")
+
+
+def test_a_link_to_itself_is_named(photos: Path) -> None:
+    (photos / "cat" / "2.jpg").symlink_to("2.jpg")
+    for outside in ("refuse", "read"):
+        with pytest.raises(DataError, match=r"cannot be listed \(.*Too many levels of symbolic links: .*cat/2.jpg'\)"):
+            list_source(f"imagefolder:{photos}", outside=outside)
 
 
 def test_names_that_steer_a_terminal_are_shown_as_escapes(photos: Path) -> None:

@@ -115,7 +115,9 @@ def list_files(folder: str, outside: Outside) -> list[SourceFile]:
             if not names:
                 raise DataError(f"folder {folder}: does not exist; check data.source")
             found: Iterator[SourceFile] = (
-                SourceFile(limits.printable_name(name), storage.join(folder, name)) for name in names
+                SourceFile(limits.printable_name(name), storage.join(folder, name))
+                for name in names
+                if not _is_hidden(name)
             )
         else:
             root = storage.local_path(folder)
@@ -131,7 +133,7 @@ def list_files(folder: str, outside: Outside) -> list[SourceFile]:
         ) from error
     if len(files) > limits.SOURCE_IMAGES:
         raise DataError(_too_many_files(folder))
-    return [file for file in files if not _is_hidden(file.name)]
+    return files
 
 
 def _too_many_files(folder: str) -> str:
@@ -143,7 +145,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _walk(root: Path, outside: Outside) -> Iterator[SourceFile]:
-    """Yield the files below a folder of this machine, through links too (data sets are often linked together), but never around a loop."""
+    """Yield what `list_files` lists of a folder of this machine, through links too (data sets are often linked), never around a loop."""
     real_root, counted = root.resolve(), itertools.count(1)
 
     def files(folder: Path, prefix: str, above: frozenset[Path]) -> Iterator[SourceFile]:
@@ -161,13 +163,16 @@ def _walk(root: Path, outside: Outside) -> Iterator[SourceFile]:
             )
         with os.scandir(folder) as entries:
             for entry in entries:
+                if _is_hidden(entry.name):
+                    continue
                 path, name = Path(entry.path), prefix + entry.name
-                followed = entry.is_symlink() and not _is_hidden(entry.name) and outside == "refuse"
-                if followed and not path.resolve().is_relative_to(real_root):
-                    raise DataError(
-                        f"folder {root}: {name} is a link to {path.resolve()}, which lies outside of it; remove it, or set "
-                        "data.outside=read if you trust who made it"
-                    )
+                if entry.is_symlink() and outside == "refuse":
+                    target = Path(os.path.realpath(path))  # Path.resolve raises a RuntimeError for a link to itself
+                    if not target.is_relative_to(real_root):
+                        raise DataError(
+                            f"folder {root}: {name} is a link to {target}, which lies outside of it; remove it, or set "
+                            "data.outside=read if you trust who made it"
+                        )
                 if entry.is_dir():
                     yield from files(path, f"{name}/", above | {real})
                 # A dangling link counts as a file, so that it is reported; a pipe does not, since reading it would block.
