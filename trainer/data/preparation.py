@@ -313,7 +313,7 @@ def _content(item: Item, read: Read) -> str:
 def _read(item: Item, read: Read) -> bytes:
     try:
         return read(item.location)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise BadImageError("no such file") from error
     except ObjectTooLargeError as error:
         raise BadImageError(f"too large: more than {limits.IMAGE_BYTES:,} bytes") from error

@@ -19,11 +19,12 @@ from sklearn.datasets import load_digits
 
 from trainer.config import DataSettings
 from trainer.data import preparation
+from trainer.data.curation import Quarantined
 from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import SPLITS, DatasetDescription
 from trainer.data.decode_cache import DecodeCache
 from trainer.data.preparation import content_key, encode_square, prepare
-from trainer.data.sources import Item, SourceListing
+from trainer.data.sources import Item, SourceListing, read_file
 from trainer.errors import DataError
 from trainer.served_student.preprocessing import decode
 from trainer.stages.prepare import run
@@ -323,6 +324,14 @@ def test_storage_that_fails_is_not_the_image_s_fault(tmp_path: Path) -> None:
     listing = SourceListing(items=[item], classes=("a",), read=lambda location: Path(location).read_bytes())
     with pytest.raises(DataError, match=r"image x\.png: reading it failed .* see to the storage"):
         preparation._decode_all(listing, settings(tmp_path), cache(tmp_path), 1)
+
+
+def test_a_path_through_a_file_names_no_image(tmp_path: Path) -> None:
+    (tmp_path / "1.png").touch()
+    item = Item(name="x.png", location=f"{tmp_path}/1.png/x.png", label=0, split="train")
+    listing = SourceListing(items=[item], classes=("a",), read=read_file)
+    (outcome,) = preparation._decode_all(listing, settings(tmp_path), cache(tmp_path), 1)
+    assert outcome == Quarantined(name="x.png", reason="no such file")
 
 
 def test_a_process_that_dies_is_reported(tmp_path: Path) -> None:

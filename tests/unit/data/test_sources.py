@@ -456,6 +456,8 @@ def test_the_version_follows_every_change_of_a_manifest_and_its_images(tmp_path:
     seen.append(source_version(source))
     assert len(set(seen)) == 4
     assert source_version(source) == seen[-1]
+    (tmp_path / "3.jpg").symlink_to("3.jpg")
+    assert source_version(manifest(tmp_path, "path,label\n1.jpg,x\n2.jpg/2.jpg,y\n3.jpg,z\n")), "reading says why not"
 
 
 def test_the_version_of_what_is_missing_is_an_error(tmp_path: Path, object_store) -> None:

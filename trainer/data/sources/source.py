@@ -140,10 +140,10 @@ def read_file(location: str, limit: int = limits.IMAGE_BYTES) -> bytes:
 
 
 def size_and_mtime(location: str) -> tuple[int, int]:
-    """Return size and time of change (in ns) of a local file; (-1, 0) where there is none, so that its arrival counts as a change."""
+    """Return size and time of change (in ns) of a local file; (-1, 0) where none can be seen, so that its arrival counts as a change."""
     try:
         status = storage.local_path(location).stat()
-    except FileNotFoundError:
+    except OSError:  # reading it says why
         return -1, 0
     return status.st_size, status.st_mtime_ns
 
