@@ -16,7 +16,7 @@ from trainer import formatting, limits, pages
 from trainer.charts import stacked_columns
 from trainer.config import DataSettings
 from trainer.data import near_duplicates
-from trainer.data.curation import Dropped, ImageCandidate, Members, Quarantined
+from trainer.data.curation import Dropped, ImageCandidate, Members, Quarantined, count_classes
 from trainer.data.dataset_schema import DROPPED, NEAR_DUPLICATES, QUARANTINE, UNLABELED, SplitName
 from trainer.data.near_duplicates import NearDuplicates
 from trainer.data.sources.source import SourceListing
@@ -87,7 +87,7 @@ def data_card(
 def _classes(classes: Sequence[str], of_labels: Members, splits: Splits) -> PageSection:
     counts: dict[SplitName, list[int]] = {}  # split -> images of each class
     for split in _LABELED:
-        found = Counter(one for image in splits[split] for one in of_labels[image.label])
+        found = count_classes(splits[split], of_labels)
         counts[split] = [found[label] for label in range(len(classes))]
     totals = [sum(of_class) for of_class in zip(*counts.values(), strict=True)]
     rows = [(*row, total) for *row, total in zip(classes, *counts.values(), totals, strict=True)]

@@ -138,10 +138,10 @@ def take_missing_splits(
         together[(groups or {}).get(candidate.key, candidate.key)].append(candidate)
     moved: dict[str, SplitName] = {}
     several = any(len(of_label) != 1 for of_label in members)
-    left = Counter(one for image in taken for one in members[image.label])  # images of each class in train
+    left = count_classes(taken, members)  # images of each class in train
     for images in together.values():  # by the smallest place of each
         counts = Counter(stratum[image.label] for image in images)
-        lost = Counter(one for image in images for one in members[image.label])
+        lost = count_classes(images, members)
         if several and any(left[one] <= count for one, count in lost.items()):
             continue
         for split, free in room.items():
@@ -158,8 +158,13 @@ def take_missing_splits(
 
 def _rarest_class(candidates: Iterable[ImageCandidate], members: Members) -> Sequence[int]:
     """Return of each label the class of it which the fewest images have, -1 for the label of no class."""
-    counts = Counter(one for candidate in candidates for one in members[candidate.label])
+    counts = count_classes(candidates, members)
     return [min(of_label, key=lambda one: (counts[one], one), default=-1) for of_label in members]
+
+
+def count_classes(candidates: Iterable[ImageCandidate], members: Members) -> Counter[int]:
+    """Count the images of each class."""
+    return Counter(one for image in candidates if image.label != UNLABELED for one in members[image.label])
 
 
 def place(key: str, seed: int) -> float:
@@ -181,15 +186,11 @@ def check_classes(
     """
     if len(classes) == 1:
         raise DataError(f"data.source={settings.source}: has only one class, {classes[0]!r}; add images of another one")
-    counts = dict.fromkeys(classes, 0)
-    for candidate in candidates:
-        if candidate.label != UNLABELED:
-            for one in members[candidate.label]:
-                counts[classes[one]] += 1
-    few = {name: count for name, count in counts.items() if count < settings.min_images_per_class}
+    counts = count_classes(candidates, members)
+    few = {label: counts[label] for label in range(len(classes)) if counts[label] < settings.min_images_per_class}
     if few:
         raise DataError(
-            f"{_some_classes(few)}: fewer good labelled images than data.min_images_per_class={settings.min_images_per_class}; "
+            f"{_some_classes(classes, few)}: fewer good labelled images than data.min_images_per_class={settings.min_images_per_class}; "
             "add images or remove the class"
         )
 
@@ -207,13 +208,12 @@ def check_splits(
     Raises:
         DataError: a class has no training image, or val or test is empty.
     """
-    counts: dict[SplitName, dict[str, int]] = {split: dict.fromkeys(classes, 0) for split in ("train", "val", "test")}
-    for candidate in candidates:
-        if candidate.split != "unlabeled":
-            for one in members[candidate.label]:
-                counts[candidate.split][classes[one]] += 1
-    for split, by_class in counts.items():
-        if not any(by_class.values()):
+    counts = {
+        split: count_classes((one for one in candidates if one.split == split), members)
+        for split in ("train", "val", "test")
+    }
+    for split, of_split in counts.items():
+        if not of_split:
             there = any(candidate.split == split for candidate in candidates)
             what = (
                 "has images, but none of any class"
@@ -221,21 +221,21 @@ def check_splits(
                 else "is empty: the source has no good labelled image for it"
             )
             raise DataError(f"split {split} {what}; add some")
-    untaught = {name: count for name, count in counts["train"].items() if count == 0}
-    measured = {name: counts["val"][name] + counts["test"][name] for name in untaught}
-    unlisted = {name: count for name, count in measured.items() if classes.index(name) not in taught}
+    untaught = {label: 0 for label in range(len(classes)) if not counts["train"][label]}
+    unlisted = {label: counts["val"][label] + counts["test"][label] for label in untaught if label not in taught}
     if unlisted:
-        where = " and ".join(split for split in ("val", "test") if any(counts[split][name] for name in unlisted))
+        where = " and ".join(split for split in ("val", "test") if any(counts[split][label] for label in unlisted))
         raise DataError(
-            f"{_some_classes(unlisted)}: the source has no training image of it, only images in {where}, so it cannot be learnt; add "
-            f"training images, remove the class from {where}, or correct its name if it is another one in train"
+            f"{_some_classes(classes, unlisted)}: the source has no training image of it, only images in {where}, so it cannot be learnt; "
+            f"add training images, remove the class from {where}, or correct its name if it is another one in train"
         )
     if untaught:
         raise DataError(
-            f"{_some_classes(untaught)}: no training image is left beside those of val and test; add training images or remove the class"
+            f"{_some_classes(classes, untaught)}: no training image is left beside those of val and test; add training images "
+            "or remove the class"
         )
 
 
-def _some_classes(counts: Mapping[str, int]) -> str:
-    shown = listed([f"{name!r} ({count})" for name, count in counts.items()], 5)
+def _some_classes(classes: Sequence[str], counts: Mapping[int, int]) -> str:
+    shown = listed([f"{classes[label]!r} ({count})" for label, count in counts.items()], 5)
     return f"{'class' if len(counts) == 1 else 'classes'} {shown}"
