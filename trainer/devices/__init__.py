@@ -49,6 +49,8 @@ class Device:
     traces: bool = False
     """Whether operations are only noted until `dispatch`: what is noted has to be the same in each step, and reading a tensor breaks it
     up. Shapes, and numbers that become a part of it, must not change."""
+    pins_memory: bool = False
+    """Whether transfers from page-locked memory overlap with the device's work."""
 
     def open(self) -> Self:
         """Make sure that it is there, or raise a `SettingsError`; some runtimes need several processes to have met before."""
@@ -80,11 +82,6 @@ class Device:
 
     def dispatch(self) -> None:
         """Hand what was noted to the device, where that does not begin by itself."""
-
-    @property
-    def pins_memory(self) -> bool:
-        """Whether transfers from page-locked memory overlap with the device's work."""
-        return False
 
     def send_ahead(self, items: Iterable[Item]) -> Generator[Item]:
         """The same items; where the device traces, lists of tensors in them have been sent to it, ahead of the training."""
@@ -184,6 +181,8 @@ HOST = Host(kind="cpu", torch_device=torch.device("cpu"), backend="gloo", has_bf
 class CudaDevice(Device):
     """A GPU of NVIDIA."""
 
+    pins_memory: bool = True  # copies from page-locked memory go over a stream of their own
+
     def seed(self, seed: int) -> None:
         super().seed(seed)
         torch.cuda.manual_seed(seed)
@@ -205,10 +204,6 @@ class CudaDevice(Device):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
-
-    @property
-    def pins_memory(self) -> bool:
-        return True  # copies from page-locked memory go over a stream of their own
 
 
 class RowShardedOptimizer(torch.optim.Optimizer):

@@ -20,7 +20,7 @@ from torch_xla.core import xla_model
 from torch_xla.distributed import parallel_loader
 from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
-from trainer.config import Compile, Precision
+from trainer.config import Compile
 from trainer.devices import Device, Item, RowShardedOptimizer
 from trainer.errors import SettingsError
 
@@ -41,7 +41,7 @@ class XlaDevice(Device):
             kind="xla",
             torch_device=torch.device("xla", 0),
             backend="xla",
-            has_bf16=is_accelerator,
+            has_bf16=is_accelerator,  # by autocast; XLA_USE_BF16 and XLA_DOWNCAST_BF16 would change the weights too
             compiles=False,
             traces=True,
         )
@@ -60,10 +60,6 @@ class XlaDevice(Device):
         if setting == "on":
             raise SettingsError("compile=on: XLA compiles whole steps by itself; set compile=auto")
         return False
-
-    def autocast(self, precision: Precision) -> AbstractContextManager[object]:
-        """bf16 autocast, or none; `XLA_USE_BF16` and `XLA_DOWNCAST_BF16` would change the weights too."""
-        return torch.autocast("xla", dtype=torch.bfloat16, enabled=self.uses_bf16(precision))
 
     def inference(self) -> AbstractContextManager[object]:
         # Torch's inference mode cannot make views of weights that were made outside of it, on this device.
@@ -115,16 +111,14 @@ class XlaDevice(Device):
         return True
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter], *, world_size: int, bf16: bool) -> None:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if world_size == 1:
             return
-        if not bf16:
-            xla_model.all_reduce(xla_model.REDUCE_SUM, gradients, scale=1 / world_size)
-            return
-        sent = [gradient.bfloat16() for gradient in gradients]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        sent = [gradient.bfloat16() for gradient in gradients] if bf16 else gradients
         xla_model.all_reduce(xla_model.REDUCE_SUM, sent, scale=1 / world_size)
-        for gradient, mean in zip(gradients, sent, strict=True):
-            gradient.copy_(mean)
+        if bf16:
+            for gradient, mean in zip(gradients, sent, strict=True):
+                gradient.copy_(mean)
 
     def average(self, tensors: Sequence[Tensor], *, world_size: int) -> None:
         xla_model.all_reduce(xla_model.REDUCE_SUM, [*tensors], scale=1 / world_size)
