@@ -89,13 +89,12 @@ def list_source(source: str, *, outside: Outside = "refuse", multi_label: bool =
         )
     if not listing.items:
         raise DataError(f"data.source={source}: holds no images; check the path")
-    if multi_label and (not listing.classes or NAMED in listing.classes):
-        what = (
-            f"a class is called {NAMED!r}, as the column of a prediction is"
-            if listing.classes
-            else "no image is of any class"
+    if multi_label and not listing.classes:
+        raise DataError(f"data.source={source}: no image is of any class; add labels")
+    if multi_label and NAMED in listing.classes:
+        raise DataError(
+            f"data.source={source}: a class is called {NAMED!r}, as the column of a prediction is; rename it"
         )
-        raise DataError(f"data.source={source}: {what}; {'rename it' if listing.classes else 'add labels'}")
     if all(item.label == UNLABELED for item in listing.items):
         raise DataError(
             f"data.source={source}: none of its {len(listing.items)} images has a label; put them into a folder per class, or add labels"

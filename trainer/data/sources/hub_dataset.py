@@ -18,7 +18,6 @@ from trainer.data.sources.source import (
     Item,
     SourceListing,
     UnknownVersionError,
-    number_sets,
     read_file,
 )
 from trainer.errors import DataError
@@ -53,10 +52,8 @@ class HubDataset(ImageSource):
             members[name] = (
                 self._members(name, table[label_column][:], len(classes)) if has_labels else [None] * len(table)
             )
-        numbers: dict[tuple[int, ...], int] = {(label,): label for label in range(len(classes))}
-        if self.multi_label:
-            every = (one for of_split in members.values() for one in of_split if one is not None)
-            numbers = number_sets(every, len(classes), f"hub data set {self.name}")
+        every = (one for of_split in members.values() for one in of_split if one is not None)
+        numbers = self.number_labels(every, len(classes), f"hub data set {self.name}")
         columns_of = {name: tables[name].select_columns([image_column]) for name in used}
         raw = {
             name: table.cast_column(image_column, datasets.Image(decode=False)) for name, table in columns_of.items()

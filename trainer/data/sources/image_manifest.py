@@ -20,7 +20,6 @@ from trainer.data.sources.source import (
     Item,
     SourceListing,
     UnknownVersionError,
-    number_sets,
     objects_digest,
     read_file,
     size_and_mtime,
@@ -60,9 +59,7 @@ class ImageManifest(ImageSource):
         classes = tuple(sorted({label for labels in named.values() for label in labels}))
         index = {name: number for number, name in enumerate(classes)}
         members = {text: tuple(sorted(index[label] for label in labels)) for text, labels in named.items()}
-        numbers: dict[tuple[int, ...], int] = {(label,): label for label in range(len(classes))}
-        if self.multi_label:
-            numbers = number_sets(members.values(), len(classes), f"manifest {self.name}")
+        numbers = self.number_labels(members.values(), len(classes), f"manifest {self.name}")
         items = [
             Item(
                 name=row.name,

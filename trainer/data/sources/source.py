@@ -69,22 +69,6 @@ class SourceListing:
         return [" | ".join(self.classes[one] for one in of_label) or NO_CLASS for of_label in self.members]
 
 
-def number_sets(sets: Iterable[tuple[int, ...]], classes: int, source: str) -> dict[tuple[int, ...], int]:
-    """Number the different sets of a source's classes that its images have, in ascending order.
-
-    Raises:
-        DataError: there are too many.
-    """
-    different = sorted(set(sets))
-    most = min(limits.LABEL_SETS, limits.LABEL_CELLS // max(classes, 1))
-    if len(different) > most:
-        raise DataError(
-            f"{source}: has {len(different):,} different sets of {classes:,} labels, more than {most:,}; leave out labels that few "
-            "images have"
-        )
-    return {members: number for number, members in enumerate(different)}
-
-
 class UnknownVersionError(Exception):
     """It cannot be known whether the images have changed; the text says why."""
 
@@ -95,6 +79,23 @@ class ImageSource(ABC):
     def __init__(self, name: str, outside: Outside, *, multi_label: bool = False) -> None:
         """`multi_label`: whether an image may have several labels, where the kind of source can say so."""
         self.name, self.outside, self.multi_label = name, outside, multi_label
+
+    def number_labels(self, members: Iterable[tuple[int, ...]], classes: int, name: str) -> dict[tuple[int, ...], int]:
+        """Number the labels, in ascending order: the sets of classes that images have where they may have several, else the classes.
+
+        Raises:
+            DataError: there are too many sets.
+        """
+        if not self.multi_label:
+            return {(label,): label for label in range(classes)}
+        different = sorted(set(members))
+        most = min(limits.LABEL_SETS, limits.LABEL_CELLS // max(classes, 1))
+        if len(different) > most:
+            raise DataError(
+                f"{name}: has {len(different):,} different sets of {classes:,} labels, more than {most:,}; leave out labels that few "
+                "images have"
+            )
+        return {one: number for number, one in enumerate(different)}
 
     @abstractmethod
     def listing(self) -> SourceListing:
