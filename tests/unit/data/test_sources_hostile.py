@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from trainer import limits
@@ -119,6 +120,13 @@ def test_a_line_that_leads_out_is_refused_with_its_number(photos: Path, path: st
         DataError, match=r"list.csv, line 3: '.*' lies outside of .*photos; move it there, or set data.outside=read"
     ):
         list_source(f"manifest:{written(photos, 'cat/1.jpg', path)}")
+
+
+def test_a_list_in_a_store_names_no_file_of_this_machine(photos: Path) -> None:
+    fsspec.filesystem("memory").pipe("/lists/list.csv", f"path,label\n{photos}/cat/1.jpg,cat\n".encode())
+    with pytest.raises(DataError, match=r"line 2: '.*cat/1.jpg' lies outside of memory://lists; move it there"):
+        list_source("manifest:memory://lists/list.csv")
+    assert len(list_source("manifest:memory://lists/list.csv", outside="read").items) == 1
 
 
 def test_lines_within_the_folder_are_read_however_they_are_written(photos: Path) -> None:

@@ -50,8 +50,8 @@ class ImageManifest(ImageSource):
 
     @functools.cached_property
     def _real_folder(self) -> str:
-        """The folder of the list without links, where it is on this machine."""
-        return "" if storage.is_remote(self._folder) else os.path.realpath(storage.local_path(self._folder))
+        """The folder of the list, which is on this machine, without links."""
+        return os.path.realpath(storage.local_path(self._folder))
 
     def listing(self) -> SourceListing:
         rows = list(self._rows(self._text()))
@@ -156,7 +156,7 @@ class ImageManifest(ImageSource):
 
     def _holds(self, location: str) -> bool:
         """Whether an image lies in the folder of the list, also by its links."""
-        if storage.is_remote(location):
+        if storage.is_remote(location) or storage.is_remote(self._folder):
             return location.startswith(f"{self._folder}/") and ".." not in location.split("/")
         file = storage.local_path(location)
         real = os.path.join(self._real_path(str(file.parent)), file.name)  # noqa: PTH118  # a Path takes ten times as long
