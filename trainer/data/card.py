@@ -76,9 +76,9 @@ def data_card(
         PageSection("Images", [Table(["", "images"], rows), *map(Paragraph, listing.notes)]),
         _samples(classes, of_labels, splits, read),
         _classes(classes, of_labels, splits),
-        *([_known(tags)] if tags is not None else []),
+        _known(tags) if tags is not None else None,
         _sizes([member for members in splits.values() for member in members], settings.image_size),
-        *([_near_duplicates(near, settings, listing.label_names, read)] if near is not None and near.pairs else []),
+        _near_duplicates(near, settings, listing.label_names, read) if near is not None and near.pairs else None,
         _left_out(quarantined, dropped),
     ]
     return pages.render("Data card", lead, sections)

@@ -99,7 +99,7 @@ def _text(setting: str, file: str) -> str:
             )
         location = str(RECIPES / bundled)
     try:
-        text = read_file(location, limits.TABLE_BYTES).decode("utf-8-sig")
+        return read_file(location, limits.TABLE_BYTES).decode("utf-8-sig")
     except FileNotFoundError as error:
         raise DataError(f"{name}: there is no such file; check the path") from error
     except UnicodeDecodeError as error:
@@ -110,7 +110,6 @@ def _text(setting: str, file: str) -> str:
         ) from error
     except (OSError, StorageError) as error:
         raise DataError(f"{name}: cannot be read ({error}); check the path and the right to read it") from error
-    return text
 
 
 @dataclass(frozen=True, kw_only=True)

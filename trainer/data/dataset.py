@@ -80,7 +80,7 @@ class Split:
         part._table = self._table.select(range(min(count, len(self))))
         part._files, part._decoded = _files(part._table), None
         part.labels, part.keys = self.labels[:count], self.keys[:count]
-        part.targets = self.targets
+        part.targets = self.targets  # which a copy leaves behind, as `__getstate__` says
         return part
 
     @property

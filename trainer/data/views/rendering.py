@@ -79,12 +79,16 @@ def fill_together(views: Tensor, rows: Tensor, edges: Tensor) -> None:
     [n, 4], are on the CPU.
     """
     rows, edges = to_device(rows, views.device), to_device(edges, views.device)
-    left, top, right, bottom = edges.view(-1, 4, 1).unbind(1)
-    place = torch.arange(views.shape[-1], device=views.device)
-    columns, lines = (place >= left) & (place < right), (place >= top) & (place < bottom)
-    inside = (lines.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(1)  # [n, 1, V, V]
+    inside = _inside(edges, torch.arange(views.shape[-1], device=views.device))
     chosen = views.index_select(0, rows)
     views.index_copy_(0, rows, torch.where(inside, levels(channel_means(chosen)), chosen))
+
+
+def _inside(boxes: Tensor, places: Tensor) -> Tensor:
+    """Mark the pixels in boxes, left, top, right, bottom, [n, 4], of places along an edge, [V], in the same unit: bool [n, 1, V, V]."""
+    left, top, right, bottom = boxes.view(-1, 4, 1).unbind(1)
+    columns, lines = (places >= left) & (places < right), (places >= top) & (places < bottom)
+    return (lines.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -225,9 +229,6 @@ def mix(images: Tensor, mixing: Mixing) -> Tensor:
     centre = (torch.arange(images.shape[-1], device=mixing.box.device) + 0.5) / images.shape[-1]  # of each pixel
     for rows in cache_sized_slices(mixed):
         own, partner = images[rows].float(), images[mixing.partner[rows]].float()
-        left, top, right, bottom = mixing.box[rows].view(-1, 4, 1).unbind(1)
-        columns, lines = (centre >= left) & (centre < right), (centre >= top) & (centre < bottom)
-        inside = (lines.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(1)  # [b, 1, V, V]
-        weight = mixing.blend[rows].view(-1, 1, 1, 1).masked_fill(inside, 0)
+        weight = mixing.blend[rows].view(-1, 1, 1, 1).masked_fill(_inside(mixing.box[rows], centre), 0)
         mixed[rows] = levels(own.sub_(partner).mul_(weight).add_(partner))
     return mixed
