@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from trainer import limits, local_files, storage
 from trainer.config import Outside
@@ -58,12 +59,12 @@ class SourceListing:
     notes: tuple[str, ...] = ()  # what was left out, for the data card
     groups: tuple[str, ...] = ()  # folders above each class's own, joined by /, by label; none without folders
 
-    @property
+    @cached_property
     def members(self) -> Sequence[tuple[int, ...]]:
         """The classes of each label."""
         return self.label_sets if self.label_sets is not None else [(number,) for number in range(len(self.classes))]
 
-    @property
+    @cached_property
     def label_names(self) -> Sequence[str]:
         """The name of each label: that of its class, or those of its classes."""
         return [" | ".join(self.classes[one] for one in of_label) or NO_CLASS for of_label in self.members]
