@@ -76,7 +76,7 @@ class XlaDevice(Device):
     def dispatch(self) -> None:
         """Hand what was noted to the device as one graph, which is compiled if it was never seen; the host does not wait for the result."""
         torch_xla.sync()
-        _Dispatches.count += 1
+        InFlight.dispatches += 1
 
     def is_out_of_memory(self, error: RuntimeError) -> bool:
         return "RESOURCE_EXHAUSTED" in str(error)  # no type of error says so
@@ -155,22 +155,19 @@ class ShardedAdamW(ZeroRedundancyOptimizer, RowShardedOptimizer):  # type: ignor
         self._sync_param_groups(self.base_optimizer.param_groups, self.param_groups)
 
 
-class _Dispatches:
-    """How many graphs this process has handed over; a device executes one after the other."""
-
-    count = 0
-
-
 class InFlight:
     """Tensors that are being computed: read without waiting once the graph after theirs was handed over."""
 
+    dispatches = 0
+    """How many graphs this process has handed over; a device executes one after the other."""
+
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors, self._due = tensors, _Dispatches.count + 2
+        self._tensors, self._due = tensors, self.dispatches + 2
 
     @property
     def arrived(self) -> bool:
         """Whether they are known to be computed; the same on all processes that hand over equally often."""
-        return _Dispatches.count >= self._due
+        return self.dispatches >= self._due
 
     def wait(self) -> Sequence[Tensor]:
         copies: list[Tensor] = torch_xla._XLAC._xla_get_cpu_tensors(list(self._tensors))
