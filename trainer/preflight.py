@@ -65,10 +65,7 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1, device
         if is_listed
         else None
     )
-    if listing:
-        class_tables.read_tags(settings.data, listing)
-    else:
-        class_tables.check_tables(settings.data)
+    class_tables.read_tags(settings.data, listing)
     classes = listing.classes if listing else ()
     for further in settings.distill.further_teachers:
         if trains_here or storage.is_remote(further):

@@ -29,27 +29,29 @@ _NUMBER = re.compile(r"[+-]?([0-9]{1,20}(\.[0-9]{0,20})?|\.[0-9]{1,20})([eE][+-]
 _SHOWN = 5  # most names in a message
 
 
-def read_tags(settings: DataSettings, listing: SourceListing) -> ClassTags | None:
+def read_tags(settings: DataSettings, listing: SourceListing | None) -> ClassTags | None:
     """Read what the settings say of the source's classes; None where they say nothing.
+
+    Where the classes are not known yet (`listing` is None), the tables alone are checked, and nothing comes back.
 
     Raises:
         DataError: a table cannot be read, contradicts itself, or is not of these classes.
     """
-    taken = _other_columns(settings)
-    for name in taken.keys() & set(listing.classes):
+    taken, classes = _other_columns(settings), listing.classes if listing else None
+    for name in taken.keys() & set(classes or ()):
         raise DataError(
             f"data.source={settings.source}: a class is named {name!r}, as a column of the predictions is where {taken[name]} is set; "
             "rename the class"
         )
     if not (settings.attributes or settings.hierarchy):
         return None
-    attributes = _attributes(settings, listing.classes) if settings.attributes else {}
+    attributes = _attributes(settings, classes) if settings.attributes else {}
     parents: Mapping[str, str] = {}
-    if settings.hierarchy == FOLDERS:
+    if settings.hierarchy and settings.hierarchy != FOLDERS:
+        parents = _parents(settings.hierarchy, classes)
+    elif settings.hierarchy and listing:
         parents = _parents_by_folders(settings.source, listing)
-    elif settings.hierarchy:
-        parents = _parents(settings.hierarchy, listing.classes)
-    return ClassTags(labels=listing.classes, attributes=attributes, parents=parents)
+    return ClassTags(labels=listing.classes, attributes=attributes, parents=parents) if listing else None
 
 
 def _other_columns(settings: DataSettings) -> dict[str, str]:
@@ -58,18 +60,6 @@ def _other_columns(settings: DataSettings) -> dict[str, str]:
     if settings.attributes or settings.hierarchy:
         columns |= dict.fromkeys((ANSWER, CONFIDENCE), "data.attributes or data.hierarchy")
     return columns
-
-
-def check_tables(settings: DataSettings) -> None:
-    """Check the tables alone, where the classes are not known yet.
-
-    Raises:
-        DataError: a table cannot be read, or contradicts itself.
-    """
-    if settings.attributes:
-        _attributes(settings, None)
-    if settings.hierarchy and settings.hierarchy != FOLDERS:
-        _parents(settings.hierarchy, None)
 
 
 def tables_version(settings: DataSettings) -> str:

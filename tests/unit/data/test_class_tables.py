@@ -10,7 +10,7 @@ import pytest
 
 from trainer import limits
 from trainer.config import RECIPES, DataSettings, resolve
-from trainer.data.class_tables import check_tables, read_tags, tables_version
+from trainer.data.class_tables import read_tags, tables_version
 from trainer.data.sources import SourceListing, list_source, read_file
 from trainer.errors import DataError
 
@@ -91,7 +91,7 @@ def test_folders_are_groups(tmp_path):
 def test_a_table_of_attributes_that_contradicts_itself_is_refused_before_the_classes_are_known(tmp_path, text, message):
     given = settings(attributes=written(tmp_path, text))
     with pytest.raises(DataError, match=rf"^data\.attributes={re.escape(given.attributes)}.*{message}"):
-        check_tables(given)
+        read_tags(given, None)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_table_of_attributes_of_other_classes_is_refused(tmp_path, text, messa
 def test_a_hierarchy_that_contradicts_itself_is_refused_before_the_classes_are_known(tmp_path, text, message):
     given = settings(hierarchy=written(tmp_path, text))
     with pytest.raises(DataError, match=rf"^data\.hierarchy={re.escape(given.hierarchy)}.*{message}"):
-        check_tables(given)
+        read_tags(given, None)
 
 
 @pytest.mark.parametrize(
@@ -163,22 +163,22 @@ def test_the_column_of_several_labels_is_neither_a_class_nor_an_attribute(tmp_pa
         read_tags(settings(**several), listing(classes=("named", "kiwi")))
     table = written(tmp_path, "food,named\ngala,1\n")
     with pytest.raises(DataError, match="an attribute is named 'named', as another column of the predictions is"):
-        check_tables(settings(**several, attributes=table))
-    check_tables(settings(attributes=table))
+        read_tags(settings(**several, attributes=table), None)
+    read_tags(settings(attributes=table), None)
 
 
 def test_a_file_that_is_none_is_named(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"data\.attributes=.*nowhere\.csv: there is no such file; check the path"):
-        check_tables(settings(attributes=f"{tmp_path}/nowhere.csv"))
+        read_tags(settings(attributes=f"{tmp_path}/nowhere.csv"), None)
     with pytest.raises(DataError, match=r"data\.hierarchy=.*: cannot be read"):
-        check_tables(settings(hierarchy=str(tmp_path)))
+        read_tags(settings(hierarchy=str(tmp_path)), None)
     monkeypatch.setattr(limits, "TABLE_BYTES", 10)
     with pytest.raises(DataError, match="has more than 10 bytes, so it is no table of classes"):
-        check_tables(settings(attributes=written(tmp_path, ATTRIBUTES)))
+        read_tags(settings(attributes=written(tmp_path, ATTRIBUTES)), None)
     with pytest.raises(DataError, match=r"brings no such table; did you mean grocery_\w+\.csv.*; it has grocery_attr"):
-        check_tables(settings(attributes="bundled:grocery_attribute.csv"))
+        read_tags(settings(attributes="bundled:grocery_attribute.csv"), None)
     with pytest.raises(DataError, match="brings no such table"):
-        check_tables(settings(attributes="bundled:../../pyproject.toml"))
+        read_tags(settings(attributes="bundled:../../pyproject.toml"), None)
 
 
 def test_the_version_is_of_the_content(tmp_path):
