@@ -178,6 +178,8 @@ class ContextRecord(StrictModel):
     settings: Mapping[str, Any] = {}
     """Of this training: the section, or the part of it."""
     total_steps: Count | None = None
+    low_resolution_steps: Count | None = None
+    """The first steps, in which the input is smaller: the one after them compiles again, by plan."""
     samples: Count | None = None
     """Training images."""
     val_samples: Count | None = None

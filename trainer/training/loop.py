@@ -159,7 +159,7 @@ class Trainer:
                         losses = self.train_step(step, batches)
                     metrics.log(step, losses)
                     rules.check(step)
-                    self._check_health(step + 1 - first_step)
+                    self._check_health(step, step + 1 - first_step)
                     validates = is_validation_step(step, settings, len(training.samples))
                     scores = self._validate(step, metrics, preemption) if validates else {}
                     if preemption.should_stop(f"step {step + 1}"):
@@ -276,10 +276,10 @@ class Trainer:
         with self.processes.device.autocast(self.settings.precision):
             self.training.objective.show(few)
 
-    def _check_health(self, steps: int) -> None:
-        """Note that so many steps of this attempt are done; warn if too little or too much is compiled; raise what a write met."""
+    def _check_health(self, step: int, steps: int) -> None:
+        """Note that `step` is done, and `steps` of this attempt; warn if too little or too much is compiled; raise what a write met."""
         if self._graphs is not None:
-            self._graphs.check(self.training.name, steps)
+            self._graphs.check(self.training.name, steps, planned=step == self.training.low_resolution[0])
         if self._ddp_timer is not None:
             self._ddp_timer.read()
         self.training.checkpoints.check_failures()

@@ -108,11 +108,11 @@ class CompileCounter:
         compiled: Callable[..., Any] = self._compile(graph, inputs)
         return compiled
 
-    def check(self, name: str, steps: int) -> None:
-        """Warn if, `steps` steps after the start of the training `name`, nothing was compiled or something again."""
+    def check(self, name: str, steps: int, *, planned: bool = False) -> None:
+        """Warn if, `steps` steps after the start of the training `name`, nothing was compiled or, not as `planned`, something again."""
         if steps == WARM_STEPS and not self.count:
             logger.warning("%s  nothing of the model was compiled, so it trains uncompiled; set compile=off", name)
-        if steps > WARM_STEPS and self.count > self._seen:
+        if steps > WARM_STEPS and self.count > self._seen and not planned:
             text = f"compiled again after {steps} steps ({self.count} graphs by now), which costs time"
             logger.warning("%s  %s", name, text)
         self._seen = self.count

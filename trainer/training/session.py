@@ -174,6 +174,7 @@ class Session:
             update={
                 "settings": training.settings.model_dump(mode="json"),
                 "total_steps": training.total_steps,
+                "low_resolution_steps": training.low_resolution[0],
                 "samples": len(training.samples),
                 "val_samples": len(self.data.split("val")),
                 "labeled": int(found.sum()),

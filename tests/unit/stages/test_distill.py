@@ -133,6 +133,8 @@ def test_the_first_epochs_are_seen_smaller_and_each_validation_at_full_size(
     made = Distillation(trained_digits, tmp_path, ema_decay=ema, validate_every_epochs=1, **SMALLER_FIRST)
     assert sizes == [8] * 5 + [16] * 10
     assert validated == [16] * 3
+    (training,) = read_evidence(made.evidence).trainings
+    assert training.ranks[0].record.context.low_resolution_steps == 5
     assert "distill  the first 5 steps see images of 8 pixels, the others of 16" in caplog.messages
     assert [work[0](steps) for steps in (0, 4, 5, 15)] == [0, 1, 1.25, 11.25]
     assert models.load(made.student).card.image_size == 16

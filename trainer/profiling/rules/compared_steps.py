@@ -24,7 +24,10 @@ XLA_DEBUG = "PT_XLA_DEBUG_LEVEL=2 in the environment prints the line of the prog
 
 
 class Steps:
-    """The steps that all processes recorded, without the first ones, the very last, those that torch.profiler slowed, and stalls."""
+    """The steps that all processes recorded, without the first ones, the very last, those that torch.profiler slowed, and stalls.
+
+    The step in which the input grows to its full size is left out too, for it compiles.
+    """
 
     def __init__(self, case: Case, *, ignored: int = IGNORED) -> None:
         self.ranks: Sequence[RankEvidence] = case.training.ranks
@@ -34,6 +37,8 @@ class Steps:
             number, total = rank.steps["step"], rank.record.context.total_steps
             compared = (rank.steps["profiled"] == 0) & (rank.steps["seconds"] < case.rules.stalled_training.seconds)
             compared &= number >= number[:1] + ignored
+            if case.grows_at is not None:
+                compared &= number != case.grows_at
             if total is not None:  # the last step ends the loader processes
                 compared &= number < total - 1
             rows.append(np.flatnonzero(compared))

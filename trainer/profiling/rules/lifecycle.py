@@ -202,7 +202,8 @@ def _mib(value: float) -> str:
 
 @rule("Recompilation")
 def recompilation(case: Case) -> Outcome:
-    """Fires when a graph was compiled after more than `after_steps` steps.
+    """Fires when a graph was compiled after more than `after_steps` steps, but for the step in which the input grows to its full size
+    (`low_resolution`).
 
     Needs when graphs were compiled.
     Advises shapes and values that stay the same, or no compilation; on XLA it names what probably changed.
@@ -210,15 +211,16 @@ def recompilation(case: Case) -> Outcome:
     compilations, after = case.record.compilations, case.rules.recompilation.after_steps
     if not compilations:
         return NotJudged("nothing was compiled")
-    late = [one for one in compilations if one.step >= after]
+    # compilations are counted from where this process began, or resumed
+    began, planned = int(next(iter(case.rank.steps["step"]), 0)), case.grows_at
+    late = [one for one in compilations if one.step >= after and began + one.step != planned]
     graphs, seconds = sum(one.graphs for one in late), sum(one.seconds for one in late)
     if not graphs:
+        by_plan = f" or at step {planned + 1}, as the input grew" if planned else ""
         return Healthy(
-            f"{sum(one.graphs for one in compilations)} graphs were compiled, all in the first {after} steps."
+            f"{sum(one.graphs for one in compilations)} graphs were compiled, all in the first {after} steps{by_plan}."
         )
     cause, advice = _what_changed(case.rank, late) if case.is_traced else ("", _KEEP_GRAPHS)
-    # compilations are counted from where this process began, or resumed
-    began = int(next(iter(case.rank.steps["step"]), 0))
     first, last = began + late[0].step, began + late[-1].step
     return Finding(
         confidence=0.9,

@@ -52,6 +52,11 @@ class Case:
         return self.record.device.startswith("xla")
 
     @property
+    def grows_at(self) -> int | None:
+        """The step in which the input grows to its full size, and a compiled model compiles again; none where it does not."""
+        return self.record.context.low_resolution_steps or None
+
+    @property
     def remaining_s(self) -> float:
         """Estimate of the seconds of the remaining steps, where the training still runs and their number is known."""
         total, done = self.record.context.total_steps, self.record.steps.count

@@ -235,6 +235,24 @@ def test_graphs_compiled_late_in_a_process_that_resumed() -> None:
     assert found.steps == (4050, 4050), "as the table of steps counts them"
 
 
+def test_graphs_compiled_where_the_input_grows_by_plan() -> None:
+    def grows(at: int | None, *compiled_at: int, began: int = 0) -> RankEvidence:
+        steps = steps_of(forward=np.where(NUMBERS == 50, 3e4, 2.0))
+        late = compiled(*compiled_at).record.compilations
+        context = ContextRecord(low_resolution_steps=at)
+        return rank_of(steps | {"step": steps["step"] + began}, compilations=late, context=context)
+
+    assert fires(recompilation, grows(None, 0, 50))
+    assert fires(recompilation, grows(0, 0, 50))
+    planned = outcome_of(recompilation, grows(50, 0, 50))
+    assert planned == Healthy("4 graphs were compiled, all in the first 10 steps or at step 51, as the input grew.")
+    assert not fires(recompilation, grows(4050, 0, 50, began=4000)), "of a process that resumed"
+    again = finding(recompilation, grows(50, 0, 50, 60))
+    assert again.steps == (60, 60)
+    assert again.numbers["graphs"] == 2
+    assert not fires(step_outliers, grows(50, 0, 50)), "nor is that step an outlier"
+
+
 # -- what watching costs
 
 
