@@ -174,7 +174,7 @@ class EvidenceSettings(Section):
     system_interval_s: Annotated[float, Field(ge=0.05, le=60)] = 0.5
     """Seconds between two samples of CPU cores, memory, disk, network and GPU."""
     operators_at: tuple[NonNegative, ...] = (20,)
-    """Steps (counted from the start of this process) at which a window of torch.profiler opens."""
+    """Steps (counted from the start of this process) after which a window of torch.profiler opens."""
     operators_steps: NonNegative = 3
     """Length of each window in steps; 0 turns torch.profiler off."""
     tensors_every: NonNegative = 50

@@ -261,7 +261,7 @@ def _map(
     columns = min(_MOST_COLUMNS, len(steps))
     starts = np.array([group[0] for group in np.array_split(np.arange(len(steps)), columns)])
     marked = np.logical_or.reduceat(broken, starts, axis=1)
-    first_steps = [f"{step:,.0f}" for step in steps[starts]]
+    first_steps = [f"{step + 1:,.0f}" for step in steps[starts]]
     chart = charts.heat_map(means_from(starts, shares), marked, names, first_steps, title, ends=ends)
     return Figure(chart, caption)
 

@@ -134,7 +134,7 @@ def _card(number: int, answer: Answer, finding: Finding, summaries: Mapping[str,
     if finding.window_s:
         place.append("from {} to {}".format(*map(duration, finding.window_s)))
     if finding.steps:
-        place.append("steps {:,} to {:,}".format(*finding.steps))
+        place.append("steps {:,} to {:,}".format(*(step + 1 for step in finding.steps)))
     return FindingCard(
         number=number,
         title=answer.title,
@@ -300,7 +300,7 @@ def _slowest(summary: TrainingSummary, median_ms: float) -> Block:
         most = sorted(extra.items(), key=lambda item: -item[1])[:2]
         longer = [f"{phase_label(name)} +{milliseconds(ms)}" for name, ms in most if ms > 0.1 * most[0][1]]
         times = duration(step.start_s), milliseconds(step.ms), f"{step.ms / median_ms:.1f} x"
-        rows.append((f"{step.step:,}", *times, ", ".join(longer), _machine(step, summary)))
+        rows.append((f"{step.step + 1:,}", *times, ", ".join(longer), _machine(step, summary)))
     thinned = f" (of 1 in {summary.steps_kept_of} steps)" if summary.steps_kept_of > 1 else ""
     headers = [f"Slowest steps{thinned}", "At", "Took", "Median", "Phases that were longer", "The machine then"]
     return Table(headers, rows)
@@ -509,7 +509,7 @@ def _attempts(summary: TrainingSummary) -> Subsection | None:
         lasted = duration(max(0.0, attempt.seen_unix - attempt.began_unix))
         ended = attempt.first_step + attempt.steps_seen
         lost = max(0, ended - min(following[index : index + 1], default=ended))
-        steps = f"{attempt.first_step:,}", f"{attempt.steps_seen:,}", f"{lost:,}" if lost else "none"
+        steps = f"{attempt.first_step + 1:,}", f"{attempt.steps_seen:,}", f"{lost:,}" if lost else "none"
         rows.append((f"{index + 1}", began, lasted, *steps))
     headers = ["Attempt", "Began", "Lasted", "From step", "Steps", "Done again later"]
     return Subsection("Attempts", [Table(headers, rows)])

@@ -118,9 +118,9 @@ class OperatorWindows:
         cut = self._stop() is not None
         if self._seen or self.missing:
             return
-        first = f"the first window would have begun at {min(self.steps)}"
+        first = f"the first window would have begun after {min(self.steps)}"
         self.missing = f"the training ended after {steps_seen} steps, " + (
-            f"within the window from step {self._opened}" if cut else f"and {first}"
+            f"within the window from step {self._opened + 1}" if cut else f"and {first}"
         )
 
     def _stop(self) -> profile | None:

@@ -128,6 +128,19 @@ def test_slow_steps_are_listed_with_what_made_them_slow(large_page: str) -> None
     assert re.search(r"no core for the training for [\d,]+ ms", first)
 
 
+def test_a_reader_of_the_page_counts_steps_from_1_as_the_log_does(large_page: str) -> None:
+    assert "steps 41 to 4,001" in large_page
+    slowest = large_page.partition("Slowest steps")[2].partition("<tbody>")[2]
+    step = int(re.findall(r"<td[^>]*>([\d,]+)</td>", slowest)[0].replace(",", ""))
+    assert (step - 41) % 124 == 0
+    norms = large_page.partition("Norm of the gradient")[2].partition("</svg>")[0]
+    columns = re.findall(r'class="soft mid"[^>]*>([\d,]+)<', norms)
+    assert columns[0] == "1"
+    attempts = large_page.partition("Done again later")[2].partition("</table>")[0]
+    rows = [re.findall(r"<td[^>]*>([\d,]+)</td>", row) for row in attempts.split("</tr>")]
+    assert [row[1] for row in rows if row] == ["1", "1,001"], "from which step on"
+
+
 def test_kernels_are_named_without_their_namespaces(large_page: str) -> None:
     assert "<td>vectorized_layer_norm_kernel&lt;float, float, false&gt;(int, float)</td>" in large_page
     assert "at::native" not in large_page

@@ -136,14 +136,14 @@ def test_a_training_shorter_than_the_start_of_the_window_says_so() -> None:
     window = OperatorWindows((20,), 3, CPU)
     window.finish(train_steps(window, 4))
     assert window.table is None
-    assert window.missing == "the training ended after 4 steps, and the first window would have begun at 20"
+    assert window.missing == "the training ended after 4 steps, and the first window would have begun after 20"
 
 
 def test_a_training_that_ends_in_the_window_says_so_and_stops_the_profiler() -> None:
     window = OperatorWindows((2,), 10, CPU)
     window.finish(train_steps(window, 4))
     assert window.table is None
-    assert "ended after 4 steps, within the window" in window.missing
+    assert window.missing == "the training ended after 4 steps, within the window from step 3"
     with profile():
         torch.ones(1).add(1)
 

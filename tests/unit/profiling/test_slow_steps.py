@@ -16,7 +16,7 @@ from trainer.profiling.evidence import CompilationRecord, RankEvidence, Spans, T
 from trainer.profiling.training_summary import summarize
 
 SLOW = 60
-"""The step that takes 100 ms in place of 10."""
+"""The step that takes 100 ms in place of 10, counted from 0."""
 NUMBERS = np.arange(STEPS)
 FORWARD = np.where(NUMBERS == SLOW, 92.0, 2.0)
 SAMPLES = 120
@@ -39,7 +39,7 @@ def cause(rank: RankEvidence) -> str:
     shown = profile_report.lengths(training, summarize(training))
     assert shown is not None
     [table] = [block for block in shown.blocks if isinstance(block, Table)]
-    [row] = [row for row in table.rows if row[0] == f"{SLOW}"]
+    [row] = [row for row in table.rows if row[0] == f"{SLOW + 1}"]  # counted from 1
     return str(row[-1])
 
 

@@ -255,7 +255,7 @@ def _transfers(case: Case, record: TransferRecord) -> Outcome:
     return Finding(
         confidence=0.9,
         text=(
-            f"{summary} ({values.mean():.3g} times a step, first in step {at[0]:.0f} of those after the warm-up): each time what they "
+            f"{summary} ({values.mean():.3g} times a step, first in step {at[0] + 1:.0f} of those after the warm-up): each time what they "
             f"depend on becomes a graph of its own, for which the host waits.{on_host}"
         ),
         advice=advice,

@@ -124,7 +124,7 @@ def step_outliers(case: Case) -> Outcome:
     phase = max(excess, key=excess.__getitem__)
     return Finding(
         confidence=0.7,
-        text=f"{summary}; most of it in `{phase}`. The longest was step {int(steps.numbers[int(seconds.argmax())])}.",
+        text=f"{summary}; most of it in `{phase}`. The longest was step {int(steps.numbers[int(seconds.argmax())]) + 1}.",
         advice=(
             "Look at what else happened at these steps: storage, other programs on the machine, garbage collection, or what "
             f"`{phase}` does now and then."

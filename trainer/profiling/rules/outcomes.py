@@ -125,7 +125,7 @@ class Finding:
     window_s: tuple[float, float] | None = None
     """Evidence from when to when, in seconds since the recording began; none where it is the whole."""
     steps: tuple[int, int] | None = None
-    """From which step to which."""
+    """From which step to which, counted from 0; texts and pages, which people read, count from 1."""
 
 
 @dataclass(frozen=True)

@@ -255,7 +255,7 @@ def test_the_first_steps_may_read_values() -> None:
 
 def test_values_that_are_read_are_reported_with_steps_and_saving() -> None:
     found = finding(host_syncs, on_xla(transfers=np.where(NUMBERS >= 50, 2.0, 0.0)))
-    assert found.text.startswith("In 60% of the steps values come from the device (1.2 times a step, first in step 50")
+    assert found.text.startswith("In 60% of the steps values come from the device (1.2 times a step, first in step 51 ")
     assert ".cpu()" in found.advice
     assert found.steps == (50, STEPS - 1)
     assert found.saving is not None

@@ -118,6 +118,7 @@ def test_single_steps_that_take_far_longer() -> None:
     assert isinstance(found, Finding)
     assert found.text.startswith("2 of 100 steps")
     assert "`forward`" in found.text
+    assert found.text.endswith("The longest was step 21."), "the first one is step 1"
     assert found.steps == (20, 70)
     assert found.saving is not None
     assert found.saving.seconds == pytest.approx(2 * 0.198)

@@ -66,7 +66,7 @@ def test_a_longer_training_does_not_help_where_a_signal_is_off() -> None:
     assert not weights & short(tensors=measured(0)), "measurements are turned off"
     off = EvidenceSettings(operators_steps=0)
     few = {"steps": steps_of(21)}
-    assert "host_syncs" in short(**few), "the window opens at the 20th step, for three"
+    assert "host_syncs" in short(**few), "the window opens after the 20th step, for three"
     assert "host_syncs" not in short(**few, settings=off)
     assert "host_syncs" not in short(), "all 110 steps passed, and yet there is no window"
     assert not {"stragglers", "batch_size", "low_recorded_mass", "start_up"} & short(**few), "do not apply"
