@@ -246,6 +246,13 @@ def test_a_loop_is_recorded(loop, tmp_path):
     assert "mine" in recording.report.read_text()
 
 
+def test_a_model_without_weights_is_recorded_too(loop, tmp_path):
+    with trainer.record("mine", tmp_path, model=nn.ReLU()) as recording:
+        train(recording, loop)
+    [training] = read_evidence(tmp_path / "evidence").trainings
+    assert training.ranks[0].record.missing["tensors"] == "the model has no weights to look at"
+
+
 def test_what_spoils_a_loop_is_found(loop, tmp_path):
     for parameter in loop["model"].parameters():
         parameter.data.mul_(1e3)

@@ -217,6 +217,9 @@ class TensorSampler:
         if not settings.tensors_every:
             self.missing["tensors"] = "turned off (tensors_every is 0)"
             return
+        if all(name in sampled.left_out for name, _ in model.named_parameters()):
+            self.missing["tensors"] = "the model has no weights to look at"
+            return
         self._tensors = TensorStats(model, left_out=sampled.left_out)
         values = len(self._tensors.names) * len(TENSOR_COLUMNS)
         self._table = ThinnedTable(["step", "seconds", *map(str, range(values))], TENSOR_SAMPLES_KEPT)

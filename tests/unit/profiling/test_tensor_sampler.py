@@ -122,6 +122,12 @@ def test_looks_can_be_turned_off() -> None:
     assert {values.shape for values in watched.tensor_sampler.samples().values.values()} == {(0, 0)}
 
 
+def test_a_model_without_weights_has_nothing_to_look_at() -> None:
+    watched = Watched(model=nn.ReLU())
+    assert watched.train(range(11)) == []
+    assert watched.tensor_sampler.missing == {"tensors": "the model has no weights to look at"}
+
+
 def test_attention_becomes_curves() -> None:
     watched = Watched(every=2)
     watched.train(range(4))
