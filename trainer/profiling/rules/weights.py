@@ -64,6 +64,7 @@ def _chosen(history: TensorSamples, flags: Flags) -> list[str]:
 def poor_initialisation(case: Case) -> Outcome:
     """Fires when a matrix has weights of one size only; or stretches a signal more than `largest_gain` times (root mean square x the fourth
     root of its elements); or its root mean square differs more than `largest_ratio` times from that of the same matrix in another block.
+    Matrices of a single weight are left out.
 
     Needs the measurement at the first step, before its update.
     Advises drawing these weights as timm does, or starting from trained ones.
@@ -71,7 +72,9 @@ def poor_initialisation(case: Case) -> Outcome:
     limits, history = case.rules.poor_initialisation, case.rank.tensors
     if answer := _few(history, 1) or case.start_unseen:
         return answer
-    scales = np.where(_matrices(history)[0], _scales(history)[0], 0.0)
+    # a single weight says nothing of how it was drawn
+    compared = _matrices(history)[0] & (history.values["elements"][0] > 1)
+    scales = np.where(compared, _scales(history)[0], 0.0)
     alike = (scales > 0) & (history.values["weight_mean_abs"][0] > _ALIKE * scales)
     gains = scales * history.values["elements"][0] ** 0.25
     # among tensors whose names differ in numbers only, the two whose scales are furthest apart

@@ -46,6 +46,14 @@ def test_weights_of_one_size() -> None:
     assert TENSORS[1] in found(case)["poor_initialisation"].text
 
 
+@pytest.mark.parametrize("weight", [0.3, 30.0])
+def test_a_single_weight_has_no_sizes_to_compare(weight: float) -> None:
+    single = measured(elements=[1, 4096, 64], weight_norm=[weight, 0.02 * 64, 8], weight_mean_abs=[weight, 0.016, 1])
+    assert isinstance(poor_initialisation.judge(case_of(single)), Healthy)
+    two = measured(elements=[2, 4096, 64], weight_norm=[0.03, 0.02 * 64, 8], weight_mean_abs=[0.03 / 2**0.5, 0.016, 1])
+    assert set(found(case_of(two))) == {"poor_initialisation"}
+
+
 @pytest.mark.parametrize(("scale", "fires"), [(1.2, False), (1.3, True)])
 def test_weights_that_stretch_a_signal(scale: float, fires: bool) -> None:
     """The fourth root of 4096 elements is 8, and the limit 10."""
