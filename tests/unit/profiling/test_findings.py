@@ -102,6 +102,11 @@ def test_the_verdict_on_a_short_training_counts_the_rules_and_says_what_to_do(su
     )
 
 
+def test_a_loop_of_ones_own_that_is_short_has_no_section_of_settings(summary: TrainingSummary) -> None:
+    given = [replace(one, training="mine") for one in healthy_and_short(8, 11)]
+    assert "train longer (epochs) before" in verdict(given, [replace(summary, name="mine")]).text
+
+
 def test_what_is_found_in_a_short_training_comes_first(summary: TrainingSummary) -> None:
     given = [*healthy_and_short(0, 20), answer("loader_workers", SLOW)]
     assert verdict(given, [summary]).outcome == "findings"

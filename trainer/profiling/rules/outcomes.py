@@ -17,8 +17,8 @@ from trainer.thresholds import RuleSettings
 
 listed = partial(formatting.listed, most=3)
 """Joins the first names of a text, and says how many more there are."""
-_SECTIONS = {"mae": "pretrain.mae", "finetune": "pretrain.finetune"}
-"""Trainings whose settings are in a section of another name."""
+_SECTIONS = {"mae": "pretrain.mae", "finetune": "pretrain.finetune", "distill": "distill"}
+"""Training of this project -> the section of its settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,5 +189,5 @@ def rule(title: str, *, live: bool = True) -> Callable[[Callable[[Case], Outcome
 
 
 def setting_of(training: str, name: str) -> str:
-    """Return the full name of a setting of a training of this name."""
-    return f"{_SECTIONS.get(training, training)}.{name}"
+    """Return the full name of a setting of a training of this name; the plain one for a loop of one's own, which has no section."""
+    return f"{_SECTIONS[training]}.{name}" if training in _SECTIONS else name

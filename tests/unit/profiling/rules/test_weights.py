@@ -101,7 +101,14 @@ def test_one_number_that_is_not_finite_is_an_explosion() -> None:
     assert finding.steps == (30, 40)
     assert finding.saving is not None
     assert finding.saving.seconds == 100 - 3
-    assert "from 0.001 to 0.0001" in finding.advice
+    assert "Lower distill.base_learning_rate from 0.001 to 0.0001" in finding.advice
+
+
+def test_a_loop_of_ones_own_has_no_section_of_settings() -> None:
+    nonfinite = np.zeros((5, 3))
+    nonfinite[3, 1] = 1e-3
+    advice = found(case_of(measured(gradient_nonfinite=nonfinite), name="mine"))["exploding_gradients"].advice
+    assert advice.startswith("Lower base_learning_rate from 0.001 to 0.0001")
 
 
 @pytest.mark.parametrize(
