@@ -142,7 +142,8 @@ def _machine_lanes(system: Mapping[str, Series], edges: Series, duration: float)
 def phase_shares(rank: RankEvidence, edges: Series) -> Mapping[str, Series]:
     """Compute the share of each bin's time that every phase, and every range outside of steps, took.
 
-    Where the table of steps was thinned, what lies between kept steps is unknown, and the shares are those of the known time.
+    Where the table of steps, or that of ranges outside of them, was thinned, what lies between kept ones is unknown, and the shares are
+    those of the known time.
 
     Returns:
         Name -> [bins]; together at most 1.
@@ -159,9 +160,11 @@ def phase_shares(rank: RankEvidence, edges: Series) -> Mapping[str, Series]:
         amounts[name] = spread_over(starts, starts + seconds, seconds, edges)
     widths = np.diff(edges)
     known = np.sum(list(amounts.values()), axis=0) if amounts else np.zeros(len(widths))
-    whole = widths if rank.record.steps.kept_of == 1 else known
+    outside = sum(total.count for name, total in rank.record.outside.items() if name != BETWEEN)
+    all_kept = rank.record.steps.kept_of == 1 and len(rank.spans.names) >= outside
+    whole = widths if all_kept else known
     shares = {name: np.divide(amount, np.maximum(np.maximum(whole, known), 1e-12)) for name, amount in amounts.items()}
-    if rank.record.steps.kept_of == 1:
+    if all_kept:
         shares[BETWEEN] = np.clip(1 - np.sum(list(shares.values()), axis=0), 0, 1) if shares else np.ones(len(widths))
     order = [*PHASES, OTHER, *(name for name in shares if name not in (*PHASES, OTHER, BETWEEN)), BETWEEN]
     return {name: shares[name] for name in order if name in shares}

@@ -9,6 +9,7 @@ from trainer.pages import Figure
 from trainer.profiling.evidence import (
     STEP_COLUMNS,
     TENSOR_COLUMNS,
+    OutsideRecord,
     RankEvidence,
     Spans,
     TensorSamples,
@@ -33,7 +34,9 @@ def rank(plain: list[TrainingEvidence]) -> RankEvidence:
         "forward/attention": np.full(4, 0.25),
     }
     spans = Spans(names=["evaluate"], start_s=np.array([5.5]), seconds=np.array([2.0]))
-    return replace(plain[1].ranks[0], steps=steps, spans=spans)
+    first = plain[1].ranks[0]
+    outside = {"between": OutsideRecord(count=4, seconds=2.0), "evaluate": OutsideRecord(count=1, seconds=2.0)}
+    return replace(first, record=first.record.model_copy(update={"outside": outside}), steps=steps, spans=spans)
 
 
 def test_shares_over_time_add_up_to_the_seconds_recorded(rank: RankEvidence) -> None:
@@ -50,6 +53,14 @@ def test_where_steps_are_not_kept_only_the_known_time_is_shared(rank: RankEviden
     shares = phase_shares(replace(rank, record=thinned), EDGES)
     assert "between" not in shares
     assert shares["data"][:4].tolist() == pytest.approx([1 / 3] * 4)
+
+
+def test_where_ranges_outside_of_steps_are_not_kept_their_time_is_not_between_steps(rank: RankEvidence) -> None:
+    outside = {"between": OutsideRecord(count=5, seconds=1.7), "evaluate": OutsideRecord(count=2, seconds=2.3)}
+    thinned = replace(rank, record=rank.record.model_copy(update={"outside": outside}))
+    shares = phase_shares(thinned, EDGES)
+    assert "between" not in shares
+    assert shares["evaluate"].tolist() == pytest.approx([0, 0, 0, 0, 0, 0.5, 1, 1, 0, 0])
 
 
 def test_a_device_that_ends_a_step_late_does_not_count_time_twice(rank: RankEvidence) -> None:
