@@ -22,7 +22,16 @@ from trainer.base_models import nearest
 from trainer.config import BUNDLED, FOLDERS, RECIPES, DataSettings
 from trainer.data.sources import SourceListing, expand_home, read_file
 from trainer.errors import DataError, ObjectTooLargeError, StorageError
-from trainer.served_student.class_tags import ANSWER, CONFIDENCE, LEVELS, NAMED, ClassTags, Value
+from trainer.served_student.class_tags import (
+    ANSWER,
+    CONFIDENCE,
+    LEVELS,
+    NAMED,
+    TOP_LABELS,
+    TOP_PROBABILITIES,
+    ClassTags,
+    Value,
+)
 
 _NUMBER = re.compile(r"[+-]?([0-9]{1,20}(\.[0-9]{0,20})?|\.[0-9]{1,20})([eE][+-]?[0-9]{1,2})?")
 """What is read as a number: never one that is infinite or none."""
@@ -200,7 +209,8 @@ def _attributes(settings: DataSettings, classes: Sequence[str] | None) -> dict[s
     for position, heading in enumerate(headings, start=2):
         if not heading:
             raise DataError(f"{table}: column {position} has no heading; name the attribute")
-        if heading in _other_columns(settings):
+        # A class may have these two names: no column of a class stands beside them.
+        if heading in (*_other_columns(settings), TOP_LABELS, TOP_PROBABILITIES):
             raise DataError(
                 f"{table}: an attribute is named {heading!r}, as another column of the predictions is; rename it"
             )

@@ -24,6 +24,8 @@ ANSWER, CONFIDENCE = "answer", "confidence"
 """Columns that a prediction has beside those of classes and attributes."""
 NAMED = "named"
 """Column of a prediction where a photo may have several labels: those whose probability is above the threshold."""
+TOP_LABELS, TOP_PROBABILITIES = "top_labels", "top_probabilities"
+"""Columns of a prediction that was asked for so many labels, instead of one for each class: lists, the most probable first."""
 LEVELS = 32
 """Most levels of a hierarchy."""
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .class_tags import NAMED, TAGS, ClassTags
+from .class_tags import NAMED, TAGS, TOP_LABELS, TOP_PROBABILITIES, ClassTags
 from .preprocessing import BadImageError, Square, decode, from_array, to_square
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ EXPORT_CARD = "card.json"
 """In what `export` has made: how the ONNX file beside it is fed."""
 TOP_K = "top_k"
 """MLflow's parameter of a prediction: how many of the most probable labels it names, 0 for a column of each."""
-TOP_LABELS, TOP_PROBABILITIES = "top_labels", "top_probabilities"
-"""Columns of a prediction that was asked for so many: lists, the most probable first."""
 
 _BATCH_SIZE = 128
 

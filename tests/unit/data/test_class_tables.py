@@ -71,6 +71,8 @@ def test_folders_are_groups(tmp_path):
         ("food,\ngala,1\n", "column 2 has no heading"),
         ("food,energy,energy\ngala,1,2\n", "two columns are named 'energy'"),
         ("food,answer\ngala,1\n", "an attribute is named 'answer', as another column of the predictions is"),
+        ("food,top_labels\ngala,1\n", "an attribute is named 'top_labels', as another column of the predictions is"),
+        ("food,top_probabilities\ngala,1\n", "an attribute is named 'top_probabilities', as another column"),
         ("food,energy\ngala,1\ngranny,2\ngala,3\nkiwi,3\n", "line 4: 'gala' has a line already, line 2; remove one"),
         ("food,energy\n,1\n", "line 2: has no class; write its name"),
         ("food,energy\ngala,1,2\n", "line 2: has 3 values, but there are 2 columns; quote a value that has commas"),
