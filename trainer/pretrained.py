@@ -114,7 +114,7 @@ def check(settings: WeightsSettings, model: ModelSettings) -> Classifier:
     No weights are read, so whether they fit the arguments is not known.
 
     Raises:
-        ModelError: there are no such weights or no such model, or they are under a licence that was not accepted.
+        ModelError: there are no such weights, revision or model, or they are under a licence that was not accepted.
         StorageError: the file is not there, or cannot be read.
         ArtifactError: the model directory is missing or damaged.
     """
@@ -125,6 +125,8 @@ def check(settings: WeightsSettings, model: ModelSettings) -> Classifier:
         _package(given).read()
     elif settings.weights_file:
         _check_file(settings.weights_file)
+    else:
+        _check_revision(given)
     _check_license(given, settings)
     model = model.model_copy(update={"architecture": given.name})
     args: Mapping[str, Any] = models.arguments(model)
@@ -179,6 +181,7 @@ def load(weights: TimmWeights | PackageWeights, model: ModelSettings, file: str 
         repository, revision, license_name = file, hashlib.sha256(content).hexdigest(), _source(weights.name).license
         advice = f"check that {file} is its file of the hub, and that the arguments leave all weights but the positions as they are"
     else:
+        _check_revision(weights)
         weights, source = pin(weights), _source(weights.name)
         repository, license_name = source.hf_hub_id or str(source.url), source.license
         revision = weights.revision if source.hf_hub_id else ""
@@ -244,6 +247,15 @@ def _source(name: str) -> PretrainedCfg:
             f"{TIMM}{name}: timm has no such weights" + (f"; similar: {', '.join(known)}" if known else "")
         )
     return source
+
+
+def _check_revision(weights: TimmWeights) -> None:
+    """Make sure that no revision is given for weights outside of the hub, where it would be ignored."""
+    source = _source(weights.name)
+    if weights.revision and not source.hf_hub_id:
+        raise ModelError(
+            f"{weights}: its weights come from {source.url}, not from the hub, so there are no revisions; leave @{weights.revision} out"
+        )
 
 
 def _check_license(given: TimmWeights | PackageWeights, settings: WeightsSettings) -> None:

@@ -234,6 +234,17 @@ def test_weights_with_and_without_a_revision():
     assert given("/models/vit@2") is None
 
 
+def test_weights_that_are_in_no_repository_have_no_revision():
+    name = "legacy_seresnet18.in1k"
+    settings = config.WeightsSettings(weights=f"timm:{name}@{OLD}")
+    for use in (pretrained.check, pretrained.start):
+        with pytest.raises(
+            ModelError, match=rf"^timm:{name}@{OLD}: .* from https://\S+, .* no revisions; leave @{OLD} out"
+        ):
+            use(settings, config.ModelSettings(architecture=name))
+    assert pretrained.check(config.WeightsSettings(weights=f"timm:{name}"), config.ModelSettings(architecture=name))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # A copy of the hub's file
 
