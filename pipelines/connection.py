@@ -339,11 +339,13 @@ def _unanswered(place: Location, error: transport.HTTPError) -> DeployError:
         return DeployError(f"{where}: it does not speak TLS ({reason}); give http:// instead of https://")
     if isinstance(reason, transport.NameResolutionError):
         return UnansweredError(f"{where}: no such host; check the name, and the network or VPN that knows it")
+    text = cause(reason)
+    if isinstance(reason, transport.NewConnectionError) and not isinstance(reason.__cause__, ConnectionRefusedError):
+        return UnansweredError(f"{where}: cannot be reached ({text}); check the address, the network and the VPN")
     if isinstance(reason, transport.NewConnectionError):
         return UnansweredError(
             f"{where}: connection refused; if a port is forwarded there, start that again: {port_forward(place.namespace)}"
         )
-    text = cause(reason)
     if isinstance(reason, transport.TimeoutError):
         return UnansweredError(
             f"{where}: no answer in time ({text}); check the address, the network and the service {SERVICE}"

@@ -103,6 +103,13 @@ def test_connection_refused():
     assert "kubectl port-forward --namespace kubeflow service/ml-pipeline-ui 8080:80" in message
 
 
+def test_a_network_without_a_way_there():
+    message = refused(KFP_HOST="http://255.255.255.255")  # no TCP connection goes to everyone
+    assert "cannot be reached (" in message
+    assert "unreachable" in message
+    assert "refused" not in message
+
+
 def test_no_such_host():
     assert "no such host" in refused(KFP_HOST="http://kubeflow.invalid")
 
