@@ -15,6 +15,7 @@ from components import SERVING_IMAGE
 from pipelines import deploy_student
 from tests.manifests.pod_security import violations
 from tests.stand_ins.kubernetes import crds
+from trainer.errors import SettingsError
 from trainer.serving.server import ServerLimits
 
 FOLDERS = ("serving/base", "serving/kserve")
@@ -160,4 +161,32 @@ def test_the_objects_of_another_student(render, folder, replicas):
     given = ["--host=0.0.0.0", "--port=8080", "--name=dishes", "--drain=10"]
     assert server["args"] == ["models:/dishes/7", *given, "--force", "--drain", "30"], (
         "of an option, the last one counts"
+    )
+    assert pod["terminationGracePeriodSeconds"] == 40 + 20, "the drain is 20 seconds longer"
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"), [([], 40), (["--drain=5"], 40), (["--drain", "60.5", "--log", "-"], 91)]
+)
+def test_a_longer_drain_gives_the_pod_longer_to_end(render, options, seconds):
+    objects = student_objects(render, options)
+    assert only(objects, "Deployment")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == seconds
+
+
+@pytest.mark.parametrize("options", [["--drain"], ["--drain=long"], ["--drain=-1"]])
+def test_a_drain_that_is_no_time_is_refused(render, options):
+    with pytest.raises(SettingsError, match=r"^--serve: argument --drain: .*; give the seconds, such as --drain 30$"):
+        student_objects(render, options)
+
+
+def student_objects(render, options):
+    return deploy_student.student_objects(
+        copy.deepcopy(render("serving/base")),
+        name="dishes",
+        alias="champion",
+        namespace="food",
+        model="models:/dishes/7",
+        options=options,
+        image="registry/server:2.1",
+        replicas=0,
     )
