@@ -172,7 +172,7 @@ manifests: $(READY)  ## print what an overlay would apply [OVERLAY=kind|eks]
 kind-up: $(READY)  ## make a cluster on this machine: kind, KFP, training operator, MLflow
 	@manifests/kind/up.sh
 
-kind-load: $(READY)  ## put the image into that cluster [IMAGE=name:tag]
+kind-load: $(READY)  ## put the image into that cluster [TARGET=cpu|gpu|neuron|serving IMAGE=name:tag]
 	@manifests/kind/load.sh "$(IMAGE_NAME)"
 
 test-kind: CONTEXT ?= kind-vit-distillation

@@ -235,6 +235,12 @@ def test_load_wants_cluster_and_image(complete, versions):
     assert reaper.endswith("--namespace kubeflow set image cronjob/vit-distillation-reaper reaper=image:1")
     start = "kubectl --context kind-vit-distillation --namespace kubeflow patch deployment training-operator --patch "
     assert json.loads(operator.removeprefix(start)) == waiting_with("image:1")
+    complete.play("docker", "run*components*) exit 1;;")
+    before = len(complete.called("kubectl"))
+    result = complete.run("kind/load.sh", "server:1")
+    assert (result.returncode, "no code of tasks and jobs" in result.stdout) == (0, True)
+    assert complete.called("kind load")[-1].startswith("kind load docker-image server:1 ")
+    assert all("get nodes" in call for call in complete.called("kubectl")[before:]), "the server's image cannot do that"
     complete.play("docker", '"image inspect"*) exit 1;;')
     assert (
         "error: the image image:1 is not on this machine; run 'make image'"
