@@ -122,6 +122,13 @@ def test_a_line_that_leads_out_is_refused_with_its_number(photos: Path, path: st
         list_source(f"manifest:{written(photos, 'cat/1.jpg', path)}")
 
 
+@pytest.mark.parametrize("path", ["../1.jpg", "%2e%2e/1.jpg", "cat/.%2E/%2e./1.jpg", "cat/..%2f../1.jpg"])
+def test_a_line_of_a_list_in_a_store_that_leads_out_is_refused(path: str) -> None:
+    fsspec.filesystem("memory").pipe("/lists/list.csv", f"path,label\n%2e%2ecat/1.jpg,cat\n{path},cat\n".encode())
+    with pytest.raises(DataError, match=r"line 3: '.*1.jpg' lies outside of memory://lists; move it there"):
+        list_source("manifest:memory://lists/list.csv")
+
+
 def test_a_list_in_a_store_names_no_file_of_this_machine(photos: Path) -> None:
     fsspec.filesystem("memory").pipe("/lists/list.csv", f"path,label\n{photos}/cat/1.jpg,cat\n".encode())
     with pytest.raises(DataError, match=r"line 2: '.*cat/1.jpg' lies outside of memory://lists; move it there"):

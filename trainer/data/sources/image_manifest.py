@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 from trainer import limits, storage
 from trainer.artifacts import digest
@@ -157,7 +158,8 @@ class ImageManifest(ImageSource):
     def _holds(self, location: str) -> bool:
         """Whether an image lies in the folder of the list, also by its links."""
         if storage.is_remote(location) or storage.is_remote(self._folder):
-            return location.startswith(f"{self._folder}/") and ".." not in location.split("/")
+            # A web server may take %2e%2e for .. too.
+            return location.startswith(f"{self._folder}/") and ".." not in unquote(location).split("/")
         file = storage.local_path(location)
         real = os.path.join(self._real_path(str(file.parent)), file.name)  # noqa: PTH118  # a Path takes ten times as long
         if file.name == ".." or os.path.islink(real):  # noqa: PTH114  # likewise
