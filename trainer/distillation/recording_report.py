@@ -153,16 +153,17 @@ def total(parts: Iterable[Coverage]) -> Coverage:
 def figures(description: RecordingDescription, held: Coverage | None, work: RecordedWork) -> dict[str, Any]:
     """Collect the main numbers, as `summary.json` shows them; the speed only if this job recorded anything.
 
-    There is no coverage of a teacher without logits, whose embedding is held as a whole.
+    There is no coverage of a teacher without logits, whose embedding and patch tokens are held as a whole.
     """
     size = description.record.itemsize
+    tokens = {"tokens": list(description.tokens)} if description.tokens else {}
     speed = {"views_per_second": work.views / work.seconds} if work.views else {}
     return {
         "teacher": description.teacher,
         "samples": description.samples,
         "views": description.views,
         "top_k": description.top_k,
-        **(held.figures() if held is not None else {"features": description.features}),
+        **(held.figures() if held is not None else {"features": description.features} | tokens),
         "bytes_per_view": size,
         "bytes_per_image": size * description.views,
         "mib": size * description.views * description.samples / 2**20,

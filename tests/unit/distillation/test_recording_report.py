@@ -101,3 +101,5 @@ def test_of_a_teacher_without_a_head_the_page_names_all_that_is_kept(features, t
     note = page[page.index("what is kept is") :].partition("</p>")[0]
     assert ("an embedding of 16 numbers, standardised; as fp16" in note) == (features > 0)
     assert ("2 x 3 patch tokens of 8 numbers, standardised; as int8" in note) == (tokens is not None)
+    figures = recording_report.figures(held, None, recording_report.RecordedWork(views=0, seconds=0.0))
+    assert (figures["features"], figures.get("tokens")) == (features, tokens and list(tokens))
