@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from components import launching, sections, task
+from components import launching, task
 from components.launching import Placement
-from trainer import commands, runner, stages, storage
+from trainer import commands, config, runner, stages, storage
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def warm_up(options: argparse.Namespace) -> None:
     """Run the stage warm_up as a job, after checking that it can work, and leave its report and the job's record below `runs`."""
-    settings = sections.resolve(options.recipe, commands.as_text([*options.overrides, "warm_up.enabled=true"]))
+    overrides = commands.as_text([*options.overrides, "warm_up.enabled=true"])
+    settings = config.resolve_run(options.recipe, overrides, is_prepared=bool(options.dataset))
     place = Placement(pool=options.pool, nodes=options.nodes, processes_per_node=options.processes)
     place.check(warms_up=True)
     storage.children(launching.exchange_folder())  # a store that refuses, or is not there, is reported before the work

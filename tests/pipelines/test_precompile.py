@@ -45,6 +45,13 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, pool, vari
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_recipe_for_photos_of_your_own_takes_a_prepared_data_set(tmp_path):
+    """Without one, the images are missing; with one, the next thing that is wrong is."""
+    command = ("--pool", "neuron-trn1", "--recipe", "photos")
+    assert "error: data.source is empty" in warm_up(tmp_path, *command).stderr
+    assert "lies in the pods" in warm_up(tmp_path, *command, "--dataset", "s3://bucket/prepared").stderr
+
+
 def test_make_hands_everything_on():
     command = "make --dry-run neuron-warm-up RECIPE=grocery SET=run.seed=7 NODES=4 PROCESSES=8 DATASET=s3://b/d"
     shown = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -134,10 +134,13 @@ def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
     return _inherit(validate(Settings, _merge(Settings().model_dump(), values)))
 
 
-def resolve_run(recipe: str, overrides: str | Iterable[str] = ()) -> Settings:
-    """Resolve as `resolve` does, for a run of all stages, and refuse what would end a late stage because of an early one's settings."""
+def resolve_run(recipe: str, overrides: str | Iterable[str] = (), *, is_prepared: bool = False) -> Settings:
+    """Resolve as `resolve` does, for a run of all stages, and refuse what would end a late stage because of an early one's settings.
+
+    Where the data set is prepared already, no source of images has to be named.
+    """
     settings = resolve(recipe, overrides)
-    if not settings.data.source:
+    if not settings.data.source and not is_prepared:
         raise SettingsError(
             f"data.source is empty: the recipe {recipe} is for photos of your own; say where they are, such as "
             "data.source=imagefolder:/photos with a folder for each class (docs/data.md)"
