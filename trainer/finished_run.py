@@ -146,7 +146,12 @@ def _stages(summary: Mapping[str, Any]) -> list[str]:
             mass = outputs["mass"]["t1"]["mean"]
             held = f"{outputs['top_k']} logits a view hold {mass:.2%} of the probability"
         else:
-            held = f"an embedding of {outputs['features']:,} numbers a view"
+            embedding = f"an embedding of {outputs['features']:,} numbers"
+            kept = [embedding] if outputs["features"] or "tokens" not in outputs else []
+            if "tokens" in outputs:
+                height, width, numbers = outputs["tokens"]
+                kept.append(f"{height} x {width} patch tokens of {numbers:,} numbers")
+            held = f"{' and '.join(kept)} a view"
         figures["reinforce"] = (
             f"{outputs['views']:,} views of {outputs['samples']:,} images in {outputs['mib']:,.1f} MiB, {held}"
         )

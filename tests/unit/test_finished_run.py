@@ -155,6 +155,16 @@ def test_recorded_outputs_have_their_keys_and_their_line_and_no_others_do():
     assert "12.5" in line
     assert "30 views of 1,437 images in 2.0 MiB, 10 logits a view hold 99.88% of the probability" in line
     assert "reinforce" not in table(built())
+    for without_head, held in (
+        ({"features": 32}, "an embedding of 32 numbers a view"),
+        ({"features": 0, "tokens": [2, 3, 8]}, "2 x 3 patch tokens of 8 numbers a view"),
+        (
+            {"features": 32, "tokens": [2, 3, 8]},
+            "an embedding of 32 numbers and 2 x 3 patch tokens of 8 numbers a view",
+        ),
+    ):
+        content["teacher_outputs"] = {name: value for name, value in recorded.items() if name != "mass"} | without_head
+        assert f" MiB, {held}" in table(content)
     assert "teacher_outputs" not in built()
 
 
