@@ -19,7 +19,7 @@ from trainer.costs import Machines, dollars_text
 from trainer.errors import ArtifactError, ObjectNotFoundError, writing_to
 from trainer.forecast import Forecast
 from trainer.formatting import aligned, duration, isolated, ratio
-from trainer.graph import DATASET, EVALUATION, STAGES, STUDENT, ArtifactSpec
+from trainer.graph import DATASET, EVALUATION, EXPORTED, STAGES, STUDENT, ArtifactSpec
 from trainer.pages import Block, BulletList, Links, PageSection, Paragraph, Photo, Table
 from trainer.served_student.class_tags import TAGS, ClassTags
 
@@ -275,6 +275,19 @@ def evaluation_of_student(run: str) -> Manifest | None:
     evaluation = artifacts.manifest(place, "evaluation") if place else None
     # It may be that of an earlier student.
     return evaluation if evaluation is not None and evaluation.parents.get("student") == student else None
+
+
+def export_of_student(run: str) -> str:
+    """Return where a run has the export of its student; an `ArtifactError` if it has none."""
+    found = find(run, EXPORTED)
+    student = artifacts.manifest(find(run, STUDENT), "model").fingerprint
+    for place in filter(artifacts.exists, _places(run, EXPORTED)):
+        if artifacts.manifest(place, "export").parents.get("student") == student:
+            return place
+    raise ArtifactError(
+        f"{run}: its student was not exported, and the export at {found} is of another one; export the student "
+        f"(`vit-distill export {run} --output DIR`) and give that directory"
+    )
 
 
 def tags(run: str, evaluation: Manifest) -> ClassTags | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from trainer import artifacts, limits, storage, tracking
 from trainer.errors import ArtifactError, ModelError, SettingsError
 from trainer.formatting import aligned
-from trainer.graph import EXPORTED, STUDENT
+from trainer.graph import STUDENT
 from trainer.prediction import Prediction, predictions
 from trainer.served_student.class_tags import ClassTags
 from trainer.served_student.onnx_network import runtime_of
@@ -193,7 +193,7 @@ def _export_of_a_run(place: str, *, judged: bool) -> str:
         return place  # which is then named as a missing export
     from trainer import finished_run
 
-    directory = finished_run.find(place, EXPORTED)
+    directory = finished_run.export_of_student(place)
     if judged and (evaluation := finished_run.evaluation_of_student(place)):
         _refuse(place, evaluation.figures["verdict"]["reasons"])
     return directory

@@ -183,6 +183,27 @@ def test_the_export_of_a_run_that_failed_its_gate_is_served_only_by_force(judged
         assert directory == str(failed / "exported")
 
 
+def test_the_export_of_a_run_is_that_of_its_student_and_of_no_earlier_one(judged_run, exported, tmp_path):
+    """As a second run in the same output leaves them, which makes no export."""
+    again, tasks = tmp_path / "again", tmp_path / "again" / "pipeline" / "distillation-20260101" / "export"
+    shutil.copytree(judged_run / "student", again / "student")
+    with artifacts.create(
+        again / "exported", "export", settings={}, parents={"student": "of another student"}
+    ) as draft:
+        shutil.copytree(exported, draft.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
+    with (
+        pytest.raises(
+            ArtifactError,
+            match=r"again: its student was not exported, and the export at .*exported is of another one; ",
+        ),
+        export_at(str(again)),
+    ):
+        pass
+    shutil.copytree(exported, tasks / "exported")
+    with export_at(str(again)) as directory:
+        assert directory == str(tasks / "exported")
+
+
 def test_what_cannot_be_asked_or_read_is_one_message(run, photos, tmp_path, capsys):
     broken = tmp_path / "broken.jpg"
     broken.write_bytes(b"no image")
