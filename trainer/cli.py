@@ -495,7 +495,10 @@ def _serve(options: argparse.Namespace) -> None:
     beside: Callable[[bytes, int], Prediction] | None = None
     if options.beside:
         other = photo_classifier.load_model(options.beside)
-        beside = lambda photo, top: other.predictions([photo], top=top)[0]  # noqa: E731  # a name for one use
+
+        def beside(photo: bytes, top: int) -> Prediction:
+            return other.predictions([photo], top=top)[0]
+
     most = server.ServerLimits(
         batch_size=options.batch_size,
         wait_ms=options.wait_ms,

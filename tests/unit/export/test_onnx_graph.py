@@ -75,7 +75,7 @@ class _Branching(nn.Module):
 
 class _Silent(nn.Module):
     def forward(self, images):
-        raise NotImplementedError
+        raise NotImplementedError  # an exception without a text, which has to be named by its type
 
 
 @pytest.mark.parametrize(
