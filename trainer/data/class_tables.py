@@ -46,14 +46,14 @@ def read_tags(settings: DataSettings, listing: SourceListing | None) -> ClassTag
     Raises:
         DataError: a table cannot be read, contradicts itself, or is not of these classes.
     """
-    taken, classes = _other_columns(settings), listing.classes if listing else None
-    for name in taken.keys() & set(classes or ()):
-        raise DataError(
-            f"data.source={settings.source}: a class is named {name!r}, as a column of the predictions is where {taken[name]} is set; "
-            "rename the class"
-        )
     if not (settings.attributes or settings.hierarchy):
         return None
+    classes = listing.classes if listing else None
+    for name in {ANSWER, CONFIDENCE} & set(classes or ()):
+        raise DataError(
+            f"data.source={settings.source}: a class is named {name!r}, as a column of the predictions is where data.attributes or "
+            "data.hierarchy is set; rename the class"
+        )
     attributes = _attributes(settings, classes) if settings.attributes else {}
     parents: Mapping[str, str] = {}
     if settings.hierarchy and settings.hierarchy != FOLDERS:
@@ -61,14 +61,6 @@ def read_tags(settings: DataSettings, listing: SourceListing | None) -> ClassTag
     elif settings.hierarchy and listing:
         parents = _parents_by_folders(settings.source, listing)
     return ClassTags(labels=listing.classes, attributes=attributes, parents=parents) if listing else None
-
-
-def _other_columns(settings: DataSettings) -> dict[str, str]:
-    """Map the columns of a prediction that are no class and no attribute to the settings by which there are such."""
-    columns = {NAMED: "data.multi_label"} if settings.multi_label else {}
-    if settings.attributes or settings.hierarchy:
-        columns |= dict.fromkeys((ANSWER, CONFIDENCE), "data.attributes or data.hierarchy")
-    return columns
 
 
 def tables_version(settings: DataSettings) -> str:
@@ -200,6 +192,7 @@ def _attributes(settings: DataSettings, classes: Sequence[str] | None) -> dict[s
     table = f"data.attributes={settings.attributes}"
     first, *lines = _lines("data.attributes", settings.attributes)
     headings = first.cells[1:]
+    taken = {ANSWER, CONFIDENCE, TOP_LABELS, TOP_PROBABILITIES} | ({NAMED} if settings.multi_label else set())
     if not headings:
         raise DataError(
             f"{table}: has one column only; the first one names the class, so add a column for each attribute"
@@ -209,8 +202,7 @@ def _attributes(settings: DataSettings, classes: Sequence[str] | None) -> dict[s
     for position, heading in enumerate(headings, start=2):
         if not heading:
             raise DataError(f"{table}: column {position} has no heading; name the attribute")
-        # A class may have these two names: no column of a class stands beside them.
-        if heading in (*_other_columns(settings), TOP_LABELS, TOP_PROBABILITIES):
+        if heading in taken:
             raise DataError(
                 f"{table}: an attribute is named {heading!r}, as another column of the predictions is; rename it"
             )

@@ -159,10 +159,8 @@ def test_a_class_that_is_named_as_a_column_of_predictions_is_refused(tmp_path):
         read_tags(settings(attributes=written(tmp_path, ATTRIBUTES)), listing(classes=("answer", "kiwi")))
 
 
-def test_the_column_of_several_labels_is_neither_a_class_nor_an_attribute(tmp_path):
+def test_the_column_of_several_labels_is_no_attribute(tmp_path):
     several = {"source": "manifest:photos.csv", "multi_label": True}
-    with pytest.raises(DataError, match=r"a class is named 'named', as a column .* is where data\.multi_label is set"):
-        read_tags(settings(**several), listing(classes=("named", "kiwi")))
     table = written(tmp_path, "food,named\ngala,1\n")
     with pytest.raises(DataError, match="an attribute is named 'named', as another column of the predictions is"):
         read_tags(settings(**several, attributes=table), None)
