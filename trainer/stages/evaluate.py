@@ -17,7 +17,7 @@ from trainer.artifacts import Artifact
 from trainer.config import EvaluateSettings, multi_label_gate_mistake
 from trainer.data.dataset import PreparedDataset, Split, open_dataset
 from trainer.devices import choose_device
-from trainer.errors import ModelError, SettingsError
+from trainer.errors import DataError, ModelError, SettingsError
 from trainer.evaluation import hierarchy, label_issues, metrics, report
 from trainer.evaluation.embeddings import (
     MOST_IMAGES,
@@ -54,9 +54,16 @@ def run(
     Accuracy is measured on the device that `TRAINER_DEVICE` names, in fp32; latency always on the CPU.
 
     Raises:
+        DataError: the test split is empty or has images without labels.
         ModelError: a model does not fit the data set, or its logits are not finite.
     """
     data = open_dataset(dataset)
+    split = data.split("test")
+    if len(split) == 0 or (split.labels < 0).any():
+        raise DataError(
+            f"the test split has {len(split)} images, {int((split.labels < 0).sum())} of them without a label; "
+            "a student cannot be judged on it, prepare a labelled one (data.test_fraction)"
+        )
     subjects = [_subject("teacher", teacher, data), _subject("student", student, data)]
     parents = {"dataset": data.fingerprint, **{subject.name: subject.fingerprint for subject in subjects}}
     values = settings.model_dump(mode="json")

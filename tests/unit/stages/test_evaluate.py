@@ -15,7 +15,7 @@ from tests.trained_digits import IMAGES, TAGS, change_labels, write_dataset
 from trainer import artifacts, models
 from trainer.config import EvaluateSettings, GateSettings
 from trainer.data.dataset import open_dataset
-from trainer.errors import ModelError
+from trainer.errors import DataError, ModelError
 from trainer.evaluation import metrics as scores
 from trainer.stages import evaluate
 
@@ -124,6 +124,16 @@ def relabelled(source: Path, target: Path, labels: list[str]) -> Path:
         (draft.path / "config.json").write_text(json.dumps({**config, "labels": labels}))
         (draft.path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
     return target
+
+
+def test_a_test_split_with_an_image_without_a_label_is_refused(trained_digits, tmp_path):
+    labels = load_digits().target.copy()
+    labels[IMAGES["test"].start] = -1
+    write_dataset(tmp_path / "dataset", labels)
+    places = {"teacher": trained_digits.teacher, "student": trained_digits.student}
+    with pytest.raises(DataError, match="1 of them without a label; a student cannot be judged on it"):
+        evaluate.run(SETTINGS, dataset=tmp_path / "dataset", **places, evaluation=tmp_path / "evaluation")
+    assert not (tmp_path / "evaluation").exists()
 
 
 def test_logits_that_are_not_finite_are_refused(trained_digits, tmp_path):
