@@ -12,7 +12,7 @@ from trainer import artifacts, config, models, stages
 from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import SPLITS, UNLABELED, DatasetDescription, features
 from trainer.launch import JobSpec
-from trainer.profiling.evidence import read_evidence
+from trainer.profiling.evidence_files import read_evidence
 from trainer.stages import prepare
 
 TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}

@@ -25,11 +25,11 @@ from tests.forks import CONTEXT
 from trainer import config
 from trainer.data.loader import Views
 from trainer.distillation.objective import DistillObjective
-from trainer.profiling.evidence import TrainingEvidence, read_evidence
-from trainer.profiling.rules import judge
-from trainer.profiling.rules.outcomes import Case, Finding, Outcome
+from trainer.evidence import TrainingEvidence
+from trainer.profiling.evidence_files import read_evidence
+from trainer.rules import OwnOverhead, RuleSettings, judge
+from trainer.rules.outcomes import Case, Finding, Outcome
 from trainer.stages import distill, pretrain
-from trainer.thresholds import OwnOverhead, RuleSettings
 
 torch.set_num_threads(1)  # other processes of the tests want a core too
 

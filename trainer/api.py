@@ -135,7 +135,7 @@ class LoopRecording:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._recorder.__exit__(kind, error, trace)
-        from trainer.profiling.evidence import read_evidence
+        from trainer.profiling.evidence_files import read_evidence
         from trainer.stages import profile
 
         evidence, settings = self._output / "evidence", ProfileSettings()

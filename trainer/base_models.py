@@ -13,6 +13,7 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+Percent = Annotated[float, Field(ge=0, le=100)]
 
 
 _SECRET = re.compile(

@@ -18,7 +18,7 @@ from trainer.formatting import duration
 
 if TYPE_CHECKING:
     from trainer.artifacts import Manifest
-    from trainer.profiling.evidence import AttemptRecord, Evidence, RankRecord
+    from trainer.evidence import AttemptRecord, Evidence, RankRecord
 
 PARTS: Mapping[str, str] = {
     "startup": "start-up",

@@ -29,7 +29,7 @@ from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.devices import choose_device
 from trainer.evaluation.embeddings import embed, nearest_neighbors
 from trainer.models import Classifier
-from trainer.profiling.evidence import read_evidence
+from trainer.profiling.evidence_files import read_evidence
 
 BATCH = 64  # of what measures
 

@@ -10,7 +10,7 @@ from tests.distillations import QUICK
 from trainer import artifacts, config, models
 from trainer.distillation.objective import DistillObjective
 from trainer.errors import TrainingError
-from trainer.profiling.evidence import read_evidence
+from trainer.profiling.evidence_files import read_evidence
 from trainer.stages import distill
 
 STEPS = 20

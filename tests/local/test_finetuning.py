@@ -11,7 +11,7 @@ from tests.groups import Fault
 from tests.pathologies import findings
 from trainer import config, models
 from trainer.errors import PREEMPTED_EXIT_CODE
-from trainer.profiling.evidence import read_evidence
+from trainer.profiling.evidence_files import read_evidence
 
 QUICKLY = {name: value for name, value in QUICK.items() if name in config.FinetuneSettings.model_fields} | {
     "epochs": 2,

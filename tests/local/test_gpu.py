@@ -16,7 +16,7 @@ from trainer.data.loader import Samples
 from trainer.devices import choose_device
 from trainer.distillation.frozen_teacher import GRAPH_BATCH, FrozenTeacher
 from trainer.distillation.objective import DistillObjective
-from trainer.profiling.evidence import read_evidence
+from trainer.profiling.evidence_files import read_evidence
 from trainer.stages import prepare
 from trainer.tracking.stage_runs import stage_run
 from trainer.training import loop

@@ -18,9 +18,9 @@ from tests.distillations import QUICK, TINY
 from tests.pathologies import before_batch, before_each, before_forward, compute, findings, judged, on_rank
 from trainer import config
 from trainer.distillation.objective import DistillObjective
-from trainer.profiling.rules.outcomes import Finding, NotJudged
+from trainer.rules import OwnOverhead, RuleSettings, StartUp
+from trainer.rules.outcomes import Finding, NotJudged
 from trainer.stages import distill, reinforce
-from trainer.thresholds import OwnOverhead, RuleSettings, StartUp
 from trainer.training import parallelize
 
 

@@ -26,11 +26,11 @@ from trainer import artifacts, config, models
 from trainer.data.dataset import Split
 from trainer.distillation.objective import DistillObjective
 from trainer.errors import LaunchError, TrainingError
-from trainer.profiling.evidence import read_evidence
-from trainer.profiling.rules import TRAINING_RULES
+from trainer.profiling.evidence_files import read_evidence
+from trainer.rules import RuleSettings, StalledTraining
+from trainer.rules.outcomes import TrainingRule
 from trainer.served_student.torch_network import Preprocessing
 from trainer.stages import prepare, pretrain, reinforce
-from trainer.thresholds import RuleSettings, StalledTraining
 from trainer.training.loop import Trainer
 
 LOOKS = SETTINGS["evidence"] | {"tensors_every": 5, "tensors_budget": 1.0, "operators_steps": 0}
@@ -46,7 +46,7 @@ def findings(training, rules=None):
 
     Those on what slows it have their own tests: steps of some milliseconds have outliers wherever the machine does something else.
     """
-    names = {rule.name for rule in TRAINING_RULES}
+    names = {rule.name for rule in TrainingRule.__subclasses__()}
     return {name: text for name, text in pathologies.findings(training, rules).items() if name in names}
 
 

@@ -12,7 +12,7 @@ from tests.groups import Fault
 from trainer import config, tracking
 from trainer.data.dataset import open_dataset
 from trainer.errors import PREEMPTED_EXIT_CODE
-from trainer.profiling.evidence import read_evidence
+from trainer.profiling.evidence_files import read_evidence
 from trainer.stages import reinforce
 
 # MLflow on SQLAlchemy 2.1

@@ -17,7 +17,7 @@ from trainer import config, runner
 from trainer.distillation.objective import DistillObjective
 from trainer.errors import LaunchError
 from trainer.launch import JobSpec
-from trainer.profiling.evidence import read_evidence
+from trainer.profiling.evidence_files import read_evidence
 from trainer.stages import tune
 from trainer.tuning import trials
 from trainer.tuning.tuning_schema import read_tuning

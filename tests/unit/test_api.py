@@ -20,7 +20,7 @@ from trainer import api, artifacts, config, models
 from trainer.data.dataset import open_dataset
 from trainer.errors import ArtifactError, ModelError, OutputError, SettingsError
 from trainer.profiling.compare import read_compared_run
-from trainer.profiling.evidence import read_evidence
+from trainer.profiling.evidence_files import read_evidence
 from trainer.served_student.preprocessing import BadImageError, to_square
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,7 @@ from trainer import artifacts, billing
 from trainer.billing import Bill, bill_here, make_bill, stage_bill
 from trainer.config import EvidenceSettings
 from trainer.costs import PLACE_VARIABLE, Machines, Price
-from trainer.forecast import Forecast
-from trainer.profiling.evidence import (
+from trainer.evidence import (
     AttemptRecord,
     CompilationRecord,
     Evidence,
@@ -22,6 +21,7 @@ from trainer.profiling.evidence import (
     TensorSamples,
     TrainingEvidence,
 )
+from trainer.forecast import Forecast
 
 BEGAN = 1_790_000_000.0
 PRICE = Price(dollars_an_hour=36.0, date="2026-11", region="us-east-1", source="list")

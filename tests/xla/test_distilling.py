@@ -11,7 +11,7 @@ from tests.groups import Fault
 from trainer import config, models
 from trainer.data.dataset import open_dataset
 from trainer.errors import PREEMPTED_EXIT_CODE
-from trainer.profiling.evidence import read_evidence
+from trainer.profiling.evidence_files import read_evidence
 from trainer.stages import evaluate, reinforce
 
 SETTINGS = {

@@ -7,7 +7,7 @@ from tests.distillations import QUICK
 from tests.multi_label_digits import write_list
 from trainer import config, models
 from trainer.data.dataset import open_dataset
-from trainer.profiling.evidence import read_evidence
+from trainer.profiling.evidence_files import read_evidence
 from trainer.stages import distill, evaluate, prepare, pretrain, reinforce
 
 VIEWS = {"min_scale": 1.0, "flip": False, "mixup": 0.4}

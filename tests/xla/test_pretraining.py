@@ -4,7 +4,7 @@ import torch
 
 from tests.distillations import QUICK
 from trainer import config, models
-from trainer.profiling.evidence import read_evidence
+from trainer.profiling.evidence_files import read_evidence
 from trainer.stages import pretrain
 
 COMMON = {

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.profiling.rules.synthetic import case_of
+from tests.unit.rules.synthetic import case_of, judge_by
 from trainer.config import EvidenceSettings
 from trainer.profiling.recorder import Recorder
-from trainer.profiling.rules.gpu import host_syncs
-from trainer.profiling.rules.lifecycle import recompilation
-from trainer.profiling.rules.outcomes import Finding, Healthy
+from trainer.rules.gpu import HostSyncs
+from trainer.rules.lifecycle import Recompilation
+from trainer.rules.outcomes import Finding, Healthy
 
 torch_xla = pytest.importorskip("torch_xla")
 xla = pytest.importorskip("trainer.profiling.xla_counters")
@@ -54,8 +54,8 @@ def test_a_healthy_loop_compiles_once_and_transfers_nothing_in_its_steps():
     assert not rank.steps["transfers"].any()
     assert rank.record.transfers.from_device == STEPS / 10
     assert rank.record.transfers.fallbacks == {}
-    assert isinstance(host_syncs.judge(case_of(rank)), Healthy)
-    assert isinstance(recompilation.judge(case_of(rank)), Healthy)
+    assert isinstance(judge_by(HostSyncs, case_of(rank)), Healthy)
+    assert isinstance(judge_by(Recompilation, case_of(rank)), Healthy)
 
 
 def test_the_device_has_its_name_and_what_it_does_not_tell_is_missing():
@@ -68,7 +68,7 @@ def test_the_device_has_its_name_and_what_it_does_not_tell_is_missing():
 def test_the_time_in_the_compiler_is_that_of_the_step_that_compiled():
     rank = train(13, size=lambda step: 9 if step == 20 else 8)
     assert [(one.step, one.graphs) for one in rank.record.compilations] == [(0, 1), (20, 1)]
-    finding = recompilation.judge(case_of(rank))
+    finding = judge_by(Recompilation, case_of(rank))
     assert isinstance(finding, Finding)
     assert "The number of images had changed: 9 instead of 8." in finding.text
     assert rank.record.compilations[1].seconds <= rank.steps["seconds"][20]
@@ -91,7 +91,7 @@ def test_a_number_that_is_a_constant_of_the_graph_is_distinguished_from_a_shape(
     assert len(rank.record.compilations) == 1, "the result is unused, so it is not computed"
     kept = []
     rank = train(17, in_step=lambda loss, step: kept.append(loss.detach().expand(step + 2).sum()), steps=20)
-    finding = recompilation.judge(case_of(rank))
+    finding = judge_by(Recompilation, case_of(rank))
     assert isinstance(finding, Finding)
     assert "a number that changes in each step" in finding.text
     assert finding.numbers["graphs"] == 10
@@ -101,13 +101,13 @@ def test_an_operator_on_the_host_and_a_copy_are_counted_in_their_steps():
     rank = train(19, in_step=lambda loss, step: torch.special.i0(loss.detach()) if step >= 20 else None)
     assert rank.steps["transfers"].tolist() == [0] * 20 + [1] * 20
     assert rank.record.transfers.fallbacks == {"aten::i0": 20}
-    finding = host_syncs.judge(case_of(rank))
+    finding = judge_by(HostSyncs, case_of(rank))
     assert isinstance(finding, Finding)
     assert finding.text.endswith("aten::i0 (20 calls) ran on the host.")
     assert finding.steps == (20, 39)
     copied = train(19, in_step=lambda loss, _: loss.detach().cpu())
     assert copied.record.transfers.fallbacks == {}
-    assert isinstance(host_syncs.judge(case_of(copied)), Finding)
+    assert isinstance(judge_by(HostSyncs, case_of(copied)), Finding)
 
 
 def test_what_looking_itself_transfers_is_not_the_trainings():

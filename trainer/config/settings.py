@@ -12,8 +12,10 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from trainer.base_models import Fraction, NonNegative, NonNegativeFloat, Positive, Section, nearest
+from trainer.evidence import EvidenceSettings
 from trainer.graph import STAGES
-from trainer.thresholds import RuleSettings
+from trainer.loss_terms import RECORDED_VIEWS, TAUGHT
+from trainer.rules import RuleSettings
 
 CHECKPOINTS_VARIABLE = "TRAINER_CHECKPOINTS"
 """Environment variable that names the folder of all checkpoints; without it they stand beside the output."""
@@ -166,21 +168,6 @@ class ViewSettings(Section):
     """Alpha of mixup's Beta distribution (Zhang et al. 2018); 0 turns it off."""
     cutmix: NonNegativeFloat = 0.0
     """Alpha of CutMix's Beta distribution (Yun et al. 2019); 0 turns it off. With both, each view gets one of them."""
-
-
-class EvidenceSettings(Section):
-    """What a training stage records about itself."""
-
-    system_interval_s: Annotated[float, Field(ge=0.05, le=60)] = 0.5
-    """Seconds between two samples of CPU cores, memory, disk, network and GPU."""
-    operators_at: tuple[NonNegative, ...] = (20,)
-    """Steps (counted from the start of this process) after which a window of torch.profiler opens."""
-    operators_steps: NonNegative = 3
-    """Length of each window in steps; 0 turns torch.profiler off."""
-    tensors_every: NonNegative = 50
-    """Minimum steps between two samples of weight, gradient and attention statistics; 0 turns them off."""
-    tensors_budget: Fraction = 0.003
-    """Largest share of the training's time that these samples may take; they become rarer where they would take more."""
 
 
 def _rule_names(names: object) -> object:
@@ -519,7 +506,7 @@ TOP_K = 10  # logits that are recorded of a view where nothing else is said or n
 class ReinforceSettings(LoadingSettings):
     """The recording of the teacher's outputs on augmented views of every training image, made once for all distillations."""
 
-    views: Positive = 30
+    views: Positive = RECORDED_VIEWS
     """Views per image; epoch e of a distillation sees view e modulo `views`."""
     top_k: Positive | Literal["all"] | None = None
     """Largest logits to keep per view, with the sum of the rest; default: `all` with `data.multi_label` or if a loss of distill needs them,
@@ -554,13 +541,6 @@ class ReinforceSettings(LoadingSettings):
     def logits(self, classes: int) -> int:
         """Logits that are kept of each view where there are so many classes."""
         return classes if self.top_k == "all" else min(self.top_k or TOP_K, classes)
-
-
-TAUGHT = ("logit", "feature", "token", "block", "similarity")
-"""What the teacher is compared in, each with a loss and the setting `NAME_weight`."""
-RECORDED_BY = {"feature": "features", "token": "tokens", "similarity": "features"}
-"""Of these -> the setting of `reinforce` with which that is recorded."""
-TERMS = (*TAUGHT, "label")  # of the distillation's loss
 
 
 class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):

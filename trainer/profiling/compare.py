@@ -14,16 +14,17 @@ from trainer.base_models import what_is_wrong
 from trainer.config import flattened
 from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
+from trainer.evidence import TrainingEvidence, is_core
 from trainer.finished_run import SUMMARY
 from trainer.formatting import aligned, clipped, duration, milliseconds, percent, ratio, short
 from trainer.pages import Block, PageSection, Paragraph, Subsection, Table
 from trainer.profiling import findings, over_time
-from trainer.profiling.evidence import TrainingEvidence, is_core, read_evidence
+from trainer.profiling.evidence_files import read_evidence
 from trainer.profiling.findings import Answer
 from trainer.profiling.profile_report import stacked
-from trainer.profiling.rules.outcomes import Finding, NotJudged
 from trainer.profiling.training_summary import TrainingSummary, named_number, phase_label, summarize, training_label
-from trainer.thresholds import RuleSettings
+from trainer.rules import RuleSettings
+from trainer.rules.outcomes import Finding, NotJudged
 
 Row = tuple[str, ...]
 

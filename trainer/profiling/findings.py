@@ -13,11 +13,10 @@ from pydantic import TypeAdapter, ValidationError
 from trainer import formatting
 from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
-from trainer.profiling.evidence import Evidence
-from trainer.profiling.rules import SYSTEM_RULES, judge
-from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, setting_of
+from trainer.evidence import Evidence
 from trainer.profiling.training_summary import TrainingSummary, training_label
-from trainer.thresholds import RuleSettings
+from trainer.rules import RuleSettings, judge
+from trainer.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule, setting_of
 
 FINDINGS = "findings.json"
 """What every rule answered on every training, in a report."""
@@ -55,7 +54,7 @@ def judged(evidence: Evidence, rules: RuleSettings) -> list[Answer]:
             answer = Answer(
                 rule=rule.name,
                 title=rule.title,
-                kind="system" if rule in SYSTEM_RULES else "training",
+                kind="system" if isinstance(rule, SystemRule) else "training",
                 training=training.name,
                 outcome=outcome,
                 dollars=place.dollars(saving.seconds) if place and saving else None,

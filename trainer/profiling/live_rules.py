@@ -16,10 +16,10 @@ from typing import Any, NoReturn, Self
 from trainer.config import WatchSettings
 from trainer.errors import TrainingError
 from trainer.profiling.recorder import Recorder
-from trainer.profiling.rules import judge
-from trainer.profiling.rules.lifecycle import hanging, stalled_training
-from trainer.profiling.rules.outcomes import Case, Finding, Rule
 from trainer.profiling.timeline import span
+from trainer.rules import judge
+from trainer.rules.outcomes import Case, Finding, Rule
+from trainer.rules.stalled import hanging
 from trainer.tracking.stage_runs import Tracker
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class LiveRules:
         self._began = time.perf_counter()
         self._due = self._began + self._settings.interval_s
         if self._active and stalled.enabled:
-            ends = stalled_training.name in self._settings.stop_on
+            ends = stalled.name in self._settings.stop_on
             watchdog = HangWatchdog(stalled.seconds, paused=self._is_paused, on_hang=self._hangs, ends=ends)
             self._watchdog = self._open.enter_context(watchdog)
         return self
@@ -182,4 +182,4 @@ class LiveRules:
         return timeline.first_step_s is None or timeline.is_beside_steps or self._recorder.is_compiling
 
     def _hangs(self, seconds: float, place: str) -> str:
-        return self._report(stalled_training, hanging(seconds, self._step, place))
+        return self._report(self._settings.rules.stalled_training, hanging(seconds, self._step, place))

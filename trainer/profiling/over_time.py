@@ -10,8 +10,7 @@ import numpy as np
 
 from trainer import charts, formatting
 from trainer.charts import BINS, ChartLine, Flags, Lane, MarkedTime, by_colour, colour_class
-from trainer.pages import Block, Details, Figure, Legend, Subsection, Table
-from trainer.profiling.evidence import (
+from trainer.evidence import (
     ATTENTION_ENTROPY,
     BETWEEN,
     OTHER,
@@ -23,9 +22,10 @@ from trainer.profiling.evidence import (
     is_core,
     phase_seconds,
 )
+from trainer.pages import Block, Details, Figure, Legend, Subsection, Table
 from trainer.profiling.findings import RankedFinding
-from trainer.profiling.series import Series, mean_in_bins, means_from, spread_over, thin_curve
 from trainer.profiling.training_summary import TrainingSummary, phase_label
+from trainer.series import Series, mean_in_bins, means_from, spread_over, thin_curve
 
 _METRICS = (
     ("loss", "Loss", "training", 1.0),

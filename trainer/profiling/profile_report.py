@@ -11,12 +11,11 @@ from trainer import billing, pages
 from trainer.billing import Bill
 from trainer.charts import Bar, bars, by_colour, colour_class, histogram, stacked_bar, stacked_rows
 from trainer.costs import dollars_text
+from trainer.evidence import Operator, TrainingEvidence, is_core, measured_steps
 from trainer.formatting import clipped, duration, milliseconds, percent, short, size
 from trainer.pages import Block, Details, Figure, FindingCard, Legend, PageSection, Paragraph, Subsection, Table, Tiles
 from trainer.profiling import over_time
-from trainer.profiling.evidence import Operator, TrainingEvidence, is_core, measured_steps
 from trainer.profiling.findings import Answer, RankedFinding, ranked_findings, saving_text, verdict
-from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
 from trainer.profiling.training_summary import (
     OperatorSummary,
     SlowStep,
@@ -25,6 +24,7 @@ from trainer.profiling.training_summary import (
     phase_label,
     training_label,
 )
+from trainer.rules.outcomes import Finding, Healthy, NotJudged
 
 _FEWEST_DRAWN = 20
 _MOST_RANKS_DRAWN = 64

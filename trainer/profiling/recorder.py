@@ -22,8 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from trainer.config import EvidenceSettings
 from trainer.costs import place_here
 from trainer.devices.torch_private import CompileHooks
-from trainer.host import processor_name, seconds_since_launch, started_unix, usable_cores
-from trainer.profiling.evidence import (
+from trainer.evidence import (
     SCHEMA_VERSION,
     AttemptRecord,
     Category,
@@ -41,12 +40,13 @@ from trainer.profiling.evidence import (
     StepRecord,
     TrainingEvidence,
     images_per_second,
-    write_rank,
 )
+from trainer.host import processor_name, seconds_since_launch, started_unix, usable_cores
+from trainer.profiling.evidence_files import write_rank
 from trainer.profiling.monitor import Monitor, signals
-from trainer.profiling.series import ThinnedTable
 from trainer.profiling.tensor_sampler import SampledModel, TensorSampler
 from trainer.profiling.timeline import PROFILER, CudaClock, HostClock, Timeline, recording_to, seconds_of_a_mark
+from trainer.series import ThinnedTable
 
 if TYPE_CHECKING:
     from trainer.profiling.xla_counters import XlaCounters

@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.profiling.evidence import BETWEEN, OTHER, PHASES, SPAN_COLUMNS, STEP_COLUMNS
-from trainer.profiling.series import ThinnedTable
+from trainer.evidence import BETWEEN, OTHER, PHASES, SPAN_COLUMNS, STEP_COLUMNS
+from trainer.series import ThinnedTable
 
 if TYPE_CHECKING:
     from trainer.profiling.recorder import OperatorWindows

@@ -19,7 +19,7 @@ import torch_xla
 from torch_xla.core import xla_model
 from torch_xla.debug import metrics
 
-from trainer.profiling.evidence import CompilationRecord, TransferRecord
+from trainer.evidence import CompilationRecord, TransferRecord
 from trainer.profiling.monitor import Signal
 
 COUNTED_STEPS = 256

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from trainer import artifacts, models, pretrained
-from trainer.config import RECORDED_BY, DistillSettings, multi_label_mistakes
+from trainer.config import DistillSettings, multi_label_mistakes
 from trainer.data.batch import Batch
 from trainer.data.dataset import PreparedDataset, Targets, open_dataset
 from trainer.data.loader import Samples, Views
@@ -28,8 +28,9 @@ from trainer.distillation.recording import (
 )
 from trainer.errors import SettingsError
 from trainer.evaluation.embeddings import MOST_IMAGES, TOGETHER, embed_together, fit_probe, spread
+from trainer.evidence import ContextRecord
+from trainer.loss_terms import RECORDED_BY
 from trainer.models import Classifier
-from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.recorder import Startup
 from trainer.training.session import Session, open_session
 

@@ -13,10 +13,11 @@ from trainer.artifacts import Artifact, Draft
 from trainer.billing import Bill, make_bill, stage_bill
 from trainer.config import ProfileSettings
 from trainer.errors import ArtifactError
+from trainer.evidence import Evidence
 from trainer.profiling import findings, profile_report
-from trainer.profiling.evidence import Evidence, read_evidence
-from trainer.profiling.rules.outcomes import setting_of
+from trainer.profiling.evidence_files import read_evidence
 from trainer.profiling.training_summary import TrainingSummary, summarize
+from trainer.rules.outcomes import setting_of
 from trainer.tracking.stage_runs import stage_run
 
 logger = logging.getLogger(__name__)

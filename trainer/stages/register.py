@@ -35,7 +35,7 @@ from trainer.formatting import listed
 from trainer.graph import STAGES
 from trainer.launch import flag
 from trainer.models import ModelCard
-from trainer.profiling.evidence import read_evidence
+from trainer.profiling.evidence_files import read_evidence
 from trainer.served_student.class_tags import ANSWER, CONFIDENCE, NAMED, ClassTags
 from trainer.served_student.onnx_network import runtime_of
 from trainer.served_student.pyfunc import EXPORT_CARD, TOP_K

@@ -34,8 +34,8 @@ from trainer.config import (
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.distillation.recording import placeholder_recording
 from trainer.errors import SettingsError
+from trainer.evidence import RankRecord
 from trainer.models import Classifier, EmbeddingStatistics
-from trainer.profiling.evidence import RankRecord
 from trainer.profiling.recorder import Startup
 from trainer.stages import distill, pretrain, reinforce
 from trainer.tracking.stage_runs import stage_run

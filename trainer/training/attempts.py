@@ -34,7 +34,7 @@ from trainer.errors import (
     TrainerError,
     TrainingError,
 )
-from trainer.profiling.evidence import AttemptRecord
+from trainer.evidence import AttemptRecord
 from trainer.training.process_group import wait_limit_s
 from trainer.training.writer import LAST_WAIT_S, Writer
 

@@ -20,9 +20,9 @@ from trainer.data.loader import MicroBatches, positions
 from trainer.data.sampler import random_bits
 from trainer.devices import RowShardedOptimizer
 from trainer.errors import PreemptedError, SettingsError, TrainingError
+from trainer.evidence import ContextRecord
 from trainer.formatting import listed
 from trainer.models import check_input_size, checkpoint_activations, input_size
-from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.live_rules import LiveRules
 from trainer.profiling.recorder import LoaderStats, Recorder, Sources, Startup
 from trainer.profiling.timeline import span

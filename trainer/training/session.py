@@ -18,9 +18,9 @@ from trainer.config import DistillSettings, PretrainSettings, TrainingSettings, 
 from trainer.data.dataset import PreparedDataset
 from trainer.data.loader import RecordedOutputs, Samples, micro_batch_size
 from trainer.errors import OutputError, PreemptedError, SupersededError, TrainerError
+from trainer.evidence import ContextRecord
 from trainer.graph import STAGES, Kind
 from trainer.models import Classifier
-from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.recorder import Recorder, Startup
 from trainer.scores import val_name
 from trainer.served_student.preprocessing import Square

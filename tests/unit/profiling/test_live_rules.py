@@ -14,11 +14,11 @@ import torch
 
 from trainer.config import EvidenceSettings, WatchSettings
 from trainer.errors import TrainingError
+from trainer.evidence import ContextRecord
 from trainer.profiling import live_rules
-from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.live_rules import HangWatchdog, LiveRules
 from trainer.profiling.recorder import Recorder
-from trainer.profiling.rules.outcomes import Case
+from trainer.rules.outcomes import Case
 
 UNEVEN = ContextRecord(classes={"apple": 100, "quince": 1})
 """What the rule class_imbalance fires on."""

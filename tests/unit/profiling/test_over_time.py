@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trainer.pages import Figure
-from trainer.profiling.evidence import (
+from trainer.evidence import (
     STEP_COLUMNS,
     TENSOR_COLUMNS,
     OutsideRecord,
@@ -15,6 +14,7 @@ from trainer.profiling.evidence import (
     TensorSamples,
     TrainingEvidence,
 )
+from trainer.pages import Figure
 from trainer.profiling.over_time import by_layer, layers, phase_shares, section
 from trainer.profiling.training_summary import summarize
 

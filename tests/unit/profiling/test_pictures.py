@@ -7,8 +7,8 @@ import pytest
 from docs.pictures import parts
 from trainer import pages
 from trainer.errors import ArtifactError
+from trainer.evidence import TrainingEvidence
 from trainer.profiling.compare import ComparedRun
-from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.findings import Answer
 from trainer.profiling.training_summary import summarize
 

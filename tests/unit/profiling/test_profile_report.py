@@ -10,12 +10,13 @@ import pytest
 
 from trainer import artifacts
 from trainer.billing import Bill, StageBill, make_bill
-from trainer.profiling.evidence import TrainingEvidence, read_evidence
+from trainer.evidence import TrainingEvidence
+from trainer.profiling.evidence_files import read_evidence
 from trainer.profiling.findings import Answer
 from trainer.profiling.profile_report import build, facts
 from trainer.profiling.recorder import Recorder
-from trainer.profiling.rules.outcomes import NotJudged
 from trainer.profiling.training_summary import summarize
+from trainer.rules.outcomes import NotJudged
 
 LIMIT = 2_000_000
 

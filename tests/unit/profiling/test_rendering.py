@@ -17,10 +17,10 @@ from tests.unit.evaluation.test_report import page as evaluation_page
 from trainer.billing import StageBill, make_bill
 from trainer.data.curation import ImageCandidate
 from trainer.data.dataset_schema import SplitName
+from trainer.evidence import TrainingEvidence
 from trainer.pages import Paragraph
 from trainer.profiling import compare
 from trainer.profiling.compare import ComparedRun
-from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.findings import Answer
 from trainer.profiling.profile_report import build
 from trainer.profiling.training_summary import summarize

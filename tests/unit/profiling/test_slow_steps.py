@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.profiling.rules.synthetic import STEPS, rank_of, steps_of
+from tests.unit.rules.synthetic import STEPS, rank_of, steps_of
+from trainer.evidence import CompilationRecord, RankEvidence, Spans, TrainingEvidence
 from trainer.pages import Table
 from trainer.profiling import profile_report
-from trainer.profiling.evidence import CompilationRecord, RankEvidence, Spans, TrainingEvidence
 from trainer.profiling.training_summary import summarize
 
 SLOW = 60

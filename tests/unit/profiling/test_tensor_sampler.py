@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from trainer import models
 from trainer.config import EvidenceSettings, MaeSettings, ModelSettings
+from trainer.evidence import TENSOR_COLUMNS
 from trainer.models import Classifier
 from trainer.pretraining import MaskedAutoencoder
-from trainer.profiling.evidence import TENSOR_COLUMNS
 from trainer.profiling.tensor_sampler import (
     SAMPLED,
     TENSOR_SAMPLES_KEPT,

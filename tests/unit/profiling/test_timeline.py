@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from trainer.profiling.evidence import BETWEEN, OTHER, PHASES
+from trainer.evidence import BETWEEN, OTHER, PHASES
 from trainer.profiling.timeline import (
     INTERRUPTED,
     MOST_PENDING,

@@ -13,7 +13,7 @@ from trainer import artifacts, config, devices, models, pretrained
 from trainer.config import DistillSettings, ReinforceSettings
 from trainer.data.dataset import open_dataset
 from trainer.errors import ArtifactError, ModelError, SettingsError, TrainingError
-from trainer.profiling.evidence import read_evidence
+from trainer.profiling.evidence_files import read_evidence
 from trainer.stages import distill, reinforce
 from trainer.training import loop
 from trainer.training.checkpoints import Checkpoints

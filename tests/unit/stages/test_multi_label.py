@@ -36,12 +36,12 @@ from trainer.config import (
 from trainer.data.dataset import open_dataset
 from trainer.errors import ArtifactError, DataError, ModelError, SettingsError
 from trainer.prediction import Prediction
-from trainer.profiling.evidence import read_evidence
+from trainer.profiling.evidence_files import read_evidence
 from trainer.profiling.findings import judged
-from trainer.profiling.rules.outcomes import Healthy
+from trainer.rules import RuleSettings
+from trainer.rules.outcomes import Healthy
 from trainer.stages import distill, evaluate, export, prepare, pretrain, register, reinforce, tune
 from trainer.stages.evaluate import predict
-from trainer.thresholds import RuleSettings
 from trainer.tuning import trials
 from trainer.tuning.tuning_schema import read_tuning
 

@@ -5,7 +5,7 @@ import pytest
 from tests.distillations import TINY
 from trainer import config
 from trainer.config import PretrainSettings
-from trainer.profiling.evidence import read_evidence
+from trainer.profiling.evidence_files import read_evidence
 from trainer.stages import pretrain
 from trainer.training.checkpoints import Checkpoints
 

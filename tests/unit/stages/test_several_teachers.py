@@ -15,7 +15,7 @@ from trainer.devices import choose_device
 from trainer.distillation.recording import open_recording
 from trainer.errors import ArtifactError, ModelError, SettingsError
 from trainer.evaluation import embeddings
-from trainer.profiling.evidence import read_evidence
+from trainer.profiling.evidence_files import read_evidence
 from trainer.stages import distill, reinforce
 
 VIEWS = QUICK["views"]

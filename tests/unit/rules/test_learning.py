@@ -7,24 +7,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.profiling.rules.learning import case_of, curve_of, measured
-from tests.unit.profiling.rules.synthetic import steps_of
-from trainer.profiling.rules.learning import (
-    class_imbalance,
-    loss_not_falling,
-    low_recorded_mass,
-    overfitting,
-    vanishing_loss_term,
-    weak_teacher,
+from tests.unit.rules.learning import case_of, curve_of, measured
+from tests.unit.rules.synthetic import judge_by, steps_of
+from trainer.rules.learning import (
+    ClassImbalance,
+    LossNotFalling,
+    LowRecordedMass,
+    Overfitting,
+    VanishingLossTerm,
+    WeakTeacher,
 )
-from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
+from trainer.rules.outcomes import Finding, Healthy, NotJudged
 
 # -- classes
 
 
 @pytest.mark.parametrize(("rare", "fires"), [(10, False), (9, True), (0, True)])
 def test_class_imbalance(rare: int, fires: bool) -> None:
-    outcome = class_imbalance.judge(case_of(context={"classes": {"apple": 100, "pear": 50, "quince": rare}}))
+    outcome = judge_by(ClassImbalance, case_of(context={"classes": {"apple": 100, "pear": 50, "quince": rare}}))
     assert isinstance(outcome, Finding if fires else Healthy)
     if isinstance(outcome, Finding):
         assert f"'apple' has 100 training images and 'quince' has {rare}" in outcome.text
@@ -33,7 +33,7 @@ def test_class_imbalance(rare: int, fires: bool) -> None:
 
 @pytest.mark.parametrize(("name", "classes"), [("mae", {"apple": 100, "quince": 1}), ("finetune", None)])
 def test_without_labels_classes_are_not_judged(name: str, classes: Any) -> None:
-    assert isinstance(class_imbalance.judge(case_of(name=name, context={"classes": classes})), NotJudged)
+    assert isinstance(judge_by(ClassImbalance, case_of(name=name, context={"classes": classes})), NotJudged)
 
 
 # -- the teacher
@@ -46,7 +46,7 @@ def teacher(
 ) -> Any:
     context = {"teacher_val_top1": top1, "val_samples": images, "classes": classes or CLASSES}
     curves = {} if student is None else {"val_top1": curve_of([0.2, student])}
-    return weak_teacher.judge(case_of(metrics=curves, context=context | {"settings": {"logit_weight": weight}}))
+    return judge_by(WeakTeacher, case_of(metrics=curves, context=context | {"settings": {"logit_weight": weight}}))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_teacher_of_several_labels_is_judged_by_its_map(
         "settings": {"logit_weight": 0.9},
     }
     curves = {} if student is None else {"val_map": curve_of([0.2, student])}
-    outcome = weak_teacher.judge(case_of(metrics=curves, context=context))
+    outcome = judge_by(WeakTeacher, case_of(metrics=curves, context=context))
     assert isinstance(outcome, kind)
     assert text in (outcome.reason if isinstance(outcome, NotJudged) else outcome.text)
 
@@ -149,8 +149,8 @@ def test_more_labels_an_image_make_the_map_more_certain() -> None:
         "settings": {"logit_weight": 0.9},
     }
     curves = {"val_map": curve_of([0.2, 0.86])}
-    assert isinstance(weak_teacher.judge(case_of(metrics=curves, context=few)), Healthy)
-    assert isinstance(weak_teacher.judge(case_of(metrics=curves, context=few | {"classes": twice})), Finding)
+    assert isinstance(judge_by(WeakTeacher, case_of(metrics=curves, context=few)), Healthy)
+    assert isinstance(judge_by(WeakTeacher, case_of(metrics=curves, context=few | {"classes": twice})), Finding)
 
 
 def test_a_teacher_that_no_loss_asks_is_not_judged() -> None:
@@ -164,7 +164,7 @@ def test_a_teacher_that_no_loss_asks_is_not_judged() -> None:
     ("mass", "kind"), [({"1": 0.9, "2": 0.5}, Healthy), ({"1": 0.9, "2": 0.49}, Finding), (None, NotJudged)]
 )
 def test_low_recorded_mass(mass: Any, kind: type) -> None:
-    outcome = low_recorded_mass.judge(case_of(context={"recorded_mass": mass, "settings": {"temperature": 2.0}}))
+    outcome = judge_by(LowRecordedMass, case_of(context={"recorded_mass": mass, "settings": {"temperature": 2.0}}))
     assert isinstance(outcome, kind)
     if isinstance(outcome, Finding):
         assert "hold 49.0% of the teacher's probability at temperature 2" in outcome.text
@@ -174,8 +174,8 @@ def test_low_recorded_mass(mass: Any, kind: type) -> None:
 def test_the_nearest_recorded_temperature_counts() -> None:
     mass = {"1": 0.9, "2": 0.4}
     cool, hot = ({"recorded_mass": mass, "settings": {"temperature": t}} for t in (1.2, 4.0))
-    assert isinstance(low_recorded_mass.judge(case_of(context=cool)), Healthy)
-    finding = low_recorded_mass.judge(case_of(context=hot))
+    assert isinstance(judge_by(LowRecordedMass, case_of(context=cool)), Healthy)
+    finding = judge_by(LowRecordedMass, case_of(context=hot))
     assert isinstance(finding, Finding)
     assert finding.confidence < 0.9
 
@@ -187,7 +187,7 @@ DISTILL = {"logit_weight": 0.9, "feature_weight": 0.0, "label_weight": 0.1, "tem
 
 def terms(logit: Any, label: Any, **settings: Any) -> Any:
     curves = {"logit": curve_of(logit), "label": curve_of(label)}
-    return vanishing_loss_term.judge(case_of(metrics=curves, context={"settings": DISTILL | settings}))
+    return judge_by(VanishingLossTerm, case_of(metrics=curves, context={"settings": DISTILL | settings}))
 
 
 @pytest.mark.parametrize(("label", "fires"), [(0.092, False), (0.09, True)])
@@ -212,13 +212,15 @@ def test_a_temperature_that_rounds_the_term_away(temperature: float, fires: bool
 
 def test_few_points_or_another_training_are_not_judged() -> None:
     assert isinstance(terms([1.0] * 5, [1e-9] * 5), NotJudged)
-    assert isinstance(vanishing_loss_term.judge(case_of(name="mae", metrics={"loss": curve_of([1.0] * 30)})), NotJudged)
+    assert isinstance(
+        judge_by(VanishingLossTerm, case_of(name="mae", metrics={"loss": curve_of([1.0] * 30)})), NotJudged
+    )
 
 
 def test_a_teacher_that_guesses_explains_a_term_without_a_share() -> None:
     curves = {"logit": curve_of([1e-4] * 30), "label": curve_of([1.0] * 30)}
     context = {"settings": DISTILL, "classes": CLASSES, "teacher_val_top1": 0.25}
-    assert isinstance(vanishing_loss_term.judge(case_of(metrics=curves, context=context)), NotJudged)
+    assert isinstance(judge_by(VanishingLossTerm, case_of(metrics=curves, context=context)), NotJudged)
 
 
 # -- the losses
@@ -227,7 +229,7 @@ FALLING = np.linspace(2.0, 1.0, 40)
 
 
 def fall(values: Any, **arguments: Any) -> Any:
-    return loss_not_falling.judge(case_of(metrics={"loss": curve_of(values)}, **arguments))
+    return judge_by(LossNotFalling, case_of(metrics={"loss": curve_of(values)}, **arguments))
 
 
 # -- the training loss
@@ -265,7 +267,7 @@ def test_a_loss_that_stays_where_it_came_to_is_healthy() -> None:
 
 def test_a_short_curve_is_not_judged() -> None:
     assert isinstance(fall([2.0] * 9), NotJudged)
-    assert isinstance(loss_not_falling.judge(case_of()), NotJudged)
+    assert isinstance(judge_by(LossNotFalling, case_of()), NotJudged)
 
 
 def test_the_end_of_a_training_that_went_on_from_a_checkpoint_is_not_judged() -> None:
@@ -298,7 +300,7 @@ def overfit(train: Any, losses: Any, accuracies: Any, *, name: str = "finetune",
     }
     if name == "distill":
         curves["label"] = curves.pop("loss")
-    return overfitting.judge(case_of(name=name, metrics=curves, context={"val_samples": images}))
+    return judge_by(Overfitting, case_of(name=name, metrics=curves, context={"val_samples": images}))
 
 
 LEARNED = np.linspace(2.0, 0.1, 40)
@@ -366,4 +368,4 @@ def test_two_measurements_or_none_tell_nothing() -> None:
     assert isinstance(outcome, NotJudged)
     assert "2 measurements" in outcome.reason
     assert "pretrain.finetune.validate_every_epochs" in outcome.reason
-    assert isinstance(overfitting.judge(case_of(name="mae", metrics={"loss": curve_of(LEARNED)})), NotJudged)
+    assert isinstance(judge_by(Overfitting, case_of(name="mae", metrics={"loss": curve_of(LEARNED)})), NotJudged)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from trainer.profiling.evidence import RankEvidence, is_core
-from trainer.profiling.rules.compared_steps import Steps, had_core, usual, within_steps
-from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, rule
-from trainer.profiling.series import Series
+from trainer.base_models import Fraction, NonNegativeFloat, Percent
+from trainer.evidence import RankEvidence, is_core
+from trainer.rules.compared_steps import Steps, had_core, usual, within_steps
+from trainer.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule
+from trainer.series import Series
 
 _MARGIN = 1.25
 """Loader processes together should be this many times as fast as the step, since rates vary."""
@@ -154,124 +156,174 @@ def _gpu_idles_while(rank: RankEvidence, signal: Series | None, above: float, gp
     return float(np.mean((signal[within] > above) & (gpu[within] < gpu_below))) if within.any() else 0.0
 
 
-@rule("I/O bottleneck")
-def io_bottleneck(case: Case) -> Outcome:
-    """Fires when more than `waiting_share` of the steps' time waits for batches while neither the training nor its loader processes compute
+class IoBottleneck(SystemRule):
+    """A training that waits for storage.
+
+    Fires when more than `waiting_share` of the steps' time waits for batches while neither the training nor its loader processes compute
     (those below `loader_percent` of a core do not); or the cores wait for storage (above `iowait_percent`) beside an idle GPU (below
     `gpu_percent`) in more than `share` of the samples.
 
     Needs phase `data` of the steps; CPU time of the training's thread and of the loader processes; on a GPU its use, and iowait.
     Advises more loader processes, which wait at the same time; the data set on a disk of the machine.
     """
-    steps, limits = Steps(case), case.rules.io_bottleneck
-    if steps.too_few:
-        return steps.too_few
-    loading = diagnose(steps, busy_loader_percent=limits.loader_percent)
-    share = loading.share(loading.storage_s)
-    waits = case.rank.system.get("iowait_percent")
-    sampled = _gpu_idles_while(case.rank, waits, limits.iowait_percent, limits.gpu_percent)
-    if loading.is_for_storage(limits.waiting_share):
-        text = f"{loading.part(loading.storage_s)} that storage has to deliver, and nothing is computed meanwhile."
-    elif sampled > limits.share:
-        share = sampled
-        text = f"In {sampled:.0%} of the samples the GPU was idle while the cores waited for storage."
-    else:
-        return Healthy(f"{share:.0%} of a step waits for storage ({_ms(loading.storage_s)}).")
-    return Finding(
-        confidence=0.9 if loading.workers == 0 else 0.8,
-        text=text,
-        advice=(
-            f"Let more loader processes wait at the same time (data.workers={loading.workers_that_keep_up()}; waiting needs no core), or "
-            "put the prepared data set on a disk of the machine."
-        ),
-        saving=Saving(share * steps.total_s, "the steps without that waiting"),
-        numbers={"waiting_share": share, "storage_s": loading.storage_s, "undisturbed_step_s": loading.step_s},
-        steps=steps.span,
-    )
+
+    title: ClassVar = "I/O bottleneck"
+
+    iowait_percent: Percent = 50.0
+    """Above this the cores wait for storage, in percent of their time."""
+    gpu_percent: Percent = 10.0
+    """Below this the GPU waits, in percent."""
+    share: Fraction = 0.5
+    """Share of the samples in which that must be so."""
+    waiting_share: Fraction = 0.15
+    """Share of the steps' time that waits for data while the training and its loaders have nothing to do."""
+    loader_percent: NonNegativeFloat = 30.0
+    """Below this a loader process that is waited for waits itself, in percent of a core."""
+
+    def judge(self, case: Case) -> Outcome:
+        steps = Steps(case)
+        if steps.too_few:
+            return steps.too_few
+        loading = diagnose(steps, busy_loader_percent=self.loader_percent)
+        share = loading.share(loading.storage_s)
+        waits = case.rank.system.get("iowait_percent")
+        sampled = _gpu_idles_while(case.rank, waits, self.iowait_percent, self.gpu_percent)
+        if loading.is_for_storage(self.waiting_share):
+            text = f"{loading.part(loading.storage_s)} that storage has to deliver, and nothing is computed meanwhile."
+        elif sampled > self.share:
+            share = sampled
+            text = f"In {sampled:.0%} of the samples the GPU was idle while the cores waited for storage."
+        else:
+            return Healthy(f"{share:.0%} of a step waits for storage ({_ms(loading.storage_s)}).")
+        return Finding(
+            confidence=0.9 if loading.workers == 0 else 0.8,
+            text=text,
+            advice=(
+                f"Let more loader processes wait at the same time (data.workers={loading.workers_that_keep_up()}; waiting needs no "
+                "core), or put the prepared data set on a disk of the machine."
+            ),
+            saving=Saving(share * steps.total_s, "the steps without that waiting"),
+            numbers={"waiting_share": share, "storage_s": loading.storage_s, "undisturbed_step_s": loading.step_s},
+            steps=steps.span,
+        )
 
 
-@rule("Loader workers")
-def loader_workers(case: Case) -> Outcome:
-    """Fires when there are more than `most_per_core` training and loader processes for each core; or fewer than `fewest_per_core` while
+class LoaderWorkers(SystemRule):
+    """Too many or too few loader processes.
+
+    Fires when there are more than `most_per_core` training and loader processes for each core; or fewer than `fewest_per_core` while
     more than `waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains and loads itself).
 
     Needs how many loader processes and cores there are; phase `data` of the steps; CPU time as for the I/O bottleneck.
     Advises the number of loader processes that keeps up, as far as there are cores.
     """
-    steps, limits, storage = Steps(case), case.rules.loader_workers, case.rules.io_bottleneck
-    if steps.too_few:
-        return steps.too_few
-    loading = diagnose(steps, busy_loader_percent=storage.loader_percent)
-    waits = loading.is_for_processor(limits.waiting_share, limits.own_share)
-    share, waiting = loading.share(loading.computing_s), loading.part(loading.computing_s)
-    if loading.per_core < limits.fewest_per_core and waits:
-        keeps_up = loading.workers_that_keep_up()
-        most = int(steps.record.cores // steps.processes_here()) - (0 if loading.itself else 1)
-        wanted = max(loading.workers + 1, min(keeps_up, most))
-        hidden_s = share * steps.total_s * min(1.0, wanted / keeps_up)
-        return Finding(
-            confidence=0.8,
-            text=f"{waiting} that processors make, and cores are free: {loading.processes}.",
-            advice=f"Let more processes load: data.workers={wanted}.",
-            saving=Saving(hidden_s, "the waiting that this many loader processes hide, at the present rate"),
-            numbers=loading.numbers,
-            steps=steps.span,
-        )
-    if loading.per_core > limits.most_per_core and not loading.is_for_storage(storage.waiting_share):
-        wanted = max(0, steps.record.cores // steps.processes_here() - 1)
-        cause = f"{waiting}, and" if waits else "There are more processes than cores:"
-        return Finding(
-            severity="warning" if waits else "note",
-            confidence=0.7 if waits else 0.5,
-            text=f"{cause} {loading.processes}: they take the cores from one another, and memory.",
-            advice=f"Let fewer processes load: data.workers={wanted}, or auto, which measures how many keep up.",
-            saving=Saving(share * steps.total_s, "the waiting for data") if waits else None,
-            numbers=loading.numbers,
-            steps=steps.span,
-        )
-    return Healthy(f"{loading.processes}; {loading.share(loading.waiting_s):.0%} of a step waits for data.")
+
+    title: ClassVar = "Loader workers"
+
+    most_per_core: NonNegativeFloat = 2.0
+    """More loader and training processes for each core than this are too many."""
+    fewest_per_core: Fraction = 0.7
+    """Fewer than this are too few where the training waits for data."""
+    waiting_share: Fraction = 0.15
+    """Share of the steps' time that waits for data."""
+    own_share: Fraction = 0.65
+    """The same where the processes that train on a CPU load for themselves."""
+
+    def judge(self, case: Case) -> Outcome:
+        steps, storage = Steps(case), case.rule(IoBottleneck)
+        if steps.too_few:
+            return steps.too_few
+        loading = diagnose(steps, busy_loader_percent=storage.loader_percent)
+        waits = loading.is_for_processor(self.waiting_share, self.own_share)
+        share, waiting = loading.share(loading.computing_s), loading.part(loading.computing_s)
+        if loading.per_core < self.fewest_per_core and waits:
+            keeps_up = loading.workers_that_keep_up()
+            most = int(steps.record.cores // steps.processes_here()) - (0 if loading.itself else 1)
+            wanted = max(loading.workers + 1, min(keeps_up, most))
+            hidden_s = share * steps.total_s * min(1.0, wanted / keeps_up)
+            return Finding(
+                confidence=0.8,
+                text=f"{waiting} that processors make, and cores are free: {loading.processes}.",
+                advice=f"Let more processes load: data.workers={wanted}.",
+                saving=Saving(hidden_s, "the waiting that this many loader processes hide, at the present rate"),
+                numbers=loading.numbers,
+                steps=steps.span,
+            )
+        if loading.per_core > self.most_per_core and not loading.is_for_storage(storage.waiting_share):
+            wanted = max(0, steps.record.cores // steps.processes_here() - 1)
+            cause = f"{waiting}, and" if waits else "There are more processes than cores:"
+            return Finding(
+                severity="warning" if waits else "note",
+                confidence=0.7 if waits else 0.5,
+                text=f"{cause} {loading.processes}: they take the cores from one another, and memory.",
+                advice=f"Let fewer processes load: data.workers={wanted}, or auto, which measures how many keep up.",
+                saving=Saving(share * steps.total_s, "the waiting for data") if waits else None,
+                numbers=loading.numbers,
+                steps=steps.span,
+            )
+        return Healthy(f"{loading.processes}; {loading.share(loading.waiting_s):.0%} of a step waits for data.")
 
 
-@rule("CPU bottleneck")
-def cpu_bottleneck(case: Case) -> Outcome:
-    """Fires when more than `waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains and
+class CpuBottleneck(SystemRule):
+    """A device that waits while the processor is busy.
+
+    Fires when more than `waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains and
     loads itself), and the number of loader processes fits the cores; or a core is busy (above `busy_percent`) beside an idle GPU (below
     `gpu_percent`) in more than `share` of the samples.
 
     Needs phase `data` of the steps; CPU time as for the I/O bottleneck; use of the cores and of the GPU.
     Advises views and decoding on the GPU, smaller stored images, more cores.
     """
-    steps, limits, processes = Steps(case), case.rules.cpu_bottleneck, case.rules.loader_workers
-    if steps.too_few:
-        return steps.too_few
-    loading = diagnose(steps, busy_loader_percent=case.rules.io_bottleneck.loader_percent)
-    share = loading.share(loading.computing_s)
-    cores = [values for name, values in case.rank.system.items() if is_core(name)]
-    busiest = np.max(cores, axis=0) if cores else None
-    sampled = _gpu_idles_while(case.rank, busiest, limits.busy_percent, limits.gpu_percent)
-    if loading.is_for_processor(limits.waiting_share, limits.own_share):
-        if not processes.fewest_per_core <= loading.per_core <= processes.most_per_core:
-            return NotJudged(f"the number of loader processes comes first (loader_workers): {loading.processes}")
-        text = f"{loading.part(loading.computing_s)} that processors make, and none is free: {loading.processes}."
-    elif sampled > limits.share and loading.share(loading.waiting_s) <= limits.waiting_share:
-        share = sampled
-        text = f"In {sampled:.0%} of the samples a core was busy and the GPU idle, though batches were ready."
-    else:
-        return Healthy(f"{share:.0%} of a step waits for batches that processors make ({_ms(loading.computing_s)}).")
-    advice = "Store smaller images (data.image_size), which are cheaper to decode, or take a machine with more cores."
-    if steps.on_gpu:
+
+    title: ClassVar = "CPU bottleneck"
+
+    busy_percent: Percent = 90.0
+    """Above this a core is busy, in percent."""
+    gpu_percent: Percent = 10.0
+    """Below this the GPU waits, in percent."""
+    share: Fraction = 0.5
+    """Share of the samples in which that must be so."""
+    waiting_share: Fraction = 0.15
+    """Share of the steps' time that waits for data which the processor makes."""
+    own_share: Fraction = 0.65
+    """The same where the processes that train on a CPU load for themselves: there loading is a part of the work."""
+
+    def judge(self, case: Case) -> Outcome:
+        steps, processes = Steps(case), case.rule(LoaderWorkers)
+        if steps.too_few:
+            return steps.too_few
+        loading = diagnose(steps, busy_loader_percent=case.rule(IoBottleneck).loader_percent)
+        share = loading.share(loading.computing_s)
+        cores = [values for name, values in case.rank.system.items() if is_core(name)]
+        busiest = np.max(cores, axis=0) if cores else None
+        sampled = _gpu_idles_while(case.rank, busiest, self.busy_percent, self.gpu_percent)
+        if loading.is_for_processor(self.waiting_share, self.own_share):
+            if not processes.fewest_per_core <= loading.per_core <= processes.most_per_core:
+                return NotJudged(f"the number of loader processes comes first (loader_workers): {loading.processes}")
+            text = f"{loading.part(loading.computing_s)} that processors make, and none is free: {loading.processes}."
+        elif sampled > self.share and loading.share(loading.waiting_s) <= self.waiting_share:
+            share = sampled
+            text = f"In {sampled:.0%} of the samples a core was busy and the GPU idle, though batches were ready."
+        else:
+            return Healthy(
+                f"{share:.0%} of a step waits for batches that processors make ({_ms(loading.computing_s)})."
+            )
         advice = (
-            "Let the GPU make the views (data.views_on=device) and decode (data.decode_on=cuda), store smaller images (data.image_size), "
-            "or take machines with more cores for each GPU."
+            "Store smaller images (data.image_size), which are cheaper to decode, or take a machine with more cores."
         )
-    return Finding(
-        confidence=0.8,
-        text=text,
-        advice=advice,
-        saving=Saving(share * steps.total_s, "the steps if batches were always ready"),
-        numbers={**loading.numbers, "waiting_share": share},
-        steps=steps.span,
-    )
+        if steps.on_gpu:
+            advice = (
+                "Let the GPU make the views (data.views_on=device) and decode (data.decode_on=cuda), store smaller images "
+                "(data.image_size), or take machines with more cores for each GPU."
+            )
+        return Finding(
+            confidence=0.8,
+            text=text,
+            advice=advice,
+            saving=Saving(share * steps.total_s, "the steps if batches were always ready"),
+            numbers={**loading.numbers, "waiting_share": share},
+            steps=steps.span,
+        )
 
 
 def _ms(seconds: float) -> str:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.unit.profiling.rules.synthetic import rank_of, steps_of
-from trainer.profiling.evidence import ContextRecord, Curve, TensorSamples, TrainingEvidence
-from trainer.profiling.rules.outcomes import Case
-from trainer.thresholds import RuleSettings
+from tests.unit.rules.synthetic import rank_of, steps_of
+from trainer.evidence import ContextRecord, Curve, TensorSamples, TrainingEvidence
+from trainer.rules import RuleSettings
+from trainer.rules.outcomes import Case
 
 TENSORS = ("blocks.0.mlp.weight", "blocks.1.mlp.weight", "norm.weight")
 USUAL: Mapping[str, npt.ArrayLike] = {

@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from tests.unit.profiling.rules.learning import case_of, measured
-from tests.unit.profiling.rules.synthetic import all_fired, on_xla, steps_of
+from tests.unit.rules.learning import case_of, measured
+from tests.unit.rules.synthetic import all_fired, on_xla, steps_of
 from trainer.config import EvidenceSettings
-from trainer.profiling.rules import RULES, judge
-from trainer.profiling.rules.outcomes import Finding, NotJudged, Rule
-from trainer.thresholds import RuleSettings
+from trainer.rules import RuleSettings, StartUp, judge
+from trainer.rules.outcomes import Finding, NotJudged, Rule, SystemRule, TrainingRule
+
+RULES = RuleSettings().all()
 
 
-def test_each_group_of_thresholds_has_one_rule() -> None:
-    assert Counter(rule.name for rule in RULES) == dict.fromkeys(RuleSettings.model_fields, 1)
+def test_every_rule_is_among_the_settings_by_its_name() -> None:
+    assert [rule.name for rule in RULES] == list(RuleSettings.model_fields)
+    assert {*map(type, RULES)} == {*SystemRule.__subclasses__(), *TrainingRule.__subclasses__()}
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_a_rule_says_what_it_is(rule: Rule) -> None:
-    texts = [getattr(rule, field.name) for field in fields(rule) if isinstance(getattr(rule, field.name), str)]
-    assert all(texts)
-    thresholds = [name for name in type(getattr(RuleSettings(), rule.name)).model_fields if name != "enabled"]
-    for name in thresholds:
-        assert f"`{name}`" in rule.fires + rule.needs, f"docs/rules.md does not say what {name} is for"
+    what, fires, needs, advises = rule.texts()
+    assert all([rule.title, what, fires, needs, advises])
+    for name in type(rule).model_fields.keys() - {"enabled"}:
+        assert f"`{name}`" in fires + needs, f"docs/rules.md does not say what {name} is for"
 
 
 def test_a_rule_that_is_turned_off_says_so() -> None:
-    [start_up] = [rule for rule in RULES if rule.name == "start_up"]
-    assert judge(case_of(rules={"start_up": {"enabled": False}}))[start_up] == NotJudged(
-        reason="turned off (profile.rules.start_up.enabled)"
-    )
+    case = case_of(rules={"start_up": {"enabled": False}})
+    assert judge(case)[case.rule(StartUp)] == NotJudged(reason="turned off (profile.rules.start_up.enabled)")
 
 
 def test_a_running_training_is_judged_by_live_rules_only() -> None:

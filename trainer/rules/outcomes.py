@@ -6,14 +6,17 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from trainer import formatting
-from trainer.profiling.evidence import RankEvidence, RankRecord, TrainingEvidence
-from trainer.thresholds import RuleSettings
+from trainer.base_models import Section
+from trainer.evidence import RankEvidence, RankRecord, TrainingEvidence
+
+AnyRule = TypeVar("AnyRule", bound="Rule")
 
 listed = partial(formatting.listed, most=3)
 """Joins the first names of a text, and says how many more there are."""
@@ -26,7 +29,8 @@ class Case:
     """The input of a rule: one training, whole or up to now."""
 
     training: TrainingEvidence
-    rules: RuleSettings
+    rules: Rules
+    """All, with their thresholds."""
     stage_s: float | None = None
     """From the start of the stage's processes to the end of its last training; None while it runs."""
     live: bool = False
@@ -74,10 +78,14 @@ class Case:
             f"this process resumed from a checkpoint, at step {steps[0] + 1:.0f}, so the training's start was not seen"
         )
 
-    def first_cause(self, *rules: Rule) -> NotJudged | None:
-        """Return the answer of a rule on effects of other causes: not judged where one of `rules` fires; None where none does."""
-        for rule in rules:
-            if getattr(self.rules, rule.name).enabled and isinstance(rule.judge(self), Finding):
+    def rule(self, kind: type[AnyRule]) -> AnyRule:
+        """Return another rule, with the thresholds that hold for this training."""
+        return self.rules.of(kind)
+
+    def first_cause(self, *kinds: type[Rule]) -> NotJudged | None:
+        """Return the answer of a rule on effects of other causes: not judged where one of these fires; None where none does."""
+        for rule in map(self.rules.of, kinds):
+            if rule.enabled and isinstance(rule.judge(self), Finding):
                 return NotJudged(f"what there is to see may come from another finding: {rule.name}")
         return None
 
@@ -154,38 +162,55 @@ def too_short(reason: str) -> NotJudged:
     return NotJudged(reason, too_short=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """A test for one cause of slow or failed trainings."""
+class Rule(Section):
+    """A test for one cause of slow or failed trainings; its fields are its thresholds.
 
-    name: str
-    """Its key in `RuleSettings`."""
-    title: str
-    needs: str
-    """The evidence that it reads, for docs/rules.md."""
-    fires: str
-    """When it fires; thresholds are named by their keys."""
-    advises: str
-    """Its advice."""
-    judge: Callable[[Case], Outcome]
-    live: bool = True
-    """Whether it can be judged while the training runs."""
-
-
-def rule(title: str, *, live: bool = True) -> Callable[[Callable[[Case], Outcome]], Rule]:
-    """Make a rule of the function that judges it: its name is the rule's, and its docstring says when it fires, what it needs and advises.
-
-    Names in braces there are constants of its module.
+    The docstring of a rule says what it looks for, and below that, in paragraphs that begin so, when it `Fires when`, what it `Needs` and
+    what it `Advises`. Names in braces there are constants of its module.
     """
 
-    def made(judge: Callable[[Case], Outcome]) -> Rule:
-        texts = inspect.cleandoc(judge.__doc__ or "").format_map(vars(sys.modules[judge.__module__]))
-        _, *parts = re.split(r"^(?:Fires when|Needs|Advises) ", texts, flags=re.MULTILINE)
-        # `python -OO` drops docstrings.
-        fires, needs, advises = (" ".join(part.split()) for part in parts) if judge.__doc__ else ("", "", "")
-        return Rule(name=judge.__name__, title=title, needs=needs, fires=fires, advises=advises, judge=judge, live=live)
+    name: ClassVar[str]
+    """The class's, in snake_case: its key among the settings."""
+    title: ClassVar[str]
+    live: ClassVar[bool] = True
+    """Whether it can be judged while the training runs."""
 
-    return made
+    enabled: bool = True
+    """Whether the rule is judged."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+
+    @classmethod
+    def texts(cls) -> list[str]:
+        """Return what the docstring says, for docs/rules.md: what the rule looks for, when it fires, what it needs, and what it advises."""
+        doc = inspect.cleandoc(cls.__doc__ or "").format_map(vars(sys.modules[cls.__module__]))
+        return [" ".join(part.split()) for part in re.split(r"^(?:Fires when|Needs|Advises) ", doc, flags=re.MULTILINE)]
+
+    @abstractmethod
+    def judge(self, case: Case) -> Outcome:
+        """Judge a training. Pure: the same case has the same outcome."""
+
+
+class SystemRule(Rule):
+    """A rule on how fast the machine is used."""
+
+
+class TrainingRule(Rule):
+    """A rule on what is learned."""
+
+
+class Rules(Section):
+    """Rules by name."""
+
+    def all(self) -> list[Rule]:
+        """List the rules, each with its thresholds."""
+        return [rule for _, rule in self]
+
+    def of(self, kind: type[AnyRule]) -> AnyRule:
+        """Return the rule of this class."""
+        return next(rule for rule in self.all() if isinstance(rule, kind))
 
 
 def setting_of(training: str, name: str) -> str:

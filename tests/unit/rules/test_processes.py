@@ -5,21 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.unit.profiling.rules.synthetic import GPU, STEPS, XLA, case_of, rank_of, steps_of, together
-from trainer.profiling.evidence import CommunicationRecord, ContextRecord, RankEvidence
-from trainer.profiling.rules.outcomes import Finding, NotJudged, Rule
-from trainer.profiling.rules.processes import communication, load_balance, stragglers
+from tests.unit.rules.synthetic import GPU, STEPS, XLA, case_of, judge_by, rank_of, steps_of, together
+from trainer.evidence import CommunicationRecord, ContextRecord, RankEvidence
+from trainer.rules.outcomes import Finding, NotJudged, Rule
+from trainer.rules.processes import Communication, LoadBalance, Stragglers
 
-RULES = (stragglers, load_balance, communication)
+RULES = (Stragglers, LoadBalance, Communication)
 TURNS = np.arange(STEPS) % 2
 
 
 def fired(ranks: list[RankEvidence]) -> list[str]:
-    return [rule.name for rule in RULES if isinstance(rule.judge(case_of(*ranks)), Finding)]
+    return [rule.name for rule in RULES if isinstance(judge_by(rule, case_of(*ranks)), Finding)]
 
 
-def finding(rule: Rule, ranks: list[RankEvidence]) -> Finding:
-    outcome = rule.judge(case_of(*ranks))
+def finding(kind: type[Rule], ranks: list[RankEvidence]) -> Finding:
+    outcome = judge_by(kind, case_of(*ranks))
     assert isinstance(outcome, Finding)
     return outcome
 
@@ -33,7 +33,7 @@ def slower(milliseconds: float, **record: object) -> list[RankEvidence]:
 def test_a_process_that_is_always_slower() -> None:
     assert fired(slower(2.4)) == []
     assert fired(slower(2.6)) == ["stragglers"]
-    found = finding(stragglers, slower(10))
+    found = finding(Stragglers, slower(10))
     assert "process 3 on node-a takes 18 ms" in found.text
     assert "`forward`" in found.text
     assert found.saving is not None
@@ -76,7 +76,7 @@ def test_processes_that_are_slow_by_turns() -> None:
 
     assert fired(balanced(6)) == []
     assert fired(balanced(7)) == ["load_balance"]
-    saving = finding(load_balance, balanced(10)).saving
+    saving = finding(LoadBalance, balanced(10)).saving
     assert saving is not None
     assert saving.seconds == pytest.approx(STEPS * 0.005)
 
@@ -91,7 +91,7 @@ def test_gpus_that_are_not_used_alike() -> None:
 
     assert fired(used(96.0)) == []
     assert fired(used(55.0)) == ["load_balance"]
-    assert "0.60 apart" in finding(load_balance, used(55.0)).text
+    assert "0.60 apart" in finding(LoadBalance, used(55.0)).text
 
 
 def test_an_optimiser_that_exchanges_weights_waits_there_too() -> None:
@@ -112,7 +112,7 @@ def test_gradients_that_travel_for_long(device: str) -> None:
 
     assert fired(ranks(2)) == []
     assert fired(ranks(3)) == ["communication"]
-    saving = finding(communication, ranks(10)).saving
+    saving = finding(Communication, ranks(10)).saving
     assert saving is not None
     assert saving.seconds == pytest.approx(STEPS * 0.010)
 
@@ -129,14 +129,14 @@ def test_waiting_for_a_slow_process_is_no_communication(device: str) -> None:
 
 def test_what_cannot_be_compared_is_not_judged() -> None:
     for rule in RULES:
-        assert rule.judge(case_of()) == NotJudged(reason="one process trains alone")
+        assert judge_by(rule, case_of()) == NotJudged(reason="one process trains alone")
         few = together(steps_of(20), steps_of(20), communication=travelling(50))
-        assert "only 10 steps" in str(rule.judge(case_of(*few)))
-    without = communication.judge(case_of(*together(steps_of(), steps_of(), device=GPU)))
+        assert "only 10 steps" in str(judge_by(rule, case_of(*few)))
+    without = judge_by(Communication, case_of(*together(steps_of(), steps_of(), device=GPU)))
     assert "was not measured" in str(without)
     for rule in RULES:
         assert not rule.live
-        assert isinstance(rule.judge(case_of(rank_of(world_size=2), live=True)), NotJudged)
+        assert isinstance(judge_by(rule, case_of(rank_of(world_size=2), live=True)), NotJudged)
 
 
 # -- on XLA
@@ -146,8 +146,8 @@ def test_waiting_for_others_where_the_graph_is_handed_over_is_no_own_work() -> N
     def both(**slower: float) -> list[RankEvidence]:
         return together(steps_of(dispatch=5.0), steps_of(**slower), device=XLA)
 
-    assert isinstance(stragglers.judge(case_of(*both(forward=7.0))), Finding)
-    assert not isinstance(stragglers.judge(case_of(*both(dispatch=5.0))), Finding)
-    exchanged = communication.judge(case_of(*both(dispatch=5.0)))
+    assert isinstance(judge_by(Stragglers, case_of(*both(forward=7.0))), Finding)
+    assert not isinstance(judge_by(Stragglers, case_of(*both(dispatch=5.0))), Finding)
+    exchanged = judge_by(Communication, case_of(*both(dispatch=5.0)))
     assert isinstance(exchanged, NotJudged)
     assert "XLA" in exchanged.reason

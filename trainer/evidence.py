@@ -1,40 +1,25 @@
-"""Evidence: what a training records of itself, how it is kept, written and read; `recorder` makes it.
+"""Evidence: what a training records of itself, and how fast it was by that.
 
-An evidence artifact (version: `graph.SCHEMA_VERSIONS["evidence"]`) holds one directory for each part of the training that ran: `mae`,
-`finetune` or `distill`. It holds none where nothing was trained (given weights, zero epochs). Every rank writes its own files:
+`profiling.recorder` makes it, `profiling.evidence_files` writes and reads it.
 
-    NAME/rank0.json             a `RankRecord`
-    NAME/rank0-steps.arrow      a row a step: `STEP_COLUMNS`, then seconds of each range by its path (`other`, the phases, what users
-                                named); evenly thinned when long
-    NAME/rank0-spans.arrow      a row for each range outside of a step: range, start_s, seconds; evenly thinned when long
-    NAME/rank0-tensors.arrow    a row for each sample of each tensor of weights: step, seconds, tensor, then `TENSOR_COLUMNS`
-    NAME/rank0-system.arrow     a row a sample: end_s, then the signals, NaN where a signal stopped; averaged when long
-    NAME/rank1.json, ...
-    NAME/metrics.arrow          of rank 0: step, seconds, name, value; evenly thinned when long
-
-Arrow files are IPC files. Times ending in `_s` are seconds since the rank's recording began, at `began_unix`. On a GPU `seconds` and the
-ranges are times on the device, the `host_` columns times on the host; on a CPU and on XLA `seconds` and `host_seconds` agree.
+Times ending in `_s` are seconds since the rank's recording began, at `began_unix`. On a GPU `seconds` and the ranges are times on the
+device, the `host_` columns times on the host; on a CPU and on XLA `seconds` and `host_seconds` agree.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import pyarrow as pa
 from pydantic import Field
 
-from trainer import artifacts, limits, storage
-from trainer.base_models import StrictModel
-from trainer.config import EvidenceSettings
+from trainer.base_models import Fraction, NonNegative, Section, StrictModel
 from trainer.costs import Machines
-from trainer.errors import ArtifactError, writing_to
 from trainer.graph import SCHEMA_VERSIONS
-from trainer.profiling.series import Rows, Series
+from trainer.series import Rows, Series
 
 SCHEMA_VERSION = SCHEMA_VERSIONS["evidence"]
 
@@ -63,11 +48,11 @@ STEP_COLUMNS = (
     "transfers",
 )
 """Columns of the step table before its ranges. `host_`: of the training's thread in the step, in `data`, in `backward`, and in `to_device`
-(`_LATER_COLUMNS` are missing in older recordings); `cpu`: while it computed; `delayed`: while it was ready and no core was free, NaN
+(`LATER_COLUMNS` are missing in older recordings); `cpu`: while it computed; `delayed`: while it was ready and no core was free, NaN
 where the kernel does not say. `queued`: batches that the loader processes had ready when the step asked for one, NaN where there are
 none. `transfers`: how often values came from the device to the host, on XLA, where that breaks up the step; NaN where it was not counted,
 as in most steps of a long training."""
-_LATER_COLUMNS = {"host_to_device_seconds"}
+LATER_COLUMNS = {"host_to_device_seconds"}
 SPAN_COLUMNS = ("range", "start_s", "seconds")
 TENSOR_COLUMNS = (
     "elements",
@@ -95,6 +80,21 @@ Category = Literal[
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
+
+
+class EvidenceSettings(Section):
+    """What a training stage records about itself."""
+
+    system_interval_s: Annotated[float, Field(ge=0.05, le=60)] = 0.5
+    """Seconds between two samples of CPU cores, memory, disk, network and GPU."""
+    operators_at: tuple[NonNegative, ...] = (20,)
+    """Steps (counted from the start of this process) after which a window of torch.profiler opens."""
+    operators_steps: NonNegative = 3
+    """Length of each window in steps; 0 turns torch.profiler off."""
+    tensors_every: NonNegative = 50
+    """Minimum steps between two samples of weight, gradient and attention statistics; 0 turns them off."""
+    tensors_budget: Fraction = 0.003
+    """Largest share of the training's time that these samples may take; they become rarer where they would take more."""
 
 
 class ProcessRecord(StrictModel):
@@ -280,10 +280,6 @@ class RankRecord(StrictModel):
     """What could not be recorded -> the reason."""
 
 
-_EXACT = {"start_s", "end_s", "step", "images"}
-"""Columns that need more than float32, which resolves a microsecond in ten seconds."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Curve:
     """The points of one metric, in their order."""
@@ -319,7 +315,7 @@ class TensorSamples:
 
 @dataclass(frozen=True, kw_only=True)
 class RankEvidence:
-    """What one process recorded; the columns are described in `trainer.profiling.evidence`."""
+    """What one process recorded; the columns are described in `trainer.evidence`."""
 
     record: RankRecord
     steps: Mapping[str, Series]
@@ -352,158 +348,6 @@ class Evidence:
     path: Path
     fingerprint: str
     trainings: Sequence[TrainingEvidence]
-
-
-def write_rank(directory: str | Path, training: TrainingEvidence) -> None:
-    """Write what one process recorded below `directory`/NAME, an evidence artifact in the making.
-
-    Args:
-        directory: of all trainings.
-        training: with the evidence of this process only; the first one writes the curves too.
-
-    Raises:
-        OutputError: the directory cannot be written.
-    """
-    (rank,) = training.ranks
-    path = Path(directory) / training.name
-    prefix = f"rank{rank.record.rank}"
-    with writing_to(path):
-        path.mkdir(parents=True, exist_ok=True)
-        kinds = {"step": pa.int64(), "images": pa.int64(), "profiled": pa.bool_()}
-        whole = {name: pa.array(rank.steps[name].astype(kind.to_pandas_dtype())) for name, kind in kinds.items()}
-        _write_arrow(path / f"{prefix}-steps.arrow", _numbers(rank.steps) | whole)
-        spans = {"start_s": rank.spans.start_s, "seconds": rank.spans.seconds}
-        names = {"range": pa.array(rank.spans.names, pa.string())}
-        _write_arrow(path / f"{prefix}-spans.arrow", names | _numbers(spans))
-        looks, tensors = rank.tensors, len(rank.tensors.tensors)
-        samples = {
-            "step": pa.array(np.repeat(looks.steps.astype(np.int64), tensors)),
-            "seconds": pa.array(np.repeat(looks.seconds, tensors)),
-            "tensor": pa.array([*looks.tensors] * len(looks.steps), pa.string()),
-        }
-        values = {name: grid.ravel() for name, grid in looks.values.items()}
-        _write_arrow(path / f"{prefix}-tensors.arrow", samples | _numbers(values))
-        _write_arrow(path / f"{prefix}-system.arrow", _numbers(rank.system))
-        if rank.record.rank == 0:
-            _write_arrow(path / "metrics.arrow", _metric_columns(training.metrics))
-        storage.write_bytes(path / f"{prefix}.json", rank.record.model_dump_json(indent=2).encode())
-
-
-def _metric_columns(curves: Mapping[str, Curve]) -> dict[str, pa.Array]:
-    """All points in the order of time."""
-    steps, seconds, values = (
-        np.concatenate([np.empty(0), *(getattr(curve, column) for curve in curves.values())])
-        for column in ("steps", "seconds", "values")
-    )
-    names = np.repeat(np.array(list(curves), dtype=object), [len(curve.steps) for curve in curves.values()])
-    order = np.argsort(seconds, kind="stable")
-    return {
-        "step": pa.array(steps[order].astype(np.int64)),
-        "seconds": pa.array(seconds[order]),
-        "name": pa.array(names[order], pa.string()),
-        "value": pa.array(values[order]),
-    }
-
-
-def _numbers(columns: Mapping[str, Series]) -> dict[str, pa.Array]:
-    return {
-        name: pa.array(values.astype(np.float64 if name in _EXACT else np.float32)) for name, values in columns.items()
-    }
-
-
-def _write_arrow(path: Path, columns: Mapping[str, pa.Array]) -> None:
-    table, buffer = pa.table(columns), io.BytesIO()
-    options = pa.ipc.IpcWriteOptions(compression="zstd")
-    with pa.ipc.new_file(buffer, table.schema, options=options) as writer:
-        writer.write_table(table)
-    storage.write_bytes(path, buffer.getvalue())
-
-
-def read_evidence(uri: str | Path) -> Evidence:
-    """Read and check an evidence artifact.
-
-    Raises:
-        ArtifactError: it is missing, damaged, of another version, or does not hold what the schema says.
-    """
-    artifact = artifacts.read(uri, "evidence")
-    directories = sorted({path.parent for path in artifact.path.glob("*/rank*.json")})
-    trainings = [_read_training(directory) for directory in directories]
-    trainings.sort(key=lambda training: training.ranks[0].record.began_unix)
-    return Evidence(path=artifact.path, fingerprint=artifact.fingerprint, trainings=trainings)
-
-
-def _read_training(directory: Path) -> TrainingEvidence:
-    records = sorted((_read_record(path) for path in directory.glob("rank*.json")), key=lambda record: record.rank)
-    expected = list(range(records[0].world_size))
-    if [record.rank for record in records] != expected and records[0].failed is None:
-        raise ArtifactError(
-            f"evidence {directory}: holds the ranks {[record.rank for record in records]}, but the training had "
-            f"{len(expected)} processes; run the training again, with an output that all of them can write to"
-        )
-    ranks = []
-    for record in records:
-        prefix = f"rank{record.rank}"
-        needed = [name for name in STEP_COLUMNS if name not in _LATER_COLUMNS]
-        steps = _read_arrow(directory / f"{prefix}-steps.arrow", (*needed, *record.steps.ranges))
-        spans = _read_arrow(directory / f"{prefix}-spans.arrow", SPAN_COLUMNS)
-        tensors = _read_arrow(directory / f"{prefix}-tensors.arrow", ("step", "seconds", "tensor", *TENSOR_COLUMNS))
-        one = RankEvidence(
-            record=record,
-            steps=steps,
-            spans=Spans(names=spans["range"], start_s=spans["start_s"], seconds=spans["seconds"]),
-            tensors=_tensor_samples(tensors),
-            system=_read_arrow(directory / f"{prefix}-system.arrow", ("end_s",)),
-        )
-        ranks.append(one)
-    metrics = _read_arrow(directory / "metrics.arrow", ("step", "seconds", "name", "value"))
-    names = np.asarray(metrics["name"], dtype=object)
-    curves = {}
-    for name in dict.fromkeys(metrics["name"]):
-        steps, seconds, values = (metrics[column][names == name] for column in ("step", "seconds", "value"))
-        curves[name] = Curve(steps=steps, seconds=seconds, values=values)
-    return TrainingEvidence(name=directory.name, ranks=ranks, metrics=curves)
-
-
-def _read_record(path: Path) -> RankRecord:
-    try:
-        content = limits.parse_json(storage.read_limited(path, limits.JSON_BYTES))
-        version = content.get("schema_version") if isinstance(content, dict) else None
-        if isinstance(content, dict) and version != SCHEMA_VERSION:
-            raise ArtifactError(
-                f"evidence {path}: schema version {version}, but this version of the project reads {SCHEMA_VERSION}; run the training again"
-            )
-        return RankRecord.model_validate(content)
-    except ValueError as error:
-        raise ArtifactError(
-            f"evidence {path}: is not the record of a process ({error}); run the training again"
-        ) from error
-
-
-def _tensor_samples(table: Mapping[str, Any]) -> TensorSamples:
-    """Arrange the rows by look and tensor; NaN where there is none."""
-    tensors = {name: number for number, name in enumerate(dict.fromkeys(table["tensor"]))}
-    steps, first, rows = np.unique(table["step"], return_index=True, return_inverse=True)
-    place = rows, np.array([tensors[name] for name in table["tensor"]], dtype=np.int64)
-    values = {name: np.full((len(steps), len(tensors)), np.nan) for name in TENSOR_COLUMNS}
-    for name, grid in values.items():
-        grid[place] = table[name]
-    return TensorSamples(tensors=list(tensors), steps=steps, seconds=table["seconds"][first], values=values)
-
-
-def _read_arrow(path: Path, columns: Sequence[str]) -> dict[str, Any]:
-    """Read the columns of a table, which has at least `columns`: a list of texts, or an array of float64."""
-    try:
-        with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) as reader:
-            table = reader.read_all()
-    except (OSError, pa.ArrowInvalid) as error:
-        raise ArtifactError(f"evidence {path}: cannot be read ({error}); run the training again") from error
-    missing = [name for name in columns if name not in table.column_names]
-    if missing:
-        raise ArtifactError(f"evidence {path}: lacks the columns {', '.join(missing)}; run the training again")
-    return {
-        name: column.to_pylist() if column.type == pa.string() else np.asarray(column.to_numpy(), dtype=np.float64)
-        for name, column in zip(table.column_names, table.columns, strict=True)
-    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ from typing import Literal
 
 import numpy as np
 
-from trainer.profiling.evidence import RankEvidence, phase_of
-from trainer.profiling.rules.outcomes import Case, NotJudged, too_short
-from trainer.profiling.series import Flags, Rows, Series
+from trainer.evidence import RankEvidence, phase_of
+from trainer.rules.outcomes import Case, NotJudged, too_short
+from trainer.rules.stalled import StalledTraining
+from trainer.series import Flags, Rows, Series
 
 FEWEST_STEPS = 30
 """Fewer steps may be an exception."""
@@ -32,10 +33,10 @@ class Steps:
     def __init__(self, case: Case, *, ignored: int = IGNORED) -> None:
         self.ranks: Sequence[RankEvidence] = case.training.ranks
         self.record = self.ranks[0].record
-        rows = []
+        rows, stalled_s = [], case.rule(StalledTraining).seconds
         for rank in self.ranks:
             number, total = rank.steps["step"], rank.record.context.total_steps
-            compared = (rank.steps["profiled"] == 0) & (rank.steps["seconds"] < case.rules.stalled_training.seconds)
+            compared = (rank.steps["profiled"] == 0) & (rank.steps["seconds"] < stalled_s)
             compared &= number >= number[:1] + ignored
             if case.grows_at is not None:
                 compared &= number != case.grows_at

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.profiling.rules.synthetic import GPU, STEPS, XLA, all_fired, case_of, finding, on_xla, rank_of, steps_of
+from tests.unit.rules.synthetic import GPU, STEPS, XLA, all_fired, case_of, finding, judge_by, on_xla, rank_of, steps_of
 from trainer import config
-from trainer.profiling.evidence import ContextRecord, Operator, OperatorTable, RankEvidence, Spans
-from trainer.profiling.rules.gpu import batch_size, gpu_utilization, host_syncs, host_to_device, teacher_share
-from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
+from trainer.evidence import ContextRecord, Operator, OperatorTable, RankEvidence, Spans
 from trainer.profiling.training_summary import summarize
-from trainer.thresholds import RuleSettings, TeacherShare
+from trainer.rules import RuleSettings
+from trainer.rules.gpu import BatchSize, GpuUtilization, HostSyncs, HostToDevice, TeacherShare
+from trainer.rules.outcomes import Finding, Healthy, NotJudged
 
 NUMBERS = np.arange(STEPS)
-RULES = (batch_size, gpu_utilization, host_to_device, host_syncs)
+RULES = (BatchSize, GpuUtilization, HostToDevice, HostSyncs)
 USED = {
     "cpu0_percent": 30.0,
     "cpu1_percent": 50.0,
@@ -27,7 +27,7 @@ USED = {
 
 
 def fired(*ranks: RankEvidence) -> list[str]:
-    return [rule.name for rule in RULES if isinstance(rule.judge(case_of(*ranks)), Finding)]
+    return [rule.name for rule in RULES if isinstance(judge_by(rule, case_of(*ranks)), Finding)]
 
 
 def on_gpu(steps: dict[str, np.ndarray] | None = None, **system: object) -> RankEvidence:
@@ -38,7 +38,7 @@ def test_an_idle_machine_wants_a_larger_batch() -> None:
     idle = {"gpu_percent": 60.0, "gpu_memory_used_bytes": 4e9}
     assert fired(on_gpu()) == []
     assert fired(on_gpu(**idle)) == ["batch_size"]
-    assert "64 images in each micro-batch" in finding(batch_size, on_gpu(**idle)).advice
+    assert "64 images in each micro-batch" in finding(BatchSize, on_gpu(**idle)).advice
     assert fired(on_gpu(**(idle | {"gpu_memory_used_bytes": 8e9}))) == ["gpu_utilization"]
     assert fired(on_gpu(**(idle | {"cpu0_percent": 100.0, "cpu1_percent": 100.0}))) == ["gpu_utilization"]
 
@@ -46,7 +46,7 @@ def test_an_idle_machine_wants_a_larger_batch() -> None:
 def test_a_gpu_used_by_fits_and_starts() -> None:
     by_turns = [95.0] * 94 + [0.0] * 6
     assert fired(on_gpu(gpu_percent=by_turns)) == ["gpu_utilization"]
-    assert "5th percentile 0 %, 95th 95 %" in finding(gpu_utilization, on_gpu(gpu_percent=by_turns)).text
+    assert "5th percentile 0 %, 95th 95 %" in finding(GpuUtilization, on_gpu(gpu_percent=by_turns)).text
     assert fired(on_gpu(gpu_percent=[95.0] * 97 + [0.0] * 3)) == []
 
 
@@ -64,13 +64,13 @@ def test_a_gpu_idles_rightly_while_the_training_validates() -> None:
 def test_what_a_gpu_waits_for_is_found_first() -> None:
     loading = on_gpu(steps_of(data=9), gpu_percent=40.0, gpu_memory_used_bytes=4e9)
     assert fired(loading) == []
-    outcome = batch_size.judge(case_of(loading))
+    outcome = judge_by(BatchSize, case_of(loading))
     assert isinstance(outcome, NotJudged)
     assert "loader_workers" in outcome.reason
 
 
 def test_a_better_use_saves_time() -> None:
-    saving = finding(batch_size, on_gpu(gpu_percent=35.0, gpu_memory_used_bytes=4e9)).saving
+    saving = finding(BatchSize, on_gpu(gpu_percent=35.0, gpu_memory_used_bytes=4e9)).saving
     assert saving is not None
     assert saving.seconds == pytest.approx(STEPS * 0.010 / 2)
 
@@ -79,19 +79,19 @@ def test_few_samples_or_none_are_not_judged() -> None:
     few = rank_of(device=GPU, system=USED, samples=20)
     unknown = rank_of(device=GPU, missing={"gpu_utilization": "no NVML"})
     unsized = rank_of(device=GPU, system={"gpu_percent": 40.0})
-    reasons = [str(batch_size.judge(case_of(rank))) for rank in (few, unknown, unsized, rank_of())]
+    reasons = [str(judge_by(BatchSize, case_of(rank))) for rank in (few, unknown, unsized, rank_of())]
     for reason, expected in zip(
         reasons, ("20 are needed", "no NVML", "the GPU's memory", "runs on a CPU"), strict=True
     ):
         assert expected in reason
-    assert isinstance(gpu_utilization.judge(case_of(rank_of())), NotJudged)
-    assert isinstance(host_to_device.judge(case_of(rank_of())), NotJudged)
+    assert isinstance(judge_by(GpuUtilization, case_of(rank_of())), NotJudged)
+    assert isinstance(judge_by(HostToDevice, case_of(rank_of())), NotJudged)
 
 
 def test_copies_to_the_gpu() -> None:
     assert fired(on_gpu(steps_of(to_device=1.0))) == []
     assert fired(on_gpu(steps_of(to_device=1.3))) == ["host_to_device"]
-    saving = finding(host_to_device, on_gpu(steps_of(to_device=10))).saving
+    saving = finding(HostToDevice, on_gpu(steps_of(to_device=10))).saving
     assert saving is not None
     assert saving.seconds == pytest.approx(STEPS * 0.010)
 
@@ -106,12 +106,12 @@ def test_a_host_that_starts_kernels_slowly_is_not_a_slow_copy() -> None:
 
 def test_a_host_that_is_the_slower_one_is_named() -> None:
     idle = {"gpu_percent": 46.0, "gpu_memory_used_bytes": 4e9}
-    small = finding(batch_size, on_gpu(**idle, process_cpu_percent=102.0))
+    small = finding(BatchSize, on_gpu(**idle, process_cpu_percent=102.0))
     assert "computes meanwhile (102 % of a core): the GPU waits for it to start the next kernels" in small.text
-    full = finding(gpu_utilization, on_gpu(gpu_percent=46.0, gpu_memory_used_bytes=8e9, process_cpu_percent=102.0))
+    full = finding(GpuUtilization, on_gpu(gpu_percent=46.0, gpu_memory_used_bytes=8e9, process_cpu_percent=102.0))
     assert "(102 % of a core)" in full.text
     for other in (10.0, np.nan):
-        assert "kernels" not in finding(batch_size, on_gpu(**idle, process_cpu_percent=other)).text
+        assert "kernels" not in finding(BatchSize, on_gpu(**idle, process_cpu_percent=other)).text
 
 
 def test_evidence_of_before_the_hosts_time_was_measured() -> None:
@@ -146,7 +146,7 @@ def test_a_host_that_waits_for_the_gpu() -> None:
 
     assert fired(rank(3)) == []
     assert fired(rank(4)) == ["host_syncs"]
-    found = finding(host_syncs, rank(7))
+    found = finding(HostSyncs, rank(7))
     assert found.text.startswith("2 waits for the device in each step")
     assert found.saving is not None
     assert found.saving.seconds == pytest.approx(STEPS * 0.010 * 0.2)
@@ -160,15 +160,15 @@ def test_values_read_on_a_cpu() -> None:
 
     assert fired(rank(4 * (5 + 1))) == []
     assert fired(rank(4 * (5 + 2))) == ["host_syncs"]
-    assert finding(host_syncs, rank(4 * 7)).severity == "note"
+    assert finding(HostSyncs, rank(4 * 7)).severity == "note"
     assert fired(rank(4 * (5 + 5), world_size=2)) == []
-    assert isinstance(host_syncs.judge(case_of(rank(0))), Healthy)
+    assert isinstance(judge_by(HostSyncs, case_of(rank(0))), Healthy)
 
 
 def test_without_a_window_or_a_look_reads_are_not_judged() -> None:
-    without = host_syncs.judge(case_of(rank_of(missing={"operators": "turned off"})))
+    without = judge_by(HostSyncs, case_of(rank_of(missing={"operators": "turned off"})))
     assert without == NotJudged(reason="no operators were recorded: turned off")
-    assert isinstance(host_syncs.judge(case_of(rank_of(operators=table()))), NotJudged)
+    assert isinstance(judge_by(HostSyncs, case_of(rank_of(operators=table()))), NotJudged)
 
 
 def judged(teacher_ms: float, *, epochs: int = 60, live: bool = False, **given: Any) -> Any:
@@ -177,7 +177,7 @@ def judged(teacher_ms: float, *, epochs: int = 60, live: bool = False, **given: 
     context = ContextRecord(settings=settings | given.pop("settings", {}), total_steps=given.pop("total_steps", None))
     rules = given.pop("rules", RuleSettings())
     table = steps_of(given.pop("steps", STEPS), teacher_forward=teacher_ms, forward=6 - teacher_ms)
-    return teacher_share.judge(case_of(rank_of(table, context=context, **given), live=live, rules=rules))
+    return judge_by(TeacherShare, case_of(rank_of(table, context=context, **given), live=live, rules=rules))
 
 
 @pytest.mark.parametrize(("teacher_ms", "kind"), [(2.4, Healthy), (2.6, Finding), (4.2, Finding)])
@@ -231,7 +231,7 @@ def test_the_share_is_that_of_the_page() -> None:
         rank_of(steps_of(teacher_forward=4.2, recorder=1.3), context=ContextRecord(settings=settings)),
         rules=RuleSettings(teacher_share=TeacherShare(share=0.1)),
     )
-    note = teacher_share.judge(case)
+    note = judge_by(TeacherShare, case)
     assert isinstance(note, Finding)
     assert note.numbers["teacher_share"] == summarize(case.training).phases["teacher_forward"].share
 
@@ -254,7 +254,7 @@ def test_the_first_steps_may_read_values() -> None:
 
 
 def test_values_that_are_read_are_reported_with_steps_and_saving() -> None:
-    found = finding(host_syncs, on_xla(transfers=np.where(NUMBERS >= 50, 2.0, 0.0)))
+    found = finding(HostSyncs, on_xla(transfers=np.where(NUMBERS >= 50, 2.0, 0.0)))
     assert found.text.startswith("In 60% of the steps values come from the device (1.2 times a step, first in step 51 ")
     assert ".cpu()" in found.advice
     assert found.steps == (50, STEPS - 1)
@@ -263,30 +263,29 @@ def test_values_that_are_read_are_reported_with_steps_and_saving() -> None:
 
 
 def test_operators_on_the_host_are_named() -> None:
-    found = finding(host_syncs, on_xla(transfers=1.0, fallbacks={"aten::_local_scalar_dense": 9, "aten::i0": 110}))
+    found = finding(HostSyncs, on_xla(transfers=1.0, fallbacks={"aten::_local_scalar_dense": 9, "aten::i0": 110}))
     assert "aten::i0 (110 calls) ran on the host; single values were read 9 times" in found.text
     assert "XLA has no aten::i0" in found.advice
     assert found.numbers["aten::i0_calls"] == 110
 
 
 def test_single_values_are_named() -> None:
-    found = finding(host_syncs, on_xla(transfers=1.0, fallbacks={"aten::_local_scalar_dense": 110}))
+    found = finding(HostSyncs, on_xla(transfers=1.0, fallbacks={"aten::_local_scalar_dense": 110}))
     assert "Single values were read 110 times (aten::_local_scalar_dense)." in found.text
     assert ".item()" in found.advice
 
 
 def test_steps_whose_transfers_were_not_counted_say_nothing() -> None:
     counted = np.where(NUMBERS % 17 == 0, 1.0, np.nan)
-    few = host_syncs.judge(case_of(on_xla(transfers=counted)))
+    few = judge_by(HostSyncs, case_of(on_xla(transfers=counted)))
     assert isinstance(few, NotJudged)
     assert "10 are needed" in few.reason
     assert (
-        finding(host_syncs, on_xla(transfers=np.where(NUMBERS % 5 == 0, 1.0, np.nan))).numbers["transferring_share"]
-        == 1
+        finding(HostSyncs, on_xla(transfers=np.where(NUMBERS % 5 == 0, 1.0, np.nan))).numbers["transferring_share"] == 1
     )
 
 
 def test_what_only_gpus_have_is_not_judged() -> None:
-    reasons = {rule.name: rule.judge(case_of(on_xla())) for rule in (gpu_utilization, host_to_device)}
+    reasons = {rule.name: judge_by(rule, case_of(on_xla())) for rule in (GpuUtilization, HostToDevice)}
     assert reasons["gpu_utilization"] == NotJudged(reason=f"the training runs on {XLA}")
     assert reasons["host_to_device"] == NotJudged(reason="on XLA batches are sent ahead, while the device computes")

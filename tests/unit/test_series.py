@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.profiling.series import ThinnedTable, mean_in_bins, thin_curve
+from trainer.series import ThinnedTable, mean_in_bins, thin_curve
 
 
 def filled(rows: int, capacity: int = 64) -> ThinnedTable:

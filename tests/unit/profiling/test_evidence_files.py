@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import threading
 import time
 from collections.abc import Callable
-from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +13,12 @@ import pyarrow as pa
 import pytest
 import torch
 
-from tests.unit.profiling.rules.synthetic import GPU, STEPS, case_of, rank_of, steps_of, together
-from trainer import artifacts, formatting
-from trainer.billing import make_bill
+from trainer import artifacts
 from trainer.config import EvidenceSettings
 from trainer.errors import ArtifactError, OutputError
-from trainer.profiling.evidence import (
-    PHASES,
-    CommunicationRecord,
-    TrainingEvidence,
-    images_per_second,
-    measured_steps,
-    read_evidence,
-)
-from trainer.profiling.profile_report import build
+from trainer.evidence import PHASES
+from trainer.profiling.evidence_files import read_evidence
 from trainer.profiling.recorder import Recorder
-from trainer.profiling.rules.lifecycle import step_outliers
-from trainer.profiling.rules.outcomes import Finding
-from trainer.profiling.rules.processes import communication
-from trainer.profiling.training_summary import summarize
-from trainer.training.metric_logger import ProgressBar
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -276,66 +260,3 @@ def test_evidence_of_a_failed_training_is_that_of_its_first_process(
     (training,) = read_evidence(tmp_path).trainings
     assert training.ranks[0].record.failed == "by nothing"
     assert training.ranks[0].record.steps.count == 1
-
-
-# -- speed, by the page, the rules and the log, on the same evidence
-
-
-def page_of(training: TrainingEvidence) -> str:
-    return unescape(build([(training, summarize(training))], [], make_bill([]), top_operators=5))
-
-
-def test_images_a_second_are_the_same_in_the_log_and_on_the_page(
-    record: Callable[..., Recorder], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    recorder = record(steps=40)
-    with ProgressBar("distill", first_step=0, total_steps=40, images_per_step=1, active=True) as progress:
-        progress.show(39, {"loss": 0.5}, recorder.images_per_second)
-    training = recorder.snapshot()
-    shown = summarize(training).images_per_second
-    assert recorder.images_per_second() == shown
-    assert shown is not None
-    assert f"  {shown:.0f} images/s  " in caplog.messages[0]
-    assert f"<b>{shown:,.0f}</b><span>images a second" in page_of(training).replace("\n", "")
-
-
-def test_the_first_step_and_those_of_the_profiler_are_not_measured() -> None:
-    profiled = np.array([0.0, 0.0, 1.0, 0.0])
-    assert measured_steps({"profiled": profiled}).tolist() == [1, 3]
-    steps = {"profiled": profiled, "images": np.full(4, 8.0), "seconds": np.array([100.0, 1.0, 50.0, 3.0])}
-    assert images_per_second(steps) == 16 / 4
-    assert images_per_second(steps | {"images": np.zeros(4)}) is None
-    assert images_per_second({name: column[:0] for name, column in steps.items()}) is None
-    assert measured_steps({"profiled": profiled[:1]}).tolist() == [0], (
-        "where nothing else remains, the first step counts"
-    )
-
-
-def test_the_median_step_is_the_same_in_the_rule_and_on_the_page() -> None:
-    """Other programs take a third of every step, and the rule compares what is left; the median is that of the steps as they were."""
-    numbers = np.arange(STEPS)
-    steps = steps_of(forward=np.where(numbers % 50 == 20, 400.0, 17.0), host_delayed_seconds=8.0)
-    case = case_of(rank_of(steps))
-    found, summary = step_outliers.judge(case), summarize(case.training)
-    assert isinstance(found, Finding)
-    assert summary.step_ms is not None
-    assert found.numbers["median_step_ms"] == summary.step_ms.p50 == pytest.approx(25.0)
-    assert "median of all steps 25 ms" in found.text
-    assert f"A step takes {formatting.milliseconds(25.0)} (median" in page_of(case.training)
-
-
-@pytest.mark.parametrize("device", ["cpu", GPU])
-def test_the_share_of_communication_is_the_same_in_the_rule_and_on_the_page(device: str) -> None:
-    travelling = CommunicationRecord(steps=50, backward_s=0.002, exchange_s=0.012, hidden_s=0.002)
-    case = case_of(*together(*[steps_of(backward=12)] * 2, device=device, communication=travelling))
-    found, summary = communication.judge(case), summarize(case.training)
-    assert isinstance(found, Finding)
-    assert found.numbers["communication_share"] == summary.communication_share == pytest.approx(0.5)
-    assert "50 % of an undisturbed step waits for gradients that travel" in page_of(case.training)
-
-
-def test_one_process_has_no_share_of_communication() -> None:
-    case = case_of()
-    assert summarize(case.training).communication_share is None
-    assert "waits for gradients" not in page_of(case.training)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from trainer.config import EvidenceSettings
-from trainer.profiling.evidence import (
+from trainer.evidence import (
     PHASES,
     SCHEMA_VERSION,
     TENSOR_COLUMNS,
@@ -22,9 +22,8 @@ from trainer.profiling.evidence import (
     TrainingEvidence,
     TransferRecord,
 )
-from trainer.profiling.rules import judge
-from trainer.profiling.rules.outcomes import Case, Finding, Rule
-from trainer.thresholds import RuleSettings
+from trainer.rules import RuleSettings, judge
+from trainer.rules.outcomes import Case, Finding, Rule
 
 GPU = "cuda:0 (a GPU)"
 XLA = "xla:0 (NEURON)"
@@ -174,9 +173,14 @@ def together(*steps: Mapping[str, np.ndarray], **record: Any) -> list[RankEviden
     return [rank_of(table, rank=rank, world_size=len(steps), **record) for rank, table in enumerate(steps)]
 
 
-def finding(rule: Rule, *ranks: RankEvidence) -> Finding:
+def judge_by(kind: type[Rule], case: Case) -> Any:
+    """Judge by one rule, with the thresholds of the case."""
+    return case.rule(kind).judge(case)
+
+
+def finding(kind: type[Rule], *ranks: RankEvidence) -> Finding:
     """What a rule finds in a training by these processes."""
-    outcome = rule.judge(case_of(*ranks))
+    outcome = judge_by(kind, case_of(*ranks))
     assert isinstance(outcome, Finding), outcome
     return outcome
 

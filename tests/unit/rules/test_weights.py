@@ -7,32 +7,32 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.profiling.rules.learning import TENSORS, case_of, curve_of, measured
-from tests.unit.profiling.rules.synthetic import steps_of
-from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
-from trainer.profiling.rules.weights import (
-    exploding_gradients,
-    poor_initialisation,
-    unchanged_weights,
-    update_ratio,
-    vanishing_gradients,
+from tests.unit.rules.learning import TENSORS, case_of, curve_of, measured
+from tests.unit.rules.synthetic import judge_by, steps_of
+from trainer.rules.outcomes import Finding, Healthy, NotJudged
+from trainer.rules.weights import (
+    ExplodingGradients,
+    PoorInitialisation,
+    UnchangedWeights,
+    UpdateRatio,
+    VanishingGradients,
 )
 
-RULES = (poor_initialisation, exploding_gradients, vanishing_gradients, update_ratio, unchanged_weights)
+RULES = (PoorInitialisation, ExplodingGradients, VanishingGradients, UpdateRatio, UnchangedWeights)
 
 
 def found(case: Any) -> dict[str, Finding]:
-    outcomes = {rule.name: rule.judge(case) for rule in RULES}
+    outcomes = {rule.name: judge_by(rule, case) for rule in RULES}
     return {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Finding)}
 
 
 def test_healthy_weights_are_healthy_for_every_rule() -> None:
-    assert {type(rule.judge(case_of(measured()))) for rule in RULES} == {Healthy}
+    assert {type(judge_by(rule, case_of(measured()))) for rule in RULES} == {Healthy}
 
 
 def test_without_measurements_nothing_is_judged() -> None:
     for rule in RULES:
-        outcome = rule.judge(case_of())
+        outcome = judge_by(rule, case_of())
         assert isinstance(outcome, NotJudged)
         assert "0 measurements of the weights were recorded" in outcome.reason
 
@@ -49,7 +49,7 @@ def test_weights_of_one_size() -> None:
 @pytest.mark.parametrize("weight", [0.3, 30.0])
 def test_a_single_weight_has_no_sizes_to_compare(weight: float) -> None:
     single = measured(elements=[1, 4096, 64], weight_norm=[weight, 0.02 * 64, 8], weight_mean_abs=[weight, 0.016, 1])
-    assert isinstance(poor_initialisation.judge(case_of(single)), Healthy)
+    assert isinstance(judge_by(PoorInitialisation, case_of(single)), Healthy)
     two = measured(elements=[2, 4096, 64], weight_norm=[0.03, 0.02 * 64, 8], weight_mean_abs=[0.03 / 2**0.5, 0.016, 1])
     assert set(found(case_of(two))) == {"poor_initialisation"}
 
@@ -73,7 +73,9 @@ def test_layers_that_start_at_zero_are_meant_so() -> None:
 
 def test_a_start_that_was_another_process_s_is_not_judged() -> None:
     steps = steps_of()
-    outcome = poor_initialisation.judge(case_of(measured(first_step=500), steps=steps | {"step": steps["step"] + 500}))
+    outcome = judge_by(
+        PoorInitialisation, case_of(measured(first_step=500), steps=steps | {"step": steps["step"] + 500})
+    )
     assert isinstance(outcome, NotJudged)
     assert "at step 501" in outcome.reason
 
@@ -133,7 +135,7 @@ def test_an_explosion_explains_steps_that_are_too_large() -> None:
     assert set(found(case)) == {"exploding_gradients"}
     assert "moved the middle matrix by up to 50 times its own norm" in found(case)["exploding_gradients"].text
     without = case_of(measured(gradient_norm=norms, update_ratio=50), rules={"exploding_gradients": {"enabled": False}})
-    assert "update_ratio" in {rule.name for rule in RULES if isinstance(rule.judge(without), Finding)}
+    assert "update_ratio" in {rule.name for rule in RULES if isinstance(judge_by(rule, without), Finding)}
 
 
 @pytest.mark.parametrize(("small", "fires"), [(7, False), (8, True)])
@@ -185,7 +187,7 @@ def test_small_steps_of_a_warm_up_are_healthy() -> None:
     ratios = np.array([1e-9, 1e-9, 1e-3, 1e-3, 1e-3])[:, None]
     assert found(case_of(measured(update_ratio=ratios))) == {}
     early = case_of(measured(3, update_ratio=1e-9), metrics={"learning_rate": curve_of([1e-6, 2e-6, 3e-6])})
-    outcome = update_ratio.judge(early)
+    outcome = judge_by(UpdateRatio, early)
     assert isinstance(outcome, NotJudged)
     assert "0 measurements were at a learning rate near its peak" in outcome.reason
 

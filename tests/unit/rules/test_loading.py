@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from tests.unit.profiling.rules.synthetic import GPU, case_of, rank_of, steps_of, together
-from trainer.profiling.rules.loading import cpu_bottleneck, io_bottleneck, loader_workers
-from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
+from tests.unit.rules.synthetic import GPU, case_of, judge_by, rank_of, steps_of, together
+from trainer.rules.loading import CpuBottleneck, IoBottleneck, LoaderWorkers
+from trainer.rules.outcomes import Finding, Healthy, NotJudged
 
-RULES = (io_bottleneck, loader_workers, cpu_bottleneck)
+RULES = (IoBottleneck, LoaderWorkers, CpuBottleneck)
 
 
 def fired(*ranks: Any) -> list[str]:
-    return [rule.name for rule in RULES if isinstance(rule.judge(case_of(*ranks)), Finding)]
+    return [rule.name for rule in RULES if isinstance(judge_by(rule, case_of(*ranks)), Finding)]
 
 
 def finding(rule: Any, *ranks: Any) -> Finding:
-    outcome = rule.judge(case_of(*ranks))
+    outcome = judge_by(rule, case_of(*ranks))
     assert isinstance(outcome, Finding)
     return outcome
 
@@ -107,30 +107,30 @@ def test_a_process_that_alone_waits_is_not_the_loaders_fault() -> None:
 
 
 def test_the_advised_number_of_workers_keeps_up() -> None:
-    waiting = finding(loader_workers, rank_of(steps_of(data=27), device=GPU, cores=16))
+    waiting = finding(LoaderWorkers, rank_of(steps_of(data=27), device=GPU, cores=16))
     assert "data.workers=4" in waiting.advice  # 27 ms to load, 9 to compute: three, and a margin
     assert waiting.saving is not None
     assert waiting.saving.seconds == pytest.approx(110 * 0.027)
-    few = finding(loader_workers, rank_of(steps_of(data=27), device=GPU, cores=3))
+    few = finding(LoaderWorkers, rank_of(steps_of(data=27), device=GPU, cores=3))
     assert "data.workers=2" in few.advice
     assert few.saving is not None
     assert few.saving.seconds == pytest.approx(110 * 0.027 / 2)
 
 
 def test_too_many_workers_are_a_note_until_the_training_waits() -> None:
-    note = finding(loader_workers, rank_of(workers=4))
+    note = finding(LoaderWorkers, rank_of(workers=4))
     assert note.severity == "note"
     assert note.saving is None
     assert "data.workers=1" in note.advice
     system = {"loaders_cpu_percent": 400.0}
     warning = finding(
-        loader_workers, rank_of(steps_of(data=5, queued=0, host_data_cpu_seconds=0), workers=4, system=system)
+        LoaderWorkers, rank_of(steps_of(data=5, queued=0, host_data_cpu_seconds=0), workers=4, system=system)
     )
     assert warning.severity == "warning"
 
 
 def test_what_waiting_costs_is_reported() -> None:
-    slow = finding(io_bottleneck, rank_of(steps_of(data=11, host_cpu_seconds=9, host_data_cpu_seconds=0)))
+    slow = finding(IoBottleneck, rank_of(steps_of(data=11, host_cpu_seconds=9, host_data_cpu_seconds=0)))
     assert slow.text.startswith("55% of each step (11 ms of 20 ms undisturbed)")
     assert slow.saving is not None
     assert slow.saving.seconds == pytest.approx(110 * 0.011)
@@ -138,8 +138,8 @@ def test_what_waiting_costs_is_reported() -> None:
 
 def test_few_steps_are_not_judged() -> None:
     for rule in RULES:
-        outcome = rule.judge(case_of(rank_of(steps_of(39, data=50))))
+        outcome = judge_by(rule, case_of(rank_of(steps_of(39, data=50))))
         assert outcome == NotJudged(
             reason="only 29 steps were measured after the first 10; 30 are needed", too_short=True
         )
-        assert isinstance(rule.judge(case_of(rank_of(steps_of(40)))), Healthy)
+        assert isinstance(judge_by(rule, case_of(rank_of(steps_of(40)))), Healthy)
