@@ -27,18 +27,32 @@ IDENTITY = ".run-id"  # name of the file in a run's directory by which MLflow's 
 
 
 def new_directory(recipe: str, output: str | None) -> Path:
-    """Make the directory of a run, by default `runs/<time>-<recipe>`, and let `runs/latest` point to it."""
-    name = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(recipe).stem}"
-    directory = storage.local_path(output) if output else RUNS / name
+    """Make the directory of a run, by default a new `runs/<time>-<recipe>`, and let `runs/latest` point to it."""
+    directory = storage.local_path(output) if output else _unused_directory(recipe)
     make_directory(directory)
     with writing_to(directory):
         if not os.access(directory, os.W_OK):
             raise OutputError(f"cannot write to {directory}: no permission to write; choose another output")
         if not output:
             link = RUNS / f".{LATEST}.{os.getpid()}"
-            link.symlink_to(name)
+            link.symlink_to(directory.name)
             link.replace(RUNS / LATEST)
     return directory
+
+
+def _unused_directory(recipe: str) -> Path:
+    """Make a directory below `runs/` that no other run has: one that starts in the same second gets a number."""
+    make_directory(RUNS)
+    name = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(recipe).stem}"
+    directory, number = RUNS / name, 1
+    while True:
+        with writing_to(directory):
+            try:
+                directory.mkdir()
+                return directory
+            except FileExistsError:
+                number += 1
+                directory = RUNS / f"{name}-{number}"
 
 
 def track_here() -> None:

@@ -1,6 +1,7 @@
-"""What a run takes over from an earlier one in the same output."""
+"""Where a run is kept, and what it takes over from an earlier one in the same output."""
 
 from dataclasses import replace
+from datetime import datetime
 
 import pytest
 
@@ -18,6 +19,20 @@ def test_an_output_is_one_run_also_when_it_is_moved_and_no_other_of_its_name(tmp
     (tmp_path / "a" / "shelf").rename(tmp_path / "moved")
     assert identity(tmp_path / "moved") == first
     assert identity(tmp_path / "a" / "shelf") != first
+
+
+def test_runs_that_start_in_the_same_second_have_directories_of_their_own(tmp_path, monkeypatch):
+    class Stopped(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2026, 11, 27, 3, 31, 16, tzinfo=tz)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "datetime", Stopped)
+    made = [runner.new_directory("recipes/digits.toml", None) for _ in range(3)]
+    first = "20261127-033116-digits"
+    assert [one.name for one in made] == [first, f"{first}-2", f"{first}-3"]
+    assert (runner.RUNS / runner.LATEST).resolve() == made[-1].resolve()
 
 
 @pytest.fixture
