@@ -13,6 +13,7 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -488,6 +489,19 @@ def test_runs_of_one_name_in_two_places_have_each_their_parent(directory, store,
 def test_a_quote_in_the_name_of_the_run(store, monkeypatch):
     monkeypatch.setenv(tracking.RUN, "o'clock")
     assert tracking.start_parent({}, {}) == tracking.start_parent({}, {})
+
+
+def test_all_billed_runs_of_an_experiment_are_listed_however_many_fit_on_a_page(store, monkeypatch, tmp_path):
+    (tmp_path / tracking.BILL).write_text("{}")
+    for name in ("other", "bills", "another"):
+        experiment = store.create_experiment(name, artifact_location=(tmp_path / "artifacts").as_uri())
+        for number in range(5):
+            run = store.create_run(experiment, run_name=f"{name} {number}", start_time=1 + number).info.run_id
+            store.log_metric(run, "bill/seconds", float(number))  # the first one has no bill
+            store.log_artifact(run, str(tmp_path / tracking.BILL))
+    for search in ("search_runs", "search_experiments"):
+        monkeypatch.setattr(MlflowClient, search, partialmethod(getattr(MlflowClient, search), max_results=2))
+    assert [run.name for run in tracking.billed_runs("bills")] == [f"bills {number}" for number in range(1, 5)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ from trainer.retry import Retry
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
+    from mlflow.store.entities import PagedList
     from mlflow.tracking import MlflowClient
 
 logger = logging.getLogger(__name__)
@@ -292,6 +293,22 @@ def experiment_id(mlflow: MlflowClient) -> str:
     return str(found.experiment_id)
 
 
+def _all_pages(search: Callable[[str | None], PagedList[T]]) -> Iterator[T]:
+    """Give all that a search finds: MLflow answers with at most 1,000 entries, and a token with which to ask for the next ones."""
+    token: str | None = None
+    while True:
+        page = search(token)
+        yield from page
+        if not (token := page.token):
+            return
+
+
+def _experiments(mlflow: MlflowClient) -> dict[str, str]:
+    """Return the id of every experiment by its name."""
+    found = _all_pages(lambda token: mlflow.search_experiments(page_token=token))
+    return {one.name: str(one.experiment_id) for one in found}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The parent run
 
@@ -394,7 +411,7 @@ def _newest_parent(mlflow: MlflowClient) -> Run | None:
     if os.environ.get(EXPERIMENT_ID) or os.environ.get(EXPERIMENT_NAME):
         experiments = [experiment_id(mlflow)]
     else:  # on a cluster only the task that makes the parent run knows it
-        experiments = [str(experiment.experiment_id) for experiment in mlflow.search_experiments()]
+        experiments = list(_experiments(mlflow).values())
     found = mlflow.search_runs(experiments, filter_string=wanted, order_by=["start_time DESC"], max_results=1)
     return found[0] if found else None
 
@@ -534,12 +551,15 @@ def billed_runs(experiment: str) -> list[BilledRun]:
     """List the runs of an experiment that have a bill, the oldest first."""
     with explained(), _fetching(), tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         mlflow = client()
-        known = {one.name: str(one.experiment_id) for one in mlflow.search_experiments()}
+        known = _experiments(mlflow)
         if experiment not in known:
             raise TrackingError(
                 f"MLflow at {shown(uri() or URI)}: has no experiment {experiment!r}, but {', '.join(known)}; name one of these"
             )
-        found = mlflow.search_runs([known[experiment]], "metrics.`bill/seconds` > 0", order_by=["start_time ASC"])
+        query, oldest = "metrics.`bill/seconds` > 0", ["start_time ASC"]
+        found = _all_pages(
+            lambda token: mlflow.search_runs([known[experiment]], query, order_by=oldest, page_token=token)
+        )
         return [
             BilledRun(
                 name=str(run.info.run_name),
