@@ -458,6 +458,26 @@ def test_other_settings_open_a_new_parent_that_names_the_former_one(store, caplo
     assert store.get_run(new).info.status == "FINISHED"
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"args": {}}, {"args": {"depth": 2}}),
+        ({"args": {"depth": 2}}, {"args": {}}),
+        ({"blocks": {}}, {"blocks": {"0": 1}}),
+        ({"blocks": {"0": 1}}, {"blocks": {}}),
+        ({"low_resolution": None}, {"low_resolution": {"epochs": 3}}),
+        ({"low_resolution": {"epochs": 3}}, {"low_resolution": None}),
+    ],
+)
+def test_a_group_that_becomes_empty_or_is_no_longer_empty_is_another_setting(store, before, after):
+    first = tracking.start_parent({"distill": before}, {})
+    assert tracking.start_parent({"distill": before}, {}) == first
+    second = tracking.start_parent({"distill": after}, {})
+    assert second != first
+    assert store.get_run(second).data.params == tracking.flatten({"distill": after})
+    assert tracking.start_parent({"distill": after}, {}) == second
+
+
 def test_a_parent_that_another_program_made_keeps_its_first_values(store, monkeypatch, caplog):
     injected = store.create_run(store.create_experiment("of somebody else")).info.run_id
     monkeypatch.setenv(tracking.RUN_ID, injected)
@@ -648,11 +668,13 @@ def test_within_a_run_what_the_server_refuses_is_raised_at_once(store):
         tracking.patiently(refuse)
 
 
-def test_a_group_of_names_that_mlflow_may_refuse_is_one_parameter():
+def test_a_group_of_names_that_mlflow_may_refuse_is_one_parameter_and_so_is_an_empty_one():
     settings = {
-        "pretrain": {"label_map": {"granny smith!": 948, "pear": "n07768694"}, "teacher": {"args": {"depth": 2}}}
+        "pretrain": {"label_map": {"granny smith!": 948, "pear": "n07768694"}, "teacher": {"args": {"depth": 2}}},
+        "distill": {"student": {"args": {}}},
     }
     assert tracking.flatten(settings) == {
         "pretrain.label_map": "{'granny smith!': 948, 'pear': 'n07768694'}",
         "pretrain.teacher.args.depth": "2",
+        "distill.student.args": "{}",
     }

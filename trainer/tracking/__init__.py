@@ -32,7 +32,7 @@ import sqlite3
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -430,12 +430,13 @@ def _new_parent(mlflow: MlflowClient, name: str, *, former: str = "") -> str:
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Flatten nested settings, `{"mae": {"epochs": 4}}` to `{"mae.epochs": "4"}`, with values no longer than MLflow allows.
 
-    A group whose members have names that MLflow may refuse, such as names of classes, stays one parameter.
+    A group whose members have names that MLflow may refuse, such as names of classes, stays one parameter. So does an empty one, `{}`, by
+    which a later start sees that it was empty.
     """
     flat: dict[str, str] = {}
     for name, value in settings.items():
         full = f"{prefix}.{name}" if prefix else str(name)
-        if isinstance(value, Mapping) and all(member.isidentifier() for member in value):
+        if isinstance(value, Mapping) and value and all(member.isidentifier() for member in value):
             flat |= flatten(value, full)
         else:
             flat[full] = str(value)[:PARAM_LENGTH]
@@ -455,8 +456,18 @@ def numbers(figures: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def _changed(known: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
-    """List the parameters that a run has with another value."""
-    return sorted(name for name, value in given.items() if known.get(name, value) != value)
+    """List the parameters that a run has with another value, or as a group of parameters where one is given, or the reverse."""
+    groups = _groups(known)
+    return sorted(
+        name
+        for name, value in given.items()
+        if known.get(name, value) != value or name in groups or not _groups([name]).isdisjoint(known)
+    )
+
+
+def _groups(names: Iterable[str]) -> set[str]:
+    """Return the groups that parameters are in: `student` and `student.args` of `student.args.depth`."""
+    return {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
 
 
 def record_params(mlflow: MlflowClient, run_id: str, settings: Mapping[str, Any]) -> None:
