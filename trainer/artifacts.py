@@ -308,7 +308,7 @@ def _load_manifest(uri: str | Path, kind: Kind) -> dict[str, Any]:
     if not storage.is_remote(uri) and not storage.local_path(uri).is_dir():
         raise ArtifactError(f"{kind} {uri}: no such directory; run the stage that makes it, or give another path")
     try:
-        content = limits.parse_json(storage.read_limited(storage.join(uri, MANIFEST), limits.JSON_BYTES))
+        content = storage.read_json(storage.join(uri, MANIFEST))
     except ObjectNotFoundError as error:
         lack = f"no {MANIFEST}, so it was never completed, or its removal has begun"
         if storage.is_remote(uri) and not storage.children(uri):

@@ -109,7 +109,7 @@ def compare(run: str, predictions: str, *, limit: float) -> Drift:
     if finished_run.evaluation_of_student(run) is None:
         raise ArtifactError(f"{run}: its student was not judged, so there is nothing to compare with; run evaluate")
     evaluation = artifacts.read(finished_run.find(run, EVALUATION), "evaluation").path
-    student = limits.parse_json((evaluation / "metrics.json").read_bytes())["student"]
+    student = storage.read_json(evaluation / "metrics.json")["student"]
     several = "named" in student
     if several:
         labels = [*student["named"]]

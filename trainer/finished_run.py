@@ -255,7 +255,7 @@ def _pipelines(run: str) -> Iterator[str]:
     file = storage.join(run, SUMMARY)
     if storage.exists(file):
         try:
-            pages = limits.parse_json(storage.read_limited(file, limits.JSON_BYTES))["reports"]
+            pages = storage.read_json(file)["reports"]
             # A task whose result was taken from the cache stays with the run that made it, and so does what it had read.
             found = [str(pages[name]) for name in ("evaluation", "profile", "data") if name in pages]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -302,7 +302,7 @@ def tags(run: str, evaluation: Manifest) -> ClassTags | None:
 
     file = storage.join(place, TAGS)
     try:
-        known = ClassTags.of(limits.parse_json(storage.read_limited(file, limits.JSON_BYTES)))
+        known = ClassTags.of(storage.read_json(file))
     except ValueError as error:
         raise ArtifactError(
             f"{file}: does not describe classes ({limits.cut(str(error), 500)}); prepare the data set again"
@@ -342,7 +342,7 @@ def read_run(run: str | Path) -> tuple[PricedRun, Bill]:
     """Read a run by its directory, by its registration, or by its `summary.json`."""
     path = str(run) if str(run).endswith(".json") else storage.join(run, SUMMARY)
     try:
-        content = limits.parse_json(storage.read_limited(path, limits.JSON_BYTES))
+        content = storage.read_json(path)
         if isinstance(content, dict) and "bill" not in content:
             raise ArtifactError(
                 f"{path}: has no bill, as those of an earlier version; register the run again, or leave it out"

@@ -601,7 +601,7 @@ def outline(uri: str | Path) -> Classifier:
 
 def _outline(path: Path) -> Classifier:
     try:
-        content = limits.parse_json(storage.read_limited(path / CONFIG, limits.JSON_BYTES))
+        content = storage.read_json(path / CONFIG)
         card = TypeAdapter(ModelCard).validate_python(content)
     except (StorageError, ValueError) as error:
         raise ModelError(

@@ -19,7 +19,7 @@ from trainer.errors import ArtifactError, ModelError, SettingsError
 from trainer.formatting import aligned
 from trainer.graph import STUDENT
 from trainer.prediction import Prediction, predictions
-from trainer.served_student.class_tags import ClassTags
+from trainer.served_student.class_tags import TAGS, ClassTags
 from trainer.served_student.onnx_network import runtime_of
 from trainer.served_student.pyfunc import EXPORT_CARD
 
@@ -147,7 +147,7 @@ def _exported(directory: str, *, judged: bool) -> PhotoClassifier:
     if judged:
         _refuse(directory, export.figures.get("reasons", ()))
     try:
-        runtime = runtime_of(limits.parse_json((export.path / EXPORT_CARD).read_bytes()))
+        runtime = runtime_of(storage.read_json(export.path / EXPORT_CARD))
     except (AttributeError, ValueError) as error:
         raise ArtifactError(
             f"export {directory}: its card is not readable ({error}); export the student again"
@@ -159,6 +159,8 @@ def _exported(directory: str, *, judged: bool) -> PhotoClassifier:
     from trainer.served_student.pyfunc import ServedStudent
 
     try:
+        if TAGS in export.files:  # which the student reads without a limit, as it travels without this package
+            storage.read_json(export.path / TAGS)
         return PhotoClassifier(ServedStudent(export.path), export.fingerprint)
     except Exception as error:  # the runtimes have classes of their own
         said = limits.cut(" ".join(str(error).split()), 300)

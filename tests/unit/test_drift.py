@@ -13,8 +13,8 @@ from PIL import Image
 from scipy import stats
 
 from tests.trained_digits import IMAGES, pixels, png
-from trainer import batch_prediction, cli, drift, load_model
-from trainer.errors import EXIT_CODE
+from trainer import artifacts, batch_prediction, cli, drift, limits, load_model
+from trainer.errors import EXIT_CODE, ObjectTooLargeError
 
 
 def predicted(judged_run, folder: Path, images) -> str:
@@ -87,6 +87,27 @@ def test_a_log_of_predictions_is_read_like_the_files(judged_run, like, tmp_path)
     assert (of_log.labels.now == of_files.labels.now).all()
     assert (of_log.confidence.now == of_files.confidence.now).all()
     assert of_log.labels.chance == of_files.labels.chance
+
+
+def test_an_evaluation_beyond_the_limit_is_not_read(judged_run, like, tmp_path, monkeypatch):
+    def changed(content):
+        (content / "metrics.json").write_text((content / "metrics.json").read_text() + " " * 100_000)
+
+    monkeypatch.setattr(limits, "JSON_BYTES", 100_000)
+    with pytest.raises(ObjectTooLargeError, match=r"metrics\.json: has more than 100,000 bytes"):
+        drift.compare(with_evaluation(judged_run, tmp_path / "run", changed), like, limit=0.1)
+
+
+def with_evaluation(judged_run, run: Path, change) -> str:
+    """Copy a run and change the files of its evaluation; returns where the copy is."""
+    run.mkdir()
+    (run / "student").symlink_to(judged_run / "student")
+    before = artifacts.read(judged_run / "evaluation", "evaluation")
+    with artifacts.create(run / "evaluation", "evaluation", settings={}, parents=before.parents) as draft:
+        for name in before.files:
+            shutil.copyfile(before.path / name, draft.path / name)
+        change(draft.path)
+    return str(run)
 
 
 def test_what_cannot_be_compared_is_one_message(judged_run, like, tmp_path, capsys):

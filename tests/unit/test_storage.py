@@ -8,8 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from trainer import storage
-from trainer.errors import ObjectDamagedError, ObjectNotFoundError, OutputError, StorageAwayError, StorageError
+from trainer import limits, storage
+from trainer.errors import (
+    ObjectDamagedError,
+    ObjectNotFoundError,
+    ObjectTooLargeError,
+    OutputError,
+    StorageAwayError,
+    StorageError,
+)
 from trainer.storage import cache, transfers
 
 PART = 100_000
@@ -60,6 +67,21 @@ def test_what_is_made_anew_takes_no_others_place(object_store, tmp_path, remote)
 def test_making_anew_waits_for_one_that_is_under_way(object_store):
     object_store.answer(503, times=2, method="PUT")
     assert storage.create_bytes(object_store.uri("claim"), b"mine")
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_json_is_read_up_to_its_limits(object_store, tmp_path, monkeypatch, remote):
+    file = "s3://artifacts/card.json" if remote else str(tmp_path / "card.json")
+    monkeypatch.setattr(limits, "JSON_BYTES", 20)
+    storage.write_bytes(file, b'{"square": [1, 2.5]}')
+    assert storage.read_json(file) == {"square": [1, 2.5]}
+    for content, message in ((b"{", "Expecting property name"), (b"NaN", "NaN is not a JSON number")):
+        storage.write_bytes(file, content)
+        with pytest.raises(ValueError, match=message):
+            storage.read_json(file)
+    storage.write_bytes(file, b'{"square": [1, 2.55]}')
+    with pytest.raises(ObjectTooLargeError, match=r"card\.json: has more than 20 bytes"):
+        storage.read_json(file)
 
 
 def test_a_name_that_starts_alike_is_another(object_store):

@@ -313,7 +313,7 @@ def open_dataset(uri: str | Path) -> PreparedDataset:
     if TAGS not in artifact.files:
         return PreparedDataset(artifact, description)
     try:
-        tags = ClassTags.of(limits.parse_json(storage.read_limited(artifact.path / TAGS, limits.JSON_BYTES)))
+        tags = ClassTags.of(storage.read_json(artifact.path / TAGS))
         if tags.labels != description.classes:
             raise ValueError("it has other classes")
     except (StorageError, ValueError) as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from trainer import artifacts, limits, prediction
+from trainer import artifacts, limits, prediction, storage
 from trainer.errors import ArtifactError, ModelError, SettingsError
 from trainer.host import usable_cores
 from trainer.prediction import Prediction
@@ -92,10 +92,10 @@ class ExportedClassifier:
                 f"export {place}: has no ONNX file ({'; '.join(export.figures['reasons'])}); serve that of another student"
             )
         try:
-            card = limits.parse_json((export.path / EXPORT_CARD).read_bytes())
+            card = storage.read_json(export.path / EXPORT_CARD)
             self.square = Square(**card["square"])
             self.labels: Sequence[str] = tuple(card["labels"])
-            tags = card["tags"] and limits.parse_json((export.path / card["tags"]).read_bytes())
+            tags = card["tags"] and storage.read_json(export.path / card["tags"])
             self.tags = ClassTags.of(tags) if tags else None
             self._temperature = float(card.get("temperature", 1))
             threshold = card.get("threshold")

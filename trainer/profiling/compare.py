@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer import artifacts, limits, pages, scores, storage
+from trainer import artifacts, pages, scores, storage
 from trainer.base_models import what_is_wrong
 from trainer.config import flattened
 from trainer.costs import dollars_text
@@ -141,7 +141,7 @@ def _dataset_of(places: Sequence[str]) -> str | None:
 
 def _json(path: str) -> dict[str, Any]:
     try:
-        content = limits.parse_json(storage.read_limited(path, limits.JSON_BYTES))
+        content = storage.read_json(path)
     except ValueError as error:
         raise ArtifactError(f"{path}: is not JSON ({error}); {_CHOICE}") from error
     if not isinstance(content, dict):

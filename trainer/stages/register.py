@@ -358,7 +358,7 @@ def _version(
     student = inputs["student"]
     described = models.outline(student.path).card, given["dataset"], classes
     if exported and variant:
-        runtime = runtime_of(limits.parse_json((exported.path / EXPORT_CARD).read_bytes()))
+        runtime = runtime_of(storage.read_json(exported.path / EXPORT_CARD))
         needed = sorted((*_ALWAYS, runtime))
         model = _log_model(client, run_id, exported.path, needed, *described)
         client.log_artifacts(run_id, str(student.path), "student")  # which the model's file cannot be trained from

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import fsspec  # type: ignore[import-untyped]  # the package ships no types
 
+from trainer import limits
 from trainer.errors import (
     ObjectDamagedError,
     ObjectExistsError,
@@ -131,6 +132,16 @@ def read_limited(uri: str | Path, limit: int) -> bytes:
         return b""
     check_size(len(content), limit, uri)
     return content
+
+
+def read_json(uri: str | Path) -> Any:
+    """Read and parse a JSON file or object that others have made.
+
+    Raises:
+        StorageError: it cannot be read, or is larger than `limits.JSON_BYTES`.
+        ValueError: it is not JSON, or exceeds another limit of `limits.parse_json`.
+    """
+    return limits.parse_json(read_limited(uri, limits.JSON_BYTES))
 
 
 def write_bytes(uri: str | Path, content: bytes) -> None:
