@@ -153,8 +153,8 @@ def _add_stage(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         commands.add_overrides(parser)
         commands.add_debug(parser, default=argparse.SUPPRESS)
         directories = [
-            *((name, True, f"input: a {kind} directory") for name, kind in stage.inputs.items()),
-            *((name, False, f"input, if needed: a {kind} directory") for name, kind in stage.optional_inputs.items()),
+            *((name, True, f"input: the {kind} directory") for name, kind in stage.inputs.items()),
+            *((name, False, f"input, if needed: the {kind} directory") for name, kind in stage.optional_inputs.items()),
             *((name, True, f"output: the {kind} directory to write") for name, kind in stage.outputs.items()),
         ]
         for name, required, text in directories:

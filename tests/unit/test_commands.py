@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer import cli, commands, config
+from trainer import cli, commands, config, launch
 from trainer.errors import SettingsError
+from trainer.graph import STAGES
 
 ROOT = Path(__file__).parents[2]
 
@@ -162,3 +163,17 @@ def test_usage_has_the_name_that_was_called(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             cli.main(["--help"])
         assert f"usage: {name} [-h]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stage", STAGES.values(), ids=list(STAGES))
+def test_the_help_of_a_stage_names_what_it_reads_and_what_it_writes_alike(stage, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["stage", stage.name, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for texts, named in (
+        (stage.inputs, "input: the {} directory"),
+        (stage.optional_inputs, "input, if needed: the {} directory"),
+        (stage.outputs, "output: the {} directory to write"),
+    ):
+        for keyword, kind in texts.items():
+            assert f"--{launch.flag(keyword)} DIR {named.format(kind)} " in f"{shown} "
