@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -108,18 +109,9 @@ def compare(run: str, predictions: str, *, limit: float) -> Drift:
     """
     if finished_run.evaluation_of_student(run) is None:
         raise ArtifactError(f"{run}: its student was not judged, so there is nothing to compare with; run evaluate")
-    evaluation = artifacts.read(finished_run.find(run, EVALUATION), "evaluation").path
-    student = storage.read_json(evaluation / "metrics.json")["student"]
-    several = "named" in student
-    if several:
-        labels = [*student["named"]]
-        predicted = np.array([*student["named"].values(), student["none_named"]], dtype=np.int64)
-    else:
-        confusion = limits.parse_json((evaluation / "confusion.json").read_bytes())
-        labels, predicted = confusion["labels"], np.array(confusion["matrix"], dtype=np.int64).sum(axis=0)
+    labels, predicted, before = _judged(artifacts.read(finished_run.find(run, EVALUATION), "evaluation").path)
     index = {label: number for number, label in enumerate(labels)}
-    before = np.array(student["calibration"]["counts"], dtype=np.int64)
-    bins = len(before)
+    several, bins = len(predicted) > len(labels), len(before)
     now, confidences, unreadable = np.zeros_like(predicted), list[float](), 0
     for file, rows in _read(predictions, several=several):
         for found, probability in rows:
@@ -148,6 +140,40 @@ def compare(run: str, predictions: str, *, limit: float) -> Drift:
         limit=limit,
         unreadable=unreadable,
     )
+
+
+def _judged(evaluation: Path) -> tuple[Sequence[str], Ints, Ints]:
+    """Read what the student said of the test photos.
+
+    Returns:
+        The labels; how often each was predicted, [K], and last how often none was where a photo may have several, [K + 1]; and how many
+        predictions fell into each bin of confidence.
+
+    Raises:
+        ArtifactError: a file is not what `evaluate` writes.
+    """
+    file = evaluation / "metrics.json"
+    try:
+        student = storage.read_json(file)["student"]
+        before = np.array(student["calibration"]["counts"], dtype=np.int64)
+        if before.ndim != 1 or not len(before):
+            raise ValueError("its counts are not one for each bin of confidence")
+        several = "named" in student
+        if several:
+            labels = [*student["named"]]
+            predicted = np.array([*student["named"].values(), student["none_named"]], dtype=np.int64)
+        else:
+            file = evaluation / "confusion.json"
+            confusion = limits.parse_json(file.read_bytes())  # without a limit: it grows with the square of the classes
+            labels, predicted = [*confusion["labels"]], np.array(confusion["matrix"], dtype=np.int64).sum(axis=0)
+        if predicted.shape != (len(labels) + several,):
+            raise ValueError("its counts are not one for each class")
+        if not all(isinstance(label, str) for label in labels):
+            raise ValueError("a label is no text")
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        said = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ArtifactError(f"{file}: is not what evaluate writes ({said}); evaluate the student again") from error
+    return labels, predicted, before
 
 
 def _read(predictions: str, *, several: bool) -> Iterator[tuple[str, list[tuple[list[Any] | None, Any]]]]:

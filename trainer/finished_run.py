@@ -353,7 +353,7 @@ def read_run(run: str | Path) -> tuple[PricedRun, Bill]:
         raise ArtifactError(
             f"{run}: has no {SUMMARY}; give the directory of a finished run (`python -m trainer run` prints it)"
         ) from error
-    except (ValueError, KeyError, StopIteration, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{path}: is not the summary of a run ({error}); give the directory of a run") from error
     # The name of the run's directory, also where its registration or a link to it was given.
     folder = path.rpartition("/")[0] if storage.is_remote(path) else str(storage.local_path(path).resolve().parent)

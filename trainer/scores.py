@@ -12,8 +12,11 @@ VAL_TITLES: Mapping[str, str] = {f"val_{name}": text for name, text in TITLES.it
 
 
 def name(figures: Mapping[str, Any]) -> str:
-    """Return the name of the score among the figures of a split."""
-    return next(name for name in TITLES if name in figures)
+    """Return the name of the score among the figures of a split; a `ValueError` where there is none."""
+    found = next((name for name in TITLES if name in figures), None)
+    if found is None:
+        raise ValueError(f"there is no score among its figures, {' or '.join(TITLES)}")
+    return found
 
 
 def title(figures: Mapping[str, Any]) -> str:

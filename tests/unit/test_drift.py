@@ -98,6 +98,34 @@ def test_an_evaluation_beyond_the_limit_is_not_read(judged_run, like, tmp_path, 
         drift.compare(with_evaluation(judged_run, tmp_path / "run", changed), like, limit=0.1)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("metrics.json", lambda content: {"teacher": {}}, "it has no 'student'"),
+        ("metrics.json", lambda content: {"student": {}}, "it has no 'calibration'"),
+        ("metrics.json", lambda content: [], "list indices must be integers or slices, not str"),
+        (
+            "metrics.json",
+            lambda content: {"student": {"calibration": {"counts": [[1]]}}},
+            "its counts are not one for each bin",
+        ),
+        ("confusion.json", lambda content: content | {"labels": ["1"]}, "its counts are not one for each class"),
+        ("confusion.json", lambda content: content | {"labels": list(range(10))}, "a label is no text"),
+        ("confusion.json", lambda content: {}, "it has no 'labels'"),
+    ],
+)
+def test_an_evaluation_that_is_none_is_one_message(judged_run, like, tmp_path, capsys, name, change, message):
+    def changed(folder):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(change(content)))
+
+    run = with_evaluation(judged_run, tmp_path / "run", changed)
+    assert cli.main(["drift", run, like]) == EXIT_CODE
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {run}/evaluation/{name}: is not what evaluate writes ({message}")
+    assert said.endswith("); evaluate the student again\n")
+
+
 def with_evaluation(judged_run, run: Path, change) -> str:
     """Copy a run and change the files of its evaluation; returns where the copy is."""
     run.mkdir()

@@ -408,9 +408,15 @@ def test_a_wrong_summary_is_one_message(tmp_path, content, message):
         read_run(tmp_path)
 
 
-@pytest.mark.parametrize("changes", [{"student": {"test": {}}}, {"settings": {"distill": {"epochs": "many"}}}])
-def test_a_summary_without_accuracy_or_epochs_is_one_message(tmp_path, changes):
-    with pytest.raises(ArtifactError, match="is not the summary of a run"):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"student": {"test": {}}}, "there is no score among its figures, top1 or map"),
+        ({"settings": {"distill": {"epochs": "many"}}}, "could not convert string to float: 'many'"),
+    ],
+)
+def test_a_summary_without_accuracy_or_epochs_is_one_message(tmp_path, changes, message):
+    with pytest.raises(ArtifactError, match=rf"summary\.json: is not the summary of a run \({message}\)"):
         read_run(write_run(tmp_path / "run", **changes))
 
 

@@ -15,7 +15,7 @@ from trainer import artifacts, finished_run, models, scores, storage
 from trainer.artifacts import Artifact, Manifest
 from trainer.config import EvaluateSettings, ExportSettings
 from trainer.data.dataset import PreparedDataset, Split, open_dataset
-from trainer.errors import ModelError, SettingsError
+from trainer.errors import ArtifactError, ModelError, SettingsError
 from trainer.evaluation import hierarchy, metrics
 from trainer.evaluation.embeddings import spread
 from trainer.export import int8, missing_package, onnx_graph, variants
@@ -95,10 +95,17 @@ def make(
         force: take fp32 where nothing passes the gate.
 
     Raises:
+        ArtifactError: an input is missing or damaged, or the evaluation has no score.
         ModelError: the student takes other squares than the data set has; or as `strict` says.
     """
     made, data = artifacts.read(student, "model"), open_dataset(dataset)
     judged = artifacts.manifest(evaluation, "evaluation")
+    try:
+        scores.name(judged.figures["teacher"]["test"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtifactError(
+            f"evaluation {evaluation}: {artifacts.MANIFEST} has no score of the teacher ({error}); evaluate the student again"
+        ) from error
     card = models.outline(made.path).card
     if card.square != data.square:
         raise ModelError(

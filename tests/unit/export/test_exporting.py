@@ -174,6 +174,18 @@ def test_what_passes_no_gate_is_exported_only_by_force(finished, tmp_path, capsy
     assert OnnxStudent(place / "model.onnx").logits(np.zeros((3, 16, 16, 3), np.uint8)).shape == (3, 10)
 
 
+@pytest.mark.parametrize("teacher", [{}, {"test": {"top5": 0.9}}, []])
+def test_an_evaluation_without_a_score_is_one_message(judged_run, teacher, tmp_path):
+    run, before = tmp_path / "run", artifacts.read(judged_run / "evaluation", "evaluation")
+    run.mkdir()
+    for name in ("dataset", "teacher", "student"):
+        (run / name).symlink_to(judged_run / name)
+    with artifacts.create(run / "evaluation", "evaluation", settings=before.settings, parents=before.parents) as draft:
+        draft.figures = {**before.figures, "teacher": teacher}
+    with pytest.raises(ArtifactError, match=r"run/evaluation: manifest\.json has no score of the teacher \("):
+        exporting.export(str(run), tmp_path / "served")
+
+
 def test_what_cannot_be_exported_is_refused_before_anything_is_loaded(judged_run, tmp_path, monkeypatch):
     with pytest.raises(ArtifactError, match="none: no student at"):
         exporting.export(str(tmp_path / "none"), tmp_path / "served")
