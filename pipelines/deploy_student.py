@@ -189,8 +189,8 @@ def student_objects(
         alias: instead of `champion`.
         namespace: instead of `kubeflow`.
         model: what the server is to serve.
-        options: further ones of the server, which go before those that the manifest gives; a longer drain than theirs makes the pod's
-            time to end as much longer.
+        options: further ones of the server, which go before those that the manifest gives; a longer drain and slower requests than
+            theirs make the pod's time to end as much longer.
         image: of the server.
         replicas: number of pods; 0 lets the autoscaler choose.
     """
@@ -209,7 +209,7 @@ def student_objects(
     specification = _pod_owner(made)["spec"]
     pod = specification["predictor"] if "predictor" in specification else specification["template"]["spec"]
     (server,) = pod["containers"]
-    longer = _drain([*server["args"], *options]) - _drain(server["args"])
+    longer = _ending_s([*server["args"], *options]) - _ending_s(server["args"])
     pod["terminationGracePeriodSeconds"] += max(0, math.ceil(longer))
     server |= {"image": image, "args": [model, *server["args"][1:], *options]}  # of an option, the last one counts
     if replicas and "predictor" in specification:
@@ -219,18 +219,20 @@ def student_objects(
     return made
 
 
-def _drain(arguments: Sequence[str]) -> float:
-    """Return the seconds that a server with these arguments is alive without being ready before it ends.
+def _ending_s(arguments: Sequence[str]) -> float:
+    """Return the longest time that a server with these arguments takes to end, in seconds: its drain, then its slowest request.
 
     Raises:
         SettingsError: they are no number of seconds.
     """
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--drain", type=commands.seconds, default=0.0)
+    parser.add_argument("--timeout", type=commands.positive, default=0)
     try:
-        return float(parser.parse_known_args(arguments)[0].drain)
+        given = parser.parse_known_args(arguments)[0]
     except argparse.ArgumentError as error:
-        raise SettingsError(f"--serve: {error}; give the seconds, such as --drain 30") from error
+        raise SettingsError(f"--serve: {error}; give the seconds, such as --drain 30 --timeout 20") from error
+    return float(given.drain + given.timeout)
 
 
 def run_kubectl(*arguments: str, text: str | None = None, check: bool = True) -> str:

@@ -16,7 +16,6 @@ from pipelines import deploy_student
 from tests.manifests.pod_security import violations
 from tests.stand_ins.kubernetes import crds
 from trainer.errors import SettingsError
-from trainer.serving.server import ServerLimits
 
 FOLDERS = ("serving/base", "serving/kserve")
 
@@ -97,8 +96,9 @@ def test_pods_are_restricted_limited_and_probed(deployment):
 def test_a_pod_may_end_in_peace(deployment):
     """The drain, the slowest request and a little more fit into the time that Kubernetes gives; the drain outlasts the readiness probe."""
     pod = deployment["spec"]["template"]["spec"]
-    (drain,) = [int(one.removeprefix("--drain=")) for one in pod["containers"][0]["args"] if one.startswith("--drain=")]
-    assert drain + ServerLimits().timeout_s + 10 <= pod["terminationGracePeriodSeconds"]
+    given = dict(one.split("=", 1) for one in pod["containers"][0]["args"] if "=" in one)
+    drain = int(given["--drain"])
+    assert drain + int(given["--timeout"]) + 10 <= pod["terminationGracePeriodSeconds"]
     assert drain > pod["containers"][0]["readinessProbe"]["periodSeconds"]
 
 
@@ -158,7 +158,7 @@ def test_the_objects_of_another_student(render, folder, replicas):
         assert (pod["minReplicas"], pod["maxReplicas"]) == ((3, 3) if replicas else (2, 8))
     (server,) = pod["containers"]
     assert server["image"] == "registry/server:2.1"
-    given = ["--host=0.0.0.0", "--port=8080", "--name=dishes", "--drain=10"]
+    given = ["--host=0.0.0.0", "--port=8080", "--name=dishes", "--drain=10", "--timeout=10"]
     assert server["args"] == ["models:/dishes/7", *given, "--force", "--drain", "30"], (
         "of an option, the last one counts"
     )
@@ -166,16 +166,29 @@ def test_the_objects_of_another_student(render, folder, replicas):
 
 
 @pytest.mark.parametrize(
-    ("options", "seconds"), [([], 40), (["--drain=5"], 40), (["--drain", "60.5", "--log", "-"], 91)]
+    ("options", "seconds"),
+    [
+        ([], 40),
+        (["--drain=5"], 40),
+        (["--drain", "60.5", "--log", "-"], 91),
+        (["--timeout", "60"], 90),
+        (["--timeout=60", "--drain=5"], 85),
+        (["--timeout=5"], 40),
+    ],
 )
-def test_a_longer_drain_gives_the_pod_longer_to_end(render, options, seconds):
+def test_a_longer_drain_or_slower_requests_give_the_pod_longer_to_end(render, options, seconds):
     objects = student_objects(render, options)
     assert only(objects, "Deployment")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == seconds
 
 
-@pytest.mark.parametrize("options", [["--drain"], ["--drain=long"], ["--drain=-1"]])
-def test_a_drain_that_is_no_time_is_refused(render, options):
-    with pytest.raises(SettingsError, match=r"^--serve: argument --drain: .*; give the seconds, such as --drain 30$"):
+@pytest.mark.parametrize(
+    "options", [["--drain"], ["--drain=long"], ["--drain=-1"], ["--timeout"], ["--timeout=0"], ["--timeout=1.5"]]
+)
+def test_a_drain_or_a_timeout_that_is_no_time_is_refused(render, options):
+    named = options[0].partition("=")[0]
+    with pytest.raises(
+        SettingsError, match=rf"^--serve: argument {named}: .*; give the seconds, such as --drain 30 --timeout 20$"
+    ):
         student_objects(render, options)
 
 
