@@ -280,6 +280,11 @@ def evaluation_of_student(run: str) -> Manifest | None:
 def export_of_student(run: str) -> str:
     """Return where a run has the export of its student; an `ArtifactError` if it has none."""
     found = find(run, EXPORTED)
+    if not any(map(artifacts.exists, _places(run, STUDENT))):
+        raise ArtifactError(
+            f"{run}: has no student, so nothing tells whether the export at {found} is of this run's; give that directory "
+            "to take it all the same"
+        )
     student = artifacts.manifest(find(run, STUDENT), "model").fingerprint
     for place in filter(artifacts.exists, _places(run, EXPORTED)):
         if artifacts.manifest(place, "export").parents.get("student") == student:

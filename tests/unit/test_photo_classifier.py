@@ -194,6 +194,23 @@ def test_the_export_of_a_run_that_failed_its_gate_is_served_only_by_force(judged
         assert directory == str(failed / "exported")
 
 
+def test_an_export_of_a_run_without_a_student_is_taken_by_its_own_directory(judged_run, exported, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(judged_run / "evaluation", run / "evaluation")
+    shutil.copytree(exported, run / "exported")
+    for judged in (True, False):
+        with (
+            pytest.raises(
+                ArtifactError,
+                match=r"run: has no student, so nothing tells whether the export at .*/run/exported is of this run's; give that ",
+            ),
+            export_at(str(run), judged=judged),
+        ):
+            pass
+        with export_at(str(run / "exported"), judged=judged) as directory:
+            assert directory == str(run / "exported")
+
+
 def test_the_export_of_a_run_is_that_of_its_student_and_of_no_earlier_one(judged_run, exported, tmp_path):
     """As a second run in the same output leaves them, which makes no export."""
     again, tasks = tmp_path / "again", tmp_path / "again" / "pipeline" / "distillation-20260101" / "export"
