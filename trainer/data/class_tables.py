@@ -26,11 +26,9 @@ from trainer.served_student.class_tags import (
     ANSWER,
     CONFIDENCE,
     LEVELS,
-    NAMED,
-    TOP_LABELS,
-    TOP_PROBABILITIES,
     ClassTags,
     Value,
+    columns_of_predictions,
 )
 
 _NUMBER = re.compile(r"[+-]?([0-9]{1,20}(\.[0-9]{0,20})?|\.[0-9]{1,20})([eE][+-]?[0-9]{1,2})?")
@@ -192,7 +190,7 @@ def _attributes(settings: DataSettings, classes: Sequence[str] | None) -> dict[s
     table = f"data.attributes={settings.attributes}"
     first, *lines = _lines("data.attributes", settings.attributes)
     headings = first.cells[1:]
-    taken = {ANSWER, CONFIDENCE, TOP_LABELS, TOP_PROBABILITIES} | ({NAMED} if settings.multi_label else set())
+    taken = columns_of_predictions(several=settings.multi_label)
     if not headings:
         raise DataError(
             f"{table}: has one column only; the first one names the class, so add a column for each attribute"

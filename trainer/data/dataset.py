@@ -31,7 +31,7 @@ from trainer import artifacts, limits, storage
 from trainer.artifacts import Artifact
 from trainer.data.dataset_schema import DESCRIPTION, SPLITS, DatasetDescription, SplitName
 from trainer.errors import ArtifactError, DataError, StorageError
-from trainer.served_student.class_tags import TAGS, ClassTags
+from trainer.served_student.class_tags import TAGS, ClassTags, columns_of_predictions
 from trainer.served_student.preprocessing import BadImageError, Square, is_jpeg, reason
 
 Pixels = npt.NDArray[np.uint8]
@@ -316,6 +316,9 @@ def open_dataset(uri: str | Path) -> PreparedDataset:
         tags = ClassTags.of(storage.read_json(artifact.path / TAGS))
         if tags.labels != description.classes:
             raise ValueError("it has other classes")
+        taken = columns_of_predictions(several=description.label_sets is not None) & tags.attributes.keys()
+        if taken:  # as prepare refuses it; an earlier version did not
+            raise ValueError(f"an attribute is named {min(taken)!r}, as another column of the predictions is")
     except (StorageError, ValueError) as error:
         raise ArtifactError(
             f"dataset {artifact.path}: {TAGS} does not describe its classes ({limits.cut(str(error), 500)}); prepare it again"

@@ -35,6 +35,11 @@ Floats: TypeAlias = npt.NDArray[np.floating]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 
+def columns_of_predictions(*, several: bool) -> set[str]:
+    """Return the columns that an attribute of the same name would overwrite; `several`: whether a photo may have several labels."""
+    return {ANSWER, CONFIDENCE, TOP_LABELS, TOP_PROBABILITIES} | ({NAMED} if several else set())
+
+
 @dataclass(frozen=True, kw_only=True)
 class HierarchyLevel:
     """A level of the hierarchy: a class that ends above it stands for itself there."""

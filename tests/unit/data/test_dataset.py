@@ -22,6 +22,7 @@ from trainer.data.dataset import decode_square, decoder_of, open_dataset
 from trainer.data.dataset_schema import SPLITS, DatasetDescription, features
 from trainer.data.preparation import encode_square
 from trainer.errors import ArtifactError, DataError
+from trainer.served_student.class_tags import ClassTags
 from trainer.served_student.preprocessing import BadImageError, Square
 
 SIZE = 12
@@ -288,3 +289,26 @@ def test_a_damaged_square_is_refused(encoding: str, part: float) -> None:
 def test_the_decoder_is_named_with_its_version() -> None:
     assert decoder_of(square("jpeg")).split() == ["simplejpeg", simplejpeg.__version__]
     assert decoder_of(square("png")).split() == ["pillow", PIL.__version__]
+
+
+@pytest.mark.parametrize("name", ["top_labels", "top_probabilities", "answer", "confidence", "named"])
+def test_an_attribute_that_would_overwrite_a_column_of_the_predictions_is_refused(tmp_path: Path, name: str) -> None:
+    """As prepare refuses it; a data set of an earlier version may have it."""
+
+    def prepared_with(folder: str, label_sets: tuple[tuple[int, ...], ...] | None) -> Path:
+        with artifacts.create(tmp_path / folder, "dataset", settings={}) as draft:
+            DatasetDescription(classes=("a", "b"), image_size=SIZE, images=COUNTS, label_sets=label_sets).write(
+                draft.path
+            )
+            ClassTags(labels=("a", "b"), attributes={"energy": (1.0, 2.0), name: (1.0, 2.0)}).write(draft.path)
+        return tmp_path / folder
+
+    message = f"tags.json does not describe its classes \\(an attribute is named '{name}', as another column of the predictions is\\)"
+    with pytest.raises(ArtifactError, match=message):
+        open_dataset(prepared_with("several", ((0,), (0, 1))))
+    one = prepared_with("one", None)
+    if name == "named":  # a column where an image may have several labels only
+        assert open_dataset(one).tags is not None
+    else:
+        with pytest.raises(ArtifactError, match=message):
+            open_dataset(one)
