@@ -6,11 +6,11 @@ import copy
 import logging
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, repeat
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import MicroBatches, Samples
 from trainer.data.sampler import StatelessSampler
 from trainer.data.views.rendering import mixes
+from trainer.devices import Device
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.recording import (
     Recording,
@@ -38,6 +39,7 @@ from trainer.stages import distill, reinforce
 from trainer.tracking.stage_runs import Tracker, stage_run
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.loader_workers import measure_loading
+from trainer.training.prefetch import make_prefetcher
 from trainer.training.process_group import Processes, join_processes
 from trainer.training.session import shared_artifact
 from trainer.training.spec import TrainingSpec, fit_batch
@@ -66,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "tune"  # of the trials, in the log, among the metrics and beside the checkpoints
 _TIMED, _MOST_TIMED, _TIMED_S = 3, 50, 0.5
-"""Forward passes of the teacher that are timed, at least, and at most if they are done within so many seconds; the fastest counts."""
+"""Batches of a recording that are timed, at least, and at most if they are done within so many seconds; the fastest counts."""
 _TEACHER_IMAGES = {"cpu": 8, "cuda": 256, "xla": 256}  # images of each
 _BESIDE_THE_TRIALS = {
     "enabled", "search", "apply", "minutes", "assumed_efficiency", "elsewhere", "budget_usd", "budget_hours",
@@ -297,7 +299,9 @@ def _recording_time(
     described: RecordingDescription,
     processes: Processes,
 ) -> RecordingTime:
-    """Measure the teacher's forward pass and the loading of views: a GPU's loaders work beside it, a CPU does both."""
+    """Measure the teacher's forward pass, what the device makes of stored images, and the loading: a GPU's loaders work beside it, a CPU
+    does all.
+    """
     device, edge = processes.device, described.view_size
     batch = min(_TEACHER_IMAGES[device.kind], recorder.batch_size)
     frozen = FrozenTeacher(
@@ -309,24 +313,40 @@ def _recording_time(
         compile="off",
     )
     images = torch.zeros(batch, 3, edge, edge, dtype=torch.uint8, device=device.torch_device)
-    times: list[float] = []
-    while len(times) <= _TIMED or (len(times) <= _MOST_TIMED and sum(times) < _TIMED_S):
-        began = time.perf_counter()
-        frozen(images)
-        device.synchronize()
-        times.append(time.perf_counter() - began)
-    teacher_s = max(processes.gather(min(times[1:]))) / batch / processes.world_size
+    teacher_s = max(processes.gather(_least_s(lambda: frozen(images), device))) / batch / processes.world_size
     views = reinforce.open_views(recorder, described, samples, device)
     order = StatelessSampler(
         len(samples), described.seed, views=described.views, paired=mixes(views.settings), labelled=samples.labelled
     )
-    loading = measure_loading(MicroBatches(views, order, count=batch), count(0, batch)).seconds / batch
+    batches = MicroBatches(views, order, count=batch)
+    loading = measure_loading(batches, count(0, batch)).seconds / batch
     loading_s = max(processes.gather(loading)) / processes.world_size
+    loaded, device_s = batches[0], teacher_s
+    # Where the loader leaves the views to the device, that makes them, and may decode what they are made of, beside the teacher's work.
+    if loaded.views is not None:
+        with closing(make_prefetcher(repeat(loaded), views, device)) as prefetcher:
+
+            def show() -> None:
+                frozen(prefetcher.next().images)
+                prefetcher.preload()  # as in a recording: the next images are decoded while the teacher computes
+
+            device_s = max(processes.gather(_least_s(show, device))) / batch / processes.world_size
     if device.kind == "cpu":
-        view_s = teacher_s + loading_s
+        view_s = device_s + loading_s
     else:
-        view_s = max(teacher_s, loading_s / max(1, usable_cores() // processes.local_world_size - 1))
+        view_s = max(device_s, loading_s / max(1, usable_cores() // processes.local_world_size - 1))
     return RecordingTime(teacher_s=teacher_s, recording_s=view_s * described.samples * described.views)
+
+
+def _least_s(work: Callable[[], object], device: Device) -> float:
+    """Measure the shortest time of some work on the device, in seconds; the first one, which may compile, does not count."""
+    times: list[float] = []
+    while len(times) <= _TIMED or (len(times) <= _MOST_TIMED and sum(times) < _TIMED_S):
+        began = time.perf_counter()
+        work()
+        device.synchronize()
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import time
@@ -9,8 +10,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.distillations import QUICK, TINY
 from tests.forks import Program
@@ -18,11 +21,12 @@ from trainer import artifacts, config, models, storage
 from trainer.config import ReinforceSettings, TuneSettings
 from trainer.costs import PLACE_VARIABLE
 from trainer.data.dataset import open_dataset
+from trainer.data.views.rendering import make_views
 from trainer.devices import choose_device
 from trainer.errors import BudgetError, SettingsError
 from trainer.profiling.recorder import Startup
 from trainer.stages import reinforce, tune
-from trainer.training import parallelize
+from trainer.training import parallelize, prefetch
 from trainer.training.parallelize import CompileCounter
 from trainer.training.process_group import Processes
 from trainer.tuning import trials as module
@@ -153,6 +157,57 @@ def test_without_apply_the_given_settings_are_what_is_forecast(tuned, measured_r
     assert made.alternatives["tune.apply=true"].hours < made.forecast.hours
 
 
+@pytest.fixture
+def opened(trained_digits, tmp_path):
+    """Opens what the trials of a section share, in one process."""
+
+    def open_subject(settings):
+        return tune.open_subject(
+            config.validate(TuneSettings, settings),
+            open_dataset(trained_digits.dataset),
+            Processes(rank=0, world_size=1, local_rank=0, device=choose_device()),
+            Startup(),
+            tmp_path,
+            dataset=trained_digits.dataset,
+            teacher=trained_digits.teacher,
+            teacher_outputs=None,
+        )
+
+    return open_subject
+
+
+@pytest.mark.parametrize("decode_on", ["cpu", "cuda"])
+def test_what_the_device_makes_of_stored_images_is_part_of_the_time_of_a_recording(opened, monkeypatch, decode_on):
+    batch_s, made = 0.1, []
+
+    def slow(make):
+        def made_slowly(*arguments):
+            time.sleep(batch_s)
+            made.append(make.__name__)
+            return make(*arguments)
+
+        return made_slowly
+
+    def decoded(joined, lengths, device):  # as nvJPEG on a GPU
+        squares = [Image.open(io.BytesIO(file.numpy().tobytes())) for file in joined.split(lengths.tolist())]
+        return torch.stack([torch.from_numpy(np.array(one.convert("RGB"))).permute(2, 0, 1) for one in squares])
+
+    monkeypatch.setattr("trainer.data.dataset.IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr("trainer.data.loader.check_gpu_decoding", lambda *_, **__: None)
+    monkeypatch.setattr(prefetch, "decode_jpegs", slow(decoded) if decode_on == "cuda" else None)
+    if decode_on == "cpu":
+        monkeypatch.setattr(prefetch, "make_views", slow(make_views))
+    settings = section()
+    settings["reinforce"] |= {"views_on": "device", "decode_on": decode_on}
+    subject = opened(settings)
+    assert set(made) == {"decoded" if decode_on == "cuda" else "make_views"}
+    views = 2 * len(subject.samples)
+    assert subject.takes.recording_s >= batch_s / tune._TEACHER_IMAGES["cpu"] * views
+    assert subject.takes.teacher_s < batch_s / tune._TEACHER_IMAGES["cpu"], (
+        "what is saved without it is the teacher alone"
+    )
+
+
 def test_recorded_outputs_are_measured_before_there_are_any(tuned):
     made = tuned({"teacher": "recorded"}, search=False)
     assert made.measurement.recording_s > 0
@@ -251,23 +306,12 @@ def test_a_priced_pool_is_forecast_in_dollars_also_with_more_nodes(tuned, monkey
 
 
 @pytest.fixture
-def trials(trained_digits, tmp_path):
+def trials(opened, tmp_path):
     """Measures candidates of a distillation."""
 
     def make(**settings):
-        tuned = config.validate(TuneSettings, section(settings))
-        processes = Processes(rank=0, world_size=1, local_rank=0, device=choose_device())
-        subject = tune.open_subject(
-            tuned,
-            open_dataset(trained_digits.dataset),
-            processes,
-            Startup(),
-            tmp_path,
-            dataset=trained_digits.dataset,
-            teacher=trained_digits.teacher,
-            teacher_outputs=None,
-        )
-        return Trials(partial(subject.training, str(tmp_path)), subject.settings, processes)
+        subject = opened(section(settings))
+        return Trials(partial(subject.training, str(tmp_path)), subject.settings, subject.processes)
 
     return make
 
