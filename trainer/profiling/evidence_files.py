@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from trainer import artifacts, limits, storage
+from trainer import artifacts, storage
 from trainer.errors import ArtifactError, writing_to
 from trainer.evidence import (
     LATER_COLUMNS,
@@ -160,7 +160,7 @@ def _read_training(directory: Path) -> TrainingEvidence:
 
 def _read_record(path: Path) -> RankRecord:
     try:
-        content = limits.parse_json(storage.read_limited(path, limits.JSON_BYTES))
+        content = storage.read_json(path)
         version = content.get("schema_version") if isinstance(content, dict) else None
         if isinstance(content, dict) and version != SCHEMA_VERSION:
             raise ArtifactError(
