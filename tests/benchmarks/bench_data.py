@@ -7,6 +7,9 @@ compared. Files are in the page cache. Both crop 8 to 100 % of the area and mirr
   normalises; the second row does it here.
 - torchvision: ImageFolder, RandomResizedCrop(224), RandomHorizontalFlip, ToTensor, Normalize, and the stacking of a batch. On the same
   prepared images, written to a folder, and on the photos as they were given, which ours has decoded and resized once, in `prepare`.
+
+Then what one loader process hands over, of stored images that the device makes views of: in memory that it uses again, and in fresh memory
+for each batch. The time is that of the clock.
 """
 
 from __future__ import annotations
@@ -26,9 +29,10 @@ from torchvision.datasets import ImageFolder
 
 from tests.benchmarks.photos import write_photos
 from trainer.config import DataSettings, ViewSettings
+from trainer.data import batch_memory
 from trainer.data import dataset as dataset_module
 from trainer.data.dataset import open_dataset
-from trainer.data.loader import Samples, Views
+from trainer.data.loader import PREFETCHED, MicroBatches, Samples, Views, make_loader
 from trainer.data.sampler import StatelessSampler
 from trainer.data.views.parameters import draw_views
 from trainer.data.views.rendering import crop_sample, finish_views
@@ -38,6 +42,8 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SETTINGS = ViewSettings(min_scale=0.08, max_aspect=4 / 3)
 STRONG = SETTINGS.model_copy(update={"color_jitter": 0.3, "randaugment_operations": 2, "erasing": 0.25})
 BATCH = 32
+LOADED = 256
+"""Images of a batch that a loader process hands over."""
 
 Lane = Callable[[int], object]
 
@@ -130,6 +136,24 @@ def measure(lanes: dict[str, Lane], *, rounds: int, batches: int) -> dict[str, f
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def measure_loader(samples: Samples, size: int, *, rounds: int, batches: int) -> dict[str, float]:
+    """Median images a second of one loader process, in turns."""
+    pieces = {"memory used again": batch_memory.PIECES, "fresh memory": 0}
+    rates: dict[str, list[float]] = {name: [] for name in pieces}
+    views = Views(samples, size=size, seed=0, settings=SETTINGS, on_device=True)
+    made = MicroBatches(views, StatelessSampler(len(samples), 0), count=LOADED)
+    warm = 4 * PREFETCHED  # batches that are made before the clock starts, or in memory's first use
+    for _ in range(rounds):
+        for name, batch_memory.PIECES in pieces.items():
+            loader = make_loader(made, range(0, (warm + batches) * LOADED, LOADED), workers=1, pin_memory=False)
+            for _ in range(warm):
+                next(loader)
+            start = time.perf_counter()
+            count = sum(1 for _ in loader)
+            rates[name].append(count * LOADED / (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in rates.items()}
+
+
 def show(seconds: dict[str, float], baselines: list[str]) -> None:
     """Print the table."""
     print("| what | us an image | images/s a core | " + " | ".join(f"x {name}" for name in baselines) + " |")
@@ -163,6 +187,9 @@ def main() -> None:
         lanes = {**our_lanes(samples, options.view_size), **baselines}
         print(f"{len(samples)} images of {photos if options.photos else 'made-up photos'}; {torch.__version__}")
         show(measure(lanes, rounds=options.rounds, batches=options.batches), list(baselines))
+        rates = measure_loader(samples, options.view_size, rounds=min(options.rounds, 3), batches=5 * options.batches)
+        print(f"\none loader process, batches of {LOADED}, images/s:")
+        print(", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items()))
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ import simplejpeg
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import get_worker_info
 
 from trainer import artifacts, limits, storage
 from trainer.artifacts import Artifact
+from trainer.data.batch_memory import empty_images
 from trainer.data.dataset_schema import DESCRIPTION, SPLITS, DatasetDescription, SplitName
 from trainer.errors import ArtifactError, DataError, StorageError
 from trainer.served_student.class_tags import TAGS, ClassTags, columns_of_predictions
@@ -110,7 +110,8 @@ class Split:
     def load(self) -> None:
         """Decode a small split now instead of at the first read; a large one stays on the disk."""
         if self.in_memory and self._decoded is None:
-            self._decoded = self._decode_all(range(len(self)))
+            decoded = torch.empty(len(self), self.image_size, self.image_size, 3, dtype=torch.uint8)
+            self._decoded = self._decode_into(decoded, range(len(self)))
 
     def read(self, indices: Sequence[int]) -> Tensor:
         """Read the images at `indices` (0 <= index < N): uint8 [B, 3, S, S], the channels innermost in memory.
@@ -119,9 +120,9 @@ class Split:
             DataError: an image cannot be decoded.
         """
         self.load()
-        if self._decoded is None:
-            return self._decode_all(indices).permute(0, 3, 1, 2)
         images = empty_images(len(indices), self.image_size)
+        if self._decoded is None:
+            return self._decode_into(images, indices).permute(0, 3, 1, 2)
         torch.index_select(self._decoded, 0, torch.as_tensor(indices, dtype=torch.int64), out=images)
         return images.permute(0, 3, 1, 2)
 
@@ -141,8 +142,8 @@ class Split:
         """Return the encoded file of the image at `index` (0 <= index < N), a view of the memory-mapped data set."""
         return memoryview(self._files[index].as_buffer()).cast("B")
 
-    def _decode_all(self, indices: Sequence[int]) -> Tensor:
-        images = empty_images(len(indices), self.image_size)
+    def _decode_into(self, images: Tensor, indices: Sequence[int]) -> Tensor:
+        """Decode the images at `indices` into `images`, uint8 [B, S, S, 3]."""
         for row, index in zip(images.numpy(), indices, strict=True):
             self._decode(int(index), out=row)
         return images
@@ -210,16 +211,6 @@ def decode_square(encoded: bytes | memoryview, size: int, *, out: Pixels | None 
 def _check_square(width: int, height: int, size: int) -> None:
     if (width, height) != (size, size):
         raise BadImageError(f"{width} x {height} pixels instead of {size} x {size}")
-
-
-def empty_images(count: int, size: int) -> Tensor:
-    """Allocate a batch, uint8 [count, size, size, 3]: channels last, as decoders write it and convolutions read it fastest."""
-    # In a loader process in shared memory from the start, as in torch's own collate; otherwise the batch would be copied there on its way
-    # to the training process.
-    images = torch.empty(0, dtype=torch.uint8)
-    if get_worker_info() is not None:
-        images.set_(torch.UntypedStorage._new_shared(count * size * size * 3))
-    return images.resize_(count, size, size, 3)
 
 
 class PreparedDataset:

@@ -21,12 +21,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
 from trainer.config import DecodeOn, TrainingSettings, ViewSettings, ViewsOn
 from trainer.data.batch import Batch, Recorded, check_gpu_decoding, join_files
-from trainer.data.dataset import Split, Targets, empty_images
+from trainer.data.batch_memory import BatchMemory, empty_images
+from trainer.data.dataset import Split, Targets
 from trainer.data.dataset_schema import UNLABELED
 from trainer.data.sampler import Indices, Mask, SampleSlice, StatelessSampler
 from trainer.data.views.parameters import ViewParameters, draw_views
@@ -320,8 +321,9 @@ def make_loader(
         TrainingError: a loader process was killed.
         LostProcessError: they had no batch within `timeout_s`.
     """
-    loader: DataLoader[Batch | TrainerError] = DataLoader(
-        _Outcomes(batches),
+    memory = BatchMemory(workers)
+    loader: DataLoader[_Outcome] = DataLoader(
+        _Outcomes(batches, memory),
         batch_size=None,
         sampler=starts,
         num_workers=workers,
@@ -337,10 +339,13 @@ def make_loader(
         observer.loader_processes([process.pid for process in started])
     limit = _Limit(started, timeout_s)
     try:
-        while (outcome := _next(outcomes, observer if workers else None, limit)) is not None:
+        while (following := _next(outcomes, observer if workers else None, limit)) is not None:
+            outcome, worker, pieces = following
+            memory.free_with(outcome.images if isinstance(outcome, Batch) else None, worker, pieces)
             if isinstance(outcome, TrainerError):
                 raise outcome
             yield outcome
+            del outcome, following  # its memory is used again
     except RuntimeError as error:
         if limit.passed:  # torch raises for a killed process wherever Python is, also while that is being reported
             raise limit.error() from error
@@ -355,17 +360,24 @@ def make_loader(
         del outcomes
 
 
-class _Outcomes(TorchDataset[Batch | TrainerError]):
+_Outcome = tuple[Batch | TrainerError, int, tuple[int, ...]]
+"""A micro-batch, the process that made it, and the pieces of its memory that were used."""
+
+
+class _Outcomes(TorchDataset[_Outcome]):
     """Micro-batches, or errors in their place, since torch would put the traceback of the process into an error's message."""
 
-    def __init__(self, batches: TorchDataset[Batch]) -> None:
-        self._batches = batches
+    def __init__(self, batches: TorchDataset[Batch], memory: BatchMemory) -> None:
+        self._batches, self.memory = batches, memory
 
-    def __getitem__(self, start: Any) -> Batch | TrainerError:
+    def __getitem__(self, start: Any) -> _Outcome:
+        outcome: Batch | TrainerError
         try:
-            return self._batches[start]
+            outcome = self._batches[start]
         except TrainerError as error:
-            return error
+            outcome = error
+        info = get_worker_info()
+        return outcome, 0 if info is None else info.id, self.memory.taken()
 
 
 class _Limit:
@@ -412,12 +424,12 @@ class _Limit:
         )
 
 
-def _next(outcomes: Any, observer: LoaderObserver | None, limit: _Limit) -> Batch | TrainerError | None:
+def _next(outcomes: Any, observer: LoaderObserver | None, limit: _Limit) -> _Outcome | None:
     if observer is not None:
         observer.batches_ready(batches_ready(outcomes))
     try:
         with limit:
-            following: Batch | TrainerError | None = next(outcomes, None)
+            following: _Outcome | None = next(outcomes, None)
         return following
     except (RuntimeError, OSError, EOFError) as error:
         limit.passed = limit.passed or str(error).startswith("DataLoader timed out")

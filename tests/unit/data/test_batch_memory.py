@@ -1,0 +1,88 @@
+"""The memory of a batch is used again when nobody reads it any more, and not before."""
+
+import os
+import random
+
+import torch
+from torch.utils.data import Dataset
+
+from trainer.data.batch import Batch
+from trainer.data.batch_memory import PIECES, BatchMemory, empty_images
+from trainer.data.loader import PREFETCHED, make_loader
+from trainer.errors import DataError
+
+SIZE = 4
+
+
+class Numbered(Dataset):
+    """Batch i, of one to three images, is filled with the number i; each seventh is refused when half of it is there."""
+
+    def __init__(self, refused=False):
+        self.refused = refused
+
+    def __getitem__(self, number):
+        images = empty_images(number % 3 + 1, SIZE).fill_(number % 256)
+        if self.refused and number % 7 == 6:
+            raise DataError(f"batch {number} is refused")
+        nothing = torch.zeros(len(images), dtype=torch.int64)
+        return Batch(images=images.permute(0, 3, 1, 2), labels=nothing, keys=nothing, numbers=nothing)
+
+
+def shared_file(tensor):
+    """The file behind a tensor's shared memory."""
+    file, _ = tensor.untyped_storage()._share_fd_cpu_()  # which stays the storage's
+    return os.fstat(file).st_ino
+
+
+def numbers_in(batch):
+    return set(batch.images.unique().tolist())
+
+
+def test_batches_that_are_dropped_leave_their_memory_to_later_ones():
+    files = [shared_file(batch.images) for batch in make_loader(Numbered(), range(60), workers=2, pin_memory=False)]
+    # Of each process: what it prefetches, what the training has, and each piece three times at most, since batches differ in size.
+    assert len(set(files)) <= 2 * (PREFETCHED + 2) * 3
+    assert len(set(files[-20:])) <= 2 * (PREFETCHED + 2)
+
+
+def test_batches_that_are_kept_keep_what_is_in_them():
+    kept = list(make_loader(Numbered(), range(4 * PIECES), workers=1, pin_memory=False))
+    assert [numbers_in(batch) for batch in kept] == [{number} for number in range(4 * PIECES)]
+
+
+def test_parts_of_batches_that_are_kept_for_a_while_keep_what_is_in_them():
+    draw, kept = random.Random(1), {}
+    for number, batch in enumerate(make_loader(Numbered(), range(200), workers=2, pin_memory=False)):
+        kept[number] = batch.images[-1, :, 1:]  # a view, of a tensor that goes
+        while len(kept) > draw.randrange(8):
+            earlier = draw.choice(list(kept))
+            assert set(kept.pop(earlier).unique().tolist()) == {earlier}
+
+
+def test_a_batch_that_is_refused_leaves_its_memory_to_later_ones():
+    memory = BatchMemory(1)
+    memory.allocate(0, 10)
+    memory.free_with(None, 0, memory.taken())
+    memory.allocate(0, 10)
+    assert memory.taken() == (0,)
+
+
+def test_memory_that_is_too_small_for_a_batch_is_replaced():
+    memory = BatchMemory(1)
+    small = memory.allocate(0, 10)
+    memory.free_with(None, 0, memory.taken())
+    large = memory.allocate(0, 1000)
+    assert (small.nbytes(), large.nbytes(), memory.taken()) == (10, 1000, (0,))
+
+
+def test_with_all_pieces_in_use_a_batch_gets_memory_of_its_own():
+    memory = BatchMemory(1)
+    storages = [memory.allocate(0, 10) for _ in range(PIECES + 2)]
+    assert len({storage.data_ptr() for storage in storages}) == PIECES + 2
+    assert memory.taken() == tuple(range(PIECES))
+
+
+def test_without_loader_processes_batches_are_not_shared():
+    (batch,) = make_loader(Numbered(), [5], workers=0, pin_memory=False)
+    assert not batch.images.is_shared()
+    assert numbers_in(batch) == {5}
