@@ -45,6 +45,7 @@ from trainer import artifacts, models
 from trainer.config import (
     DEVICE_VARIABLE,
     DataSettings,
+    DecodeOn,
     DistillSettings,
     LoadingSettings,
     ModelSettings,
@@ -95,6 +96,8 @@ class Case:
     precision: Precision
     steps: int
     """Timed steps of each lane in a round."""
+    decode_on: DecodeOn
+    """What decodes the photos in our lanes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +174,7 @@ class Bench:
             samples=samples,
             view_size=student.card.image_size,
             settings=settings,
-            loading=LoadingSettings(workers=self.workers),
+            loading=LoadingSettings(workers=self.workers, decode_on=self.case.decode_on),
             processes=self.processes,
             # A folder of its own: in a shared one it is noted that the training before was ended, by the same error at the same step.
             checkpoints=Checkpoints(tempfile.mkdtemp(dir=self.folder), "distill", settings={}, parents={}),
@@ -350,6 +353,7 @@ def record(bench: Bench) -> None:
             "precision": bench.case.precision,
             "seed": 0,
             "workers": bench.workers,
+            "decode_on": bench.case.decode_on,
         }
     )
     folder = bench.folder
@@ -390,6 +394,7 @@ def in_turns(rates: dict[str, Lane], rounds: int) -> dict[str, list[float]]:
     for number in range(rounds):
         for name in list(rates)[:: -1 if number % 2 else 1]:
             measured[name].append(rates[name]())
+            print(f"round {number + 1}, {name}: {measured[name][-1]:.1f} images/s", file=sys.stderr)
             gc.collect()
     return measured
 
@@ -414,7 +419,7 @@ def peak_memory(options: argparse.Namespace, case: Case, folder: Path, lane: str
     """MiB that a process of its own holds at most while it trains in a lane."""
     command = [sys.executable, __file__, "--lane", lane, "--folder", str(folder), "--precision", case.precision]
     command += ["--teacher", case.teacher, "--student", case.student, "--batch-size", str(case.batch_size)]
-    command += ["--device", options.device]
+    command += ["--device", options.device, "--decode-on", case.decode_on]
     answer = subprocess.run(command, check=True, capture_output=True, text=True)
     return float(json.loads(answer.stdout.splitlines()[-1]))
 
@@ -455,10 +460,8 @@ def utilisation(bench: Bench, rate: float) -> str:
 
 def show(options: argparse.Namespace, case: Case, folder: Path) -> None:
     """Measure a case and print its table."""
-    photos = options.photos or "synthetic photos"
-    print(
-        f"\n{case.teacher} -> {case.student}, batch {case.batch_size}, {case.precision}, {photos}, {options.rounds} rounds\n"
-    )
+    print(f"\n{case.teacher} -> {case.student}, batch {case.batch_size}, {case.precision}, {options.rounds} rounds")
+    print(f"{options.photos or 'synthetic photos'}, decoded on {case.decode_on}\n")
     with opened(case, folder) as bench:
         if not artifacts.exists(folder / "outputs"):  # what they hold changes no time
             record(bench)
@@ -488,6 +491,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--photos", default="", help="an image folder; photos are made up without one")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--decode-on",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="what decodes our lanes' photos; default: %(default)s",
+    )
     parser.add_argument("--teacher", default="vit_base_patch16_224", help="default: %(default)s")
     parser.add_argument("--student", default="vit_tiny_patch16_224", help="default: %(default)s")
     parser.add_argument("--precision", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
@@ -508,6 +517,7 @@ def main() -> None:
             batch_size=options.batch_size,
             precision=precision,
             steps=options.steps,
+            decode_on=options.decode_on,
         )
         for precision in options.precision
     ]
