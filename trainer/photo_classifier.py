@@ -21,14 +21,14 @@ from trainer.graph import STUDENT
 from trainer.prediction import Prediction, predictions
 from trainer.served_student.class_tags import TAGS, ClassTags
 from trainer.served_student.onnx_network import runtime_of
-from trainer.served_student.pyfunc import EXPORT_CARD
+from trainer.served_student.student import EXPORT_CARD
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import pandas as pd
 
-    from trainer.served_student.pyfunc import Photo, ServedStudent
+    from trainer.served_student.student import Photo, ServedStudent
 
 
 class PhotoClassifier:
@@ -121,7 +121,7 @@ def load_model(place: str | Path, *, judged: bool = False) -> PhotoClassifier:
         model = artifacts.read(found.directory, "model")
 
         from trainer import models
-        from trainer.served_student.pyfunc import ServedStudent
+        from trainer.served_student.student import ServedStudent
 
         card = models.outline(model.path).card  # which also checks the description before anything is built by it
         if not card.labels:
@@ -156,7 +156,7 @@ def _exported(directory: str, *, judged: bool) -> PhotoClassifier:
         raise SettingsError(
             f"model {directory}: is an ONNX file, which needs the package {runtime}; pip install {runtime}"
         )
-    from trainer.served_student.pyfunc import ServedStudent
+    from trainer.served_student.student import ServedStudent
 
     try:
         if TAGS in export.files:  # which the student reads without a limit, as it travels without this package

@@ -19,7 +19,7 @@ from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import SPLITS, DatasetDescription, features
 from trainer.errors import ModelError, SettingsError
 from trainer.profiling.evidence_files import read_evidence
-from trainer.served_student.pyfunc import ServedStudent
+from trainer.served_student.student import ServedStudent
 from trainer.stages import distill, evaluate, pretrain, reinforce
 
 NAME = "vit_small_patch16_224.dino"

@@ -21,7 +21,7 @@ from torch_xla.distributed import parallel_loader
 from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 from trainer.config import Compile
-from trainer.devices import Device, Item, RowShardedOptimizer
+from trainer.devices.device import Device, Item, RowShardedOptimizer
 from trainer.errors import SettingsError
 
 _RUNTIME = "PJRT_DEVICE"  # environment variable that names the runtime

@@ -27,7 +27,7 @@ from trainer.served_student import preprocessing
 from trainer.served_student.class_tags import TAGS
 from trainer.served_student.onnx_network import INPUT, ONNX_RUNTIME, OPENVINO, OUTPUT
 from trainer.served_student.preprocessing import Square
-from trainer.served_student.pyfunc import EXPORT_CARD
+from trainer.served_student.student import EXPORT_CARD
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from trainer.prediction import Prediction
 from trainer.served_student.class_tags import ClassTags
 from trainer.served_student.onnx_network import ONNX_RUNTIME, OPENVINO, RUNTIMES, runtime_of
 from trainer.served_student.preprocessing import Square, decode, to_square
-from trainer.served_student.pyfunc import EXPORT_CARD, probabilities
+from trainer.served_student.student import EXPORT_CARD, probabilities
 
 Pixels = npt.NDArray[np.uint8]
 Logits = npt.NDArray[np.float32]

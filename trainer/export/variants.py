@@ -25,7 +25,7 @@ from trainer.models import Classifier
 from trainer.pages import BulletList, PageSection, Paragraph, Table
 from trainer.scores import TITLES
 from trainer.served_student.onnx_network import ONNX_RUNTIME
-from trainer.served_student.pyfunc import probabilities as served_probabilities
+from trainer.served_student.student import probabilities as served_probabilities
 
 FLOAT = "fp32"
 """The candidate that must give the student's own logits."""

@@ -139,6 +139,7 @@ def _gpu_utilization(device: torch.device) -> Sequence[float]:
     return (float(torch.cuda.utilization(device)),)
 
 
+_DEVICE_MEMORY = ("device_memory_used_bytes", "device_memory_total_bytes")
 _GPU_MEMORY = ("gpu_memory_used_bytes", "gpu_memory_total_bytes", "gpu_memory_allocated_bytes")
 
 
@@ -187,9 +188,9 @@ def signals(
         "gpu_memory": lambda: _gpu_signal(device, _GPU_MEMORY, _gpu_memory),
     }
     if device.type == "xla":
-        from trainer.profiling.xla_counters import memory_signal
+        from trainer.profiling.xla_counters import memory_of
 
-        of_process["device_memory"] = lambda: memory_signal(device)
+        of_process["device_memory"] = lambda: Signal(_DEVICE_MEMORY, lambda: memory_of(device))
     network = ("network_received_bytes_per_s", "network_sent_bytes_per_s")
     of_machine: dict[str, Callable[[], Signal]] = {
         "cpu": cpu_signal,

@@ -37,7 +37,7 @@ from trainer.evidence import BETWEEN, OTHER, PHASES, SPAN_COLUMNS, STEP_COLUMNS
 from trainer.series import ThinnedTable
 
 if TYPE_CHECKING:
-    from trainer.profiling.recorder import OperatorWindows
+    from trainer.profiling.operator_windows import OperatorWindows
     from trainer.profiling.xla_counters import XlaCounters
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch_xla.core import xla_model
 from torch_xla.debug import metrics
 
 from trainer.evidence import CompilationRecord, TransferRecord
-from trainer.profiling.monitor import Signal
 
 COUNTED_STEPS = 256
 """In so many first steps transfers are counted, and then in one of `COUNTED_EVERY`: torch_xla copies the last thousand measurements of a
@@ -118,14 +117,10 @@ class XlaCounters:
         return TransferRecord(fallbacks=fallbacks, **exchanged)
 
 
-def memory_signal(device: torch.device) -> Signal:
-    """The memory of the device that this process trains on, in bytes: used, and there is; the CPU's runtime has no such figures."""
-
-    def read() -> Sequence[float]:
-        memory = torch_xla._XLAC._xla_memory_info(str(device))
-        return (float(memory["bytes_used"]), float(memory["bytes_limit"]))
-
-    return Signal(("device_memory_used_bytes", "device_memory_total_bytes"), read)
+def memory_of(device: torch.device) -> tuple[float, float]:
+    """Return the memory of the device that this process trains on, in bytes: used, and there is; the CPU's runtime has no such figures."""
+    memory = torch_xla._XLAC._xla_memory_info(str(device))
+    return (float(memory["bytes_used"]), float(memory["bytes_limit"]))
 
 
 def _exchanged() -> dict[str, float]:

@@ -38,7 +38,7 @@ from trainer.models import ModelCard
 from trainer.profiling.evidence_files import read_evidence
 from trainer.served_student.class_tags import ANSWER, CONFIDENCE, NAMED, ClassTags
 from trainer.served_student.onnx_network import runtime_of
-from trainer.served_student.pyfunc import EXPORT_CARD, TOP_K
+from trainer.served_student.student import EXPORT_CARD, TOP_K
 from trainer.stages import evaluate, profile
 from trainer.tracking.stage_runs import stage_run
 from trainer.tuning.tuning_schema import read_tuning

@@ -9,9 +9,10 @@ import torch
 from timm.models.volo import VOLO
 from torch import nn
 
-from trainer import devices, models
+from trainer import models
 from trainer.config import ModelSettings
 from trainer.devices import choose_device
+from trainer.devices import device as device_module
 from trainer.distillation import frozen_teacher as module
 from trainer.distillation.frozen_teacher import Balance, FrozenTeacher, hadamard
 from trainer.errors import ModelError
@@ -23,7 +24,7 @@ TINY = {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 3, "num_heads
 @pytest.fixture
 def device(monkeypatch):
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
-    monkeypatch.setattr(devices, "has_bf16_instructions", lambda: True)
+    monkeypatch.setattr(device_module, "has_bf16_instructions", lambda: True)
     return choose_device()
 
 

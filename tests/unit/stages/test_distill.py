@@ -9,9 +9,10 @@ import torch
 
 from tests.distillations import QUICK, TINY, half_labelled
 from tests.trained_digits import SQUARE
-from trainer import artifacts, config, devices, models, pretrained
+from trainer import artifacts, config, models, pretrained
 from trainer.config import DistillSettings, ReinforceSettings
 from trainer.data.dataset import open_dataset
+from trainer.devices import device
 from trainer.errors import ArtifactError, ModelError, SettingsError, TrainingError
 from trainer.profiling.evidence_files import read_evidence
 from trainer.stages import distill, reinforce
@@ -348,7 +349,7 @@ def test_an_interrupted_distillation_goes_on_with_other_workers_but_not_with_ano
 
 
 def test_bf16_is_fp32_with_a_warning_where_the_processor_has_no_instructions(distilled, monkeypatch, caplog):
-    monkeypatch.setattr(devices, "has_bf16_instructions", lambda: False)
+    monkeypatch.setattr(device, "has_bf16_instructions", lambda: False)
     fp32 = distilled("fp32", precision="fp32")
     assert "bf16" not in caplog.text
     bf16 = distilled("bf16", precision="bf16")

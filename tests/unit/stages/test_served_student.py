@@ -18,7 +18,7 @@ from tests.unit.stages.photos import KINDS, measure, write_photos
 from trainer import models
 from trainer.evaluation import metrics
 from trainer.served_student.preprocessing import BadImageError, decode, from_array
-from trainer.served_student.pyfunc import BadParameterError, ServedStudent
+from trainer.served_student.student import BadParameterError, ServedStudent
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from tests.forks import on_two_processes
-from trainer import devices, models
+from trainer import models
 from trainer.config import MaeSettings, ModelSettings, TrainingSettings
-from trainer.devices import choose_device
+from trainer.devices import choose_device, device
 from trainer.pretraining import MaskedAutoencoder
 from trainer.training import parallelize
 from trainer.training.optimizers import AveragedModel
@@ -257,7 +257,7 @@ def on_cpu(monkeypatch):
 @pytest.fixture
 def processor(monkeypatch):
     """Says which processor this is."""
-    monkeypatch.setattr(devices, "has_bf16_instructions", devices.has_bf16_instructions.__wrapped__)  # not cached
+    monkeypatch.setattr(device, "has_bf16_instructions", device.has_bf16_instructions.__wrapped__)  # not cached
 
     def says(**capabilities):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", **capabilities})

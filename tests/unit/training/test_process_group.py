@@ -12,8 +12,7 @@ from torch.distributed import HashStore
 
 from tests.forks import on_two_processes
 from tests.stand_ins.gpu import DEVICE
-from trainer import devices
-from trainer.devices import choose_device
+from trainer.devices import choose_device, device
 from trainer.errors import LostProcessError, SettingsError, TrainingError
 from trainer.training import process_group
 from trainer.training.process_group import (
@@ -117,7 +116,7 @@ def test_a_seed_is_that_of_torch(monkeypatch):
 @pytest.mark.parametrize("instructions", [False, True])
 def test_autocast_follows_the_precision_and_the_processor(monkeypatch, instructions):
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
-    monkeypatch.setattr(devices, "has_bf16_instructions", lambda: instructions)
+    monkeypatch.setattr(device, "has_bf16_instructions", lambda: instructions)
     matrix = torch.ones(2, 2)
     asked = torch.bfloat16 if instructions else torch.float32
     for precision, kind in (("fp32", torch.float32), ("auto", torch.float32), ("bf16", asked)):

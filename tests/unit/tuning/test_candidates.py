@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.tuning.landscapes import device_of
 from tests.unit.tuning.test_search import JOB, START
-from trainer import devices
+from trainer.devices import device
 from trainer.tuning.candidates import Proposal, Skipped, held_up, propose
 from trainer.tuning.tuning_schema import Trial
 
@@ -60,8 +60,8 @@ def test_what_only_gpus_or_several_nodes_have_is_tried_there_alone(monkeypatch):
     assert "gradient_compression" in left_out(trial(), dataclasses.replace(GPUS, nodes=1))
     assert "bf16" in left_out(trial(), dataclasses.replace(GPUS, device=device_of("cuda")))
     assert ("precision", "bf16") in had(trial(), JOB)
-    monkeypatch.setattr(devices, "has_bf16_instructions", lambda: False)
-    assert "bf16" in left_out(trial(), dataclasses.replace(JOB, device=devices.HOST))
+    monkeypatch.setattr(device, "has_bf16_instructions", lambda: False)
+    assert "bf16" in left_out(trial(), dataclasses.replace(JOB, device=device.HOST))
 
 
 def test_zero_is_tried_where_memory_was_the_limit():

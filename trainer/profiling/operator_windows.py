@@ -1,0 +1,119 @@
+"""What a training's operators and kernels take: torch.profiler around some of its steps."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from trainer.evidence import Category, Operator, OperatorTable
+
+_OUTLINE = re.compile(r"^ProfilerStep|^\[pytorch\|profiler\]|^\[memory\]")
+
+_CATEGORIES: Mapping[Category, str] = {
+    "communication": r"c10d|gloo|nccl|all_?reduce|all_?gather|reduce_scatter|broadcast_|DistributedDataParallel",
+    "optimiser": r"^Optimizer\.|^aten::_foreach_|^aten::_fused_(adam|sgd)|multi_tensor_apply",
+    "attention": r"attention|flash_(fwd|bwd)|fmha|sdpa|cudnn::fusion::(compute_dot_do_o|convert_dq)",
+    "convolution": r"conv(olution|olve|\d|_|$)|(fprop|dgrad|wgrad)",
+    "normalisation": r"(layer|batch|group|rms|instance)_?norm|GammaBetaBackward",
+    "matrix product": r"^aten::((add|b|baddb)?mm|linear|matmul|dot|mv|addmv|einsum)(_|$)|gemm|mkldnn_linear|cutlass|nvjet|splitKreduce",
+    "copy": r"copy|clone|contiguous|memcpy|memset|^aten::(cat|stack|to|fill_|zero_|pad|index_select)$|CatArray",
+}
+"""The first pattern that fits, in letters of any case, decides: NCCL's kernels are communication although they copy."""
+
+
+class OperatorWindows:
+    """torch.profiler around some steps, `length` of them from each of `starts` on; it never raises into the training.
+
+    `table` holds the operators of all windows that were closed, or `missing` says why there are none.
+    """
+
+    def __init__(self, starts: Sequence[int], length: int, device: torch.device) -> None:
+        self.steps = frozenset(step for start in starts for step in range(start, start + length))
+        """Counted from the start of the recording."""
+        self.active = False
+        """Whether steps are slowed by it now."""
+        self.missing = "" if self.steps else "turned off (operators_steps is 0, or operators_at empty)"
+        self._device = device
+        self._profile: profile | None = None
+        self._opened = self._seen = 0
+        self._operators: dict[tuple[str, str], Operator] = {}
+
+    @property
+    def table(self) -> OperatorTable | None:
+        """By time, the longest first; none before a window was closed."""
+        if not self._seen:
+            return None
+        rows = sorted(self._operators.values(), key=lambda row: (-row.self_device_ms, -row.self_cpu_ms, row.name))
+        return OperatorTable(steps=self._seen, operators=tuple(rows))
+
+    def open(self, step: int) -> None:
+        """Start the profiler before a step."""
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else its tracer reports to the terminal that there is no GPU
+        try:
+            self._profile = profile(activities=activities)
+            self._profile.start()
+        except RuntimeError as error:  # the device's tracing is not permitted, say
+            self._profile = None
+            self.missing = f"torch.profiler did not start: {error}"
+            return
+        self.active, self._opened = True, step
+
+    def close(self, step: int) -> None:
+        """Stop the profiler after a step and add what it saw."""
+        profiled = self._stop()
+        if profiled is not None:
+            for row in profiled.key_averages():
+                self._add(row)
+            self._seen += step + 1 - self._opened
+
+    def finish(self, steps_seen: int) -> None:
+        """Called after the last step; says why there is no table if there is none. What an unfinished window saw is dropped."""
+        cut = self._stop() is not None
+        if self._seen or self.missing:
+            return
+        first = f"the first window would have begun after {min(self.steps)}"
+        self.missing = f"the training ended after {steps_seen} steps, " + (
+            f"within the window from step {self._opened + 1}" if cut else f"and {first}"
+        )
+
+    def _stop(self) -> profile | None:
+        profiled, self._profile, self.active = self._profile, None, False
+        try:
+            if profiled is not None:
+                profiled.stop()
+        except RuntimeError as error:  # as in `open`
+            self.missing = f"torch.profiler gave no result: {error}"
+            return None
+        return profiled
+
+    def _add(self, row: Any) -> None:
+        """Add a row of torch.profiler's averages, whose class has no public name."""
+        name = str(row.key)
+        kind: Literal["operator", "kernel"] = "operator" if row.device_type.name == "CPU" else "kernel"
+        cpu_ms, device_ms = float(row.self_cpu_time_total) / 1000, float(row.self_device_time_total) / 1000
+        if not (cpu_ms or device_ms) or _OUTLINE.search(name):
+            return
+        if kind == "kernel" and row.is_user_annotation:
+            return  # the span of an operator's kernels on the device, which are there themselves
+        known = self._operators.get((kind, name))
+        self._operators[kind, name] = Operator(
+            name=name,
+            kind=kind,
+            category=category_of(name),
+            calls=int(row.count) + (known.calls if known else 0),
+            self_cpu_ms=cpu_ms + (known.self_cpu_ms if known else 0.0),
+            self_device_ms=device_ms + (known.self_device_ms if known else 0.0),
+        )
+
+
+def category_of(name: str) -> Category:
+    """Tell the kind of work that an operator or kernel does by its name."""
+    return next((category for category, pattern in _CATEGORIES.items() if re.search(pattern, name, re.I)), "other")
