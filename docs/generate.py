@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trainer import config
-from trainer.base_models import Section
+from trainer.base_models import Section, meanings
 from trainer.graph import STAGES, ArtifactSpec, Stage
 from trainer.rules import RuleSettings
 from trainer.rules.outcomes import Rule, SystemRule, TrainingRule
@@ -66,7 +66,9 @@ def settings_page() -> str:
 def _section(name: str) -> str:
     field = config.Settings.model_fields[name]
     head = ["| setting | default | values | meaning |", "|---|---|---|---|"]
-    return "\n".join([f"\n## {name}\n", f"{field.description}\n", *head, *_rows(name, field.get_default()), ""])
+    return "\n".join(
+        [f"\n## {name}\n", f"{meanings(config.Settings)[name]}\n", *head, *_rows(name, field.get_default()), ""]
+    )
 
 
 def _rows(name: str, section: Section) -> Iterator[str]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import functools
+import inspect
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -41,7 +46,26 @@ def texts(value: object, name: str) -> Iterator[tuple[str, str]]:
 class StrictModel(BaseModel):
     """Checks its fields when it is made, refuses others, and does not change then. The text below a field is its meaning."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+@functools.cache
+def meanings(model: type[StrictModel]) -> Mapping[str, str]:
+    """Return the text below each field of a model.
+
+    pydantic's `use_attribute_docstrings` reads all sources when classes are made: a third of the time in which settings are imported.
+    """
+    found: dict[str, str] = {}
+    for cls in reversed(model.__mro__):
+        if not issubclass(cls, StrictModel):
+            continue
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, below in pairwise(definition.body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = inspect.cleandoc(text)
+    return found
 
 
 class Section(StrictModel):

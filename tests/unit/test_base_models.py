@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from trainer import config
-from trainer.base_models import holds_secret, what_is_wrong
+from trainer.base_models import StrictModel, holds_secret, meanings, what_is_wrong
 from trainer.costs import Price
 from trainer.errors import SettingsError
 
@@ -60,3 +60,31 @@ def test_what_is_wrong_is_the_first_field_and_its_fault():
     assert said('{"dollars_an_hour": 1, "date": "2026-11", "source": "list"}') == "region: Field required"
     assert said("{").startswith("Invalid JSON: ")
     assert what_is_wrong(ValueError("no classes")) == "no classes"
+
+
+class Cup(StrictModel):
+    size: int = 1
+    """In millilitres,
+    to the brim."""
+    colour: str = "white"
+    handle: bool = True
+    """Whether there is one."""
+
+    def full(self) -> bool:
+        """No meaning of a field."""
+        return False
+
+
+class Mug(Cup):
+    colour: str = "blue"
+    """Of its outside."""
+    lid: bool = False
+
+
+def test_the_text_below_a_field_is_its_meaning_also_of_inherited_ones():
+    assert meanings(Cup) == {"size": "In millilitres,\nto the brim.", "handle": "Whether there is one."}
+    assert meanings(Mug) == {**meanings(Cup), "colour": "Of its outside."}
+
+
+def test_every_setting_has_a_meaning():
+    assert [name for name, *_, meaning in config.walk(config.Settings) if not meaning] == []

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from trainer import limits, local_files
-from trainer.base_models import Section, nearest, texts
+from trainer.base_models import Section, meanings, nearest, texts
 from trainer.config.settings import BUNDLED as BUNDLED
 from trainer.config.settings import CHECKPOINTS_VARIABLE as CHECKPOINTS_VARIABLE
 from trainer.config.settings import DEVICE_VARIABLE as DEVICE_VARIABLE
@@ -388,7 +388,7 @@ def walk(section: type[Section] | Section, prefix: str = "") -> Iterator[tuple[s
         elif isinstance(annotation, type) and issubclass(annotation, Section):
             yield from walk(annotation, full)
         else:
-            yield full, value, _schema_text(_properties(model)[name]), field.description or ""
+            yield full, value, _schema_text(_properties(model)[name]), meanings(model).get(name, "")
 
 
 @functools.cache
