@@ -90,7 +90,7 @@ def test_a_bug_in_one_process_shows_its_traceback_once_and_is_named(distillation
     "zero", [False, pytest.param(True, marks=pytest.mark.long)], ids=["whole optimizer", "sharded optimizer"]
 )
 def test_ctrl_c_ends_all_processes_and_the_same_command_goes_on_to_the_same_weights(distillation, zero):
-    settings = LONG | {"epochs": 30, "zero": zero}
+    settings = LONG | {"epochs": 12, "zero": zero}
     interrupted = distillation("interrupted", **settings)
     process = start(interrupted)
     wait_for_checkpoint(interrupted, process)
