@@ -1,6 +1,6 @@
 """Shared memory in which loader processes hand their batches over, used again and again.
 
-The system clears each page of memory before a process first writes to it. For batches in fresh memory that took a third of a loader
+The system clears each page of memory before a process first writes to it. For batches in fresh memory that took a quarter of a loader
 process's time.
 """
 
