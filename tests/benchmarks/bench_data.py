@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -144,13 +145,14 @@ def measure_loader(samples: Samples, size: int, *, rounds: int, batches: int) ->
     made = MicroBatches(views, StatelessSampler(len(samples), 0), count=LOADED)
     warm = 4 * PREFETCHED  # batches that are made before the clock starts, or in memory's first use
     for _ in range(rounds):
-        for name, batch_memory.PIECES in pieces.items():
-            loader = make_loader(made, range(0, (warm + batches) * LOADED, LOADED), workers=1, pin_memory=False)
-            for _ in range(warm):
-                next(loader)
-            start = time.perf_counter()
-            count = sum(1 for _ in loader)
-            rates[name].append(count * LOADED / (time.perf_counter() - start))
+        for name, count in pieces.items():
+            with patch.object(batch_memory, "PIECES", count):
+                loader = make_loader(made, range(0, (warm + batches) * LOADED, LOADED), workers=1, pin_memory=False)
+                for _ in range(warm):
+                    next(loader)
+                start = time.perf_counter()
+                loaded = sum(1 for _ in loader)
+                rates[name].append(loaded * LOADED / (time.perf_counter() - start))
     return {name: statistics.median(values) for name, values in rates.items()}
 
 
