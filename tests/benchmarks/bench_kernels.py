@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from trainer import models
 from trainer.config import DEVICE_VARIABLE, ModelSettings, Precision
-from trainer.devices import Device, choose_device, keep_freed_memory
+from trainer.devices import Device, choose_device
+from trainer.devices.device import keep_freed_memory
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.training.parallelize import ConvolvedLinear, use_fast_kernels
 

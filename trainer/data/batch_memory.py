@@ -36,18 +36,19 @@ class BatchMemory:
     """
 
     def __init__(self, workers: int) -> None:
-        self._in_use = torch.zeros(max(1, workers), PIECES, dtype=torch.bool).share_memory_()
+        self._in_use = torch.zeros(max(1, workers) * PIECES, dtype=torch.bool).share_memory_()  # [W x P]
         # Of this loader process:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._taken: list[int] = []
 
     def allocate(self, worker: int, size: int) -> torch.UntypedStorage:
         """Return `size` bytes or more of shared memory for the batch that this loader process, `worker`, is making."""
-        in_use: list[bool] = self._in_use[worker].tolist()
+        first = worker * PIECES
+        in_use: list[bool] = self._in_use[first : first + PIECES].tolist()
         if all(in_use):
             return _shared(size)
-        piece = in_use.index(False)
-        self._in_use[worker, piece] = True
+        piece = first + in_use.index(False)
+        self._in_use[piece] = True
         self._taken.append(piece)
         if piece not in self._storages or self._storages[piece].nbytes() < size:
             self._storages[piece] = _shared(size)
@@ -59,19 +60,19 @@ class BatchMemory:
         self._taken.clear()
         return pieces
 
-    def free_with(self, images: Tensor | None, worker: int, pieces: Sequence[int]) -> None:
-        """Let a loader process use pieces again: when nobody has a tensor in the memory of `images` any more, or now if that isn't shared.
+    def free_with(self, images: Tensor | None, pieces: Sequence[int]) -> None:
+        """Let loader processes use pieces again: when nobody has a tensor in the memory of `images` any more, or now if that isn't shared.
 
         Batches that were copied into page-locked memory are not shared.
         """
         if images is not None and images.is_shared():
-            weakref.finalize(images.untyped_storage(), self._free, worker, pieces).atexit = False
+            weakref.finalize(images.untyped_storage(), self._free, pieces).atexit = False
         else:
-            self._free(worker, pieces)
+            self._free(pieces)
 
-    def _free(self, worker: int, pieces: Sequence[int]) -> None:
+    def _free(self, pieces: Sequence[int]) -> None:
         for piece in pieces:
-            self._in_use[worker, piece] = False
+            self._in_use[piece] = False
 
 
 def _shared(size: int) -> torch.UntypedStorage:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from trainer.config import DecodeOn, TrainingSettings, ViewSettings, ViewsOn
@@ -340,8 +340,8 @@ def make_loader(
     limit = _Limit(started, timeout_s)
     try:
         while (following := _next(outcomes, observer if workers else None, limit)) is not None:
-            outcome, worker, pieces = following
-            memory.free_with(outcome.images if isinstance(outcome, Batch) else None, worker, pieces)
+            outcome, pieces = following
+            memory.free_with(outcome.images if isinstance(outcome, Batch) else None, pieces)
             if isinstance(outcome, TrainerError):
                 raise outcome
             yield outcome
@@ -360,8 +360,8 @@ def make_loader(
         del outcomes
 
 
-_Outcome = tuple[Batch | TrainerError, int, tuple[int, ...]]
-"""A micro-batch, the process that made it, and the pieces of its memory that were used."""
+_Outcome = tuple[Batch | TrainerError, tuple[int, ...]]
+"""A micro-batch, and the pieces of memory that it was made in."""
 
 
 class _Outcomes(TorchDataset[_Outcome]):
@@ -376,8 +376,7 @@ class _Outcomes(TorchDataset[_Outcome]):
             outcome = self._batches[start]
         except TrainerError as error:
             outcome = error
-        info = get_worker_info()
-        return outcome, 0 if info is None else info.id, self.memory.taken()
+        return outcome, self.memory.taken()
 
 
 class _Limit:

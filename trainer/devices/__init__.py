@@ -18,7 +18,6 @@ from trainer.devices.device import HOST as HOST
 from trainer.devices.device import CudaDevice as CudaDevice
 from trainer.devices.device import Device as Device
 from trainer.devices.device import RowShardedOptimizer as RowShardedOptimizer
-from trainer.devices.device import keep_freed_memory as keep_freed_memory
 from trainer.errors import SettingsError
 
 

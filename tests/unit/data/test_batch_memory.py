@@ -9,21 +9,15 @@ from torch.utils.data import Dataset
 from trainer.data.batch import Batch
 from trainer.data.batch_memory import PIECES, BatchMemory, empty_images
 from trainer.data.loader import PREFETCHED, make_loader
-from trainer.errors import DataError
 
 SIZE = 4
 
 
 class Numbered(Dataset):
-    """Batch i, of one to three images, is filled with the number i; each seventh is refused when half of it is there."""
-
-    def __init__(self, refused=False):
-        self.refused = refused
+    """Batch i, of one to three images, is filled with the number i."""
 
     def __getitem__(self, number):
         images = empty_images(number % 3 + 1, SIZE).fill_(number % 256)
-        if self.refused and number % 7 == 6:
-            raise DataError(f"batch {number} is refused")
         nothing = torch.zeros(len(images), dtype=torch.int64)
         return Batch(images=images.permute(0, 3, 1, 2), labels=nothing, keys=nothing, numbers=nothing)
 
@@ -59,18 +53,20 @@ def test_parts_of_batches_that_are_kept_for_a_while_keep_what_is_in_them():
             assert set(kept.pop(earlier).unique().tolist()) == {earlier}
 
 
-def test_a_batch_that_is_refused_leaves_its_memory_to_later_ones():
-    memory = BatchMemory(1)
-    memory.allocate(0, 10)
-    memory.free_with(None, 0, memory.taken())
-    memory.allocate(0, 10)
-    assert memory.taken() == (0,)
+def test_memory_that_a_batch_was_copied_from_is_free_at_once():
+    """As into page-locked memory, or where there are no images."""
+    memory = BatchMemory(2)
+    for images in (torch.zeros(10), None):
+        memory.allocate(1, 10)
+        pieces = memory.taken()
+        assert pieces == (PIECES,), "the first one of the second process"
+        memory.free_with(images, pieces)
 
 
 def test_memory_that_is_too_small_for_a_batch_is_replaced():
     memory = BatchMemory(1)
     small = memory.allocate(0, 10)
-    memory.free_with(None, 0, memory.taken())
+    memory.free_with(None, memory.taken())
     large = memory.allocate(0, 1000)
     assert (small.nbytes(), large.nbytes(), memory.taken()) == (10, 1000, (0,))
 
