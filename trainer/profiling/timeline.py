@@ -363,9 +363,13 @@ class Timeline:
 
     def _count_thread(self, segment: _Segment, column: int, sign: int) -> None:
         """Count the host's time of a step, or of one of `_ON_HOST`, as that begins (-1) and ends (1)."""
-        delayed_ns = math.nan if self._schedstat is None else int(os.pread(self._schedstat, 64, 0).split()[1])
         counted = segment.thread_ns.setdefault(column, [0, 0, 0])
-        counted[:] = map(add, counted, (sign * self._nanoseconds(), sign * time.thread_time_ns(), sign * delayed_ns))
+        counted[0] += sign * self._nanoseconds()
+        if column != _TO_DEVICE_COLUMN:  # of which only the duration is kept: each of these is a system call
+            counted[1] += sign * time.thread_time_ns()
+            counted[2] += sign * (
+                math.nan if self._schedstat is None else int(os.pread(self._schedstat, 64, 0).split()[1])
+            )
 
     # -- names
 
