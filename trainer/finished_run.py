@@ -12,8 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from trainer import artifacts, billing, limits, pages, scores, storage, tracking
 from trainer.artifacts import Manifest
+from trainer.base_models import what_is_wrong
 from trainer.billing import Bill
 from trainer.costs import Machines, dollars_text
 from trainer.errors import ArtifactError, ObjectNotFoundError, writing_to
@@ -373,15 +376,19 @@ def read_experiment(name: str) -> list[PricedRun]:
         raise ArtifactError(
             f"experiment {name}: no run of it has a bill yet; a run has one when its stage register is done"
         )
-    return [
-        priced_run(
-            run.name,
-            Bill.model_validate(run.bill),
-            accuracy=run.metrics.get("student/test/top1", run.metrics.get("student/test/map")),
-            epochs=float(run.params["distill.epochs"]) if "distill.epochs" in run.params else None,
-        )
-        for run in runs
-    ]
+    priced = []
+    for run in runs:
+        try:
+            bill = Bill.model_validate_json(run.bill)
+        except ValidationError as error:
+            raise ArtifactError(
+                f"experiment {name}: {run.name}: {tracking.BILL} is not one of this version ({what_is_wrong(error)}); "
+                "delete that run in MLflow, or name the directories of the runs"
+            ) from error
+        accuracy = run.metrics.get("student/test/top1", run.metrics.get("student/test/map"))
+        epochs = float(run.params["distill.epochs"]) if "distill.epochs" in run.params else None
+        priced.append(priced_run(run.name, bill, accuracy=accuracy, epochs=epochs))
+    return priced
 
 
 def priced_run(name: str, bill: Bill, *, accuracy: float | None, epochs: float | None) -> PricedRun:

@@ -6,13 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 from PIL import Image
 
-from trainer import cli, finished_run
+from trainer import cli, finished_run, tracking
 from trainer.billing import StageBill, make_bill
 from trainer.costs import Machines, Price
 from trainer.errors import EXIT_CODE, ArtifactError
-from trainer.finished_run import PricedRun, Registered, price_rows, price_table, read_run
+from trainer.finished_run import PricedRun, Registered, price_rows, price_table, read_experiment, read_run
 from trainer.forecast import Forecast
 
 PRICE = Price(dollars_an_hour=36.0, date="2026-11", region="us-east-1", source="list")
@@ -424,6 +425,19 @@ def test_a_run_without_distillation_is_left_out_by_hand(tmp_path):
     bill = make_bill([StageBill(stage="prepare", seconds=5.0)]).model_dump(mode="json")
     with pytest.raises(ArtifactError, match="run: its bill has no distillation; leave it out"):
         read_run(write_run(tmp_path / "run", bill=bill))
+
+
+def test_a_bill_of_another_version_in_mlflow_is_one_message(mlflow_uri, monkeypatch, tmp_path):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_uri)
+    store = MlflowClient(mlflow_uri)
+    run = store.create_run(
+        store.create_experiment("mine", artifact_location=(tmp_path / "artifacts").as_uri()), run_name="old"
+    ).info.run_id
+    store.log_metric(run, "bill/seconds", 1.0)
+    (tmp_path / tracking.BILL).write_text('{"stages": 3}')
+    store.log_artifact(run, str(tmp_path / tracking.BILL))
+    with pytest.raises(ArtifactError, match=r"experiment mine: old: bill.json is not one of this version \(stages"):
+        read_experiment("mine")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer import artifacts, pages, scores, storage
+from trainer import artifacts, limits, pages, scores, storage
 from trainer.base_models import what_is_wrong
 from trainer.config import flattened
 from trainer.costs import dollars_text
@@ -102,14 +102,16 @@ def read_compared_run(uri: str) -> ComparedRun:
 
 def _read_report(uri: str) -> ComparedRun:
     report = artifacts.read(uri, "report")
-    content, answers = report.path / SUMMARY, report.path / findings.FINDINGS
+    content, answers = (
+        storage.read_limited(report.path / name, limits.JSON_BYTES) for name in (SUMMARY, findings.FINDINGS)
+    )
     try:
-        trainings = TypeAdapter(dict[str, TrainingSummary]).validate_json(content.read_bytes())
+        trainings = TypeAdapter(dict[str, TrainingSummary]).validate_json(content)
     except ValidationError as error:
         raise ArtifactError(
             f"report {uri}: its {SUMMARY} is of another version ({what_is_wrong(error)}); run the stage profile again"
         ) from error
-    judged = findings.from_json(answers.read_text(), f"report {uri}: {answers.name}")
+    judged = findings.from_json(answers, f"report {uri}: {findings.FINDINGS}")
     return ComparedRun(name=uri, trainings=trainings, answers=judged, dataset=report.figures.get("dataset"))
 
 

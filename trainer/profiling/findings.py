@@ -169,14 +169,14 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def from_json(text: str, source: str) -> list[Answer]:
+def from_json(content: str | bytes, source: str) -> list[Answer]:
     """Read what `to_json` wrote.
 
     Raises:
         ArtifactError: it is something else; names `source`.
     """
     try:
-        rows = TypeAdapter(list[dict[str, Any]]).validate_json(text)
+        rows = TypeAdapter(list[dict[str, Any]]).validate_json(content)
         outcomes = [TypeAdapter(_OUTCOMES[row.pop("outcome")]).validate_python(row.pop("told")) for row in rows]
         return [Answer(outcome=outcome, **row) for outcome, row in zip(outcomes, rows, strict=True)]
     except (ValidationError, KeyError, TypeError) as error:

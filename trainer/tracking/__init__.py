@@ -24,7 +24,6 @@ or refuses. MLflow is imported where it is first needed: it takes more than a se
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -38,6 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from trainer import limits, storage
 from trainer.base_models import holds_secret
 from trainer.config import TrackingSettings
 from trainer.errors import TrackingAwayError, TrackingError, refused_to_write
@@ -554,7 +554,7 @@ class BilledRun:
     name: str
     params: Mapping[str, str]
     metrics: Mapping[str, float]
-    bill: Mapping[str, Any]
+    bill: bytes
     """The content of its `bill.json`."""
 
 
@@ -576,7 +576,7 @@ def billed_runs(experiment: str) -> list[BilledRun]:
                 name=str(run.info.run_name),
                 params=run.data.params,
                 metrics=run.data.metrics,
-                bill=json.loads(Path(mlflow.download_artifacts(run.info.run_id, BILL, folder)).read_bytes()),
+                bill=storage.read_limited(mlflow.download_artifacts(run.info.run_id, BILL, folder), limits.JSON_BYTES),
             )
             for run in found
         ]
