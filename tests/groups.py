@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from unittest.mock import patch
 
 import psutil
 import torch
+from torch.distributed import TCPStore
 
 from tests.forks import CONTEXT, settle
 from trainer.errors import PREEMPTED_EXIT_CODE
@@ -76,11 +76,13 @@ def start(distillation, *, processes=1, fault=None, stage="distill", **environme
         *("stage", stage, "--worker", "--settings", json.dumps(distillation.settings)),
         *(text for name, place in places.items() for text in (f"--{name.replace('_', '-')}", place)),
     ]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a launcher's outlives its processes, too
     group = {
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TRAINER_FAILURES": str(folder),
         "TRAINER_DEVICE": "cpu",
         "OMP_NUM_THREADS": "1",
@@ -96,6 +98,7 @@ def start(distillation, *, processes=1, fault=None, stage="distill", **environme
     ]
     for process in started:
         process.start()
+        process.rendezvous = store  # which lives as long as they do
     return started
 
 
@@ -174,12 +177,6 @@ def _join(process, limit_s):
             if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
                 return
         process.join(0.05)
-
-
-def _free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _train(rank, arguments, environment, fault, seen_by):
