@@ -10,7 +10,7 @@ from trainer.data.batch import Batch
 from trainer.data.batch_memory import PIECES, BatchMemory, empty_images
 from trainer.data.loader import PREFETCHED, make_loader
 
-SIZE = 4
+SIZE = 160  # of more bytes than a tensor that travels by its numbers
 
 
 class Numbered(Dataset):
@@ -37,6 +37,15 @@ def test_batches_that_are_dropped_leave_their_memory_to_later_ones():
     # Of each process: what it prefetches, what the training has, and each piece three times at most, since batches differ in size.
     assert len(set(files)) <= 2 * (PREFETCHED + 2) * 3
     assert len(set(files[-20:])) <= 2 * (PREFETCHED + 2)
+
+
+def test_what_is_small_of_a_batch_is_not_in_shared_memory():
+    """A tensor there takes messages between the two processes, for which a loader process that computes is late."""
+    (batch,) = make_loader(Numbered(), [3], workers=1, pin_memory=False)
+    assert batch.images.is_shared()
+    assert not any(tensor.is_shared() for tensor in (batch.labels, batch.keys, batch.numbers))
+    batch.labels.add_(1)  # as a training may
+    assert batch.labels.tolist() == [1]
 
 
 def test_batches_that_are_kept_keep_what_is_in_them():
