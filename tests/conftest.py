@@ -47,6 +47,16 @@ def put_logging_back():
 
 
 @pytest.fixture(autouse=True)
+def put_environment_back():
+    """Commands set variables for the stages that they run in their process; a later test would belong to their run."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def put_signals_back():
     """Torch's agent, where a test runs it in this process, keeps the handlers of signals that it took."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

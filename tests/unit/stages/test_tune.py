@@ -42,6 +42,8 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
     monkeypatch.setattr(module, "LEAST_S", (0.1, 0.2))
     monkeypatch.setattr(module, "LONGEST_S", (0.2, 0.4))
+    monkeypatch.setattr(module, "THOROUGHNESS", 1.0)
+    monkeypatch.setattr(module, "LAP_S", 0.05)
     for name in ("MLFLOW_TRACKING_URI", "TRAINER_CHECKPOINTS", PLACE_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
