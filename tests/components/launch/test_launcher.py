@@ -503,7 +503,7 @@ def test_what_may_not_be_read_is_done_without(kubernetes, run, logged, verb, res
 def test_where_nothing_may_be_watched_the_job_is_followed_by_polling(kubernetes, run, logged, monkeypatch):
     monkeypatch.setattr(readers, "POLL_S", 0.1)
     kubernetes.faults.deny("watch", "*")
-    kubernetes.script("*-master-0", Script(output=["step 1", 1.0, "step 2"]))
+    kubernetes.script("*-master-0", Script(output=["step 1", 3.0, "step 2"]))  # the job ends with its master
     kubernetes.script("*-worker-0", Script(output=["step 1", 0.3, "step 2"]))
     run()
     assert {"master-0 | step 2", "worker-0 | step 2"} <= set(logged())
