@@ -17,6 +17,7 @@ from trainer import artifacts, config, finished_run, launch, preflight, stages, 
 from trainer.errors import ArtifactError, OutputError, TrackingError, make_directory, writing_to
 from trainer.finished_run import SUMMARY
 from trainer.graph import STAGES, Stage
+from trainer.host import environment_variables
 from trainer.tuning.tuning_schema import read_tuning
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,12 @@ def run(
     processes = processes or launch.processes_here(settings.run.device)
     settings = preflight.checked(settings, trains_here=True, processes=processes)
     directory = new_directory(recipe, output)
-    os.environ.update(environment(settings, directory))
+    with environment_variables(environment(settings, directory)):
+        return _run_all(recipe, settings, directory, processes)
+
+
+def _run_all(recipe: str, settings: config.Settings, directory: Path, processes: int) -> tuple[dict[str, Any], Path]:
+    """Run the stages in the environment of the run; returns what `run` does."""
     resolved = settings.model_dump(mode="json")
     given = {"recipe": recipe, "resolved": resolved}
     tracking.check()
