@@ -63,7 +63,7 @@ class BatchMemory:
     def free_with(self, images: Tensor | None, pieces: Sequence[int]) -> None:
         """Let loader processes use pieces again: when nobody has a tensor in the memory of `images` any more, or now if that isn't shared.
 
-        Batches that were copied into page-locked memory are not shared.
+        Batches that were copied, into page-locked memory or since they are small, are not shared.
         """
         if images is not None and images.is_shared():
             weakref.finalize(images.untyped_storage(), self._free, pieces).atexit = False

@@ -16,13 +16,11 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
@@ -34,11 +32,15 @@ from trainer.data.dataset_schema import UNLABELED
 from trainer.data.sampler import Indices, Mask, SampleSlice, StatelessSampler
 from trainer.data.views.parameters import ViewParameters, draw_views
 from trainer.data.views.rendering import crop_sample, draw_mixing, finish_views
-from trainer.devices.torch_private import batches_ready, end_loader_processes, loader_processes
+from trainer.devices.torch_private import (
+    batches_ready,
+    end_loader_processes,
+    loader_processes,
+    send_small_tensors_by_value,
+)
 from trainer.errors import DataError, LostProcessError, SettingsError, TrainerError, TrainingError
 
 PREFETCHED = 2  # micro-batches that each loader process prefetches
-_BY_VALUE_BYTES = 2**16  # of a tensor that travels through the pipe and not in shared memory
 _POLL_S, _PATIENCE, _END_S = 0.5, 1.2, 5
 """Seconds between two checks of whether a batch takes too long, how many times longer it may take than torch allows, and seconds that a
 killed process may take to end."""
@@ -453,15 +455,4 @@ def _begin(_worker: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
     torch.set_num_threads(1)
-    ForkingPickler.register(Tensor, _reduce)
-
-
-def _reduce(tensor: Tensor) -> Any:
-    """Pickle a tensor for the training process: a small one with its numbers.
-
-    For each tensor in shared memory the two processes exchange messages over a socket, and the one that loads needs the interpreter's lock
-    to answer, which it may be computing with.
-    """
-    if tensor.nbytes > _BY_VALUE_BYTES or tensor.dtype is torch.bfloat16:  # which numpy does not have
-        return reduce_tensor(tensor)
-    return torch.from_numpy, (tensor.numpy(),)
+    send_small_tensors_by_value()

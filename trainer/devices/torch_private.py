@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -105,3 +107,21 @@ def batches_ready(batches: Any) -> float:
         return int(batches._data_queue.qsize()) + sum(len(task) > 1 for task in waiting)
     except NotImplementedError:  # macOS does not count what is in a queue
         return math.nan
+
+
+_BY_VALUE_BYTES = 2**16
+
+
+def send_small_tensors_by_value() -> None:
+    """Let this process send others the numbers of tensors of at most 64 KiB; larger ones stay in shared memory, where torch puts all.
+
+    For each tensor there the two processes exchange messages over a socket, and the one that sends needs the interpreter's lock to answer,
+    with which it may be computing.
+    """
+    ForkingPickler.register(Tensor, _reduce)
+
+
+def _reduce(tensor: Tensor) -> Any:
+    if tensor.nbytes > _BY_VALUE_BYTES or tensor.dtype is torch.bfloat16:  # which numpy does not have
+        return reduce_tensor(tensor)
+    return torch.from_numpy, (tensor.numpy(),)

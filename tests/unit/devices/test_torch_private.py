@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from trainer.devices import torch_private
 
@@ -92,3 +92,23 @@ def test_the_processes_of_a_loader_are_known_counted_and_ended():
     assert math.isnan(torch_private.batches_ready(batches)) or torch_private.batches_ready(batches) > 0
     torch_private.end_loader_processes(batches)
     assert not process.is_alive()
+
+
+class Tensors(Dataset):
+    """A tensor of so many bytes."""
+
+    def __getitem__(self, count):
+        return torch.full((count,), count % 256, dtype=torch.uint8)
+
+
+def test_small_tensors_of_another_process_come_by_value_and_large_ones_in_shared_memory():
+    batches = DataLoader(
+        Tensors(),
+        batch_size=None,
+        sampler=[1, 2**16, 2**16 + 1],
+        num_workers=1,
+        worker_init_fn=lambda _: torch_private.send_small_tensors_by_value(),
+    )
+    received = list(batches)
+    assert [tensor.is_shared() for tensor in received] == [False, False, True]
+    assert [set(tensor.tolist()) for tensor in received] == [{1}, {0}, {1}]
