@@ -28,6 +28,7 @@ from pipelines.distillation import add_parameters, given_parameters, given_place
 from trainer import commands, config, finished_run, launch, runner, storage, tracking
 from trainer.errors import LaunchError, OutputError, TrackingError, writing_to
 from trainer.graph import STAGES, needed_stages
+from trainer.host import environment_variables
 
 CODE = tuple(Path(folder) for package in (trainer, components) for folder in package.__path__)
 CACHE = runner.RUNS / ".cache"
@@ -79,17 +80,17 @@ def run(options: argparse.Namespace) -> None:
     # The names of an earlier run here; nothing takes the place of what this one leaves out.
     for left in (directory / finished_run.SUMMARY, directory / finished_run.INDEX, *filter(Path.is_symlink, folders)):
         left.unlink(missing_ok=True)
-    os.environ.update(_environment(settings, directory, place))
-    os.environ[task.DEBUG] = "1" if options.debug else ""
-    try:
-        summary = _run_pipeline(
-            {**parameters, **asdict(place)}, directory, needed_stages(settings), fresh=options.fresh
-        )
-    except BaseException as error:
-        _close_tracking("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
-        raise
-    print(f"\n{finished_run.table(summary, directory / finished_run.INDEX)}")
-    _close_tracking("FINISHED")
+    variables = {**_environment(settings, directory, place), task.DEBUG: "1" if options.debug else ""}
+    with environment_variables(variables):
+        try:
+            summary = _run_pipeline(
+                {**parameters, **asdict(place)}, directory, needed_stages(settings), fresh=options.fresh
+            )
+        except BaseException as error:
+            _close_tracking("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            raise
+        print(f"\n{finished_run.table(summary, directory / finished_run.INDEX)}")
+        _close_tracking("FINISHED")
 
 
 def with_processes(place: Placement, device: str) -> Placement:

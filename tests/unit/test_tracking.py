@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from trainer import tracking
+from trainer import limits, tracking
 from trainer.config import TrackingSettings
-from trainer.errors import PreemptedError, TrackingAwayError, TrackingError
+from trainer.errors import PreemptedError, StorageError, TrackingAwayError, TrackingError
 from trainer.tracking import stage_runs
 from trainer.tracking.stage_runs import STAGE_TAG, UNSENT, stage_run
 
@@ -522,6 +522,9 @@ def test_all_billed_runs_of_an_experiment_are_listed_however_many_fit_on_a_page(
     for search in ("search_runs", "search_experiments"):
         monkeypatch.setattr(MlflowClient, search, partialmethod(getattr(MlflowClient, search), max_results=2))
     assert [run.name for run in tracking.billed_runs("bills")] == [f"bills {number}" for number in range(1, 5)]
+    monkeypatch.setattr(limits, "JSON_BYTES", 1)
+    with pytest.raises(StorageError, match=r"bill\.json of run bills 1 in MLflow: has more than 1 bytes"):
+        tracking.billed_runs("bills")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

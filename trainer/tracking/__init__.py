@@ -37,12 +37,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trainer import limits, storage
+from trainer import limits
 from trainer.base_models import holds_secret
 from trainer.config import TrackingSettings
 from trainer.errors import TrackingAwayError, TrackingError, refused_to_write
 from trainer.formatting import listed
 from trainer.host import environment_variables
+from trainer.local_files import check_size
 from trainer.retry import Retry
 
 if TYPE_CHECKING:
@@ -571,12 +572,16 @@ def billed_runs(experiment: str) -> list[BilledRun]:
         found = _all_pages(
             lambda token: mlflow.search_runs([known[experiment]], query, order_by=oldest, page_token=token)
         )
-        return [
-            BilledRun(
-                name=str(run.info.run_name),
-                params=run.data.params,
-                metrics=run.data.metrics,
-                bill=storage.read_limited(mlflow.download_artifacts(run.info.run_id, BILL, folder), limits.JSON_BYTES),
+        billed = []
+        for run in found:
+            bill = Path(mlflow.download_artifacts(run.info.run_id, BILL, folder))
+            check_size(bill.stat().st_size, limits.JSON_BYTES, f"{BILL} of run {run.info.run_name} in MLflow")
+            billed.append(
+                BilledRun(
+                    name=str(run.info.run_name),
+                    params=run.data.params,
+                    metrics=run.data.metrics,
+                    bill=bill.read_bytes(),
+                )
             )
-            for run in found
-        ]
+        return billed
