@@ -99,7 +99,8 @@ def table(summary: Mapping[str, Any], page: Path) -> str:
         verdict = ["The student did not pass the gate:", *(f"  - {reason}" for reason in reasons)]
     places, mlflow = [("all of it", str(page))], summary["mlflow"]
     if mlflow["tracking_uri"]:
-        places.append(("mlflow", f"{mlflow['tracking_uri']} (run {mlflow['run_id']}); `make ui` shows it"))
+        pages = "" if mlflow["tracking_uri"].startswith("http") else "; `python -m trainer ui` shows it"
+        places.append(("mlflow", f"{mlflow['tracking_uri']} (run {mlflow['run_id']}){pages}"))
     parts = [
         _stages(summary),
         bill_table(Bill.model_validate(summary["bill"])),
@@ -294,7 +295,7 @@ def export_of_student(run: str) -> str:
             return place
     raise ArtifactError(
         f"{run}: its student was not exported, and the export at {found} is of another one; export the student "
-        f"(`vit-distill export {run} --output DIR`) and give that directory"
+        f"(`python -m trainer export {run} --output DIR`) and give that directory"
     )
 
 

@@ -127,7 +127,7 @@ def make(
             if chosen is None:
                 raise ModelError(
                     f"student {made.path}: no variant of it passes the gate ({FLOAT}: {'; '.join(measured[1].reasons)}); "
-                    f"`vit-distill export RUN --force` takes {FLOAT} all the same"
+                    f"`python -m trainer export RUN --force` takes {FLOAT} all the same"
                 )
         except ModelError as error:
             _note(error, notes, strict=strict)

@@ -543,7 +543,7 @@ def registered_version(place: str) -> tuple[str, bool]:
                 raise
             raise TrackingError(
                 f"{place}: MLflow at {shown(uri() or '')} has no such model ({reason_of(error)}); look for its name and version in MLflow "
-                "(make ui); the alias is on a version that passed its gate"
+                "(`python -m trainer ui`); the alias is on a version that passed its gate"
             ) from error
     return f"{REGISTERED}{name}/{found.version}", found.tags.get("verdict", "passed") == "passed"
 

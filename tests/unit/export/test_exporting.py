@@ -168,7 +168,9 @@ def test_what_passes_no_gate_is_exported_only_by_force(finished, tmp_path, capsy
     assert cli.main(command) == EXIT_CODE
     said = capsys.readouterr().err
     assert "no variant of it passes the gate (fp32: accuracy: the student's test top-1" in said
-    assert "evaluate.gate.min_accuracy = 100.00%); `vit-distill export RUN --force` takes fp32 all the same" in said
+    assert (
+        "evaluate.gate.min_accuracy = 100.00%); `python -m trainer export RUN --force` takes fp32 all the same" in said
+    )
     assert not artifacts.exists(place)
     assert cli.main([*command, "--force"]) == 0
     assert OnnxStudent(place / "model.onnx").logits(np.zeros((3, 16, 16, 3), np.uint8)).shape == (3, 10)
