@@ -371,6 +371,10 @@ def _predict(options: argparse.Namespace) -> None:
         raise SettingsError(
             "predict --output takes one folder or URI of photos, and no --json: it writes Parquet files"
         )
+    if not options.output and (folders := list(filter(os.path.isdir, options.photos))):
+        raise SettingsError(
+            f"predict {folders[0]}: is a folder; give --output DIR, into which the predictions of all its photos are written"
+        )
     model = photo_classifier.load_model(options.model, judged=not options.force)
     if options.output:
         made = batch_prediction.predict_folder(model, options.photos[0], options.output, top=options.top)

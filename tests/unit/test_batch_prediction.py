@@ -106,6 +106,7 @@ def test_what_cannot_be_predicted_is_one_message(judged_run, folder, tmp_path, c
         ([str(tmp_path / "none"), "--output", output], "none: does not exist"),
         ([str(folder), str(empty), "--output", output], "--output takes one folder or URI of photos"),
         ([str(folder), "--output", output, "--json"], "and no --json"),
+        ([str(folder)], f"predict {folder}: is a folder; give --output DIR"),
         ([str(folder), "--output", str(folder / "notes.txt" / "x")], "notes.txt"),
     ):
         assert cli.main(["predict", *arguments, "--model", str(judged_run)]) == EXIT_CODE
