@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 import time
@@ -134,24 +135,25 @@ def test_a_missing_namespace_is_named(kubernetes, cluster):
 
 def test_a_watch_gives_changes_until_it_is_ended_from_another_thread(kubernetes, cluster):
     kubernetes.script("*", Script(hang=True))
-    stream, seen, ended = cluster.watch(PODS, cluster.list(PODS)["metadata"]["resourceVersion"]), [], []
+    stream, ended = cluster.watch(PODS, cluster.list(PODS)["metadata"]["resourceVersion"]), []
+    seen = queue.SimpleQueue()
 
     def read():
         try:
             with stream:
                 for kind, item in watch_events(stream):
-                    seen.append((kind, item["metadata"]["name"]))
+                    seen.put((kind, item["metadata"]["name"]))
         except ApiUnavailableError as error:
             ended.append(error)
 
     thread = threading.Thread(target=read)
     thread.start()
     kubernetes.add_pod("p")
+    assert seen.get(timeout=60) == ("ADDED", "p")
     time.sleep(0.3)  # the thread waits for more
     stream.end()
     thread.join(60)
     assert not thread.is_alive(), "the server would have it wait for ever"
-    assert seen[0] == ("ADDED", "p")
     assert len(ended) == 1
     stream.end()  # once more does no harm
 

@@ -196,11 +196,12 @@ def test_a_file_with_more_pixels_than_were_prepared_is_not_decoded(student):
 def test_pillows_limit_is_of_one_thread_at_a_time(files, monkeypatch):
     """It is the whole process's, and a server answers in several threads."""
     content = one(files, "wide").read_bytes()
-    opened, first_may_go_on = [], threading.Event()
+    opened, first_is_there, first_may_go_on = [], threading.Event(), threading.Event()
     plain = Image.open
 
     def slow(*arguments, **keywords):
         opened.append(Image.MAX_IMAGE_PIXELS)
+        first_is_there.set()
         first_may_go_on.wait(30)
         return plain(*arguments, **keywords)
 
@@ -208,7 +209,8 @@ def test_pillows_limit_is_of_one_thread_at_a_time(files, monkeypatch):
     before = Image.MAX_IMAGE_PIXELS
     with ThreadPoolExecutor(2) as pool:
         decoded = [pool.submit(decode, content, max_pixels=limit) for limit in (10_000, 20_000)]
-        time.sleep(0.2)
+        assert first_is_there.wait(30)
+        time.sleep(0.2)  # the second one would come, too
         assert len(opened) == 1
         first_may_go_on.set()
         assert all(future.result(timeout=30).size == (64, 48) for future in decoded)
