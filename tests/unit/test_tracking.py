@@ -463,13 +463,15 @@ def test_other_settings_open_a_new_parent_that_names_the_former_one(store, caplo
     [
         ({"args": {}}, {"args": {"depth": 2}}),
         ({"args": {"depth": 2}}, {"args": {}}),
+        ({"args": {"depth": 2}}, {"args": {"depth": 2, "width": 8}}),
+        ({"args": {"depth": 2, "width": 8}}, {"args": {"depth": 2}}),
         ({"blocks": {}}, {"blocks": {"0": 1}}),
         ({"blocks": {"0": 1}}, {"blocks": {}}),
         ({"low_resolution": None}, {"low_resolution": {"epochs": 3}}),
         ({"low_resolution": {"epochs": 3}}, {"low_resolution": None}),
     ],
 )
-def test_a_group_that_becomes_empty_or_is_no_longer_empty_is_another_setting(store, before, after):
+def test_a_group_with_other_members_is_another_setting(store, before, after):
     first = tracking.start_parent({"distill": before}, {})
     assert tracking.start_parent({"distill": before}, {}) == first
     second = tracking.start_parent({"distill": after}, {})

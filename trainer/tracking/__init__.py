@@ -385,7 +385,8 @@ def find_parent(mlflow: MlflowClient, settings: Mapping[str, Any] | None = None,
     if found is None:
         return _new_parent(mlflow, name)
     run_id, is_running = str(found.info.run_id), found.info.status == "RUNNING"
-    changed = _changed(found.data.params, flatten(settings or {}))
+    known, given = found.data.params, flatten(settings or {})
+    changed = [*_changed(known, given), *_come_or_gone(known, given)]
     if not changed:
         if not is_running:  # a run that was interrupted or failed continues
             mlflow.update_run(run_id, status="RUNNING")
@@ -464,6 +465,12 @@ def _changed(known: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
         for name, value in given.items()
         if known.get(name, value) != value or name in groups or not _groups([name]).isdisjoint(known)
     )
+
+
+def _come_or_gone(known: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
+    """List the parameters that one of the two alone has, in groups of which both have some: `args.depth` beside `args.width`."""
+    groups = _groups(known) & _groups(given)
+    return sorted(name for name in known.keys() ^ given.keys() if name.rpartition(".")[0] in groups)
 
 
 def _groups(names: Iterable[str]) -> set[str]:
