@@ -472,12 +472,33 @@ def test_other_settings_open_a_new_parent_that_names_the_former_one(store, caplo
     ],
 )
 def test_a_group_with_other_members_is_another_setting(store, before, after):
-    first = tracking.start_parent({"distill": before}, {})
-    assert tracking.start_parent({"distill": before}, {}) == first
-    second = tracking.start_parent({"distill": after}, {})
+    before, after = ({"distill": one, "run": {"seed": 1}} for one in (before, after))
+    first = tracking.start_parent(before, {})
+    assert tracking.start_parent(before, {}) == first
+    second = tracking.start_parent(after, {})
     assert second != first
-    assert store.get_run(second).data.params == tracking.flatten({"distill": after})
-    assert tracking.start_parent({"distill": after}, {}) == second
+    assert store.get_run(second).data.params == tracking.flatten(after)
+    assert tracking.start_parent(after, {}) == second
+
+
+def test_a_start_that_was_killed_while_it_recorded_settings_is_no_other_run(store, monkeypatch):
+    settings = {"distill": {"args": {"depth": 2, "width": 8}, "epochs": 3}, "run": {"seed": 1}}
+    monkeypatch.setattr(tracking, "_PARAMS_A_BATCH", 1)
+    recorded, plain = [], MlflowClient.log_batch
+
+    def log_batch(*arguments, **keywords):
+        if len(recorded) == 1:
+            raise KeyboardInterrupt
+        recorded.append(plain(*arguments, **keywords))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MlflowClient, "log_batch", log_batch)
+        with pytest.raises(KeyboardInterrupt):
+            tracking.start_parent(settings, {})
+    started = store.get_run(tracking.find_parent(store))
+    assert started.data.params == {"distill.args.depth": "2"}
+    assert tracking.start_parent(settings, {}) == started.info.run_id
+    assert store.get_run(started.info.run_id).data.params == tracking.flatten(settings)
 
 
 def test_a_parent_that_another_program_made_keeps_its_first_values(store, monkeypatch, caplog):

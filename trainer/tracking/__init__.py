@@ -469,8 +469,10 @@ def _changed(known: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
 
 def _come_or_gone(known: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
     """List the parameters that one of the two alone has, in groups of which both have some: `args.depth` beside `args.width`."""
-    groups = _groups(known) & _groups(given)
-    return sorted(name for name in known.keys() ^ given.keys() if name.rpartition(".")[0] in groups)
+    groups, differing = _groups(known) & _groups(given), known.keys() - given.keys()
+    if next(reversed([*given]), "") in known:  # else the start that recorded them was killed before the last ones
+        differing |= given.keys() - known.keys()
+    return sorted(name for name in differing if name.rpartition(".")[0] in groups)
 
 
 def _groups(names: Iterable[str]) -> set[str]:
