@@ -99,7 +99,7 @@ def table(summary: Mapping[str, Any], page: Path) -> str:
         verdict = ["The student did not pass the gate:", *(f"  - {reason}" for reason in reasons)]
     places, mlflow = [("all of it", str(page))], summary["mlflow"]
     if mlflow["tracking_uri"]:
-        pages = "" if mlflow["tracking_uri"].startswith("http") else "; `python -m trainer ui` shows it"
+        pages = "" if tracking.is_server(mlflow["tracking_uri"]) else "; `python -m trainer ui` shows it"
         places.append(("mlflow", f"{mlflow['tracking_uri']} (run {mlflow['run_id']}){pages}"))
     parts = [
         _stages(summary),

@@ -21,6 +21,7 @@ from trainer.config import CHECKPOINTS_VARIABLE, DEVICE_VARIABLE
 from trainer.errors import LaunchError, SettingsError
 from trainer.launch import SHUTDOWN_TIMEOUT_S, JobSpec
 from trainer.storage.cache import CACHE_VARIABLE, LIMIT_VARIABLE
+from trainer.tracking import is_server
 
 RUN_LABEL = "vit-distillation/run"
 TASK_LABEL = "vit-distillation/task"
@@ -287,7 +288,7 @@ def forwarded_environment(task: Mapping[str, str]) -> dict[str, str]:
 
 def tracks_in_reach(task: Mapping[str, str]) -> bool:
     """Return whether a task's MLflow has an address that the pods of its job reach as well."""
-    return task.get(TRACKING_URI, "").startswith(("http://", "https://", "databricks"))
+    return is_server(task.get(TRACKING_URI, ""))
 
 
 def check_compile_cache(pool: Pool, task: Mapping[str, str]) -> None:

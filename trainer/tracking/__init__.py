@@ -127,6 +127,11 @@ def uri() -> str | None:
     return os.environ.get(URI) or None
 
 
+def is_server(address: str) -> bool:
+    """Return whether an address is that of a server, which other machines reach and which has pages of its own."""
+    return address.startswith(("http://", "https://", "databricks"))
+
+
 def shown(address: str) -> str:
     """Mask the password in a URI, for messages and files."""
     parts = urllib.parse.urlsplit(address)
