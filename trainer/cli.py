@@ -546,7 +546,7 @@ def _ui(options: argparse.Namespace) -> None:
     newest, store = tracking.newest_experiment(), str(tracking.uri())
     # Without the workflow's type MLflow opens on the traces of language models.
     view = f"/#/experiments/{newest}/runs?workflowType=machine_learning" if newest else ""
-    if tracking.is_server(store):
+    if store.startswith(("http://", "https://")):  # a server has its own pages, at an address that a browser takes
         print(f"{tracking.shown(store).rstrip('/')}{view}")
         return
     with socket.socket() as free:

@@ -127,8 +127,9 @@ def test_a_missing_figure_is_no_silent_gap():
 
 def test_the_table_says_how_to_see_mlflows_pages_where_no_server_has_them():
     assert "sqlite:///x.db (run abc); `python -m trainer ui` shows it" in table(built())
-    server = Registered(tracking_uri="http://mlflow:5000", run_id="abc", model_name="vit-student", model_version="3")
-    assert "http://mlflow:5000 (run abc)\n" in table(built(registered=server)) + "\n"
+    for uri in ("http://mlflow:5000", "databricks"):
+        server = Registered(tracking_uri=uri, run_id="abc", model_name="vit-student", model_version="3")
+        assert table(built(registered=server)).endswith(f"{uri} (run abc)")
 
 
 def test_table_shows_what_a_reader_looks_for():

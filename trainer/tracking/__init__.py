@@ -128,7 +128,7 @@ def uri() -> str | None:
 
 
 def is_server(address: str) -> bool:
-    """Return whether an address is that of a server, which other machines reach and which has pages of its own."""
+    """Return whether a URI is that of a server, which other machines reach and which has pages of its own."""
     return address.startswith(("http://", "https://", "databricks"))
 
 
