@@ -95,7 +95,7 @@ def launch(
         spec = replace(spec, processes_per_node=place.processes(os.environ.get(DEVICE_VARIABLE) or "auto"))
         folder = storage.local_path(record)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / JOB).write_text(json.dumps(asdict(spec), indent=2))
+        (folder / JOB).write_text(json.dumps(asdict(spec), indent=2), encoding="utf-8")
         run_here(spec)
         return
     from components.launch.launcher import ClusterLauncher

@@ -22,7 +22,7 @@ from components.launching import Placement
 from trainer import artifacts, batch_prediction, limits, photo_classifier, stages, storage, tracking
 from trainer.config import DistillSettings, ExportSettings, TuneSettings, WarmUpSettings
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, PreemptedError, TrainerError
-from trainer.host import ended_by_sigterm
+from trainer.host import ended_by_sigterm, escape_what_cannot_be_printed
 from trainer.launch import leave_last_words
 from trainer.tuning.tuning_schema import read_tuning
 
@@ -40,6 +40,7 @@ ERROR_FILE = "TRAINER_ERROR_FILE"
 
 def log_plainly() -> None:
     """Print our own log as plain lines."""
+    escape_what_cannot_be_printed()
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(limits.PrintableFormatter("%(message)s"))
     for package in ("trainer", "components"):
@@ -63,7 +64,7 @@ def reporting(name: str) -> Iterator[None]:
         message = str(error) if str(error).startswith(f"{name}: ") else f"{name}: {error}"
         file = os.environ.get(ERROR_FILE)
         if file:
-            Path(file).write_text(message)
+            Path(file).write_text(message, encoding="utf-8")
         else:
             print(f"error: {message}", file=sys.stderr, flush=True)  # noqa: T201  # the message is what the task says last
         # Argo reads these, and tries a task again unless they begin with `error: ` (manifests/kfp).
@@ -207,9 +208,9 @@ def show_evaluation(made: str, page: dsl.HTML, metrics: dsl.Metrics, confusion: 
     numbers = {name.replace("/", "."): value for name, value in tracking.numbers(figures).items()}
     for name, value in numbers.items():
         metrics.log_metric(name, value)
-    Path(metrics.path).write_text(json.dumps(numbers, indent=2))
+    Path(metrics.path).write_text(json.dumps(numbers, indent=2), encoding="utf-8")
     if "map" in figures["student"]["test"]:  # images that may have several labels have no such matrix
-        Path(confusion.path).write_text("{}")
+        Path(confusion.path).write_text("{}", encoding="utf-8")
         return
     content = _content(made, "confusion.json")
     matrix = json.loads(content)

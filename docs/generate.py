@@ -166,9 +166,9 @@ def main() -> int:
     texts = {_DOCS / name: page() for name, page in PAGES.items()}
     if not parser.parse_args().check:
         for path, text in texts.items():
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
         return 0
-    stale = [path for path, text in texts.items() if not path.is_file() or path.read_text() != text]
+    stale = [path for path, text in texts.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path in stale:
         print(f"{path} is not what the code says; run `make docs` and commit it", file=sys.stderr)
     return 1 if stale else 0

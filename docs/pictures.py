@@ -78,7 +78,8 @@ def chromium(
                 page.resolve().as_uri(),
             ],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=120,
             check=True,
         )

@@ -31,13 +31,13 @@ def yaml_of(pipeline: BaseComponent) -> str:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / f"{NAME}.yaml"
         compiler.Compiler().compile(pipeline, str(path))
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
 
 
 def committed_text() -> str:
     """Return the compiled pipeline with all stages, as it is committed; a `DeployError` if the definition says something else now."""
     text = compiled_text()
-    if not COMPILED.is_file() or COMPILED.read_text() != text:
+    if not COMPILED.is_file() or COMPILED.read_text(encoding="utf-8") != text:
         raise DeployError(
             f"{COMPILED} is not what pipelines/distillation.py compiles to; run `make compile` and commit it"
         )
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     if not parser.parse_args(arguments).check:
         COMPILED.parent.mkdir(exist_ok=True)
-        COMPILED.write_text(compiled_text())
+        COMPILED.write_text(compiled_text(), encoding="utf-8")
         return 0
     try:
         committed_text()

@@ -144,7 +144,7 @@ def _authenticate(configuration: kfp_server_api.Configuration, environment: Mapp
     elif Path(file).is_file():
 
         def read_token(changed: kfp_server_api.Configuration) -> None:
-            changed.api_key["authorization"] = Path(file).read_text().strip()
+            changed.api_key["authorization"] = Path(file).read_text(encoding="utf-8").strip()
 
         read_token(configuration)
         # Before each request: the kubelet renews it while we wait for a run.

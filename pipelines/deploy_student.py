@@ -244,7 +244,9 @@ def run_kubectl(*arguments: str, text: str | None = None, check: bool = True) ->
     tool = shutil.which("kubectl", path=Path(sys.executable).parent) or shutil.which("kubectl")
     if tool is None:
         raise DeployError("kubectl is not installed; run 'make setup', or install it (kubernetes.io/docs/tasks/tools)")
-    result = subprocess.run([tool, *arguments], capture_output=True, text=True, input=text, check=False)
+    result = subprocess.run(
+        [tool, *arguments], capture_output=True, encoding="utf-8", errors="replace", input=text, check=False
+    )
     if check and result.returncode:
         said = re.sub(r"^[EW]\d{4} .*\n", "", result.stderr, flags=re.MULTILINE)  # kubectl's own log
         command = next(word for word in arguments if not word.startswith("--"))

@@ -125,8 +125,8 @@ def _run_pipeline(
 
     pipeline = compilation.with_image(compilation.compiled_text(optional), f"{IMAGE_NAME}:local-{code_version(*CODE)}")
     with writing_to(directory):
-        (directory / "pipeline.yaml").write_text(pipeline)
-        with (directory / "kfp.log").open("w") as log:
+        (directory / "pipeline.yaml").write_text(pipeline, encoding="utf-8")
+        with (directory / "kfp.log").open("w", encoding="utf-8") as log:
             try:
                 tasks = local_tasks.run(
                     pipeline,
@@ -142,7 +142,7 @@ def _run_pipeline(
     _check_all_ran(pipeline, tasks)
     # The register stage's summary beside the run's artifacts; a stage taken from the cache keeps its true seconds.
     registration = Path(references.uri_of(tasks["register"].outputs["registration_uri"]))
-    summary: dict[str, Any] = json.loads((registration / finished_run.SUMMARY).read_text())
+    summary: dict[str, Any] = json.loads((registration / finished_run.SUMMARY).read_text(encoding="utf-8"))
     for name, stage in STAGES.items():
         ran = tasks.get(name.replace("_", "-"))  # as KFP has it
         if ran and ran.cached and name in summary["stages"]:

@@ -160,7 +160,8 @@ class _Tasks:
                 full_command,
                 stdout=subprocess.PIPE,
                 stderr=None if sys.stderr.isatty() else subprocess.STDOUT,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
                 bufsize=1,
                 env={**os.environ, **(env_vars or {}), task.ERROR_FILE: str(self._error_file)},
                 start_new_session=True,
@@ -180,7 +181,7 @@ class _Tasks:
         if exit_code == 0:
             return exit_code
         if self._error_file.is_file():
-            raise TaskError(self._error_file.read_text())
+            raise TaskError(self._error_file.read_text(encoding="utf-8"))
         raise TaskError(f"{self._name}: ended with exit code {exit_code}; its last lines stand above")
 
 

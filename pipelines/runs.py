@@ -244,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if options.action == "stop":
                     stop(api, options.run_id)
                 else:
-                    tasks = {*task_names(COMPILED.read_text()), kfp_components.predict_photos.name}
+                    tasks = {*task_names(COMPILED.read_text(encoding="utf-8")), kfp_components.predict_photos.name}
                     follow(api, options.run_id, tasks, hours=options.hours)
             except RefusedError as error:
                 if error.status != NOT_FOUND:

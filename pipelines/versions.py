@@ -84,7 +84,7 @@ def upload(api: Api, name: str, text: str) -> Any:
     if version is None:
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory) / f"{NAME}.yaml"
-            file.write_text(text)
+            file.write_text(text, encoding="utf-8")
             try:
                 version = api.uploads.upload_pipeline_version(str(file), name=name, pipelineid=found.pipeline_id)
                 state = "uploaded"

@@ -30,7 +30,7 @@ def serving(
         port = free.getsockname()[1]
     command = [str(program), "models", "serve", "--model-uri", model, "--env-manager", manager, "--port", str(port)]
     with (
-        log.open("w") as stream,
+        log.open("w", encoding="utf-8") as stream,
         # In a session of its own, so that the server, a child of MLflow's, ends with it.
         subprocess.Popen(
             command, stdout=stream, stderr=stream, cwd=folder, env=environment, start_new_session=True
@@ -41,7 +41,7 @@ def serving(
                 with socket.socket() as client:
                     if client.connect_ex(("127.0.0.1", port)) == 0:
                         break
-                assert process.poll() is None, log.read_text()
+                assert process.poll() is None, log.read_text(encoding="utf-8")
                 time.sleep(0.2)
             yield f"http://127.0.0.1:{port}"
         finally:

@@ -20,7 +20,7 @@ from typing import Any
 from trainer import __version__, commands, config, errors, launch, limits, stages, tracking
 from trainer.commands import Subparsers
 from trainer.errors import DataError, SettingsError, TrainerError
-from trainer.host import Terminated, ended_by_sigterm
+from trainer.host import Terminated, ended_by_sigterm, escape_what_cannot_be_printed
 from trainer.prediction import Prediction
 
 SCRIPT = "vit-distill"  # what the script is called that an installation brings
@@ -46,6 +46,7 @@ _DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; gives the exit code. A user's error ends in one message, and `--debug` adds the traceback."""
     options = _parser().parse_args(arguments)
+    escape_what_cannot_be_printed()
     _set_up_logging(quiet=options.worker and os.environ.get("RANK", "0") != "0")
     try:
         with ended_by_sigterm():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, TrainerError
-from trainer.host import ended_by_sigterm
+from trainer.host import ended_by_sigterm, escape_what_cannot_be_printed
 
 Subparsers = argparse._SubParsersAction  # argparse has no public name for it
 Options = argparse._ActionsContainer  # nor for what a parser and a group of options have in common
@@ -117,6 +117,7 @@ def as_text(overrides: Iterable[str]) -> str:
 
 def exit_code(command: Callable[[], object], *, debug: bool = False, interrupted: str = "interrupted") -> int:
     """Run a command; an error that the user can mend ends in one message, with a traceback if `debug`."""
+    escape_what_cannot_be_printed()
     try:
         with ended_by_sigterm():
             command()

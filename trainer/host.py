@@ -5,6 +5,9 @@ A request by SIGTERM or Ctrl-C is followed at once, or when the moment is right.
 
 from __future__ import annotations
 
+import codecs
+import io
+import json
 import os
 import platform
 import signal
@@ -30,7 +33,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 def processor_name() -> str:
     """Return the model of this machine's processor, as far as the operating system knows it."""
     information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.is_file() else []
+    lines = information.read_text(encoding="utf-8").splitlines() if information.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
@@ -42,9 +45,9 @@ def usable_cores(cgroups: Path = _CGROUPS) -> int:
     second, first = cgroups / "cpu.max", cgroups / "cpu"
     quota, period = "max", "1"
     if second.exists():
-        quota, period = second.read_text().split()
+        quota, period = second.read_text(encoding="utf-8").split()
     elif (first / "cpu.cfs_quota_us").exists():
-        quota, period = (first / "cpu.cfs_quota_us").read_text(), (first / "cpu.cfs_period_us").read_text()
+        quota, period = ((first / f"cpu.cfs_{name}_us").read_text(encoding="utf-8") for name in ("quota", "period"))
     is_limited = quota != "max" and int(quota) > 0
     return max(1, min(cores, int(quota) // int(period))) if is_limited else cores
 
@@ -56,7 +59,8 @@ def started_unix() -> float:
     """
     if sys.platform != "linux":
         return psutil.Process().create_time()
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # those after the name in brackets
+    # Bytes, since the name in brackets may end within a character. The fields stand after it.
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     ticks = int(fields[19])  # field 22 of all
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
@@ -66,6 +70,23 @@ def seconds_since_launch() -> float:
     launched = os.environ.get(LAUNCHED_VARIABLE)
     began_unix = started_unix() if launched is None else float(launched)
     return max(0.0, time.time() - began_unix)
+
+
+def escape_what_cannot_be_printed() -> None:
+    """Let `print` escape the characters that the terminal's encoding lacks, as JSON escapes them, so that no output ends in an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_JSON_ESCAPES)
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+_JSON_ESCAPES = "trainer.json_escapes"
+codecs.register_error(_JSON_ESCAPES, _escaped)
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def _revision(asked: str, repository: str, kind: str, wanted: str) -> str | None
         # The commit that the Hub's client falls back to offline.
         folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type=kind)
         reference = folder / "refs" / (wanted or constants.DEFAULT_REVISION)
-        cached = reference.read_text().strip() if reference.is_file() else None
+        cached = reference.read_text(encoding="utf-8").strip() if reference.is_file() else None
         found = f"cached here: {cached}" if cached else "none is cached"
         logger.warning("%s: the Hub does not say its revision (%s); %s", asked, " ".join(str(error).split()), found)
         return cached

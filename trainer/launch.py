@@ -252,7 +252,7 @@ def record_failure(message: str, trace: str = "") -> None:
     if folder:
         start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         content = json.dumps({"message": message, "trace": trace, "start": start})
-        (Path(folder) / f"{os.environ.get('LOCAL_RANK', '0')}.json").write_text(content)
+        (Path(folder) / f"{os.environ.get('LOCAL_RANK', '0')}.json").write_text(content, encoding="utf-8")
     elif trace:
         print(trace, file=sys.stderr)
 
@@ -280,7 +280,9 @@ def _explain(spec: JobSpec, failures: Path, exit_codes: Mapping[int, int], *, no
     """Make the message for a failed job, after printing the traceback of the process at fault."""
     # The processes that left a message since they were last started, the earliest first.
     paths = sorted(failures.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-    written: list[tuple[int, dict[str, Any]]] = [(int(path.stem), json.loads(path.read_text())) for path in paths]
+    written: list[tuple[int, dict[str, Any]]] = [
+        (int(path.stem), json.loads(path.read_text(encoding="utf-8"))) for path in paths
+    ]
     last_start = max((failure["start"] for _, failure in written), default=0)
     reported = [entry for entry in written if entry[1]["start"] == last_start]
     missed = {rank for rank, failure in reported if _LOST_CONNECTION.search(failure["message"])}

@@ -535,7 +535,7 @@ def _shown_grey(model: Classifier) -> Iterator[Tensor]:
 def save(model: Classifier, directory: Path) -> None:
     """Write `config.json` and `model.safetensors` into an artifact in the making."""
     card = {name: value for name, value in asdict(model.card).items() if value is not None or name not in _LEFT_OUT}
-    (directory / CONFIG).write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n")
+    (directory / CONFIG).write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.network.state_dict().items()}
     # safetensors' own writing into a file hides the reason when the disk is full.
     (directory / WEIGHTS).write_bytes(safetensors.torch.save(tensors))

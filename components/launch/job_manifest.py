@@ -109,7 +109,7 @@ def default_namespace() -> str:
 def own_namespace() -> str:
     """Return the namespace of the pod that this is; empty where it is none."""
     file = POD_FILES / "namespace"
-    return file.read_text().strip() if file.is_file() else ""
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
 
 
 def label_value(text: str) -> str:

@@ -263,7 +263,7 @@ def remove_labels(dataset: Path, manifest: Path) -> None:
                 file.write_bytes(split.encoded(place))
                 is_labelled = label >= 0 and place not in without
                 rows.append((file, data.classes[label] if is_labelled else "", name if is_labelled else "unlabeled"))
-    with manifest.open("w", newline="") as file:
+    with manifest.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([("path", "label", "split"), *rows])
 
 

@@ -87,10 +87,10 @@ def read_photos(folder: Path, edge: int, count: int = 32) -> list[bytes]:
 def ours(export: Path, log: Path) -> Iterator[str]:
     """`vit-distill serve`; yields its address."""
     command = [sys.executable, "-m", "trainer", "serve", str(export), "--port", "0", "--force"]
-    with log.open("w") as stream, subprocess.Popen(command, stderr=stream) as process:
+    with log.open("w", encoding="utf-8") as stream, subprocess.Popen(command, stderr=stream) as process:
         try:
-            while not (found := re.search(r"(http://\S+) serves", log.read_text())):
-                assert process.poll() is None, log.read_text()
+            while not (found := re.search(r"(http://\S+) serves", log.read_text(encoding="utf-8"))):
+                assert process.poll() is None, log.read_text(encoding="utf-8")
                 time.sleep(0.1)
             yield found[1]
         finally:

@@ -13,7 +13,7 @@ from components import IMAGE, kfp_components
 from components.launching import Placement
 from trainer.graph import STAGES
 
-SOURCE = Path(kfp_components.__file__).read_text()
+SOURCE = Path(kfp_components.__file__).read_text(encoding="utf-8")
 NAMES = ["configure", *STAGES, "finish", "predict_photos"]
 TRAININGS = [name for name, stage in STAGES.items() if stage.launched]
 SHOWN = {

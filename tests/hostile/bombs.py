@@ -42,7 +42,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         bombs = dict([*_images(), *_files(Path(name)), *_artifacts(Path(name))])
         warm_up(Path(name))
-        limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+        limit = (
+            int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize() + MEMORY_BYTES
+        )
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         print(json.dumps({bomb: _outcome(work) for bomb, work in bombs.items()}))
 
@@ -213,7 +215,7 @@ def made(folder: Path, make: Callable[[Path], object]) -> Path:
 
 
 def change(file: Path, **changes: object) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
 def _many_files(folder: Path) -> Path:

@@ -157,7 +157,7 @@ def _followed(work: Callable[[], str], lines: set[Line]) -> str:
 
 
 def _memory_in_use() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
 
 
 def _current(out: Path) -> Path:

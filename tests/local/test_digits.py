@@ -91,7 +91,9 @@ def test_a_small_run_leaves_all_that_it_promises(small):
     for place in summary["reports"].values():
         assert (folder / place).stat().st_size > 1000
     for name in ("data", "profile", "evaluation", "export", "reinforce"):
-        assert (folder / "runs" / "latest" / f"{name}.html").read_text() == Path(summary["reports"][name]).read_text()
+        assert (folder / "runs" / "latest" / f"{name}.html").read_text() == Path(summary["reports"][name]).read_text(
+            encoding="utf-8"
+        )
     assert 'href="profile.html"' in (folder / "runs" / "latest" / "index.html").read_text()
     for line in ("teacher", "student", "Where to look:"):
         assert line in ended.stdout

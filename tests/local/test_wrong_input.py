@@ -294,6 +294,6 @@ def test_a_reader_that_leaves_early_is_no_error(monkeypatch):
         def fileno(self):
             return spare.fileno()
 
-    with open("/dev/null", "w") as spare:  # noqa: PTH123  # a file to close in the place of the terminal
+    with open("/dev/null", "w", encoding="utf-8") as spare:  # noqa: PTH123  # a file to close in the place of the terminal
         monkeypatch.setattr(sys, "stdout", Gone())
         assert cli.main(["recipes"]) == 0

@@ -198,7 +198,7 @@ def test_a_run_and_what_the_next_one_takes_from_it(tmp_path):
     assert list(recorded["stages"]) == list(STAGES)
     assert recorded["bill"]["forecast"]["stages"] == ["reinforce", "distill"]
     assert recorded["teacher_outputs"]["views"] == 2
-    assert "<html" in Path(recorded["reports"]["reinforce"]).read_text()
+    assert "<html" in Path(recorded["reports"]["reinforce"]).read_text(encoding="utf-8")
     (outputs,) = (tmp_path / "recorded" / "pipeline").glob("*/reinforce/teacher_outputs")
     fingerprint = artifacts.read(outputs, "teacher_outputs").fingerprint
     assert student_of(tmp_path / "recorded").parents["teacher_outputs"] == fingerprint

@@ -160,7 +160,7 @@ class PipelinesApi:
             "users": [{"name": "u", "user": {"token": token}}],
             "contexts": [{"name": "stand-in", "context": {"cluster": "c", "user": "u"}}],
         }
-        path.write_text(yaml.safe_dump(config))
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
         return path
 
     def count(self, method: str, path: str) -> int:

@@ -17,7 +17,7 @@ from trainer.graph import DATASET, SCHEMA_VERSIONS, STAGES, TEACHER, Kind, neede
 
 def definition(name):
     """A stage's `run`, without importing what the stage needs."""
-    source = Path(importlib.util.find_spec(f"trainer.stages.{name}").origin).read_text()
+    source = Path(importlib.util.find_spec(f"trainer.stages.{name}").origin).read_text(encoding="utf-8")
     return next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "run")
 
 

@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 import subprocess
@@ -57,6 +58,16 @@ def test_the_start_of_a_process_is_known_to_a_fraction_of_a_second() -> None:
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     now, started = map(float, printed.split())
     assert before - 0.03 < started < now + 0.03, "the operating system counts in hundredths of a second"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1", "utf-8"])
+def test_what_the_terminal_cannot_show_is_escaped_as_in_json(encoding: str) -> None:
+    text = "café ☕ 😀 \udcff"  # the last one is of a file name that is not UTF-8
+    code = f"from trainer import host; host.escape_what_cannot_be_printed(); print({text!a})"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    printed = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True).stdout
+    assert json.loads(f'"{printed.decode(encoding).rstrip()}"') == text
+    assert ("é" in printed.decode(encoding)) == (encoding != "ascii")
 
 
 def test_a_job_counts_from_its_launch_and_a_process_without_one_from_its_own_start(

@@ -121,7 +121,7 @@ def test_a_full_disk_is_named_as_such(monkeypatch):
     with (
         pytest.raises(TrackingError, match=message),
         tracking.explained(),
-        Path("/dev/full").open("w") as full,
+        Path("/dev/full").open("w", encoding="utf-8") as full,
     ):
         full.write("metrics")
 

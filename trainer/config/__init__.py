@@ -72,7 +72,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 def recipes() -> dict[str, str]:
     """List the recipes: name -> the first line of its text."""
     paths = sorted(RECIPES.glob("*.toml"))
-    return {path.stem: path.read_text().split("\n", 1)[0].removeprefix("#").strip() for path in paths}
+    return {path.stem: path.read_text(encoding="utf-8").split("\n", 1)[0].removeprefix("#").strip() for path in paths}
 
 
 def load_recipe(recipe: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 import torch_xla
-import torch_xla.distributed.xla_backend  # makes the backend "xla" known
+import torch_xla.distributed.xla_backend  # noqa: F401  # makes the backend "xla" known
 from torch import Tensor, nn
 from torch_xla import runtime
 from torch_xla.core import xla_model

@@ -113,7 +113,9 @@ def decoder_name(data: PreparedDataset, decode_on: DecodeOn | None, *, in_memory
 
 def write_description(directory: Path, description: RecordingDescription, keys: npt.NDArray[np.uint64]) -> None:
     """Write `recording.json` and `keys.bin` into an artifact in the making."""
-    (directory / DESCRIPTION).write_text(json.dumps(description.content(), indent=2, ensure_ascii=False) + "\n")
+    (directory / DESCRIPTION).write_text(
+        json.dumps(description.content(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     (directory / KEYS).write_bytes(keys.astype("<u8").tobytes())
 
 

@@ -67,10 +67,10 @@ def write(draft: Draft, settings: ProfileSettings, sources: Sequence[Evidence], 
     answers = [answer for source in sources for answer in findings.judged(source, settings.rules)]
     numbers = TypeAdapter(dict[str, TrainingSummary]).dump_json({one.name: one for one in summaries}, indent=2)
     (draft.path / SUMMARY).write_bytes(numbers + b"\n")
-    (draft.path / findings.FINDINGS).write_text(findings.to_json(answers))
-    (draft.path / BILL).write_text(bill.model_dump_json(indent=2) + "\n")
+    (draft.path / findings.FINDINGS).write_text(findings.to_json(answers), encoding="utf-8")
+    (draft.path / BILL).write_text(bill.model_dump_json(indent=2) + "\n", encoding="utf-8")
     (draft.path / REPORT).write_text(
-        profile_report.build(trainings, answers, bill, top_operators=settings.top_operators)
+        profile_report.build(trainings, answers, bill, top_operators=settings.top_operators), encoding="utf-8"
     )
     for summary in summaries:
         draft.figures[summary.name] = {

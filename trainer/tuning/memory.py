@@ -147,6 +147,6 @@ def container_room(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         if (cgroups / limit).exists():
-            text = (cgroups / limit).read_text().strip()
-            return sys.maxsize if text == "max" else int(text) - int((cgroups / used).read_text())
+            text = (cgroups / limit).read_text(encoding="utf-8").strip()
+            return sys.maxsize if text == "max" else int(text) - int((cgroups / used).read_text(encoding="utf-8"))
     return sys.maxsize

@@ -396,7 +396,7 @@ def test_a_registration_is_read_as_its_run(run_directory: Path, tmp_path: Path) 
 
 
 def rewrite(path: Path, **values: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
 
 
 def changed_report(report: Path, path: Path, file: str, content: str) -> str:

@@ -108,7 +108,8 @@ def pages(
 
 def framed(page: Path, folder: Path, attributes: str, script: str = "") -> Path:
     """A page that shows another one in a frame, as the Kubeflow UI does."""
-    frame = f'<iframe id="frame" style="border:0;width:100%;height:5000px" {attributes} srcdoc="{html.escape(page.read_text())}"></iframe>'
+    shown = html.escape(page.read_text(encoding="utf-8"))
+    frame = f'<iframe id="frame" style="border:0;width:100%;height:5000px" {attributes} srcdoc="{shown}"></iframe>'
     outer = folder / "outer.html"
     run = f"<script>onload = () => {{{script}}}</script>" if script else ""
     outer.write_text(f'<!doctype html><meta charset="utf-8"><body style="margin:0">{frame}{run}</body>')

@@ -314,7 +314,7 @@ def test_photos_are_kept_only_where_a_folder_is_given(model, tmp_path):
 
 
 def test_a_log_that_cannot_be_written_keeps_no_client_from_its_answer(model, tmp_path, caplog):
-    with Path("/dev/full").open("w") as stream:
+    with Path("/dev/full").open("w", encoding="utf-8") as stream:
         server = PhotoServer(model, name="student", most=LIMITS, log=PredictionLog(stream, share=1))
         with TestClient(server) as client:
             assert client.post("/predict", content=photo()).status_code == 200

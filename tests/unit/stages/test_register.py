@@ -278,7 +278,11 @@ def test_model_has_signature_and_pinned_requirements(inputs, evaluations, tracke
     assert str(info.signature.inputs.inputs[0].type) == "object"
     assert info.signature.inputs.inputs[0].shape == (-1,)
     assert info.signature.outputs.input_names() == list("0123456789")
-    requirements = Path(mlflow.pyfunc.get_model_dependencies(f"models:/described/{version}")).read_text().splitlines()
+    requirements = (
+        Path(mlflow.pyfunc.get_model_dependencies(f"models:/described/{version}"))
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     assert f"pillow=={importlib.metadata.version('pillow')}" in requirements
     assert f"timm=={importlib.metadata.version('timm')}" in requirements
     assert all(requirement.count("==") == 1 and "+" not in requirement for requirement in requirements)
@@ -316,7 +320,9 @@ def test_an_exported_student_is_registered_as_its_onnx_file_without_torch(
     assert version.tags["variant"] == "fp32"
     import mlflow.pyfunc
 
-    requirements = Path(mlflow.pyfunc.get_model_dependencies("models:/onnx@champion")).read_text().splitlines()
+    requirements = (
+        Path(mlflow.pyfunc.get_model_dependencies("models:/onnx@champion")).read_text(encoding="utf-8").splitlines()
+    )
     assert [one.partition("==")[0] for one in requirements] == ["mlflow", "numpy", "onnxruntime", "pandas", "pillow"]
     assert all(one.count("==") == 1 and "+" not in one for one in requirements)
     parent = tracked.get_run(summary["mlflow"]["run_id"])
@@ -384,7 +390,9 @@ def test_what_was_chosen_for_openvino_is_registered_with_it(
     run(inputs | {"exported": made}, evaluations[PASSING], tmp_path / "registration", model_name="openvino")
     import mlflow.pyfunc
 
-    requirements = Path(mlflow.pyfunc.get_model_dependencies("models:/openvino@champion")).read_text().splitlines()
+    requirements = (
+        Path(mlflow.pyfunc.get_model_dependencies("models:/openvino@champion")).read_text(encoding="utf-8").splitlines()
+    )
     assert [one.partition("==")[0] for one in requirements] == ["mlflow", "numpy", "openvino", "pandas", "pillow"]
     images = list(trained_digits.images[:5].permute(0, 2, 3, 1).numpy())
     found = load_model("models:/openvino@champion").probabilities(images)
@@ -613,7 +621,7 @@ def test_recorded_outputs_are_summed_up_and_their_page_is_kept(recorded, evaluat
     assert summary["teacher_outputs"] == outputs.figures
     assert list(summary["stages"])[:4] == ["prepare", "pretrain", "reinforce", "distill"]
     assert summary["stages"]["reinforce"]["seconds"] == outputs.seconds
-    assert Path(summary["reports"]["reinforce"]).read_text() == "<p>what they hold</p>"
+    assert Path(summary["reports"]["reinforce"]).read_text(encoding="utf-8") == "<p>what they hold</p>"
 
 
 def test_mlflow_down_says_where_the_student_is_and_how_to_go_on(inputs, evaluations, monkeypatch, tmp_path):

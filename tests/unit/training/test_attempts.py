@@ -112,7 +112,7 @@ def test_a_note_that_cannot_be_read_is_named_and_begun_anew(tmp_path, caplog):
 
 
 def test_a_place_that_cannot_be_written_does_not_end_the_training(tmp_path, caplog):
-    Path(tmp_path / "file").write_text("in the way")
+    Path(tmp_path / "file").write_text("in the way", encoding="utf-8")
     with Attempts(str(tmp_path / "file")) as attempts:
         attempts.heartbeat(1)
     assert "the attempt is not noted" in caplog.text
