@@ -11,6 +11,8 @@ import logging
 import math
 import re
 import tomllib
+import unicodedata
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 JSON_BYTES = 32 * 2**20  # a manifest, or any other JSON file
@@ -37,6 +39,13 @@ MESSAGE_CHARACTERS = 10_000  # a message to a user; one that quotes a long file 
 
 _UNPRINTABLE = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 """Control characters, which a terminal obeys, marks that reverse the direction of text, and surrogates."""
+_UNSEEN = re.compile(
+    r"[\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u2800\u3164\ufe00-\ufe0f"
+    r"\ufeff\uffa0\ufff0-\ufffd\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
+"""Characters without a look: Unicode's Default_Ignorable_Code_Point and the blank Braille pattern; and those that stand for a lost one."""
+_JOINERS = "\u200c\u200d\ufe0e\ufe0f"
+"""Zero-width (non-)joiners and emoji's variation selectors: what they follow may look different with them."""
 _TOO_DEEP = f"it is nested deeper than {NESTING} levels"
 
 
@@ -52,6 +61,50 @@ def printable_name(text: str) -> str:
 
 def _escape(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode()
+
+
+def class_name(text: str) -> str:
+    """Write the name of a class as people read it, so that names that look alike are equal; it is printable then.
+
+    Names come in both of Unicode's normal forms (macOS and its zip files decompose letters), with spaces that nobody sees at their end, and
+    with characters that a web page or a spreadsheet left in them.
+
+    Raises:
+        ValueError: the name has a character that has no look, or one that stands for a lost one.
+    """
+    name = reading(text)
+    for match in _UNSEEN.finditer(name):
+        before, character = name[: match.start()][-1:], match[0]
+        if not (character in _JOINERS and _is_shaped(before)):
+            code = f"U+{ord(character):04X} {unicodedata.name(character, '')}".rstrip()
+            why = "stands for one that was lost" if "\ufffa" <= character <= "\ufffd" else "cannot be seen"
+            shown = cut(printable_name(_UNSEEN.sub(_escape, name)), NAME_CHARACTERS)
+            raise ValueError(f"the name of a class has the character {code}, which {why}: '{shown}'; rename it")
+    return printable_name(name)
+
+
+def reading(text: str) -> str:
+    """Return a text as people read it: composed (NFC), each white space one space, none around it."""
+    return " ".join(unicodedata.normalize("NFC", text).split())
+
+
+def _is_shaped(before: str) -> bool:
+    """Whether a joiner after this character shows: an Arabic letter, a virama of an Indic script, or a symbol such as an emoji."""
+    return bool(before) and (
+        unicodedata.bidirectional(before) == "AL"
+        or unicodedata.combining(before) == 9
+        or unicodedata.category(before) in ("So", "Sk", "Sm")
+        or before == "\ufe0f"
+    )
+
+
+def look_alikes(names: Iterable[str]) -> list[list[str]]:
+    """Group names of classes that differ by case, compatibility forms (full width, ligatures) or joiners alone; both in the given order."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
+        groups.setdefault(reading(_UNSEEN.sub("", folded)), []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 class PrintableFormatter(logging.Formatter):

@@ -317,9 +317,13 @@ def _rows(
         raise ModelError(
             f"pretrain.label_map: the data set has no class {superfluous[0]!r}; it has {len(classes)}: {_listed(classes)}"
         )
-    known = {label: index for index, label in enumerate(labels)} | {index: index for index in range(len(labels))}
+    indices = {limits.reading(label): index for index, label in enumerate(labels)}
     meant = {name: label_map.get(name, name) for name in classes}
-    missing = [given for given, reference in meant.items() if reference not in known]
+    found = {
+        given: reference if isinstance(reference, int) else indices.get(limits.reading(reference), len(labels))
+        for given, reference in meant.items()
+    }
+    missing = [given for given, index in found.items() if index >= len(labels)]
     if missing:
         first = missing[0]
         raise ModelError(
@@ -327,7 +331,7 @@ def _rows(
             f"{first!r}{f' as {meant[first]!r}' * (first in label_map)}; say with pretrain.label_map which of them it is, by name or "
             f"index, such as {{{first!r} = 0}}, or {_FINETUNE}"
         )
-    rows = [known[reference] for reference in meant.values()]
+    rows = [*found.values()]
     row, count = Counter(rows).most_common(1)[0]
     if count > 1:
         shared = [given for given, one in zip(classes, rows, strict=True) if one == row]

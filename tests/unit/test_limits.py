@@ -103,3 +103,49 @@ def test_a_file_of_an_artifact_travels_in_parts_that_fit_into_memory():
     from trainer.storage import transfers
 
     assert 8 * transfers._part_bytes(FILE_BYTES) < 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("Crème brûlée/日本", "Crème brûlée/日本"),
+        ("cafe\u0301", "caf\xe9"),
+        (" cat\u00a0\u3000dog \n", "cat dog"),
+        ("\u2003", ""),
+        ("\u0645\u06cc\u200c\u062e", "\u0645\u06cc\u200c\u062e"),
+        ("\U0001f469\u200d\U0001f33e \u2764\ufe0f", "\U0001f469\u200d\U0001f33e \u2764\ufe0f"),
+        ("cat\x1b[2J", "cat\\x1b[2J"),
+    ],
+)
+def test_the_name_of_a_class_is_what_people_read(text, name):
+    assert limits.class_name(text) == name
+    assert limits.class_name(name) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("cat\u200b", r"U\+200B ZERO WIDTH SPACE, which cannot be seen: 'cat\\u200b'; rename it"),
+        ("\ufeffcat", r"U\+FEFF .* which cannot be seen: '\\ufeffcat'"),
+        ("c\u200dat", r"U\+200D ZERO WIDTH JOINER"),
+        ("cat\u200e", r"U\+200E LEFT-TO-RIGHT MARK"),
+        ("c\xadat", r"U\+00AD SOFT HYPHEN, .*: 'c\\xadat'"),
+        ("\u3164", r"U\+3164 HANGUL FILLER"),
+        ("caf\ufffd", r"U\+FFFD REPLACEMENT CHARACTER, which stands for one that was lost: 'caf\\ufffd'"),
+    ],
+)
+def test_a_character_of_a_class_name_that_nobody_sees_is_refused(text, reason):
+    with pytest.raises(ValueError, match=reason):
+        limits.class_name(text)
+
+
+def test_names_that_differ_by_case_or_compatibility_forms_alone_are_found():
+    alike = [
+        ["Cat", "cat", "\uff23\uff21\uff34"],
+        ["Straße", "STRASSE"],
+        ["İ", "i\u0307"],
+        ["\ufb01sh", "fish"],
+        ["x²", "x2"],
+    ]
+    names = [name for group in alike for name in group]
+    assert limits.look_alikes([*names, "I", "\u0131", "dog", "do g", "café", "cafe"]) == [*alike]

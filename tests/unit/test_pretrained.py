@@ -13,7 +13,7 @@ from sklearn.datasets import load_sample_image
 from timm.data import ImageNetInfo
 
 from trainer import artifacts, config, models, pretrained, storage
-from trainer.config import TimmWeights
+from trainer.config import PretrainSettings, TimmWeights
 from trainer.errors import ModelError, ObjectNotFoundError, SettingsError, StorageAwayError
 
 ARGS = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
@@ -154,12 +154,21 @@ def test_classes_of_the_same_names_are_chosen_in_the_order_of_the_data_set(cache
 def test_a_label_map_says_which_class_is_which(cache):
     publish(cache, NAME, OLD)
     model = load()
-    label_map = {"hen": SYNSETS[8], "tench": 0}
+    label_map = {"hen": f" {SYNSETS[8]}\u00a0", "tench": 0}
     chosen = pretrained.with_classes(model, ["hen", SYNSETS[5], "tench"], label_map, "x").eval()
     assert torch.allclose(chosen(IMAGES), model(IMAGES)[:, [8, 5, 0]], atol=1e-6)
     for name, value in model.network.state_dict().items():
         if not name.startswith("head."):
             assert torch.equal(value, chosen.network.state_dict()[name])
+
+
+def test_a_label_map_names_classes_as_people_read_them():
+    settings = PretrainSettings(weights="x", label_map={"cafe\u0301 ": 1})
+    assert settings.label_map == {"caf\xe9": 1}
+    with pytest.raises(ValueError, match=r"U\+200B ZERO WIDTH SPACE, which cannot be seen"):
+        PretrainSettings(weights="x", label_map={"cafe\u200b": 1})
+    with pytest.raises(ValueError, match="two of its names read the same; remove one of them"):
+        PretrainSettings(weights="x", label_map={"cafe": 1, "cafe ": 2})
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from trainer import limits
 from trainer.base_models import Fraction, NonNegative, NonNegativeFloat, Positive, Section, nearest
 from trainer.evidence import EvidenceSettings
 from trainer.graph import STAGES
@@ -463,6 +464,14 @@ class PretrainSettings(WeightsSettings, LoadingSettings):
     """Masked-autoencoder pretraining."""
     finetune: FinetuneSettings = FinetuneSettings()
     """Supervised fine-tuning."""
+
+    @field_validator("label_map")
+    @classmethod
+    def _is_read_as_classes_are(cls, value: Mapping[str, ClassReference]) -> Mapping[str, ClassReference]:
+        named = {limits.class_name(name): reference for name, reference in value.items()}
+        if len(named) < len(value):
+            raise ValueError("two of its names read the same; remove one of them")
+        return named
 
     @model_validator(mode="after")
     def _weights_fit(self) -> Self:

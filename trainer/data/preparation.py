@@ -103,6 +103,8 @@ def prepare(
     tags = read_tags(settings, listing)
     if settings.test_from == "val":
         listing = _with_test(listing, settings)
+    for remark in listing.remarks:
+        logger.warning("prepare: %s", remark)
     processes = processes or min(usable_cores(), math.ceil(len(listing.items) / IMAGES_PER_PROCESS))
     with _open_cache(settings, directory, cache_uri) as cache:
         outcomes = _decode_all(listing, settings, cache, processes)

@@ -289,9 +289,11 @@ def test_a_manifest_that_is_missing_or_no_text(tmp_path: Path) -> None:
 # hub
 
 
-def table(labels: list[int | None], *, images: str = "image", label: str = "label") -> datasets.Dataset:
+def table(
+    labels: list[int | None], *, images: str = "image", label: str = "label", names: tuple[str, ...] = ("b", "a")
+) -> datasets.Dataset:
     rows = {images: [{"bytes": f"file {row}".encode(), "path": None} for row in range(len(labels))], label: labels}
-    kinds = datasets.Features({images: datasets.Image(), label: datasets.ClassLabel(names=["b", "a"])})
+    kinds = datasets.Features({images: datasets.Image(), label: datasets.ClassLabel(names=[*names])})
     return datasets.Dataset.from_dict(rows, features=kinds)
 
 
@@ -334,6 +336,22 @@ def test_a_saved_data_set_with_lists_of_labels(tmp_path: Path) -> None:
     table([1, 0]).save_to_disk(str(tmp_path / "one"))
     with pytest.raises(DataError, match="needs one column of kind lists of ClassLabel"):
         list_source(f"hub:{tmp_path}/one", multi_label=True)
+
+
+def test_the_classes_of_a_saved_table_have_the_names_that_people_read(tmp_path: Path) -> None:
+    table([1, 0], names=("cafe\u0301", " Dog")).save_to_disk(str(tmp_path / "saved"))
+    assert list_source(f"hub:{tmp_path}/saved").classes == ("caf\xe9", "Dog")
+    table([1, 0], names=("Cat", "cat")).save_to_disk(str(tmp_path / "case"))
+    listing = list_source(f"hub:{tmp_path}/case")
+    (note,) = listing.notes
+    assert note.startswith("Names of classes that read alike: 'Cat' and 'cat'. Each is a class of its own")
+    assert listing.remarks == listing.notes
+    table([1, 0], names=("cat", "cat ")).save_to_disk(str(tmp_path / "space"))
+    with pytest.raises(DataError, match="the classes 'cat' and 'cat ' read the same; give them one label"):
+        list_source(f"hub:{tmp_path}/space")
+    table([1, 0], names=("cat\u200b", "dog")).save_to_disk(str(tmp_path / "unseen"))
+    with pytest.raises(DataError, match=r"hub data set .*unseen: .*U\+200B ZERO WIDTH SPACE"):
+        list_source(f"hub:{tmp_path}/unseen")
 
 
 def test_a_single_saved_table_is_train_and_a_path_is_read(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import importlib.metadata
 import io
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from PIL import Image
@@ -29,6 +30,7 @@ from trainer.data.sources.image_folder import ImageFolder
 from trainer.data.sources.image_manifest import ImageManifest
 from trainer.data.sources.source import ImageSource, Item, SourceListing, UnknownVersionError, expand_home, read_file
 from trainer.errors import DataError, SettingsError
+from trainer.formatting import listed
 from trainer.served_student.class_tags import NAMED
 
 __all__ = ["ImageSource", "Item", "SourceListing", "expand_home", "list_source", "read_file", "source_version"]
@@ -99,6 +101,9 @@ def list_source(source: str, *, outside: Outside = "refuse", multi_label: bool =
         raise DataError(
             f"data.source={source}: none of its {len(listing.items)} images has a label; put them into a folder per class, or add labels"
         )
+    if alike := [" and ".join(map(repr, names)) for names in limits.look_alikes(listing.classes)]:
+        remark = f"Names of classes that read alike: {listed(alike, 5)}. Each is a class of its own; give those one name that are one."
+        listing = replace(listing, notes=(*listing.notes, remark), remarks=(*listing.remarks, remark))
     return listing
 
 

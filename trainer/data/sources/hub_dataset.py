@@ -39,7 +39,7 @@ class HubDataset(ImageSource):
             kinds = {name: one.feature for name, one in columns.items() if isinstance(one, datasets.List)}
             usual, of = "labels", "lists of "
         label_column = self._one_column(kinds, datasets.ClassLabel, usual, of=of)
-        classes = tuple(map(limits.printable_name, kinds[label_column].names))
+        classes = self._classes(kinds[label_column].names)
         members: dict[str, list[tuple[int, ...] | None]] = {}
         for name, split in used.items():
             table, has_labels = tables[name], split != "unlabeled"
@@ -58,17 +58,33 @@ class HubDataset(ImageSource):
         raw = {
             name: table.cast_column(image_column, datasets.Image(decode=False)) for name, table in columns_of.items()
         }
+        notes = tuple(
+            f"Split {name} ({len(table)} images) is none of train, val, test and unlabeled, and was not used."
+            for name, table in tables.items()
+            if name not in used
+        )
         return SourceListing(
             items=[item for name, split in used.items() for item in self._items(name, split, members[name], numbers)],
             classes=classes,
             label_sets=(*numbers,) if self.multi_label else None,
             read=partial(_read_row, tables=raw, column=image_column, folders=self._folders()),
-            notes=tuple(
-                f"Split {name} ({len(table)} images) is none of train, val, test and unlabeled, and was not used."
-                for name, table in tables.items()
-                if name not in used
-            ),
+            notes=notes,
+            remarks=notes,
         )
+
+    def _classes(self, given: Sequence[str]) -> tuple[str, ...]:
+        try:
+            classes = tuple(map(limits.class_name, given))
+        except ValueError as error:
+            raise DataError(f"hub data set {self.name}: {error} in the label column's names") from error
+        first: dict[str, str] = {}
+        for name, text in zip(classes, given, strict=True):
+            if first.setdefault(name, text) != text:
+                raise DataError(
+                    f"hub data set {self.name}: the classes {first[name]!a} and {text!a} read the same; give them one label, "
+                    "or different names, save the data set, and give that folder"
+                )
+        return classes
 
     def _members(self, name: str, labels: Iterable[Any], classes: int) -> list[tuple[int, ...] | None]:
         """Return the classes of each image of a split, None where they are not known."""

@@ -57,6 +57,7 @@ class SourceListing:
     label_sets: tuple[tuple[int, ...], ...] | None = None  # as `DatasetDescription.label_sets`
     read: Callable[[str], bytes]  # location -> the file's bytes; can be pickled for another process; raises OSError
     notes: tuple[str, ...] = ()  # what was left out, for the data card
+    remarks: tuple[str, ...] = ()  # what was left out, taken together or is doubtful, with examples, for the log
     groups: tuple[str, ...] = ()  # folders above each class's own, joined by /, by label; none without folders
 
     @cached_property
