@@ -15,6 +15,11 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
+def exact(value: object) -> str:
+    """Write a value of a table of classes as it stands there; a number in all its digits, `12345.67` and `2`."""
+    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
 def percent(share: float) -> str:
     """Format a share from 0 to 1: `3.4 %`, `62 %`."""
     value = 100 * share

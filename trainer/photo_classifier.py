@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from trainer import artifacts, limits, storage, tracking
 from trainer.errors import ArtifactError, ModelError, SettingsError
 from trainer.formatting import aligned
+from trainer.formatting import exact as _shown
 from trainer.graph import STUDENT
 from trainer.prediction import Prediction, predictions
 from trainer.served_student.class_tags import TAGS, ClassTags
@@ -281,7 +282,3 @@ def lines(prediction: Prediction) -> list[str]:
             rows.append(("answer", f"{answer} ({prediction.confidence:.1%})"))
         rows += [(name, _shown(value)) for name, value in known if value is not None]
     return aligned(rows)
-
-
-def _shown(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)

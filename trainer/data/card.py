@@ -120,7 +120,7 @@ def _known(tags: ClassTags) -> PageSection:
     for index, path in enumerate(tags.paths[:ROWS]):
         groups = [formatting.isolated(limits.cut(" / ".join(path[:-1]), CELL))] if tags.parents else []
         values = (values[index] for values in attributes.values())
-        shown = (value if isinstance(value, float) else limits.cut(value or "", CELL) for value in values)
+        shown = ("" if value is None else limits.cut(formatting.exact(value), CELL) for value in values)
         rows.append((path[-1], *groups, *shown))
     headers = ["class", *(["groups"] if tags.parents else []), *attributes]
     left_out = {"classes": len(tags.labels) - len(rows), "attributes": len(tags.attributes) - len(attributes)}

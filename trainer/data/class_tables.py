@@ -10,18 +10,18 @@ decoded.
 
 from __future__ import annotations
 
-import csv
-import io
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from decimal import Decimal
 
 from trainer import limits
 from trainer.artifacts import digest
 from trainer.base_models import nearest
 from trainer.config import BUNDLED, FOLDERS, RECIPES, DataSettings
-from trainer.data.sources import SourceListing, expand_home, read_file
-from trainer.errors import DataError, ObjectTooLargeError, StorageError
+from trainer.data.sources import SourceListing, expand_home
+from trainer.data.sources.table_file import TableFile, TableRow, class_name, folded
+from trainer.errors import DataError
 from trainer.served_student.class_tags import (
     ANSWER,
     CONFIDENCE,
@@ -31,8 +31,15 @@ from trainer.served_student.class_tags import (
     columns_of_predictions,
 )
 
-_NUMBER = re.compile(r"[+-]?([0-9]{1,20}(\.[0-9]{0,20})?|\.[0-9]{1,20})([eE][+-]?[0-9]{1,2})?")
-"""What is read as a number: never one that is infinite or none."""
+logger = logging.getLogger(__name__)
+
+_NUMBER = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]+)?|\.[0-9]+)([eE][+-][0-9]{1,3})?")
+"""How numbers are written: without zeros or a plus sign in front, or an exponent without a sign, as codes may have them (`0401`, `1E5`)."""
+_DIGITS = 15  # a whole number with more is not exact in every program
+_LONG = re.compile("[0-9]{8,}")
+"""Whole numbers that are codes where all values of a column are: EAN, UPC, telephone numbers, dates."""
+_UNKNOWN = frozenset({"nan", "n/a", "na", "none", "null", "nil", "-", "--", "?", "unknown", "inf", "#n/a"})
+"""What stands in a cell for a number that is not known."""
 _SHOWN = 5  # most names in a message
 
 
@@ -68,7 +75,7 @@ def tables_version(settings: DataSettings) -> str:
         DataError: a table cannot be read.
     """
     named = {"attributes": settings.attributes, "hierarchy": settings.hierarchy}
-    contents = {name: _text(f"data.{name}", file) for name, file in named.items() if file and file != FOLDERS}
+    contents = {name: _table(f"data.{name}", file).text for name, file in named.items() if file and file != FOLDERS}
     return digest(contents) if contents else ""
 
 
@@ -76,8 +83,7 @@ def tables_version(settings: DataSettings) -> str:
 # Files
 
 
-def _text(setting: str, file: str) -> str:
-    """Read a table; a byte-order mark, as spreadsheets write it, is dropped."""
+def _table(setting: str, file: str) -> TableFile:
     name, location = f"{setting}={file}", expand_home(file)
     if file.startswith(BUNDLED):
         known = sorted(path.name for path in RECIPES.glob("*.csv"))
@@ -87,57 +93,25 @@ def _text(setting: str, file: str) -> str:
                 f"{name}: this package brings no such table{nearest(bundled, known)}; it has {', '.join(known)}"
             )
         location = str(RECIPES / bundled)
-    try:
-        return read_file(location, limits.TABLE_BYTES).decode("utf-8-sig")
-    except FileNotFoundError as error:
-        raise DataError(f"{name}: there is no such file; check the path") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{name}: is not UTF-8 ({error}); save it as UTF-8 text") from error
-    except ObjectTooLargeError as error:
-        raise DataError(
-            f"{name}: has more than {limits.TABLE_BYTES:,} bytes, so it is no table of classes; check the path"
-        ) from error
-    except (OSError, StorageError) as error:
-        raise DataError(f"{name}: cannot be read ({error}); check the path and the right to read it") from error
+    return TableFile.read(name, location, limits.TABLE_BYTES)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Line:
-    """A line of a table."""
-
-    number: int
-    cells: Sequence[str]
-
-
-def _lines(setting: str, file: str) -> Iterator[_Line]:
-    """Yield the lines that are not empty, the headings first, each with as many cells as there are headings."""
-    reader = csv.reader(io.StringIO(_text(setting, file), newline=""), strict=True)
-    width = 0
-    try:
-        for row in reader:
-            cells = [limits.printable_name(cell.strip()) for cell in row]
-            where = f"{setting}={file}, line {reader.line_num}"
-            if not any(cells):
-                continue
-            if not width and len(cells) == 1 and {";", "\t"} & set(row[0]):
-                raise DataError(
-                    f"{where}: has no comma, and is {limits.cut(cells[0], 200)!r}; save the table with commas between its columns"
-                )
-            width = width or len(cells)
-            if len(cells) != width:
-                raise DataError(
-                    f"{where}: has {len(cells)} values, but there are {width} columns; quote a value that has commas"
-                )
-            longest = max(cells, key=len)
-            if len(longest) > limits.CELL_CHARACTERS:
-                raise DataError(
-                    f"{where}: {limits.cut(longest, 40)!r} has more than {limits.CELL_CHARACTERS:,} characters; shorten it"
-                )
-            yield _Line(number=reader.line_num, cells=cells)
-    except csv.Error as error:
-        raise DataError(f"{setting}={file}, line {reader.line_num}: {error}; mend the line") from error
+def _lines(table: TableFile) -> Iterator[TableRow]:
+    """Yield the lines below the headings, each with as many cells as there are headings."""
+    width = len(table.headings)
     if not width:
-        raise DataError(f"{setting}={file}: is empty; give a table with a line of headings and a line for each class")
+        raise DataError(f"{table.name}: is empty; give a table with a line of headings and a line for each class")
+    for row in table.rows():
+        where = f"{table.name}, line {row.line}"
+        cells = row.cells
+        if len(cells) != width:
+            raise DataError(f"{where}: has {len(cells)} values, but there are {width} columns; add what is missing")
+        longest = max(cells, key=len)
+        if len(longest) > limits.CELL_CHARACTERS:
+            raise DataError(
+                f"{where}: {limits.cut(longest, 40)!r} has more than {limits.CELL_CHARACTERS:,} characters; shorten it"
+            )
+        yield row
 
 
 def _some(names: Sequence[str]) -> str:
@@ -145,22 +119,21 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:_SHOWN])) + more
 
 
-def _by_name(table: str, lines: Iterable[_Line], column: int) -> dict[str, _Line]:
+def _by_name(table: str, lines: Iterable[TableRow], column: int) -> dict[str, TableRow]:
     """Return the lines of a table below its headings by the name in one of their columns, which each has once."""
-    by_name: dict[str, _Line] = {}
+    by_name: dict[str, TableRow] = {}
     for line in lines:
-        key = line.cells[column]
+        where = f"{table}, line {line.line}"
+        key = class_name(where, line.cells[column])
         if not key:
-            raise DataError(f"{table}, line {line.number}: has no class; write its name, or remove the line")
+            raise DataError(f"{where}: has no class; write its name, or remove the line")
         if first := by_name.get(key):
-            raise DataError(
-                f"{table}, line {line.number}: {key!r} has a line already, line {first.number}; remove one of them"
-            )
+            raise DataError(f"{where}: {key!r} has a line already, line {first.line}; remove one of them")
         by_name[key] = line
     return by_name
 
 
-def _check_names(table: str, lines: Mapping[str, _Line], names: Sequence[str], classes: Sequence[str]) -> None:
+def _check_names(table: str, lines: Mapping[str, TableRow], names: Sequence[str], classes: Sequence[str]) -> None:
     """Make sure that these names, of lines, are those of the classes."""
     without = f"{table.partition('=')[0]}="  # a recipe may name a table that is not of the user's images
     known = set(classes)
@@ -168,7 +141,7 @@ def _check_names(table: str, lines: Mapping[str, _Line], names: Sequence[str], c
     if unknown:
         more = f"; nor are {_some(unknown[1:])}" if len(unknown) > 1 else ""
         raise DataError(
-            f"{table}, line {lines[unknown[0]].number}: {unknown[0]!r} is no class of the images{nearest(unknown[0], classes)}{more}; "
+            f"{table}, line {lines[unknown[0]].line}: {unknown[0]!r} is no class of the images{nearest(unknown[0], classes)}{more}; "
             f"correct the name, remove the line, or leave the table out ({without})"
         )
     missing = [name for name in classes if name not in lines]
@@ -187,9 +160,9 @@ def _attributes(settings: DataSettings, classes: Sequence[str] | None) -> dict[s
 
     These have to be those of the table. Where they are not known yet (None), the table alone is checked, and nothing comes back.
     """
-    table = f"data.attributes={settings.attributes}"
-    first, *lines = _lines("data.attributes", settings.attributes)
-    headings = first.cells[1:]
+    file = _table("data.attributes", settings.attributes)
+    table, lines = file.name, list(_lines(file))
+    headings = [limits.printable_name(heading) for heading in file.headings[1:]]
     taken = columns_of_predictions(several=settings.multi_label)
     if not headings:
         raise DataError(
@@ -204,12 +177,10 @@ def _attributes(settings: DataSettings, classes: Sequence[str] | None) -> dict[s
             raise DataError(
                 f"{table}: an attribute is named {heading!r}, as another column of the predictions is; rename it"
             )
-        if heading in headings[: position - 2]:
-            raise DataError(f"{table}: two columns are named {heading!r}; rename or remove one of them")
     by_name = _by_name(table, lines, 0)
     if not lines:
         raise DataError(f"{table}: has no line below its headings; add one for each class")
-    columns = {heading: _column(table, heading, column, lines) for column, heading in enumerate(headings, start=1)}
+    columns = {heading: _column(table, heading, column, by_name) for column, heading in enumerate(headings, start=1)}
     if classes is None:
         return {}
     _check_names(table, by_name, [*by_name], classes)
@@ -219,21 +190,32 @@ def _attributes(settings: DataSettings, classes: Sequence[str] | None) -> dict[s
     return {heading: tuple(values[name] for name in classes) for heading, values in columns.items()}
 
 
-def _column(table: str, heading: str, column: int, lines: Sequence[_Line]) -> dict[str, Value]:
-    """Read an attribute's value of each class."""
-    given = [line for line in lines if line.cells[column]]
-    numbers = [line for line in given if _NUMBER.fullmatch(line.cells[column])]
-    if not given:
+def _column(table: str, heading: str, column: int, by_name: Mapping[str, TableRow]) -> dict[str, Value]:
+    """Read an attribute's value of each class: numbers where all are written as numbers are, else texts."""
+    given = {name: row for name, row in by_name.items() if row.cells[column]}
+    values = {name: limits.printable_name(row.cells[column]) for name, row in given.items()}
+    if not values:
         raise DataError(f"{table}: the column {heading!r} is empty; fill it, or remove it")
-    if numbers and len(numbers) < len(given):
-        text = next(line for line in given if not _NUMBER.fullmatch(line.cells[column]))
-        raise DataError(
-            f"{table}: the column {heading!r} has numbers, such as {numbers[0].cells[column]!r} in line {numbers[0].number}, and "
-            f"texts, such as {limits.cut(text.cells[column], 40)!r} in line {text.number}; write numbers like 1.5 in all lines, or "
-            "texts in all, and leave what is not known empty"
-        )
-    read: dict[str, Value] = {line.cells[0]: None for line in lines}
-    return read | {line.cells[0]: float(line.cells[column]) if numbers else line.cells[column] for line in given}
+    read: dict[str, Value] = dict.fromkeys(by_name)
+    others = [name for name, value in values.items() if not _is_number(value)]
+    if not others and not all(_LONG.fullmatch(value) for value in values.values()):
+        return read | {name: float(value) for name, value in values.items()}
+    if len(others) < len(values):  # some look like numbers
+        name = next(iter(others or values))
+        value, where = limits.cut(values[name], 40), f"{table}, line {given[name].line}"
+        if {values[other].casefold() for other in others} <= _UNKNOWN and others:
+            raise DataError(
+                f"{where}: the column {heading!r} has numbers, but {value!r} here; leave a cell empty where it is not known"
+            )
+        why = "is not written as a number is" if others else "is a code rather than a number, as are the others"
+        logger.warning("%s: %r %s, so the column %r is text", where, value, why, heading)
+    return read | values
+
+
+def _is_number(text: str) -> bool:
+    """Whether a text is a number, which is the same text again but for zeros at its end: `1.50`, and neither `0401` nor `1E5`."""
+    digits = text.lstrip("-").partition(".")[0]
+    return bool(_NUMBER.fullmatch(text)) and len(digits) <= _DIGITS and Decimal(text) == Decimal(repr(float(text)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -245,21 +227,22 @@ def _parents(file: str, classes: Sequence[str] | None) -> dict[str, str]:
 
     The lowest names have to be the classes; where these are not known yet (None), the table alone is checked.
     """
-    table = f"data.hierarchy={file}"
-    headings, *lines = _lines("data.hierarchy", file)
-    if sorted(headings.cells) != ["class", "parent"]:
+    given = _table("data.hierarchy", file)
+    table, lines = given.name, list(_lines(given))
+    headings = [folded(heading) for heading in given.headings]
+    if sorted(headings) != ["class", "parent"]:
         raise DataError(
-            f"{table}: its first line must be class,parent, but is {limits.cut(','.join(headings.cells), 200)!r}"
+            f"{table}: its first line must be class,parent, but is {limits.cut(','.join(given.headings), 200)!r}"
         )
-    child, parent = headings.cells.index("class"), headings.cells.index("parent")
+    child, parent = headings.index("class"), headings.index("parent")
     by_name = _by_name(table, lines, child)
     for line in lines:
         if not line.cells[parent]:
             raise DataError(
-                f"{table}, line {line.number}: {line.cells[child]!r} has no parent; write the group above it, or remove the line "
+                f"{table}, line {line.line}: {line.cells[child]!r} has no parent; write the group above it, or remove the line "
                 "of a topmost group"
             )
-    parents = {name: line.cells[parent] for name, line in by_name.items()}
+    parents = {name: class_name(f"{table}, line {line.line}", line.cells[parent]) for name, line in by_name.items()}
     for name, line in by_name.items():
         path = [name]
         while path[-1] in parents and len(path) <= LEVELS:
@@ -267,13 +250,13 @@ def _parents(file: str, classes: Sequence[str] | None) -> dict[str, str]:
             if above in path:
                 circle = [*path[path.index(above) :], above]
                 raise DataError(
-                    f"{table}, line {by_name[above].number}: {' lies in '.join(map(repr, circle[: _SHOWN + 1]))}, which "
+                    f"{table}, line {by_name[above].line}: {' lies in '.join(map(repr, circle[: _SHOWN + 1]))}, which "
                     "is a circle; each name stands for one class or group, so give the group another name"
                 )
             path.append(above)
         if len(path) > LEVELS:
             raise DataError(
-                f"{table}, line {line.number}: {name!r} lies below more than {LEVELS - 1} groups; leave some out"
+                f"{table}, line {line.line}: {name!r} lies below more than {LEVELS - 1} groups; leave some out"
             )
     if classes is None:
         return parents
@@ -281,7 +264,7 @@ def _parents(file: str, classes: Sequence[str] | None) -> dict[str, str]:
     for name in classes:
         if name in below:
             raise DataError(
-                f"{table}, line {by_name[below[name]].number}: {below[name]!r} lies in {name!r}, which is a class itself; a name "
+                f"{table}, line {by_name[below[name]].line}: {below[name]!r} lies in {name!r}, which is a class itself; a name "
                 "stands for one level only, so give the group another name"
             )
     _check_names(table, by_name, [name for name in parents if name not in below], classes)

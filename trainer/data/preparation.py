@@ -54,9 +54,10 @@ from trainer.data.decode_cache import DecodeCache, Outcome
 from trainer.data.near_duplicates import NearDuplicates
 from trainer.data.sources import Item, SourceListing, list_source
 from trainer.errors import DataError, ObjectTooLargeError, writing_to
+from trainer.formatting import listed
 from trainer.host import usable_cores
 from trainer.served_student import preprocessing
-from trainer.served_student.class_tags import TAGS
+from trainer.served_student.class_tags import TAGS, ClassTags
 from trainer.served_student.preprocessing import BadImageError, Square
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,9 @@ _DECIDING = {
     *("min_images_per_class", "max_bad_fraction", "attributes", "hierarchy", "multi_label"),
 }
 """Settings about which decoded images are kept where, and what is known of classes; not about how images are decoded."""
+
+_MISSING = "no such file"
+"""Reason of an image that is not where the source says."""
 
 Read: TypeAlias = Callable[[str], bytes]
 DecodedChunk: TypeAlias = tuple[list[Outcome], bool]  # and whether an earlier attempt has decoded it
@@ -101,6 +105,8 @@ def prepare(
     """
     listing = list_source(settings.source, outside=settings.outside, multi_label=settings.multi_label)
     tags = read_tags(settings, listing)
+    if tags is not None and tags.attributes:
+        _say_attributes(tags)
     if settings.test_from == "val":
         listing = _with_test(listing, settings)
     for remark in listing.remarks:
@@ -115,7 +121,7 @@ def prepare(
         bad = [outcome for outcome in outcomes if isinstance(outcome, Quarantined)]
         quarantined = sorted(bad + contradicting, key=lambda one: one.name)
         _write_json(directory / QUARANTINE, map(asdict, quarantined))
-        _check_quarantined(quarantined, len(listing.items), settings, directory / QUARANTINE)
+        _check_quarantined(quarantined, listing, settings, directory / QUARANTINE)
         kept, dropped = curation.drop_copies(candidates)
         _write_json(directory / DROPPED, map(asdict, dropped))
         curation.check_classes(kept, listing.classes, settings, listing.members)
@@ -150,6 +156,16 @@ def prepare(
         "leakage": leakage,
         "near_duplicates": len(near.pairs),
     }
+
+
+def _say_attributes(tags: ClassTags) -> None:
+    numbers = [name for name in tags.attributes if tags.is_number(name)]
+    texts = [name for name in tags.attributes if name not in numbers]
+    logger.info("prepare: attributes that are numbers: %s; texts: %s", _named(numbers), _named(texts))
+
+
+def _named(names: Sequence[str]) -> str:
+    return listed(names, 20) or "none"
 
 
 def _with_test(listing: SourceListing, settings: DataSettings) -> SourceListing:
@@ -316,7 +332,7 @@ def _read(item: Item, read: Read) -> bytes:
     try:
         return read(item.location)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise BadImageError("no such file") from error
+        raise BadImageError(_MISSING) from error
     except ObjectTooLargeError as error:
         raise BadImageError(f"too large: more than {limits.IMAGE_BYTES:,} bytes") from error
     except (PermissionError, IsADirectoryError) as error:
@@ -331,16 +347,34 @@ def _read(item: Item, read: Read) -> bytes:
 # Deciding
 
 
-def _check_quarantined(quarantined: Sequence[Quarantined], total: int, settings: DataSettings, file: Path) -> None:
-    if len(quarantined) / total <= settings.max_bad_fraction:
+def _check_quarantined(
+    quarantined: Sequence[Quarantined], listing: SourceListing, settings: DataSettings, file: Path
+) -> None:
+    if not quarantined:
         return
     kinds = Counter(one.reason.split(":")[0] for one in quarantined)
-    examples = {one.reason.split(":")[0]: one.name for one in reversed(quarantined)}
-    reasons = "; ".join(f"{count} {kind}, such as {examples[kind]}" for kind, count in kinds.most_common(5))
-    raise DataError(
-        f"{len(quarantined)} of {total} images are bad ({len(quarantined) / total:.1%}), more than data.max_bad_fraction="
-        f"{settings.max_bad_fraction:g} allows: {reasons}. All are listed in {file}; mend or remove them, or raise the limit"
-    )
+    examples = {one.reason.split(":")[0]: one for one in reversed(quarantined)}
+    places = {item.name: item.location for item in listing.items} if _MISSING in kinds else {}
+    reasons = []
+    for kind, images in kinds.most_common(5):
+        name, detail = examples[kind].name, examples[kind].reason.partition(":")[2].strip()
+        if kind == _MISSING:
+            detail = f"looked for at {_absolute(places[name])}" if name in places else ""
+            if settings.source.startswith("manifest:"):
+                detail += "; relative paths start at the folder of the list, with / between folders" * bool(detail)
+        reasons.append(f"{images} {kind}, such as {name}{f' ({limits.cut(detail, 300)})' if detail else ''}")
+    total, share = len(listing.items), len(quarantined) / len(listing.items)
+    found = f"{len(quarantined)} of {total} images are bad ({share:.1%})"
+    if share > settings.max_bad_fraction:
+        raise DataError(
+            f"{found}, more than data.max_bad_fraction={settings.max_bad_fraction:g} allows: {'; '.join(reasons)}. All are listed in "
+            f"{file}; mend or remove them, or raise the limit"
+        )
+    logger.warning("prepare: %s and left out: %s. All are listed in %s", found, "; ".join(reasons), file)
+
+
+def _absolute(location: str) -> str:
+    return location if storage.is_remote(location) else str(storage.local_path(location).absolute())
 
 
 def _split(

@@ -139,11 +139,11 @@ def test_near_duplicates_are_shown_side_by_side_the_nearest_ones_first() -> None
 def test_what_is_known_of_the_classes() -> None:
     tags = ClassTags(
         labels=("apple", EVIL),
-        attributes={"energy": (52.0, None), "allergens": ("none", EVIL)},
+        attributes={"energy": (12345.67, None), "allergens": ("none", EVIL)},
         parents={"apple": "fruit", EVIL: "drinks", "fruit": "food", "drinks": "food"},
     )
     table = [[html.unescape(cell) for cell in row] for row in rows(data_card(**content(tags=tags)))]
-    assert ["apple", formatting.isolated("food / fruit"), "52", "none"] in table
+    assert ["apple", formatting.isolated("food / fruit"), "12345.67", "none"] in table
     assert [EVIL, formatting.isolated("food / drinks"), "", EVIL] in table
     assert EVIL not in data_card(**content(tags=tags))
     assert "What is known of the classes" not in data_card(**content())

@@ -63,6 +63,58 @@ def test_folders_are_groups(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (("1.50", "2", "12345.67"), (1.5, 2.0, 12345.67)),
+        (("-1", ".5", "0"), (-1.0, 0.5, 0.0)),
+        (("1e-05", "0.30000000000000004", "6.02E+23"), (1e-05, 0.1 + 0.2, 6.02e23)),
+        (("999999999999999", "1", ""), (999999999999999.0, 1.0, None)),
+        (("0401", "0402", "4011"), "text"),
+        (("1E5", "12", "34"), "text"),
+        (("+4930", "12", "34"), "text"),
+        (("1000000000000000", "1", "2"), "text"),
+        (("0.12345678901234567890", "1", "2"), "text"),
+        (("4006381333931", "96385074", "012345678905"), "text"),
+        (("4006381333931", "9638507400000", "7612345678900"), "text"),
+        (("1,50", "2", "3"), "text"),
+        (("52", "58 kcal", "61"), "text"),
+        (("5%", "6%", "7%"), "text"),
+        (("A12", "1234", "none"), "text"),
+        (("1e400", "2", "3"), "text"),
+        (("9" * 400, "2", "3"), "text"),
+    ],
+)
+def test_an_attribute_is_a_number_where_every_value_is_the_same_again(tmp_path, caplog, values, expected):
+    lines = "".join(f'{name},"{value}"\n' for name, value in zip(CLASSES, values, strict=True))
+    tags = read_tags(settings(attributes=written(tmp_path, f"food,x\n{lines}")), listing())
+    assert tags is not None
+    assert tags.attributes["x"] == (values if expected == "text" else expected)
+    looks_like_a_number = expected == "text" and "5%" not in values
+    assert ("so the column 'x' is text" in caplog.text) == looks_like_a_number
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_semicolons_and_tabs_are_recognized(tmp_path, separator):
+    attributes = 'food|"weight, g"\ngala|1,5\ngranny|2,25\nkiwi|\n'.replace("|", separator)
+    groups = HIERARCHY.replace("class,parent", " CLASS,Parent").replace(",", separator)
+    given = settings(attributes=written(tmp_path, attributes), hierarchy=written(tmp_path, groups, "groups.csv"))
+    tags = read_tags(given, listing())
+    assert tags is not None
+    assert tags.attributes == {"weight, g": ("1,5", "2,25", None)}
+    assert tags.paths[0] == ("fruit", "apple", "gala")
+
+
+def test_classes_are_compared_as_people_read_them(tmp_path):
+    composed, decomposed = "caf\u00e9 au lait", "cafe\u0301  au lait "
+    text = f"food,energy\n{decomposed},1\ngala,2\n"
+    tags = read_tags(settings(attributes=written(tmp_path, text)), listing(classes=(composed, "gala")))
+    assert tags is not None
+    assert tags.attributes == {"energy": (1.0, 2.0)}
+    with pytest.raises(DataError, match="line 3: 'caf\u00e9 au lait' has a line already, line 2"):
+        read_tags(settings(attributes=written(tmp_path, f"food,energy\n{decomposed},1\n{composed},2\n")), None)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "is empty; give a table with a line of headings"),
@@ -77,15 +129,19 @@ def test_folders_are_groups(tmp_path):
         ("food,energy\n,1\n", "line 2: has no class; write its name"),
         ("food,energy\ngala,1,2\n", "line 2: has 3 values, but there are 2 columns; quote a value that has commas"),
         ("food,energy\ngala,1\ngranny\n", "line 3: has 1 values, but there are 2 columns"),
-        ("food,energy\ngala,52\ngranny,58 kcal\nkiwi,61\n", "has numbers, such as '52' in line 2, and texts, such as '58 kcal' in line 3"),
-        ('food,energy\ngala,"1,5"\ngranny,2\nkiwi,61\n', "such as '1,5' in line 2; write numbers like 1.5"),
-        ("food,energy\ngala,nan\ngranny,2\nkiwi,61\n", "and texts, such as 'nan' in line 2"),
-        (f"food,energy\ngala,2\ngranny,{'9' * 400}\nkiwi,61\n", r"and texts, such as '9{40}\.\.\. .*' in line 3"),
+        ("food,energy\ngala,57\ngranny,n/a\nkiwi,61\n", "line 3: the column 'energy' has numbers, but 'n/a' here; leave a cell empty"),
+        ("food,energy\ngala,nan\ngranny,2\nkiwi,61\n", "line 2: .* but 'nan' here"),
+        ("food,energy, Energy\ngala,1,2\n", "two columns are named 'energy' and 'Energy'; rename"),
         ("food,energy,fat\ngala,1,\ngranny,2,\nkiwi,3,\n", "the column 'fat' is empty; fill it, or remove it"),
-        ("food;energy\ngala;1\n", "line 1: has no comma, and is 'food;energy'; save the table with commas between its columns"),
-        ("food\tenergy\ngala\t1\n", "line 1: has no comma, and is 'food.+energy'; save the table with commas"),
-        ('food,energy\ngala,"1\n', "line 2: unexpected end of data; mend the line"),
-        (b"food,energy\ng\xe2la,1\n", "is not UTF-8 .*; save it as UTF-8 text"),
+        ("sep=;\nfood;energy\ngala;1\n", "column 2 has no heading"),
+        ('food,energy\ngala,"1\n', "line 2: a quote is opened that nothing closes; mend its quotes"),
+        ('food,energy\ngala,"1\ngranny,2\nkiwi,3"\n', "line 2: a quoted value goes on to line 4 and holds what look like lines"),
+        ('food,energy\ngala,"1"2\n', "line 2: ',' expected after '\"'; mend its quotes"),
+        ("food,energy\n\u200bgala,1\n", r"line 2: the name of a class has the character U\+200B ZERO WIDTH SPACE"),
+        (ATTRIBUTES.encode("utf-16"), "looks like UTF-16; save it as UTF-8 text"),
+        (ATTRIBUTES.encode("utf-16-le"), "looks like UTF-16"),
+        (b"PK\x03\x04\x14\0", "is an Excel workbook or another zip archive, not text; export it as CSV"),
+        (b"food,energy\ng\xe2la,1\n", r"line 2: is not UTF-8 \(byte 0xe2\), but probably Latin-1 .*; save it as UTF-8 text"),
         (f"food,energy\ngala,{'x' * 1001}\n", "line 2: 'x+... .* has more than 1,000 characters; shorten it"),
         (f"food,{','.join(f'a{n}' for n in range(101))}\n", "has 101 attributes, more than 100; remove some"),
     ],
@@ -113,7 +169,6 @@ def test_a_table_of_attributes_of_other_classes_is_refused(tmp_path, text, messa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("class;parent\ngala;apple\n", "line 1: has no comma, and is 'class;parent'; save the table with commas"),
         ("class,group\ngala,apple\n", "its first line must be class,parent, but is 'class,group'"),
         ("class,parent\ngala,\n", "line 2: 'gala' has no parent; write the group above it"),
         ("class,parent\ngala,apple\ngala,fruit\n", "line 3: 'gala' has a line already, line 2"),
@@ -168,12 +223,12 @@ def test_the_column_of_several_labels_is_no_attribute(tmp_path):
 
 
 def test_a_file_that_is_none_is_named(tmp_path, monkeypatch):
-    with pytest.raises(DataError, match=r"data\.attributes=.*nowhere\.csv: there is no such file; check the path"):
+    with pytest.raises(DataError, match=r"data\.attributes=.*nowhere\.csv: does not exist; check the path"):
         read_tags(settings(attributes=f"{tmp_path}/nowhere.csv"), None)
     with pytest.raises(DataError, match=r"data\.hierarchy=.*: cannot be read"):
         read_tags(settings(hierarchy=str(tmp_path)), None)
     monkeypatch.setattr(limits, "TABLE_BYTES", 10)
-    with pytest.raises(DataError, match="has more than 10 bytes, so it is no table of classes"):
+    with pytest.raises(DataError, match="has more than 10 bytes; check the path"):
         read_tags(settings(attributes=written(tmp_path, ATTRIBUTES)), None)
     with pytest.raises(DataError, match=r"brings no such table; did you mean grocery_\w+\.csv.*; it has grocery_attr"):
         read_tags(settings(attributes="bundled:grocery_attribute.csv"), None)

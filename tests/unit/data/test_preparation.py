@@ -272,7 +272,7 @@ def test_a_val_that_is_to_be_the_test_but_is_not_there(tmp_path: Path) -> None:
         prepare(settings(folder(tmp_path / "photos"), test_from="val"), made(tmp_path / "out"))
 
 
-def test_too_many_bad_images(tmp_path: Path) -> None:
+def test_too_many_bad_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = folder(tmp_path / "photos", images=10)
     for name in ("a.jpg", "b.jpg"):
         (source / "class 0" / name).write_text("no image")
@@ -287,6 +287,22 @@ def test_too_many_bad_images(tmp_path: Path) -> None:
     assert len(listed(tmp_path / "out", "quarantine.json")) == 3
     assert not (tmp_path / "out" / "spool").exists()
     prepare(settings(source, max_bad_fraction=0.14), tmp_path / "out")
+    assert (
+        "3 of 23 images are bad (13.0%) and left out: 2 no image that can be read, such as class 0/a.jpg;"
+        in caplog.text
+    )
+
+
+def test_a_list_beside_another_folder_says_where_its_images_were_looked_for(tmp_path: Path) -> None:
+    folder(tmp_path / "photos")
+    (tmp_path / "lists").mkdir()
+    listed = (f"photos/{path.parent.name}/{path.name},x\n" for path in sorted((tmp_path / "photos").glob("*/*.png")))
+    (tmp_path / "lists" / "list.csv").write_text(f"path,label\n{''.join(listed)}", encoding="utf-8")
+    given = DataSettings(source=f"manifest:{tmp_path}/lists/list.csv")
+    with pytest.raises(DataError) as caught:
+        prepare(given, made(tmp_path / "out"))
+    place = f"such as photos/class 0/000.png (looked for at {tmp_path}/lists/photos/class 0/000.png; relative paths start at the folder"
+    assert place in str(caught.value)
 
 
 def test_a_class_with_too_few_good_images(tmp_path: Path) -> None:

@@ -227,13 +227,111 @@ def test_a_manifest_needs_no_splits(tmp_path: Path) -> None:
         ("path,label,split\n1.jpg,x,train\n2.jpg,x,holdout\n", "line 3: the split 'holdout' is not known"),
         ("path,label,split\n1.jpg,,test\n", r"line 2: 1\.jpg of split test has no label"),
         ("path,label,split\n,x,test\n", "line 2: needs a path, a label and a split"),
-        ("path,label,split\n1.jpg,Tea, green,train\n", "line 2: needs a path, .* quote a value that has commas"),
+        (
+            "path,label,split\n1.jpg,Tea, green,train\n",
+            "line 2: has 4 values, but there are 3 columns; quote a value that has commas",
+        ),
         ("path,label,split\n1.jpg,,\n2.jpg,,train\n", "none of its 2 images has a label"),
     ],
 )
 def test_manifests_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         list_source(manifest(tmp_path, text))
+
+
+@pytest.mark.parametrize("heading", ["split", "Split", " SPLIT ", '"split"', "Subset", "which"])
+def test_the_split_is_found_by_its_heading_or_its_values(tmp_path: Path, heading: str) -> None:
+    rows = "1.jpg,x, Train \n2.jpg,x,DEV\n3.jpg,x,testing\n4.jpg,y,\n"
+    listing = list_source(manifest(tmp_path, f"\ufeffPath,LABEL,{heading}\n{rows}", "utf-8-sig"))
+    assert [item.split for item in listing.items] == ["train", "val", "test", "train"]
+    guessed = f"The column {heading!r} of the list is its split: its values are all names of splits."
+    assert listing.notes == ((guessed,) if heading in ("Subset", "which") else ())
+
+
+def test_columns_and_lines_that_are_not_used_are_named(tmp_path: Path) -> None:
+    text = "path,label,split,caption,subset,\n1.jpg,x,,a,test,7\n2.jpg,,,b,train,\n\n,,,,,\n3.jpg,y,unlabeled,c,,\n4.jpg,,val|,,,\n"
+    with pytest.raises(DataError, match=r"line 7: the split 'val\|' is not known"):
+        list_source(manifest(tmp_path, text))
+    listing = list_source(manifest(tmp_path, text.replace("4.jpg,,val|,,,\n", "").replace("x,,", "x,train,")))
+    assert [item.split for item in listing.items] == ["train", "unlabeled", "unlabeled"]
+    assert listing.notes == (
+        "Columns of the list that are not used: 'caption', 'subset', 'column 6'.",
+        "Lines without a label, whose images are unlabelled: 1, first line 3.",
+        "Lines of the split unlabeled whose label is not used: 1, first line 6.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("path,lable\n1.jpg,x\n", "has no column label; .* but is 'path,lable'; rename the heading 'lable' to label"),
+        ("file_name,label\n1.jpg,x\n", "rename the heading 'file_name' to path"),
+        ("path,class\n1.jpg,x\n", "rename the heading 'class' to label"),
+        ("path,label,spilt\n1.jpg,x,fold1\n", "the column 'spilt' may be meant for the split, but its values are not all"),
+        ("path,label,subset\n1.jpg,x,train\n2.jpg,x,other\n", "the column 'subset' may be meant for the split"),
+        ("path,label,is_valid\n1.jpg,x,True\n", "the column 'is_valid' may be meant for the split"),
+        ("path,label,which\n1.jpg,x,train\n2.jpg,x,eval\n", "line 3: the split 'eval' is not known; write train, val"),
+        ("path,label,a,b\n1.jpg,x,train,val\n", "the columns 'a' and 'b' both hold names of splits; name one of them"),
+        ("path,label,split,usage\n1.jpg,x,,a\n", "the column 'usage' may be meant for the split"),
+        ("path,label,Label\n1.jpg,x,y\n", "two columns are named 'label' and 'Label'; rename or remove one"),
+        ('path,label\n1.jpg,"x\n2.jpg,y\n3.jpg,x"\n', "line 2: a quoted value goes on to line 4 and holds what look like lines"),
+        ('path,label\n1.jpg,x\n2.jpg,"y\n3.jpg,x\n', "line 3: a quote is opened that nothing closes"),
+        ('path,label\n1.jpg,"x\n2.jpg",y\n', "line 2: has 3 values, but there are 2 columns"),
+        ('path,label,split\n"1.jpg\n2.jpg",y,\n', "line 2: a quoted value goes on in the next line"),
+        ("path,label\n1.jpg,x\u200b\n", r"line 2: the name of a class has the character U\+200B ZERO WIDTH SPACE"),
+        ("path;label;split\n1.jpg;x;\n2.jpg;x;trian\n", "line 3: the split 'trian' is not known"),
+        ("path\tlabel\n1.jpg\tx;y\n2.jpg\tx\n3.jpg\ty\n", "line 2: 'x;y' looks like several labels, since 'x' and 'y' are labels too"),
+    ],
+)  # fmt: skip
+def test_lists_that_could_be_read_in_two_ways(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        list_source(manifest(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("cells", "classes"),
+    [
+        (("rice;curry", "rice"), ("curry", "rice")),
+        (("rice; curry", "curry;naan"), ("curry", "naan", "rice")),
+        (("Peppers, red;rice", "rice"), ("Peppers, red", "rice")),
+        (("rice,curry", "rice", "curry"), ("curry", "rice")),
+        (("rice|curry", "Peppers, red"), ("Peppers, red", "curry", "rice")),
+        (("Peppers, red|", "Peppers, green"), ("Peppers, green", "Peppers, red")),
+        (("rice;curry", "rice|", "|"), "'rice;curry' looks like several labels, but the list separates them by |"),
+        (("rice;curry", "naan"), "line 2: 'rice;curry' may be one label or several; write | between the labels"),
+        (("naan", "rice,curry", "rice"), r"line 3: 'rice,curry' may be one label or several; .* if it is one label, \| after it"),
+        (("Peppers, red", "Peppers, green"), "line 2: 'Peppers, red' may be one label or several"),
+    ],
+)  # fmt: skip
+def test_several_labels_are_separated_by_what_the_list_shows(
+    tmp_path: Path, cells: tuple[str, ...], classes: tuple[str, ...] | str
+) -> None:
+    source = manifest(tmp_path, "path,label\n" + "".join(f'{n}.jpg,"{cell}"\n' for n, cell in enumerate(cells)))
+    if isinstance(classes, str):
+        with pytest.raises(DataError, match=classes):
+            list_source(source, multi_label=True)
+    else:
+        assert list_source(source, multi_label=True).classes == classes
+
+
+def test_paths_and_labels_are_compared_in_either_form(tmp_path: Path, object_store) -> None:
+    composed, decomposed = "caf\u00e9/1.jpg", "cafe\u0301/1.jpg"
+    for on_disk, listed in ((composed, decomposed), (decomposed, composed)):
+        folder = tmp_path / f"to {len(on_disk)}"
+        touch(folder, on_disk)
+        object_store.put(f"{len(on_disk)}/{on_disk}", on_disk.encode())
+        object_store.put(f"{len(on_disk)}/images.csv", f"path,label\n{listed},x\n".encode())
+        here = manifest(folder, f"path,label\n{listed},{listed[:-6]}\n{listed}, {on_disk[:-6]} \n")
+        for source in (here, f"manifest:s3://artifacts/{len(on_disk)}/images.csv"):
+            listing = list_source(source)
+            assert len(listing.classes) == 1
+            assert listing.read(listing.items[0].location) == on_disk.encode()
+            before = source_version(source)
+            (folder / on_disk).write_bytes(b"other")
+            object_store.put(f"{len(on_disk)}/{on_disk}", b"other")
+            assert source_version(source) != before
+            (folder / on_disk).write_bytes(on_disk.encode())
+            object_store.put(f"{len(on_disk)}/{on_disk}", on_disk.encode())
 
 
 def test_a_manifest_with_several_labels_an_image(tmp_path: Path) -> None:
@@ -244,9 +342,8 @@ def test_a_manifest_with_several_labels_an_image(tmp_path: Path) -> None:
     assert [item.label for item in listing.items] == [1, 0, 1, 2, -1]
     assert [item.split for item in listing.items][-1] == "unlabeled"
     assert listing.label_names == ["no class", "curry | rice", "rice"]
-    alone = list_source(source)
-    assert alone.classes == ("curry | rice", "rice", "rice|curry", "|"), "without the setting it is one label"
-    assert alone.label_sets is None
+    with pytest.raises(DataError, match=r"line 2: 'rice\|curry' has several labels; set data.multi_label=true"):
+        list_source(source)
 
 
 def test_a_manifest_with_too_many_sets_of_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +376,7 @@ def test_a_manifest_that_is_missing_or_no_text(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"images\.csv: does not exist"):
         list_source(f"manifest:{tmp_path}/images.csv")
     (tmp_path / "images.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match="is not UTF-8"):
+    with pytest.raises(DataError, match="looks like UTF-16"):
         list_source(f"manifest:{tmp_path}/images.csv")
     with pytest.raises(DataError, match="cannot be read"):
         list_source(f"manifest:{tmp_path}")

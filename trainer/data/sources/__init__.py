@@ -2,8 +2,8 @@
 
     digits                    the 1,797 handwritten digits that scikit-learn ships, 8 x 8 pixels
     imagefolder:PATH_OR_URI   a folder per class, also nested, with or without train/, val/, test/ above; unlabeled/ has no classes
-    manifest:FILE.csv         columns path, label, split; relative paths start at the file's folder; no label: unlabelled; with
-                              `data.multi_label` several labels, separated by |
+    manifest:FILE.csv         columns path, label, split (`table_file`); relative paths start at the file's folder; no label: unlabelled;
+                              with `data.multi_label` several labels, separated by |
     hub:NAME[:CONFIG]         a data set of the Hugging Face Hub, or a local folder of one
 
 Local paths and every scheme that `storage` knows (`s3://...`) are read alike. Sources may come from strangers: links and lines that lead

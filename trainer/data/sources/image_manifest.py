@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import csv
+import difflib
 import functools
-import io
 import os
-from collections.abc import Iterator, Mapping, Set
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -25,7 +28,9 @@ from trainer.data.sources.source import (
     read_file,
     size_and_mtime,
 )
+from trainer.data.sources.table_file import TableFile, TableRow, class_name, folded
 from trainer.errors import DataError, StorageError
+from trainer.formatting import listed
 
 SEPARATOR = "|"
 """Between the labels of an image that may have several; alone it is an image of no class."""
@@ -33,12 +38,47 @@ LISTED_PER_IMAGE, LISTED_AT_LEAST = 20, 100_000
 """Objects of a store that are listed for the version of a manifest, per image of it, and in all: what is listed may hold other objects."""
 
 
+_HEADINGS: Mapping[str, frozenset[str]] = {
+    "path": frozenset(
+        {"file", "filename", "file name", "file_name", "filepath", "file path", "file_path", "files", "paths", "name"}
+        | {"image", "images", "img", "image_path", "image path", "img_path", "image_id", "photo", "uri", "url"}
+    ),
+    "label": frozenset(
+        {"labels", "class", "classes", "class_name", "category", "categories", "target", "tag", "tags", "y"}
+    ),
+    "split": frozenset({"splits", "set", "subset", "partition", "fold", "usage", "phase"}),
+}
+"""Columns, and headings that others give them: named in a message, not taken for them."""
+_MOSTLY_SPLITS = frozenset({"eval", "evaluation", "holdout", "hold-out", "held out", "held_out", "trainval", "testdev"})
+"""Values that no column but that of the split has, although they are none of ours."""
+_SPLITS: Mapping[str, SplitName] = {**SPLIT_NAMES, "dev": "val", "development": "val"}
+"""Names of splits in a column that is for them; a folder of these names may be a class."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Row:
+    line: int
     location: str
     name: str
     label: str
     split: SplitName
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Columns:
+    """Where the columns of a list are."""
+
+    path: int
+    label: int
+    split: int | None
+    notes: tuple[str, ...]
+    """What was guessed, and what is not used."""
+
+    def cells(self, row: TableRow) -> tuple[str, str, str]:
+        """Return path, label and split of a row; empty where it ends before them."""
+        places = (self.path, self.label, self.split)
+        path, label, split = (row.cells[at] if at is not None and at < len(row.cells) else "" for at in places)
+        return path, label, split
 
 
 class ImageManifest(ImageSource):
@@ -55,12 +95,26 @@ class ImageManifest(ImageSource):
         return os.path.realpath(storage.local_path(self._folder))
 
     def listing(self) -> SourceListing:
-        rows = list(self._rows(self._text()))
-        named = {row.label: self._labels(row.label) for row in rows if row.split != "unlabeled"}
+        table = self._table()
+        columns = _columns(table)
+        rows = list(self._rows(table, columns))
+        cells: dict[str, int] = {}  # what names labels -> its first line
+        for row in rows:
+            if row.split != "unlabeled":
+                cells.setdefault(row.label, row.line)
+        separator = _separator(table.name, cells, several=self.multi_label)
+        named = {
+            text: frozenset(
+                class_name(f"{table.name}, line {line}", part)
+                for part in (text.split(separator) if self.multi_label else [text])
+                if part.strip()
+            )
+            for text, line in cells.items()
+        }
         classes = tuple(sorted({label for labels in named.values() for label in labels}))
         index = {name: number for number, name in enumerate(classes)}
         members = {text: tuple(sorted(index[label] for label in labels)) for text, labels in named.items()}
-        numbers = self.number_labels(members.values(), len(classes), f"manifest {self.name}")
+        numbers = self.number_labels(members.values(), len(classes), table.name)
         items = [
             Item(
                 name=row.name,
@@ -70,65 +124,51 @@ class ImageManifest(ImageSource):
             )
             for row in rows
         ]
+        notes = [*columns.notes, *_unlabeled(rows, index)]
+        if self.multi_label and separator != SEPARATOR:
+            notes.append(
+                f"Labels of an image are separated by {separator!r}, since parts of them are labels elsewhere."
+            )
         return SourceListing(
-            items=items, classes=classes, label_sets=(*numbers,) if self.multi_label else None, read=read_file
+            items=items,
+            classes=classes,
+            label_sets=(*numbers,) if self.multi_label else None,
+            read=partial(_read, folder=self._folder),
+            notes=(*notes,),
+            remarks=(*notes,),
         )
 
-    def _labels(self, text: str) -> frozenset[str]:
-        """Return the labels that a cell of the column names."""
-        if not self.multi_label:
-            return frozenset({text})
-        return frozenset(label for part in text.split(SEPARATOR) if (label := part.strip()))
-
     def version(self) -> str:
-        text = self._text()
+        table = self._table()
         local: list[tuple[int, int]] = []
         remote: dict[str, set[str]] = {}  # store -> locations of images in it
-        for row in self._rows(text):
+        for row in self._rows(table, _columns(table)):
             if storage.is_remote(row.location):
                 store = "/".join(row.location.split("/", 3)[:3])
                 remote.setdefault(store, set()).add(row.location)
             else:
                 local.append(size_and_mtime(row.location))
         if not remote:
-            return digest([text, local])
-        return digest([text, local, [_objects_version(remote[store]) for store in sorted(remote)]])
+            return digest([table.text, local])
+        return digest([table.text, local, [_objects_version(remote[store]) for store in sorted(remote)]])
 
-    def _text(self) -> str:
-        """Read the file; a byte-order mark, as spreadsheets write it, is dropped."""
-        try:
-            return read_file(self.name, limits.CSV_BYTES).decode("utf-8-sig")
-        except FileNotFoundError as error:
-            raise DataError(f"manifest {self.name}: does not exist; check data.source") from error
-        except UnicodeDecodeError as error:
-            raise DataError(f"manifest {self.name}: is not UTF-8 ({error}); save it as UTF-8 text") from error
-        except OSError as error:
-            raise DataError(f"manifest {self.name}: cannot be read ({error}); check data.source") from error
+    def _table(self) -> TableFile:
+        return TableFile.read(f"manifest {self.name}", self.name, limits.CSV_BYTES)
 
-    def _rows(self, text: str) -> Iterator[_Row]:
-        reader = csv.DictReader(io.StringIO(text, newline=""))
-        try:
-            columns = reader.fieldnames or ()
-            missing = {"path", "label"} - set(columns)
-            if missing:
-                raise DataError(
-                    f"manifest {self.name}: has no column {' and no '.join(sorted(missing))}; "
-                    f"its first line must be path,label,split, but is {limits.cut(','.join(columns), 200)!r}"
-                )
-            for count, row in enumerate(reader):
-                if count == limits.SOURCE_IMAGES:
-                    raise DataError(f"manifest {self.name}: lists more than {count:,} images; give a part of it")
-                yield self._row(row, f"manifest {self.name}, line {reader.line_num}")
-        except csv.Error as error:
-            raise DataError(f"manifest {self.name}, line {reader.line_num}: {error}; mend the line") from error
+    def _rows(self, table: TableFile, columns: _Columns) -> Iterator[_Row]:
+        for count, row in enumerate(table.rows()):
+            if count == limits.SOURCE_IMAGES:
+                raise DataError(f"{table.name}: lists more than {count:,} images; give a part of it")
+            yield self._row(row.line, *columns.cells(row), f"{table.name}, line {row.line}")
 
-    def _row(self, row: Mapping[str | None, str | None], where: str) -> _Row:
-        path, label, split_text = ((row.get(column) or "").strip() for column in ("path", "label", "split"))
-        if not path or None in row:
+    def _row(self, line: int, path: str, label: str, split_text: str, where: str) -> _Row:
+        if not path:
+            raise DataError(f"{where}: needs a path, a label and a split; add the path, or remove the line")
+        if any(end in value for value in (path, label, split_text) for end in "\n\r"):
             raise DataError(
-                f"{where}: needs a path, a label and a split; quote a value that has commas, and remove empty lines"
+                f"{where}: a quoted value goes on in the next line; see whether a quote is missing or too many"
             )
-        split = SPLIT_NAMES.get(split_text.lower() or "train")
+        split = _SPLITS.get(split_text.casefold() or "train")
         if split is None:
             raise DataError(
                 f"{where}: the split {split_text!r} is not known; write train, val, test, unlabeled or nothing"
@@ -140,6 +180,8 @@ class ImageManifest(ImageSource):
         is_absolute = storage.is_remote(path) or Path(path).is_absolute()
         location = path if is_absolute else f"{self._folder}/{path}"
         try:
+            if not location.isascii() and not storage.is_remote(location):
+                location = _spelled(storage.local_path(location))
             is_outside = self.outside == "refuse" and not self._holds(location)
         except StorageError as error:
             raise DataError(f"{where}: {error}") from error
@@ -149,9 +191,10 @@ class ImageManifest(ImageSource):
                 "who made the list"
             )
         return _Row(
+            line=line,
             location=location,
             name=limits.printable_name(path),
-            label=limits.printable_name(label),
+            label=label,
             split=split if label else "unlabeled",
         )
 
@@ -167,6 +210,192 @@ class ImageManifest(ImageSource):
         return real.startswith(f"{self._real_folder.rstrip('/')}/")
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Columns
+
+
+def _columns(table: TableFile) -> _Columns:
+    """Find the columns of a list by their headings, and the split also by its values.
+
+    Raises:
+        DataError: path or label is missing, or it is in doubt which column is the split.
+    """
+    headings = table.headings
+    at = {folded(heading): place for place, heading in enumerate(headings)}
+    others = [place for heading, place in at.items() if heading not in _HEADINGS]
+    missing = [name for name in ("label", "path") if name not in at]
+    if missing:
+        meant = {name: [headings[place] for place in others if _may_be(headings[place], name)] for name in missing}
+        hints = [
+            f"; rename the heading {' or '.join(map(repr, found))} to {name}" for name, found in meant.items() if found
+        ]
+        raise DataError(
+            f"{table.name}: has no column {' and no '.join(missing)}; its first line must be path,label,split, but is "
+            f"{limits.cut(','.join(headings), 200)!r}{''.join(hints)}"
+        )
+    notes = []
+    split = at.get("split")
+    if others and (split is None or not any(split < len(row.cells) and row.cells[split] for row in table.rows())):
+        found = _column_of_splits(table, others)
+        if found is not None:
+            notes.append(
+                f"The column {headings[found]!r} of the list is its split: its values are all names of splits."
+            )
+            split = found
+    unused = [repr(headings[place] or f"column {place + 1}") for place in sorted(others) if place != split]
+    if unused:
+        notes.append(f"Columns of the list that are not used: {listed(unused, 10)}.")
+    return _Columns(path=at["path"], label=at["label"], split=split, notes=(*notes,))
+
+
+def _column_of_splits(table: TableFile, others: Sequence[int]) -> int | None:
+    """Return the one of the other columns whose values are all names of splits, if there is one."""
+    values: dict[int, set[str]] = {place: set() for place in others}
+    for row in table.rows():
+        for place in [*values]:
+            value = row.cells[place].casefold() if place < len(row.cells) else ""
+            if value and value not in _SPLITS and value not in _MOSTLY_SPLITS:
+                del values[place]
+            elif value:
+                values[place].add(value)
+        if not values:
+            break
+    found = [place for place, of_column in values.items() if of_column & _SPLITS.keys()]
+    named = [repr(table.headings[place]) for place in found]
+    if len(found) > 1:
+        raise DataError(
+            f"{table.name}: the columns {' and '.join(named)} both hold names of splits; name one of them split, and remove the other"
+        )
+    for place in (place for place in others if place not in found):
+        heading = table.headings[place]
+        if _may_be(heading, "split") or re.match("is[_ ]?(train|val|test)", folded(heading)):
+            raise DataError(
+                f"{table.name}: the column {heading!r} may be meant for the split, but its values are not all names of splits; name it "
+                "split and write train, val, test or unlabeled in it, or remove it"
+            )
+    return found[0] if found else None
+
+
+def _may_be(heading: str, name: str) -> bool:
+    """Whether a heading is probably meant for the column of this name."""
+    text = folded(heading)
+    words = re.split(r"[\W_]+", text)
+    return text in _HEADINGS[name] or name in words or difflib.SequenceMatcher(None, text, name).ratio() >= 0.75
+
+
+def _unlabeled(rows: Sequence[_Row], index: Collection[str]) -> Iterator[str]:
+    """Write a sentence on the lines without a label, and one on those whose label is not used."""
+    without = [row for row in rows if row.split == "unlabeled" and not row.label]
+    if without and index:
+        yield f"Lines without a label, whose images are unlabelled: {len(without):,}, first line {without[0].line}."
+    unused = [row for row in rows if row.split == "unlabeled" and row.label]
+    if unused:
+        yield f"Lines of the split unlabeled whose label is not used: {len(unused):,}, first line {unused[0].line}."
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Labels
+
+
+def _separator(name: str, cells: Mapping[str, int], *, several: bool) -> str:
+    """Return what separates the labels of an image: `|`, or what the cells show.
+
+    A cell counts as several labels where parts of it are labels elsewhere.
+
+    Args:
+        name: of the list, in messages.
+        cells: what names labels -> its first line.
+        several: whether an image may have several labels.
+
+    Raises:
+        DataError: it is in doubt whether cells hold several labels.
+    """
+    if not several:
+        for one in (SEPARATOR, ";", ","):
+            for text, line in cells.items():
+                parts = _parts(text, one)
+                if one == SEPARATOR and one in text:
+                    what = (
+                        "has several labels" if len(parts) > 1 else f"has {SEPARATOR!r}, which separates several labels"
+                    )
+                elif len(parts) > 1 and all(part in cells for part in parts):
+                    what = f"looks like several labels, since {' and '.join(map(repr, parts[:5]))} are labels too"
+                else:
+                    continue
+                raise DataError(
+                    f"{name}, line {line}: {limits.cut(text, 100)!r} {what}; set data.multi_label=true if an image may have several "
+                    f"(separated by {SEPARATOR}), or rename the label"
+                )
+        return SEPARATOR
+    if any(SEPARATOR in text for text in cells):
+        known = {part for text in cells for part in _parts(text, SEPARATOR)}
+        for text, line in cells.items():
+            if any(len(_parts(part, ";")) > 1 and known & {*_parts(part, ";")} for part in _parts(text, SEPARATOR)):
+                raise DataError(
+                    f"{name}, line {line}: {limits.cut(text, 100)!r} looks like several labels, but the list separates them by "
+                    f"{SEPARATOR}; write {SEPARATOR} between them"
+                )
+        return SEPARATOR
+    for one in ";,":
+        joined = [text for text in cells if one in text]
+        uses = Counter(part for text in cells for part in {*_parts(text, one)})
+        # A comma is often part of a name ("Peppers, red"), so each part has to be a label by itself; a semicolon hardly ever is.
+        if joined and all(
+            any(uses[part] > 1 for part in _parts(text, one))
+            if one == ";"
+            else all(part in cells for part in _parts(text, one))
+            for text in joined
+        ):
+            return one
+        if joined:
+            text = joined[0]
+            raise DataError(
+                f"{name}, line {cells[text]}: {limits.cut(text, 100)!r} may be one label or several; write {SEPARATOR} between the "
+                f"labels of an image, or, if it is one label, {SEPARATOR} after it"
+            )
+    return SEPARATOR
+
+
+def _parts(text: str, separator: str) -> list[str]:
+    return [part.strip() for part in text.split(separator) if part.strip()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def _spelled(path: Path) -> str:
+    """Return a path with each name in the form that it has on the disk: as given, composed (NFC) or decomposed (NFD).
+
+    macOS and its archives decompose letters that other systems compose.
+    """
+    place = path.anchor
+    for part in path.parts[1 if path.anchor else 0 :]:
+        forms = [os.path.join(place, form) for form in dict.fromkeys((part, *_forms(part)))]  # noqa: PTH118  # keeps ..
+        place = next(filter(os.path.lexists, forms), forms[0])
+    return place
+
+
+def _forms(name: str) -> tuple[str, str]:
+    return unicodedata.normalize("NFC", name), unicodedata.normalize("NFD", name)
+
+
+def _read(location: str, folder: str) -> bytes:
+    """Read an image; one of a store also where its name there has the other of Unicode's forms."""
+    try:
+        return read_file(location)
+    except FileNotFoundError:
+        if location.isascii() or not storage.is_remote(location):
+            raise
+        start = f"{folder}/" if location.startswith(f"{folder}/") else ""
+        for other in {f"{start}{name}" for name in _forms(location.removeprefix(start))} - {location}:
+            try:
+                return read_file(other)
+            except FileNotFoundError:
+                continue
+        raise
+
+
 def _objects_version(locations: Set[str]) -> str:
     """Digest objects of one store from one listing of the folder that holds them all: a thousand per request, not a request for each.
 
@@ -174,9 +403,14 @@ def _objects_version(locations: Set[str]) -> str:
         UnknownVersionError: that folder holds far more objects than these.
     """
     shared = os.path.commonprefix([min(locations), max(locations)])  # noqa: RUF071  # commonpath would make s3:/ of s3://
-    folder = shared.rpartition("/")[0]
+    folder = re.split("[^\\x00-\\x7f]", shared)[0].rpartition("/")[
+        0
+    ]  # up to where names may have another of Unicode's forms
+    composed = {unicodedata.normalize("NFC", location) for location in locations}
     most = max(LISTED_AT_LEAST, LISTED_PER_IMAGE * len(locations))
-    found = objects_digest(folder, most, lambda name: storage.join(folder, name) in locations)
+    found = objects_digest(
+        folder, most, lambda name: unicodedata.normalize("NFC", storage.join(folder, name)) in composed
+    )
     if found is None:
         raise UnknownVersionError(
             f"{folder} holds many more objects than the {len(locations):,} images; put the images into a folder"
