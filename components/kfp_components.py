@@ -297,7 +297,7 @@ def evaluate(
         student: The student's model directory, its URI and digest.
         evaluation: The measurements and the verdict, as a page.
         metrics: The main numbers.
-        student_confusion: The student's confusion matrix on the test split.
+        student_confusion: The student's confusion matrix on the test split, of at most 200 classes.
     """
     from components import task
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEBUG = "TRAINER_DEBUG"  # environment variable, set to show the traceback of an error that has a message
+MOST_CONFUSED_CLASSES = 200
+"""Of a confusion matrix in Kubeflow's UI, which keeps it whole in the run's metadata: 40,000 numbers are some 400 kB there."""
 RECORDED, ONLINE = "recorded", "online"
 """Where a distillation takes the teacher's outputs from: a recording, or the teacher itself in every step."""
 ERROR_FILE = "TRAINER_ERROR_FILE"
@@ -213,9 +215,14 @@ def show_evaluation(made: str, page: dsl.HTML, metrics: dsl.Metrics, confusion: 
         Path(confusion.path).write_text("{}", encoding="utf-8")
         return
     content = _content(made, "confusion.json")
-    matrix = json.loads(content)
-    confusion.log_confusion_matrix(matrix["labels"], matrix["matrix"])
     Path(confusion.path).write_bytes(content)
+    found = json.loads(content)
+    if (classes := len(found["labels"])) > MOST_CONFUSED_CLASSES:  # the page has the worst ones
+        return
+    matrix = [[0] * classes for _ in range(classes)]
+    for truth, predicted, count in found["pairs"]:
+        matrix[truth][predicted] = count
+    confusion.log_confusion_matrix(found["labels"], matrix)
 
 
 def _content(made: str, file: str) -> bytes:

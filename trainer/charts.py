@@ -62,6 +62,8 @@ _CLASSES_WITH_COUNTS = 25
 _CLASSES_WITH_NAMES = 100
 MOST_CELLS = 40_000
 """Of a confusion matrix: more would make the page larger than a browser or the UI of a pipeline likes."""
+MOST_CONFUSED_CLASSES = 800
+"""Of a confusion matrix that is drawn: each has at least a pixel."""
 BINS = 240
 """Most points of a line, and bins of a band: longer series are reduced to as many first."""
 
@@ -504,10 +506,13 @@ def _scale(middle: float, y: float, low: str, high: str) -> list[Markup]:
 
 
 def confusion(counts: NDArray[np.int64], classes: Sequence[str], title: str) -> Markup:
-    """Draw a confusion matrix [K, K], whose rows are the truth, as shares of each row, with counts and names where they are readable."""
+    """Draw a confusion matrix [K, K], whose rows are the truth, as shares of each row, with counts and names where they are readable.
+
+    K is at most `MOST_CONFUSED_CLASSES`.
+    """
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     counted, named = len(classes) <= _CLASSES_WITH_COUNTS, len(classes) <= _CLASSES_WITH_NAMES
-    cell = 30.0 if counted else 13.0 if named else max(1.0, 800 / len(classes))
+    cell = 30.0 if counted else 13.0 if named else MOST_CONFUSED_CLASSES / len(classes)
     edge = cell * len(classes)
     letter = 7.0 if counted else 6.0
     widest = letter * max(columns(fitted(name, small=not counted)) for name in classes) if named else 0.0

@@ -164,8 +164,12 @@ def _judged(evaluation: Path) -> tuple[Sequence[str], Ints, Ints]:
             predicted = np.array([*student["named"].values(), student["none_named"]], dtype=np.int64)
         else:
             file = evaluation / "confusion.json"
-            confusion = limits.parse_json(file.read_bytes())  # without a limit: it grows with the square of the classes
-            labels, predicted = [*confusion["labels"]], np.array(confusion["matrix"], dtype=np.int64).sum(axis=0)
+            confusion = limits.parse_json(file.read_bytes())  # without a limit: it grows with the test images
+            labels, pairs = [*confusion["labels"]], np.array(confusion["pairs"], dtype=np.int64).reshape(-1, 3)
+            if not ((pairs >= 0) & (pairs < [len(labels), len(labels), np.inf])).all():
+                raise ValueError("a pair has a class that is not among its labels")
+            predicted = np.zeros(len(labels), dtype=np.int64)
+            np.add.at(predicted, pairs[:, 1], pairs[:, 2])
         if predicted.shape != (len(labels) + several,):
             raise ValueError("its counts are not one for each class")
         if not all(isinstance(label, str) for label in labels):

@@ -32,6 +32,7 @@ SCHEMA_VERSIONS: Mapping[Kind, int] = dict.fromkeys(get_args(Kind), 1) | {
     "evidence": 3,
     "report": 2,
     "checkpoint": 2,
+    "evaluation": 2,
 }
 """The version of each kind's content, 1 if nothing else is said; a reader refuses any other."""
 

@@ -33,7 +33,9 @@ def folder(tmp_path, monkeypatch):
 def test_an_evaluation_is_shown_as_page_numbers_and_matrix(tmp_path):
     path = tmp_path / "measurements"
     with artifacts.create(path, "evaluation", settings={}) as draft:
-        (path / "confusion.json").write_text(json.dumps({"labels": ["a", "b"], "matrix": [[3, 1], [0, 4]]}))
+        (path / "confusion.json").write_text(
+            json.dumps({"labels": ["a", "b"], "pairs": [[0, 0, 3], [0, 1, 1], [1, 1, 4]]})
+        )
         (path / "report.html").write_text("<p>report</p>")
         draft.figures.update(student={"test": {"top1": 0.875}, "architecture": "vit"}, verdict={"passed": True})
     page, metrics = dsl.HTML(uri=str(tmp_path / "page")), dsl.Metrics(uri=str(tmp_path / "metrics"))
@@ -45,6 +47,20 @@ def test_an_evaluation_is_shown_as_page_numbers_and_matrix(tmp_path):
     matrix = confusion.metadata["confusionMatrix"]
     assert [spec["displayName"] for spec in matrix["annotationSpecs"]] == ["a", "b"]
     assert [row["row"] for row in matrix["rows"]] == [[3, 1], [0, 4]]
+
+
+def test_the_confusions_of_very_many_classes_are_left_to_the_page(tmp_path):
+    path, classes = tmp_path / "measurements", task.MOST_CONFUSED_CLASSES + 1
+    content = {"labels": [str(index) for index in range(classes)], "pairs": [[0, 1, 2]]}
+    with artifacts.create(path, "evaluation", settings={}) as draft:
+        (path / "confusion.json").write_text(json.dumps(content))
+        (path / "report.html").write_text("<p>report</p>")
+        draft.figures.update(student={"test": {"top1": 0.875}})
+    page, metrics = dsl.HTML(uri=str(tmp_path / "page")), dsl.Metrics(uri=str(tmp_path / "metrics"))
+    confusion = dsl.ClassificationMetrics(uri=str(tmp_path / "confusion"))
+    task.show_evaluation(references.to(str(path), "evaluation"), page, metrics, confusion)
+    assert not confusion.metadata
+    assert json.loads((tmp_path / "confusion").read_text()) == content
 
 
 def test_a_page_that_a_job_wrote_comes_from_the_store(object_store, tmp_path):

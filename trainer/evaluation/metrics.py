@@ -12,13 +12,13 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import scipy.special
 import torch
-from scipy import optimize
+from scipy import optimize, sparse
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.floating]
 Ints = npt.NDArray[np.int64]
+ConfusionMatrix: TypeAlias = sparse.csr_array
+"""How many images of class i were taken for class j, int64 [K, K]; pairs that never happened take no memory."""
 Shares = npt.NDArray[np.float64]
 """Of each class, [K]; NaN where there is nothing of which it would be a share."""
 
@@ -56,25 +58,23 @@ def agreement(logits: Floats, other: Floats) -> float:
     return float((logits.argmax(axis=1) == other.argmax(axis=1)).mean())
 
 
-def confusion_matrix(predicted: Ints, labels: Ints, classes: int) -> Ints:
-    """Count how often an image of class i was predicted as class j: int64 [K, K], rows are the truth."""
-    import sklearn.metrics  # here, because it takes seconds to import
-
-    counts: Ints = sklearn.metrics.confusion_matrix(labels, predicted, labels=np.arange(classes))
-    return counts
+def confusion_matrix(predicted: Ints, labels: Ints, classes: int) -> ConfusionMatrix:
+    """Count how often an image of class i was predicted as class j; rows are the truth."""
+    pairs = sparse.coo_array((np.ones(len(labels), dtype=np.int64), (labels, predicted)), shape=(classes, classes))
+    return pairs.tocsr()  # which adds up equal pairs
 
 
 # scikit-learn computes precision and recall from labels and predictions; after an evaluation only the matrix is kept.
 
 
-def precision(matrix: Ints) -> Shares:
+def precision(matrix: ConfusionMatrix) -> Shares:
     """Compute the share of the images predicted as a class that are of it; NaN for a class that was never predicted."""
-    return ratios(np.diag(matrix), matrix.sum(axis=0))
+    return ratios(matrix.diagonal(), matrix.sum(axis=0))
 
 
-def recall(matrix: Ints) -> Shares:
+def recall(matrix: ConfusionMatrix) -> Shares:
     """Compute the share of the images of a class that were predicted as it; NaN for a class without images."""
-    return ratios(np.diag(matrix), matrix.sum(axis=1))
+    return ratios(matrix.diagonal(), matrix.sum(axis=1))
 
 
 def ratios(some: npt.NDArray[Any], of: npt.NDArray[Any]) -> Shares:
@@ -93,16 +93,15 @@ class Confusion:
     count: int  # images of class `truth` predicted as class `predicted`
 
 
-def worst_confusions(matrix: Ints, count: int) -> list[Confusion]:
+def worst_confusions(matrix: ConfusionMatrix, count: int) -> list[Confusion]:
     """List the most frequent confusions, at most `count`, the worst first."""
-    wrong = matrix.copy()
-    np.fill_diagonal(wrong, 0)
-    order = np.argsort(-wrong, axis=None, kind="stable")[:count].tolist()
-    pairs = [divmod(position, len(wrong)) for position in order]
+    pairs = matrix.tocoo()  # row by row, so that equal counts keep the order of the classes
+    wrong = np.flatnonzero((pairs.row != pairs.col) & (pairs.data > 0))
+    worst = wrong[np.argsort(-pairs.data[wrong], kind="stable")[:count]]
+    columns = (pairs.row[worst].tolist(), pairs.col[worst].tolist(), pairs.data[worst].tolist())
     return [
-        Confusion(truth=truth, predicted=predicted, count=int(wrong[truth, predicted]))
-        for truth, predicted in pairs
-        if wrong[truth, predicted] > 0
+        Confusion(truth=truth, predicted=predicted, count=times)
+        for truth, predicted, times in zip(*columns, strict=True)
     ]
 
 

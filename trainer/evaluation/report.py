@@ -20,7 +20,7 @@ from trainer.charts import ReliabilityCurve
 from trainer.data.dataset import Split, Targets
 from trainer.evaluation import metrics
 from trainer.evaluation.label_issues import JudgedLabels
-from trainer.evaluation.metrics import Calibration, Confusion, Floats, Ints, Latency, Machine, Shares
+from trainer.evaluation.metrics import Calibration, Confusion, ConfusionMatrix, Floats, Latency, Machine, Shares
 from trainer.formatting import isolated, ratio
 from trainer.pages import Block, BulletList, Figure, Legend, PageSection, Paragraph, Photo, PhotoGrid, Table
 from trainer.served_student.class_tags import ClassTags
@@ -30,6 +30,8 @@ Example: TypeAlias = tuple[Confusion, npt.NDArray[np.uint8]]
 
 _ISSUES, _NAME = 24, 100  # labels that the page shows with pictures, and most characters of an image's name
 _MISSED = 5  # test images of a class that the page shows
+_PAIRS = 100  # confused classes that are listed where the matrix is too large to draw
+_ROWS = 1000  # classes that the page lists, the worst ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,7 @@ class Measured:
     """What was measured of one model."""
 
     figures: dict[str, Any]  # its main numbers, as `summary.json` shows them
-    matrix: Ints  # confusion matrix [K, K], rows are the truth
+    matrix: ConfusionMatrix
     calibration: Calibration
     latencies: Sequence[Latency]
 
@@ -328,18 +330,27 @@ def _calibration(both: Mapping[str, Measured]) -> PageSection:
 
 def _confusions(student: Measured, classes: Sequence[str], examples: Sequence[Example]) -> PageSection:
     blocks: list[Block] = []
+    images_of_class = student.matrix.sum(axis=1)
     for found, images in examples:
         truth, predicted = isolated(classes[found.truth]), isolated(classes[found.predicted])
-        of_class = int(student.matrix[found.truth].sum())
+        of_class = int(images_of_class[found.truth])
         caption = f"{truth} taken for {predicted}: {found.count} of its {of_class} test images"
         blocks.append(Photo(strip(images), caption))
     if not blocks:
         blocks.append(Paragraph("No test image was taken for another class."))
+    title = "What the student confuses"
+    if len(classes) > charts.MOST_CONFUSED_CLASSES:
+        rows = [
+            (classes[pair.truth], classes[pair.predicted], pair.count, int(images_of_class[pair.truth]))
+            for pair in metrics.worst_confusions(student.matrix, _PAIRS)
+        ]
+        listed = Table(["class", "taken for", "test images", "of the class"], rows)
+        return PageSection(title, [*blocks, Paragraph(f"The {len(rows)} most frequent confusions:"), listed])
     caption = "Rows: the class; columns: what the student took it for."
-    if np.count_nonzero(student.matrix) > charts.MOST_CELLS:
+    if student.matrix.nnz > charts.MOST_CELLS:
         caption += f" The {charts.MOST_CELLS:,} largest shares are drawn."
-    chart = charts.confusion(student.matrix, classes, "Confusion matrix of the student")
-    return PageSection("What the student confuses", [*blocks, Figure(chart, caption)])
+    chart = charts.confusion(student.matrix.toarray(), classes, "Confusion matrix of the student")
+    return PageSection(title, [*blocks, Figure(chart, caption)])
 
 
 def _label_issues(judged: JudgedLabels, teacher: Measured, classes: Sequence[str]) -> PageSection:
@@ -408,7 +419,7 @@ def _classes(
     shares = {name: one.shares for name, one in both.items()}
     columns = {f"{name} {share}": values for name, known in shares.items() for share, values in known.items()}
     rows = []
-    for index in np.argsort(shares["student"][drawn], kind="stable"):
+    for index in np.argsort(shares["student"][drawn], kind="stable")[:_ROWS]:
         shown = ["-" if np.isnan(values[index]) else f"{values[index]:.1%}" for values in columns.values()]
         rows.append((classes[index], int(images[index]), *shown))
     figure = drawn.replace("_", " ")
@@ -425,5 +436,8 @@ def _classes(
             Legend([("g0", "teacher"), ("g1", "student")]),
             Figure(chart, f"{figure.capitalize()}, the student's worst classes first"),
             Table(headers, rows),
+            Paragraph(f"The worst {len(rows):,} of {len(classes):,} classes; metrics.json has all.")
+            if len(rows) < len(classes)
+            else None,
         ],
     )

@@ -29,6 +29,7 @@ from trainer.evaluation.embeddings import (
     spread,
 )
 from trainer.evaluation.label_issues import JudgedLabels
+from trainer.evaluation.metrics import ConfusionMatrix
 from trainer.evaluation.report import Example, Measured, MeasuredSets
 from trainer.models import Classifier
 from trainer.tracking.stage_runs import stage_run
@@ -47,7 +48,7 @@ Logits = npt.NDArray[np.floating]
 def run(
     settings: EvaluateSettings, *, dataset: str | Path, teacher: str | Path, student: str | Path, evaluation: str | Path
 ) -> Artifact:
-    """Write `metrics.json` (everything), `confusion.json` (the student's matrix), `label_issues.csv` and `report.html`.
+    """Write `metrics.json` (everything), `confusion.json` (the student's confusions), `label_issues.csv` and `report.html`.
 
     Where images may have several labels there is no matrix, and no label is doubted.
 
@@ -168,7 +169,7 @@ def _evaluate(
         details["label_issues"] = {name: asdict(count) for name, count in judged.counts.items()}
         label_issues.write(directory / LABEL_ISSUES, judged.issues, classes)
     _write(directory / METRICS, {**details, "machine": asdict(machine), "verdict": verdict})
-    _write(directory / CONFUSION, {"labels": list(classes), "matrix": matrix.tolist()})
+    _write_confusions(directory / CONFUSION, matrix, classes)
     examples = _examples(settings, split, logits["student"], matrix)
     page = report.render(
         classes=classes, **measured, machine=machine, verdict=verdict, examples=examples, tags=tags, judged=judged
@@ -235,6 +236,13 @@ def _verdict(settings: EvaluateSettings, teacher: Mapping[str, Any], student: Ma
 def _write(file: Path, content: Mapping[str, Any]) -> None:
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
     file.write_text(text + "\n", encoding="utf-8")
+
+
+def _write_confusions(file: Path, matrix: ConfusionMatrix, classes: Sequence[str]) -> None:
+    """Write the names of the classes, and [class, taken for, images] of each pair that happened."""
+    pairs = matrix.tocoo()
+    rows = np.stack([pairs.row, pairs.col, pairs.data], axis=1).tolist()
+    file.write_text(json.dumps({"labels": list(classes), "pairs": rows}, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _timed(
@@ -317,7 +325,7 @@ def _about(subject: _Evaluated, split: Split, latencies: Sequence[metrics.Latenc
     }
 
 
-def _examples(settings: EvaluateSettings, split: Split, logits: Logits, matrix: metrics.Ints) -> list[Example]:
+def _examples(settings: EvaluateSettings, split: Split, logits: Logits, matrix: ConfusionMatrix) -> list[Example]:
     predicted = logits.argmax(axis=1)
     examples = []
     for confusion in metrics.worst_confusions(matrix, settings.worst_confusions):
