@@ -1,4 +1,4 @@
-"""The server: `POST /predict` with a photo, the Open Inference Protocol v2, health, metrics, and a page.
+"""The server: `POST /predict` with photos, the Open Inference Protocol v2, health, metrics, and a page.
 
 https://github.com/kserve/open-inference-protocol has the protocol; its errors have a JSON object with `error`. Everything that a client
 does wrong is a 4xx. A server that is too busy says 503 at once, before it reads the photo, so that its memory has a limit: the photos in
@@ -18,11 +18,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -33,6 +33,8 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
@@ -58,6 +60,8 @@ _HEADERS = [
 _CONNECTIONS = 4096
 """Further ones are refused and closed by uvicorn itself, health checks too: each may hold up to 64 KiB of a photo."""
 _BACKLOG = 2048
+_FIELD_BYTES = 16 * 2**10
+"""Of a form's field that is no file, which nothing here reads."""
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -173,15 +177,17 @@ class PhotoServer:
     def app(self) -> FastAPI:
         """The routes."""
         app = FastAPI(title=f"{self.name} {self.model.version}", lifespan=self._lifespan, docs_url=None, redoc_url=None)
-        app.get("/", response_class=HTMLResponse)(self._page)
-        app.get("/metrics")(self._metrics)
-        app.get("/v2")(self._server_metadata)
-        app.get("/v2/health/live")(self._live)
-        app.get("/v2/health/ready")(self._ready)
+        readable = partial(app.api_route, methods=["GET", "HEAD"])
+        readable("/", response_class=HTMLResponse)(self._page)
+        readable("/metrics")(self._metrics)
+        readable("/v2")(self._server_metadata)
+        readable("/v2/health/live")(self._live)
+        readable("/v2/health/ready")(self._ready)
         app.post("/predict")(self._predict)
+        app.head("/predict")(self._ready)  # whether a photo would be answered
         for path in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
-            app.get(path)(self._model_metadata)
-            app.get(f"{path}/ready")(self._model_ready)
+            readable(path)(self._model_metadata)
+            readable(f"{path}/ready")(self._model_ready)
             app.post(f"{path}/infer")(self._infer)
         app.exception_handler(RequestValidationError)(_refused_parameters)
         app.exception_handler(Exception)(_failed)
@@ -287,36 +293,57 @@ class PhotoServer:
         except MemoryError as error:
             raise RefusedRequestError(413, "the photo needs more memory than there is; send a smaller one") from error
 
-    # A photo
+    # Photos
 
     async def _predict(self, request: Request, top: int = 5) -> Response:
-        """Classify the photo that is the body: an image file as it is."""
+        """Classify the photo that is the body, an image file as it is, or the files of a form."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if not (kind.startswith("image/") or kind in {"", "application/octet-stream"}):
+        is_form = kind == "multipart/form-data"
+        if not (is_form or kind.startswith("image/") or kind in {"", "application/octet-stream"}):
             return _error(
                 415,
-                f"content type {kind[:100]!r}: send the image file itself as the body, as image/* or application/octet-stream",
+                f"content type {kind[:100]!r}: send the image file itself as the body, as image/* or application/octet-stream, "
+                "or files in a form, as multipart/form-data",
             )
         if not 1 <= top <= len(self.model.labels):
             return _error(400, f"top must be from 1 to {len(self.model.labels)}, got {top}")
 
         async def answer(body: bytes) -> dict[str, Any]:
-            square = await self._square(body)
-            row = await self._batcher.submit(square)
-            (said,) = self.model.predictions(row[None].astype(np.float64), top=top)
-            if self._log is not None and self._log.is_slow:
-                await self._decoded(self._log.add, said, self.model.version, body)
-            elif self._log is not None:
-                self._log.add(said, self.model.version)
+            model = {"model": self.name, "version": self.model.version}
+            photos = await _files(request, body, most=self.most.batch_size) if is_form else [("", body)]
+            if len(photos) > 1:
+                answers = await asyncio.gather(*(self._answer_or_reason(name, photo, top) for name, photo in photos))
+                request.state.note = f"{len(photos)} photos"
+                return {**model, "photos": answers}
+            ((_, photo),) = photos
+            said, answered = await self._answer(photo, top)
             label, probability = next(iter(said.labels.items()))
             found = f"{label!r} {probability:.3f}" if said.named is None else f"named {[*said.named]}"
-            request.state.note = f"{len(body):,} bytes {found}"
-            content = {"model": self.name, "version": self.model.version, **_shown(said)}
-            if self._beside is not None:
-                content["beside"] = _shown(await self._decoded(self._beside, body, top))
-            return content
+            request.state.note = f"{len(photo):,} bytes {found}"
+            return model | answered
 
         return await self._answered(request, answer)
+
+    async def _answer(self, photo: bytes, top: int) -> tuple[Prediction, dict[str, Any]]:
+        """Classify one photo and log it; returns also what the client gets."""
+        row = await self._batcher.submit(await self._square(photo))
+        (said,) = self.model.predictions(row[None].astype(np.float64), top=top)
+        if self._log is not None and self._log.is_slow:
+            await self._decoded(self._log.add, said, self.model.version, photo)
+        elif self._log is not None:
+            self._log.add(said, self.model.version)
+        content = _shown(said)
+        if self._beside is not None:
+            content["beside"] = _shown(await self._decoded(self._beside, photo, top))
+        return said, content
+
+    async def _answer_or_reason(self, name: str, photo: bytes, top: int) -> dict[str, Any]:
+        """Classify one of several photos; the reason stands in place of the answer where it cannot be used."""
+        try:
+            _, content = await self._answer(photo, top)
+        except RefusedRequestError as refusal:
+            return {"photo": name, "error": str(refusal)}
+        return {"photo": name, **content}
 
     # The protocol
 
@@ -436,6 +463,30 @@ class PhotoServer:
 
     async def _page(self) -> str:
         return PAGE.read_text(encoding="utf-8")
+
+
+async def _files(request: Request, body: bytes, *, most: int) -> list[tuple[str, bytes]]:
+    """Return the name and content of each file in a form, of which there is at least one and at most `most`.
+
+    Raises:
+        RefusedRequestError: the form is damaged, or has no file or too many.
+    """
+
+    async def whole() -> AsyncGenerator[bytes, None]:
+        yield body
+
+    parser = MultiPartParser(request.headers, whole(), max_files=most, max_part_size=_FIELD_BYTES)
+    parser.spool_max_size = len(body) + 1  # it is in memory already
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        raise RefusedRequestError(400, f"the form cannot be read: {limits.cut(error.message, 200)}") from error
+    uploads = [field for _, field in form.multi_items() if isinstance(field, UploadFile)]
+    files = [(upload.filename or "", await upload.read()) for upload in uploads]
+    await form.close()
+    if not files:
+        raise RefusedRequestError(400, "the form has no file; with curl write --form photo=@photo.jpg")
+    return files
 
 
 def _parsed(body: bytes) -> Mapping[str, Any]:

@@ -46,6 +46,10 @@ def photo(seed=0, size=(60, 48)):
     return buffer.getvalue()
 
 
+def shares(answer):
+    return {one["label"]: one["probability"] for one in answer["labels"]}
+
+
 def infer(client, **tensor):
     return client.post("/v2/models/student/infer", json={"inputs": [tensor]})
 
@@ -179,11 +183,82 @@ def test_bodies_and_parameters_beyond_the_limits(client):
     assert "content-length" not in chunked.request.headers
     assert chunked.status_code == 413
     assert client.post("/predict", content=photo(), headers={"Content-Type": "text/html"}).status_code == 415
-    assert client.post("/predict", files={"photo": photo()}).status_code == 415
     for top in ("0", "11", "x", "1e3"):
         response = client.post(f"/predict?top={top}", content=photo())
         assert response.status_code == 400
         assert "top" in response.json()["error"]
+
+
+def test_a_form_with_a_photo_gets_what_the_photo_itself_gets(client):
+    expected = client.post("/predict?top=3", content=photo()).json()
+    for files in ({"photo": photo()}, {"file": ("café.png", photo(), "image/png")}):
+        answer = client.post("/predict?top=3", files=files, data={"comment": "lunch"})
+        assert answer.status_code == 200
+        assert answer.json() == expected
+
+
+def test_several_photos_of_a_form_are_answered_in_their_order_and_a_bad_one_with_its_reason(client):
+    names = [("b.png", photo(1)), ("a.png", photo(2)), ("none.png", b"no photo"), ("b.png", photo(3))]
+    answer = client.post("/predict?top=2", files=[("photo", file) for file in names]).json()
+    assert [one["photo"] for one in answer["photos"]] == ["b.png", "a.png", "none.png", "b.png"]
+    assert answer["photos"][2]["error"].startswith("not a photo that can be used: ")
+    for one, seed in ((0, 1), (1, 2), (3, 3)):
+        alone = client.post("/predict?top=2", content=photo(seed)).json()
+        assert shares(answer["photos"][one]) == pytest.approx(shares(alone))
+        assert {"model": answer["model"], "version": answer["version"]} == {
+            key: alone[key] for key in ("model", "version")
+        }
+
+
+FORM = {"Content-Type": "multipart/form-data; boundary=b"}
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "message"),
+    [
+        (b"--b--\r\n", FORM, "the form has no file; with curl write --form photo=@photo.jpg"),
+        (
+            b'--b\r\nContent-Disposition: form-data; name="photo"\r\n\r\nphoto.jpg\r\n--b--\r\n',
+            FORM,
+            "the form has no file; with curl write --form photo=@photo.jpg",
+        ),
+        (photo(), FORM, "the form cannot be read: "),
+        (photo(), {"Content-Type": "multipart/form-data"}, "the form cannot be read: Missing boundary"),
+        (b"", FORM, "the form has no file"),
+        (b"--b\r\nContent-Disposition: form-data\r\n\r\n\r\n--b--\r\n", FORM, "the form cannot be read: "),
+        (
+            b"".join(
+                b'--b\r\nContent-Disposition: form-data; name="p"; filename="%d"\r\n\r\n\r\n' % index
+                for index in range(9)
+            )
+            + b"--b--\r\n",
+            FORM,
+            "the form cannot be read: Too many files. Maximum number of files is 8",
+        ),
+    ],
+)
+def test_a_form_that_cannot_be_used_is_one_message(client, body, headers, message):
+    response = client.post("/predict", content=body, headers=headers)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"].startswith(message)
+    assert client.post("/predict", files={"photo": photo()}).status_code == 200
+
+
+def test_what_can_be_read_can_be_asked_for_its_head(client):
+    for path in (
+        "/",
+        "/metrics",
+        "/v2",
+        "/v2/health/live",
+        "/v2/health/ready",
+        "/v2/models/student",
+        "/v2/models/student/ready",
+    ):
+        head, whole = client.head(path), client.get(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"] == whole.headers["content-type"]
+    assert client.head("/predict").status_code == 200
+    assert client.head("/v2/models/other").status_code == 404
 
 
 class Held:
