@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -117,7 +117,7 @@ class LoopRecording:
     def __init__(self, name: str, output: Path, model: nn.Module | None) -> None:
         import torch
 
-        from trainer.profiling.recorder import Recorder, Sources
+        from trainer.profiling.recorder import LoaderStats, Recorder, Sources
         from trainer.stages import profile
 
         self.report = output / "report" / profile.REPORT  # the page, once the block has ended
@@ -125,7 +125,8 @@ class LoopRecording:
         self._name, self._output, self._model = name, output, model
         parameter = None if model is None else next(model.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
-        sources = Sources(model=model, attention=False)
+        self._loader = LoaderStats()
+        sources = Sources(model=model, attention=False, loader=self._loader)
         self._recorder = Recorder(EvidenceSettings(), name=name, device=device, rank=0, world_size=1, sources=sources)
         self._step = 0
 
@@ -160,20 +161,36 @@ class LoopRecording:
         A loop that is left by `break` has not ended its last step, which then counts as interrupted.
 
         Args:
-            batches: such as a `DataLoader`.
+            batches: such as a `DataLoader`, whose processes are watched too.
             images: in a batch; `batches.batch_size` where not given.
         """
         images = images if images is not None else getattr(batches, "batch_size", None) or 0
         # Where the number of batches is known no step begins in vain, at the end.
         left = len(batches) if isinstance(batches, Sized) else None
         iterator = iter(batches)
+        count_ready = self._watch_processes(batches, iterator)
         with suppress(_NoBatchLeft):
             while left != 0:
                 with self.step(images=images):
                     with self.span("data"):
+                        count_ready()
                         batch = self._next(iterator)
                     yield batch
                 left = None if left is None else left - 1
+
+    def _watch_processes(self, batches: Iterable[Batch], iterator: Iterator[Batch]) -> Callable[[], None]:
+        """Watch the processes of a `DataLoader`; give what counts the batches that they have ready."""
+        from torch.utils.data import DataLoader
+
+        from trainer.devices.torch_private import batches_ready, loader_processes
+
+        if not isinstance(batches, DataLoader):
+            return lambda: None
+        self._loader.workers = batches.num_workers
+        if not batches.num_workers:
+            return lambda: None
+        self._loader.loader_processes([process.pid for process in loader_processes(iterator)])
+        return lambda: self._loader.batches_ready(batches_ready(iterator))
 
     @staticmethod
     def _next(iterator: Iterator[Batch]) -> Batch:

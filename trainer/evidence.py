@@ -48,10 +48,10 @@ STEP_COLUMNS = (
     "transfers",
 )
 """Columns of the step table before its ranges. `host_`: of the training's thread in the step, in `data`, in `backward`, and in `to_device`
-(`LATER_COLUMNS` are missing in older recordings); `cpu`: while it computed; `delayed`: while it was ready and no core was free, NaN
-where the kernel does not say. `queued`: batches that the loader processes had ready when the step asked for one, NaN where there are
-none. `transfers`: how often values came from the device to the host, on XLA, where that breaks up the step; NaN where it was not counted,
-as in most steps of a long training."""
+(`LATER_COLUMNS` are missing in older recordings); `cpu`: while it computed; `delayed`: while it, or the thread that runs the backward pass
+of a GPU, was ready and no core was free, NaN where the kernel does not say. `queued`: batches that the loader processes had ready when the
+step asked for one, NaN where there are none. `transfers`: how often values came from the device to the host, on XLA, where that breaks up
+the step; NaN where it was not counted, as in most steps of a long training."""
 LATER_COLUMNS = {"host_to_device_seconds"}
 SPAN_COLUMNS = ("range", "start_s", "seconds")
 TENSOR_COLUMNS = (

@@ -3,8 +3,10 @@
 What needs a GPU is made in tests/local/test_pathologies_gpu.py.
 """
 
+import hashlib
 import itertools
 import os
+import threading
 import time
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +24,10 @@ from trainer.rules import OwnOverhead, RuleSettings, StartUp
 from trainer.rules.outcomes import Finding, NotJudged
 from trainer.stages import distill, reinforce
 from trainer.training import parallelize
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create [34] worker processes"
+)  # torch counts cores, too
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +68,21 @@ def read_values():
     """What `loss.item()` in an objective does."""
     for value in torch.ones(4):
         value.item()
+
+
+_hungry = itertools.count()
+
+
+def take_cores():
+    """What threads of a library do that wait for their next work by counting: two in each process that loads, from its first batch on."""
+    if next(_hungry) == 0:
+        for _ in range(2):
+            threading.Thread(target=_compute_for_ever, daemon=True).start()
+
+
+def _compute_for_ever():
+    while True:
+        hashlib.sha256(bytes(2**24))  # without the interpreter's lock
 
 
 @contextmanager
@@ -123,6 +144,10 @@ PATHOLOGIES = {
         "cpu_bottleneck",
         {"fault": partial(before_batch, partial(compute, 0.15)), "workers": 1, "epochs": 5},
     ),
+    "loaders that take the cores": (
+        "cores_oversubscribed",
+        {"fault": partial(before_batch, take_cores), "workers": 3, "epochs": 5},
+    ),
     "more loaders than cores": ("loader_workers", {"workers": 4, "epochs": 5}),
     "a leak": ("gpu_memory_growth", {"fault": leak, "epochs": 14}),
     "values read in the objective": ("host_syncs", {"fault": partial(before_forward, read_values)}),
@@ -139,11 +164,10 @@ APART = {
 }
 HEALTHY = {
     "one process": {},
-    "one process and a loader": {"workers": 1},
+    "one process and three loaders": {"workers": 3},
 }
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")  # torch counts cores, too
 @pytest.mark.parametrize(("rule", "training"), PATHOLOGIES.values(), ids=PATHOLOGIES)
 def test_a_pathology_is_found_by_its_rule_alone(patient, rule, training):
     found = findings(patient.distil(**training))

@@ -246,6 +246,15 @@ def test_a_loop_is_recorded(loop, tmp_path):
     assert "mine" in recording.report.read_text()
 
 
+def test_the_loader_processes_of_a_loop_are_watched(loop, tmp_path):
+    loader = DataLoader(loop["loader"].dataset, batch_size=8, num_workers=1, prefetch_factor=3)
+    with trainer.record("mine", tmp_path) as recording:
+        train(recording, loop, batches=loader)
+    [training] = read_evidence(tmp_path / "evidence").trainings
+    assert training.ranks[0].record.workers == 1
+    assert np.isfinite(training.ranks[0].steps["queued"]).all()
+
+
 def test_a_model_without_weights_is_recorded_too(loop, tmp_path):
     with trainer.record("mine", tmp_path, model=nn.ReLU()) as recording:
         train(recording, loop)

@@ -18,6 +18,9 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+BACKWARD_THREAD = "pt_autograd_{}"
+"""What Linux shows as the name of the thread that runs the backward pass of the GPU of this number; on a CPU the calling thread does."""
+
 
 class DdpTimings(NamedTuple):
     """What DistributedDataParallel has measured of one backward pass, in nanoseconds."""

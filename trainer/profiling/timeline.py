@@ -24,15 +24,17 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import add
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer.devices.torch_private import BACKWARD_THREAD
 from trainer.evidence import BETWEEN, OTHER, PHASES, SPAN_COLUMNS, STEP_COLUMNS
 from trainer.series import ThinnedTable
 
@@ -65,6 +67,11 @@ class HostClock:
     def release(self, marks: Sequence[Any]) -> None:
         """Take back marks that are no longer needed."""
 
+    @property
+    def backward_thread(self) -> str | None:
+        """Name of the thread that runs the backward pass; None where that is the training's thread."""
+        return None
+
 
 class CudaClock(HostClock):
     """Marks are events on the current stream of a GPU, used again and again."""
@@ -89,6 +96,10 @@ class CudaClock(HostClock):
 
     def release(self, marks: Sequence[torch.cuda.Event]) -> None:
         self._free.extend(marks)
+
+    @property
+    def backward_thread(self) -> str:
+        return BACKWARD_THREAD.format(self._device.index or 0)
 
 
 INTERRUPTED = "interrupted"
@@ -222,8 +233,8 @@ class Timeline:
         self._pending: deque[_Segment] = deque()
         self._segment: _Segment | None = None
         self._open: list[int] = []
-        self._schedstat: int | None = None
-        """File in which Linux counts how long the training's thread waits for a core; none where the kernel does not."""
+        self._schedstats: list[int] = []
+        """Files in which Linux counts how long the threads of the training wait for a core; none where the kernel does not."""
 
     # -- what the training calls
 
@@ -281,11 +292,8 @@ class Timeline:
 
     def start(self) -> None:
         self.origin_ns = self._nanoseconds()
-        try:
-            self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-            weakref.finalize(self, os.close, self._schedstat)
-        except OSError:  # the kernel does not count it
-            self._schedstat = None
+        self._schedstats = []
+        self._count_waiting_of("/proc/thread-self")
         self._begin_outside(self.clock.mark())
 
     def catch_up(self) -> None:
@@ -327,6 +335,7 @@ class Timeline:
         if completed:
             if self.first_step_s is None:
                 self.first_step_s = self.now_s()
+                self._find_backward_thread()
             self._at_window(opens=False)
             self.steps_completed += 1
         self._take_in_passed()
@@ -367,9 +376,27 @@ class Timeline:
         counted[0] += sign * self._nanoseconds()
         if column != _TO_DEVICE_COLUMN:  # of which only the duration is kept: each of these is a system call
             counted[1] += sign * time.thread_time_ns()
-            counted[2] += sign * (
-                math.nan if self._schedstat is None else int(os.pread(self._schedstat, 64, 0).split()[1])
-            )
+            waited = [int(os.pread(file, 64, 0).split()[1]) for file in self._schedstats]
+            counted[2] += sign * (sum(waited) if waited else math.nan)
+
+    def _count_waiting_of(self, thread: str | Path) -> None:
+        """Count from now on how long a thread, given by its folder in /proc, waits for a core too."""
+        try:
+            file = os.open(f"{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # the kernel does not count it
+            return
+        weakref.finalize(self, os.close, file)
+        self._schedstats.append(file)
+
+    def _find_backward_thread(self) -> None:
+        """Count the thread that runs the backward pass too, once there is one: the training's thread sleeps meanwhile."""
+        name = self.clock.backward_thread
+        if name is not None and self._schedstats:
+            for thread in Path("/proc/self/task").iterdir():
+                with suppress(OSError):  # it has ended meanwhile
+                    if (thread / "comm").read_text().strip() == name:
+                        return self._count_waiting_of(thread)
+        return None
 
     # -- names
 

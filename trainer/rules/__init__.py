@@ -12,7 +12,7 @@ from trainer.rules.learning import (
     WeakTeacher,
 )
 from trainer.rules.lifecycle import GpuMemoryGrowth, OwnOverhead, Recompilation, StartUp, StepOutliers
-from trainer.rules.loading import CpuBottleneck, IoBottleneck, LoaderWorkers
+from trainer.rules.loading import CoresOversubscribed, CpuBottleneck, IoBottleneck, LoaderWorkers
 from trainer.rules.outcomes import Case, NotJudged, Outcome, Rule, Rules
 from trainer.rules.processes import Communication, LoadBalance, Stragglers
 from trainer.rules.stalled import StalledTraining
@@ -31,6 +31,7 @@ class RuleSettings(Rules):
     io_bottleneck: IoBottleneck = IoBottleneck()
     loader_workers: LoaderWorkers = LoaderWorkers()
     cpu_bottleneck: CpuBottleneck = CpuBottleneck()
+    cores_oversubscribed: CoresOversubscribed = CoresOversubscribed()
     host_to_device: HostToDevice = HostToDevice()
     host_syncs: HostSyncs = HostSyncs()
     communication: Communication = Communication()

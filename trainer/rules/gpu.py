@@ -12,7 +12,7 @@ from trainer.base_models import Fraction, NonNegativeFloat, Percent, Positive
 from trainer.evidence import TransferRecord, is_core, phase_shares
 from trainer.loss_terms import RECORDED_BY, RECORDED_VIEWS
 from trainer.rules.compared_steps import IGNORED, XLA_DEBUG, Steps, usual, within_steps
-from trainer.rules.loading import CpuBottleneck, IoBottleneck, LoaderWorkers
+from trainer.rules.loading import CoresOversubscribed, CpuBottleneck, IoBottleneck, LoaderWorkers
 from trainer.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule, listed, too_short
 from trainer.rules.processes import Communication, LoadBalance, Stragglers
 from trainer.series import Series
@@ -374,6 +374,7 @@ _WHAT_KEEPS_WAITING = (
     IoBottleneck,
     LoaderWorkers,
     CpuBottleneck,
+    CoresOversubscribed,
     HostToDevice,
     HostSyncs,
     Communication,

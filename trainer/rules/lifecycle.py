@@ -12,7 +12,7 @@ from trainer.base_models import Fraction, NonNegative, NonNegativeFloat
 from trainer.evidence import CompilationRecord, RankEvidence, phase_of, step_ms
 from trainer.formatting import duration
 from trainer.rules.compared_steps import XLA_DEBUG, Steps, within_steps
-from trainer.rules.loading import CpuBottleneck, IoBottleneck, LoaderWorkers
+from trainer.rules.loading import CoresOversubscribed, CpuBottleneck, IoBottleneck, LoaderWorkers
 from trainer.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule, too_short
 from trainer.series import Series
 
@@ -136,7 +136,8 @@ class StepOutliers(SystemRule):
         )
         if share <= self.share:
             return Healthy(f"{summary}.")
-        if other := case.first_cause(IoBottleneck, LoaderWorkers, CpuBottleneck, Recompilation):
+        on_gpu = [CoresOversubscribed] if steps.on_gpu else []  # on a CPU what it takes is left out above
+        if other := case.first_cause(IoBottleneck, LoaderWorkers, CpuBottleneck, Recompilation, *on_gpu):
             return other
         excess = {}
         for name in dict.fromkeys(phase_of(path) for path in steps.ranks[0].ranges if path != "recorder"):

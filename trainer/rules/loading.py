@@ -1,17 +1,19 @@
 """The rules on loading: whether the training waits for its batches, and on what their making waits.
 
-One diagnosis serves three rules, so that one cause has one finding: storage (`io_bottleneck`), too few or too many loader processes for the
-cores (`loader_workers`), or cores that are busy already (`cpu_bottleneck`).
+One diagnosis serves these rules, so that one cause has one finding: storage (`io_bottleneck`), too few or too many loader processes for the
+cores (`loader_workers`), or cores that are busy already (`cpu_bottleneck`). Where batches are ready in time, and yet the training has no
+core, `cores_oversubscribed` says who has them.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 
+from trainer import formatting
 from trainer.base_models import Fraction, NonNegativeFloat, Percent
 from trainer.evidence import RankEvidence, is_core
 from trainer.rules.compared_steps import Steps, had_core, usual, within_steps
@@ -199,8 +201,8 @@ class IoBottleneck(SystemRule):
             confidence=0.9 if loading.workers == 0 else 0.8,
             text=text,
             advice=(
-                f"Let more loader processes wait at the same time (data.workers={loading.workers_that_keep_up()}; waiting needs no "
-                "core), or put the prepared data set on a disk of the machine."
+                f"Let more loader processes wait at the same time ({case.workers_setting}={loading.workers_that_keep_up()}; waiting needs "
+                "no core), or put the prepared data set on a disk of the machine."
             ),
             saving=Saving(share * steps.total_s, "the steps without that waiting"),
             numbers={"waiting_share": share, "storage_s": loading.storage_s, "undisturbed_step_s": loading.step_s},
@@ -244,19 +246,22 @@ class LoaderWorkers(SystemRule):
             return Finding(
                 confidence=0.8,
                 text=f"{waiting} that processors make, and cores are free: {loading.processes}.",
-                advice=f"Let more processes load: data.workers={wanted}.",
+                advice=f"Let more processes load: {case.workers_setting}={wanted}.",
                 saving=Saving(hidden_s, "the waiting that this many loader processes hide, at the present rate"),
                 numbers=loading.numbers,
                 steps=steps.span,
             )
         if loading.per_core > self.most_per_core and not loading.is_for_storage(storage.waiting_share):
+            cores = case.rule(CoresOversubscribed)
+            if cores.enabled and not waits and cores.taken_by(case) == "loaders":
+                return NotJudged(f"what there is to see may come from another finding: {cores.name}")
             wanted = max(0, steps.record.cores // steps.processes_here() - 1)
             cause = f"{waiting}, and" if waits else "There are more processes than cores:"
             return Finding(
                 severity="warning" if waits else "note",
                 confidence=0.7 if waits else 0.5,
                 text=f"{cause} {loading.processes}: they take the cores from one another, and memory.",
-                advice=f"Let fewer processes load: data.workers={wanted}, or auto, which measures how many keep up.",
+                advice=f"Let fewer processes load: {case.workers_setting}={wanted}, or auto, which measures how many keep up.",
                 saving=Saving(share * steps.total_s, "the waiting for data") if waits else None,
                 numbers=loading.numbers,
                 steps=steps.span,
@@ -302,6 +307,8 @@ class CpuBottleneck(SystemRule):
                 return NotJudged(f"the number of loader processes comes first (loader_workers): {loading.processes}")
             text = f"{loading.part(loading.computing_s)} that processors make, and none is free: {loading.processes}."
         elif sampled > self.share and loading.share(loading.waiting_s) <= self.waiting_share:
+            if other := case.first_cause(CoresOversubscribed):
+                return other
             share = sampled
             text = f"In {sampled:.0%} of the samples a core was busy and the GPU idle, though batches were ready."
         else:
@@ -324,6 +331,209 @@ class CpuBottleneck(SystemRule):
             numbers={**loading.numbers, "waiting_share": share},
             steps=steps.span,
         )
+
+
+Taker = Literal["loaders", "threads", "processes", "others"]
+"""Who has the cores: loader processes, threads of the training processes beside the one that trains, more training processes than cores, or
+other programs on the machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreShortage:
+    """How long a training process was ready and had no core, and who had them meanwhile; in cores."""
+
+    number: int
+    """Of the process."""
+    waiting_s: float
+    """In a usual step."""
+    waiting_share: float
+    """Of the steps' time."""
+    idle_share: float
+    """Of the time at steps, in which the GPU idled; 1 where there is none, or its use is not known."""
+    limit: float
+    """Of the share that is lost."""
+    phase: str
+    """In which most of it falls, in words."""
+    busy: bool
+    """Whether cores were at their limit."""
+    processes: int
+    """That train on its machine."""
+    cores: int
+    """That they may use."""
+    training: float
+    loaders: float
+    others: float
+
+    @property
+    def share(self) -> float:
+        """Of the steps' time, which is lost: a GPU that has work continues without its host."""
+        return min(self.waiting_share, self.idle_share)
+
+    @property
+    def is_found(self) -> bool:
+        return self.share > self.limit and self.busy
+
+    @property
+    def taker(self) -> Taker:
+        beyond: dict[Taker, float] = {
+            "loaders": self.loaders,
+            "threads": self.training - self.processes,
+            "processes": float(self.processes - self.cores),
+            "others": self.others,
+        }
+        return max(beyond, key=lambda taker: beyond[taker])
+
+
+class CoresOversubscribed(SystemRule):
+    """Loader processes, or others, that have the cores which the training needs.
+
+    Fires when a process that trains was ready and had no core for more than `share` of the steps' time, in whichever phase (`own_share`
+    where a CPU trains, which shares its cores with loading by nature), while cores were busy (above `busy_percent`). On a GPU, which works
+    on meanwhile, no more counts than it idles. It says who had the cores; where that were other programs on the machine it is a note, which
+    spoils no verdict. A training that waits for its batches is for the rules on loading.
+
+    Needs how long the training was ready and had no core, which Linux counts; use of the cores; CPU time of the training and its loaders.
+    Advises fewer loader processes or threads.
+    """
+
+    title: ClassVar = "Cores oversubscribed"
+
+    share: Fraction = 0.15
+    """Share of the steps' time in which the training had no core."""
+    own_share: Fraction = 0.4
+    """The same where a CPU trains."""
+    busy_percent: Percent = 90.0
+    """Above this a core is busy, in percent."""
+
+    def judge(self, case: Case) -> Outcome:
+        found = self._shortage(case)
+        if isinstance(found, NotJudged):
+            return found
+        steps = Steps(case)
+        record = steps.ranks[found.number].record
+        waited = f"For {formatting.percent(found.waiting_share)} of a step the training was ready and had no core"
+        if found.idle_share < 1:
+            waited += f", and the GPU idles for {formatting.percent(found.idle_share)}"
+        had = (
+            f"of the {found.cores} cores of {record.host} loader processes take {found.loaders:.1f}, the training "
+            f"{found.training:.1f}, other programs {found.others:.1f}"
+        )
+        if not found.is_found:
+            return Healthy(f"{waited}; {had}.")
+        workers = record.workers or 0
+        who = {
+            "loaders": f"Loader processes take the cores: {workers} beside each training process",
+            "threads": "The training's own threads take the cores from one another",
+            "processes": f"{found.processes} training processes share {found.cores} cores",
+            "others": "Other programs on the machine take the cores",
+        }[found.taker]
+        seconds = found.share * steps.total_s
+        saving = {
+            "loaders": Saving(seconds, "the time without a core, if fewer loader processes still keep up"),
+            "others": Saving(seconds, "the time without a core"),
+        }
+        return Finding(
+            severity="note" if found.taker == "others" else "warning",
+            confidence=0.8,
+            text=f"{who}. {waited}, mostly in {found.phase}, though its batches were there: {had}.",
+            advice=self._advice(case, found, workers),
+            saving=saving.get(found.taker),
+            numbers={
+                "without_core_share": found.waiting_share,
+                "without_core_s": found.waiting_s,
+                "loaders_cores": found.loaders,
+                "training_cores": found.training,
+                "other_cores": found.others,
+                "workers": float(workers),
+            },
+            steps=steps.span,
+        )
+
+    def taken_by(self, case: Case) -> Taker | None:
+        """Return who has the cores that the training lacks; None where it does not lack them, or that is not known."""
+        found = self._shortage(case)
+        return found.taker if isinstance(found, CoreShortage) and found.is_found else None
+
+    def _advice(self, case: Case, found: CoreShortage, workers: int) -> str:
+        each = found.loaders / max(1, workers * found.processes)
+        room = int((found.cores / found.processes - 1) / max(each, 1.0))
+        fewer = max(0, min(workers // 2, room))
+        threads = max(1, found.cores // found.processes)
+        return {
+            "loaders": (
+                f"Let fewer processes load: {case.workers_setting}={fewer} in place of {workers}, and one thread in each "
+                "(OMP_NUM_THREADS=1; libraries that decode have settings of their own)."
+            ),
+            "threads": f"Start fewer threads: OMP_NUM_THREADS={threads} for each of {found.processes} training processes.",
+            "processes": f"Start at most {found.cores} training processes on the machine, or take one with more cores.",
+            "others": "Give the training cores of its own (on Kubernetes requests that equal its limits), or end what else runs there.",
+        }[found.taker]
+
+    def _shortage(self, case: Case) -> CoreShortage | NotJudged:
+        """Measure it for the process with the median time without a core."""
+        steps = Steps(case)
+        if steps.too_few:
+            return steps.too_few
+        delayed = steps.column("host_delayed_seconds")
+        if not np.isfinite(delayed).all():
+            return NotJudged("how long the training was ready and had no core was not recorded")
+        loading, rules = (
+            diagnose(steps, busy_loader_percent=case.rule(IoBottleneck).loader_percent),
+            case.rule(LoaderWorkers),
+        )
+        if loading.is_for_processor(rules.waiting_share, rules.own_share):
+            return NotJudged("the training waits for its batches, which comes first (loader_workers, cpu_bottleneck)")
+        shares = usual(delayed) / np.maximum(usual(steps.seconds), 1e-9)
+        number = int(np.argsort(shares)[(len(shares) - 1) // 2])
+        rank = steps.ranks[number]
+        here = [each for each in steps.ranks if each.record.host == rank.record.host]
+        cores = next((found for found in map(_core_use, here) if len(found)), None)
+        if cores is None:
+            return NotJudged("the use of the cores was not sampled")
+        processes = max(len(here), steps.processes_here() if len(steps.ranks) < steps.record.world_size else 1)
+        own, of_loaders = (
+            processes * float(np.mean([_mean(each, f"{name}_cpu_percent") for each in here])) / 100
+            for name in ("process", "loaders")
+        )
+        may_use = rank.record.cores
+        # those that are busiest: which ones a process may use is not recorded
+        taken = float(np.sort(cores.mean(axis=1))[-may_use:].sum()) / 100
+        parts = {
+            "`data`": steps.column("host_data_delayed_seconds"),
+            "`backward`": steps.column("host_backward_delayed_seconds"),
+        }
+        spent = {name: float(usual(values[number])) for name, values in parts.items()}
+        spent["the other phases"] = float(usual(delayed[number])) - sum(spent.values())
+        return CoreShortage(
+            number=number,
+            waiting_s=float(usual(delayed[number])),
+            waiting_share=min(1.0, float(shares[number])),
+            idle_share=1 - _mean(rank, "gpu_percent") / 100,
+            limit=self.share if steps.on_gpu or case.is_traced else self.own_share,
+            phase=max(spent, key=lambda name: spent[name]),
+            busy=float(np.median(cores.max(axis=0))) > self.busy_percent
+            or 100 * (own + of_loaders) > self.busy_percent * may_use,
+            processes=processes,
+            cores=may_use,
+            training=own,
+            loaders=of_loaders,
+            others=max(0.0, taken - own - of_loaders),
+        )
+
+
+def _core_use(rank: RankEvidence) -> Series:
+    """Collect how busy each core of a process's machine was at its steps, in percent, [cores, samples]; empty where that is unknown."""
+    cores = [values for name, values in rank.system.items() if is_core(name)]
+    known: Series = np.array(cores)[:, within_steps(rank)] if cores else np.empty((0, 0))
+    known = known[:, np.isfinite(known).all(axis=0)]
+    return known if known.size else np.empty((0, 0))
+
+
+def _mean(rank: RankEvidence, signal: str) -> float:
+    """Average a signal while the process was at its steps; 0 where it was not sampled."""
+    values = rank.system.get(signal, np.full(len(rank.system["end_s"]), np.nan))
+    known = values[np.isfinite(values) & within_steps(rank)]
+    return float(known.mean()) if len(known) else 0.0
 
 
 def _ms(seconds: float) -> str:

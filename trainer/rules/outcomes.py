@@ -99,6 +99,11 @@ class Case:
         images = self.record.context.val_samples
         return 2 * math.sqrt(2 * accuracy * (1 - accuracy) / images) if images else 0.0
 
+    @property
+    def workers_setting(self) -> str:
+        """Name of the setting for loader processes; a loop of one's own has that of torch's `DataLoader`."""
+        return "data.workers" if self.training.name in _SECTIONS else "num_workers"
+
     def setting(self, name: str) -> str:
         """Return the full name of a setting of this training."""
         return setting_of(self.training.name, name)

@@ -12,6 +12,7 @@ import numpy as np
 
 from trainer.base_models import Fraction, NonNegativeFloat
 from trainer.rules.compared_steps import Steps, usual
+from trainer.rules.loading import CoresOversubscribed
 from trainer.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule
 from trainer.series import Series
 
@@ -28,6 +29,10 @@ def _unjudgeable(case: Case, steps: Steps) -> NotJudged | None:
         return NotJudged("one process trains alone")
     if case.live:
         return NotJudged("while a training runs, only one process's record is at hand")
+    if steps.on_gpu and (
+        other := case.first_cause(CoresOversubscribed)
+    ):  # on a CPU what it takes is left out of each process's work
+        return other
     return steps.too_few
 
 

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import hashlib
+import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
+from time import thread_time
 
 import numpy as np
 import pytest
@@ -37,6 +42,8 @@ class Time:
 
 class Device:
     """A device that runs `lag` seconds behind the host until the test lets it catch up; its marks are reused like events."""
+
+    backward_thread = None
 
     def __init__(self, time: Time) -> None:
         self._time = time
@@ -349,3 +356,33 @@ def test_a_counter_is_asked_around_each_step() -> None:
     timeline.finish()
     assert counter.asked == [("begin", 0), ("end", 0), ("begin", 1), ("end", 1)]
     assert timeline.steps.column("transfers").tolist() == [2, 4]
+
+
+class BackwardElsewhere(HostClock):
+    backward_thread = "backward-7"
+
+
+@pytest.mark.skipif(
+    not Path("/proc/thread-self/schedstat").exists(), reason="the kernel does not count waiting for cores"
+)
+def test_the_thread_of_the_backward_pass_is_counted_where_that_is_another() -> None:
+    """As on a GPU: the training's thread sleeps meanwhile."""
+    core = {min(os.sched_getaffinity(0))}
+
+    def compete(seconds: float) -> None:
+        os.sched_setaffinity(threading.get_native_id(), core)
+        end = thread_time() + seconds
+        while thread_time() < end:
+            hashlib.sha256(bytes(2**20))  # without the interpreter's lock
+
+    timeline = Timeline(BackwardElsewhere())
+    timeline.start()
+    with ThreadPoolExecutor(1) as backward, ThreadPoolExecutor(1) as other, recording_to(timeline):
+        backward.submit(Path("/proc/thread-self/comm").write_text, BackwardElsewhere.backward_thread).result()
+        with timeline.step(0):
+            pass
+        with timeline.step(1), span("backward"):
+            for running in [backward.submit(compete, 0.05), other.submit(compete, 0.05)]:
+                running.result()
+    timeline.finish()
+    assert timeline.steps.column("host_backward_delayed_seconds")[1] > 0.01
