@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import itertools
 import json
 import math
 import re
@@ -11,10 +12,12 @@ import sys
 import pytest
 import torch
 
-from tests.benchmarks import bench_accuracy
+from tests.benchmarks import bench_accuracy, bench_distillation
 from tests.distillations import TINY
 from trainer import cli, launch, stages
 from trainer.data import dataset as dataset_module
+from trainer.devices.device import Host
+from trainer.profiling.recorder import LoaderStats
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of libraries that the benchmarks measure ours against
 
@@ -64,6 +67,21 @@ def run_command(command, *, check, env, stdout, stderr):
 def test_distillation(bench):
     table = bench("bench_distillation", *SMALL, "--steps", "1", "--rounds", "1", "--no-memory")
     assert all(f"\n{lane} " in table for lane in ("alone", "recorded", "online", "timm", "bare", "reinforce"))
+
+
+@pytest.mark.parametrize(("ready", "untimed"), [([4] * 9, 3), ([4, 3, 2, 2, 1, 0], 5), ([math.nan] * 99, 40)])
+def test_a_distillation_is_timed_when_its_loader_keeps_up_or_its_stock_is_used_up(ready, untimed):
+    loader = LoaderStats(workers=2)
+    stopwatch = bench_distillation.Stopwatch(torch.device("cpu"), 5, loader)
+    readings = itertools.chain([4] * bench_distillation.WARM_UP, ready, itertools.repeat(0))
+    steps = next(step for step, loader.ready in enumerate(readings) if stopwatch.is_over())
+    assert steps == bench_distillation.WARM_UP + untimed + 5
+
+
+def test_emulated_bf16_is_not_compared(monkeypatch):
+    monkeypatch.setattr(Host, "uses_bf16", lambda *_: False)
+    with pytest.raises(SystemExit, match="--precision bf16: this processor has no bf16 instructions"):
+        run("bench_distillation", "--precision", "bf16", monkeypatch=monkeypatch)
 
 
 def test_checkpoints(bench):

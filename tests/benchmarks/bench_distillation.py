@@ -27,10 +27,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ from timm.layers import Attention
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask, LogitDistillationTask
 from torch import nn
+from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.benchmarks.photos import write_photos
@@ -63,7 +65,8 @@ from trainer.distillation.objective import DistillObjective
 from trainer.distillation.recording import Recording, open_recording
 from trainer.distillation.reinforcement import UnitBatches, parts_of, record_batches
 from trainer.distillation.shards import Unit
-from trainer.errors import TrainerError
+from trainer.errors import SettingsError, TrainerError
+from trainer.profiling.recorder import LoaderStats
 from trainer.stages import prepare, reinforce
 from trainer.tracking.stage_runs import stage_run
 from trainer.training.checkpoints import Checkpoints
@@ -80,6 +83,10 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L4": 121e12, "A10
 
 WARM_UP = 3
 """Steps of each lane that are not timed: they compile, and fill caches."""
+
+MOST_FED = 20
+"""Further steps that are not timed because the loader's stock may feed them, for each loader process at most. A loader that has not used it
+up by then is less than a tenth slower than the step."""
 
 TOP_K = 10
 CLASSES = 100
@@ -163,6 +170,18 @@ class Bench:
             yield feed.next()
             feed.preload()
 
+    @property
+    def most_steps(self) -> int:
+        """Steps that a lane takes at most."""
+        return WARM_UP + MOST_FED * self.workers + self.case.steps + 2
+
+    def loader(self, batches: Dataset[Batch], starts: Iterable[object]) -> tuple[Iterator[Batch], Stopwatch]:
+        """The micro-batches at `starts`, and a stopwatch for what is done with them."""
+        stats = LoaderStats(workers=self.workers)
+        pins = self.device.type == "cuda"
+        loader = make_loader(batches, starts, workers=self.workers, pin_memory=pins, observer=stats)
+        return loader, Stopwatch(self.device, self.case.steps, stats)
+
     def training(
         self, settings: DistillSettings, teacher: FrozenTeacher | None, recording: Recording | None
     ) -> TrainingSpec:
@@ -187,42 +206,60 @@ class EnoughError(Exception):
 
 
 class Stopwatch:
-    """An objective that notes the time of some of its calls, and ends the training at the last of them."""
+    """Times the steps of a lane that follow those that warm up, and those that the loader's stock feeds."""
 
-    def __init__(self, objective: Objective, steps: int) -> None:
-        self._objective, self._last = objective, WARM_UP + steps
-        self.model, self.left_out = objective.model, objective.left_out
-        self.show, self.end_step = objective.show, objective.end_step
-        self._calls, self._began = 0, 0.0
+    def __init__(self, device: torch.device, steps: int, loader: LoaderStats | None = None) -> None:
+        self._device, self._steps, self.loader = device, steps, loader or LoaderStats()
+        self._calls, self._last, self._began = 0, math.inf, 0.0
         self.seconds = 0.0
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
-        if self._calls == WARM_UP:
-            self._began = now(batch.images.device)
-        if self._calls == self._last:
-            self.seconds = now(batch.images.device) - self._began
-            raise EnoughError
+    def is_over(self) -> bool:
+        """Before each step: begin to time if this is the first that counts; whether the last one was before."""
+        if self._last == math.inf and self._is_steady:
+            self._began, self._last = now(self._device), self._calls + self._steps
+        elif self._calls == self._last:
+            self.seconds = now(self._device) - self._began
+            return True
         self._calls += 1
+        return False
+
+    @property
+    def _is_steady(self) -> bool:
+        """Whether the next steps show how fast the loader is.
+
+        Its processes fill their queue while the first steps compile. Once each was handed a new batch, a queue that is more than half
+        full is that of a loader that keeps up; a slower one empties it.
+        """
+        past, workers, ready = self._calls - WARM_UP, self.loader.workers or 0, self.loader.ready
+        return past >= MOST_FED * workers or (past > workers and (ready > workers or ready < 1))
+
+
+class TimedObjective:
+    """An objective that ends the training when its steps have been timed."""
+
+    def __init__(self, objective: Objective, stopwatch: Stopwatch) -> None:
+        self._objective, self._stopwatch = objective, stopwatch
+        self.model, self.left_out = objective.model, objective.left_out
+        self.show, self.end_step = objective.show, objective.end_step
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
+        if self._stopwatch.is_over():
+            raise EnoughError
         return self._objective(model, batch)
 
 
 def timed_recording(bench: Bench) -> float:
     """Seconds to record the teacher's outputs on the timed batches, with loading, decoding and augmentation."""
     training = bench.training(bench.settings(logit_weight=0.0, label_weight=1.0), None, None)
-    views, size, steps = training.views, bench.case.batch_size, bench.case.steps
-    samples = len(training.samples)
-    number = math.ceil((WARM_UP + steps + 1) / math.ceil(samples / size))
+    views, size, samples = training.views, bench.case.batch_size, len(training.samples)
+    number = math.ceil(bench.most_steps / math.ceil(samples / size))
     parts = parts_of((Unit(view=view, first=0, count=samples, block=0) for view in range(number)), size)
-    loader = make_loader(UnitBatches(views, size), parts, workers=bench.workers, pin_memory=bench.device.type == "cuda")
-    images = (batch.images for batch in bench.on_device(loader, views, WARM_UP + steps + 1))
-    began = 0.0
+    loader, stopwatch = bench.loader(UnitBatches(views, size), parts)
+    images = (batch.images for batch in bench.on_device(loader, views, bench.most_steps))
     records = record_batches(images, bench.frozen(), open_recording(bench.folder / "outputs").description)
-    for done, _ in enumerate(records, start=1):
-        if done == WARM_UP:
-            began = now(bench.device)
-        if done == WARM_UP + steps:
-            break
-    return now(bench.device) - began
+    while not stopwatch.is_over():
+        next(records)
+    return stopwatch.seconds
 
 
 def now(device: torch.device) -> float:
@@ -243,9 +280,11 @@ def our_loop(
 ) -> float:
     """Seconds of the timed steps in the real loop."""
     training = bench.training(settings, teacher, recording)
-    stopwatch = Stopwatch(training.objective, bench.case.steps)
+    stopwatch = Stopwatch(bench.device, bench.case.steps)
+    trainer = Trainer(replace(training, objective=TimedObjective(training.objective, stopwatch)))
+    stopwatch.loader = trainer.loader
     with stage_run("distill", {}, active=False) as tracker, suppress(EnoughError):
-        Trainer(replace(training, objective=stopwatch)).train(tracker)
+        trainer.train(tracker)
     return stopwatch.seconds
 
 
@@ -257,20 +296,18 @@ def bare_loop(bench: Bench, settings: DistillSettings) -> float:
     groups = parameter_groups(model, weight_decay=settings.weight_decay)
     optimizer = make_optimizer(groups, settings, bench.processes)
     batches = MicroBatches(training.views, training.order, count=settings.batch_size)
-    starts = positions(settings, first_step=0, last_step=1000, rank=0, world_size=1)
-    loader = make_loader(batches, starts, workers=bench.workers, pin_memory=bench.device.type == "cuda")
-    steps = WARM_UP + bench.case.steps
-    began = 0.0
-    for step, batch in enumerate(bench.on_device(loader, training.views, steps)):
-        if step == WARM_UP:
-            began = now(bench.device)
+    starts = positions(settings, first_step=0, last_step=bench.most_steps, rank=0, world_size=1)
+    loader, stopwatch = bench.loader(batches, starts)
+    for batch in bench.on_device(loader, training.views, bench.most_steps):
+        if stopwatch.is_over():
+            break
         with bench.processes.device.autocast(settings.precision):
             loss = cross_entropy(model(batch.images), batch.labels)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return now(bench.device) - began
+    return stopwatch.seconds
 
 
 def timm_loop(bench: Bench, *, distils: bool) -> float:
@@ -295,29 +332,25 @@ def timm_loop(bench: Bench, *, distils: bool) -> float:
         task.compile()
     optimizer = create_optimizer_v2(network, opt="adamw", lr=1e-4, weight_decay=0.05)
     ready = [(student.preprocess(batch.images), batch.labels) for batch in bench.ready_batches(2)]
-    began = 0.0
-    for step in range(WARM_UP + bench.case.steps):
-        if step == WARM_UP:
-            began = now(bench.device)
-        images, labels = ready[step % len(ready)]
+    stopwatch, batches = Stopwatch(bench.device, bench.case.steps), cycle(ready)
+    while not stopwatch.is_over():
+        images, labels = next(batches)
         with torch.autocast(bench.device.type, dtype=torch.bfloat16, enabled=bench.case.precision == "bf16"):
             loss = task(images, labels)["loss"]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         loss.item()
-    return now(bench.device) - began
+    return stopwatch.seconds
 
 
 def bare_teacher(bench: Bench) -> float:
     """The teacher's inference on batches that are ready."""
     teacher, ready = bench.frozen(), [batch.images for batch in bench.ready_batches(2)]
-    began = 0.0
-    for step in range(WARM_UP + bench.case.steps):
-        if step == WARM_UP:
-            began = now(bench.device)
-        teacher(ready[step % len(ready)])
-    return now(bench.device) - began
+    stopwatch, batches = Stopwatch(bench.device, bench.case.steps), cycle(ready)
+    while not stopwatch.is_over():
+        teacher(next(batches))
+    return stopwatch.seconds
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -499,7 +532,12 @@ def main() -> None:
     )
     parser.add_argument("--teacher", default="vit_base_patch16_224", help="default: %(default)s")
     parser.add_argument("--student", default="vit_tiny_patch16_224", help="default: %(default)s")
-    parser.add_argument("--precision", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        choices=("bf16", "fp32"),
+        help="default: both; on a processor without bf16 instructions, which timm's lanes would emulate and ours avoid, only fp32",
+    )
     parser.add_argument("--batch-size", type=int, default=16, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a lane in a round; default: %(default)s")
@@ -510,6 +548,10 @@ def main() -> None:
     parser.add_argument("--lane", help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ[DEVICE_VARIABLE] = options.device
+    try:
+        options.precision = precisions(options.precision)
+    except TrainerError as error:
+        sys.exit(f"error: {error}")
     cases = [
         Case(
             teacher=options.teacher,
@@ -527,6 +569,18 @@ def main() -> None:
         sys.exit(f"error: {error}")
 
 
+def precisions(wanted: list[Precision] | None) -> list[Precision]:
+    """Those to measure: both where none are named and the device has both; complains before photos are made."""
+    if choose_device().uses_bf16("bf16"):
+        return wanted or ["bf16", "fp32"]
+    if wanted and "bf16" in wanted:
+        raise SettingsError(
+            "--precision bf16: this processor has no bf16 instructions, so our lanes would compute in fp32 and timm's in emulated bf16, "
+            "which takes 10 to 15 times as long; use --precision fp32"
+        )
+    return ["fp32"]
+
+
 def measure(options: argparse.Namespace, cases: list[Case]) -> None:
     """Print a table for each case; or, as a process of its own, what one lane holds at most."""
     if options.lane:
@@ -534,7 +588,6 @@ def measure(options: argparse.Namespace, cases: list[Case]) -> None:
             lanes(bench)[options.lane]()
             print(held_now(bench.device))
         return
-    choose_device()  # complains before photos are made
     with tempfile.TemporaryDirectory() as folder:
         fill(Path(folder), options.photos, options.classes, options.teacher)
         for case in cases:

@@ -72,6 +72,11 @@ class Prefetcher:
                 sent = sent._replace(images=decode_jpegs(sent.images, sent.lengths, place), lengths=None)
             self._sent = sent
 
+    def drop(self, count: int) -> None:
+        """Take so many micro-batches, and send none of them."""
+        for _ in range(count):
+            next(self._batches, None)
+
     def close(self) -> None:
         """Take no more."""
 
@@ -94,6 +99,11 @@ class ThreadedPrefetcher(Prefetcher):
 
     def preload(self) -> None:
         """Do nothing: threads send the micro-batches."""
+
+    def drop(self, count: int) -> None:
+        """Take so many micro-batches, which are on the device already."""
+        for _ in range(count):
+            next(self._ahead, None)
 
     def close(self) -> None:
         self._ahead.close()

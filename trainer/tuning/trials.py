@@ -10,7 +10,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -23,7 +23,7 @@ from trainer import storage
 from trainer.base_models import StrictModel
 from trainer.config import DistillSettings, LowResolutionSettings
 from trainer.costs import THIS_MACHINE, Machines, place_here
-from trainer.data.loader import MicroBatches, micro_batch_size
+from trainer.data.loader import PREFETCHED, MicroBatches, micro_batch_size
 from trainer.errors import ObjectDamagedError, ObjectNotFoundError
 from trainer.forecast import LEAST_STEPS, Measurement, mean_interval
 from trainer.profiling.recorder import Recorder
@@ -66,18 +66,34 @@ MakeTraining = Callable[[DistillSettings, Processes], TrainingSpec]
 
 
 class Plan(NamedTuple):
-    """What the first process sends to the others after each lap."""
+    """What a process would do after a lap; all do what the first one would, and drain if any of them would."""
 
     ended: Literal["", "measured", "outrun"]
     steps: int
     """Steps of the next lap."""
+    drains: bool = False
+    """Whether to drop the batches that are ready, and to measure again."""
 
 
 class StepTimer:
-    """The times of a trial's steps, lap by lap: first some steps to warm up, each a lap of its own, then laps that count."""
+    """The times of a trial's steps, lap by lap: first some steps to warm up, each a lap of its own, then laps that count.
+
+    While the first steps compile, the loader processes fill their queue, `PREFETCHED` micro-batches each. A loader that is slower than
+    the step would hide behind this stock for longer than a trial takes. So a trial lasts until every process was handed a new
+    micro-batch, and if the queue is then at most half full, so that all of them are at work, and no fuller than before, the loader is
+    the limit: the stock is dropped, and steps are measured again, in laps in which each process makes the same number of
+    micro-batches. Such a lap may be long, but shorter ones would be either bursts or waits: the processes finish at much the same time.
+    """
 
     def __init__(
-        self, images: int, rate_to_beat: float = 0.0, *, warm_steps: int, total_steps: int, thoroughness: float = 1.0
+        self,
+        images: int,
+        rate_to_beat: float = 0.0,
+        *,
+        warm_steps: int,
+        total_steps: int,
+        accumulation: int = 1,
+        thoroughness: float = 1.0,
     ) -> None:
         """Of a candidate with so many images a step.
 
@@ -85,12 +101,15 @@ class StepTimer:
             rate_to_beat: images a second below which the candidate cannot be the best.
             warm_steps: steps that are not measured.
             total_steps: of the whole distillation, whose length says how long a trial may be.
+            accumulation: micro-batches a step.
             thoroughness: how many times longer than a trial.
         """
-        self._images, self._rate_to_beat = images, rate_to_beat
+        self._images, self._rate_to_beat, self._accumulation = images, rate_to_beat, accumulation
         self._warm, self._total_steps, self._thoroughness = warm_steps, total_steps, thoroughness
         self._seconds: list[float] = []  # of a step, lap by lap
         self._began, self._done = 0.0, 0
+        self._ready = 0.0  # micro-batches in the queue when the laps that count began
+        self._round, self._drained = 1, False  # steps of which each lap has a multiple
         self.plan = Plan("", 1)
 
     def open(self, now: float) -> None:
@@ -101,14 +120,34 @@ class StepTimer:
         self._done += 1
         return self._done >= self.plan.steps
 
-    def close(self, now: float) -> Plan:
-        """A lap ends; gives what this process would do next."""
+    def close(self, now: float, *, workers: int = 0, ready: float = 0.0) -> Plan:
+        """A lap ends; gives what this process would do next.
+
+        Args:
+            workers: loader processes beside this one.
+            ready: micro-batches that they have ready; NaN where that is not known.
+        """
         seconds = (now - self._began) / self._done
         if self._warm:
-            self._warm -= 1
-            return Plan("", 1 if self._warm else max(1, round(LAP_S / max(seconds, 1e-9))))
+            self._warm, self._ready = self._warm - 1, ready
+            laps = max(1, round(LAP_S / max(seconds * self._round, 1e-9)))
+            return Plan("", self._round if self._warm else self._round * laps)
         self._seconds.append(seconds)
-        return Plan(self._ended(), self.plan.steps)
+        ended = self._ended()
+        if ended != "outrun" and workers and not self._drained:
+            if self.steps * self._accumulation <= workers:
+                return Plan("", self.plan.steps)
+            if not (ready > workers or ready > self._ready):
+                return Plan("", workers // math.gcd(workers, self._accumulation), drains=True)
+        return Plan(ended, self.plan.steps)
+
+    def follow(self, plans: Sequence[Plan]) -> Plan:
+        """Take the plan of all processes."""
+        draining = [plan for plan in plans if plan.drains]
+        self.plan = draining[0] if draining else plans[0]
+        if draining:  # the first lap begins with an empty queue, and does not count
+            self._seconds, self._warm, self._round, self._drained = [], 1, self.plan.steps, True
+        return self.plan
 
     def _ended(self) -> Literal["", "measured", "outrun"]:
         if len(self._seconds) >= 2 and self._images / min(self._seconds) < FAR_BEHIND * self._rate_to_beat:
@@ -212,7 +251,13 @@ class Trials:
         settings = endless(candidate.applied(self._settings))
         training = self._make(settings, self._processes)
         steps = step_count(candidate.applied(self._settings), len(training.samples))
-        timer = StepTimer(candidate.batch_size, rate_to_beat, warm_steps=warm_steps(settings), total_steps=steps)
+        timer = StepTimer(
+            candidate.batch_size,
+            rate_to_beat,
+            warm_steps=warm_steps(settings),
+            total_steps=steps,
+            accumulation=candidate.accumulation,
+        )
         self._memory.begin()
         try:
             trainer, startup_s = measure_steps(training, timer)
@@ -223,7 +268,7 @@ class Trials:
         if not all(self._processes.gather(trainer.is_compiled)):
             return Trial(candidate=candidate, ended="not compiled", seconds=time.perf_counter() - began)
         rate, low, high = timer.rates
-        shares = shares_of(trainer.recorder, warm_steps(settings))
+        shares = shares_of(trainer.recorder, timer.steps)
         computing_s = (1 - shares["data"]) * candidate.batch_size / rate / candidate.accumulation
         assert timer.plan.ended, "the steps end when the laps do"
         return Trial(
@@ -294,21 +339,25 @@ def measure_steps(training: TrainingSpec, timer: StepTimer, tracker: Tracker | N
             if not timer.step():
                 continue
             processes.device.synchronize()
-            now = time.perf_counter()
+            now, loader = time.perf_counter(), trainer.loader
             startup_s = startup_s or now - began
-            timer.plan = processes.gather(timer.close(now))[0]
-            if timer.plan.ended:
+            workers = loader.workers or 0
+            plan = timer.follow(processes.gather(timer.close(now, workers=workers, ready=loader.ready)))
+            if plan.ended:
                 break
+            if plan.drains:
+                batches.drop(PREFETCHED * workers if math.isnan(loader.ready) else int(loader.ready))
             timer.open(time.perf_counter())
     return trainer, startup_s
 
 
-def shares_of(recorder: Recorder, warm: int) -> Mapping[str, float]:
-    """Range -> its share of the time of the steps after the first `warm` ones."""
+def shares_of(recorder: Recorder, last: int) -> Mapping[str, float]:
+    """Range -> its share of the time of the `last` steps."""
     recorder.timeline.catch_up()
     steps = recorder.timeline.steps
-    total = float(steps.column("seconds")[warm:].sum())
-    return {name: float(steps.column(name)[warm:].sum()) / total for name in recorder.timeline.ranges} if total else {}
+    first = len(steps) - last
+    total = float(steps.column("seconds")[first:].sum())
+    return {name: float(steps.column(name)[first:].sum()) / total for name in recorder.timeline.ranges} if total else {}
 
 
 def release() -> None:
@@ -345,7 +394,13 @@ def measure_training(
     steps = step_count(settings, len(training.samples))
     # The step after the window sets how long laps are; the window's closing would count as its last one's.
     unmeasured = warm + window + 1
-    timer = StepTimer(settings.batch_size, warm_steps=unmeasured, total_steps=steps, thoroughness=THOROUGHNESS)
+    timer = StepTimer(
+        settings.batch_size,
+        warm_steps=unmeasured,
+        total_steps=steps,
+        accumulation=settings.accumulation,
+        thoroughness=THOROUGHNESS,
+    )
     made_s = time.perf_counter() - began
     trainer, first_step_s = measure_steps(training, timer, tracker)
     if not trainer.is_compiled:

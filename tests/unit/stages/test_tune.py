@@ -18,15 +18,16 @@ from PIL import Image
 from tests.distillations import QUICK, TINY
 from tests.forks import Program
 from trainer import artifacts, config, models, storage
-from trainer.config import ReinforceSettings, TuneSettings
+from trainer.config import DistillSettings, ReinforceSettings, TuneSettings
 from trainer.costs import PLACE_VARIABLE
 from trainer.data.dataset import open_dataset
+from trainer.data.loader import MicroBatches
 from trainer.data.views.rendering import make_views
 from trainer.devices import choose_device
 from trainer.errors import BudgetError, SettingsError
 from trainer.profiling.recorder import Startup
 from trainer.stages import reinforce, tune
-from trainer.training import parallelize, prefetch
+from trainer.training import loop, parallelize, prefetch
 from trainer.training.parallelize import CompileCounter
 from trainer.training.process_group import Processes
 from trainer.tuning import trials as module
@@ -304,7 +305,7 @@ def test_a_priced_pool_is_forecast_in_dollars_also_with_more_nodes(tuned, monkey
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Compiled
+# Trials
 
 
 @pytest.fixture
@@ -316,6 +317,34 @@ def trials(opened, tmp_path):
         return Trials(partial(subject.training, str(tmp_path)), subject.settings, subject.processes)
 
     return make
+
+
+class SlowBatches(MicroBatches):
+    """Micro-batches that take longer to load than a step."""
+
+    def __getitem__(self, position):
+        time.sleep(0.16)
+        return super().__getitem__(position)
+
+
+def test_a_loader_that_is_slower_than_the_step_is_measured_and_not_its_stock(trials, monkeypatch):
+    def step(self, number, batches):
+        batches.next()
+        if not number:
+            time.sleep(1)  # as if it compiled; meanwhile the processes fill their queue
+        batches.preload()
+        return {}
+
+    monkeypatch.setattr(loop, "MicroBatches", SlowBatches)
+    monkeypatch.setattr(loop.Trainer, "train_step", step)
+    candidate = Candidate.of(config.validate(DistillSettings, QUICK | {"batch_size": 8, "workers": 2}))
+    trial = trials(batch_size=8, workers=2).measure(candidate)
+    assert 0.7 * 8 / 0.08 < trial.images_per_second < 1.05 * 8 / 0.08
+    assert trial.shares["data"] > 0.8
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Compiled
 
 
 @pytest.mark.long

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 
 from trainer import storage
 from trainer.config import DistillSettings
+from trainer.data.loader import PREFETCHED
 from trainer.devices import choose_device
 from trainer.training.process_group import Processes
-from trainer.tuning.trials import LAP_S, LOG_FILE, RecordingTime, StepTimer, TrialLog
+from trainer.tuning.trials import LAP_S, LEAST_S, LOG_FILE, THOROUGHNESS, Plan, RecordingTime, StepTimer, TrialLog
 from trainer.tuning.tuning_schema import Candidate, Trial
 
 CANDIDATE = Candidate.of(DistillSettings())
 TRIAL = Trial(candidate=CANDIDATE, ended="measured", images_per_second=0.1 + 0.2, seconds=1.5, shares={"data": 1 / 3})
+SLOW_LOADERS = [
+    (0.1, 0.15, 12),
+    (0.1, 0.2, 14),
+    (0.1, 0.105, 12),
+    (0.3, 0.45, 12),
+    (0.3, 0.6, 14),
+    (0.016, 0.033, 12),
+    (0.05, 0.2, 1),
+]
+"""Seconds of a step, of a loader for a step's images, and its processes."""
 TIME = RecordingTime(teacher_s=0.1, recording_s=7.0)
 
 
@@ -108,3 +120,91 @@ def test_long_steps_are_measured_until_there_is_an_interval():
     assert timer.steps == 4
     mean, low, high = timer.step_s
     assert low <= mean == 30.0 <= high
+
+
+class Loader:
+    """A queue of micro-batches on a made-up clock: each of its processes makes every n-th one, has two to make, and takes `seconds`."""
+
+    def __init__(self, workers, seconds):
+        self.workers, self._seconds = workers, seconds
+        self._made = [
+            seconds * (1 + turn) for turn in range(PREFETCHED) for _ in range(workers)
+        ]  # when, and in their order
+        self._taken = 0
+
+    def take(self, now):
+        """Take the next one, as soon as it is there; gives when that is."""
+        when = max(now, self._made[self._taken])
+        self._taken += 1
+        self._made.append(max(when, self._made[-self.workers]) + self._seconds)
+        return when
+
+    def ready(self, now):
+        return sum(made <= now for made in self._made[self._taken :])
+
+
+def tried(loader, *, step_s, compile_s=30.0, accumulation=1, counts=True, **timing):
+    """Run a trial whose first step compiles; gives its timer, and the share of its steps that waits for data."""
+    timer = StepTimer(1024, warm_steps=2, accumulation=accumulation, **timing)
+    now, waits, steps = 0.0, [], 0
+    timer.open(now)
+    while True:
+        waits.append(0.0)
+        for _ in range(accumulation):
+            ready = loader.ready(now) if counts else math.nan
+            came = loader.take(now)
+            waits[-1] += came - now
+            now = came + step_s / accumulation
+        now += compile_s * (not steps)
+        steps += 1
+        if timer.step():
+            plan = timer.follow([timer.close(now, workers=loader.workers, ready=ready)])
+            if plan.ended:
+                return timer, sum(waits[-timer.steps :]) / (timer.steps * timer.step_s[0]), now - compile_s
+            for _ in range(loader.ready(now) if plan.drains else 0):
+                loader.take(now)
+            timer.open(now)
+
+
+@pytest.mark.parametrize(("step_s", "batch_s", "workers"), SLOW_LOADERS)
+@pytest.mark.parametrize("thoroughness", [1.0, THOROUGHNESS])
+def test_batches_that_were_loaded_during_the_compilation_do_not_count(step_s, batch_s, workers, thoroughness):
+    timer, waiting, _ = tried(
+        Loader(workers, batch_s * workers), step_s=step_s, total_steps=3_600, thoroughness=thoroughness
+    )
+    truth = max(step_s, batch_s)
+    assert timer.rates[0] == pytest.approx(1024 / truth, rel=0.1)
+    assert timer.step_s[0] == pytest.approx(truth, rel=0.1)
+    assert waiting == pytest.approx(1 - step_s / truth, abs=0.1)
+
+
+@pytest.mark.parametrize(("accumulation", "counts"), [(2, True), (5, True), (1, False)])  # macOS does not count
+def test_nor_do_they_with_several_a_step_or_where_the_queue_is_not_counted(accumulation, counts):
+    loader = Loader(12, 0.2 * 12 / accumulation)
+    timer, waiting, _ = tried(loader, step_s=0.1, total_steps=3_600, accumulation=accumulation, counts=counts)
+    assert timer.rates[0] == pytest.approx(1024 / 0.2, rel=0.1)
+    assert waiting == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize("workers", [1, 12])
+def test_a_loader_that_keeps_up_makes_a_trial_little_longer(workers):
+    timer, waiting, seconds = tried(Loader(workers, 0.08 * workers), step_s=0.1, total_steps=36_000)
+    alone, _, least = tried(Loader(workers, 0.0), step_s=0.1, total_steps=36_000)
+    assert timer.rates[0] == pytest.approx(alone.rates[0])
+    assert waiting == 0
+    assert seconds - least <= (workers + 2) * 0.1
+
+
+def test_a_loader_that_starts_late_and_catches_up_is_not_waited_for_again():
+    timer, _, seconds = tried(Loader(4, 0.2), step_s=0.1, compile_s=0.0, total_steps=3_600)
+    assert timer.rates[0] == pytest.approx(1024 / 0.1)
+    assert seconds < 3 * 0.1 + 0.2 + LEAST_S[1]
+
+
+def test_all_processes_drain_if_one_of_them_would():
+    timer = StepTimer(8, warm_steps=0, total_steps=10)
+    timer.open(0.0)
+    timer.step()
+    timer.close(1.0)
+    assert timer.follow([Plan("measured", 1), Plan("", 3, drains=True)]) == Plan("", 3, drains=True)
+    assert timer.steps == 0
