@@ -20,6 +20,7 @@ from trainer.config import EvidenceSettings, ProfileSettings
 from trainer.errors import SettingsError, TrainerError
 from trainer.graph import STAGES, Stage
 from trainer.host import environment_variables
+from trainer.local_files import with_home
 from trainer.photo_classifier import PhotoClassifier, load_model
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def run_stage(
     """
     stage = _stage(name, directories)
     settings = config.resolve(recipe, overrides)
-    uris = {keyword: str(place) for keyword, place in directories.items()}
+    uris = {keyword: with_home(place) for keyword, place in directories.items()}
     given = {"recipe": recipe, "resolved": settings.model_dump(mode="json")}
     with environment_variables({config.DEVICE_VARIABLE: os.environ.get(config.DEVICE_VARIABLE, settings.run.device)}):
         runner.run_stage(stage, settings.for_stage(name), uris, processes=processes, given=given)
@@ -101,7 +102,7 @@ def record(name: str, output: str | Path, *, model: nn.Module | None = None) -> 
     """
     if not _NAME.fullmatch(name):
         raise SettingsError(f"record: the name {name!r} must be of letters, digits, dots and dashes, 64 at most")
-    return LoopRecording(name, Path(output), model)
+    return LoopRecording(name, Path(with_home(output)), model)
 
 
 class _NoBatchLeft(Exception):  # noqa: N818  # no error: it ends the loop

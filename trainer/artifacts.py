@@ -33,6 +33,7 @@ from trainer.config import CHECKPOINTS_VARIABLE, PACKAGE, TIMM
 from trainer.costs import Machines, place_here
 from trainer.errors import ArtifactError, ObjectDamagedError, ObjectNotFoundError, make_directory, writing_to
 from trainer.graph import SCHEMA_VERSIONS, Kind
+from trainer.local_files import located
 from trainer.storage import cache
 from trainer.storage.transfers import FileRecord, download_directory, upload_directory
 
@@ -306,7 +307,9 @@ def weights_version(weights: str, file: str = "") -> str:
 
 def _load_manifest(uri: str | Path, kind: Kind) -> dict[str, Any]:
     if not storage.is_remote(uri) and not storage.local_path(uri).is_dir():
-        raise ArtifactError(f"{kind} {uri}: no such directory; run the stage that makes it, or give another path")
+        raise ArtifactError(
+            f"{kind} {located(uri)}: no such directory; run the stage that makes it, or give another path"
+        )
     try:
         content = storage.read_json(storage.join(uri, MANIFEST))
     except ObjectNotFoundError as error:

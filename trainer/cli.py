@@ -103,7 +103,7 @@ def _set_up_logging(*, quiet: bool) -> None:
 
 def _parser(program: str = "") -> argparse.ArgumentParser:
     script = Path(sys.argv[0]).name
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = commands.CommandParser(
         prog=program or (SCRIPT if script == SCRIPT else "python -m trainer"),
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -15,14 +16,31 @@ from typing import Any
 
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, TrainerError
 from trainer.host import ended_by_sigterm, escape_what_cannot_be_printed
+from trainer.local_files import with_home
 
 Subparsers = argparse._SubParsersAction  # argparse has no public name for it
 Options = argparse._ActionsContainer  # nor for what a parser and a group of options have in common
 
 
+class CommandParser(argparse.ArgumentParser):
+    """A parser that puts the home directory in the place of `~` where no shell does so, as in `--output=~/runs`."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_HOME.sub(_with_home, word) for word in words], namespace)
+
+
+_HOME = re.compile(r"^(--[\w-]+=)?(~[^/]*)(?=/|$)")
+
+
+def _with_home(found: re.Match[str]) -> str:
+    return (found[1] or "") + with_home(found[2])
+
+
 def module_parser(module: str, text: str | None) -> argparse.ArgumentParser:
     """Make the parser of `python -m MODULE`; its help shows the text as it is."""
-    return argparse.ArgumentParser(
+    return CommandParser(
         prog=f"python -m {module}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 

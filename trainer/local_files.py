@@ -28,6 +28,16 @@ def checked_path(path: str | Path) -> Path:
     return Path(path)
 
 
+def with_home(place: str | Path) -> str:
+    """Put the home directory in the place of a leading `~`, where it is known; a URI stays as it is."""
+    return os.path.expanduser(place)  # noqa: PTH111  # a Path would take a slash out of a URI
+
+
+def located(path: str | Path) -> str:
+    """Name a path that does not exist: a relative one with the folder in which it was looked for."""
+    return str(path) if Path(path).is_absolute() or "://" in str(path) else f"{path} (in {Path.cwd()})"
+
+
 def read_limited(path: str | Path, limit: int) -> bytes:
     """Read a whole file, or raise a `StorageError`; at most `limit` bytes of it are read."""
     with reading(path):
@@ -40,7 +50,7 @@ def reading(name: str | Path) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ObjectNotFoundError(f"{name}: there is no such file; check the path") from error
+        raise ObjectNotFoundError(f"{located(name)}: there is no such file; check the path") from error
     except OSError as error:
         raise StorageError(
             f"{name}: cannot be read ({error.strerror or error}); check the path and the right to read it"

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainer import artifacts, limits, storage
 from trainer.artifacts import Artifact
-from trainer.config import ModelSettings
+from trainer.config import TIMM, ModelSettings
 from trainer.devices.torch_private import batch_norms
 from trainer.errors import ModelError, StorageError
 from trainer.served_student.preprocessing import Square
@@ -38,6 +38,7 @@ from trainer.served_student.torch_network import Preprocessing
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 
+CHANNELS = 3  # of every image: red, green and blue
 _RESERVED = frozenset(
     {"cache_dir", "checkpoint_path", "device", "dtype", "exportable", "features_only", "no_jit", "num_classes"}
     | {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "scriptable"}
@@ -233,6 +234,11 @@ def wrap(
 ) -> Classifier:
     """Wrap a timm network that was built from these settings with the preprocessing that timm knows for it."""
     data_config, args = timm.data.resolve_data_config(model=network), arguments(settings)
+    if data_config["input_size"][0] != CHANNELS:
+        raise ModelError(
+            f"architecture {settings.architecture!r}: takes images of {data_config['input_size'][0]} channels, but every image has "
+            f"{CHANNELS}; choose another one"
+        )
     card = ModelCard(
         architecture=settings.architecture,
         args=args,
@@ -259,6 +265,11 @@ def arguments(settings: ModelSettings) -> dict[str, int | float | str | bool]:
             raise ModelError(
                 f"architecture {name!r}: the argument {argument} must be at most {limits.MODEL_ARGUMENT:,}, got {value}"
             )
+    if args.get("in_chans", CHANNELS) != CHANNELS:
+        raise ModelError(
+            f"architecture {name!r}: in_chans is {args['in_chans']}, but every image has {CHANNELS} channels, a grey one three equal ones; "
+            "leave in_chans out of the arguments"
+        )
     if not size:
         return args
     if args.get("img_size", size) != size:
@@ -272,6 +283,11 @@ def arguments(settings: ModelSettings) -> dict[str, int | float | str | bool]:
 def check_architecture(architecture: str) -> None:
     """Make sure that timm has a model of this name; the error names similar ones."""
     if not timm.is_model(architecture):
+        name = architecture.rpartition(":")[2].removeprefix("timm/")
+        if timm.is_model(name):
+            raise ModelError(
+                f"architecture {architecture!r}: is a name of weights; set architecture={name}, and weights={TIMM}{name} to begin with them"
+            )
         close = timm.list_models(f"*{architecture.split('.')[0].split('_')[0]}*")[:5]
         advice = f"; similar: {', '.join(close)}" if close else ""
         raise ModelError(f"architecture {architecture!r}: timm has no such model{advice}")

@@ -19,6 +19,7 @@ from trainer.errors import ArtifactError, ModelError, SettingsError
 from trainer.formatting import aligned
 from trainer.formatting import exact as _shown
 from trainer.graph import STUDENT
+from trainer.local_files import with_home
 from trainer.prediction import Prediction, predictions
 from trainer.served_student.class_tags import TAGS, ClassTags
 from trainer.served_student.onnx_network import runtime_of
@@ -114,7 +115,7 @@ def load_model(place: str | Path, *, judged: bool = False) -> PhotoClassifier:
         StorageError: the store does not answer or refuses.
         TrackingError: MLflow does not answer, or has no such model.
     """
-    with _found(str(place)) as found:
+    with _found(with_home(place)) as found:
         if judged:
             _refuse(place, found.refusals)
         if _is_export(found.directory):

@@ -7,7 +7,7 @@ is cheap. torch is imported inside, since recipes are resolved without it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,8 @@ from trainer.export import missing_package
 from trainer.served_student.onnx_network import OPENVINO
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from trainer.models import Classifier
 
 logger = logging.getLogger(__name__)
@@ -70,11 +72,11 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1, device
     for further in settings.distill.further_teachers:
         if trains_here or storage.is_remote(further):
             artifacts.manifest(further, "model")
-    teacher = _teacher(settings.pretrain, classes, trains_here=trains_here)
+    teacher, trained = _teacher(settings.pretrain, classes, trains_here=trains_here)
     student = _student(settings.distill, classes, trains_here=trains_here)
     _check_compared(settings, teacher, student)
     _check_sizes(settings, teacher, student)
-    _check_batches(settings, listing, processes)
+    _check_batches(settings, listing, {**trained, "distill": student}, processes)
     return settings
 
 
@@ -121,8 +123,14 @@ def _is_readable(settings: WeightsSettings, *, trains_here: bool) -> bool:
     return not place or trains_here or storage.is_remote(place)
 
 
-def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here: bool) -> Classifier | None:
-    """Build the teacher on the meta device and try each of its trainings; none where its weights cannot be read from here."""
+def _teacher(
+    settings: PretrainSettings, classes: Sequence[str], *, trains_here: bool
+) -> tuple[Classifier | None, dict[str, nn.Module]]:
+    """Build the teacher on the meta device and try each of its trainings.
+
+    Returns:
+        The teacher, none where its weights cannot be read from here; and what each of its trainings trains, by the training's name.
+    """
     import torch
 
     from trainer import models, pretrained
@@ -134,7 +142,7 @@ def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here:
         elif _is_readable(settings, trains_here=trains_here):
             model = pretrained.check(settings, settings.teacher)
         else:
-            return None
+            return None, {}
         if settings.head == "none":
             models.check_takes_probe(model, classes or _SOME_CLASSES)
             model = models.with_labels(model, ())
@@ -142,6 +150,7 @@ def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here:
             name = f"pretrain.weights {settings.weights}"
             model = pretrained.with_classes(model, classes, settings.label_map, name)
         _step(model)
+    trained: dict[str, nn.Module] = {}
     if settings.finetune.epochs:
         with _tried("pretrain.finetune"):
             model = models.with_labels(model, classes or _SOME_CLASSES, drop_path=settings.finetune.drop_path)
@@ -151,6 +160,7 @@ def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here:
                 models.checkpoint_activations(adapted)
             _step(adapted)
             _check_low_resolution(adapted, settings.finetune)
+        trained["pretrain.finetune"] = adapted
     if settings.mae.epochs:
         with _tried("pretrain.mae"):
             autoencoder = MaskedAutoencoder(model, settings.mae)
@@ -159,7 +169,8 @@ def _teacher(settings: PretrainSettings, classes: Sequence[str], *, trains_here:
             size = model.card.image_size
             patches = autoencoder.encoder.patch_embed.num_patches
             autoencoder(torch.empty(2, 3, size, size, dtype=torch.uint8), torch.empty(2, patches))
-    return model
+        trained["pretrain.mae"] = autoencoder
+    return model, trained
 
 
 def _check_compared(settings: Settings, teacher: Classifier | None, student: Classifier) -> None:
@@ -202,12 +213,16 @@ def _check_sizes(settings: Settings, teacher: Classifier | None, student: Classi
         )
 
 
-def _check_batches(settings: Settings, listing: SourceListing | None, processes: int) -> None:
-    """Make sure that each process has an image in each of its micro-batches, as far as the images are known.
+def _check_batches(
+    settings: Settings, listing: SourceListing | None, trained: Mapping[str, nn.Module], processes: int
+) -> None:
+    """Make sure that each process has enough images in each of its micro-batches, as far as the images and the models are known.
 
     Name the trainings whose batch will be clamped even if all images of the source could be trained on.
     """
-    from trainer.data.loader import micro_batch_size
+    from torch import nn
+
+    from trainer.training.spec import check_micro_batches
 
     items = listing.items if listing else ()
     unlabeled = sum(item.label == UNLABELED for item in items)
@@ -225,7 +240,8 @@ def _check_batches(settings: Settings, listing: SourceListing | None, processes:
             logger.warning(text, name, training.batch_size, has)
     for name, training, most in trainings:
         try:
-            micro_batch_size(training.for_images(most) if listing else training, processes)
+            fitted = training.for_images(most) if listing else training
+            check_micro_batches(trained.get(name, nn.Identity()), fitted, processes)
         except SettingsError as error:
             raise SettingsError(f"{name}.{error}") from error
 

@@ -99,6 +99,7 @@ def start(settings: WeightsSettings, model: ModelSettings) -> tuple[Classifier, 
     """
     given = settings.public_weights
     if given is None:
+        _check_prefix(settings.weights)
         weights = artifacts.read(settings.weights, "model")
         return models.load(weights), weights.fingerprint
     _check_license(given, settings)
@@ -120,6 +121,7 @@ def check(settings: WeightsSettings, model: ModelSettings) -> Classifier:
     """
     given = settings.public_weights
     if given is None:
+        _check_prefix(settings.weights)
         return models.outline(settings.weights)
     if isinstance(given, PackageWeights):
         _package(given).read()
@@ -136,6 +138,16 @@ def check(settings: WeightsSettings, model: ModelSettings) -> Classifier:
         except Exception as error:  # timm passes any argument on to any model
             raise ModelError(f"{given} cannot be built with the arguments {dict(args)}: {error}") from error
         return models.wrap(network, model, _labels(given.name, network))
+
+
+def _check_prefix(weights: str) -> None:
+    """Refuse the name of public weights that lacks its prefix, and so would be a path."""
+    name = weights.rpartition(":")[2].removeprefix("timm/")
+    prefix = PACKAGE if name in WEIGHTS_PACKAGES else TIMM
+    if timm.is_model(name.partition("@")[0]) and not artifacts.exists(weights):
+        raise ModelError(
+            f"weights is {weights!r}, which is no model directory; timm's weights of that name are {prefix}{name}"
+        )
 
 
 def check_same(model: Classifier, settings: ModelSettings, name: str) -> None:

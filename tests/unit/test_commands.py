@@ -30,6 +30,13 @@ def test_options_have_their_defaults():
     }  # fmt: skip
 
 
+def test_home_stands_for_a_tilde_that_no_shell_has_seen(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    options = cli._parser().parse_args(["predict", "~/photo.jpg", "a~b", "~", "--model=~/runs/latest", "--output=x~"])
+    assert (options.photos, options.model) == (["/home/me/photo.jpg", "a~b", "/home/me"], "/home/me/runs/latest")
+    assert options.output == "x~"
+
+
 def test_no_setting_is_lost_where_the_option_is_given_twice():
     given = parsed("--set", "a=1", "b=2", "--pool", "p", "--set", "c=3")["overrides"]
     assert given == ["a=1", "b=2", "c=3"]

@@ -63,6 +63,73 @@ def test_overrides_are_text_or_toml():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("value", ["2024", "1.0", "true", "2024-11-27", "1e3", '"2024"'])
+def test_what_looks_like_a_number_is_text_where_a_setting_is(value):
+    settings = config.resolve("", [f"tracking.experiment={value}", "register.alias=7"])
+    assert (settings.tracking.experiment, settings.register.alias) == (value.strip('"'), "7")
+
+
+def test_a_number_in_a_recipe_is_to_be_quoted(tmp_path):
+    (tmp_path / "mine.toml").write_text("tracking.experiment = 2024\n")
+    with pytest.raises(SettingsError, match=r'^tracking\.experiment must be text, got 2024; quote it: "2024"$'):
+        config.resolve(str(tmp_path / "mine.toml"))
+
+
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("distill.student.args=depth=2", "quote it, as in 'distill.student.args={depth=2}'"),
+        ("distill.blocks=3=7", "'distill.blocks={3=7}'"),
+        ("distill.low_resolution=epochs=1", "'distill.low_resolution={epochs=1}'"),
+        ("distill.student.args={depth=2,", "quote the whole"),
+        ("evaluate.latency_batch_sizes=[1,", "quote the whole"),
+    ],
+)
+def test_what_a_shell_makes_of_braces_and_spaces_is_recognized(word, advice):
+    with pytest.raises(SettingsError, match=f"^override {re.escape(repr(word))}: .*{re.escape(advice)}"):
+        config.resolve("digits", [word])
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("data.source", "imagefolder:~/photos", "imagefolder:HOME/photos"),
+        ("data.source", "manifest:~/list.csv", "manifest:HOME/list.csv"),
+        ("data.attributes", "~/table.csv", "HOME/table.csv"),
+        ("pretrain.weights", "~", "HOME"),
+        ("distill.weights", "~/model", "HOME/model"),
+        ("tracking.uri", "sqlite:///~/mlflow.db", "sqlite:///HOME/mlflow.db"),
+        ("tune.elsewhere", '["~/tuning", "s3://b/~/tuning"]', '["HOME/tuning", "s3://b/~/tuning"]'),
+        ("data.source", "imagefolder:/a/~/b", "imagefolder:/a/~/b"),
+        ("distill.weights", "~nobody-here/model", "~nobody-here/model"),
+    ],
+)
+def test_home_stands_for_a_tilde_wherever_a_place_is_set(name, given, expected, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    wanted = expected.replace("HOME", "/home/me")
+    assert config.resolve("", [f"{name}={given}"]) == config.resolve("", [f"{name}={wanted}"])
+    if "HOME" not in expected:
+        assert given in str(config.resolve("", [f"{name}={given}"]))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_recipe_of_an_editor_for_windows(tmp_path, encoding):
+    file = tmp_path / "mine.toml"
+    file.write_bytes('[tracking]\r\nexperiment = "café"\r\n'.encode(encoding))
+    if encoding == "utf-8-sig":
+        assert config.resolve(str(file)).tracking.experiment == "café"
+        return
+    with pytest.raises(SettingsError, match=r"mine\.toml: is not UTF-8 text .*; save it as UTF-8$"):
+        config.resolve(str(file))
+
+
+def test_a_recipe_that_is_missing_is_named_with_its_neighbors(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flowers.toml").write_text("")
+    with pytest.raises(SettingsError, match=rf"^unknown recipe 'flower.toml' in {tmp_path}; did you mean flowers.toml"):
+        config.resolve("flower.toml")
+
+
 def test_seed_and_loading_are_inherited_unless_given():
     settings = config.resolve(
         "", "run.seed=7 data.workers=5 data.decode_on=cuda distill.seed=1 pretrain.workers=0 reinforce.decode_on=cpu"

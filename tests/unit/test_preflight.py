@@ -291,6 +291,55 @@ def test_a_batch_that_cannot_be_dealt_to_the_processes_is_refused(overrides, pro
         checked(*overrides, processes=processes)
 
 
+CONVOLUTIONAL = ("distill.student.architecture=resnet10t", "distill.student.args={}", "data.image_size=176")
+
+
+def test_batch_normalization_needs_two_images_in_each_micro_batch():
+    checked(*CONVOLUTIONAL, "distill.batch_size=8", "distill.accumulation=4")
+    with pytest.raises(SettingsError, match=r"^distill\.batch_size = 8 leaves one image .*; choose 16 or more"):
+        checked(*CONVOLUTIONAL, "distill.batch_size=8", "distill.accumulation=4", processes=2)
+    teacher = [word.replace("distill.student", "pretrain.teacher") for word in CONVOLUTIONAL]
+    teacher += ["pretrain.mae.epochs=0", "pretrain.finetune.batch_size=4", "pretrain.finetune.accumulation=4"]
+    with pytest.raises(SettingsError, match=r"^pretrain\.finetune\.batch_size = 4 leaves one image"):
+        checked(*teacher)
+    package = ["pretrain.teacher.architecture=tf_efficientnet_lite0", "pretrain.teacher.args={}", "data.image_size=224"]
+    given = [*teacher, *package, "pretrain.weights=package:tf_efficientnet_lite0"]
+    with pytest.raises(SettingsError, match=r"^pretrain\.finetune\.batch_size = 4 leaves one image"):
+        checked(*given)
+    checked(*given, "pretrain.finetune.method=head")  # whose network stays in evaluation mode
+
+
+@pytest.mark.parametrize("part", ["pretrain.teacher", "distill.student"])
+def test_networks_take_three_channels(part):
+    with pytest.raises(ModelError, match=rf"^{part}: architecture .*: in_chans is 1, but every image has 3 channels"):
+        checked(f"{part}.args.in_chans=1")
+
+
+@pytest.mark.parametrize(
+    ("weights", "advice"),
+    [
+        (WEIGHTS, f"timm:{WEIGHTS}"),
+        ("timm/vit_tiny_patch16_224", "timm:vit_tiny_patch16_224"),
+        (f"hf-hub:timm/{WEIGHTS}", f"timm:{WEIGHTS}"),
+        ("tf_efficientnet_lite0", "package:tf_efficientnet_lite0"),
+    ],
+)
+def test_the_prefix_of_public_weights_is_suggested(weights, advice):
+    with pytest.raises(ModelError, match=rf"^pretrain\.teacher: weights is '{weights}', .* are {advice}$"):
+        checked(f"pretrain.weights={weights}")
+
+
+def test_a_name_of_weights_is_no_architecture():
+    with pytest.raises(ModelError, match=r"set architecture=resnet18, and weights=timm:resnet18"):
+        checked("distill.student.architecture=timm:resnet18", "distill.student.args={}")
+
+
+def test_a_relative_place_is_named_with_the_folder_that_it_was_looked_for_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArtifactError, match=rf"model runs/latest/teacher \(in {tmp_path}\): no such directory"):
+        checked("pretrain.weights=runs/latest/teacher")
+
+
 def test_of_weights_in_a_store_only_the_outline_is_fetched(object_store, teacher):
     uri = object_store.uri("teacher")
     artifacts.copy(teacher, uri, "model")

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partialmethod
@@ -18,10 +19,12 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from mlflow.utils import validation
 
-from trainer import limits, tracking
+from trainer import config, limits, tracking
 from trainer.config import TrackingSettings
-from trainer.errors import PreemptedError, StorageError, TrackingAwayError, TrackingError
+from trainer.errors import PreemptedError, SettingsError, StorageError, TrackingAwayError, TrackingError
 from trainer.tracking import stage_runs
 from trainer.tracking.stage_runs import STAGE_TAG, UNSENT, stage_run
 
@@ -190,6 +193,69 @@ def test_a_store_that_cannot_be_used_is_reported_at_once(monkeypatch, tmp_path, 
     with pytest.raises(TrackingError, match="MLflow at"):
         tracking.check()
     assert time.monotonic() - start < 8
+
+
+def test_the_missing_driver_of_a_database_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    monkeypatch.setenv(tracking.URI, "postgresql+psycopg://me:secret@127.0.0.1/x")
+    with pytest.raises(
+        TrackingError, match=r"me:\*\*\*@127.* needs the Python package psycopg, the driver .*; install it"
+    ):
+        tracking.check()
+
+
+def test_the_registry_of_a_server_that_is_away_is_reported_within_seconds(monkeypatch):
+    monkeypatch.setenv(tracking.URI, f"http://127.0.0.1:{free_port()}")
+    start = time.monotonic()
+    for ask in (lambda: tracking.registered_version("models:/a@b"), lambda: tracking.billed_runs("x")):
+        with pytest.raises(TrackingAwayError, match="connection refused"):
+            ask()
+    assert time.monotonic() - start < 20
+
+
+def test_a_run_of_a_folder_whose_name_is_not_utf8(monkeypatch, tmp_path):
+    monkeypatch.setenv(tracking.URI, f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv(tracking.RUN, "a\udcff")
+    with pytest.raises(TrackingError, match="surrogates not allowed"):
+        tracking.start_parent({}, {})
+
+
+NAMES = [
+    *("champion", "latest", "Latest", "LATEST-1", "v1", "V22", "v1a", "", " ", "a b", "a.b", "a/b", "a:b", ".", ".."),
+    *("..a", ".a", "a..b", "é", "a_b-c", "a" * 255, "a" * 256, "a" * 500, "a" * 501, "2024", "a@b", "a'b"),
+]
+
+
+def is_refused_by_mlflow(name: str, *checks: Callable[[str], object]) -> bool:
+    try:
+        for check in checks:
+            check(name)
+    except MlflowException:
+        return True
+    return False
+
+
+def is_refused_by_us(section: str, setting: str, name: str) -> bool:
+    try:
+        config.validate_section(section, {setting: name})
+    except SettingsError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_refused_before_a_run_as_mlflow_refuses_them_at_its_end(name: str) -> None:
+    alias = validation._validate_model_alias_name, validation._validate_model_alias_name_reserved
+    assert is_refused_by_us("register", "alias", name) == is_refused_by_mlflow(name, *alias)
+    model = is_refused_by_mlflow(name, validation._validate_model_name) or len(name) > 256  # what its databases take
+    assert is_refused_by_us("register", "model_name", name) == model
+    experiment = is_refused_by_mlflow(name, validation._validate_experiment_name)
+    assert is_refused_by_us("tracking", "experiment", name) == experiment
+
+
+def test_a_name_that_mlflow_refuses_is_named_with_what_it_takes() -> None:
+    with pytest.raises(SettingsError, match=r"^register\.alias: must be an alias .*, got 'latest'; choose another one"):
+        config.resolve("", "register.alias=latest")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ import functools
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -77,16 +78,23 @@ def recipes() -> dict[str, str]:
 
 def load_recipe(recipe: str) -> dict[str, Any]:
     """Read the differences from the defaults that a recipe states; `recipe` is a name or the path of a TOML file."""
-    path = RECIPES / f"{recipe}.toml" if "/" not in recipe and not recipe.endswith(".toml") else Path(recipe)
+    is_path = "/" in recipe or recipe.endswith(".toml")
+    path = Path(local_files.with_home(recipe)) if is_path else RECIPES / f"{recipe}.toml"
     try:
-        return limits.parse_toml(local_files.read_limited(path, limits.TOML_BYTES).decode())
+        # An editor may have begun the text with a byte-order mark.
+        return limits.parse_toml(local_files.read_limited(path, limits.TOML_BYTES).decode("utf-8-sig"))
     except ObjectNotFoundError as error:
         known = sorted(recipes())
+        beside = [str(one) for one in path.parent.glob("*.toml")] if is_path else []
+        where = f" in {Path.cwd()}" if is_path and not path.is_absolute() else ""
         raise SettingsError(
-            f"unknown recipe {recipe!r}{nearest(recipe, known)}; known: {', '.join(known)}, or the path of a TOML file"
+            f"unknown recipe {recipe!r}{where}{nearest(recipe, [*known, *beside])}; known: "
+            f"{', '.join(known)}, or the path of a TOML file"
         ) from error
     except StorageError as error:
         raise SettingsError(f"recipe {error}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"recipe {path}: is not UTF-8 text ({error}); save it as UTF-8") from error
     except ValueError as error:
         raise SettingsError(f"recipe {path}: cannot be read: {error}") from error
 
@@ -106,12 +114,48 @@ def parse_overrides(overrides: str | Iterable[str]) -> dict[str, Any]:
         key, equals, text = item.partition("=")
         if not equals or not key:
             raise SettingsError(f"override {item!r}: is not key=value, such as distill.temperature=2")
-        try:
-            found = limits.parse_toml(f"value = {text}")
-        except ValueError:
-            found = {}
-        parsed[key] = found["value"] if len(found) == 1 else text  # after a line break there may be more
+        parsed[key] = _parse_value(item, key, text)
     return parsed
+
+
+def _parse_value(item: str, key: str, text: str) -> Any:
+    """Parse the text of the override `item`; a `SettingsError` where a shell has taken a part of it."""
+    kind = _kind(key.split("."))
+    try:
+        found = limits.parse_toml(f"value = {text}")
+    except ValueError:
+        found = {}
+    if len(found) == 1:  # after a line break there may be more
+        value = found["value"]
+        # 2024 may be the name of an experiment, and 2024-11-27 a folder's.
+        return value if kind is not str or isinstance(value, (str, list, dict)) else text
+    is_group = get_origin(kind) is Mapping or (isinstance(kind, type) and issubclass(kind, Section))
+    if is_group and re.match(r"[\w.\"'-]+=", text):
+        raise SettingsError(
+            f"override {item!r}: a shell makes several words of {key}={{A=1,B=2}}; quote it, as in '{key}={{{text}}}'"
+        )
+    if text[:1] in ("{", "[") and text[-1:] not in ("}", "]"):
+        raise SettingsError(
+            f"override {item!r}: ends within its {text[0]}, as where a shell ends a word at a space; quote the whole, '{key}={text}...'"
+        )
+    return text
+
+
+def _kind(path: Sequence[str]) -> Any:
+    """Return what a setting holds: a section's class, a type, or None where there is none of this name."""
+    section: type[Section] = Settings
+    for number, name in enumerate(path, start=1):
+        field = section.model_fields.get(name)
+        if field is None:
+            return None
+        options = get_args(field.annotation) or (field.annotation,)
+        below = next((one for one in options if isinstance(one, type) and issubclass(one, Section)), None)
+        if number == len(path):
+            return below or field.annotation
+        if below is None:
+            return None
+        section = below
+    return section
 
 
 def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
@@ -353,6 +397,8 @@ def _explain(section: type[Section], alternatives: Sequence[ErrorDetails], prefi
         known = [full for full, *_ in walk(section, prefix)]
         return f"unknown setting {name}{nearest(name, known)}; `python -m trainer config RECIPE` lists all"
     allowed = [text for one in alternatives if (text := _allowed(one))]
+    if kind == "string_type" and isinstance(value, (int, float, date)):
+        return f'{name} must be text, got {value}; quote it: "{value}"'
     if allowed:
         return f"{name} must be {' or '.join(allowed)}, got {value!r}"
     if kind == "model_type":

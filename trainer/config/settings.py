@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from trainer import limits
 from trainer.base_models import Fraction, NonNegative, NonNegativeFloat, Positive, Section, nearest
 from trainer.evidence import EvidenceSettings
 from trainer.graph import STAGES
+from trainer.local_files import with_home
 from trainer.loss_terms import RECORDED_VIEWS, TAUGHT
 from trainer.rules import RuleSettings
 
@@ -78,6 +80,18 @@ BUNDLED = "bundled:"  # what the name of a table of classes begins with that a r
 FOLDERS = "folders"  # the setting `data.hierarchy` where folders are the groups
 
 
+_HOME = re.compile(r"^((?:imagefolder|manifest):|sqlite:///)?(~[^/]*)")
+
+
+def _expanded(place: str) -> str:
+    """Put the home directory in the place of `~`, since no shell does so behind `data.source=imagefolder:`, nor in a recipe."""
+    return _HOME.sub(lambda found: (found[1] or "") + with_home(found[2]), place)
+
+
+Place = Annotated[str, AfterValidator(_expanded)]
+"""A path or URI."""
+
+
 def _is_unset(value: object) -> bool:
     """Return whether a setting says nothing. Then it is not written, so that what was made before there was such a setting stays valid."""
     return value in ("", 0)
@@ -108,11 +122,11 @@ class PackageWeights(NamedTuple):
 class WeightsSettings(Section):
     """What a model starts from."""
 
-    weights: str = ""
+    weights: Place = ""
     """Start from a model directory (path or URI); or from public weights of the same architecture: timm's `timm:NAME[@REVISION]`, REVISION
     being a commit of their repository, by default the newest one, or `package:NAME` of an installed Python package (docs/data.md). Empty
     starts from scratch."""
-    weights_file: str = ""
+    weights_file: Place = ""
     """Where the hub is not reached: a copy of the file of `timm:NAME`, as its repository has it (path or URI of a .safetensors file)."""
     accept_license: Annotated[str, Field(exclude_if=_is_unset)] = ""
     """The licence of `timm:NAME`, as timm names it (`dinov3-license`), where it is not an open-source one: that you have read and accept
@@ -306,7 +320,7 @@ class TrainingSettings(Section):
 class DataSettings(Section):
     """Which images, and how `prepare` stores them."""
 
-    source: str = "digits"
+    source: Place = "digits"
     """`digits`, `imagefolder:PATH_OR_URI`, `manifest:FILE.csv` or `hub:NAME[:CONFIG]`."""
     outside: Outside = "refuse"
     """Links, and lines of a manifest, that lead outside the source's folder; `read` them only if you trust whoever made them."""
@@ -343,13 +357,13 @@ class DataSettings(Section):
     """Where views are made from stored images: in the loader (`cpu`) or on the training device; auto takes the device if it is a GPU."""
     decode_on: DecodeOn = "cpu"
     """Where stored JPEG images are decoded: in the loader, or on the GPU (nvJPEG)."""
-    attributes: Annotated[str, Field(exclude_if=_is_unset)] = ""
+    attributes: Annotated[Place, Field(exclude_if=_is_unset)] = ""
     """A table of what is known of each class (`FILE.csv`, path or URI): the first column names the class, each other one is an attribute,
     such as energy or allergens, which the registered student gives with its answers."""
     multi_label: Annotated[bool, Field(exclude_if=_is_unset)] = False
     """Whether an image may have several labels, or none of the classes: `manifest:` separates them by `|` in its column `label`, and a
     lone `|` is an image of no class; `hub:` has a column of lists of labels. Each class is then learned, taught and judged by itself."""
-    hierarchy: Annotated[str, Field(exclude_if=_is_unset)] = ""
+    hierarchy: Annotated[Place, Field(exclude_if=_is_unset)] = ""
     """Groups above the classes: a table with the columns `class` and `parent` (`FILE.csv`, path or URI), or `folders` for those above the
     classes' folders in an image folder."""
 
@@ -573,10 +587,10 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     training counts as many images as there are in all. 0 shuffles all together, each once per epoch."""
     teacher_batch: NonNegative = 0
     """Images per forward pass of the online teacher; 0 chooses by device."""
-    further_teachers: tuple[str, ...] = ()
+    further_teachers: tuple[Place, ...] = ()
     """Model directories of further teachers, here or in a store: logit and feature loss are the mean over all teachers, and each has its
     own projection. Their pooled features are balanced first, so that each counts by its weight alone (PHI-S, Ranzinger et al. 2024)."""
-    further_recordings: tuple[str, ...] = ()
+    further_recordings: tuple[Place, ...] = ()
     """With `teacher=recorded` the recorded outputs of each of the further teachers, in their order: what the stage `reinforce` wrote of it,
     with the same views."""
     teacher_weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
@@ -774,7 +788,7 @@ class TuneSettings(Section):
     """Minimum optimiser steps that a larger batch must leave: too few cost accuracy, which tune does not measure."""
     assumed_efficiency: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Scaling efficiency assumed for doubling the nodes where it was not measured; forecasts that use it say so."""
-    elsewhere: tuple[str, ...] = ()
+    elsewhere: tuple[Place, ...] = ()
     """URIs of tunings of the same distillation on other pools or numbers of nodes: alternatives if the budget is exceeded."""
     budget_usd: NonNegativeFloat | None = None
     """Most dollars that the distillation may cost; default: `run.budget_usd`."""
@@ -868,12 +882,38 @@ class ExportSettings(Section):
     `data.multi_label` the largest difference of a class's probability, in that mean."""
 
 
+def _model_name(name: str) -> str:
+    """Check the name of a registered model as MLflow does, and the length that its databases take."""
+    if not name.strip() or {"/", ":"} & set(name) or name == "." or name.startswith("..") or len(name) > 256:
+        raise ValueError(
+            f"must be a name that MLflow takes: 1 to 256 characters, without / and :, not . and not beginning with .., got {name!r}"
+        )
+    return name
+
+
+def _alias(name: str) -> str:
+    """Check an alias as MLflow does."""
+    if not re.fullmatch(r"[\w\-]{1,255}", name) or name.lower() == "latest" or re.fullmatch(r"[vV]\d+", name):
+        raise ValueError(
+            "must be an alias that MLflow takes: 1 to 255 letters, digits, dashes and underscores, neither latest nor the number of a "
+            f"version such as v1, got {name!r}; choose another one, such as champion"
+        )
+    return name
+
+
+def _experiment(name: str) -> str:
+    """Check the name of an experiment as MLflow does."""
+    if not 0 < len(name) <= 500:
+        raise ValueError(f"must be a name that MLflow takes: 1 to 500 characters, got {limits.cut(name, 60)!r}")
+    return name
+
+
 class RegisterSettings(Section):
     """The MLflow model."""
 
-    model_name: str = "vit-student"
+    model_name: Annotated[str, AfterValidator(_model_name)] = "vit-student"
     """Name of the registered model."""
-    alias: str = "champion"
+    alias: Annotated[str, AfterValidator(_alias)] = "champion"
     """Alias moved to the new version if the gate passed."""
 
 
@@ -882,9 +922,9 @@ class TrackingSettings(Section):
 
     enabled: bool = True
     """Whether training stages send their metrics to MLflow."""
-    uri: str = ""
+    uri: Place = ""
     """MLflow tracking URI; where empty, `MLFLOW_TRACKING_URI`, or else a SQLite file beside the runs."""
-    experiment: str = "vit-distillation"
+    experiment: Annotated[str, AfterValidator(_experiment)] = "vit-distillation"
     """MLflow experiment."""
 
 

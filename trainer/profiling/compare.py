@@ -17,6 +17,7 @@ from trainer.errors import ArtifactError
 from trainer.evidence import TrainingEvidence, is_core
 from trainer.finished_run import SUMMARY
 from trainer.formatting import aligned, clipped, duration, milliseconds, percent, ratio, short
+from trainer.local_files import located
 from trainer.pages import Block, PageSection, Paragraph, Subsection, Table
 from trainer.profiling import findings, over_time
 from trainer.profiling.evidence_files import read_evidence
@@ -96,7 +97,7 @@ def read_compared_run(uri: str) -> ComparedRun:
     if storage.exists(storage.join(uri, SUMMARY)):
         return _read_run(uri)
     if not storage.is_remote(uri) and not Path(uri).is_dir():
-        raise ArtifactError(f"{uri}: no such directory; {_CHOICE}")
+        raise ArtifactError(f"{located(uri)}: no such directory; {_CHOICE}")
     raise ArtifactError(f"{uri}: holds neither {SUMMARY}, as a completed run does, nor {artifacts.MANIFEST}; {_CHOICE}")
 
 

@@ -88,6 +88,7 @@ _AWAY = Retry(first_s=1.0, longest_s=15.0)
 
 PARAM_LENGTH = 6000  # MLflow's limit
 _PARAMS_A_BATCH = 100  # likewise
+_RUN_NAME_LENGTH = 250  # that of its databases
 _SHOWN = 5
 """Most changed settings that a line of the log names."""
 
@@ -157,9 +158,17 @@ def client() -> MlflowClient:
             sqlite_file.parent.mkdir(parents=True, exist_ok=True)
             with closing(sqlite3.connect(sqlite_file)) as connection:
                 connection.execute("PRAGMA schema_version")
+        elif _DATABASE.match(tracking_uri):  # the same
+            from sqlalchemy import create_engine
+
+            create_engine(tracking_uri).connect().close()
         return MlflowClient(
             tracking_uri=tracking_uri, registry_uri=os.environ.get("MLFLOW_REGISTRY_URI") or tracking_uri
         )
+
+
+_DATABASE = re.compile(r"(postgresql|mysql|mssql)(\+\w+)?://")
+"""How the URIs of MLflow's other databases begin."""
 
 
 def _sqlite_file(tracking_uri: str) -> Path | None:
@@ -178,6 +187,8 @@ def explained() -> Iterator[None]:
 
     # OSError: also of requests. botocore's: of a server that lets its clients fetch artifacts from the bucket themselves
     unusable: tuple[type[Exception], ...] = (MlflowException, OSError, sqlite3.Error, BotoCoreError, ClientError)
+    # of a missing driver of a database, and of a name that is not UTF-8
+    unusable += (ImportError, UnicodeError)
     with suppress(ImportError):  # the server's image has mlflow-skinny, which has no stores of its own
         from sqlalchemy.exc import SQLAlchemyError
 
@@ -190,6 +201,11 @@ def explained() -> Iterator[None]:
             f"start the server, correct tracking.uri or {URI}, or continue without tracking (tracking.enabled=false)"
         )
         reason = refused_to_write(error, address) or f"{reason_of(error)}; {advice}"
+        if isinstance(error, ImportError) and error.name:
+            reason = (
+                f"needs the Python package {error.name}, the driver of that database; install it, name a driver that is installed, as in "
+                f"postgresql+pg8000://, or choose another store by tracking.uri or {URI}"
+            )
         kind = TrackingAwayError if _away(error) else TrackingError
         raise kind(f"MLflow at {address}: {reason}") from error
 
@@ -321,7 +337,7 @@ def _experiments(mlflow: MlflowClient) -> dict[str, str]:
 
 def newest_experiment() -> str | None:
     """Return the id of the experiment that changed last; None where there is none but MLflow's own."""
-    with explained():
+    with explained(), http_limits(STAGE_LIMITS):
         found = client().search_experiments(
             filter_string="name != 'Default'", order_by=["last_update_time DESC"], max_results=1
         )
@@ -427,7 +443,9 @@ def _new_parent(mlflow: MlflowClient, name: str, *, former: str = "") -> str:
     run = os.environ[RUN]
     tags = {RUN_TAG: run, IDENTITY_TAG: os.environ.get(IDENTITY), FORMER_TAG: former}
     given = {tag: value for tag, value in tags.items() if value}
-    return str(mlflow.create_run(experiment_id(mlflow), run_name=name or run, tags=given).info.run_id)
+    return str(
+        mlflow.create_run(experiment_id(mlflow), run_name=(name or run)[:_RUN_NAME_LENGTH], tags=given).info.run_id
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -505,8 +523,8 @@ def record_params(mlflow: MlflowClient, run_id: str, settings: Mapping[str, Any]
 
 @contextmanager
 def _fetching() -> Iterator[None]:
-    """Let MLflow's client fetch through its server, without a bar."""
-    with http_limits(_BY_THE_SERVER), environment_variables({"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}):
+    """Let MLflow's client fetch through its server, in a bounded time and without a bar."""
+    with uploading(), environment_variables({"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}):
         yield
 
 
@@ -542,14 +560,15 @@ def registered_version(place: str) -> tuple[str, bool]:
     Raises:
         TrackingError: MLflow does not answer, or has no such model.
     """
-    name, _, alias = place.removeprefix(REGISTERED).partition("@")
-    name, _, number = (name, "", "") if alias else name.partition("/")
+    text = place.removeprefix(REGISTERED)
+    name, at, alias = text.rpartition("@")
+    name, _, number = (name, "", "") if at else text.partition("/")
     if not name or not (alias or number):
         raise TrackingError(f"{place}: names no version of a model; write models:/NAME@ALIAS or models:/NAME/VERSION")
     mlflow = client()
     from mlflow.exceptions import MlflowException
 
-    with explained():
+    with explained(), http_limits(STAGE_LIMITS):
         try:
             found = mlflow.get_model_version_by_alias(name, alias) if alias else mlflow.get_model_version(name, number)
         except MlflowException as error:
@@ -576,8 +595,9 @@ class BilledRun:
 def billed_runs(experiment: str) -> list[BilledRun]:
     """List the runs of an experiment that have a bill, the oldest first."""
     with explained(), _fetching(), tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        with http_limits(STAGE_LIMITS):
+            known = _experiments(client())
         mlflow = client()
-        known = _experiments(mlflow)
         if experiment not in known:
             raise TrackingError(
                 f"MLflow at {shown(uri() or URI)}: has no experiment {experiment!r}, but {', '.join(known)}; name one of these"

@@ -80,7 +80,7 @@ class Trainer:
             LostProcessError: a process did not come to the comparison of the models within the limit, or is gone.
         """
         settings, processes, objective = training.settings, training.processes, training.objective
-        check_batch(settings, processes)
+        check_batch(objective.model, settings, processes)
         self.training, self.settings, self.processes = training, settings, processes
         self.model = objective.model.to(processes.device.torch_device).train()
         if settings.activation_checkpointing:

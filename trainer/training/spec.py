@@ -16,6 +16,7 @@ from trainer.data.batch import Batch
 from trainer.data.dataset import Split
 from trainer.data.sampler import StatelessSampler
 from trainer.data.views.rendering import mixes
+from trainer.devices.torch_private import batch_norms
 from trainer.errors import SettingsError
 from trainer.models import Classifier
 from trainer.step_schedule import learning_rate_at, low_resolution_steps, step_count
@@ -141,13 +142,40 @@ def fit_batch(section: str, settings: Fitted, images: int, processes: Processes)
     return fitted
 
 
-def check_batch(settings: TrainingSettings, processes: Processes) -> None:
+def check_micro_batches(model: nn.Module, settings: TrainingSettings, world_size: int) -> int:
+    """Return the images of the largest micro-batch of a process, after a check that the smallest one is enough for the model.
+
+    Raises:
+        SettingsError: a micro-batch would have no image, or a single one to normalise a batch by.
+    """
+    most, parts = loader.micro_batch_size(settings, world_size), world_size * settings.accumulation
+    if settings.batch_size < smallest_micro_batch(model) * parts:
+        raise SettingsError(
+            f"batch_size = {settings.batch_size} leaves one image to some of {world_size} processes x {settings.accumulation} "
+            "micro-batches, but batch normalization computes a variance over the images of each and needs two; choose "
+            f"{smallest_micro_batch(model) * parts} or more, or less accumulation or fewer processes"
+        )
+    return most
+
+
+def smallest_micro_batch(model: nn.Module) -> int:
+    """Return the fewest images that a model can be trained with at once: two where batch normalisation learns from them.
+
+    Leaves the model in training mode.
+    """
+    return 2 if any(module.training for module in batch_norms(model.train())) else 1
+
+
+def check_batch(model: nn.Module, settings: TrainingSettings, processes: Processes) -> None:
     """Make sure that a step can be dealt to the processes.
 
     Raises:
         SettingsError: there are too few images, or not equally many for all where each size would be a graph of its own.
     """
-    most, parts = loader.micro_batch_size(settings, processes.world_size), processes.world_size * settings.accumulation
+    parts, most = (
+        processes.world_size * settings.accumulation,
+        check_micro_batches(model, settings, processes.world_size),
+    )
     if processes.device.traces and most * parts != settings.batch_size:
         raise SettingsError(
             f"batch_size = {settings.batch_size} cannot be dealt evenly to {processes.world_size} processes x {settings.accumulation} "

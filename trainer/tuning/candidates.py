@@ -34,6 +34,8 @@ class Workload:
     """Seconds that the teacher needs for an image, on all processes together."""
     no_recording: str = ""
     """Why the distillation cannot learn from recorded outputs; empty if it can."""
+    least_part: int = 1
+    """Fewest images in a micro-batch of a process; two where the student normalises batches."""
     relates_images: bool = False
     """Whether a loss compares the images of a micro-batch, whose size is then a part of what is learned."""
 
@@ -109,7 +111,8 @@ def propose(
 
 def less_memory(candidate: Candidate, job: Workload) -> Candidate | None:
     """Return the same batch in twice as many parts; none where it cannot be divided further."""
-    if job.relates_images or (candidate.held // job.world_size) % 2:
+    half, odd = divmod(candidate.held // job.world_size, 2)
+    if job.relates_images or odd or half < job.least_part:
         return None
     return candidate.model_copy(update={"accumulation": 2 * candidate.accumulation})
 

@@ -315,7 +315,10 @@ def test_wrong_input_of_the_command_ends_in_one_message(
 ) -> None:
     for arguments, message in (
         ([str(tmp_path), str(evidence)], f"error: {tmp_path}: holds neither summary.json"),
-        ([str(evidence), "nowhere"], "error: nowhere: no such directory; give the directory of a run"),
+        (
+            [str(evidence), "nowhere"],
+            f"error: nowhere (in {Path.cwd()}): no such directory; give the directory of a run",
+        ),
         ([str(evidence), str(evidence), "--output", str(tmp_path)], f"error: --output {tmp_path} is a directory"),
         ([str(evidence), str(evidence), "--output", "/proc/here/page.html"], "error: cannot write to /proc/here"),
     ):

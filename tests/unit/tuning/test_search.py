@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.tuning.landscapes import TRIAL_S, Landscape, device_of
 from trainer.errors import SettingsError
-from trainer.tuning.candidates import Workload
+from trainer.tuning.candidates import Workload, less_memory
 from trainer.tuning.search import LEAST_GAIN, search
 from trainer.tuning.tuning_schema import Candidate, Trial
 
@@ -90,6 +90,16 @@ START = Candidate(
     gradient_compression="none",
     teacher="online",
 )
+
+
+def test_a_batch_is_not_divided_below_what_batch_normalization_needs():
+    whole = START.model_copy(update={"batch_size": 4})
+    (two, one) = (dataclasses.replace(JOB, least_part=least) for least in (2, 1))
+    halved = less_memory(whole, two)
+    assert halved is not None
+    assert halved.accumulation == 2
+    assert less_memory(halved, two) is None
+    assert less_memory(halved, one).accumulation == 4
 
 
 def machine(rate, fits=lambda candidate: True, **shares):

@@ -23,6 +23,7 @@ from trainer.data.sources.source import (
     size_and_mtime,
 )
 from trainer.errors import DataError
+from trainer.local_files import located
 
 SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".gif", ".bmp", ".webp", ".tif", ".tiff"}
@@ -123,7 +124,7 @@ def list_files(folder: str, outside: Outside) -> list[SourceFile]:
             root = storage.local_path(folder)
             if not root.is_dir():
                 raise DataError(
-                    f"folder {root}: {'is a file' if root.exists() else 'does not exist'}; check data.source"
+                    f"folder {located(root)}: {'is a file' if root.exists() else 'does not exist'}; check data.source"
                 )
             found = _walk(root, outside)
         files = sorted(itertools.islice(found, limits.SOURCE_IMAGES + 1), key=lambda file: file.name)
