@@ -394,7 +394,7 @@ class Timeline:
         if name is not None and self._schedstats:
             for thread in Path("/proc/self/task").iterdir():
                 with suppress(OSError):  # it has ended meanwhile
-                    if (thread / "comm").read_text().strip() == name:
+                    if (thread / "comm").read_text(encoding="utf-8", errors="replace").strip() == name:
                         return self._count_waiting_of(thread)
         return None
 
