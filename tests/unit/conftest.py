@@ -73,3 +73,26 @@ def exported(judged_run, tmp_path_factory):
     from trainer.export import exporting
 
     return exporting.export(str(judged_run), tmp_path_factory.mktemp("exported") / "served", quantized=False).directory
+
+
+@pytest.fixture(params=["high", "medium", "allow_tf32", "matmul", "every"])
+def short_products(request):
+    """Flags with which torch computes float32 products in TF32 or bf16 where the device can, set in each way that there is; which one."""
+    import torch
+
+    backends, way = torch.backends, request.param
+    places = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
+    before = [one.fp32_precision for one in places]
+    if way in ("high", "medium"):
+        torch.set_float32_matmul_precision(way)
+    elif way == "allow_tf32":
+        backends.cuda.matmul.allow_tf32 = True
+    elif way == "matmul":
+        backends.cuda.matmul.fp32_precision = "tf32"
+    else:
+        backends.fp32_precision = "tf32"
+    yield way
+    backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    for one, precision in zip(places, before, strict=True):
+        one.fp32_precision = precision

@@ -18,6 +18,7 @@ from trainer.devices.device import HOST as HOST
 from trainer.devices.device import CudaDevice as CudaDevice
 from trainer.devices.device import Device as Device
 from trainer.devices.device import RowShardedOptimizer as RowShardedOptimizer
+from trainer.devices.device import full_float32 as full_float32
 from trainer.errors import SettingsError
 
 

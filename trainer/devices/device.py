@@ -24,6 +24,8 @@ Item = TypeVar("Item")
 
 _MALLOC_VARIABLES = {"GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}
 """With which glibc lets a user say when memory goes back to the kernel."""
+_SHORTENED = {"tf32", "bf16"}
+"""Values of torch's `fp32_precision` with which float32 products are computed of less."""
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Parameters of `mallopt`, as glibc's malloc.h numbers them: memory free at the end before it goes back; most allocations of their own."""
 
@@ -156,6 +158,26 @@ def keep_freed_memory() -> None:
     if hasattr(library, "mallopt") and not _MALLOC_VARIABLES & os.environ.keys():
         library.mallopt(_M_MMAP_MAX, 0)
         library.mallopt(_M_TRIM_THRESHOLD, -1)  # never
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Around float32 products that no flag of torch may shorten to TF32 or bf16.
+
+    torch does so for cuDNN's convolutions by default, NVIDIA's images turn it on for matrix products
+    (`TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`), and `torch.set_float32_matmul_precision` also for oneDNN's on a processor with AMX. The flags are
+    the process's, so another thread's products are not shortened either in the meantime.
+    """
+    backends: Any = torch.backends
+    products = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
+    shortened = [(one, one.fp32_precision) for one in products if one.fp32_precision in _SHORTENED]
+    for one, _ in shortened:
+        one.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for one, before in shortened:
+            one.fp32_precision = before
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from trainer import models
 from trainer.config import Compile, Precision
-from trainer.devices import Device
+from trainer.devices import Device, full_float32
 from trainer.distillation.losses import TeacherOutputs
 from trainer.errors import ModelError
 from trainer.models import Classifier
@@ -108,7 +108,7 @@ class FrozenTeacher:
         if not self._gives_logits:
             logits = answer.new_empty(len(answer), 0)
         elif self._head is not None:
-            with self._device.autocast("fp32"):
+            with self._device.autocast("fp32"), full_float32():
                 logits = self._head(answer)
         elif self._features:
             pooled = further.pop(0)

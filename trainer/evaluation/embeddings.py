@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trainer import models
 from trainer.data.dataset import Split
-from trainer.devices import Device
+from trainer.devices import Device, full_float32
 from trainer.errors import ModelError
 from trainer.evaluation.metrics import Ints
 from trainer.models import Classifier, EmbeddingStatistics
@@ -77,7 +77,7 @@ def in_batches(
 ) -> Embeddings:
     """Compute numbers of images as they are stored, fp32 [N, ...]: `compute` makes them of a batch, uint8 [B, 3, S, S] on the device."""
     batches = []
-    with device.inference():
+    with device.inference(), full_float32():
         for start in range(0, len(indices), batch_size):
             part = indices[start : start + batch_size]
             images = split.read(device.filled(part, batch_size)).to(device.torch_device)

@@ -31,6 +31,7 @@ from trainer.config import ViewSettings
 from trainer.data.batch import Mixing, cache_sized_slices, to_device
 from trainer.data.sampler import Indices, Keys, uniform
 from trainer.data.views.parameters import OPERATIONS, Numbers, ViewParameters
+from trainer.devices import full_float32
 
 _MIXING = 0x6D6978696E67  # keeps mixing's draws apart from those of the views
 
@@ -260,7 +261,7 @@ def crop_batch(images: Tensor, parameters: ViewParameters, size: int) -> Tensor:
 def crop_by_products(images: Tensor, parameters: ViewParameters, size: int) -> Tensor:
     """Crop, resize and mirror a batch by a matrix product along each axis, without waiting for the device.
 
-    It is exact in plain float32 only: not under autocast, nor with TF32, which torch turns off by default.
+    The products are of whole numbers below 2^24, so float32 is exact; not under autocast.
     """
     count, stored = len(images), images.shape[-1]
     box, mirror = (to_device(part, images.device) for part in (parameters.box, parameters.mirror))
@@ -271,9 +272,10 @@ def crop_by_products(images: Tensor, parameters: ViewParameters, size: int) -> T
     starts, lengths = box.view(-1, 2, 2).permute(1, 2, 0).reshape(2, 2 * count)  # left and top, width and height
     weights, units = _filter(starts, lengths, places, stored=stored)
     (columns, rows), (across, down) = weights.split(count), units.split(count)
-    pixels = images.reshape(count, 3 * stored, stored).float() @ columns.mT
-    pixels = _rounded(pixels, across).view(count, 3, stored, size)
-    pixels = _rounded(rows.unsqueeze(1) @ pixels, down.unsqueeze(1))
+    with full_float32():
+        pixels = images.reshape(count, 3 * stored, stored).float() @ columns.mT
+        pixels = _rounded(pixels, across).view(count, 3, stored, size)
+        pixels = _rounded(rows.unsqueeze(1) @ pixels, down.unsqueeze(1))
     return pixels.clamp_(0, 255).to(torch.uint8)
 
 

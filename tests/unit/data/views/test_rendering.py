@@ -72,6 +72,29 @@ def test_a_loaders_way_and_a_devices_way_agree(images, stored, size, kind):
     assert torch.equal(in_loader, make_views(pictures, drawn, size, STRONG))
 
 
+def shortened(values, precision):
+    """Float32 as a product with these flags sees it: of TF32 or bf16 the first 10 or 7 bits of the fraction are left, rounded."""
+    dropped = {"tf32": 13, "bf16": 16}.get(precision, 0)
+    bits = values.contiguous().view(torch.int32)
+    return ((bits + (1 << dropped >> 1)) >> dropped << dropped).view(torch.float32)
+
+
+@pytest.mark.parametrize("backend", [torch.backends.cuda, torch.backends.mkldnn], ids=["GPU", "AMX"])
+def test_flags_that_shorten_products_change_no_view(images, short_products, monkeypatch, backend):
+    """On a device that does what they allow, imitated: this processor may not have it."""
+    pictures, multiply, seen = images(12, 256, "noise"), torch.Tensor.__matmul__, set()
+    drawn = draw_views(KEYS, NUMBERS, stored=256, seed=3, settings=STRONG)
+    expected = crop_by_products(pictures, drawn, 224)
+
+    def product(left, right):
+        seen.add(precision := backend.matmul.fp32_precision)
+        return multiply(shortened(left, precision), shortened(right, precision))
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", product)
+    assert torch.equal(crop_by_products(pictures, drawn, 224), expected)
+    assert seen <= {"none", "ieee"}
+
+
 def test_views_are_what_they_were_when_teachers_outputs_were_recorded():
     """Whoever changes these numbers makes recorded outputs worthless: raise the schema version of `teacher_outputs` with them."""
     settings, keys, numbers = STRONG.model_copy(update={"erasing": 1.0}), KEYS[:2], np.array([0, 7])
