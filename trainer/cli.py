@@ -429,8 +429,9 @@ def _add_export(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    """Write the student of a run as ONNX, check its answers on the run's test photos, try int8, measure all of it on this machine, and
-    keep the fastest that passes the gate of the run, with a card that says how to feed it. Needs the extra `export`.
+    """Write the student of a run as ONNX, check its answers on the run's validation images, try int8, measure all of it on this machine,
+    and keep the fastest that keeps the answers and passes the gate of the run on its test images, with a card that says how to feed it.
+    Needs the extra `export`.
     """
     from trainer.export import exporting, variants
 

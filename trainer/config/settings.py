@@ -260,7 +260,8 @@ class TrainingSettings(Section):
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Decay of the exponential moving average (EMA) of the weights, which is then the result; 0 turns it off."""
     precision: Precision = "auto"
-    """`bf16` autocast or `fp32`; auto takes bf16 on GPUs that have it. A processor without bf16 instructions computes in fp32."""
+    """`bf16` autocast or `fp32`; auto takes bf16 on GPUs that have it. A processor without bf16 instructions computes in fp32. On a GPU
+    convolutions in fp32 are computed in TF32, as torch does by default; what `evaluate` measures is not."""
     compile: Compile = "auto"
     """torch.compile; auto compiles on GPUs only."""
     gradient_compression: Literal["none", "bf16"] = "none"
@@ -873,13 +874,13 @@ class ExportSettings(Section):
     calibration_images: Positive = 128
     """Training images by which the ranges of int8 activations are chosen."""
     test_images: Annotated[Positive, Field(exclude_if=lambda value: value == 10_000)] = 10_000
-    """Test images, at most, on which the variants' answers are compared."""
+    """Most validation images on which the variants' answers are compared, and most test images on which the chosen one is tested."""
     max_accuracy_loss: Fraction = 0.01
-    """Largest loss of test top-1 (mAP with `data.multi_label`) of a variant against the student itself, as a fraction."""
+    """Largest loss of validation top-1 (mAP with `data.multi_label`) of a variant against the student itself, as a fraction."""
     max_shift: Fraction = 0.05
-    """Largest share of the probability that a variant may give to other classes than the student itself does, in the mean over the test
-    images: few images show a loss of top-1 by chance only, and confidences and answers of the hierarchy need the probabilities. With
-    `data.multi_label` the largest difference of a class's probability, in that mean."""
+    """Largest share of the probability that a variant may give to other classes than the student itself does, in the mean over the
+    validation images: few images show a loss of top-1 by chance only, and confidences and answers of the hierarchy need the
+    probabilities. With `data.multi_label` the largest difference of a class's probability, in that mean."""
 
 
 def _model_name(name: str) -> str:

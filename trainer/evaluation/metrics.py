@@ -272,6 +272,32 @@ def judge(
         title: what the scores are: those of the test images (`scores.TITLES`).
         student_p95_ms: 95th percentile of the student's latency at the first of `evaluate.latency_batch_sizes`.
     """
+    return [
+        *judge_scores(
+            settings,
+            teacher_score=teacher_score,
+            student_score=student_score,
+            student_knn_top1=student_knn_top1,
+            title=title,
+        ),
+        *judge_cost(
+            settings,
+            teacher_parameters=teacher_parameters,
+            student_parameters=student_parameters,
+            student_p95_ms=student_p95_ms,
+        ),
+    ]
+
+
+def judge_scores(
+    settings: GateSettings,
+    *,
+    teacher_score: float,
+    student_score: float,
+    student_knn_top1: float | None = None,
+    title: str = "top-1",
+) -> list[str]:
+    """Check the gate's conditions on the test images; arguments and answer as `judge`."""
     reasons = []
     student = f"the student's test {title} of {student_score:.2%}"
     drop = teacher_score - student_score
@@ -287,6 +313,14 @@ def judge(
             f"accuracy: the k-NN top-1 of the student's embeddings is {student_knn_top1:.2%}, below evaluate.gate.min_knn_accuracy = "
             f"{settings.min_knn_accuracy:.2%}"
         )
+    return reasons
+
+
+def judge_cost(
+    settings: GateSettings, *, teacher_parameters: int, student_parameters: int, student_p95_ms: float
+) -> list[str]:
+    """Check the gate's conditions on size and latency; arguments and answer as `judge`."""
+    reasons = []
     ratio = teacher_parameters / student_parameters
     if ratio < settings.min_compression - _ROUNDING:
         reasons.append(

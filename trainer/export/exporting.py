@@ -1,4 +1,8 @@
-"""From a finished run to a directory that serves its student by ONNX Runtime: the chosen file, its card, and what was measured."""
+"""From a finished run to a directory that serves its student by ONNX Runtime: the chosen file, its card, and what was measured.
+
+Variants are compared and chosen on validation images. The test images are answered after that, by the student and by what was chosen, for
+the score that is published and for the gate.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +18,14 @@ from typing import Any
 from trainer import artifacts, finished_run, models, scores, storage
 from trainer.artifacts import Artifact, Manifest
 from trainer.config import EvaluateSettings, ExportSettings
-from trainer.data.dataset import PreparedDataset, Split, open_dataset
+from trainer.data.dataset import PreparedDataset, open_dataset
+from trainer.data.dataset_schema import SplitName
 from trainer.errors import ArtifactError, ModelError, SettingsError
 from trainer.evaluation import hierarchy, metrics
 from trainer.evaluation.embeddings import spread
 from trainer.export import int8, missing_package, onnx_graph, variants
-from trainer.export.onnx_student import OnnxStudent, Pixels
-from trainer.export.variants import FLOAT, ServingCandidate, Yardstick
+from trainer.export.onnx_student import Logits, OnnxStudent, Pixels
+from trainer.export.variants import FLOAT, FinalFigures, ServingCandidate, Yardstick
 from trainer.graph import DATASET, EVALUATION, STUDENT
 from trainer.models import Classifier, ModelCard
 from trainer.served_student import preprocessing
@@ -32,7 +37,7 @@ from trainer.served_student.student import EXPORT_CARD
 logger = logging.getLogger(__name__)
 
 _LITTLE = 0.005
-"""Score on the test images that an int8 variant may lose without being fine-tuned."""
+"""Score on the validation images that an int8 variant may lose without being fine-tuned."""
 _IN_OPENVINO = f"-{OPENVINO}"  # ends the names of what it computes
 GRAPH, CARD, CANDIDATES, PAGE = "model.onnx", EXPORT_CARD, "candidates.json", "export.html"
 
@@ -46,6 +51,40 @@ class ExportedStudent:
     """The student itself and its variants, as measured; none where there is no ONNX file of it."""
     chosen: str | None
     """The variant that `GRAPH` is; None where there is none."""
+
+
+class _Images:
+    """Images of a split on which answers are compared."""
+
+    def __init__(
+        self, data: PreparedDataset, split: SplitName, settings: ExportSettings, student: Mapping[str, Any]
+    ) -> None:
+        """Take at most `settings.test_images` of the split; `student` is what the evaluation says of it."""
+        self.split = data.split(split)
+        self.indices = spread(len(self.split), settings.test_images)
+        self.yardstick = Yardstick(
+            labels=self.split.labels[self.indices],
+            temperature=student.get("temperature", 1.0),
+            targets=data.targets,
+            threshold=student.get("threshold", 0.5),
+        )
+
+    def answers(self, answer: Callable[[Pixels], Logits]) -> Logits:
+        """Let something answer all of them."""
+        return variants.predict(answer, self.split, self.indices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Variants:
+    """A student, and the files that were made of it."""
+
+    model: Classifier
+    size_bytes: int
+    """Of its weights."""
+    students: Mapping[str, OnnxStudent]
+    """Name of a variant -> it."""
+    logits: Mapping[str, Logits]
+    """What the student (`torch`) and each variant answered the validation images."""
 
 
 def export(
@@ -113,8 +152,8 @@ def make(
             "that it was trained on, or train it again"
         )
     parents = {"dataset": data.fingerprint, "student": made.fingerprint, "evaluation": judged.fingerprint}
-    test, notes, measured = data.split("test"), list[str](), list[ServingCandidate]()
-    chosen: ServingCandidate | None = None
+    val, test = (_Images(data, split, settings, judged.figures["student"]) for split in ("val", "test"))
+    notes, measured, chosen = list[str](), list[ServingCandidate](), None
     with (
         tempfile.TemporaryDirectory(prefix="trainer-") as folder,
         artifacts.create(output, "export", settings=settings.model_dump(mode="json"), parents=parents) as draft,
@@ -122,11 +161,13 @@ def make(
         for file in (GRAPH, CARD, Path(preprocessing.__file__).name, TAGS, CANDIDATES, PAGE):
             (draft.path / file).unlink(missing_ok=True)  # of an earlier try, where this one makes none
         try:
-            measured = _measured(settings, made, data, test, judged, Path(folder), notes, strict=strict)
-            chosen = variants.fastest(measured) or (measured[1] if force else None)
+            tried = _make_variants(settings, made, data, val, Path(folder), notes, strict=strict)
+            measured = _measured(settings, tried, val, judged)
+            measured, chosen = _choose(measured, tried, test, judged, force=force)
             if chosen is None:
+                floating = next(one for one in measured if one.name == FLOAT)
                 raise ModelError(
-                    f"student {made.path}: no variant of it passes the gate ({FLOAT}: {'; '.join(measured[1].reasons)}); "
+                    f"student {made.path}: no variant of it passes the gate ({FLOAT}: {'; '.join(floating.reasons)}); "
                     f"`python -m trainer export RUN --force` takes {FLOAT} all the same"
                 )
         except ModelError as error:
@@ -140,21 +181,21 @@ def make(
             found = contract(card, data.square, chosen, parents, judged.figures["student"], tags=known is not None)
             _write(draft.path / CARD, found)
         machine, name = metrics.machine(), chosen.name if chosen is not None else None
-        photos = min(len(test), settings.test_images)
-        table = {"chosen": name, "notes": notes, "photos": photos, "candidates": [*map(variants.record, measured)]}
+        images = {"val": len(val.indices), "test": len(test.indices)}
+        table = {"chosen": name, "notes": notes, "images": images, "candidates": [*map(variants.record, measured)]}
         _write(draft.path / CANDIDATES, {"machine": asdict(machine), **table})
         (draft.path / PAGE).write_text(
-            variants.page(card.title, measured, name, notes, machine, photos=photos), encoding="utf-8"
+            variants.page(card.title, measured, name, notes, machine, images=images), encoding="utf-8"
         )
         figures = {one.name: variants.figures(one) for one in measured}
         why_not = notes if chosen is None else list(chosen.reasons)
         draft.figures.update({"chosen": name, "reasons": why_not, "candidates": figures})
-    if chosen is not None:
+    if chosen is not None and chosen.test is not None:
         logger.info(
             "export  %s is chosen: test %s %.2f%%, p50 %.2f ms",
             chosen.name,
             scores.TITLES[chosen.measure],
-            100 * chosen.score,
+            100 * chosen.test.score,
             chosen.latencies[0].p50_ms,
         )
     return ExportedStudent(directory=artifacts.read(output, "export").path, candidates=measured, chosen=name)
@@ -168,40 +209,31 @@ def _note(error: ModelError, notes: list[str], *, strict: bool) -> None:
     notes.append(str(error))
 
 
-def _measured(
+def _make_variants(
     settings: ExportSettings,
     student: Artifact,
     data: PreparedDataset,
-    test: Split,
-    evaluation: Manifest,
+    val: _Images,
     folder: Path,
     notes: list[str],
     *,
     strict: bool,
-) -> list[ServingCandidate]:
-    """Write every variant into a folder, and measure and judge each: the student itself first, then fp32."""
-    evaluated = EvaluateSettings.model_validate(evaluation.settings)
+) -> _Variants:
+    """Write every variant into a folder, and let each answer the validation images: the student itself first, then fp32."""
     model = models.load(student)
-    tested = spread(len(test), settings.test_images)
-    yardstick = Yardstick(
-        labels=test.labels[tested],
-        temperature=evaluation.figures["student"].get("temperature", 1.0),
-        targets=data.targets,
-        threshold=evaluation.figures["student"].get("threshold", 0.5),
-    )
-    names, threads = [test.names[index] for index in tested], metrics.machine().threads
-    logits = {"torch": variants.predict(variants.answering(model), test, tested)}
+    names, threads = [val.split.names[index] for index in val.indices], metrics.machine().threads
+    logits = {"torch": val.answers(variants.answering(model))}
     students: dict[str, OnnxStudent] = {}
 
     def ask(file: Path) -> None:
-        """Let each runtime answer the test images by a file."""
+        """Let each runtime answer by a file."""
         for runtime in (ONNX_RUNTIME, *([OPENVINO] if settings.openvino else [])):
             name = file.stem + (_IN_OPENVINO if runtime == OPENVINO else "")
             try:
                 student_there = OnnxStudent(file, threads=threads, runtime=runtime)
-                answers = variants.predict(student_there.logits, test, tested)
+                answers = val.answers(student_there.logits)
                 if file.stem == FLOAT:
-                    variants.check_float(logits["torch"], answers, names, by_class=data.targets is not None)
+                    variants.check_float(logits["torch"], answers, names)
                 students[name], logits[name] = student_there, answers
             except ModelError as error:
                 if name == FLOAT:
@@ -210,7 +242,7 @@ def _measured(
 
     def keeps_answers(name: str) -> bool:
         """Whether a variant loses little enough to be left as it is."""
-        found, own = logits[name], logits["torch"]
+        found, own, yardstick = logits[name], logits["torch"], val.yardstick
         lost = yardstick.score(own) - yardstick.score(found)
         return lost <= _LITTLE and yardstick.shift(own, found) <= settings.max_shift
 
@@ -228,22 +260,75 @@ def _measured(
                 ask(_write_tuned(tuned, data.image_size, folder, images))
         except ModelError as error:
             _note(error, notes, strict=strict)
-    measured = variants.measure(
-        logits,
-        students,
-        model,
-        (student.path / models.WEIGHTS).stat().st_size,
-        test,
-        tested,
-        yardstick=yardstick,
+    size_bytes = (student.path / models.WEIGHTS).stat().st_size
+    return _Variants(model=model, size_bytes=size_bytes, students=students, logits=logits)
+
+
+def _measured(settings: ExportSettings, tried: _Variants, val: _Images, evaluation: Manifest) -> list[ServingCandidate]:
+    """Time the student itself and its variants, and judge each by its answers to the validation images."""
+    evaluated = EvaluateSettings.model_validate(evaluation.settings)
+    itself, *others = variants.measure(
+        tried.logits,
+        tried.students,
+        tried.model,
+        tried.size_bytes,
+        val.split,
+        val.indices,
+        yardstick=val.yardstick,
         batch_sizes=evaluated.latency_batch_sizes,
         runs=evaluated.latency_runs,
     )
-    itself = measured[0]
     return [
         replace(itself, reasons=["not in ONNX; stands here for comparison"]),
-        *(replace(one, reasons=_reasons(one, itself, settings, evaluated, evaluation.figures)) for one in measured[1:]),
+        *(replace(one, reasons=_reasons(one, itself, settings, evaluated, evaluation.figures)) for one in others),
     ]
+
+
+def _choose(
+    measured: Sequence[ServingCandidate], tried: _Variants, test: _Images, evaluation: Manifest, *, force: bool
+) -> tuple[list[ServingCandidate], ServingCandidate | None]:
+    """Choose by what was measured, and test what was chosen.
+
+    A variant that then doesn't pass the gate gives way to fp32, which answers as the student itself, so that its score is no choice.
+
+    Args:
+        force: take fp32 also where it doesn't pass.
+
+    Returns:
+        The candidates with the figures of those that were tested, and the chosen one, None where none passes.
+    """
+    by_name = {one.name: one for one in measured}
+    best, own = variants.fastest(measured), test.answers(variants.answering(tried.model))
+    by_name["torch"] = replace(by_name["torch"], test=_final(own, own, test))
+    chosen: ServingCandidate | None = None
+    for name in dict.fromkeys([*([best.name] if best else []), FLOAT]):
+        one, final = by_name[name], _final(test.answers(tried.students[name].logits), own, test)
+        by_name[name] = chosen = replace(one, test=final, reasons=[*one.reasons, *_refused(final, evaluation)])
+        if not chosen.reasons:
+            break
+    return [*by_name.values()], chosen if chosen and (force or not chosen.reasons) else None
+
+
+def _final(answers: Logits, own: Logits, test: _Images) -> FinalFigures:
+    """Compare answers to the test images with the labels and with the student's own."""
+    yardstick = test.yardstick
+    return FinalFigures(
+        score=yardstick.score(answers), same=yardstick.same(answers, own), shift=yardstick.shift(own, answers)
+    )
+
+
+def _refused(final: FinalFigures, evaluation: Manifest) -> list[str]:
+    """List the conditions of the run's gate on the test images that are not met.
+
+    The gate's nearest neighbours are left out, since a graph gives no embeddings.
+    """
+    teacher = evaluation.figures["teacher"]["test"]
+    return metrics.judge_scores(
+        EvaluateSettings.model_validate(evaluation.settings).gate,
+        teacher_score=scores.score(teacher),
+        student_score=final.score,
+        title=scores.title(teacher),
+    )
 
 
 def _write_int8(folder: Path, images: Pixels) -> list[Path]:
@@ -273,23 +358,17 @@ def _reasons(
     evaluated: EvaluateSettings,
     figures: Mapping[str, Any],
 ) -> list[str]:
-    """List the conditions that a variant does not meet: those of the run's gate, and the losses against the student itself.
-
-    The gate's nearest neighbours are left out, since a graph gives no embeddings.
-    """
-    reasons = metrics.judge(
+    """List the conditions that a variant does not meet: the gate's on size and latency, and the losses against the student itself."""
+    reasons = metrics.judge_cost(
         evaluated.gate,
-        teacher_score=scores.score(figures["teacher"]["test"]),
-        student_score=one.score,
         teacher_parameters=figures["teacher"]["parameters"],
         student_parameters=figures["student"]["parameters"],
         student_p95_ms=one.latencies[0].p95_ms,
-        title=scores.title(figures["teacher"]["test"]),
     )
     title = scores.TITLES[one.measure]
     if itself.score - one.score > settings.max_accuracy_loss:
         reasons.append(
-            f"accuracy: loses {100 * (itself.score - one.score):.2f} points of test {title}; export.max_accuracy_loss allows "
+            f"accuracy: loses {100 * (itself.score - one.score):.2f} points of validation {title}; export.max_accuracy_loss allows "
             f"{100 * settings.max_accuracy_loss:.2f}"
         )
     if one.shift > settings.max_shift:

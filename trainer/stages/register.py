@@ -388,7 +388,8 @@ def _description(card: ModelCard, figures: Mapping[str, Any], exported: Artifact
     latency = f"p50 {student['latency_ms']['p50']:.2f} ms for a photo on a CPU, in torch"
     if exported and (chosen := exported.figures["chosen"]):
         served = exported.figures["candidates"][chosen]
-        latency = f"served as {chosen}: {scores.score(served):.1%} test {title}, p50 {served['p50_ms']:.2f} ms for a photo on a CPU"
+        tested = served.get("test", served)  # exports of older versions have no more than the test images' figures
+        latency = f"served as {chosen}: {scores.score(tested):.1%} test {title}, p50 {served['p50_ms']:.2f} ms for a photo on a CPU"
     ours_is, theirs_is = (
         f"{limits.printable(one['title'])}, {one['parameters']:,} parameters" for one in (student, teacher)
     )

@@ -17,9 +17,10 @@ from PIL import Image
 from tests.unit.stages.photos import KINDS, measure, write_photos
 from trainer import artifacts, cli, models
 from trainer.config import EvaluateSettings, GateSettings
+from trainer.data.dataset import open_dataset
 from trainer.errors import EXIT_CODE, ArtifactError, ModelError, SettingsError
 from trainer.evaluation import metrics
-from trainer.export import exporting
+from trainer.export import exporting, variants
 from trainer.export.onnx_student import OnnxStudent
 from trainer.export.variants import fastest
 from trainer.served_student import preprocessing
@@ -37,15 +38,16 @@ def made(judged_run, tmp_path_factory):
 
 
 def test_every_variant_is_measured_and_the_fastest_that_passes_is_kept(made, judged_run):
-    itself, *variants = made.candidates
+    itself, *others = made.candidates
     assert itself.name == "torch"
-    assert {one.name for one in variants} == {"fp32", "int8", "int8-mixed"}
+    assert {one.name for one in others} == {"fp32", "int8", "int8-mixed"}
     evaluated = artifacts.manifest(judged_run / "evaluation", "evaluation").figures["student"]
-    assert itself.score == evaluated["test"]["top1"] > 0.6
-    for one in variants:
+    assert itself.test.score == evaluated["test"]["top1"] > 0.6
+    assert {one.name for one in others if one.test} == {made.chosen}, "only what was chosen is tested"
+    for one in others:
         assert [timed.batch_size for timed in one.latencies] == [1, 4]
         assert all(0 < timed.p50_ms <= timed.p95_ms for timed in one.latencies)
-    by_name = {one.name: one for one in variants}
+    by_name = {one.name: one for one in others}
     assert by_name["fp32"].same == 1
     assert by_name["fp32"].difference < 1e-4
     assert by_name["fp32"].shift < 1e-5
@@ -55,9 +57,9 @@ def test_every_variant_is_measured_and_the_fastest_that_passes_is_kept(made, jud
     kept = json.loads((made.directory / "candidates.json").read_text())
     assert kept["chosen"] == made.chosen
     assert [one["name"] for one in kept["candidates"]] == [one.name for one in made.candidates]
-    assert kept["candidates"][1]["latencies"][0]["p50_ms"] == variants[0].latencies[0].p50_ms
+    assert kept["candidates"][1]["latencies"][0]["p50_ms"] == others[0].latencies[0].p50_ms
     assert kept["machine"]["threads"] == torch.get_num_threads()
-    size = next(one.size_bytes for one in variants if one.name == made.chosen)
+    size = next(one.size_bytes for one in others if one.name == made.chosen)
     assert (made.directory / "model.onnx").stat().st_size == size
 
 
@@ -74,7 +76,14 @@ def test_the_card_is_the_contract(made, judged_run):
         for name, kind in (("dataset", "dataset"), ("student", "model"), ("evaluation", "evaluation"))
     }
     assert artifacts.read(made.directory, "export").parents == card["fingerprints"]
-    assert card["measured"]["name"] == card["variant"] == made.chosen
+    measured = card["measured"]
+    assert measured["name"] == card["variant"] == made.chosen
+    data = open_dataset(judged_run / "dataset")
+    network = OnnxStudent(made.directory / card["file"])
+    for split, score in (("val", measured["val_top1"]), ("test", measured["test"]["top1"])):
+        images = data.split(split)
+        answers = variants.predict(network.logits, images, range(len(images)))
+        assert score == metrics.top_k(answers, images.labels, 1), split
     tags = ClassTags.of(json.loads((made.directory / card["tags"]).read_text()))
     judged = artifacts.manifest(judged_run / "evaluation", "evaluation").figures["student"]
     assert card["temperature"] == judged["temperature"] != 1

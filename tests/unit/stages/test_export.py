@@ -14,7 +14,7 @@ import pytest
 from trainer import artifacts, load_model
 from trainer.config import ExportSettings
 from trainer.errors import ArtifactError, ModelError, SettingsError
-from trainer.export import exporting, onnx_graph
+from trainer.export import exporting, onnx_graph, variants
 from trainer.export.onnx_student import ExportedClassifier, OnnxStudent
 from trainer.served_student.onnx_network import OpenVinoNetwork
 from trainer.stages import export
@@ -52,6 +52,9 @@ def test_it_makes_what_the_command_makes(made, judged_run, tmp_path):
     )
     for name, figures in made.figures["candidates"].items():
         assert f"{figures['top1']:.2%}" in page, name
+    tested = {name: figures["test"] for name, figures in made.figures["candidates"].items() if "test" in figures}
+    assert tested.keys() == {"torch", made.figures["chosen"]}
+    assert all(f"{figures['top1']:.2%}" in page for figures in tested.values())
 
 
 def refused(run, place, caplog, **changed):
@@ -98,12 +101,14 @@ def test_a_failed_quantisation_leaves_fp32(judged_run, monkeypatch, tmp_path):
     assert "cannot quantise this student" in (made.path / "export.html").read_text()
 
 
-def test_answers_are_compared_on_some_of_many_test_photos(judged_run, tmp_path):
+def test_answers_are_compared_on_some_of_many_images(judged_run, tmp_path):
     made = exported(judged_run, tmp_path / "exported", test_images=7, int8=False)
     table = json.loads((made.path / "candidates.json").read_text())
-    assert table["photos"] == 7
-    assert all(one["top1"] * 7 == pytest.approx(round(one["top1"] * 7)) for one in table["candidates"])
-    assert "On 7 test images, and timed" in (made.path / "export.html").read_text()
+    assert table["images"] == {"val": 7, "test": 7}
+    assert all(one["val_top1"] * 7 == pytest.approx(round(one["val_top1"] * 7)) for one in table["candidates"])
+    page = (made.path / "export.html").read_text()
+    assert "Compared and chosen on 7 validation images" in page
+    assert "After the choice, 7 test images show" in page
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -114,6 +119,42 @@ def test_a_student_is_fine_tuned_for_int8_where_no_variant_keeps_its_answers(jud
     assert names == ["torch", "fp32", "int8", "int8-mixed"] + ["int8-tuned"] * bool(steps)
     assert table["chosen"] == "fp32"
     assert all("probabilities: gives" in " ".join(one["reasons"]) for one in table["candidates"][2:])
+
+
+class Answering:
+    """What a variant named so answers in place of its own, a split at a time."""
+
+    def __init__(self, monkeypatch, **changed):
+        self.answered, self._changed, self._predict = [], changed, variants.predict
+        monkeypatch.setattr(variants, "predict", self)
+
+    def __call__(self, answer, split, indices):
+        name = getattr(getattr(answer, "__self__", None), "file", None)
+        name = name.stem if name else "torch"
+        self.answered.append((split.name, name))
+        logits = self._predict(answer, split, indices)
+        return self._changed.get(f"{name.replace('-', '_')}_{split.name}", lambda logits: logits)(logits)
+
+
+def test_nothing_is_chosen_by_the_test_images(judged_run, monkeypatch, tmp_path):
+    """By answers that are wrong on one of the two splits."""
+    ways = Answering(monkeypatch, fp32_test=np.fliplr, int8_test=np.fliplr, int8_mixed_test=np.fliplr)
+    chosen = exported(judged_run, tmp_path / "same", calibration_images=16, max_shift=1, finetune_steps=2)
+    assert chosen.figures["candidates"]["int8"]["shift"] < 0.5
+    assert [name for split, name in ways.answered if split == "test"] == ["torch", chosen.figures["chosen"]]
+    assert all(split == "val" for split, _ in ways.answered[:-2])
+
+
+def test_what_fails_the_gate_on_the_test_images_gives_way_to_fp32(finished, monkeypatch, tmp_path):
+    run = finished(min_accuracy=0.6, max_accuracy_drop=1)
+    monkeypatch.setattr(variants, "fastest", lambda some: next(one for one in some if one.name == "int8"))
+    Answering(monkeypatch, int8_test=np.fliplr)
+    made = exported(run, tmp_path / "exported", calibration_images=16, max_shift=1)
+    table = {one["name"]: one for one in json.loads((made.path / "candidates.json").read_text())["candidates"]}
+    assert made.figures["chosen"] == "fp32"
+    assert table["int8"]["test"]["top1"] < 0.6 < table["fp32"]["test"]["top1"]
+    assert "evaluate.gate.min_accuracy = 60.00%" in " ".join(table["int8"]["reasons"])
+    assert table["fp32"]["reasons"] == []
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +234,9 @@ def test_a_variant_that_cannot_be_computed_is_noted_and_the_others_stay(judged_r
 def test_a_loss_against_the_student_itself_is_a_reason(judged_run, made, setting, reason, tmp_path):
     """By a limit below what int8 was measured to lose."""
     table = json.loads((made.path / "candidates.json").read_text())["candidates"]
-    lost = {one["name"]: one["shift"] if setting == "max_shift" else table[0]["top1"] - one["top1"] for one in table}
+    lost = {
+        one["name"]: one["shift"] if setting == "max_shift" else table[0]["val_top1"] - one["val_top1"] for one in table
+    }
     if lost["int8"] <= 0:
         pytest.skip("int8 answers these photos as well as the student")
     made = exported(judged_run, tmp_path / "exported", calibration_images=16, **{setting: lost["int8"] / 2})

@@ -251,7 +251,7 @@ def test_an_exported_student_names_what_the_student_names(made, tmp_path, caplog
     given = {"dataset": made.dataset, "student": made.student, "evaluation": made.evaluation}
     place = export.run(settings, **given, exported=tmp_path / "exported").path
     table = json.loads((place / "candidates.json").read_text())["candidates"]
-    assert table[0]["map"] == figures_of(made.evaluation, "evaluation")["student"]["test"]["map"]
+    assert table[0]["test"]["map"] == figures_of(made.evaluation, "evaluation")["student"]["test"]["map"]
     assert {"torch", "fp32", "int8"} <= {one["name"] for one in table}
     served, itself = ExportedClassifier(place), load_model(place)
     photo = (made.list.parent / "7.png").read_bytes()
