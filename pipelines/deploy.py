@@ -20,13 +20,11 @@ from pathlib import Path
 from components import IMAGE, sections
 from pipelines import compile as compilation
 from pipelines import connection, runs, versions
-from pipelines.distillation import add_parameters, given_parameters, given_place
+from pipelines.distillation import DEFAULT_POOL, SERVICE_ACCOUNT, add_parameters, given_parameters, given_place
 from trainer import commands
 from trainer.errors import SettingsError
 from trainer.graph import OPTIONAL_STAGES, needed_stages
 
-SERVICE_ACCOUNT = "vit-distillation"
-DEFAULT_POOL = "cpu"
 MLFLOW_UI = "Open http://localhost:5000 after: kubectl --namespace kubeflow port-forward service/mlflow 5000"
 """The way to the MLflow that `manifests/install.sh` puts beside Kubeflow."""
 

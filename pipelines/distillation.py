@@ -27,7 +27,7 @@ from kfp.dsl.pipeline_channel import PipelineParameterChannel
 
 from components import kfp_components
 from components.finishing import RUN_LABEL, WORKFLOW
-from components.launch.job_manifest import USER
+from components.launch.job_manifest import AUTOSCALER_ANNOTATION, KARPENTER_ANNOTATION, USER
 from components.launching import Placement
 from components.sections import KUBEFLOW_UI
 from components.task import RECORDED
@@ -35,6 +35,14 @@ from trainer import commands
 from trainer.graph import OPTIONAL_STAGES, STAGES
 
 NAME = "distillation"
+DEFAULT_POOL = "cpu"
+"""Pool of a run on a cluster that names none: started with the defaults of Kubeflow's form, or by `make deploy-pipeline`."""
+SERVICE_ACCOUNT = "vit-distillation"
+DESCRIPTION = (
+    f"Distil a vision transformer. In the form for a run give the service account {SERVICE_ACCOUNT}: Kubeflow's default (pipeline-runner, "
+    "or default-editor for several users) may lack the rights to training jobs and an identity for the object store."
+)
+"""Shown in Kubeflow's UI where a pipeline and its version are chosen."""
 KEPT_S = 7 * 24 * 3600  # how long the pods of a run and their logs stay on the cluster after its end
 
 # The names of the ConfigMaps and Secrets are those of `manifests/base`.
@@ -87,6 +95,7 @@ def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = ""
     @dsl.pipeline(
         name=NAME,
         display_name="Distil a vision transformer",
+        description=DESCRIPTION,
         pipeline_config=dsl.PipelineConfig(
             ttl_seconds_after_finished=KEPT_S,
             ttl_seconds_after_success=KEPT_S,  # KFP's controller has an hour for each end that is left open
@@ -99,7 +108,7 @@ def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = ""
         dataset: str = "",
         teacher: str = "",
         experiment: str = "",
-        pool: str = "",
+        pool: str = DEFAULT_POOL,
         nodes: int = 1,
         processes_per_node: int = 0,
     ) -> None:
@@ -111,7 +120,7 @@ def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = ""
             dataset: Images: digits, imagefolder:PATH_OR_URI, manifest:FILE.csv or hub:NAME. Empty: the recipe's.
             teacher: Weights of the teacher: a model directory (path or URI) or timm:NAME. Empty: the recipe's.
             experiment: MLflow experiment. Empty: the recipe's.
-            pool: Node pool that the trainings run on, such as cpu or gpu-a100. Empty: on this machine, not on a cluster.
+            pool: Node pool that the trainings run on, such as cpu or gpu-a100. Empty: on this machine; refused on a cluster.
             nodes: Machines of the pool for each training.
             processes_per_node: Training processes on each machine. 0: one for each of its devices.
         """
@@ -168,6 +177,9 @@ def on_cluster(task: dsl.PipelineTask, size: Size) -> dsl.PipelineTask:
     kubernetes.use_config_map_as_volume(task, POOLS_CONFIG_MAP, POOLS_FOLDER, optional=True)
     kubernetes.use_secret_as_env(task, STORE_SECRET, {name: name for name in STORE_KEYS}, optional=True)
     kubernetes.use_secret_as_env(task, TRACKING_SECRET, {name: name for name in TRACKING_KEYS}, optional=True)
+    # The pod that follows a training asks for little of a shared node, which would be the first to be emptied.
+    for name, value in (AUTOSCALER_ANNOTATION | KARPENTER_ANNOTATION).items():
+        kubernetes.add_pod_annotation(task, name, value)
     kubernetes.set_security_context(task, run_as_user=USER, run_as_group=USER, run_as_non_root=True)
     return task
 

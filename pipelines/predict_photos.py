@@ -19,9 +19,8 @@ from kfp import dsl
 from components import IMAGE, kfp_components
 from pipelines import compile as compilation
 from pipelines import connection, runs
-from pipelines.deploy import SERVICE_ACCOUNT
 from pipelines.deploy_student import pinned
-from pipelines.distillation import WORK, on_cluster
+from pipelines.distillation import SERVICE_ACCOUNT, WORK, on_cluster
 from trainer import commands, storage
 from trainer.errors import SettingsError
 from trainer.tracking import REGISTERED

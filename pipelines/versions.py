@@ -14,7 +14,7 @@ import kfp_server_api
 
 from pipelines import compile as compilation
 from pipelines.connection import CONFLICT, NOT_FOUND, Api, RefusedError, every
-from pipelines.distillation import NAME
+from pipelines.distillation import DESCRIPTION, NAME
 from trainer import __version__
 from trainer.errors import SettingsError
 from trainer.graph import OPTIONAL_STAGES
@@ -71,9 +71,7 @@ def upload(api: Api, name: str, text: str) -> Any:
     """Upload a compiled pipeline as a version, unless it is there, and report which."""
     found: Any = pipeline(api)
     if found is None:
-        body = kfp_server_api.V2beta1Pipeline(
-            name=NAME, display_name=NAME, description="Distil a vision transformer", **api.in_namespace
-        )
+        body = kfp_server_api.V2beta1Pipeline(name=NAME, display_name=NAME, description=DESCRIPTION, **api.in_namespace)
         try:
             found = api.pipelines.pipeline_service_create_pipeline(body)
         except RefusedError as error:
@@ -86,7 +84,9 @@ def upload(api: Api, name: str, text: str) -> Any:
             file = Path(directory) / f"{NAME}.yaml"
             file.write_text(text, encoding="utf-8")
             try:
-                version = api.uploads.upload_pipeline_version(str(file), name=name, pipelineid=found.pipeline_id)
+                version = api.uploads.upload_pipeline_version(
+                    str(file), name=name, description=DESCRIPTION, pipelineid=found.pipeline_id
+                )
                 state = "uploaded"
             except RefusedError as error:
                 if error.status != CONFLICT:  # someone else was faster

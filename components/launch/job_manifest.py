@@ -144,6 +144,10 @@ CONTAINER_SECURITY: dict[str, Any] = {
     "capabilities": {"drop": ["ALL"]},
 }
 
+AUTOSCALER_ANNOTATION = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+KARPENTER_ANNOTATION = {"karpenter.sh/do-not-disrupt": "true"}
+"""With these on a pod, neither the cluster autoscaler nor Karpenter empties its node to save a machine or to renew it."""
+
 CACHE = "/cache"  # where a pod keeps what it read from the object store
 CACHE_FRACTION = 0.8
 """Share of the cache's volume that is filled. A pod whose volume exceeds its limit is evicted, and files in transit come on top."""
@@ -181,8 +185,9 @@ def pod_template(spec: JobSpec, pool: Pool, identity: Identity, *, container: di
         "metadata": {
             # A sidecar would outlive the training, and the pod would never end.
             "labels": identity.labels(spec.stage) | {"sidecar.istio.io/inject": "false"},
-            # Moving a training pod to another node restarts the whole job.
-            "annotations": {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"},
+            # Moving a training pod to another node restarts the whole job. Karpenter evicts a pod with its annotation from no node, also
+            # not from a reclaimed spot node, where the pod would then be killed before it has written a checkpoint.
+            "annotations": AUTOSCALER_ANNOTATION | ({} if pool.spot else KARPENTER_ANNOTATION),
         },
         "spec": {
             **{name: value for name, value in placement.items() if value},

@@ -12,12 +12,13 @@ import sys
 import pytest
 import yaml
 
-from components import IMAGE, IMAGE_VARIABLE
+from components import IMAGE, IMAGE_VARIABLE, sections
 from components.launching import Placement
 from pipelines import compile as compilation
 from pipelines import distillation
 from pipelines.distillation import CONFIG_MAP, STORE_SECRET, TRACKING_SECRET
 from tests.cluster import empty_pipeline
+from trainer import preflight
 from trainer.graph import OPTIONAL_STAGES, STAGES
 
 compiled_text = functools.cache(compilation.compiled_text)  # a second each
@@ -232,6 +233,34 @@ def test_every_pod_finds_store_and_tracking_by_name_and_runs_without_privileges(
         assert all(source["optional"] for kind in ("configMapAsEnv", "secretAsEnv") for source in pod[kind])
         assert {field["name"] for field in pod["fieldPathAsEnv"]} >= {"KFP_RUN_ID", "TRAINER_RUN"}
         assert pod["securityContext"]["runAsNonRoot"]
+
+
+def test_no_autoscaler_moves_a_task(pods):
+    """A pod that follows a training of days asks for little of a shared node, which would be emptied first."""
+    for pod in pods.values():
+        assert pod["podMetadata"]["annotations"] == {
+            "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+            "karpenter.sh/do-not-disrupt": "true",
+        }
+
+
+def test_a_run_with_the_defaults_of_kubeflows_form_passes_all_checks_on_a_cluster(compiled, monkeypatch):
+    """A person uploads the compiled pipeline, and starts it without a change; `make deploy-pipeline` gives the same values."""
+    inputs = compiled["root"]["inputDefinitions"]["parameters"]
+    given = {name: value["defaultValue"] for name, value in inputs.items()}
+    assert given.keys() == inputs.keys()
+    place = {name: given.pop(name) for name in ("pool", "nodes", "processes_per_node")}
+    parser = argparse.ArgumentParser()
+    distillation.add_parameters(parser, files=False, pool=distillation.DEFAULT_POOL, processes="")
+    options = parser.parse_args([])
+    assert given == distillation.given_parameters(options)
+    deployed = distillation.given_place(options, default_pool=distillation.DEFAULT_POOL)
+    assert Placement(**{name: type(getattr(deployed, name))(value) for name, value in place.items()}) == deployed
+    monkeypatch.setenv("KFP_POD_NAME", "configure")
+    deployed.check()
+    settings = sections.resolve(**given)
+    preflight.checked(settings, trains_here=False, processes=deployed.processes("auto"), device=deployed.device("auto"))
+    assert distillation.SERVICE_ACCOUNT in compiled["pipelineInfo"]["description"]
 
 
 def test_a_task_that_only_launches_asks_for_little_and_all_have_limits(compiled):

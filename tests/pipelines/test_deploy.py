@@ -41,7 +41,9 @@ def test_the_same_content_is_uploaded_once(api, command):
     assert api.count("POST", "/pipelines/upload_version") == 1
     (version,) = api.store.versions.values()
     assert (version.name, version.display_name) == (name, name)
-    assert len(api.store.pipelines) == 1
+    (pipeline,) = api.store.pipelines.values()
+    assert "service account vit-distillation" in pipeline.description
+    assert "service account vit-distillation" in version.description
     assert not api.store.runs
 
 

@@ -359,6 +359,7 @@ def _upload_version(api: PipelinesApi, query: dict[str, str], body: bytes, heade
         pipeline_version_id=identifier,
         name=query["name"],
         display_name=query.get("display_name") or query["name"],
+        description=query.get("description"),
         created_at=datetime.datetime.now(datetime.UTC),
         pipeline_spec={"text": text},
     )

@@ -159,6 +159,15 @@ def test_a_pod_has_no_token_and_no_sidecar(template):
     assert template["metadata"]["labels"]["sidecar.istio.io/inject"] == "false"
 
 
+@pytest.mark.parametrize("name", pools.load())
+def test_no_autoscaler_moves_a_pod_and_one_of_a_reclaimed_spot_node_is_still_evicted(name):
+    """Karpenter evicts no pod with its annotation, also where the node is to be reclaimed (its `IsEvictable`)."""
+    kept = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
+    if pools.get(name).spot:
+        del kept["karpenter.sh/do-not-disrupt"]
+    assert pod_on(pools.get(name))["metadata"]["annotations"] == kept
+
+
 def test_a_pod_runs_a_node_of_the_stage(template):
     (container,) = template["spec"]["containers"]
     assert [*container["command"], *container["args"]] == ["python", *spec().arguments("--node")]
@@ -507,6 +516,7 @@ def test_both_backends_run_the_same():
     (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     patched = replicated["template"]["spec"]["template"]
     assert patched["metadata"] == template["metadata"]
+    assert patched["metadata"]["annotations"]["karpenter.sh/do-not-disrupt"] == "true"
     (patched_container,) = patched["spec"].pop("containers")
     assert patched["spec"].items() <= template["spec"].items()
     assert template["spec"].keys() - patched["spec"].keys() == {
