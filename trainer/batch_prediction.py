@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -20,7 +19,7 @@ import pyarrow.parquet as pq
 
 from trainer import limits, storage
 from trainer.artifacts import digest
-from trainer.data.sources.image_folder import SUFFIXES, SourceFile, list_files
+from trainer.data.sources.folder_files import SourceFile, list_files
 from trainer.data.sources.source import read_file
 from trainer.errors import DataError, ObjectTooLargeError, SettingsError
 from trainer.served_student.preprocessing import BadImageError
@@ -45,7 +44,7 @@ def predict_folder(
 
     Args:
         model: what `photo_classifier.load_model` gives.
-        source: a folder, here or in a store; hidden files and those without an image's extension are not looked at.
+        source: a folder, here or in a store; the log counts the files that are passed over.
         output: the folder to write, here or in a store. `part-00000-DIGEST.parquet` has a row a photo, in the order of their names:
             `photo`, `label` and `probability` of the most probable class, `labels` and `probabilities` of the `top` most probable,
             `answer`, `confidence` and `attributes` where the model has tags, `named` and lists of the attributes of each of these where a
@@ -62,7 +61,8 @@ def predict_folder(
         StorageError: the store does not answer or refuses.
         OutputError: the output cannot be written.
     """
-    photos = [file for file in list_files(source, "refuse") if PurePosixPath(file.name).suffix.lower() in SUFFIXES]
+    found = list_files(source, "refuse")
+    photos = found.photos
     if not photos:
         raise DataError(f"folder {source}: holds no photo; give a folder with image files, such as .jpg or .png")
     asked = {
@@ -102,6 +102,8 @@ def predict_folder(
     summary = asked | {"labels": list(model.labels), "photos": len(photos), "unreadable": unreadable, "files": names}
     text = json.dumps(summary, indent=2, ensure_ascii=False)
     storage.write_bytes(storage.join(output, SUMMARY), f"{text}\n".encode())
+    for remark in found.remarks():
+        logger.warning("%s", remark)
     return summary
 
 

@@ -54,7 +54,7 @@ from trainer.data.decode_cache import DecodeCache, Outcome
 from trainer.data.near_duplicates import NearDuplicates
 from trainer.data.sources import Item, SourceListing, list_source
 from trainer.errors import DataError, ObjectTooLargeError, writing_to
-from trainer.formatting import listed
+from trainer.formatting import clipped, listed
 from trainer.host import usable_cores
 from trainer.served_student import preprocessing
 from trainer.served_student.class_tags import TAGS, ClassTags
@@ -141,6 +141,8 @@ def prepare(
             read=lambda row: squares[row]["image"][0]["bytes"].as_py(),
         )
         (directory / CARD).write_text(card, encoding="utf-8")
+    for line in _summary(listing, splits):
+        logger.info("prepare: %s", line)
     counts = {str(split): len(members) for split, members in splits.items()}
     DatasetDescription(
         classes=listing.classes, image_size=settings.image_size, images=counts, label_sets=listing.label_sets
@@ -156,6 +158,24 @@ def prepare(
         "leakage": leakage,
         "near_duplicates": len(near.pairs),
     }
+
+
+def _summary(listing: SourceListing, splits: Mapping[SplitName, Sequence[ImageCandidate]]) -> list[str]:
+    """Write the lines of the log that let a user see whether the images were understood."""
+    classes = [repr(clipped(name, 40)) for name in listing.classes]
+    kept = (one for split in ("train", "val", "test") for one in splits[split])
+    counts = curation.count_classes(kept, listing.members)
+    smallest = min(range(len(classes)), key=lambda label: counts[label])
+    given = {item.split for item in listing.items}
+    sizes = [
+        f"{len(members):,} {split}{' (taken from train)' if split in ('val', 'test') and split not in given else ''}"
+        for split, members in splits.items()
+        if members
+    ]
+    return [
+        f"{len(classes):,} classes: {listed(classes, 10)}; the smallest is {classes[smallest]} with {counts[smallest]:,} images",
+        f"images: {', '.join(sizes)}",
+    ]
 
 
 def _say_attributes(tags: ClassTags) -> None:

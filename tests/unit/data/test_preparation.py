@@ -95,6 +95,26 @@ def test_what_is_read_back_is_what_the_files_held(tmp_path: Path) -> None:
     assert others.items() <= artifact.figures.items()
 
 
+def test_the_log_says_how_the_images_were_understood_and_what_was_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    source = folder(tmp_path / "photos", classes=12, images=10)
+    (source / "class 3" / "000.png").unlink()
+    (source / "class 3" / "notes.txt").write_text("three")
+    save(picture(500_000), source / "unlabeled" / "u.png")
+    prepare(settings(source), made(tmp_path / "out"))
+    said = [record.message for record in caplog.records if record.name == preparation.__name__]
+    names = ", ".join(repr(f"class {label}") for label in (0, 1, 10, 11, 2, 3, 4, 5, 6, 7))
+    assert said[0].startswith(
+        "prepare: Files that are not read, since they have no image's ending: 1 .txt (such as class 3/notes.txt)"
+    )
+    assert said[-2:] == [
+        f"prepare: 12 classes: {names} and 2 more; the smallest is 'class 3' with 9 images",
+        "prepare: images: 95 train, 12 val (taken from train), 12 test (taken from train), 1 unlabeled",
+    ]
+
+
 def test_digits_end_to_end(tmp_path: Path) -> None:
     artifact = run(DataSettings(image_size=8, encoding="png"), dataset=tmp_path)
     counts = [artifact.figures[split] for split in SPLITS]

@@ -75,7 +75,7 @@ def test_a_folder_a_class(tmp_path: Path) -> None:
     assert listing.notes == ("Files without an image's extension, which were not looked at: 1.",)
 
 
-@pytest.mark.parametrize("val", ["val", "valid", "validation", "Val"])
+@pytest.mark.parametrize("val", ["val", "valid", "validation", "dev", "Val", "VAL "])
 def test_splits_above_the_classes(tmp_path: Path, val: str) -> None:
     touch(
         tmp_path, "train/cat/1.jpg", f"{val}/cat/1.jpg", "test/dog/1.jpg", "train/dog/2.jpg", "unlabeled/deep/er/1.jpg"
@@ -167,7 +167,9 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     touch(tmp_path, "file.jpg")
     with pytest.raises(DataError, match=r"file\.jpg: is a file"):
         list_source(f"imagefolder:{tmp_path}/file.jpg")
-    with pytest.raises(DataError, match="images lie in no class's folder"):
+    with pytest.raises(
+        DataError, match=r"1 of its 1 images lie in no class's folder, such as file\.jpg; move each into"
+    ):
         list_source(f"imagefolder:{tmp_path}")
     with pytest.raises(StorageError, match="nosuchscheme://x: Protocol not known"):
         list_source("imagefolder:nosuchscheme://x")
@@ -181,8 +183,202 @@ def test_only_unlabelled_images_are_refused(tmp_path: Path) -> None:
 
 def test_a_folder_beside_the_splits_is_refused_not_passed_over(tmp_path: Path) -> None:
     touch(tmp_path, "train/cat/1.jpg", "extra/dog/1.jpg")
-    with pytest.raises(DataError, match=r"extra/dog/1\.jpg lies beside train/"):
+    with pytest.raises(
+        DataError, match=r"splits \(train/\) lie beside other folders \(extra/\); move folders of classes"
+    ):
         list_source(f"imagefolder:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            "cat/1 dog/1 cover",
+            r"1 of its 3 images lie in no class's folder, such as cover\.jpg; move each into the folder",
+        ),
+        (
+            "train/cat/1 train/dog/1 test/1 test/2",
+            r"2 of its 4 images lie in no .*, such as test/1\.jpg; .* named unlabeled",
+        ),
+        (
+            "cat/1 dog/1 test/1",
+            r"splits \(test/\) lie beside other folders \(cat/, dog/\); .* If test/ is a class, rename it",
+        ),
+        (
+            "chest/train/sick/1 chest/train/well/1 chest/TEST/sick/1",
+            r"\(chest/TEST/, chest/train/\); give .*{root}/chest\.",
+        ),
+        ("a/b/train/x/1 a/b/val/x/1", r"data\.source=imagefolder:{root}/a/b\. If these are classes, rename them"),
+        (
+            "one/train/x/1 two/train/y/1",
+            r"one of the folders that hold them, such as data\.source=imagefolder:{root}/one",
+        ),
+        (
+            "cat/train/1 cat/test/1 dog/train/1 dog/test/1",
+            r"\(cat/test/, cat/train/, dog/test/, dog/train/\); let the topmost",
+        ),
+        (
+            "train/train/cat/1 test/test/cat/1",
+            r"\(test/test/, train/train/\); let the topmost folders be train/, val/ and",
+        ),
+        ("train/cat/1 train/dog/1 train/unlabeled/1", r"\(train/unlabeled/\); let the topmost .* and unlabeled/"),
+        ("seg_train/cat/1 seg_test/cat/1 seg_pred/1", r"named like splits \(seg_test/, seg_train/\); let the topmost"),
+        ("TrainSet/cat/1 TestSet/cat/1", r"named like splits \(TestSet/, TrainSet/\)"),
+        ("train2017/1 val2017/1", r"named like splits \(train2017/, val2017/\)"),
+        (
+            "cat/1 cat/2 cat/2024-05/3 dog/1",
+            r"cat/ holds 2 images of its own beside folders with images \(cat/2024-05/\); if all",
+        ),
+        ("train/cat/1 val/cat/x/1", r"train/cat/ holds 1 images of its own beside folders with images \(val/cat/x/\)"),
+        ("cat/batch1/1 dog/batch1/1 dog/batch2/1", r"\(cat/batch1/, dog/batch1/, dog/batch2/\); move their images up"),
+        ("cat/2024-05/1 dog/2024-06/1", r"named like parts of one, .* \(cat/2024-05/, dog/2024-06/\)"),
+        ("cat/1/1 dog/1/1", r"named like parts of one, .* \(cat/1/, dog/1/\)"),
+        ("Session_1/cat/1 Session_2/cat/1 Session_2/dog/1", r"\(Session_1/cat/, Session_2/cat/\)"),
+        ("cat/100CANON/1 dog/1", r"\(cat/100CANON/\)"),
+        ("cat/1 \u00a0/1", r"a folder's name is blank"),
+        ("cat/1 d\u200bog/1", r"d\u200bog: the name of a class has the character U\+200B ZERO WIDTH SPACE"),
+    ],
+)
+def test_a_layout_of_folders_that_is_in_doubt_is_refused(tmp_path: Path, names: str, message: str) -> None:
+    touch(tmp_path, *(f"{name}.jpg" for name in names.split(" ")))
+    with pytest.raises(DataError, match=message.replace("{root}", re.escape(str(tmp_path)))):
+        list_source(f"imagefolder:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("names", "classes"),
+    [
+        ("train/train/1 train/bus/1 test/train/1", ("bus", "train")),  # CIFAR-100
+        ("vehicles/train/1 vehicles/bus/1 people/man/1", ("bus", "man", "train")),
+        ("bullet_train/1 test_tube/1 cat/1", ("bullet_train", "cat", "test_tube")),
+        ("digits/0/1 digits/1/1 letters/a/1", ("0", "1", "a")),
+        ("0001/1 0002/1", ("0001", "0002")),
+        ("2024-05/1 batch1/1", ("2024-05", "batch1")),
+        ("a/b/cat/1 a/b/dog/1", ("cat", "dog")),
+        ("cat/images/1 dog/images/1", ("cat/images", "dog/images")),
+        ("Unlabeled/x/train/1 cat/1 dog/1", ("cat", "dog")),
+    ],
+)
+def test_layouts_of_known_data_sets_are_read(tmp_path: Path, names: str, classes: tuple[str, ...]) -> None:
+    touch(tmp_path, *(f"{name}.jpg" for name in names.split()))
+    assert list_source(f"imagefolder:{tmp_path}").classes == classes
+
+
+def test_what_systems_keep_beside_files_is_left_out_here_and_in_a_store(object_store, tmp_path: Path) -> None:
+    names = [
+        "cat/1.jpg",
+        "cat/@eaDir/1.jpg/SYNOPHOTO_THUMB_M.jpg",
+        "cat/@eaDir/1.jpg/XL.jpg",
+        "dog/1.jpg",
+        "dog/@eaDir/1.jpg",
+    ]
+    names += ["#recycle/cat/2.jpg", "lost+found/1.jpg", "dog/Thumbs.db", "dog/.DS_Store", "__MACOSX/cat/._1.jpg"]
+    names += ["$RECYCLE.BIN/1.jpg", "System Volume Information/x", "cat/thumbnails/1.jpg", ".ipynb_checkpoints/1.jpg"]
+    touch(tmp_path, *names)
+    for name in names:
+        object_store.put(f"nas/{name}", name.encode())
+    for source in (f"imagefolder:{tmp_path}", "imagefolder:s3://artifacts/nas"):
+        listing = list_source(source)
+        assert [item.name for item in listing.items] == ["cat/1.jpg", "dog/1.jpg"]
+        assert listing.notes == ()
+        (remark,) = listing.remarks
+        assert remark.startswith(
+            "Left out, since a system or a program keeps it beside the files: 2 @eaDir (such as cat/@eaDir), 2 hid"
+        )
+        assert "2 hidden (such as .ipynb_checkpoints), " in remark
+        assert remark.endswith("1 lost+found (such as lost+found) and 1 more."), "eight kinds are named"
+    before = source_version("imagefolder:s3://artifacts/nas")
+    object_store.put("nas/cat/@eaDir/2.jpg", b"new")
+    assert source_version("imagefolder:s3://artifacts/nas") == before
+
+
+def test_files_that_are_not_read_are_named_by_their_ending(tmp_path: Path) -> None:
+    touch(tmp_path, "cat/1.jpg", "dog/1.jpg", "dog/2", "dog/3", "cat/4.NEF", "notes.txt", "docs/a.txt", "docs/b.csv")
+    listing = list_source(f"imagefolder:{tmp_path}")
+    assert listing.notes == ("Files without an image's extension, which were not looked at: 6.",)
+    read, folders = listing.remarks
+    assert read.startswith(
+        "Files that are not read, since they have no image's ending: 2 .txt (such as docs/a.txt), 2 without an ending (such as dog/2), "
+        "1 .csv (such as docs/b.csv), 1 .nef (such as cat/4.NEF). Give photos among them an ending that fits"
+    )
+    assert folders == "Folders without an image that is read, which are no class: docs/."
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        ("cat/1.jpg dog/1.jpg bird/", r"bird/ \(empty\)"),
+        ("cat/1.jpg dog/1.jpg bird/.DS_Store", r"bird/ \(empty\)"),
+        ("cat/1.jpg dog/1.jpg bird/1.NEF bird/2.NEF bird/3", r"bird/ \(2 \.nef, 1 without an ending\)"),
+        ("train/cat/1.jpg train/dog/1.jpg train/bird/1.mp4", r"train/bird/ \(1 \.mp4\)"),
+        ("pets/cat/1.jpg pets/dog/1.jpg pets/fish/", r"pets/fish/ \(empty\)"),
+    ],
+)
+def test_a_class_that_would_vanish_is_refused(tmp_path: Path, names: str, shown: str) -> None:
+    for name in names.split():
+        (tmp_path / name).mkdir(parents=True) if name.endswith("/") else touch(tmp_path, name)
+    with pytest.raises(DataError, match=f"no image can be read in {shown}, so a class would be missing; add images"):
+        list_source(f"imagefolder:{tmp_path}")
+
+
+def test_a_folder_without_images_that_is_no_class_is_named(tmp_path: Path) -> None:
+    touch(tmp_path, "train/cat/1.jpg", "train/dog/1.jpg", "train/cat/raw/1.nef", "docs/1.nef")
+    for name in ("val/cat", "test", "unlabeled", "train/cat/old"):
+        (tmp_path / name).mkdir(parents=True)
+    listing = list_source(f"imagefolder:{tmp_path}")
+    assert listing.classes == ("cat", "dog")
+    assert listing.remarks[-1] == (
+        "Folders without an image that is read, which are no class: docs/, test/, unlabeled/, val/cat/."
+    )
+
+
+def test_a_folder_without_any_image_says_what_it_holds(tmp_path: Path) -> None:
+    touch(tmp_path, "cat/1.nef", "dog/1.nef")
+    with pytest.raises(
+        DataError, match=r"holds no images; check the path\. Files that are not read, .*: 2 \.nef \(such as"
+    ):
+        list_source(f"imagefolder:{tmp_path}")
+
+
+def test_folders_whose_names_read_the_same_are_one_class(tmp_path: Path) -> None:
+    touch(
+        tmp_path,
+        "train/cafe\u0301/1.jpg",
+        "train/caf\xe9/2.jpg",
+        "val/cafe\u0301/3.jpg",
+        "train/cat /1.jpg",
+        "val/cat/2.jpg",
+    )
+    touch(tmp_path, "valid/cat/3.jpg")
+    listing = list_source(f"imagefolder:{tmp_path}")
+    assert listing.classes == ("caf\xe9", "cat")
+    assert [label for _, label in found(listing).values()] == ["caf\xe9", "caf\xe9", "cat", "caf\xe9", "cat", "cat"]
+    assert listing.remarks == (
+        r"Folders whose names read the same are one class: 'cafe\u0301' and 'caf\xe9', 'cat' and 'cat '.",
+        "Folders of one split, val: val/, valid/.",
+    )
+    assert listing.notes == ()
+
+
+def test_classes_that_differ_by_case_alone_stay_apart_and_are_named(tmp_path: Path) -> None:
+    touch(tmp_path, "a/1.jpg", "A/1.jpg", "\uff42/1.jpg", "b/1.jpg", "c/1.jpg")
+    listing = list_source(f"imagefolder:{tmp_path}")
+    assert listing.classes == ("A", "a", "b", "c", "\uff42")
+    (note,) = listing.notes
+    assert note.startswith(
+        "Names of classes that read alike: 'A' and 'a', 'b' and '\uff42'. Each is a class of its own"
+    )
+
+
+def test_groups_are_named_as_people_read_them_and_shared_names_are_shown(tmp_path: Path) -> None:
+    touch(tmp_path, "Cre\u0300mes/Red/1.jpg", "Pepper /Red/1.jpg", "Pepper /Bell/1.jpg")
+    listing = list_source(f"imagefolder:{tmp_path}")
+    assert listing.classes == ("Bell", "Cr\xe8mes/Red", "Pepper/Red")
+    assert listing.groups == ("Pepper", "Cr\xe8mes", "Pepper")
+    (remark,) = listing.remarks
+    assert remark.startswith(
+        "Classes that are named with the folders above, since their own have the same names: Cr\xe8mes/Red, Pep"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

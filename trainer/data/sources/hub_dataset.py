@@ -13,12 +13,12 @@ from trainer import hub, limits, storage
 from trainer.data.dataset_schema import UNLABELED, SplitName
 from trainer.data.sources.image_folder import ImageFolder
 from trainer.data.sources.source import (
-    SPLIT_NAMES,
     ImageSource,
     Item,
     SourceListing,
     UnknownVersionError,
     read_file,
+    split_of,
 )
 from trainer.errors import DataError
 
@@ -30,7 +30,7 @@ class HubDataset(ImageSource):
         import datasets  # type: ignore[import-untyped]  # here, because it takes a second to import
 
         tables = self._tables()
-        used = {name: SPLIT_NAMES[name.lower()] for name in tables if name.lower() in SPLIT_NAMES}
+        used = {name: split for name in tables if (split := split_of(name)) is not None}
         first = next((name for name, split in used.items() if split != "unlabeled"), next(iter(tables), ""))
         columns = tables[first].features if tables else {}
         image_column = self._one_column(columns, datasets.Image, "image")

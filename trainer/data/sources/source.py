@@ -29,6 +29,8 @@ SPLIT_NAMES: Mapping[str, SplitName] = {
     "val": "val",
     "valid": "val",
     "validation": "val",
+    "dev": "val",
+    "development": "val",
     "test": "test",
     "testing": "test",
     "unlabeled": "unlabeled",
@@ -36,6 +38,11 @@ SPLIT_NAMES: Mapping[str, SplitName] = {
     "unsupervised": "unlabeled",
 }
 """Names that sources give their splits, in lower case."""
+
+
+def split_of(name: str) -> SplitName | None:
+    """Return the split that a name stands for, however it is written; None where it is none."""
+    return SPLIT_NAMES.get(limits.reading(name).casefold())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

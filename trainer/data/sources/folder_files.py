@@ -1,0 +1,217 @@
+"""The files below a folder, of this machine or of a store: photos, other files, and what systems keep beside them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+from trainer import limits, storage
+from trainer.config import Outside
+from trainer.errors import DataError
+from trainer.formatting import listed
+from trainer.local_files import located
+
+SUFFIXES = frozenset(
+    {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".gif", ".bmp", ".webp", ".tif", ".tiff"}
+    | {".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k", ".ico", ".avif", ".heic", ".heif"}
+)
+"""Endings of the files that are taken for images; a .heic cannot be decoded, and is taken so that it is reported."""
+_SYSTEM_NAMES = frozenset(
+    {"@eadir", "@recycle", "@recently-snapshot", "@sharebin", "@tmp", "@__thumb", "#recycle", "#snapshot"}  # NAS
+    | {"$recycle.bin", "recycler", "system volume information", "found.000", "thumbs.db", "ehthumbs.db", "desktop.ini"}
+    | {"lost+found", "network trash folder", "temporary items", "icon\r", "__pycache__"}
+    | {"thumbnails", "thumbnail", "_thumbnails", "_thumbs"}
+)
+"""Names, in lower case, of what systems and programs keep beside a user's files, thumbnails above all; so are all with a leading dot."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file below a source's folder."""
+
+    name: str  # relative to the folder, with /
+    location: str  # path or URI
+
+    @property
+    def suffix(self) -> str:
+        """Its ending, in lower case; empty where it has none."""
+        return PurePosixPath(self.name).suffix.lower()
+
+    @property
+    def folder(self) -> str:
+        """The folder that it lies in, relative to the source's; empty for that one."""
+        return self.name.rpartition("/")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Things by kind: how many there are, and the name that sorts first as an example."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, kind: str, example: str) -> None:
+        """Count one more."""
+        self.counts[kind] += 1
+        self.examples[kind] = min(example, self.examples.get(kind, example))
+
+    def __str__(self) -> str:
+        """List the most frequent kinds."""
+        kinds = sorted(self.counts, key=lambda kind: (-self.counts[kind], kind))
+        return listed([f"{self.counts[kind]:,} {kind} (such as {self.examples[kind]})" for kind in kinds], 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderFiles:
+    """What lies below a folder."""
+
+    files: Sequence[SourceFile]  # sorted by name, without those of systems
+    empty: Sequence[str]  # folders below it without a file or folder; a store has none
+    systems: Tally  # files and folders of systems, which were not looked into
+
+    @cached_property
+    def photos(self) -> Sequence[SourceFile]:
+        """The files with an image's ending."""
+        return [file for file in self.files if file.suffix in SUFFIXES]
+
+    @cached_property
+    def others(self) -> Sequence[SourceFile]:
+        """The files with another ending, or with none."""
+        if len(self.photos) == len(self.files):
+            return ()
+        return [file for file in self.files if file.suffix not in SUFFIXES]
+
+    def remarks(self) -> tuple[str, ...]:
+        """Write what the log says of files that are passed over."""
+        lines = []
+        if self.others:
+            endings = Tally()
+            for file in self.others:
+                endings.add(file.suffix or "without an ending", file.name)
+            lines.append(
+                f"Files that are not read, since they have no image's ending: {endings}. Give photos among them an ending that fits, "
+                "such as .jpg, or convert them."
+            )
+        if self.systems.counts:
+            lines.append(f"Left out, since a system or a program keeps it beside the files: {self.systems}.")
+        return tuple(lines)
+
+
+def list_files(folder: str, outside: Outside) -> FolderFiles:
+    """List all files below a folder except those of systems and hidden ones.
+
+    Raises:
+        DataError: the folder is missing, cannot be listed, leads out of itself, or exceeds a limit.
+    """
+    walk = _Walk(outside)
+    try:
+        if storage.is_remote(folder):
+            names = storage.files(folder)
+            if not names:
+                raise DataError(f"folder {folder}: does not exist; check data.source")
+            found = walk.objects(folder, names)
+        else:
+            root = storage.local_path(folder)
+            if not root.is_dir():
+                raise DataError(
+                    f"folder {located(root)}: {'is a file' if root.exists() else 'does not exist'}; check data.source"
+                )
+            found = walk.files(root)
+        files = sorted(itertools.islice(found, limits.SOURCE_IMAGES + 1), key=lambda file: file.name)
+    except OSError as error:
+        raise DataError(
+            f"folder {folder}: cannot be listed ({error}); check the path and the right to read it"
+        ) from error
+    if len(files) > limits.SOURCE_IMAGES:
+        raise DataError(too_many_files(folder))
+    return FolderFiles(files=files, empty=sorted(walk.empty), systems=walk.systems)
+
+
+def too_many_files(folder: str) -> str:
+    """Say that a folder exceeds the limit."""
+    return f"folder {folder}: holds more than {limits.SOURCE_IMAGES:,} files; give a part of it"
+
+
+def of_systems(name: str) -> str:
+    """Return the part of a file's name up to the first folder, or the file, that is a system's; empty where none is."""
+    parts = name.split("/")
+    for number, part in enumerate(parts, start=1):
+        if part.startswith((".", "__MACOSX")) or part.lower() in _SYSTEM_NAMES:
+            return "/".join(parts[:number])
+    return ""
+
+
+class _Walk:
+    """Yields what `list_files` lists, and remembers what it passes over."""
+
+    def __init__(self, outside: Outside) -> None:
+        self.outside = outside
+        self.empty: list[str] = []
+        self.systems = Tally()
+
+    def objects(self, folder: str, names: Iterable[str]) -> Iterator[SourceFile]:
+        """Yield the objects of a store."""
+        seen = set()
+        for name in names:
+            if not (system := of_systems(name)):
+                yield SourceFile(limits.printable_name(name), storage.join(folder, name))
+            elif system not in seen:
+                seen.add(system)
+                self._pass_by(system)
+
+    def _pass_by(self, name: str) -> None:
+        shown = limits.printable_name(name)
+        kind = shown.rpartition("/")[2]
+        self.systems.add("hidden" if kind.startswith(".") else kind, shown)
+
+    def files(self, root: Path) -> Iterator[SourceFile]:
+        """Yield the files of a folder of this machine, through links too (data sets are often linked), never around a loop."""
+        real_root, counted = root.resolve(), itertools.count(1)
+
+        def files(folder: Path, prefix: str, above: frozenset[Path]) -> Iterator[SourceFile]:
+            real = folder.resolve()
+            if real in above:
+                return
+            if len(above) > limits.FOLDER_DEPTH:
+                raise DataError(
+                    f"folder {root}: {limits.cut(prefix, 200)} lies deeper than {limits.FOLDER_DEPTH} folders; move its images up"
+                )
+            if next(counted) > limits.FOLDERS:
+                raise DataError(
+                    f"folder {root}: holds more than {limits.FOLDERS:,} folders, counted as often as links lead to them; "
+                    "remove such links, or give a part of it"
+                )
+            is_empty = True
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    path, name = Path(entry.path), prefix + entry.name
+                    if of_systems(entry.name):
+                        self._pass_by(_text(name))
+                        continue
+                    is_empty = False
+                    if entry.is_symlink() and self.outside == "refuse":
+                        target = Path(os.path.realpath(path))  # Path.resolve raises a RuntimeError for a link to itself
+                        if not target.is_relative_to(real_root):
+                            raise DataError(
+                                f"folder {root}: {name} is a link to {target}, which lies outside of it; remove it, or set "
+                                "data.outside=read if you trust who made it"
+                            )
+                    if entry.is_dir():
+                        yield from files(path, f"{name}/", above | {real})
+                    # A dangling link counts as a file, so that it is reported; a pipe does not, since reading it would block.
+                    elif entry.is_file() or not path.exists():
+                        yield SourceFile(limits.printable_name(_text(name)), entry.path)
+            if is_empty and prefix:
+                self.empty.append(limits.printable_name(_text(prefix.removesuffix("/"))))
+
+        return files(root, "", frozenset())
+
+
+def _text(name: str) -> str:
+    """Make a name that is not UTF-8 one that can be stored and shown."""
+    return os.fsencode(name).decode("utf-8", "replace")
