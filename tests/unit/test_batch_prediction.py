@@ -38,7 +38,7 @@ def test_each_photo_gets_what_predict_says_of_it_alone(judged_run, folder, tmp_p
     assert len(pd.read_parquet(output)) == len(found), "the folder is read as one table"
     assert [row["photo"] for row in found] == ["a/0.png", "a/1.png", "b/2 broken.jpg", "b/2.png", "b/3.png", "b/4.png"]
     broken = found.pop(2)
-    assert broken.pop("error") == "no image that can be read"
+    assert broken.pop("error") == "no image that can be read: a text file"
     assert broken.pop("photo")
     assert set(broken.values()) == {None}
     model = load_model(judged_run)

@@ -100,7 +100,13 @@ def test_the_card_of_an_older_directory_says_nothing_of_photos(model, tmp_path):
     path = saved(model, tmp_path / "model")
     assert models.load(path).card.square == square
     config = json.loads((path / "config.json").read_text())
-    assert config.pop("square") == {"fit": "stretch", "size": 24, "interpolation": "bicubic", "max_pixels": 99}
+    assert config.pop("square") == {
+        "fit": "stretch",
+        "size": 24,
+        "interpolation": "bicubic",
+        "max_pixels": 99,
+        "grey_bits": 16,
+    }
     assert config.pop("interpolation") == "bilinear"
     (path / "config.json").write_text(json.dumps(config))
     reseal(path)

@@ -238,7 +238,7 @@ def test_what_cannot_be_asked_or_read_is_one_message(run, photos, tmp_path, caps
     for arguments, message in (
         (
             [photos[0], str(broken), "--model", str(run)],
-            f"image 1 ({broken}): no image that can be read; mend the photo",
+            f"image 1 ({broken}): no image that can be read: a text file; mend the photo",
         ),
         ([str(tmp_path / "none.jpg"), "--model", str(run)], "none.jpg): No such file or directory"),
         ([photos[0], "--model", str(tmp_path / "none")], "none: no student at "),

@@ -30,6 +30,7 @@ DEVICE_VARIABLE = "TRAINER_DEVICE"  # environment variable that says where to tr
 
 Precision = Literal["auto", "fp32", "bf16"]
 Compile = Literal["auto", "on", "off"]
+GreyBits = Annotated[int, Field(ge=8, le=16)]
 Workers = NonNegative | Literal["auto"]
 ViewsOn = Literal["auto", "cpu", "device"]
 DecodeOn = Literal["cpu", "cuda"]
@@ -348,8 +349,11 @@ class DataSettings(Section):
     near_duplicates: Annotated[OnNearDuplicates, Field(exclude_if=lambda value: value == "show")] = "show"
     """Images that look the same in different splits: `show` them on the data card, `refuse` the data, or `separate`: keep them in one split
     where val or test is taken from train, and leave those out of train that look like one of the source's own val or test."""
-    max_pixels: Positive = 100_000_000
-    """Images with more pixels (width x height) are quarantined before they are decoded."""
+    grey_bits: Annotated[Literal["auto"] | GreyBits, Field(exclude_if=lambda value: value == "auto")] = "auto"
+    """How many of their bits 16-bit greys use, such as 12 (X-rays, microscopes): of these the upper 8 are kept, here and of each photo that
+    the student is asked about. auto is 16, and `prepare` fails if no image uses the highest one."""
+    max_pixels: Positive = 200_000_000
+    """Images with more pixels (width x height) are quarantined before they are decoded, which takes about 10 bytes a pixel."""
     min_edge: Positive = 8
     """Images with a shorter edge are quarantined, in pixels."""
     workers: Workers = "auto"

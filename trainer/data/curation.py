@@ -32,6 +32,7 @@ class ImageCandidate:
     key: str  # content key: equal for equal pictures
     width: int  # of the original, upright, in pixels
     height: int  # of the original, upright, in pixels
+    grey_peak: int = 0  # the largest of its greys of 16 bits; 0 of other pictures
     appearance: str = ""  # how it looks, as `near_duplicates.appearance` describes it
 
 

@@ -32,7 +32,7 @@ from trainer.data.batch_memory import empty_images
 from trainer.data.dataset_schema import DESCRIPTION, SPLITS, DatasetDescription, SplitName
 from trainer.errors import ArtifactError, DataError, StorageError
 from trainer.served_student.class_tags import TAGS, ClassTags, columns_of_predictions
-from trainer.served_student.preprocessing import BadImageError, Square, is_jpeg, reason
+from trainer.served_student.preprocessing import DEEPEST, BadImageError, Square, is_jpeg, reason
 
 Pixels = npt.NDArray[np.uint8]
 Targets = npt.NDArray[np.uint8]
@@ -251,7 +251,9 @@ class PreparedDataset:
             ArtifactError: the settings that made the data set lack it.
         """
         try:
-            return Square(fit=self._settings["fit"], size=self.image_size, max_pixels=self._settings["max_pixels"])
+            settings = self._settings
+            bits = settings.get("grey_bits", DEEPEST)  # not recorded where it is auto, which takes them all
+            return Square(fit=settings["fit"], size=self.image_size, max_pixels=settings["max_pixels"], grey_bits=bits)
         except (KeyError, ValueError) as error:
             raise ArtifactError(
                 f"dataset {self._directory}: its manifest does not say how images became squares ({error!r}); prepare it again"

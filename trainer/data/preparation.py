@@ -8,6 +8,7 @@ cache. So neither images nor squares are held in memory, and the result depends 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import io
 import json
 import logging
@@ -24,6 +25,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -58,7 +60,7 @@ from trainer.formatting import clipped, listed
 from trainer.host import usable_cores
 from trainer.served_student import preprocessing
 from trainer.served_student.class_tags import TAGS, ClassTags
-from trainer.served_student.preprocessing import BadImageError, Square
+from trainer.served_student.preprocessing import DEEPEST, GREY_PEAK, BadImageError, Square
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +117,7 @@ def prepare(
     with _open_cache(settings, directory, cache_uri) as cache:
         outcomes = _decode_all(listing, settings, cache, processes)
         decoded = [outcome for outcome in outcomes if isinstance(outcome, ImageCandidate)]
+        _check_greys(decoded, settings)
         candidates, contradicting = curation.quarantine_contradictions(
             [replace(one, row=row) for row, one in enumerate(decoded)], listing.label_names
         )
@@ -225,7 +228,13 @@ def _open_cache(settings: DataSettings, directory: Path, cache_uri: str | None) 
 def _way(settings: DataSettings) -> str:
     """Return the SHA-256 of all settings and versions that decide the outcome of an image file, as hexadecimal text."""
     values = settings.model_dump(mode="json", exclude={"source", *LOADING, *_DECIDING})
-    return digest({"settings": values, "version": __version__, "pillow": PIL.__version__})
+    pillow_heif = find_spec("pillow_heif") and importlib.metadata.version("pillow-heif")
+    versions = {"version": __version__, "pillow": PIL.__version__, "pillow_heif": pillow_heif or ""}
+    return digest({"settings": values, **versions})
+
+
+def _grey_bits(settings: DataSettings) -> int:
+    return DEEPEST if settings.grey_bits == "auto" else settings.grey_bits
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -307,10 +316,12 @@ def _decode(item: Item, read: Read, settings: DataSettings) -> tuple[str, Outcom
         file = _read(item, read)
         content = hashlib.sha256(file).hexdigest()
         try:
-            image = preprocessing.decode(file, max_pixels=settings.max_pixels, min_edge=settings.min_edge)
+            image = preprocessing.decode(
+                file, max_pixels=settings.max_pixels, min_edge=settings.min_edge, grey_bits=_grey_bits(settings)
+            )
         except MemoryError as error:
             raise DataError(f"image {item.name}: not enough memory to decode it; lower data.max_pixels") from error
-        how = Square(fit=settings.fit, size=settings.image_size, max_pixels=settings.max_pixels)
+        how = Square(fit=settings.fit, size=settings.image_size, max_pixels=settings.max_pixels)  # decoded already
         picture = preprocessing.to_square(image, how)
         square = encode_square(picture, settings.encoding, settings.jpeg_quality)
         decoded = ImageCandidate(
@@ -320,6 +331,7 @@ def _decode(item: Item, read: Read, settings: DataSettings) -> tuple[str, Outcom
             key=content_key(image),
             width=image.width,
             height=image.height,
+            grey_peak=image.info.get(GREY_PEAK, 0),
             appearance=near_duplicates.appearance(picture, min(image.size)),
         )
     except BadImageError as error:
@@ -365,6 +377,24 @@ def _read(item: Item, read: Read) -> bytes:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Deciding
+
+
+def _check_greys(decoded: Sequence[ImageCandidate], settings: DataSettings) -> None:
+    """Refuse a set whose 16-bit greys leave their upper bits unused, since most of what they show would be lost."""
+    deep = [image for image in decoded if image.grey_peak]
+    if not deep:
+        return
+    deepest = max(deep, key=lambda image: image.grey_peak)
+    found = (
+        f"{len(deep):,} of {len(decoded):,} images have greys of 16 bits, up to {deepest.grey_peak} in {deepest.name}"
+    )
+    needed = max(deepest.grey_peak.bit_length(), 8)
+    if settings.grey_bits == "auto" and needed < DEEPEST:
+        raise DataError(
+            f"data.source={settings.source}: {found}, which is {needed} bits; set data.grey_bits={needed} to use these, or "
+            f"data.grey_bits={DEEPEST} if they are of {DEEPEST} bits and dark. Photos that the student is asked about later are read alike"
+        )
+    logger.info("prepare: %s, read as %d bits (data.grey_bits)", found, _grey_bits(settings))
 
 
 def _check_quarantined(

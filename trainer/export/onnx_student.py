@@ -19,7 +19,7 @@ from trainer.host import usable_cores
 from trainer.prediction import Prediction
 from trainer.served_student.class_tags import ClassTags
 from trainer.served_student.onnx_network import ONNX_RUNTIME, OPENVINO, RUNTIMES, runtime_of
-from trainer.served_student.preprocessing import Square, decode, to_square
+from trainer.served_student.preprocessing import Square, to_pixels
 from trainer.served_student.student import EXPORT_CARD, probabilities
 
 Pixels = npt.NDArray[np.uint8]
@@ -123,7 +123,7 @@ class ExportedClassifier:
         Raises:
             BadImageError: it is no image, or cannot be used.
         """
-        return np.asarray(to_square(decode(content, max_pixels=self.square.max_pixels), self.square))
+        return to_pixels(content, self.square)
 
     def probabilities(self, squares: Pixels) -> npt.NDArray[np.float64]:
         """Compute the probability of each class, [B, S, S, 3] -> [B, K]."""

@@ -8,21 +8,30 @@ Shapes: H x W pixels, C channels.
 
 from __future__ import annotations
 
+import importlib
 import io
 import re
+import struct
 import threading
 import warnings
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 
-FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "ICO", "AVIF")
-"""Formats that are read: those of Pillow that have a signature and start no other program (as EPS would)."""
+FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "ICO", "AVIF", "HEIF")
+"""Formats that are read: those of Pillow that have a signature and start no other program (as EPS would), and HEIC with pillow-heif."""
+
+DEEPEST = 16
+"""Bits of the deepest greys."""
+GREY_PEAK = "grey_peak"
+"""Key in `info` of a decoded picture whose greys had 16 bits: the largest of them."""
 
 JPEG_SCANS = 500
 """Most scans of a JPEG file: an ordinary one has up to ten, and each costs the time of a whole picture."""
@@ -48,7 +57,30 @@ _JPEG_SCAN = b"\xff\xda"
 """First bytes of a scan; they occur nowhere else in a JPEG file."""
 _LONGEST_REASON = 200
 """Most characters of a decoder's message."""
-_UNKNOWN_RANGE = "floating-point pixels: their range is not known"
+_DEEP = "32-bit pixels: their range is not known, so save the image with 8 or 16 bits"
+_UNKNOWN_RANGE = "floating-point pixels: their range is not known, so save the image with 8 or 16 bits"
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+_PNG_DEPTH = 24
+"""Where the bits of a channel stand in a PNG file."""
+_WITH_PIXELS = (b"tRNS", b"eXIf", b"acTL", b"fcTL", b"fdAT")
+"""Chunks of a PNG file beside the critical ones that say something of its pixels; the others are notes."""
+_HEIC_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1", b"heif"})
+_NO_IMAGE = "no image that can be read"
+_OTHER_FILES = {
+    b"version https://git-lfs.github.com/spec/": "Git LFS pointer: the image was not fetched; run git lfs pull",
+    b"/annex/objects/": "git-annex pointer: the image was not fetched; run git annex get",
+    b"<!doctype html": "web page instead of an image: fetch the image again",
+    b"<html": "web page instead of an image: fetch the image again",
+    b"<svg": f"{_NO_IMAGE}: an SVG drawing",
+    b"<?xml": f"{_NO_IMAGE}: XML, as a store's error is",
+    b"%pdf": f"{_NO_IMAGE}: a PDF document",
+    b"8bps": f"{_NO_IMAGE}: a Photoshop document",
+    b"pk\x03\x04": f"{_NO_IMAGE}: a zip archive",
+    b"\xff\x0a": f"{_NO_IMAGE}: JPEG XL",
+    b"\0\0\0\x0cjxl ": f"{_NO_IMAGE}: JPEG XL",
+}
+"""First bytes, in lower case -> why a file is no image that can be read."""
 
 
 class BadImageError(ValueError):
@@ -67,6 +99,8 @@ class Square:
     """With antialiasing."""
     max_pixels: int
     """A file with more pixels is not decoded."""
+    grey_bits: int = DEEPEST
+    """How many of their 16 bits deep greys use, from the lowest one."""
 
     def __post_init__(self) -> None:
         """Check the members, since they may come from a file."""
@@ -78,6 +112,8 @@ class Square:
             raise ValueError(f"size must be a whole number from 1 to {LARGEST_SQUARE}, got {self.size!r}")
         if type(self.max_pixels) is not int or self.max_pixels <= 0:
             raise ValueError(f"max_pixels must be a whole number above 0, got {self.max_pixels!r}")
+        if type(self.grey_bits) is not int or not 8 <= self.grey_bits <= DEEPEST:
+            raise ValueError(f"grey_bits must be a whole number from 8 to {DEEPEST}, got {self.grey_bits!r}")
 
 
 def to_square(image: Image.Image, square: Square) -> Image.Image:
@@ -90,39 +126,126 @@ def to_square(image: Image.Image, square: Square) -> Image.Image:
     return image.resize((square.size, square.size), resample, box=box, reducing_gap=3.0)
 
 
-def decode(content: bytes, *, max_pixels: int, min_edge: int = 1) -> Image.Image:
+def to_pixels(content: bytes, square: Square) -> npt.NDArray[np.uint8]:
+    """Make the square of an image file's bytes: uint8 [S, S, 3]; raises a `BadImageError` where it is no image."""
+    picture = decode(content, max_pixels=square.max_pixels, grey_bits=square.grey_bits)
+    return np.asarray(to_square(picture, square))
+
+
+def decode(content: bytes, *, max_pixels: int, min_edge: int = 1, grey_bits: int = DEEPEST) -> Image.Image:
     """Decode the first frame of an image file into an upright 8-bit RGB picture.
 
-    EXIF orientation is applied. Transparent pixels are laid over white. 16-bit greys keep their upper 8 bits. Colour profiles are
-    not applied. A picture with more than `max_pixels` is refused before it is decoded, as is one with an edge shorter than `min_edge`.
+    EXIF orientation is applied. Transparent pixels are laid over white, unless all are transparent. Of 16-bit greys, which use their lower
+    `grey_bits`, the upper 8 of these are kept, and of 16-bit colours the upper 8. Colour profiles are not applied; damage to what is not
+    about pixels does not matter. A picture with more than `max_pixels` is refused before it is decoded, as is one with an edge shorter
+    than `min_edge`.
     """
     if not content:
         raise BadImageError("empty file")
     if is_jpeg(content) and content.count(_JPEG_SCAN) > JPEG_SCANS:
         raise BadImageError(f"too many scans: more than {JPEG_SCANS}")
+    if content.startswith(_PNG):
+        content = _without_notes(content)
     Image.init()
+    if _is_heic(content) and find_spec("pillow_heif"):
+        importlib.import_module("pillow_heif").register_heif_opener()
     known = [name for name in FORMATS if name in Image.OPEN]
     try:
         with _PILLOW.at_most(max_pixels), Image.open(io.BytesIO(content), formats=known) as image:
-            width, height = image.size
-            if width * height > max_pixels:
-                raise BadImageError(f"too many pixels: {width} x {height}")
-            if _tile_pixels(image) > max_pixels:  # its decoder would make room for a whole one
-                raise BadImageError("too many pixels: in a tile")
-            if min(width, height) < min_edge:
-                raise BadImageError(f"too small: {width} x {height} pixels")
+            _check_size(image, max_pixels, min_edge)
             image.load()
-            # Not by ImageOps.exif_transpose, which also rewrites the other tags, and fails where one of them is damaged.
-            turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-            return _to_rgb(image if turn is None else image.transpose(turn))
+            _check_depth(image, content)
+            turn = _TURNS.get(_orientation(image))
+            return _to_rgb(image if turn is None else image.transpose(turn), grey_bits)
     except (BadImageError, MemoryError):
         raise
     except UnidentifiedImageError as error:
-        raise BadImageError("no image that can be read") from error
+        raise BadImageError(_what_it_is(content)) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise BadImageError(f"too many pixels: more than {max_pixels:,}") from error
+        found = re.search(r"\d+", str(error))  # Pillow does not give the edges
+        raise BadImageError(
+            f"too many pixels: {found[0] if found else str(error)}, more than data.max_pixels={max_pixels}"
+        ) from error
     except Exception as error:  # Pillow's decoders raise nearly anything for a damaged file
         raise BadImageError(reason(error)) from error
+
+
+def _orientation(image: Image.Image) -> int:
+    """Read the EXIF orientation; 1, which is upright, where the tags cannot be read.
+
+    Not by ImageOps.exif_transpose, which also rewrites the other tags, and fails where one of them is damaged.
+    """
+    try:
+        return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # noqa: BLE001  # likewise nearly anything, and the pixels are whole
+        return 1
+
+
+def _without_notes(content: bytes) -> bytes:
+    """Drop the chunks of a PNG file that are not about its pixels: Pillow refuses a picture for damage to them, or for their size."""
+    kept, start = [_PNG], len(_PNG)
+    while start + 12 <= len(content):
+        (length,), name = struct.unpack_from(">I", content, start), content[start + 4 : start + 8]
+        end = start + 12 + length
+        is_whole = end <= len(content)
+        is_note = name[:1].islower() and name not in _WITH_PIXELS
+        if is_whole and name == b"eXIf":
+            is_note = zlib.crc32(content[start + 4 : end - 4]) != struct.unpack_from(">I", content, end - 4)[0]
+        if not (is_whole and is_note):
+            kept.append(content[start:end])
+        start = end
+    return b"".join([*kept, content[start:]])
+
+
+def _is_heic(content: bytes) -> bool:
+    return content[4:8] == b"ftyp" and content[8:12] in _HEIC_BRANDS and b"avif" not in content[8:64]
+
+
+def _what_it_is(content: bytes) -> str:
+    """Say why a file is not identified as an image."""
+    if _is_heic(content):
+        if find_spec("pillow_heif"):
+            return "damaged: HEIC photo"
+        return "HEIC photo: needs the package pillow-heif; pip install 'vit-distillation-pipeline[heic]', or convert it to JPEG"
+    if content[4:8] == b"ftyp":
+        is_avif = b"avif" in content[8:64]
+        return f"{_NO_IMAGE}: {'AVIF, which Pillow reads from version 11.3 on' if is_avif else 'a video'}"
+    start = content[:1000].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    for first, what in _OTHER_FILES.items():
+        if start.startswith(first):
+            return what
+    if not content.strip(b"\0"):
+        return "empty file: only zeros, as an interrupted transfer leaves it"
+    if content[:1000].isascii() and all(byte >= 32 or byte in b"\t\r\n\f" for byte in content[:1000]):
+        return f"{_NO_IMAGE}: a text file"
+    return _NO_IMAGE
+
+
+def _check_size(image: Image.Image, max_pixels: int, min_edge: int) -> None:
+    width, height = image.size
+    if width * height > max_pixels:
+        raise BadImageError(f"too many pixels: {width} x {height}, more than data.max_pixels={max_pixels}")
+    if _tile_pixels(image) > max_pixels:  # its decoder would make room for a whole one
+        raise BadImageError(f"too many pixels: in a tile, more than data.max_pixels={max_pixels}")
+    if min(width, height) < min_edge:
+        raise BadImageError(f"too small: {width} x {height} pixels, below data.min_edge={min_edge}")
+
+
+def _check_depth(image: Image.Image, content: bytes) -> None:
+    """Refuse what Pillow's modes do not tell: 32 bits whose range is not known, and 16-bit colours that would be nearly black."""
+    bits = content[_PNG_DEPTH] if content.startswith(_PNG) else 0
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        bits = int(max(image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,))))
+    if bits == 32 and image.mode == "I":
+        raise BadImageError(_DEEP)
+    if bits == 16 and image.mode in ("RGB", "RGBA", "LA") and _is_nearly_black(image):
+        raise BadImageError("16-bit colours of which the upper 4 bits are unused: save the image with 8 bits")
+
+
+def _is_nearly_black(image: Image.Image) -> bool:
+    """Whether no channel but alpha exceeds 15 of 255."""
+    colors = image.convert(image.mode.rstrip("A")) if image.mode.endswith("A") else image
+    return bool(np.max(colors.getextrema()) < 16)
 
 
 def _tile_pixels(image: Image.Image) -> int:
@@ -187,37 +310,59 @@ class _PillowLimits:
 _PILLOW = _PillowLimits()
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _to_rgb(image: Image.Image, grey_bits: int) -> Image.Image:
     if image.mode in ("I", "I;16", "I;16L", "I;16B", "I;16N"):
         greys = np.asarray(image)
-        if greys.min() < 0 or greys.max() > 0xFFFF:
-            raise BadImageError("32-bit pixels: their range is not known")
-        return from_array(greys.astype(np.uint16))
+        if greys.min() < 0:
+            raise BadImageError(
+                "negative pixels: their range is not known, so save the image with 8 or 16 bits from 0 on"
+            )
+        if greys.max() > 0xFFFF:
+            raise BadImageError(_DEEP)
+        return from_array(greys.astype(np.uint16), grey_bits=grey_bits)
     if image.mode == "F":
         raise BadImageError(_UNKNOWN_RANGE)
     if image.has_transparency_data:
         with_alpha = image.convert("RGBA")
+        if with_alpha.getchannel("A").getextrema() == (0, 0):  # a channel that nobody filled: nothing would be left
+            return with_alpha.convert("RGB")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), with_alpha).convert("RGB")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def from_array(pixels: npt.NDArray[np.generic]) -> Image.Image:
+def from_array(pixels: npt.NDArray[np.generic], *, grey_bits: int = DEEPEST) -> Image.Image:
     """Make the RGB picture of an array that `decode` makes of a file with the same pixels.
 
     Args:
         pixels: [H, W] or [H, W, C], where C is 1 (grey), 2 (grey, alpha), 3 (RGB) or 4 (RGBA). uint8; uint16, of which the upper 8 bits
             are kept; bool; or other whole numbers in 0..255.
+        grey_bits: how many bits the greys of uint16 use.
     """
     channels = pixels.shape[2] if pixels.ndim == 3 else 1
     if pixels.ndim not in (2, 3) or channels not in (1, 2, 3, 4) or 0 in pixels.shape:
         raise BadImageError(
             f"no image: an array of the shape {pixels.shape} is neither [H, W] nor [H, W, 1 to 4 channels]"
         )
-    eight_bit = _to_eight_bit(pixels)
-    return _to_rgb(Image.fromarray(eight_bit[..., 0] if pixels.ndim == 3 and channels == 1 else eight_bit))
+    is_deep = pixels.dtype.kind == "u" and pixels.dtype.itemsize == 2 and channels < 3
+    if is_deep:
+        greys = pixels if channels == 1 else pixels[..., 0]
+        peak = int(greys.max())
+        if peak >> grey_bits:
+            raise BadImageError(
+                f"deeper greys: up to {peak}, more than the {2**grey_bits - 1} of data.grey_bits={grey_bits}"
+            )
+    eight_bit = _to_eight_bit(pixels, grey_bits if is_deep else DEEPEST)
+    if is_deep and channels == 2:
+        eight_bit[..., 1] = _to_eight_bit(pixels[..., 1], DEEPEST)  # alpha uses all of its bits
+    picture = _to_rgb(
+        Image.fromarray(eight_bit[..., 0] if pixels.ndim == 3 and channels == 1 else eight_bit), grey_bits
+    )
+    if is_deep:
+        picture.info[GREY_PEAK] = peak
+    return picture
 
 
-def _to_eight_bit(pixels: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:
+def _to_eight_bit(pixels: npt.NDArray[np.generic], bits: int) -> npt.NDArray[np.uint8]:
     kind, size = pixels.dtype.kind, pixels.dtype.itemsize
     if kind == "f":
         raise BadImageError(_UNKNOWN_RANGE)
@@ -226,7 +371,7 @@ def _to_eight_bit(pixels: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:
     if kind not in "iu":
         raise BadImageError(f"no image: its pixels are {pixels.dtype}, not whole numbers")
     if kind == "u" and size == 2:
-        return (pixels.astype(np.uint16) >> 8).astype(np.uint8)
+        return (pixels.astype(np.uint16) >> (bits - 8)).astype(np.uint8)
     if (kind, size) != ("u", 1) and not 0 <= int(pixels.min()) <= int(pixels.max()) <= 255:
         raise BadImageError(f"{pixels.dtype} pixels outside of 0..255: give uint8, or uint16 for 16-bit pixels")
     return pixels.astype(np.uint8)

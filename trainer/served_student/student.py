@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .class_tags import NAMED, TAGS, TOP_LABELS, TOP_PROBABILITIES, ClassTags
-from .preprocessing import BadImageError, Square, decode, from_array, to_square
+from .preprocessing import BadImageError, Square, from_array, to_pixels, to_square
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -130,7 +130,7 @@ class ServedStudent:
 
     def square(self, content: bytes) -> npt.NDArray[np.uint8]:
         """Make a photo's square of an image file's bytes: uint8 [S, S, 3]; raises a `BadImageError` where it is no image."""
-        return np.asarray(to_square(decode(content, max_pixels=self._square.max_pixels), self._square))
+        return to_pixels(content, self._square)
 
     def _read(self, index: int, photo: Any) -> npt.NDArray[np.uint8]:
         """Make a photo's square, uint8 [S, S, 3]."""
@@ -141,18 +141,14 @@ class ServedStudent:
             elif isinstance(photo, str):
                 photo = _from_base64(photo)
             if isinstance(photo, bytes):
-                picture = decode(photo, max_pixels=self._square.max_pixels)
-            elif isinstance(photo, np.ndarray):
-                picture = from_array(photo)
-            else:
-                kind = type(photo).__name__
-                raise BadImageError(
-                    f"no image: give an array, the bytes of an image file, or a pathlib.Path, not {kind}"
-                )
+                return to_pixels(photo, self._square)
+            if isinstance(photo, np.ndarray):
+                return np.asarray(to_square(from_array(photo, grey_bits=self._square.grey_bits), self._square))
+            kind = type(photo).__name__
+            raise BadImageError(f"no image: give an array, the bytes of an image file, or a pathlib.Path, not {kind}")
         except (BadImageError, OSError) as error:
             said = error.strerror if isinstance(error, OSError) else error
             raise BadImageError(f"image {index}{name}: {said}") from error
-        return np.asarray(to_square(picture, self._square))
 
 
 def _from_base64(text: str) -> bytes:

@@ -160,9 +160,9 @@ def test_every_way_to_be_bad_is_quarantined_with_its_reason(tmp_path: Path) -> N
     )
     assert reasons == {
         "class 0/empty.png": "empty file",
-        "class 0/text.jpg": "no image that can be read",
-        "class 0/tiny.png": "too small: 5 x 5 pixels",
-        "class 0/huge.png": "too many pixels: more than 3,600",
+        "class 0/text.jpg": "no image that can be read: a text file",
+        "class 0/tiny.png": "too small: 5 x 5 pixels, below data.min_edge=8",
+        "class 0/huge.png": "too many pixels: 4900, more than data.max_pixels=3600",
         "class 0/gone.png": "no such file",
         "class 0/said cat.png": contradiction,
         "class 1/said dog.png": contradiction,
@@ -301,16 +301,41 @@ def test_too_many_bad_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         prepare(settings(source, max_bad_fraction=0.1), made(tmp_path / "out"))
     assert str(caught.value) == (
         "3 of 23 images are bad (13.0%), more than data.max_bad_fraction=0.1 allows: 2 no image that can be read, such as "
-        "class 0/a.jpg; 1 empty file, such as class 1/c.png. All are listed in "
+        "class 0/a.jpg (a text file); 1 empty file, such as class 1/c.png. All are listed in "
         f"{tmp_path}/out/quarantine.json; mend or remove them, or raise the limit"
     )
     assert len(listed(tmp_path / "out", "quarantine.json")) == 3
     assert not (tmp_path / "out" / "spool").exists()
     prepare(settings(source, max_bad_fraction=0.14), tmp_path / "out")
     assert (
-        "3 of 23 images are bad (13.0%) and left out: 2 no image that can be read, such as class 0/a.jpg;"
+        "3 of 23 images are bad (13.0%) and left out: 2 no image that can be read, such as class 0/a.jpg (a text file);"
         in caplog.text
     )
+
+
+def test_greys_that_leave_their_upper_bits_unused_are_refused_and_then_scaled(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    digits = load_digits()
+    chosen = [*np.flatnonzero(digits.target == 0)[:9], *np.flatnonzero(digits.target == 1)[:9]]
+    for index in chosen:
+        greys = (digits.images[index] * 4095 / 16).astype(np.uint16)
+        save(Image.fromarray(greys), tmp_path / "photos" / str(digits.target[index]) / f"{index}.png")
+    (tmp_path / "photos" / "0" / "1.png").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(
+        DataError, match=r"18 of 18 images have greys of 16 bits, up to 4095 in .*; set data.grey_bits=12"
+    ):
+        prepare(settings(tmp_path / "photos", min_edge=1), made(tmp_path / "out"))
+    prepared = tmp_path / "prepared"
+    run(settings(tmp_path / "photos", min_edge=1, image_size=8, grey_bits=12), dataset=prepared)
+    dataset = open_dataset(prepared)
+    assert len(np.unique(dataset.split("train").read(range(9)).numpy())) > 15
+    assert dataset.square.grey_bits == 12, "travels to the student"
+    assert "up to 4095 in 0/10.png, read as 12 bits (data.grey_bits)" in caplog.text
+    assert "1 of 19 images are bad (5.3%) and left out: 1 Git LFS pointer, such as 0/1.png (" in caplog.text
+    with pytest.raises(DataError, match=r"18 deeper greys, such as 0/.*; 1 Git LFS pointer"):
+        prepare(settings(tmp_path / "photos", min_edge=1, grey_bits=11, max_bad_fraction=0.1), made(tmp_path / "more"))
 
 
 def test_a_list_beside_another_folder_says_where_its_images_were_looked_for(tmp_path: Path) -> None:

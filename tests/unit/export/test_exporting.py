@@ -67,7 +67,13 @@ def test_the_card_is_the_contract(made, judged_run):
     card = json.loads((made.directory / "card.json").read_text())
     student = models.load(judged_run / "student").card
     assert card["labels"] == list(student.labels)
-    assert card["square"] == {"fit": "crop", "size": 16, "interpolation": "bicubic", "max_pixels": 100_000}
+    assert card["square"] == {
+        "fit": "crop",
+        "size": 16,
+        "interpolation": "bicubic",
+        "max_pixels": 100_000,
+        "grey_bits": 16,
+    }
     assert card["input"]["shape"] == ["batch", 16, 16, 3]
     assert card["output"]["shape"] == ["batch", 10]
     assert card["inside"]["mean"] == list(student.mean)
@@ -103,13 +109,10 @@ SERVE = """
     import numpy, onnxruntime
     folder, listed = map(pathlib.Path, sys.argv[1:])
     sys.path.insert(0, str(folder))
-    from preprocessing import Square, decode, to_square
+    from preprocessing import Square, to_pixels
     card = json.loads((folder / "card.json").read_text())
     square = Square(**card["square"])
-    squares = [
-        numpy.asarray(to_square(decode(pathlib.Path(file).read_bytes(), max_pixels=square.max_pixels), square))
-        for file in json.loads(listed.read_text())
-    ]
+    squares = [to_pixels(pathlib.Path(file).read_bytes(), square) for file in json.loads(listed.read_text())]
     session = onnxruntime.InferenceSession(folder / card["file"])
     batches = [squares[:1], squares[1:]]
     logits = [session.run(None, {card["input"]["name"]: numpy.stack(batch)})[0] for batch in batches]

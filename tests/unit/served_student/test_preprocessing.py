@@ -7,13 +7,14 @@ import io
 import struct
 import zlib
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from PIL import Image
 
-from trainer.served_student.preprocessing import BadImageError, Fit, Square, decode, to_square
+from trainer.served_student.preprocessing import GREY_PEAK, BadImageError, Fit, Square, decode, from_array, to_square
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -130,6 +131,83 @@ def test_sixteen_bit_greys_keep_their_upper_bits() -> None:
         np.testing.assert_array_equal(decoded(file(Image.fromarray(deep), kind)), expected)
 
 
+@pytest.mark.parametrize("bits", [8, 10, 12, 16])
+def test_greys_that_use_fewer_bits_keep_the_upper_ones_of_these(bits: int) -> None:
+    deep = np.random.default_rng(0).integers(0, 2**bits, (9, 11)).astype(np.uint16)
+    deep[0, 0] = 2**bits - 1
+    expected = np.stack([(deep >> (bits - 8)).astype(np.uint8)] * 3, -1)
+    for kind in ("PNG", "TIFF"):
+        image = decode(file(Image.fromarray(deep), kind), max_pixels=10_000, grey_bits=bits)
+        np.testing.assert_array_equal(np.asarray(image), expected)
+        assert image.info[GREY_PEAK] == 2**bits - 1
+    np.testing.assert_array_equal(np.asarray(from_array(deep, grey_bits=bits)), expected)
+    if bits > 8:
+        with pytest.raises(
+            BadImageError, match=f"deeper greys: up to {2**bits - 1}, more than .* data.grey_bits={bits - 1}"
+        ):
+            decode(file(Image.fromarray(deep)), max_pixels=10_000, grey_bits=bits - 1)
+
+
+def test_the_alpha_of_deep_greys_uses_all_bits() -> None:
+    deep = np.stack([np.full((8, 8), 4095), np.full((8, 8), 0xFFFF)], -1).astype(np.uint16)
+    np.testing.assert_array_equal(np.asarray(from_array(deep, grey_bits=12)), np.full((8, 8, 3), 255))
+
+
+def test_an_alpha_that_is_zero_everywhere_is_ignored() -> None:
+    rgb = noise()
+    unfilled = np.concatenate([rgb, np.zeros_like(rgb[..., :1])], -1)
+    np.testing.assert_array_equal(decoded(file(Image.fromarray(unfilled))), rgb)
+    np.testing.assert_array_equal(np.asarray(from_array(unfilled)), rgb)
+
+
+def chunk(name: bytes, content: bytes, *, crc: int | None = None) -> bytes:
+    found = zlib.crc32(name + content) if crc is None else crc
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", found)
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(2**21))),
+        chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(bytes(2**21))),
+        chunk(b"tEXt", b"no separator"),
+        chunk(b"iCCP", b"icc\0\0" + zlib.compress(bytes(2**27))),
+        chunk(b"iCCP", b"icc\0\0no profile"),
+        chunk(b"pHYs", b"short"),
+        chunk(b"tIME", b"", crc=1),
+        chunk(b"eXIf", b"MM\0*no exif"),
+        chunk(b"eXIf", b"MM\0*", crc=1),
+    ],
+    ids=["long text", "long xmp", "text", "large profile", "profile", "density", "checksum", "exif", "exif's checksum"],
+)
+def test_notes_in_a_png_file_do_not_matter(notes: bytes) -> None:
+    content = file(Image.fromarray(noise()))
+    header = 8 + 25
+    np.testing.assert_array_equal(decoded(content[:header] + notes + content[header:]), noise())
+
+
+def test_a_transparent_colour_and_the_frames_of_a_png_file_are_no_notes() -> None:
+    content = png(2, 1, 8, 2, b"\0" + bytes([9, 9, 9, 1, 2, 3]))
+    header = 8 + 25
+    content = content[:header] + chunk(b"tRNS", bytes([0, 1, 0, 2, 0, 3])) + content[header:]
+    pixels = np.asarray(decode(content, max_pixels=10))
+    np.testing.assert_array_equal(pixels, [[[9, 9, 9], [255, 255, 255]]])
+
+
+def test_a_heic_photo_is_read_with_the_extra() -> None:
+    pillow_heif = pytest.importorskip("pillow_heif")
+    smooth = np.array(Image.linear_gradient("L").resize((64, 48)).convert("RGB"))
+    photo = pillow_heif.from_pillow(Image.fromarray(smooth))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    photo[0].info["exif"] = exif.tobytes()
+    buffer = io.BytesIO()
+    photo.save(buffer, quality=100)
+    np.testing.assert_allclose(decoded(buffer.getvalue()).astype(int), np.rot90(smooth, -1).astype(int), atol=8)
+    with pytest.raises(BadImageError, match="damaged: HEIC photo"):
+        decoded(buffer.getvalue()[:200])
+
+
 def test_sixteen_bit_colours_keep_their_upper_bits() -> None:
     deep = np.random.default_rng(0).integers(0, 2**16, (9, 11, 3)).astype(">u2")
     rows = b"".join(b"\0" + row.tobytes() for row in deep)
@@ -150,26 +228,50 @@ def test_of_an_animation_the_first_frame_is_taken(kind: str) -> None:
 
 
 JPEG = file(Image.fromarray(noise(80, 80)), "JPEG")
+HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(900)
+SIGNED = file(Image.fromarray(np.full((8, 8), 0xFFFB, np.uint16)), "TIFF", tiffinfo={339: 2})  # -5, by SampleFormat
+DIM = np.full((8, 8, 3), 4095).astype(">u2")
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         (b"", "empty file"),
-        (b"this is no image, whatever its name says\n" * 20, "no image that can be read"),
+        (b"this is no image, whatever its name says\n" * 20, "no image that can be read: a text file"),
+        (b"\n<!DOCTYPE HTML><html>404", "web page instead of an image: fetch the image again"),
+        (b'<?xml version="1.0"?><Error>AccessDenied', "no image that can be read: XML, as a store's error is"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0",
+            "Git LFS pointer: the image was not fetched; run git lfs",
+        ),
+        (bytes(5000), "empty file: only zeros"),
+        (b"\0\0\0\x18ftypmp42\0\0\0\0isom", "no image that can be read: a video"),
+        (
+            HEIC,
+            "damaged: HEIC photo"
+            if find_spec("pillow_heif")
+            else "HEIC photo: needs the package pillow-heif; pip install",
+        ),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 99 99\n", "no image that can be read"),
         (JPEG[: len(JPEG) // 2], "truncated: "),
         (file(Image.fromarray(noise(80, 80)))[:4000], "truncated: "),
         (JPEG[:20], "no image that can be read"),
-        (png(60_000, 60_000, 8, 2, b""), "too many pixels: "),
-        (file(Image.new("RGB", (101, 100))), "too many pixels: "),
-        (file(Image.new("RGB", (100, 3))), "too small: 100 x 3 pixels"),
+        (png(60_000, 60_000, 8, 2, b""), "too many pixels: 3600000000, more than data.max_pixels=10000"),
+        (file(Image.new("RGB", (101, 100))), "too many pixels: 10100, more than data.max_pixels=10000"),
+        (file(Image.new("RGB", (100, 3))), "too small: 100 x 3 pixels, below data.min_edge=4"),
         (file(Image.fromarray(np.ones((8, 8), np.float32)), "TIFF"), "floating-point pixels: "),
         (file(Image.fromarray(np.full((8, 8), 70_000, np.int32)), "TIFF"), "32-bit pixels: "),
+        (file(Image.fromarray(np.full((8, 8), 200, np.int32)), "TIFF"), "32-bit pixels: "),
+        (SIGNED, "negative pixels: "),
+        (
+            png(8, 8, 16, 2, b"".join(b"\0" + row.tobytes() for row in DIM)),
+            "16-bit colours of which the upper 4 bits are unused",
+        ),
     ],
     ids=[
-        *("empty", "text", "eps", "half a jpeg", "half a png", "jpeg header"),
-        *("bomb", "one row too many", "tiny", "float", "32 bit"),
+        *("empty", "text", "web page", "xml", "git lfs", "zeros", "video", "heic"),
+        *("eps", "half a jpeg", "half a png", "jpeg header"),
+        *("bomb", "one row too many", "tiny", "float", "32 bit", "32 bit, small", "negative", "dim colours"),
     ],
 )
 def test_what_cannot_be_used_has_a_reason(content: bytes, reason: str) -> None:

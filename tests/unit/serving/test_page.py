@@ -146,7 +146,7 @@ def test_a_refusal_is_shown_and_the_next_photo_is_answered(browser, address, pho
     with opened(browser, address) as page:
         page.set_input_files("#file", tmp_path / "broken.png")
         page.wait_for_selector("#status.bad")
-        assert page.inner_text("#status") == "not a photo that can be used: no image that can be read"
+        assert page.inner_text("#status") == "not a photo that can be used: no image that can be read: a text file"
         assert page.is_hidden("#photo"), "the browser cannot show it either"
         page.set_input_files("#file", photo)
         assert len(shown(page)) == 5
