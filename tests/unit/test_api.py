@@ -271,6 +271,30 @@ def test_what_spoils_a_loop_is_found(loop, tmp_path):
     assert "mine: “Poor initialisation”" in recording.verdict
 
 
+def test_losses_that_are_no_numbers_make_a_report_that_says_so(loop, tmp_path):
+    with trainer.record("mine", tmp_path, model=loop["model"]) as recording:
+        for step, images in enumerate(recording.steps([torch.ones(2, 3)] * 40)):
+            with recording.span("optimizer"):
+                loop["optimizer"].step()
+            lost = float("inf") if step >= 30 else float("nan") if step == 3 else 3.0 - step / 20
+            recording.log(loss=lost * float(images.mean()), top1=lost, val_loss=None if step % 2 else float("nan"))
+            if step == 19:
+                with recording.span("checkpoint"):
+                    pass
+    assert recording.verdict.startswith("mine: “Loss not finite”, so continuing it is of no use")
+    report = recording.report.parent
+    [told] = [one for one in _json(report / "findings.json") if one["rule"] == "loss_not_finite"]
+    assert told["told"]["text"] == "The loss is not finite from step 31 on; the last finite one was 1.55 at step 30."
+    assert "continue from the checkpoint written after step 20" in told["told"]["advice"]
+    last = _json(report / "summary.json")["mine"]["last"]
+    assert (last["loss"], "val_loss" in last) == (1.55, False)
+    read_compared_run(str(report))
+
+
+def _json(file):
+    return json.loads(file.read_text(), parse_constant=pytest.fail)  # which is called for NaN and Infinity
+
+
 def test_a_loop_without_a_length_ends_with_its_last_batch(loop, tmp_path):
     batches = list(loop["loader"])
     with trainer.record("mine", tmp_path) as recording:

@@ -386,9 +386,11 @@ def test_what_the_server_has_not_got_is_kept_beside_the_checkpoint(store, tmp_pa
         tracker.keep()
         assert not (tmp_path / UNSENT).exists()
         tracker.go_on(str(tmp_path))
-        tracker.metrics(7, {"loss": 0.5})
+        tracker.metrics(7, {"loss": 0.5, "val_loss": float("nan")})
         tracker.keep()
-        ((name, value, time_ms, step),) = json.loads((tmp_path / UNSENT).read_text())
+        (name, value, time_ms, step), unknown = json.loads((tmp_path / UNSENT).read_text(), parse_constant=pytest.fail)
+        assert unknown[:2] == ["val_loss", "NaN"]
+        tracker.go_on(str(tmp_path))  # which reads it again
     assert (name, value, step) == ("loss", 0.5, 7)
     assert abs(time_ms / 1000 - time.time()) < 60
 

@@ -18,6 +18,7 @@ from trainer.rules.processes import Communication, LoadBalance, Stragglers
 from trainer.rules.stalled import StalledTraining
 from trainer.rules.weights import (
     ExplodingGradients,
+    LossNotFinite,
     PoorInitialisation,
     UnchangedWeights,
     UpdateRatio,
@@ -47,6 +48,7 @@ class RuleSettings(Rules):
     own_overhead: OwnOverhead = OwnOverhead()
     poor_initialisation: PoorInitialisation = PoorInitialisation()
     exploding_gradients: ExplodingGradients = ExplodingGradients()
+    loss_not_finite: LossNotFinite = LossNotFinite()
     vanishing_gradients: VanishingGradients = VanishingGradients()
     update_ratio: UpdateRatio = UpdateRatio()
     unchanged_weights: UnchangedWeights = UnchangedWeights()

@@ -41,7 +41,10 @@ def _use(case: Case) -> Mapping[str, Series] | NotJudged:
     if "gpu_percent" not in rank.system:
         reason = rank.record.missing.get("gpu_utilization", "it was not sampled")
         return NotJudged(f"the use of the GPU is not known: {reason}")
-    within = np.isfinite(rank.system["gpu_percent"]) & within_steps(rank)
+    used = ("gpu_percent", "gpu_memory_used_bytes", "gpu_memory_total_bytes")
+    known = [values for name, values in rank.system.items() if name in used or is_core(name)]
+    # what could not be read any more, from some moment on, does not take the rest with it
+    within = within_steps(rank) & np.all([np.isfinite(values) for values in known if np.isfinite(values).any()], axis=0)
     if within.sum() < FEWEST_SAMPLES:
         return too_short(f"only {within.sum()} samples of the GPU were taken at steps; {FEWEST_SAMPLES} are needed")
     system = {name: values[within] for name, values in rank.system.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 from typing import ClassVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from trainer.rules.weights import (
     UnchangedWeights,
     UpdateRatio,
     VanishingGradients,
+    loss_is_lost,
 )
 from trainer.scores import VAL_TITLES, val_name
 
@@ -120,8 +122,8 @@ class WeakTeacher(TrainingRule):
         if teacher <= guess + chance:
             measured = f"on {context.val_samples} validation images the teacher's {score}, {teacher:.1%}"
             return NotJudged(f"{measured}, may be chance ({guess:.1%})")
-        curve = case.training.metrics.get("val_map" if several else "val_top1")
-        if curve is None or not len(curve.values):
+        curve = case.curves.get("val_map" if several else "val_top1")
+        if curve is None:
             return too_short("the student has not been measured on the validation split yet")
         student, margin = float(curve.values[-1]), self.margin + weight * case.accuracy_noise(teacher)
         if student - teacher <= margin:
@@ -195,11 +197,13 @@ class VanishingLossTerm(TrainingRule):
     """Share of the weighted loss that a term must have in some third of the training."""
 
     def judge(self, case: Case) -> Outcome:
-        settings, metrics = case.settings, case.training.metrics
+        settings, metrics = case.settings, case.curves
         weight = {name: float(settings.get(f"{name}_weight", 0)) for name in TERMS}
-        terms = {name: metrics[name].values for name in weight if weight[name] and name in metrics}
-        if not terms:
+        curves = {name: metrics[name] for name in weight if weight[name] and name in metrics}
+        if not curves:
             return NotJudged("only a distillation's loss has terms")
+        common = reduce(np.intersect1d, [curve.steps for curve in curves.values()])
+        terms = {name: curve.values[np.isin(curve.steps, common)] for name, curve in curves.items()}
         if min(map(len, terms.values())) < _FEWEST_POINTS:
             return too_short(f"fewer than {_FEWEST_POINTS} points of the loss were recorded")
         if answer := case.start_unseen or case.first_cause(WeakTeacher):
@@ -269,9 +273,9 @@ class LossNotFalling(TrainingRule):
     """Share of the training, at its end, that is compared with its start."""
 
     def judge(self, case: Case) -> Outcome:
-        curve = case.training.metrics.get("loss")
+        curve = case.curves.get("loss")
         if curve is None or len(curve.values) < _POINTS:
-            return too_short(f"fewer than {_POINTS} points of the loss were recorded")
+            return too_short(f"fewer than {_POINTS} points of a finite loss were recorded")
         if answer := case.start_unseen:
             return answer
         record, window, total = case.record, self.window, case.record.context.total_steps
@@ -279,7 +283,7 @@ class LossNotFalling(TrainingRule):
             return NotJudged(
                 f"judged after {window:.0%} of the steps" if total else "the number of steps is not known yet"
             )
-        if answer := case.first_cause(*_CAUSES):
+        if answer := case.first_cause(*_CAUSES) or loss_is_lost(case):
             return answer
         rate = case.setting("base_learning_rate")
         middles = np.array([np.median(part) for part in np.array_split(curve.values, _POINTS)])
@@ -333,13 +337,15 @@ class Overfitting(TrainingRule):
     """How far the validation loss is above its lowest, and above the training loss, as shares of these."""
 
     def judge(self, case: Case) -> Outcome:
-        metrics, limit = case.training.metrics, self.ratio
+        metrics, limit = case.curves, self.ratio
         curve = metrics.get("label" if case.training.name == "distill" else "loss")
         if curve is None or "val_loss" not in metrics:
             return NotJudged("no training loss with labels, or no validation loss, was recorded")
         name = val_name(metrics)
         if name is None:
             return NotJudged("no score on the validation split was recorded")
+        if answer := loss_is_lost(case):
+            return answer
         losses, accuracies = metrics["val_loss"], metrics[name]
         if len(losses.values) < _MEASUREMENTS:
             known = f"{len(losses.values)} measurements on the validation split, and {_MEASUREMENTS} are needed"

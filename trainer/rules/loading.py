@@ -154,7 +154,7 @@ def _gpu_idles_while(rank: RankEvidence, signal: Series | None, above: float, gp
     if signal is None or gpu is None:
         return 0.0
     # Not while the first step compiles, for which a core computes and the GPU has nothing to do.
-    within = within_steps(rank)
+    within = within_steps(rank) & np.isfinite(signal) & np.isfinite(gpu)
     return float(np.mean((signal[within] > above) & (gpu[within] < gpu_below))) if within.any() else 0.0
 
 
@@ -254,7 +254,7 @@ class LoaderWorkers(SystemRule):
         if loading.per_core > self.most_per_core and not loading.is_for_storage(storage.waiting_share):
             cores = case.rule(CoresOversubscribed)
             if cores.enabled and not waits and cores.taken_by(case) == "loaders":
-                return NotJudged(f"what there is to see may come from another finding: {cores.name}")
+                return case.explained_by(cores)
             wanted = max(0, steps.record.cores // steps.processes_here() - 1)
             cause = f"{waiting}, and" if waits else "There are more processes than cores:"
             return Finding(

@@ -8,13 +8,15 @@ import re
 import sys
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, TypeVar
+
+import numpy as np
 
 from trainer import formatting
 from trainer.base_models import Section
-from trainer.evidence import RankEvidence, RankRecord, TrainingEvidence
+from trainer.evidence import Curve, RankEvidence, RankRecord, TrainingEvidence
 
 AnyRule = TypeVar("AnyRule", bound="Rule")
 
@@ -49,6 +51,17 @@ class Case:
     def settings(self) -> Mapping[str, Any]:
         """Of the training."""
         return self.record.context.settings
+
+    @cached_property
+    def curves(self) -> Mapping[str, Curve]:
+        """The curves without points that are not finite, of which only the rule on the loss speaks; without those that have no other."""
+        curves = {}
+        for name, curve in self.training.metrics.items():
+            known = np.isfinite(curve.values)
+            if known.any():
+                points = {column: getattr(curve, column)[known] for column in ("steps", "seconds", "values")}
+                curves[name] = replace(curve, **points)
+        return curves
 
     @property
     def is_traced(self) -> bool:
@@ -86,8 +99,13 @@ class Case:
         """Return the answer of a rule on effects of other causes: not judged where one of these fires; None where none does."""
         for rule in map(self.rules.of, kinds):
             if rule.enabled and isinstance(rule.judge(self), Finding):
-                return NotJudged(f"what there is to see may come from another finding: {rule.name}")
+                return self.explained_by(rule)
         return None
+
+    @staticmethod
+    def explained_by(rule: Rule) -> NotJudged:
+        """Return the answer of a rule whose signs another rule's finding explains."""
+        return NotJudged(f"what there is to see may come from another finding: {rule.name}")
 
     def saving_after(self, since_s: float, why: str) -> Saving:
         """Estimate what ending the training at a moment saves: the time to its end, extrapolated from the steps so far while it runs."""

@@ -1,17 +1,18 @@
-"""The rules on weights and gradients, from the measurements of every tensor.
+"""The rules on weights and gradients, from the measurements of every tensor, and on a loss that is no number, which they make.
 
 Shapes: L measurements, P tensors. They are the first process's: all processes hold the same weights.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from typing import ClassVar
 
 import numpy as np
 
 from trainer.base_models import Fraction, NonNegativeFloat, Positive
-from trainer.evidence import TensorSamples
+from trainer.evidence import Curve, TensorSamples
 from trainer.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, TrainingRule, listed, too_short
 from trainer.series import Flags, Series
 
@@ -25,6 +26,8 @@ _SMALL_NORM = 1e-3
 """What grows from a smaller norm of the gradient does not explode."""
 _WARM = 0.1
 """Share of the peak learning rate from which on a step is meant to move the weights."""
+_ROUNDING_S = 1e-3
+"""By which the start of a range may be rounded to before the end of the step before it."""
 _SMALLEST_SCALE = 1e-3
 """The update of weights with a smaller root mean square (tokens that start near zero) does not show the step's size."""
 
@@ -86,7 +89,7 @@ class PoorInitialisation(TrainingRule):
             return answer
         # a single weight says nothing of how it was drawn
         compared = _matrices(history)[0] & (history.values["elements"][0] > 1)
-        scales = np.where(compared, _scales(history)[0], 0.0)
+        scales = np.where(compared & np.isfinite(_scales(history)[0]), _scales(history)[0], 0.0)
         alike = (scales > 0) & (history.values["weight_mean_abs"][0] > _ALIKE * scales)
         gains = scales * history.values["elements"][0] ** 0.25
         # among tensors whose names differ in numbers only, the two whose scales are furthest apart
@@ -190,6 +193,8 @@ class ExplodingGradients(TrainingRule):
         broken = (history.values["gradient_nonfinite"] > 0) | (history.values["weight_nonfinite"] > 0) | np.isinf(norms)
         if broken.any():
             first = int(broken.any(1).argmax())
+            if answer := loss_is_lost(case, before=int(history.steps[first])):
+                return answer
             names, seconds = _chosen(history, broken[first]), float(history.seconds[first])
             return Finding(
                 severity="severe",
@@ -198,7 +203,7 @@ class ExplodingGradients(TrainingRule):
                     f"At step {history.steps[first] + 1:.0f} {len(names)} of {len(history.tensors)} tensors ({listed(names)}) have "
                     f"gradients or weights that are not finite{_moved(history)}."
                 ),
-                advice=_calm(case, history),
+                advice=_calm(case, history, before=int(history.steps[first])),
                 saving=case.saving_after(seconds, "nothing is learned"),
                 numbers={"tensors": float(len(names))},
                 window_s=(seconds, ended_s),
@@ -222,7 +227,7 @@ class ExplodingGradients(TrainingRule):
                 f"The gradient's norm grew from {usual[worst]:.3g} to {norms[worst + 1]:.3g} at step {history.steps[worst + 1] + 1:.0f} "
                 f"and stayed {lasting[worst]:.3g} times as large (limit {limit:g}){_moved(history)}."
             ),
-            advice=_calm(case, history),
+            advice=_calm(case, history, before=int(history.steps[worst + 1])),
             saving=case.saving_after(seconds, "the weights are being destroyed"),
             numbers={"growth": float(lasting[worst])},
             window_s=(seconds, ended_s),
@@ -241,15 +246,116 @@ def _largest_update(history: TensorSamples) -> float:
     return float(ratios[np.isfinite(ratios)].max(initial=0.0))
 
 
-def _calm(case: Case, history: TensorSamples) -> str:
+def _calm(case: Case, history: TensorSamples, *, before: int) -> str:
+    """Advise what makes steps smaller, and from which checkpoint of the time before a step to continue."""
     rate, clip = case.settings.get("base_learning_rate"), case.settings.get("clip_norm")
     factor = min(0.1, _USUAL_UPDATE / max(_largest_update(history), _USUAL_UPDATE))
     lower = f" from {rate:g} to {rate * factor:.2g}" if isinstance(rate, int | float) else ""
     limited = f", set {case.setting('clip_norm')}=1" if clip == 0 else ""
-    return (
-        f"Lower {case.setting('base_learning_rate')}{lower}{limited}, or try precision=fp32; continue from an earlier checkpoint, or "
-        "start again."
-    )
+    saved = _checkpoint_before(case, before)
+    place = "an earlier checkpoint, or start again"
+    if saved is not None:
+        place = f"the checkpoint written after step {saved + 1}"
+    return f"Lower {case.setting('base_learning_rate')}{lower}{limited}, or try precision=fp32; continue from {place}."
+
+
+class LossNotFinite(TrainingRule):
+    """A training loss that is no number.
+
+    Fires when the last `lasting` points of the loss, or the last one of a training that failed, are not finite. Single ones are a note,
+    up to `share` of all points; no other rule counts points of any curve that are not finite.
+
+    Needs a curve named `loss`, or another that ends so and is not of the validation.
+    Advises a lower learning rate or precision=fp32, and from which checkpoint to continue.
+    """
+
+    title: ClassVar = "Loss not finite"
+
+    lasting: Positive = 3
+    """Points at the end that are not finite: a training does not recover from weights that are no numbers."""
+    share: Fraction = 0.05
+    """Share of the points up to which those that are not finite are a note."""
+
+    def judge(self, case: Case) -> Outcome:
+        curve = self._curve(case)
+        if curve is None or not len(curve.values):
+            return NotJudged("no loss was recorded")
+        bad = ~np.isfinite(curve.values)
+        if not bad.any():
+            return Healthy(f"all {len(bad)} points of the loss are finite")
+        if self.since(case) is None:
+            return self._single(curve, bad)
+        return case.first_cause(PoorInitialisation, ExplodingGradients) or self._lost(case, curve, bad)
+
+    def _single(self, curve: Curve, bad: Flags) -> Finding:
+        first, *_, last = [*curve.steps[bad], *curve.steps[bad][-1:]]
+        until = f" and last at step {last + 1:.0f}" if last > first else ""
+        return Finding(
+            severity="note" if bad.mean() <= self.share else "warning",
+            confidence=0.9,
+            text=(
+                f"{bad.sum()} of {len(bad)} points of the loss {'is' if bad.sum() == 1 else 'are'} not finite (first at step "
+                f"{first + 1:.0f}{until}); other rules leave such points out."
+            ),
+            advice="Look at the images of such a step; where it happens again, limit gradients (clip_norm=1) or use precision=fp32.",
+            numbers={"points": float(bad.sum())},
+            steps=(int(first), int(last)),
+        )
+
+    def _lost(self, case: Case, curve: Curve, bad: Flags) -> Finding:
+        row = _first_lost(curve)
+        since, seconds, numbers = int(curve.steps[row]), float(curve.seconds[row]), {"points": float(len(bad) - row)}
+        before = "none was finite before"
+        if row:
+            numbers["last_finite"] = float(curve.values[row - 1])
+            before = f"the last finite one was {curve.values[row - 1]:.4g} at step {curve.steps[row - 1] + 1:.0f}"
+        return Finding(
+            severity="severe",
+            confidence=1.0,
+            text=f"The loss is not finite from step {since + 1} on; {before}.",
+            advice=_calm(case, case.rank.tensors, before=since),
+            saving=case.saving_after(seconds, "nothing is learned"),
+            numbers=numbers,
+            window_s=(seconds, case.record.ended_s),
+            steps=(since, int(curve.steps[-1])),
+        )
+
+    def since(self, case: Case) -> int | None:
+        """Return the step of the first point since which the loss is not finite; None where it is, or came back."""
+        curve = self._curve(case)
+        if curve is None:
+            return None
+        row = _first_lost(curve)
+        count = len(curve.values) - row
+        ended = count > 0 and case.record.failed is not None
+        return int(curve.steps[row]) if count >= self.lasting or ended else None
+
+    def _curve(self, case: Case) -> Curve | None:
+        metrics = case.training.metrics
+        names = [name for name in metrics if name.endswith("loss") and not name.startswith("val")]
+        return metrics["loss"] if "loss" in names else metrics[names[0]] if names else None
+
+
+def loss_is_lost(case: Case, *, before: float = math.inf) -> NotJudged | None:
+    """Return the answer of another rule where the loss is not finite since a step before the given one; None where it is, or came back."""
+    rule = case.rule(LossNotFinite)
+    since = rule.since(case) if rule.enabled else None
+    return None if since is None or since >= before else case.explained_by(rule)
+
+
+def _first_lost(curve: Curve) -> int:
+    """Return the row after the last finite value of a curve."""
+    return int(np.max(np.flatnonzero(np.isfinite(curve.values)), initial=-1)) + 1
+
+
+def _checkpoint_before(case: Case, step: int) -> int | None:
+    """Return the step after which the last checkpoint before a step was written; None where none was seen."""
+    steps, spans = case.rank.steps, case.rank.spans
+    begins = spans.start_s[[name == "checkpoint" for name in spans.names]]
+    rows = np.searchsorted(steps["start_s"] + steps["seconds"], begins + _ROUNDING_S) - 1
+    within = steps["step"][steps.get("checkpoint", np.zeros(len(steps["step"]))) > 0]  # as in a loop of one's own
+    saved = np.append(steps["step"][rows[rows >= 0]], within)
+    return int(np.max(saved[saved < step], initial=-1)) if (saved < step).any() else None
 
 
 class UpdateRatio(TrainingRule):
@@ -272,7 +378,7 @@ class UpdateRatio(TrainingRule):
 
     def judge(self, case: Case) -> Outcome:
         history = case.rank.tensors
-        if answer := _few(history, 1) or case.first_cause(PoorInitialisation, ExplodingGradients):
+        if answer := _few(history, 1) or case.first_cause(PoorInitialisation, ExplodingGradients) or loss_is_lost(case):
             return answer
         ratios = _update_ratios(history)
         if not np.isfinite(ratios).any():
@@ -287,7 +393,7 @@ class UpdateRatio(TrainingRule):
                     f"Step {step + 1} moved the middle matrix by {largest:.3g} times its own norm (limit "
                     f"{self.largest:g}); 0.001 is usual."
                 ),
-                advice=_calm(case, history),
+                advice=_calm(case, history, before=step),
                 numbers={"update_ratio": largest},
                 steps=(step, step),
             )
@@ -318,8 +424,8 @@ class UpdateRatio(TrainingRule):
 
 def _is_warm(case: Case, steps: Series) -> Flags:
     """Mark the steps whose learning rate is near its peak; all where it was not recorded."""
-    curve = case.training.metrics.get("learning_rate")
-    if curve is None or not len(curve.steps):
+    curve = case.curves.get("learning_rate")
+    if curve is None:
         return np.ones(len(steps), bool)
     peak = case.settings.get("base_learning_rate", 0) * case.settings.get("batch_size", 0) / 256
     return np.asarray(np.interp(steps, curve.steps, curve.values) >= _WARM * max(peak, curve.values.max()))

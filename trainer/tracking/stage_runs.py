@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from trainer import storage, tracking
 from trainer.errors import PreemptedError, TrainerError
@@ -33,7 +32,7 @@ TRAINING_TAG = "trainer.training"
 
 UNSENT = "unsent-metrics.json"
 """Name of the file beside a training's checkpoints with the points that the server lacked when the last one was written."""
-_POINTS = TypeAdapter(tuple[tuple[str, float, int, int], ...])
+_POINTS = TypeAdapter(tuple[tuple[str, float, int, int], ...], config=ConfigDict(ser_json_inf_nan="strings"))
 """Content of that file: name, value, time in ms, step."""
 
 _SEND_INTERVAL_S = 1.0
@@ -103,7 +102,7 @@ class _RunTracker(Tracker):
         points = self._sender.unsent()
         if points and self._kept_at:
             try:
-                storage.write_bytes(self._kept_at, json.dumps(points).encode())
+                storage.write_bytes(self._kept_at, _POINTS.dump_json(tuple(points)))
             except TrainerError as error:
                 logger.warning("points for MLflow are not kept, so an interruption now may lose some: %s", error)
 

@@ -168,6 +168,11 @@ class MetricLogger:
             ranks = bad[:, row].nonzero().flatten().tolist()
             names = [name for rank in ranks for name in self._training.names(sent.steps[row], rank)]
             shown = listed(names, _NAMED)
+            for at in range(
+                max(0, row - 1), row + 1
+            ):  # the last step whose losses are finite, and the first whose are not
+                values = dict(zip(sent.names, table[:, at].mean(0).tolist(), strict=True))
+                self._recorder.metrics(sent.steps[at], values)
             raise TrainingError(
                 f"{self._name}: the loss is not finite at step {sent.steps[row] + 1} (process {', '.join(map(str, ranks))}; samples "
                 f"{shown}); lower {self._name} base_learning_rate or clip_norm, use precision=fp32, or look at these samples"

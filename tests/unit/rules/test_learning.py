@@ -9,6 +9,8 @@ import pytest
 
 from tests.unit.rules.learning import case_of, curve_of, measured
 from tests.unit.rules.synthetic import judge_by, steps_of
+from trainer.evidence import Curve
+from trainer.rules import judge
 from trainer.rules.learning import (
     ClassImbalance,
     LossNotFalling,
@@ -355,8 +357,9 @@ def test_a_validation_loss_that_is_measured_more_often_than_the_score() -> None:
 
 
 def test_a_loss_that_is_not_a_number_is_no_overfitting() -> None:
-    assert isinstance(overfit(LEARNED, [1.5, 1.0, np.nan, np.nan], [0.5, 0.7, 0.7, 0.7]), Healthy)
-    assert isinstance(overfit([*LEARNED, *[np.nan] * 3], [1.5, 1.0, 1.2, 1.3, 1.5], [0.5, *[0.7] * 4]), Healthy)
+    assert isinstance(overfit(LEARNED, [1.5, 1.0, np.nan, np.nan], [0.5, 0.7, 0.7, 0.7]), NotJudged)
+    assert isinstance(overfit(LEARNED, [1.5, 1.2, 1.0, np.nan], [0.5, 0.7, 0.7, 0.7]), Healthy)
+    assert isinstance(overfit([*LEARNED, *[np.nan] * 3], [1.5, 1.0, 1.2, 1.3, 1.5], [0.5, *[0.7] * 4]), NotJudged)
 
 
 def test_an_accuracy_that_rises_within_its_noise_has_not_risen() -> None:
@@ -369,3 +372,46 @@ def test_two_measurements_or_none_tell_nothing() -> None:
     assert "2 measurements" in outcome.reason
     assert "pretrain.finetune.validate_every_epochs" in outcome.reason
     assert isinstance(judge_by(Overfitting, case_of(name="mae", metrics={"loss": curve_of(LEARNED)})), NotJudged)
+
+
+# -- points that are no numbers
+
+FALLS = np.linspace(2, 1, 30)
+TRAININGS = {
+    "healthy": {
+        "loss": FALLS,
+        "label": FALLS,
+        "logit": FALLS,
+        "val_loss": FALLS[::3],
+        "val_top1": 1 - FALLS[::3] / 4,
+    },
+    "does not fall": {"loss": FALLS * 0 + 2, "label": FALLS * 0 + 2},
+    "overfits": {
+        "loss": FALLS,
+        "label": FALLS,
+        "val_loss": 1 + FALLS[::-3] ** 2,
+        "val_top1": FALLS[::3] * 0 + 0.5,
+    },
+    "a term vanishes": {"loss": FALLS, "label": FALLS, "logit": FALLS * 1e-9},
+}
+
+
+@pytest.mark.parametrize("curves", TRAININGS.values(), ids=TRAININGS)
+def test_points_that_are_not_finite_change_no_answer(curves: dict[str, Any]) -> None:
+    settings = {"settings": {"label_weight": 1.0, "logit_weight": 1.0}}
+    known = {name: curve_of(values) for name, values in curves.items()}
+    broken = {}
+    for name, curve in known.items():
+        at = np.arange(0, len(curve.values), 3)  # the first too, and none at the end
+        fill = np.resize([np.nan, np.inf, -np.inf], len(at))
+        columns = {"steps": curve.steps[at] - 1, "seconds": curve.seconds[at] - 0.5, "values": fill}
+        broken[name] = Curve(
+            **{column: np.insert(getattr(curve, column), at, given) for column, given in columns.items()}
+        )
+    answers, others = (
+        {rule.name: outcome for rule, outcome in judge(case_of(measured(), metrics=metrics, context=settings)).items()}
+        for metrics in (known, broken)
+    )
+    assert isinstance(answers.pop("loss_not_finite"), Healthy)
+    assert isinstance(others.pop("loss_not_finite"), Finding)
+    assert others == answers

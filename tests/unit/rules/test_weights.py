@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,12 @@ import pytest
 
 from tests.unit.rules.learning import TENSORS, case_of, curve_of, measured
 from tests.unit.rules.synthetic import judge_by, steps_of
-from trainer.rules.outcomes import Finding, Healthy, NotJudged
+from trainer.evidence import Spans
+from trainer.rules import judge
+from trainer.rules.outcomes import Case, Finding, Healthy, NotJudged
 from trainer.rules.weights import (
     ExplodingGradients,
+    LossNotFinite,
     PoorInitialisation,
     UnchangedWeights,
     UpdateRatio,
@@ -35,6 +39,70 @@ def test_without_measurements_nothing_is_judged() -> None:
         outcome = judge_by(rule, case_of())
         assert isinstance(outcome, NotJudged)
         assert "0 measurements of the weights were recorded" in outcome.reason
+
+
+# -- losses
+
+NAN, INF = float("nan"), float("inf")
+FALLS = np.linspace(2, 1, 40)
+FIVE_CHECKPOINTS = Spans(names=["checkpoint", "evaluate"] * 5, start_s=np.linspace(0.2, 0.9, 10), seconds=np.zeros(10))
+
+
+def with_losses(*values: float, checkpoints: bool = False, **given: Any) -> Case:
+    """A training with a point of the loss at every step, of ten milliseconds."""
+    case = case_of(metrics={"loss": curve_of(np.array(values), every=1)}, **given)
+    rank = replace(case.rank, spans=FIVE_CHECKPOINTS) if checkpoints else case.rank
+    return replace(case, training=replace(case.training, ranks=[rank]))
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_loss_that_is_not_finite_from_a_step_on(bad: float) -> None:
+    lost = judge_by(LossNotFinite, with_losses(*FALLS, *[bad] * 20, checkpoints=True))
+    assert (lost.severity, lost.steps) == ("severe", (40, 59))
+    assert lost.text == "The loss is not finite from step 41 on; the last finite one was 1 at step 40."
+    # of the checkpoints after 20, 35, 51, 66 and 82 steps
+    assert "continue from the checkpoint written after step 35" in lost.advice
+    assert lost.saving is not None
+    assert lost.saving.seconds == 100 - 41
+    assert "continue from an earlier checkpoint" in judge_by(LossNotFinite, with_losses(*FALLS, *[bad] * 3)).advice
+
+
+def test_a_loss_that_never_was_a_number() -> None:
+    assert "none was finite before" in judge_by(LossNotFinite, with_losses(NAN, INF, NAN)).text
+    assert judge_by(LossNotFinite, with_losses(*[NAN] * 2)).severity == "warning"  # it may still come back
+
+
+def test_a_training_that_its_loss_ended_has_one_point_of_it() -> None:
+    assert judge_by(LossNotFinite, with_losses(*FALLS, NAN, failed="the loss is not finite")).severity == "severe"
+    assert judge_by(LossNotFinite, with_losses(*FALLS, NAN)).severity == "note"
+
+
+@pytest.mark.parametrize(("count", "severity"), [(1, "note"), (2, "note"), (3, "warning")])
+def test_single_losses_that_are_not_finite_are_said_mildly(count: int, severity: str) -> None:
+    single = judge_by(LossNotFinite, with_losses(*([NAN] * count), *FALLS))
+    assert single.severity == severity
+    assert f"{count} of {40 + count} points" in single.text
+    assert judge_by(LossNotFinite, with_losses(*FALLS)) == Healthy("all 40 points of the loss are finite")
+
+
+def test_a_loss_of_another_name_counts_and_that_of_the_validation_does_not() -> None:
+    lost = curve_of([1.0, NAN, NAN, NAN])
+    assert judge_by(LossNotFinite, case_of(metrics={"val_loss": lost, "train_loss": lost})).severity == "severe"
+    assert isinstance(judge_by(LossNotFinite, case_of(metrics={"val_loss": lost})), NotJudged)
+
+
+@pytest.mark.parametrize(("broken_at", "rule"), [(30, "exploding_gradients"), (40, "loss_not_finite")])
+def test_what_is_not_finite_first_is_named(broken_at: int, rule: str) -> None:
+    """The loss of step 36 is the first that is not finite."""
+    nonfinite = np.zeros((5, 3))
+    nonfinite[broken_at // 10 :] = 1.0
+    lost = {"metrics": {"loss": curve_of([*FALLS[:35], *[NAN] * 6], every=1)}}
+    fired = [name for name, found in judged(case_of(measured(gradient_nonfinite=nonfinite), **lost)).items() if found]
+    assert fired == [rule]
+
+
+def judged(case: Any) -> dict[str, bool]:
+    return {rule.name: isinstance(outcome, Finding) for rule, outcome in judge(case).items()}
 
 
 # -- initialisation

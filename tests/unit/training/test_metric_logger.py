@@ -2,6 +2,7 @@ import io
 import logging
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -95,6 +96,9 @@ def test_the_first_step_that_is_not_finite_is_named_with_its_samples(make, sink,
     with pytest.raises(TrainingError, match=message):
         report.log(7, losses(1.0))
     assert sink.shown == []
+    (last, known), (first, unknown) = sink.metrics_seen  # for the rule that says when it was last well
+    assert (last, known, first) == (1, {"loss": 1.0, "label": 2.0}, 2)
+    assert not np.isfinite([*unknown.values()]).any()
 
 
 def test_a_flush_before_a_checkpoint_checks_too(make):
