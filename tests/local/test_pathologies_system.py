@@ -144,10 +144,6 @@ PATHOLOGIES = {
         "cpu_bottleneck",
         {"fault": partial(before_batch, partial(compute, 0.15)), "workers": 1, "epochs": 5},
     ),
-    "loaders that take the cores": (
-        "cores_oversubscribed",
-        {"fault": partial(before_batch, take_cores), "workers": 3, "epochs": 5},
-    ),
     "more loaders than cores": ("loader_workers", {"workers": 4, "epochs": 5}),
     "a leak": ("gpu_memory_growth", {"fault": leak, "epochs": 14}),
     "values read in the objective": ("host_syncs", {"fault": partial(before_forward, read_values)}),
@@ -172,6 +168,18 @@ HEALTHY = {
 def test_a_pathology_is_found_by_its_rule_alone(patient, rule, training):
     found = findings(patient.distil(**training))
     assert set(found) == {rule}, found
+
+
+def test_loaders_that_take_the_cores_are_found_by_their_rule_alone(patient):
+    """Its healthy twin is the training with three loaders that only load."""
+    training = patient.distil(fault=partial(before_batch, take_cores), workers=3, epochs=5)
+    crowded = judged(training)["cores_oversubscribed"]
+    assert isinstance(crowded, Finding), crowded
+    if crowded.severity == "note":
+        pytest.skip(f"other programs leave the loaders no cores to take: {crowded.text}")
+    assert set(findings(training)) == {"cores_oversubscribed"}
+    assert crowded.text.startswith("Loader processes take the cores: 3 beside each training process.")
+    assert "data.workers=1 in place of 3" in crowded.advice
 
 
 @pytest.mark.parametrize(("rule", "training"), APART.values(), ids=APART)
