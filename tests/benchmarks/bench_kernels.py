@@ -1,6 +1,7 @@
 """What the faster kernels of `trainer/training/parallelize.py` give on this CPU: `python tests/benchmarks/bench_kernels.py`.
 
-Each pair runs in turns in one process, forward and backward, or forward alone for the teacher; medians over rounds.
+Each pair runs in turns in one process, forward and backward, or forward alone for the teacher; medians over rounds. The rows `linear` show
+what the convolution would give, the others what is chosen for this processor.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ TOKENS = 197
 Work = Callable[[], object]
 
 
-def in_turns(plain: Work, fast: Work, rounds: int) -> tuple[float, float]:
-    """Median seconds of both."""
+def in_turns(plain: Work, fast: Work, rounds: int, clock: Callable[[], float]) -> tuple[float, float, float]:
+    """Median seconds of both, and the median of the ratios within a round, which a machine that slows down for a while changes little."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds + 1):
         for work, seconds in zip((plain, fast), times, strict=True):
-            start = time.perf_counter()
+            start = clock()
             work()
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(times[0][1:]), statistics.median(times[1][1:])  # the first round fills caches
+            seconds.append(clock() - start)
+    first, second = times[0][1:], times[1][1:]  # the first round fills caches
+    ratio = statistics.median(one / other for one, other in zip(first, second, strict=True))
+    return statistics.median(first), statistics.median(second), ratio
 
 
 def trained(module: nn.Module, inputs: Tensor, precision: Precision, device: Device) -> Work:
@@ -117,6 +120,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--teacher", default="vit_base_patch16_224", help="default: %(default)s")
     parser.add_argument("--batch-size", type=int, default=16, help="default: %(default)s")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="this process's time on a core, for a busy machine, with OMP_NUM_THREADS=1",
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help="the rows with this in their name (default: all)")
     options = parser.parse_args()
     os.environ[DEVICE_VARIABLE] = "cpu"
@@ -135,9 +143,10 @@ def main() -> None:
         "teacher, fp32": lambda: teacher(options.teacher, "fp32", batch, device),
     }
     print(f"{'':28}{'plain ms':>12}{'fast ms':>12}{'ratio':>8}")
+    clock = time.process_time if options.cpu_time else time.perf_counter
     for name, pair in ((name, pair) for name, pair in pairs.items() if options.only in name):
-        plain, fast = in_turns(*pair(), options.rounds)
-        print(f"{name:28}{1e3 * plain:12.1f}{1e3 * fast:12.1f}{plain / fast:8.2f}", flush=True)
+        plain, fast, ratio = in_turns(*pair(), options.rounds, clock)
+        print(f"{name:28}{1e3 * plain:12.1f}{1e3 * fast:12.1f}{ratio:8.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 CACHED_BYTES = 2**20
-"""Size of a slice's pixels in float32, which a CPU's cache holds. A step over a whole batch goes through memory, several times slower."""
+"""Size of a slice's pixels in float32, which a CPU's cache holds. A step over a whole batch goes through memory, several times slower where
+that is the limit; on a Zen 3 sizes from a quarter of this to the whole batch of 32 views differ by less than the measurement."""
 
 
 def cache_sized_slices(views: Tensor) -> Iterator[slice]:

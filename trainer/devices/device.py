@@ -152,7 +152,8 @@ def keep_freed_memory() -> None:
     """Let the C library of Linux keep what is freed for what is allocated next, unless the environment says how it is to do that.
 
     Each step frees and allocates the same activations. By default those of more than 32 MiB go back to the kernel each time, which has to
-    fill the pages of the next one with zeros: at 224 pixels and 32 images a step that is a sixth of a training's time, or more.
+    fill the pages of the next one with zeros: at 224 pixels and 32 images a step that is a sixth of a training's time, or more (measured on
+    a Xeon; it is the kernel's work, whatever the processor).
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt") and not _MALLOC_VARIABLES & os.environ.keys():

@@ -1,7 +1,7 @@
 """Make a model ready for training on its device: faster kernels, or torch.compile; and DistributedDataParallel.
 
-The faster kernels compute the same mathematics where torch's own choice is slow; measured on a Zen 5 with torch 2.15. None is chosen by
-timing: the rules look at the device, the processor, the precision and the shapes, so that the same training gives the same bits again.
+The faster kernels compute the same mathematics where torch's own choice is slow. None is chosen by timing: the rules look at the device,
+the processor, the precision and the shapes, so that the same training gives the same bits again.
 Weights keep their names, so state dicts, copies and averages of a model fit one that was left alone.
 
 Shapes: M rows, K features in, N features out.
@@ -10,8 +10,8 @@ Shapes: M rows, K features in, N features out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,8 +42,8 @@ _TIMED_FIRST, _TIMED_EVERY = 10, 100
 class ConvolvedLinear(nn.Linear):
     """A linear layer that computes a float32 product of many rows as a 1x1 convolution, which torch gives to oneDNN.
 
-    Torch gives float32 matrix products to MKL, which is half as fast as oneDNN on AMD's processors (1.8 to 2.1 times, forward and
-    backward). The rows are the pixels of one image in channels-last order, so nothing is copied.
+    Torch gives float32 matrix products to MKL; which of the two is faster depends on the processor (`choose_cpu_kernels`). The rows are the
+    pixels of one image in channels-last order, so nothing is copied.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -68,31 +68,58 @@ def is_convolutional(model: nn.Module) -> bool:
     return sum(isinstance(module, nn.Conv2d) for module in model.modules()) > 1
 
 
-def use_fast_kernels(model: nn.Module, device: Device, precision: Precision) -> None:
-    """Let a model's layers use the fastest kernels of a CPU, in place; a model on a GPU is left alone.
+class CpuKernels(NamedTuple):
+    """Which of our kernels take the place of torch's on a CPU."""
 
-    - bf16, on a processor that multiplies it: attention is computed by two matrix products and a softmax. Torch's fused attention, made
-      to save memory, takes 1.5 to 5 times as long forward and backward.
-    - float32, on an AMD processor: linear layers are `ConvolvedLinear`, but for narrow ones.
-    - convolutional networks: images come with the channels last, and so does what is made of them, which is what oneDNN's kernels compute
-      with.
+    convolved_linear: bool
+    """Linear layers are `ConvolvedLinear`, but for narrow ones."""
+    explicit_attention: bool
+    """Attention is two matrix products and a softmax, not torch's fused one, which was made to save memory."""
+
+    def __str__(self) -> str:
+        """Name them for a log."""
+        linear = "1x1 convolutions (oneDNN)" if self.convolved_linear else "torch's products"
+        return f"linear layers by {linear}, attention {'by products and a softmax' if self.explicit_attention else 'fused by torch'}"
+
+
+def choose_cpu_kernels(processor: Mapping[str, object], *, bf16: bool) -> CpuKernels:
+    """Choose by maker and instruction sets: ours where they were measured to be faster, torch's everywhere else.
+
+    The measurements are in docs/performance.md. Neither maker nor instruction set decides alone: on AMD's processors with AVX-512 oneDNN's
+    convolution is 1.5 to 2.1 times as fast as MKL's product, on those with AVX2 alone half as fast. With AMX, which also says that it has
+    `avx512_bf16`, nothing was measured.
+
+    Args:
+        processor: as `torch.cpu.get_capabilities` describes it.
+        bf16: whether the model computes in bf16.
+    """
+    amd = str(processor.get("cpu_name", "")).startswith("AMD")
+    return CpuKernels(
+        convolved_linear=amd and not bf16 and bool(processor.get("avx512_f")) and torch.backends.mkldnn.is_available(),
+        explicit_attention=amd and bf16 and bool(processor.get("avx512_bf16")),
+    )
+
+
+def use_fast_kernels(model: nn.Module, device: Device, precision: Precision) -> CpuKernels | None:
+    """Let a model's layers use the fastest kernels of a CPU, in place, and return which; a model on another device is left alone.
+
+    Images come to a convolutional network with the channels last, and so does what is made of them, which is what oneDNN's kernels compute
+    with, whatever the processor.
     """
     # Torch 2.9, the last beside which there is a torch_xla, does not say what a processor can do.
     if device.kind != "cpu" or not hasattr(torch.cpu, "get_capabilities"):
-        return
+        return None
     if is_convolutional(model):
         for preprocessing in (module for module in model.modules() if isinstance(module, Preprocessing)):
             preprocessing.memory_format = torch.channels_last
-    processor = torch.cpu.get_capabilities()
-    if device.uses_bf16(precision):
-        if processor.get("avx512_bf16"):
-            for module in (module for module in model.modules() if isinstance(module, Attention)):
-                module.fused_attn = False  # type: ignore[misc]  # final for TorchScript, which is not used
-    elif str(processor.get("cpu_name", "")).startswith("AMD") and torch.backends.mkldnn.is_available():
-        for parent in list(model.modules()):
-            for name, child in parent.named_children():
-                if type(child) is nn.Linear and min(child.in_features, child.out_features) >= LEAST_WIDTH:
-                    setattr(parent, name, ConvolvedLinear(child))
+    chosen = choose_cpu_kernels(torch.cpu.get_capabilities(), bf16=device.uses_bf16(precision))
+    for parent in list(model.modules()):
+        if chosen.explicit_attention and isinstance(parent, Attention):
+            parent.fused_attn = False  # type: ignore[misc]  # final for TorchScript, which is not used
+        for name, child in parent.named_children() if chosen.convolved_linear else ():
+            if type(child) is nn.Linear and min(child.in_features, child.out_features) >= LEAST_WIDTH:
+                setattr(parent, name, ConvolvedLinear(child))
+    return chosen
 
 
 class CompileCounter:
@@ -159,7 +186,9 @@ def parallelize_model(
     """
     graphs = CompileCounter() if processes.device.compiles_with(settings.compile) else None
     if graphs is None:
-        use_fast_kernels(model, processes.device, settings.precision)
+        kernels = use_fast_kernels(model, processes.device, settings.precision)
+        if kernels is not None and processes.is_first:
+            logger.info("processor %s  %s", torch.cpu.get_capabilities().get("cpu_name", "not named"), kernels)
     else:
         # What an earlier training of this process compiled would count against the graphs that torch allows this one.
         torch.compiler.reset()

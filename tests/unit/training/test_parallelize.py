@@ -17,6 +17,7 @@ from trainer.training.parallelize import (
     WARM_STEPS,
     CompileCounter,
     ConvolvedLinear,
+    choose_cpu_kernels,
     compile_blocks,
     parallelize_model,
     repeated_blocks,
@@ -331,7 +332,7 @@ def test_large_products_only_are_convolutions(monkeypatch):
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 5e-2)])
 def test_logits_and_gradients_are_those_of_the_plain_model(on_cpu, processor, precision, tolerance):
     plain, fast = make_wide(), make_wide()
-    processor(cpu_name="AMD EPYC", avx512_bf16=True)
+    processor(cpu_name="AMD EPYC", avx512_f=True, avx512_bf16=True)
     use_fast_kernels(fast, on_cpu, precision)
     assert list(fast.state_dict()) == list(plain.state_dict())
     expected, got = (logits_and_gradients(model, on_cpu, precision) for model in (plain, fast))
@@ -364,7 +365,7 @@ def test_a_transformer_does_not(on_cpu):
 
 
 def test_the_same_bits_again(on_cpu, processor):
-    processor(cpu_name="AMD EPYC")
+    processor(cpu_name="AMD EPYC", avx512_f=True)
     first, second = make_wide(), make_wide()
     for model in (first, second):
         use_fast_kernels(model, on_cpu, "fp32")
@@ -374,24 +375,52 @@ def test_the_same_bits_again(on_cpu, processor):
         assert torch.equal(one, other)
 
 
-def test_the_processor_and_the_precision_decide(on_cpu, processor):
+@pytest.mark.parametrize(
+    ("processor", "fp32", "bf16"),
+    [
+        ({"cpu_name": "AMD EPYC", "avx2": True}, (False, False), (False, False)),  # Zen 3, as measured
+        (
+            {"cpu_name": "AMD EPYC", "avx512_f": True, "avx512_bf16": True},
+            (True, False),
+            (False, True),
+        ),  # Zen 5, as measured
+        ({"cpu_name": "AMD EPYC", "avx512_f": True}, (True, False), (False, False)),
+        ({"cpu_name": "Intel Xeon", "avx512_f": True}, (False, False), (False, False)),
+        (
+            {"cpu_name": "Intel Xeon", "avx512_f": True, "avx512_bf16": True, "amx_bf16": True},
+            (False, False),
+            (False, False),
+        ),
+        ({"architecture": "arm64"}, (False, False), (False, False)),
+    ],
+)
+def test_kernels_are_ours_where_they_were_measured_to_be_faster(processor, fp32, bf16):
+    assert choose_cpu_kernels(processor, bf16=False) == fp32
+    assert choose_cpu_kernels(processor, bf16=True) == bf16
+
+
+def test_the_layers_are_as_chosen_and_the_choice_is_logged(on_cpu, processor, caplog):
+    caplog.set_level(logging.INFO)
+    settings, processes = MaeSettings(), Processes(rank=0, world_size=1, local_rank=0, device=on_cpu)
+
     def after(precision, **capabilities):
-        processor(**capabilities)
-        model = make_wide()
-        use_fast_kernels(model, on_cpu, precision)
+        processor(cpu_name="AMD EPYC", **capabilities)
+        model, _ = parallelize_model(make_wide(), settings.model_copy(update={"precision": precision}), processes)
         return kinds(model)[0], model.network.blocks[0].attn.fused_attn
 
-    assert after("fp32", cpu_name="AMD EPYC", avx512_bf16=True) == ({ConvolvedLinear}, True)
-    assert after("auto", cpu_name="AMD EPYC", avx512_bf16=True) == ({ConvolvedLinear}, True)
-    assert after("bf16", cpu_name="AMD EPYC", avx512_bf16=True) == ({nn.Linear}, False)
-    assert after("bf16", cpu_name="Intel Xeon", amx_bf16=True) == ({nn.Linear}, True)
-    assert after("bf16", cpu_name="AMD EPYC", avx512_bf16=False) == ({ConvolvedLinear}, True)
-    assert after("fp32", cpu_name="Intel Xeon") == ({nn.Linear}, True)
-    assert after("fp32") == ({nn.Linear}, True)
+    assert after("fp32", avx512_f=True, avx512_bf16=True) == ({ConvolvedLinear}, True)
+    assert caplog.messages == [
+        "processor AMD EPYC  linear layers by 1x1 convolutions (oneDNN), attention fused by torch"
+    ]
+    assert after("auto", avx512_f=True, avx512_bf16=True) == ({ConvolvedLinear}, True)
+    assert after("bf16", avx512_f=True, avx512_bf16=True) == ({nn.Linear}, False)
+    assert after("bf16", avx512_f=True) == ({ConvolvedLinear}, True)  # it computes in fp32
+    assert after("bf16", avx2=True) == ({nn.Linear}, True)
+    assert caplog.messages[-1] == "processor AMD EPYC  linear layers by torch's products, attention fused by torch"
 
 
 def test_copies_averages_and_optimizers_keep_to_the_weights(on_cpu, processor):
-    processor(cpu_name="AMD EPYC")
+    processor(cpu_name="AMD EPYC", avx512_f=True)
     model = make_wide()
     weights = dict(model.named_parameters())
     use_fast_kernels(model, on_cpu, "fp32")
