@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import re
+import time
 from pathlib import Path
 
 import datasets
@@ -754,6 +755,19 @@ def test_the_version_follows_every_change_of_a_folder(tmp_path: Path) -> None:
     touch(tmp_path, "dog/2.jpg")
     seen.append(source_version(source))
     assert len(set(seen)) == 5
+
+
+@pytest.mark.parametrize("kind", ["imagefolder", "manifest"])
+def test_the_version_follows_an_image_that_is_replaced_by_one_of_the_same_size_and_mtime(tmp_path: Path, kind) -> None:
+    touch(tmp_path, "cat/1.jpg", "dog/1.jpg")
+    list_file = manifest(tmp_path, "path,label\ncat/1.jpg,x\ndog/1.jpg,y\n")
+    source = list_file if kind == "manifest" else f"imagefolder:{tmp_path}"
+    image = tmp_path / "cat/1.jpg"
+    before, status = source_version(source), image.stat()
+    time.sleep(0.02)  # the system's clock for files ticks every few milliseconds
+    image.write_bytes(image.read_bytes()[::-1])
+    os.utime(image, ns=(status.st_atime_ns, status.st_mtime_ns))  # as `cp -p` and `rsync -t` leave it
+    assert source_version(source) != before
 
 
 def test_the_version_follows_every_change_of_a_manifest_and_its_images(tmp_path: Path) -> None:

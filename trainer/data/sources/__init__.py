@@ -110,8 +110,8 @@ def list_source(source: str, *, outside: Outside = "refuse", multi_label: bool =
 def source_version(source: str, *, outside: Outside = "refuse") -> str:
     """Return a text that changes when the images behind `data.source` change, without reading them.
 
-    Files on this machine are distinguished by name, size and time of change, objects of a store by key, size and ETag, a data set of the
-    Hub by its commit. The text is empty where that cannot be known; a line of the log says why.
+    Files on this machine are distinguished by name, size, mtime and ctime, objects of a store by key, size and ETag, a data set of the Hub
+    by its commit. The text is empty where that cannot be known; a line of the log says why.
 
     Raises:
         SettingsError: it is not a source.

@@ -17,7 +17,7 @@ from trainer.data.sources.source import (
     SourceListing,
     objects_digest,
     read_file,
-    size_and_mtime,
+    size_and_times,
     split_of,
 )
 from trainer.errors import DataError
@@ -106,7 +106,7 @@ class ImageFolder(ImageSource):
                 raise DataError(f"folder {self.name}: does not exist; check data.source")
             return sha256
         return digest(
-            [[file.name, *size_and_mtime(file.location)] for file in list_files(self.name, self.outside).files]
+            [[file.name, *size_and_times(file.location)] for file in list_files(self.name, self.outside).files]
         )
 
     def _has_splits(self, folders: Iterable[str]) -> bool:

@@ -26,7 +26,7 @@ from trainer.data.sources.source import (
     UnknownVersionError,
     objects_digest,
     read_file,
-    size_and_mtime,
+    size_and_times,
 )
 from trainer.data.sources.table_file import TableFile, TableRow, class_name, folded
 from trainer.errors import DataError, StorageError
@@ -140,14 +140,14 @@ class ImageManifest(ImageSource):
 
     def version(self) -> str:
         table = self._table()
-        local: list[tuple[int, int]] = []
+        local: list[tuple[int, int, int]] = []
         remote: dict[str, set[str]] = {}  # store -> locations of images in it
         for row in self._rows(table, _columns(table)):
             if storage.is_remote(row.location):
                 store = "/".join(row.location.split("/", 3)[:3])
                 remote.setdefault(store, set()).add(row.location)
             else:
-                local.append(size_and_mtime(row.location))
+                local.append(size_and_times(row.location))
         if not remote:
             return digest([table.text, local])
         return digest([table.text, local, [_objects_version(remote[store]) for store in sorted(remote)]])

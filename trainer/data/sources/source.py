@@ -149,13 +149,17 @@ def read_file(location: str, limit: int = limits.IMAGE_BYTES) -> bytes:
         raise FileNotFoundError(str(error)) from error
 
 
-def size_and_mtime(location: str) -> tuple[int, int]:
-    """Return size and time of change (in ns) of a local file; (-1, 0) where none can be seen, so that its arrival counts as a change."""
+def size_and_times(location: str) -> tuple[int, int, int]:
+    """Return size, mtime and ctime (in ns) of a local file; (-1, 0, 0) where none can be seen, so that its arrival counts as a change.
+
+    `cp -p`, `rsync -t` and `tar` set the mtime of a file that they replace to any time; only the system sets the ctime. It also changes
+    where the bytes stay, as with a copied data set or changed rights, which costs no more than reading the images again.
+    """
     try:
         status = storage.local_path(location).stat()
     except OSError:  # reading it says why
-        return -1, 0
-    return status.st_size, status.st_mtime_ns
+        return -1, 0, 0
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def objects_digest(uri: str, most: int, wanted: Callable[[str], bool]) -> tuple[str, int] | None:
