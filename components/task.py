@@ -120,6 +120,7 @@ def predict(photos: str, model: str, output: str, top: int, force: bool) -> tupl
     """Predict all photos of a folder, as `vit-distill predict --output`; gives how many there are, and how many are unreadable."""
     with reporting("predict_photos"):
         classifier = photo_classifier.load_model(model, judged=not force)
+        logger.info("%s", classifier)
         made = batch_prediction.predict_folder(classifier, photos, output, top=top)
         logger.info("%s", batch_prediction.line(made, output))
         return int(made["photos"]), int(made["unreadable"])

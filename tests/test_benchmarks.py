@@ -111,8 +111,9 @@ def test_curation(bench):
 
 
 @pytest.mark.slow
-def test_serving(bench, tmp_path):
+def test_serving(bench, tmp_path, monkeypatch):
     """A run that is registered in a store of its own, served by processes of their own."""
+    monkeypatch.chdir(tmp_path)
     given = ["--set", *RECIPE, "evaluate.gate.max_accuracy_drop=1"]
     assert cli.main(["run", "digits", *given, "--output", str(tmp_path / "runs" / "one"), "--processes", "1"]) == 0
     table = bench(

@@ -17,11 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer import __version__, commands, config, errors, launch, limits, stages, tracking
+from trainer import __version__, commands, config, errors, launch, limits, stages, storage, tracking
 from trainer.commands import Subparsers
 from trainer.errors import DataError, SettingsError, TrainerError
 from trainer.host import Terminated, ended_by_sigterm, escape_what_cannot_be_printed
 from trainer.prediction import Prediction
+
+logger = logging.getLogger(__name__)
 
 SCRIPT = "vit-distill"  # what the script is called that an installation brings
 
@@ -378,6 +380,7 @@ def _predict(options: argparse.Namespace) -> None:
         )
     model = photo_classifier.load_model(options.model, judged=not options.force)
     if options.output:
+        logger.info("%s", model)
         made = batch_prediction.predict_folder(model, options.photos[0], options.output, top=options.top)
         print(batch_prediction.line(made, options.output))
         return
@@ -385,6 +388,7 @@ def _predict(options: argparse.Namespace) -> None:
         said = model.predictions(options.photos, top=options.top)
     except BadImageError as error:
         raise DataError(f"{error}; mend the photo or leave it out") from error
+    logger.info("%s", model)
     if options.json:
         found = [
             # Only models for several labels a photo name some.
@@ -435,6 +439,7 @@ def _export(options: argparse.Namespace) -> None:
     """
     from trainer.export import exporting, variants
 
+    logger.info("%s: its student is exported", storage.with_target(options.run))
     made = exporting.export(
         options.run, options.output, quantized=options.quantized, openvino=options.openvino, force=options.force
     )
@@ -498,6 +503,9 @@ def _serve(options: argparse.Namespace) -> None:
 
     with photo_classifier.export_at(options.export, judged=not options.force) as place:
         model = ExportedClassifier(place, threads=options.threads, force=options.force)
+    is_registered = options.export.startswith(tracking.REGISTERED)
+    name = options.export if is_registered else storage.with_target(options.export)
+    logger.info("%s", photo_classifier.answering(name, model.created, model.labels))
     beside: Callable[[bytes, int], Prediction] | None = None
     if options.beside:
         other = photo_classifier.load_model(options.beside)

@@ -10,13 +10,15 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer import artifacts, limits, storage, tracking
+from trainer.artifacts import Manifest
 from trainer.errors import ArtifactError, ModelError, SettingsError
-from trainer.formatting import aligned
+from trainer.formatting import aligned, listed
 from trainer.formatting import exact as _shown
 from trainer.graph import STUDENT
 from trainer.local_files import with_home
@@ -32,17 +34,23 @@ if TYPE_CHECKING:
 
     from trainer.served_student.student import Photo, ServedStudent
 
+_LISTED = 5  # classes that a line names, at most
+
 
 class PhotoClassifier:
     """A trained model on the CPU, with the preprocessing that it was trained and measured with."""
 
-    def __init__(self, served: ServedStudent, fingerprint: str) -> None:
-        """Wrap a model as MLflow would load it; `load_model` makes these."""
-        self._served = served
-        self.fingerprint = fingerprint
+    def __init__(self, served: ServedStudent, manifest: Manifest, name: str) -> None:
+        """Wrap a model as MLflow would load it, with the manifest of its directory and how messages name it; `load_model` makes these."""
+        self._served, self._name, self._created = served, name, manifest.created
+        self.fingerprint = manifest.fingerprint
         """Of the model directory."""
         self.labels: Sequence[str] = tuple(served.labels)
         """Name of each class, in the order of the model's outputs."""
+
+    def __str__(self) -> str:
+        """Say in a line which model answers."""
+        return answering(self._name, self._created, self.labels)
 
     @property
     def tags(self) -> ClassTags | None:
@@ -118,33 +126,37 @@ def load_model(place: str | Path, *, judged: bool = False) -> PhotoClassifier:
     with _found(with_home(place)) as found:
         if judged:
             _refuse(place, found.refusals)
-        if _is_export(found.directory):
-            return _exported(found.directory, judged=judged)
-        model = artifacts.read(found.directory, "model")
-
-        from trainer import models
-        from trainer.served_student.student import ServedStudent
-
-        card = models.outline(model.path).card  # which also checks the description before anything is built by it
-        if not card.labels:
-            raise ModelError(
-                f"model {found.directory}: has no head, so it names no class; load the student that it teaches (distill.head=probe fits a "
-                "head)"
-            )
-        if card.square is None:
-            raise ModelError(
-                f"model {found.directory}: {models.CONFIG} does not say how a photo becomes its input, because an older version wrote it; "
-                "train it again"
-            )
-        served = ServedStudent(model.path)
-        served.tags = served.tags or found.tags
-        served.temperature = card.temperature or found.temperature
-        served.threshold = found.threshold if found.threshold is not None else card.threshold
-        return PhotoClassifier(served, model.fingerprint)
+        return _exported(found, judged=judged) if _is_export(found.directory) else _in_torch(found)
 
 
-def _exported(directory: str, *, judged: bool) -> PhotoClassifier:
+def _in_torch(found: _Found) -> PhotoClassifier:
+    """Load a model directory."""
+    model = artifacts.read(found.directory, "model")
+
+    from trainer import models
+    from trainer.served_student.student import ServedStudent
+
+    card = models.outline(model.path).card  # which also checks the description before anything is built by it
+    if not card.labels:
+        raise ModelError(
+            f"model {found.directory}: has no head, so it names no class; load the student that it teaches (distill.head=probe fits a "
+            "head)"
+        )
+    if card.square is None:
+        raise ModelError(
+            f"model {found.directory}: {models.CONFIG} does not say how a photo becomes its input, because an older version wrote it; "
+            "train it again"
+        )
+    served = ServedStudent(model.path)
+    served.tags = served.tags or found.tags
+    served.temperature = card.temperature or found.temperature
+    served.threshold = found.threshold if found.threshold is not None else card.threshold
+    return PhotoClassifier(served, model, found.name)
+
+
+def _exported(found: _Found, *, judged: bool) -> PhotoClassifier:
     """Load what `export` has made."""
+    directory = found.directory
     export = artifacts.read(directory, "export")
     if judged:
         _refuse(directory, export.figures.get("reasons", ()))
@@ -163,7 +175,7 @@ def _exported(directory: str, *, judged: bool) -> PhotoClassifier:
     try:
         if TAGS in export.files:  # which the student reads without a limit, as it travels without this package
             storage.read_json(export.path / TAGS)
-        return PhotoClassifier(ServedStudent(export.path), export.fingerprint)
+        return PhotoClassifier(ServedStudent(export.path), export, found.name)
     except Exception as error:  # the runtimes have classes of their own
         said = limits.cut(" ".join(str(error).split()), 300)
         raise ArtifactError(f"export {directory}: cannot be loaded ({said}); export the student again") from error
@@ -203,6 +215,11 @@ def _export_of_a_run(place: str, *, judged: bool) -> str:
     return directory
 
 
+def answering(name: str, created: datetime, labels: Sequence[str]) -> str:
+    """Say in a line which model answers."""
+    return f"{name} answers: made {created.astimezone():%Y-%m-%d %H:%M}, {len(labels):,} classes: {listed(labels, _LISTED)}"
+
+
 def _reads_runs() -> bool:
     """Return whether what reads the directories of runs is installed: the server's image has only what serves."""
     return find_spec("torch") is not None
@@ -223,6 +240,8 @@ def _refuse(place: str | Path, reasons: Sequence[object]) -> None:
 class _Found:
     """Where a model is, and what is known of it."""
 
+    name: str
+    """As messages name it."""
     directory: str
     refusals: Sequence[object] = ()
     """Conditions of the gate that it did not meet."""
@@ -242,18 +261,19 @@ def _found(place: str) -> Iterator[_Found]:
 
             runner.track_here()
         with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
-            files, passed = tracking.registered_model(place, Path(folder))
+            version, files, passed = tracking.registered_model(place, Path(folder))
             directory = next((path for path in sorted(files.glob("data/*")) if artifacts.exists(path)), None)
             if directory is None:
                 raise ModelError(f"model {place}: holds no student; name one that the stage register has registered")
-            yield _Found(directory=str(directory), refusals=() if passed else ("its MLflow run says why",))
+            name = place if place == version else f"{place} ({version})"
+            yield _Found(name=name, directory=str(directory), refusals=() if passed else ("its MLflow run says why",))
     elif artifacts.exists(place):
-        yield _Found(directory=place)
+        yield _Found(name=storage.with_target(place), directory=place)
     else:
         from trainer import finished_run
 
         evaluation = finished_run.evaluation_of_student(place)
-        found = _Found(directory=finished_run.find(place, STUDENT))
+        found = _Found(name=storage.with_target(place), directory=finished_run.find(place, STUDENT))
         if evaluation is None:
             yield found
             return

@@ -24,21 +24,36 @@ logger = logging.getLogger(__name__)
 
 RUNS = Path("runs")  # where runs are kept unless an output is given
 LATEST = "latest"
+"""Link in `RUNS` to the run that started last, wherever its output is and however it ended."""
 IDENTITY = ".run-id"  # name of the file in a run's directory by which MLflow's runs of it are known
 
 
 def new_directory(recipe: str, output: str | None) -> Path:
-    """Make the directory of a run, by default a new `runs/<time>-<recipe>`, and let `runs/latest` point to it."""
+    """Make the directory of a run, by default a new `runs/<time>-<recipe>`, and point `runs/latest` to it."""
     directory = storage.local_path(output) if output else _unused_directory(recipe)
     make_directory(directory)
     with writing_to(directory):
         if not os.access(directory, os.W_OK):
             raise OutputError(f"cannot write to {directory}: no permission to write; choose another output")
-        if not output:
-            link = RUNS / f".{LATEST}.{os.getpid()}"
-            link.symlink_to(directory.name)
-            link.replace(RUNS / LATEST)
+    _point_latest_to(directory)
     return directory
+
+
+def _point_latest_to(directory: Path) -> None:
+    """Point `runs/latest` to a run; a warning where that cannot be, since the run itself can write its output."""
+    runs, target = RUNS.resolve(), directory.resolve()
+    link = RUNS / f".{LATEST}.{os.getpid()}"
+    try:
+        RUNS.mkdir(parents=True, exist_ok=True)
+        # Relative below `runs/`, so that the folder can be moved.
+        link.symlink_to(target.relative_to(runs) if target.is_relative_to(runs) else target)
+        try:
+            link.replace(RUNS / LATEST)
+        except OSError:
+            link.unlink()
+            raise
+    except OSError as error:  # a read-only folder, a file system without links, a real directory of that name
+        logger.warning("%s does not point to this run (%s); name %s instead", RUNS / LATEST, error.strerror, directory)
 
 
 def _unused_directory(recipe: str) -> Path:

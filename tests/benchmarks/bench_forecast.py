@@ -31,6 +31,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s  %(message)s", datefmt="%H:%M:%S")
     with tempfile.TemporaryDirectory(prefix="forecast-") as folder:
+        runner.RUNS = Path(folder, "runs")  # the user's `runs/latest` stays where it is
         bill = measured(options.recipe, options.overrides, options.output or folder, options.processes)
     print("\n".join(["", *bill_table(bill), "", *comparison(bill)]))
 

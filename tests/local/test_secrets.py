@@ -119,6 +119,7 @@ def test_a_run_leaves_no_secret_behind(object_store, planted, teacher, tmp_path)
                 *("pretrain.mae.epochs=0", "pretrain.finetune.epochs=0", f"pretrain.weights={teacher}"),
                 *("distill.epochs=1", "distill.checkpoint_every=5", "evaluate.latency_runs=10"),
             ],
+            cwd=tmp_path,
             env=kept
             | places
             | {

@@ -246,6 +246,7 @@ def test_a_full_disk_in_training(distillation):
 
 def test_a_tracking_server_that_is_down(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.chdir(tmp_path)  # `runs/latest` is there
     output = tmp_path / "run"
     assert_message(capsys, ".*http://127.0.0.1:9", "run", "digits", "--output", output, code=CRASH_EXIT_CODE)
     assert not (tmp_path / "run" / "dataset").exists()

@@ -84,6 +84,18 @@ def test_each_photo_gets_its_labels_the_answer_and_its_attributes(run, photos, c
     assert any(line.split() == ["parity", said[0]["attributes"]["parity"]] for line in lines[4:])
 
 
+def test_the_run_that_answers_is_named(run, photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "latest").symlink_to(run)
+    assert cli.main(["predict", photos[0]]) == 0
+    made = artifacts.manifest(run / "student", "model").created.astimezone()
+    line = f"runs/latest ({run}) answers: made {made:%Y-%m-%d %H:%M}, 10 classes: 0, 1, 2, 3, 4 and 5 more\n"
+    assert capsys.readouterr().err.endswith(line)
+    assert cli.main(["predict", photos[0], "--model", str(run)]) == 0
+    assert f"  {run} answers: made " in capsys.readouterr().err
+
+
 def test_an_export_is_asked_as_its_run_is_with_the_temperature_that_a_directory_alone_does_not_know(
     judged_run, exported, trained_digits, monkeypatch, tmp_path
 ):

@@ -8,7 +8,9 @@ import pytest
 from trainer import artifacts, config, devices, runner, stages
 
 
-def test_an_output_is_one_run_also_when_it_is_moved_and_no_other_of_its_name(tmp_path):
+def test_an_output_is_one_run_also_when_it_is_moved_and_no_other_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
     def identity(place):
         return runner.environment(config.resolve("digits"), runner.new_directory("digits", str(place)))[
             "TRAINER_RUN_ID"
@@ -33,6 +35,22 @@ def test_runs_that_start_in_the_same_second_have_directories_of_their_own(tmp_pa
     first = "20261127-033116-digits"
     assert [one.name for one in made] == [first, f"{first}-2", f"{first}-3"]
     assert (runner.RUNS / runner.LATEST).resolve() == made[-1].resolve()
+
+
+@pytest.mark.parametrize("output", ["shelf", "runs/shelf", "elsewhere/shelf"])
+def test_the_latest_run_is_the_newest_one_also_in_an_output_of_its_own(tmp_path, monkeypatch, output):
+    monkeypatch.chdir(tmp_path)
+    runner.new_directory("digits", None)
+    newest = runner.new_directory("digits", output)
+    assert (runner.RUNS / runner.LATEST).resolve() == newest.resolve() == tmp_path / output
+
+
+def test_a_run_goes_on_where_latest_cannot_point_to_it(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    (runner.RUNS / runner.LATEST).mkdir(parents=True)
+    assert runner.new_directory("digits", "shelf").is_dir()
+    assert "runs/latest does not point to this run (Is a directory); name shelf instead" in caplog.text
+    assert [path.name for path in runner.RUNS.iterdir()] == [runner.LATEST]
 
 
 @pytest.fixture

@@ -650,8 +650,8 @@ def test_a_model_goes_to_a_store_and_comes_back_through_the_server_and_not_by_ad
             client.log_artifact(run.run_id, str(tmp_path / "model.txt"), "model")
         client.create_registered_model("in-a-store")
         client.create_model_version("in-a-store", f"{run.artifact_uri}/model", run.run_id)
-        files, passed = tracking.registered_model("models:/in-a-store/1", tmp_path / "fetched")
-        assert passed
+        version, files, passed = tracking.registered_model("models:/in-a-store/1", tmp_path / "fetched")
+        assert (version, passed) == ("models:/in-a-store/1", True)
         assert (files / "model.txt").read_text() == "weights"
         assert object_store.sent("model.txt")
         assert not [request for request in object_store.requests if "X-Amz-Signature" in request.query]

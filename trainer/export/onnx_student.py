@@ -113,6 +113,8 @@ class ExportedClassifier:
             )
         self.version = export.fingerprint[:12]
         """Changes with every file of the export."""
+        self.created = export.created
+        """When the export was completed."""
         self._student = OnnxStudent(export.path / card["file"], threads=threads, runtime=self.runtime)
         # So that the first request is no slower.
         self.probabilities(np.zeros((1, self.square.size, self.square.size, 3), dtype=np.uint8))

@@ -90,6 +90,17 @@ def local_path(uri: str | Path) -> Path:
     return checked_path(path)
 
 
+def with_target(uri: str | Path) -> str:
+    """Return a URI for a message, with what a link on this machine, such as `runs/latest`, leads to."""
+    if is_remote(uri):
+        return str(uri)
+    path, here = local_path(uri), Path.cwd()
+    target = path.resolve()
+    if target == Path(os.path.normpath(path.absolute())):
+        return str(uri)
+    return f"{uri} ({target.relative_to(here) if target.is_relative_to(here) else target})"
+
+
 def join(uri: str | Path, *names: str) -> str:
     """Append names to a URI."""
     return "/".join((str(uri).rstrip("/"), *names))

@@ -528,7 +528,7 @@ def _fetching() -> Iterator[None]:
         yield
 
 
-def registered_model(place: str, folder: Path) -> tuple[Path, bool]:
+def registered_model(place: str, folder: Path) -> tuple[str, Path, bool]:
     """Fetch a model of the registry.
 
     Args:
@@ -536,7 +536,7 @@ def registered_model(place: str, folder: Path) -> tuple[Path, bool]:
         folder: where a copy goes, if the store is not on this machine.
 
     Returns:
-        The directory of its files, and whether it passed its gate.
+        Its version, `models:/NAME/VERSION`; the directory of its files; and whether it passed its gate.
 
     Raises:
         TrackingError: MLflow does not answer, or has no such model.
@@ -551,7 +551,7 @@ def registered_model(place: str, folder: Path) -> tuple[Path, bool]:
             tracking_uri=uri(),
             registry_uri=os.environ.get("MLFLOW_REGISTRY_URI"),
         )
-    return Path(files), passed
+    return pinned, Path(files), passed
 
 
 def registered_version(place: str) -> tuple[str, bool]:
