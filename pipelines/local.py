@@ -77,11 +77,14 @@ def run(options: argparse.Namespace) -> None:
             raise OutputError(
                 f"cannot write to {directory}: it has {own.name}/ of `python -m trainer run`; choose another output"
             )
-    # The names of an earlier run here; nothing takes the place of what this one leaves out.
-    for left in (directory / finished_run.SUMMARY, directory / finished_run.INDEX, *filter(Path.is_symlink, folders)):
-        left.unlink(missing_ok=True)
     variables = {**_environment(settings, directory, place), task.DEBUG: "1" if options.debug else ""}
-    with environment_variables(variables):
+    with runner.only_run_in(directory), environment_variables(variables):
+        # The names of an earlier run here; nothing takes the place of what this one leaves out.
+        for left in (
+            *(directory / finished_run.SUMMARY, directory / finished_run.INDEX),
+            *filter(Path.is_symlink, folders),
+        ):
+            left.unlink(missing_ok=True)
         try:
             summary = _run_pipeline(
                 {**parameters, **asdict(place)}, directory, needed_stages(settings), fresh=options.fresh

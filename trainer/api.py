@@ -58,7 +58,8 @@ def run_stage(
     settings = config.resolve(recipe, overrides)
     uris = {keyword: with_home(place) for keyword, place in directories.items()}
     given = {"recipe": recipe, "resolved": settings.model_dump(mode="json")}
-    with environment_variables({config.DEVICE_VARIABLE: os.environ.get(config.DEVICE_VARIABLE, settings.run.device)}):
+    device = {config.DEVICE_VARIABLE: os.environ.get(config.DEVICE_VARIABLE, settings.run.device)}
+    with runner.only_stage_in(uris[keyword] for keyword in stage.outputs), environment_variables(device):
         runner.run_stage(stage, settings.for_stage(name), uris, processes=processes, given=given)
     return {keyword: artifacts.manifest(uris[keyword], kind) for keyword, kind in stage.outputs.items()}
 

@@ -36,12 +36,16 @@ from trainer.graph import SCHEMA_VERSIONS, Kind
 from trainer.local_files import located
 from trainer.storage import cache
 from trainer.storage.transfers import FileRecord, download_directory, upload_directory
+from trainer.storage.writers import LOCK
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _WITHOUT_CACHE = "on a cluster, where KFP's cache takes that stage for done, start a run without the cache: make deploy-pipeline FRESH=1"
 
+_COMPARED_ELSEWHERE = ("teacher", "pretrain_evidence", "teacher_outputs")
+"""Inputs whose own origin `check_related` passes over: a teacher may have been trained on other images, and `recording.check_fits` says
+what exactly differs of recorded outputs."""
 _COVERED = ("kind", "schema_version", "settings", "parents", "files")
 _MEMBERS = {
     str: ("kind", "fingerprint"),
@@ -174,7 +178,7 @@ def contribute(uri: str | Path, folder: Path) -> dict[str, FileRecord]:
     records: dict[str, FileRecord] = {
         file.relative_to(folder).as_posix(): {"size": file.stat().st_size, "sha256": storage.file_digest(file)}
         for file in sorted(folder.rglob("*"))
-        if file.is_file() and not file.name.endswith(".partial") and file != folder / MANIFEST
+        if file.is_file() and not file.name.endswith(".partial") and file not in (folder / MANIFEST, folder / LOCK)
     }
     if storage.is_remote(uri):
         upload_directory(folder, str(uri), records)
@@ -288,6 +292,27 @@ def manifest(uri: str | Path, kind: Kind) -> Manifest:
         return Manifest(**members | {"created": datetime.fromisoformat(members["created"]), "place": place})
     except (TypeError, ValueError) as error:
         raise ArtifactError(f"{kind} {uri}: {MANIFEST} is not readable ({error}); make it again") from error
+
+
+def check_related(places: Mapping[str, str | Path], kinds: Mapping[str, Kind]) -> None:
+    """Make sure that the inputs of a stage belong together: what one of them was made from is the input of that name.
+
+    Args:
+        places: name of each input, as its children call it -> its URI; other names are passed over.
+        kinds: name of each input that the stage knows -> its kind.
+
+    Raises:
+        ArtifactError: one was made from another one, or has no manifest.
+    """
+    given = {name: manifest(places[name], kind) for name, kind in kinds.items() if name in places}
+    for name, child in given.items():
+        for parent in child.parents.keys() & given.keys() if name not in _COMPARED_ELSEWHERE else ():
+            made_from, there = child.parents[parent], given[parent].fingerprint
+            if made_from != there:
+                raise ArtifactError(
+                    f"{name} {places[name]}: was made from another {parent} (fingerprint {made_from[:12]}) than {places[parent]} "
+                    f"({there[:12]}); give the {parent} that it was made from, or make the {name} again from this one"
+                )
 
 
 def weights_version(weights: str, file: str = "") -> str:

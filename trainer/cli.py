@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -216,6 +216,19 @@ def _stage(options: argparse.Namespace) -> None:
             raise SettingsError(f"--settings {options.settings!r} is not a JSON object")
     keywords = (*stage.all_inputs, *stage.outputs)
     directories = {name: value for name in keywords if (value := getattr(options, name)) is not None}
+    if options.worker or options.node:  # whoever launched this holds the outputs
+        _start_stage(options, settings, section, directories)
+        return
+    from trainer import runner
+
+    with runner.only_stage_in(directories[name] for name in stage.outputs):
+        _start_stage(options, settings, section, directories)
+
+
+def _start_stage(
+    options: argparse.Namespace, settings: config.Settings, section: Any, directories: Mapping[str, str]
+) -> None:
+    stage: stages.Stage = options.stage
     if stage.launched and not options.worker:
         config.validate_section(stage.section, section)
         run = launch.join_node if options.node else launch.run_here

@@ -9,6 +9,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from trainer.errors import ArtifactError, OutputError, TrackingError, make_direc
 from trainer.finished_run import SUMMARY
 from trainer.graph import STAGES, Stage
 from trainer.host import environment_variables
+from trainer.storage.writers import one_writer
 from trainer.tuning.tuning_schema import read_tuning
 
 logger = logging.getLogger(__name__)
@@ -35,8 +37,21 @@ def new_directory(recipe: str, output: str | None) -> Path:
     with writing_to(directory):
         if not os.access(directory, os.W_OK):
             raise OutputError(f"cannot write to {directory}: no permission to write; choose another output")
-    _point_latest_to(directory)
+    with one_writer([directory]):
+        _point_latest_to(directory)
     return directory
+
+
+def only_run_in(directory: Path) -> AbstractContextManager[None]:
+    """Hold the output of a run; an `OutputError` where another run, or a stage alone, is writing there."""
+    folders = [directory / spec.folder for stage in STAGES.values() for spec in stage.makes.values()]
+    return one_writer([directory], beside=folders)
+
+
+def only_stage_in(outputs: Iterable[str]) -> AbstractContextManager[None]:
+    """Hold the outputs of a stage that runs alone; an `OutputError` where another one, or the run that they lie in, is writing there."""
+    places = [*outputs]
+    return one_writer(places, beside=dict.fromkeys(map(storage.parent, places)))
 
 
 def _point_latest_to(directory: Path) -> None:
@@ -94,7 +109,7 @@ def run(
     processes = processes or launch.processes_here(settings.run.device)
     settings = preflight.checked(settings, trains_here=True, processes=processes)
     directory = new_directory(recipe, output)
-    with environment_variables(environment(settings, directory)):
+    with only_run_in(directory), environment_variables(environment(settings, directory)):
         return _run_all(recipe, settings, directory, processes)
 
 

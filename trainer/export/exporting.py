@@ -26,13 +26,14 @@ from trainer.evaluation.embeddings import spread
 from trainer.export import int8, missing_package, onnx_graph, variants
 from trainer.export.onnx_student import Logits, OnnxStudent, Pixels
 from trainer.export.variants import FLOAT, FinalFigures, ServingCandidate, Yardstick
-from trainer.graph import DATASET, EVALUATION, STUDENT
+from trainer.graph import DATASET, EVALUATION, STAGES, STUDENT
 from trainer.models import Classifier, ModelCard
 from trainer.served_student import preprocessing
 from trainer.served_student.class_tags import TAGS
 from trainer.served_student.onnx_network import INPUT, ONNX_RUNTIME, OPENVINO, OUTPUT
 from trainer.served_student.preprocessing import Square
 from trainer.served_student.student import EXPORT_CARD
+from trainer.storage.writers import one_writer
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,9 @@ def export(
     if finished_run.evaluation_of_student(run) is None:
         raise ModelError(f"{run}: its student was not evaluated, so no variant can be judged; complete the run first")
     given = {spec.name: finished_run.find(run, spec) for spec in (DATASET, STUDENT, EVALUATION)}
-    return make(ExportSettings(int8=quantized, openvino=openvino), output, **given, strict=True, force=force)
+    artifacts.check_related(given, STAGES["export"].inputs)
+    with one_writer([output]):
+        return make(ExportSettings(int8=quantized, openvino=openvino), output, **given, strict=True, force=force)
 
 
 def make(

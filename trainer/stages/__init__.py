@@ -12,7 +12,7 @@ import importlib
 import json
 from collections.abc import Mapping
 
-from trainer import config
+from trainer import artifacts, config
 from trainer.graph import STAGES, Stage
 
 __all__ = ["STAGES", "Stage", "call"]
@@ -26,6 +26,11 @@ def call(stage: str, settings_json: str, directories: Mapping[str, str], **furth
         settings_json: its section of the settings, as a JSON object.
         directories: keyword of each input and output -> its directory.
         further: what only this stage takes, such as register's `recipe` and `resolved`.
+
+    Raises:
+        ArtifactError: the inputs do not belong together, such as a student and a teacher that did not teach it.
     """
     section = config.validate_section(STAGES[stage].section, json.loads(settings_json))
+    if len(inputs := STAGES[stage].all_inputs) > 1:
+        artifacts.check_related(directories, inputs)
     importlib.import_module(f"trainer.stages.{stage}").run(section, **directories, **further)
