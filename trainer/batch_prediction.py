@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 SUMMARY = "_predictions.json"
 """Written last: what was asked, and how many photos were answered. Readers of a folder of Parquet files pass over such a name."""
 PHOTOS_PER_FILE = 2048
+_STUDENT = "student"
 _BATCH, _READERS = 64, 8
 _LOG_SECONDS = 30.0
 
@@ -49,6 +50,7 @@ def predict_folder(
             `photo`, `label` and `probability` of the most probable class, `labels` and `probabilities` of the `top` most probable,
             `answer`, `confidence` and `attributes` where the model has tags, `named` and lists of the attributes of each of these where a
             photo may have several labels, and `error`, which is empty but for a photo that cannot be read, and then nothing else is there.
+            Each file's metadata, and `_predictions.json`, have the `student`: its fingerprint.
         top: how many labels each photo gets.
         photos_per_file: how many rows each file has, but for the last.
 
@@ -99,7 +101,8 @@ def predict_folder(
         pq.write_table(pa.Table.from_pylist(rows, schema=_schema(model)), sink, compression="zstd")
         storage.write_bytes(storage.join(output, name), sink.getvalue().to_pybytes())
     unreadable = sum(_unreadable(storage.read_bytes(storage.join(output, name))) for name in names)
-    summary = asked | {"labels": list(model.labels), "photos": len(photos), "unreadable": unreadable, "files": names}
+    counts = {"photos": len(photos), "unreadable": unreadable}
+    summary = asked | {"student": model.student, "labels": list(model.labels), **counts, "files": names}
     text = json.dumps(summary, indent=2, ensure_ascii=False)
     storage.write_bytes(storage.join(output, SUMMARY), f"{text}\n".encode())
     for remark in found.remarks():
@@ -164,7 +167,21 @@ def _schema(model: PhotoClassifier) -> pa.Schema:
         kinds = {name: pa.float64() if model.tags.is_number(name) else pa.string() for name in model.tags.attributes}
         each = [(name, pa.list_(kind) if several else kind) for name, kind in kinds.items()]
         fields.append(pa.field("attributes", pa.struct(each)))
-    return pa.schema([*fields, pa.field("error", pa.string())])
+    return pa.schema([*fields, pa.field("error", pa.string())], metadata={_STUDENT: model.student})
+
+
+def student_of(file: str, schema: pa.Schema) -> str:
+    """Return of which student a file of predictions is: its fingerprint; empty where neither the file nor what lies beside it says so.
+
+    Of what an earlier version wrote it is the fingerprint of the model's directory.
+    """
+    if _STUDENT.encode() in (schema.metadata or {}):
+        return str(schema.metadata[_STUDENT.encode()].decode())
+    beside = storage.join(storage.parent(file), SUMMARY)
+    if not storage.exists(beside):
+        return ""
+    summary = storage.read_json(beside)
+    return str(summary.get("student") or summary.get("model", "")) if isinstance(summary, dict) else ""
 
 
 def _unreadable(content: bytes) -> int:

@@ -11,7 +11,8 @@ Shapes: K classes or bins of confidence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,11 +22,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainer import artifacts, charts, finished_run, limits, pages, storage
+from trainer import artifacts, batch_prediction, charts, finished_run, limits, pages, storage
 from trainer.charts import Bar
 from trainer.errors import ArtifactError, DataError
 from trainer.evaluation.metrics import confidence_bins
-from trainer.formatting import isolated, percent
+from trainer.formatting import isolated, listed, percent
 from trainer.graph import EVALUATION
 from trainer.pages import Figure, PageSection, Paragraph, Table
 
@@ -65,6 +66,10 @@ class Drift:
     """Smallest distance that counts."""
     unreadable: int
     """New photos that could not be read."""
+    left_out: Mapping[str, int]
+    """Fingerprint of each other student -> how many of the predictions are of it, and were not compared."""
+    unnamed: int
+    """Predictions that were compared although they do not say of which student they are."""
 
     @property
     def reasons(self) -> list[str]:
@@ -94,7 +99,7 @@ def _distances(first: Ints, second: Ints) -> npt.NDArray[np.float64]:
 
 
 def compare(run: str, predictions: str, *, limit: float) -> Drift:
-    """Compare predictions with the evaluation of a run's student.
+    """Compare predictions of a run's student with its evaluation; those that say that they are of another student are left out.
 
     Args:
         run: the directory of a run, here or in a store.
@@ -104,7 +109,7 @@ def compare(run: str, predictions: str, *, limit: float) -> Drift:
 
     Raises:
         ArtifactError: the run has no evaluation of its student, or it is damaged.
-        DataError: there are fewer than `FEWEST` predictions, or they are not of this student's classes.
+        DataError: there are fewer than `FEWEST` predictions of this student, or they are not of this student's classes.
         StorageError: a file is missing, or the store does not answer or refuses.
     """
     if finished_run.evaluation_of_student(run) is None:
@@ -113,8 +118,13 @@ def compare(run: str, predictions: str, *, limit: float) -> Drift:
     index = {label: number for number, label in enumerate(labels)}
     several, bins = len(predicted) > len(labels), len(before)
     now, confidences, unreadable = np.zeros_like(predicted), list[float](), 0
+    own, left_out, unnamed = finished_run.names_of_student(run), Counter[str](), 0
     for file, rows in _read(predictions, several=several):
-        for found, probability in rows:
+        for found, probability, student in rows:
+            if student and student not in own:
+                left_out[student] += 1
+                continue
+            unnamed += not student
             if found is None:
                 unreadable += 1
                 continue
@@ -129,8 +139,9 @@ def compare(run: str, predictions: str, *, limit: float) -> Drift:
             now[[index[label] for label in found] or [-1]] += 1
             confidences.append(probability)
     if len(confidences) < FEWEST:
+        others = f" of the student of {run} ({_others(left_out)})" if left_out else ""
         raise DataError(
-            f"{predictions}: holds {len(confidences)} predictions, too few to compare; give at least {FEWEST}"
+            f"{predictions}: holds {len(confidences)} predictions{others}, too few to compare; give at least {FEWEST}"
         )
     sure = np.bincount(confidence_bins(np.array(confidences), bins), minlength=bins)
     edges = [f"{low:.0%} to {low + 1 / bins:.0%}" for low in np.arange(bins) / bins]
@@ -139,7 +150,15 @@ def compare(run: str, predictions: str, *, limit: float) -> Drift:
         confidence=shift(edges, before, sure),
         limit=limit,
         unreadable=unreadable,
+        left_out=left_out,
+        unnamed=unnamed,
     )
+
+
+def _others(left_out: Mapping[str, int]) -> str:
+    """Say how many predictions of other students are left out."""
+    named = listed([f"{count:,} of {student[:12]}" for student, count in left_out.items()], 3)
+    return f"left out, because they are of another student: {named}"
 
 
 def _judged(evaluation: Path) -> tuple[Sequence[str], Ints, Ints]:
@@ -180,10 +199,11 @@ def _judged(evaluation: Path) -> tuple[Sequence[str], Ints, Ints]:
     return labels, predicted, before
 
 
-def _read(predictions: str, *, several: bool) -> Iterator[tuple[str, list[tuple[list[Any] | None, Any]]]]:
-    """Yield each file of predictions with its rows: the labels, and the probability of the most probable one.
+def _read(predictions: str, *, several: bool) -> Iterator[tuple[str, list[tuple[list[Any] | None, Any, str]]]]:
+    """Yield each file of predictions with its rows: the labels, the probability of the most probable one, and whose prediction it is.
 
-    The labels are those that are `named` where an image may have several, else the one; None of a photo that could not be read.
+    The labels are those that are `named` where an image may have several, else the one; None of a photo that could not be read. Whose it is
+    is the fingerprint of a student or, in what an earlier version wrote, of the model's directory; empty where nothing says it.
     """
     column = "named" if several else "label"
     if predictions.endswith((".parquet", ".jsonl")):
@@ -194,15 +214,23 @@ def _read(predictions: str, *, several: bool) -> Iterator[tuple[str, list[tuple[
         try:
             if file.endswith(".parquet"):
                 table = pq.read_table(pa.BufferReader(storage.read_bytes(file)), columns=[column, "probability"])
-                rows = [*zip(table[column].to_pylist(), table["probability"].to_pylist(), strict=True)]
+                student = batch_prediction.student_of(file, table.schema)
+                found = zip(table[column].to_pylist(), table["probability"].to_pylist(), strict=True)
+                rows = [(labels, probability, student) for labels, probability in found]
             elif file.endswith(".jsonl"):
                 parsed = [limits.parse_json(line) for line in storage.read_bytes(file).splitlines()]
-                rows = [(row[column], row["probability"]) for row in parsed]
+                rows = [(row[column], row["probability"], str(row.get("student", ""))) for row in parsed]
             else:
                 continue
-            if several and (wrong := [found for found, _ in rows if not isinstance(found, list | None)]):
+            if several and (wrong := [labels for labels, _, _ in rows if not isinstance(labels, list | None)]):
                 raise TypeError(f"{wrong[0]!r} is no list of labels")
-            yield file, [(found if several or found is None else [found], probability) for found, probability in rows]
+            yield (
+                file,
+                [
+                    (labels if several or labels is None else [labels], probability, student)
+                    for labels, probability, student in rows
+                ],
+            )
         except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
             said = limits.cut(next(iter(str(error).splitlines()), type(error).__name__), 300)
             raise DataError(
@@ -220,10 +248,17 @@ def lines(drift: Drift) -> list[str]:
     verdict = "drifted: " + "; ".join(drift.reasons) if drift.reasons else "no drift"
     return [
         f"{drift.confidence.now.sum():,} photos against {drift.confidence.before.sum():,} test photos",
+        *_notes(drift),
         *found,
         *rows,
         verdict,
     ]
+
+
+def _notes(drift: Drift) -> list[str]:
+    """Say what was left out, and what does not say whose it is."""
+    notes = [_others(drift.left_out)] if drift.left_out else []
+    return notes + ([f"{drift.unnamed:,} do not say of which student they are"] if drift.unnamed else [])
 
 
 def _chance(one: Shift) -> str:
@@ -250,7 +285,8 @@ def page(drift: Drift, run: str) -> str:
     )
     return pages.render(
         "The predictions have drifted" if reasons else "The predictions have not drifted",
-        f"{drift.confidence.now.sum():,} new photos against the test photos of {isolated(run)}; {drift.unreadable:,} could not be read",
+        f"{drift.confidence.now.sum():,} new photos against the test photos of {isolated(storage.with_target(run))}; "
+        + "; ".join([f"{drift.unreadable:,} could not be read", *_notes(drift)]),
         [
             PageSection("Verdict", [verdict, meaning]),
             _section("Predicted classes", drift.labels),

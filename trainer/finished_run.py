@@ -289,6 +289,13 @@ def export_of_student(run: str) -> str:
         raise ArtifactError(
             f"{run}: has no student, so nothing tells whether the export at {found} is of this run's; give that directory "
             "to take it all the same"
+def names_of_student(run: str) -> set[str]:
+    """Return the fingerprints by which predictions may name a run's student: its own, and those of the run's exports of it."""
+    student = artifacts.manifest(find(run, STUDENT), "model").fingerprint
+    exports = [artifacts.manifest(place, "export") for place in _places(run, EXPORTED) if artifacts.exists(place)]
+    return {student, *(one.fingerprint for one in exports if one.parents.get("student") == student)}
+
+
         )
     student = artifacts.manifest(find(run, STUDENT), "model").fingerprint
     for place in filter(artifacts.exists, _places(run, EXPORTED)):

@@ -45,6 +45,8 @@ class PhotoClassifier:
         self._served, self._name, self._created = served, name, manifest.created
         self.fingerprint = manifest.fingerprint
         """Of the model directory."""
+        self.student = student_of(manifest)
+        """Fingerprint of the student that it is, or that was exported or registered as it."""
         self.labels: Sequence[str] = tuple(served.labels)
         """Name of each class, in the order of the model's outputs."""
 
@@ -213,6 +215,11 @@ def _export_of_a_run(place: str, *, judged: bool) -> str:
     if judged and (evaluation := finished_run.evaluation_of_student(place)):
         _refuse(place, evaluation.figures["verdict"]["reasons"])
     return directory
+
+
+def student_of(manifest: Manifest) -> str:
+    """Return the fingerprint of the student that a model directory or an export is, or was made from."""
+    return manifest.parents.get("student", manifest.fingerprint)
 
 
 def answering(name: str, created: datetime, labels: Sequence[str]) -> str:

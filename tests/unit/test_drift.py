@@ -89,6 +89,43 @@ def test_a_log_of_predictions_is_read_like_the_files(judged_run, like, tmp_path)
     assert of_log.labels.chance == of_files.labels.chance
 
 
+def test_predictions_of_another_student_are_left_out_and_counted(judged_run, like, tmp_path, capsys):
+    own = load_model(judged_run).student
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    (file,) = Path(like).glob("*.parquet")
+    table = pq.read_table(file)
+    assert table.schema.metadata[b"student"].decode() == own
+    assert json.loads((Path(like) / batch_prediction.SUMMARY).read_text())["student"] == own
+    pq.write_table(table, mixed / "own.parquet")
+    pq.write_table(table.replace_schema_metadata({"student": "b" * 64}), mixed / "other.parquet")
+    row = {"label": "no class of this student", "probability": 0.5}
+    (mixed / "served.jsonl").write_text(f"{json.dumps(row | {'student': 'c' * 64})}\n" * 7)
+    assert cli.main(["drift", str(judged_run), str(mixed), "--output", str(tmp_path / "page.html")]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:2] == [
+        "240 photos against 300 test photos",
+        f"left out, because they are of another student: 241 of {'b' * 12}, 7 of {'c' * 12}",
+    ]
+    assert "of another student: 241 of bbbbbbbbbbbb, 7 of cccccccccccc" in (tmp_path / "page.html").read_text()
+
+    older = tmp_path / "older"
+    older.mkdir()
+    pq.write_table(table.replace_schema_metadata(), older / "part.parquet")
+    assert cli.main(["drift", str(judged_run), str(older)]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "241 do not say of which student they are"
+    (older / batch_prediction.SUMMARY).write_text(json.dumps({"model": own}))
+    assert cli.main(["drift", str(judged_run), str(older)]) == 0
+    assert "which student" not in capsys.readouterr().out
+    (older / batch_prediction.SUMMARY).write_text(json.dumps({"model": "d" * 64}))
+    assert cli.main(["drift", str(judged_run), str(older)]) == EXIT_CODE
+    left = f"left out, because they are of another student: 241 of {'d' * 12}"
+    message = (
+        f"{older}: holds 0 predictions of the student of {judged_run} ({left}), too few to compare; give at least 50"
+    )
+    assert message in capsys.readouterr().err
+
+
 def test_an_evaluation_beyond_the_limit_is_not_read(judged_run, like, tmp_path, monkeypatch):
     def changed(content):
         (content / "metrics.json").write_text((content / "metrics.json").read_text() + " " * 100_000)

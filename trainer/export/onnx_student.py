@@ -113,6 +113,8 @@ class ExportedClassifier:
             )
         self.version = export.fingerprint[:12]
         """Changes with every file of the export."""
+        self.student = export.parents.get("student", "")
+        """Fingerprint of the student that was exported."""
         self.created = export.created
         """When the export was completed."""
         self._student = OnnxStudent(export.path / card["file"], threads=threads, runtime=self.runtime)

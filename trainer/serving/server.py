@@ -104,12 +104,13 @@ class PredictionLog:
         """Whether a prediction may take as long as a photo takes to write."""
         return self._photos is not None
 
-    def add(self, said: Prediction, version: str, photo: bytes = b"") -> None:
-        """Write a prediction, if it is drawn; by any thread."""
+    def add(self, said: Prediction, model: ExportedClassifier, photo: bytes = b"") -> None:
+        """Write a prediction of a model, if it is drawn; by any thread."""
         if self._chance.random() >= self._share:
             return
         label, probability = next(iter(said.labels.items()))
-        row = {"time": round(time.time(), 3), "version": version, "label": label, "probability": probability}
+        row: dict[str, Any] = {"time": round(time.time(), 3), "version": model.version, "student": model.student}
+        row |= {"label": label, "probability": probability}
         if said.named is not None:
             row["named"] = said.named
         try:
@@ -329,9 +330,9 @@ class PhotoServer:
         row = await self._batcher.submit(await self._square(photo))
         (said,) = self.model.predictions(row[None].astype(np.float64), top=top)
         if self._log is not None and self._log.is_slow:
-            await self._decoded(self._log.add, said, self.model.version, photo)
+            await self._decoded(self._log.add, said, self.model, photo)
         elif self._log is not None:
-            self._log.add(said, self.model.version)
+            self._log.add(said, self.model)
         content = _shown(said)
         if self._beside is not None:
             content["beside"] = _shown(await self._decoded(self._beside, photo, top))
@@ -359,7 +360,7 @@ class PhotoServer:
             said = self.model.predictions(rows, top=1)
             if self._log is not None:
                 for one in said:
-                    self._log.add(one, self.model.version)
+                    self._log.add(one, self.model)
             request.state.note = f"{len(rows)} photos"
             outputs = [
                 {"name": "probabilities", "datatype": "FP64", "shape": list(rows.shape), "data": rows.ravel().tolist()},

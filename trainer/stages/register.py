@@ -226,7 +226,8 @@ def _served_copy(student: Artifact, figures: Mapping[str, Any], tags: ClassTags 
     """Give a copy of the student's directory with what its evaluation has found: temperature and threshold in its card, and the tags."""
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         copy = Path(folder) / student.path.name
-        with artifacts.create(copy, "model", settings=student.settings, parents=student.parents) as draft:
+        parents = {**student.parents, "student": student.fingerprint}
+        with artifacts.create(copy, "model", settings=student.settings, parents=parents) as draft:
             for name in student.files:
                 shutil.copyfile(student.path / name, draft.path / name)
             file = draft.path / models.CONFIG
