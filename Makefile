@@ -120,19 +120,19 @@ undeploy-pipeline: $(READY)  ## remove from Kubeflow what deploy-pipeline put th
 	@$(VENV)/python -m pipelines.undeploy --image "$$IMAGE" $(if $(VERSION),--version "$$VERSION") $(if $(ALL),--all)
 
 .PHONY: predict-photos
-predict-photos: $(READY)  ## predict a bucket of photos on a cluster, into Parquet files [PHOTOS=uri OUTPUT=uri MODEL=models:/vit-student@champion WAIT=1 KFP_HOST= NAMESPACE= IMAGE=]
-	@$(VENV)/python -m pipelines.predict_photos --photos "$(PHOTOS)" --output "$(OUTPUT)" $(if $(MODEL),--model "$(MODEL)") \
+predict-photos: $(READY)  ## predict a bucket of photos on a cluster, into Parquet files [PHOTOS=uri OUTPUT=uri RECIPE=digits MODEL=models:/vit-student-digits@champion WAIT=1 KFP_HOST= NAMESPACE= IMAGE=]
+	@$(VENV)/python -m pipelines.predict_photos --photos "$(PHOTOS)" --output "$(OUTPUT)" --recipe "$$RECIPE" $(if $(MODEL),--model "$(MODEL)") \
 		--image "$$IMAGE" $(if $(WAIT),--wait)
 
 .PHONY: deploy-student undeploy-student
-STUDENT = $(if $(MODEL),--model "$(MODEL)") $(if $(ALIAS),--alias "$(ALIAS)") $(if $(NAME),--name "$(NAME)") $(if $(KSERVE),--kserve) \
+STUDENT = --recipe "$$RECIPE" $(if $(MODEL),--model "$(MODEL)") $(if $(ALIAS),--alias "$(ALIAS)") $(if $(NAME),--name "$(NAME)") $(if $(KSERVE),--kserve) \
 	$(if $(NAMESPACE),--namespace "$(NAMESPACE)") $(if $(CONTEXT),--context "$(CONTEXT)")
 
-deploy-student: $(READY)  ## serve a registered student on a cluster [ALIAS=champion MODEL=vit-student|uri REPLICAS=2 KSERVE=1 NAME= NAMESPACE= CONTEXT= IMAGE= SERVE="--log -" DRY_RUN=1 FORCE=1]
+deploy-student: $(READY)  ## serve a registered student on a cluster [RECIPE=digits ALIAS=champion MODEL=vit-student-digits|uri REPLICAS=2 KSERVE=1 NAME= NAMESPACE= CONTEXT= IMAGE= SERVE="--log -" DRY_RUN=1 FORCE=1]
 	@$(VENV)/python -m pipelines.deploy_student $(STUDENT) --image "$$IMAGE" $(if $(REPLICAS),--replicas $(REPLICAS)) \
 		$(if $(SERVE),--serve="$(SERVE)") $(if $(DRY_RUN),--dry-run) $(if $(FORCE),--force)
 
-undeploy-student: $(READY)  ## take an alias's pods away again [ALIAS=champion KSERVE=1 NAME= NAMESPACE= CONTEXT=]
+undeploy-student: $(READY)  ## take an alias's pods away again [RECIPE=digits ALIAS=champion KSERVE=1 NAME= NAMESPACE= CONTEXT=]
 	@$(VENV)/python -m pipelines.deploy_student $(STUDENT) --remove
 
 docs: $(READY)  ## write docs/configuration.md, rules.md and stages.md

@@ -409,7 +409,7 @@ def predict_photos(photos: str, model: str, output: str, top: int, force: bool) 
 
     Args:
         photos: URI of the folder.
-        model: A registered model, such as models:/vit-student@champion, or the URI of a model or an export.
+        model: A registered model, such as models:/vit-student-digits@champion, or the URI of a model or an export.
         output: URI of the folder to write.
         top: How many labels each photo gets.
         force: Ask a student that did not pass its gate, too.

@@ -77,6 +77,7 @@ def configure(
             tracking.patiently(tracking.check)
         else:
             tracking.check()
+        preflight.warn_of_other_classes(settings)
         tracking.start_parent(resolved, tags, name=run_name if on_cluster else "")
     distill = settings.distill
     student = [artifacts.weights_version(distill.weights, distill.weights_file)]

@@ -1,6 +1,7 @@
 """Serve a registered student on a cluster, or take it away: `manifests/serving` with the version that an alias of MLflow's registry names.
 
-  python -m pipelines.deploy_student                                    what `champion` names now, and wait until it answers
+  python -m pipelines.deploy_student                                    what `champion` names of the digits, until it answers
+  python -m pipelines.deploy_student --recipe grocery                   of another recipe's students
   python -m pipelines.deploy_student --alias challenger --replicas 1    beside it, behind the same Service: a canary
   python -m pipelines.deploy_student --model s3://bucket/served         an export that is in no registry
   python -m pipelines.deploy_student --kserve                           an InferenceService instead of a Deployment
@@ -32,12 +33,13 @@ import yaml
 
 from components import SERVING_IMAGE
 from components.launch.job_manifest import DEFAULT_NAMESPACE
-from trainer import commands, tracking
+from trainer import commands, config, tracking
 from trainer.errors import DeployError, SettingsError
 from trainer.tracking import REGISTERED
 
 MANIFESTS = Path(__file__).parents[1] / "manifests"
-NAME = "vit-student"
+NAME = config.student_name()
+"""Of the objects in `manifests/serving`, and of an export that is in no registry."""
 ALIAS = "champion"
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,28}[a-z0-9])?")
 _NAMES = 63 - len("--predictor")
@@ -47,13 +49,14 @@ _NAMES = 63 - len("--predictor")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; gives the exit code."""
     parser = commands.module_parser("pipelines.deploy_student", __doc__)
+    commands.add_recipe(parser)
     parser.add_argument(
         "--model",
-        default=NAME,
-        help="name in MLflow's registry, or the URI of an export in a store that pods can read (default: %(default)s)",
+        help="name in MLflow's registry, or the URI of an export in a store that pods can read (default: the recipe's, as in "
+        f"{config.student_name('digits')})",
     )
     parser.add_argument("--alias", default=ALIAS, metavar="NAME", help="of the version (default: %(default)s)")
-    parser.add_argument("--name", default=NAME, help="of the Service and the model's (default: %(default)s)")
+    parser.add_argument("--name", help=f"of the Service and the model's (default: the model's; of a URI {NAME})")
     parser.add_argument(
         "--replicas", type=commands.positive, default=0, metavar="N", help="pods, instead of 2 to 8 by their load"
     )
@@ -81,6 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--remove", action="store_true", help="take this alias's pods away, and the Service with the last one"
     )
     options = parser.parse_args(arguments)
+    if options.model is None:
+        options.model = config.student_name(options.recipe)
+    if options.name is None:
+        options.name = _registered_name(options.model) or NAME
     return commands.exit_code(lambda: remove(options) if options.remove else deploy(options))
 
 
@@ -254,6 +261,11 @@ def run_kubectl(*arguments: str, text: str | None = None, check: bool = True) ->
     return result.stdout
 
 
+def _registered_name(model: str) -> str:
+    """Return the name in the registry of `NAME`, `models:/NAME@ALIAS` or `models:/NAME/VERSION`; empty of another URI."""
+    return "" if "://" in model else re.split("[@/]", model.removeprefix(REGISTERED))[0]
+
+
 def _cluster_of(options: argparse.Namespace) -> Callable[..., str]:
     """Return `run_kubectl` for the namespace and the context that are asked for."""
     context = [f"--context={options.context}"] if options.context else []
@@ -264,7 +276,8 @@ def _check_names(options: argparse.Namespace) -> None:
     for option in ("name", "alias"):
         if not _NAME.fullmatch(value := getattr(options, option)):
             raise SettingsError(
-                f"--{option} {value!r}: becomes part of names in Kubernetes; give at most 30 small letters, digits and '-', a letter first"
+                f"--{option} {value!r}: becomes part of names in Kubernetes; give --{option} at most 30 small letters, digits and '-', a "
+                "letter first"
             )
     if len(options.name) + len(options.alias) > _NAMES:
         raise SettingsError(

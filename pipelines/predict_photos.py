@@ -1,7 +1,7 @@
 """Predict all photos of a folder or a bucket on a cluster, by a registered student: a pipeline of one task.
 
   python -m pipelines.predict_photos --photos s3://BUCKET/photos --output s3://BUCKET/predictions
-  python -m pipelines.predict_photos --photos ... --output ... --model models:/vit-student/7 --wait
+  python -m pipelines.predict_photos --photos ... --output ... --model models:/vit-student-digits/7 --wait
 
 The Parquet files are those of `vit-distill predict --output` (docs/serving.md). The version that an alias names is looked up
 once. What an earlier run or attempt of it has written is kept, so a run that was stopped is continued by starting it again.
@@ -19,13 +19,11 @@ from kfp import dsl
 from components import IMAGE, kfp_components
 from pipelines import compile as compilation
 from pipelines import connection, runs
-from pipelines.deploy_student import pinned
+from pipelines.deploy_student import ALIAS, pinned
 from pipelines.distillation import SERVICE_ACCOUNT, WORK, on_cluster
-from trainer import commands, storage
+from trainer import commands, config, storage
 from trainer.errors import SettingsError
 from trainer.tracking import REGISTERED
-
-MODEL = "models:/vit-student@champion"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,9 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--photos", required=True, metavar="URI", help="folder of the photos, in a store that tasks can read"
     )
     parser.add_argument("--output", required=True, metavar="URI", help="folder of the predictions, in such a store")
-    parser.add_argument(
-        "--model", default=MODEL, help="registered model, or URI of one or of an export (default: %(default)s)"
-    )
+    commands.add_recipe(parser)
+    text = f"registered model, or URI of one or of an export (default: the recipe's, as in {_champion('digits')})"
+    parser.add_argument("--model", help=text)
     parser.add_argument(
         "--top", type=commands.positive, default=5, metavar="N", help="labels a photo (default: %(default)s)"
     )
@@ -49,7 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs.add_wait(parser)
     connection.add_arguments(parser)
     options = parser.parse_args(arguments)
+    options.model = options.model or _champion(options.recipe)
     return commands.exit_code(lambda: predict(options))
+
+
+def _champion(recipe: str) -> str:
+    return f"{REGISTERED}{config.student_name(recipe)}@{ALIAS}"
 
 
 def predict(options: argparse.Namespace) -> None:
@@ -82,7 +85,7 @@ def predict(options: argparse.Namespace) -> None:
 
 
 @dsl.pipeline(name="batch-prediction", display_name="Predict photos")
-def batch_prediction(photos: str, output: str, model: str = MODEL, top: int = 5, force: bool = False) -> None:
+def batch_prediction(photos: str, output: str, model: str, top: int = 5, force: bool = False) -> None:
     """Predict the labels of all photos of a folder or a bucket."""
     task = kfp_components.predict_photos(photos=photos, output=output, model=model, top=top, force=force)
     on_cluster(task.set_caching_options(False), WORK).set_display_name("Predict photos")

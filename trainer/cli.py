@@ -368,7 +368,7 @@ def _add_predict(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = commands.add_command(subparsers, _predict, "show what a student says of photos")
     parser.add_argument("photos", nargs="+", metavar="FILE", help="an image file; with --output one folder or URI")
     parser.add_argument("--output", metavar="DIR", help="folder or URI for the predictions of a whole folder")
-    text = "directory of a run or of a model, or a registered one, such as models:/vit-student@champion"
+    text = "directory of a run or of a model, or a registered one, such as models:/vit-student-digits@champion"
     commands.add_with_default(parser, "--model", "runs/latest", text, metavar="DIR")
     commands.add_with_default(parser, "--top", 5, "how many labels", type=commands.positive, metavar="K")
     parser.add_argument("--json", action="store_true", help="print a list of objects, as JSON")
@@ -469,7 +469,7 @@ def _add_serve(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "export",
         metavar="EXPORT",
         help="the directory of a run, or of what `export` wrote, here or in a store; or a registered model, such as "
-        "models:/vit-student@champion",
+        "models:/vit-student-digits@champion",
     )
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)"

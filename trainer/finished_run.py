@@ -48,6 +48,8 @@ class Registered:
     run_id: str | None = None
     model_name: str | None = None
     model_version: str | None = None
+    alias_stays: str | None = None
+    """Why the alias did not move to a version that passed."""
 
 
 def build_summary(
@@ -86,7 +88,7 @@ def build_summary(
         "profile": {key: profile.get(key, "") for key in ("verdict", "outcome")},
         "verdict": dict(evaluation["verdict"]),
         **({"export": dict(exported)} if exported is not None else {}),
-        "mlflow": asdict(registered),
+        "mlflow": {key: value for key, value in asdict(registered).items() if key != "alias_stays" or value},
         "reports": dict(reports),
     }
 
@@ -98,6 +100,8 @@ def table(summary: Mapping[str, Any], page: Path) -> str:
         reasons = summary["verdict"]["reasons"]
         verdict = ["The student did not pass the gate:", *(f"  - {reason}" for reason in reasons)]
     places, mlflow = [("all of it", str(page))], summary["mlflow"]
+    if stays := mlflow.get("alias_stays"):
+        verdict.append(f"It was not promoted: {stays}; {tracking.ALIAS_ADVICE}.")
     if mlflow["tracking_uri"]:
         pages = "" if tracking.is_server(mlflow["tracking_uri"]) else "; `python -m trainer ui` shows it"
         places.append(("mlflow", f"{mlflow['tracking_uri']} (run {mlflow['run_id']}){pages}"))
@@ -124,6 +128,7 @@ def _stages(summary: Mapping[str, Any]) -> list[str]:
     data, teacher, student, verdict = (summary[key] for key in ("dataset", "teacher", "student", "verdict"))
     version = summary["mlflow"]["model_version"]
     promoted = "promoted" if verdict["passed"] else "not promoted"
+    promoted = "not promoted (other classes)" if summary["mlflow"].get("alias_stays") else promoted
     named = f"{summary['mlflow']['model_name']} version {version}, {promoted}"
     forecast, outputs = summary["bill"]["forecast"], summary.get("teacher_outputs")
     exported = summary.get("export", {})
@@ -215,6 +220,8 @@ def _page(name: str, content: Mapping[str, Any], links: list[tuple[str, str]], p
     tracked = (
         f"{mlflow['tracking_uri']}, run {mlflow['run_id']}, {mlflow['model_name']} version {mlflow['model_version']}"
     )
+    if stays := mlflow.get("alias_stays"):
+        tracked += f"; not promoted: {isolated(stays)}; {tracking.ALIAS_ADVICE}"
     return pages.render(
         f"Run {isolated(name)}: the student {'passed' if passed else 'did not pass'}",
         f"{scores.score(student):.1%} test {scores.title(student)}, the teacher {scores.score(content['teacher']['test']):.1%}; "
@@ -282,13 +289,6 @@ def evaluation_of_student(run: str) -> Manifest | None:
     return evaluation if evaluation is not None and evaluation.parents.get("student") == student else None
 
 
-def export_of_student(run: str) -> str:
-    """Return where a run has the export of its student; an `ArtifactError` if it has none."""
-    found = find(run, EXPORTED)
-    if not any(map(artifacts.exists, _places(run, STUDENT))):
-        raise ArtifactError(
-            f"{run}: has no student, so nothing tells whether the export at {found} is of this run's; give that directory "
-            "to take it all the same"
 def names_of_student(run: str) -> set[str]:
     """Return the fingerprints by which predictions may name a run's student: its own, and those of the run's exports of it."""
     student = artifacts.manifest(find(run, STUDENT), "model").fingerprint
@@ -296,6 +296,13 @@ def names_of_student(run: str) -> set[str]:
     return {student, *(one.fingerprint for one in exports if one.parents.get("student") == student)}
 
 
+def export_of_student(run: str) -> str:
+    """Return where a run has the export of its student; an `ArtifactError` if it has none."""
+    found = find(run, EXPORTED)
+    if not any(map(artifacts.exists, _places(run, STUDENT))):
+        raise ArtifactError(
+            f"{run}: has no student, so nothing tells whether the export at {found} is of this run's; give that directory "
+            "to take it all the same"
         )
     student = artifacts.manifest(find(run, STUDENT), "model").fingerprint
     for place in filter(artifacts.exists, _places(run, EXPORTED)):

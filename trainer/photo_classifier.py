@@ -115,7 +115,7 @@ def load_model(place: str | Path, *, judged: bool = False) -> PhotoClassifier:
 
     Args:
         place: a run's directory, such as `runs/latest`, a model directory, or what `export` has made, on this machine or in a store; or
-            a model of MLflow's registry, such as `models:/vit-student@champion`.
+            a model of MLflow's registry, such as `models:/vit-student-digits@champion`.
         judged: refuse a student that did not pass its gate; one that was not judged is not refused.
 
     Raises:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from trainer import artifacts, limits, storage
+from trainer import artifacts, limits, storage, tracking
 from trainer.base_models import Section
 from trainer.config import DistillSettings, PretrainSettings, Settings, TimmWeights, TrainingSettings, WeightsSettings
 from trainer.data import class_tables, sources
@@ -60,11 +60,9 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1, device
         check_device(settings.run.device)
 
     source = settings.data.source
-    kind, _, place = source.partition(":")
-    is_listed = kind != "hub" and not storage.is_remote(place)  # else it takes long, or fetches the source
     listing = (
         sources.list_source(source, outside=settings.data.outside, multi_label=settings.data.multi_label)
-        if is_listed
+        if _is_listed(settings)
         else None
     )
     class_tables.read_tags(settings.data, listing)
@@ -78,6 +76,29 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1, device
     _check_sizes(settings, teacher, student)
     _check_batches(settings, listing, {**trained, "distill": student}, processes)
     return settings
+
+
+def warn_of_other_classes(settings: Settings) -> None:
+    """Warn where the student will be registered but not get the alias, for the version there knows other classes; where both are known.
+
+    Raises:
+        TrackingError: MLflow refuses, or does not answer.
+    """
+    if tracking.uri() is None or not settings.register.same_classes or not _is_listed(settings):
+        return
+    data, name, alias = settings.data, settings.register.model_name, settings.register.alias
+
+    def classes() -> Sequence[str]:
+        return sources.list_source(data.source, outside=data.outside, multi_label=data.multi_label).classes
+
+    if stays := tracking.other_classes(name, alias, classes):
+        logger.warning("register.alias=%s will stay: %s; %s", alias, stays, tracking.ALIAS_ADVICE)
+
+
+def _is_listed(settings: Settings) -> bool:
+    """Return whether the source is listed before it is prepared: else that takes long, or fetches the source."""
+    kind, _, place = settings.data.source.partition(":")
+    return kind != "hub" and not storage.is_remote(place)
 
 
 def pinned(settings: Settings) -> Settings:

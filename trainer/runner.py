@@ -118,6 +118,7 @@ def _run_all(recipe: str, settings: config.Settings, directory: Path, processes:
     resolved = settings.model_dump(mode="json")
     given = {"recipe": recipe, "resolved": resolved}
     tracking.check()
+    preflight.warn_of_other_classes(settings)
     tracking.start_parent(resolved, {"recipe": recipe})
     try:
         for stage in STAGES.values():

@@ -20,10 +20,12 @@ def registry(mlflow_uri, monkeypatch):
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(mlflow_uri)
-    client.create_registered_model("vit-student")
+    client.create_registered_model("vit-student-digits")
     for alias, verdict in (("champion", "passed"), ("challenger", "not passed")):
-        version = client.create_model_version("vit-student", source="s3://bucket/model", tags={"verdict": verdict})
-        client.set_registered_model_alias("vit-student", alias, version.version)
+        version = client.create_model_version(
+            "vit-student-digits", source="s3://bucket/model", tags={"verdict": verdict}
+        )
+        client.set_registered_model_alias("vit-student-digits", alias, version.version)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_uri)
 
 
@@ -43,7 +45,19 @@ def arguments(output):
 def test_an_alias_is_pinned_to_what_it_names_now(command):
     code, output, _ = command("--dry-run")
     assert code == 0
-    assert arguments(output)[0] == "models:/vit-student/1"
+    assert arguments(output)[0] == "models:/vit-student-digits/1"
+    (service,) = [one for one in yaml.safe_load_all(output) if one["kind"] == "Service"]
+    assert service["metadata"]["name"] == "vit-student-digits", "students of two recipes stand side by side"
+
+
+@pytest.mark.usefixtures("registry")
+def test_each_recipe_has_students_of_its_own(command):
+    code, _, errors = command("--dry-run", "--recipe", "grocery")
+    assert code == 2
+    assert "models:/vit-student-grocery@champion" in errors
+    code, _, errors = command("--dry-run", "--recipe", "my_photos.toml")
+    assert code == 2
+    assert "--name 'vit-student-my_photos': becomes part of names in Kubernetes; give --name at most 30" in errors
 
 
 @pytest.mark.usefixtures("registry")
@@ -51,12 +65,12 @@ def test_a_version_that_failed_its_gate_needs_force(command):
     code, output, errors = command("--dry-run", "--alias", "challenger")
     assert (code, output) == (2, "")
     assert (
-        "vit-student@challenger is models:/vit-student/2, which did not pass its gate; move the alias, or take it all the same (--force)"
-        in errors
+        "vit-student-digits@challenger is models:/vit-student-digits/2, which did not pass its gate; move the alias, or take it all the "
+        "same (--force)" in errors
     )
     code, output, _ = command("--dry-run", "--alias", "challenger", "--force")
     assert code == 0
-    assert arguments(output)[0] == "models:/vit-student/2"
+    assert arguments(output)[0] == "models:/vit-student-digits/2"
     assert arguments(output)[-1] == "--force"
 
 
@@ -64,7 +78,7 @@ def test_a_version_that_failed_its_gate_needs_force(command):
 def test_an_alias_that_is_on_no_version_is_refused(command):
     code, output, errors = command("--alias", "canary")
     assert (code, output) == (2, "")
-    assert "models:/vit-student@canary" in errors
+    assert "models:/vit-student-digits@canary" in errors
     assert "has no such model" in errors
 
 
@@ -120,11 +134,11 @@ def test_a_cluster_that_does_not_answer_is_named(command, tmp_path, monkeypatch)
 
 
 @pytest.mark.usefixtures("registry")
-@pytest.mark.parametrize("model", ["models:/vit-student@champion", "models:/vit-student/1"])
+@pytest.mark.parametrize("model", ["models:/vit-student-digits@champion", "models:/vit-student-digits/1"])
 def test_a_place_in_the_registry_is_taken_as_it_is(command, model):
     code, output, _ = command("--dry-run", "--model", model, "--alias", "other")
     assert code == 0
-    assert arguments(output)[0] == "models:/vit-student/1"
+    assert arguments(output)[0] == "models:/vit-student-digits/1"
 
 
 def test_name_and_alias_must_fit_together(command):

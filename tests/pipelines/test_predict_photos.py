@@ -60,13 +60,13 @@ def test_a_folder_of_this_machine_is_refused(api, capsys, option):
 @pytest.mark.usefixtures("deployed")
 def test_an_alias_is_pinned_so_that_a_retry_takes_the_same_version(api, mlflow_uri, monkeypatch):
     client = MlflowClient(mlflow_uri)
-    client.create_registered_model("vit-student")
-    client.create_model_version("vit-student", source="s3://bucket/model")
-    client.set_registered_model_alias("vit-student", "champion", "1")
+    client.create_registered_model("vit-student-digits")
+    client.create_model_version("vit-student-digits", source="s3://bucket/model")
+    client.set_registered_model_alias("vit-student-digits", "champion", "1")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_uri)
     assert predict_photos.main(["--photos", "s3://bucket/photos", "--output", "s3://bucket/out"]) == 0
     (run,) = api.store.runs.values()
-    assert run.runtime_config.parameters["model"] == "models:/vit-student/1"
+    assert run.runtime_config.parameters["model"] == "models:/vit-student-digits/1"
 
 
 @pytest.mark.filterwarnings("ignore:You may be attemping to run a task")  # the environment here is that of the image

@@ -315,6 +315,15 @@ def test_a_recipe_of_ones_own_is_a_toml_file(tmp_path):
         config.resolve(str(tmp_path / "broken.toml"))
 
 
+def test_the_students_of_each_recipe_have_a_name_of_their_own(tmp_path):
+    recipe = tmp_path / "shelves.toml"
+    recipe.write_text("")
+    names = [config.resolve(one).register.model_name for one in ("digits", "grocery", str(recipe), "")]
+    assert names == ["vit-student-digits", "vit-student-grocery", "vit-student-shelves", "vit-student"]
+    recipe.write_text('register.model_name = "food"')
+    assert config.resolve(str(recipe)).register.model_name == "food"
+
+
 def test_every_setting_has_a_type_and_a_meaning():
     for name, _, kind, meaning in config.walk(config.Settings):
         assert kind, name

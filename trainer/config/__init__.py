@@ -173,7 +173,15 @@ def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
             if not isinstance(group, dict):
                 raise SettingsError(f"override {key}: {part} is a value, not a group of settings")
         group[last] = value
-    return _inherit(validate(Settings, _merge(Settings().model_dump(), values)))
+    defaults = Settings().model_dump()
+    defaults["register"]["model_name"] = student_name(recipe)
+    return _inherit(validate(Settings, _merge(defaults, values)))
+
+
+def student_name(recipe: str = "") -> str:
+    """Return what the students of a recipe are called in the registry: others that a name serves know the same classes."""
+    base = RegisterSettings().model_name
+    return f"{base}-{Path(recipe).stem}" if recipe else base
 
 
 def resolve_run(recipe: str, overrides: str | Iterable[str] = (), *, is_prepared: bool = False) -> Settings:

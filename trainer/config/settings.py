@@ -917,9 +917,11 @@ class RegisterSettings(Section):
     """The MLflow model."""
 
     model_name: Annotated[str, AfterValidator(_model_name)] = "vit-student"
-    """Name of the registered model."""
+    """Name of the registered model; where it is not given, that of the recipe follows, as in `vit-student-digits`."""
     alias: Annotated[str, AfterValidator(_alias)] = "champion"
     """Alias moved to the new version if the gate passed."""
+    same_classes: bool = True
+    """Whether the alias stays where it is if the version there knows other classes than the new one; false: it moves all the same."""
 
 
 class TrackingSettings(Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import shlex
 import shutil
 import sys
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
     from mlflow.types import Schema
 
+logger = logging.getLogger(__name__)
+
 _RECORDING = "reinforce.html"
 """Name of the copy of the recording's page; of the recording, which is large, nothing else is fetched."""
 
@@ -69,7 +72,8 @@ def run(
 ) -> Artifact:
     """Register the student where MLflow is set up, and write `summary.json` in any case.
 
-    The version gets the alias `settings.alias` only if the student passed the gate. A run has one version, also where a try at this stage
+    The version gets the alias `settings.alias` only if the student passed the gate and, unless `settings.same_classes` is false, knows the
+    classes of the version that has it. A run has one version, also where a try at this stage
     was killed after it had made it.
 
     Args:
@@ -187,7 +191,7 @@ def _register(
     tracking_uri = tracking.uri()
     if tracking_uri is None:
         return Registered()
-    figures = inputs["evaluation"].figures
+    figures, stays = inputs["evaluation"].figures, ""
     if "exported" in inputs:
         figures = {**figures, "export": inputs["exported"].figures}
     with stage_run("register", settings.model_dump(mode="json")) as tracker, tracking.uploading():
@@ -197,10 +201,20 @@ def _register(
             _log_results(client, run_id, figures, reports, bill)
             version = _version(client, settings, inputs, given, run_id)
             if figures["verdict"]["passed"]:
-                client.set_registered_model_alias(settings.model_name, settings.alias, version)
+                if settings.same_classes:
+                    card = models.outline(inputs["student"].path).card
+                    stays = tracking.other_classes(settings.model_name, settings.alias, lambda: card.labels)
+                if stays:
+                    logger.warning("register.alias=%s stays: %s; %s", settings.alias, stays, tracking.ALIAS_ADVICE)
+                else:
+                    client.set_registered_model_alias(settings.model_name, settings.alias, version)
         tracking.finish_parent()
     return Registered(
-        tracking_uri=tracking.shown(tracking_uri), run_id=run_id, model_name=settings.model_name, model_version=version
+        tracking_uri=tracking.shown(tracking_uri),
+        run_id=run_id,
+        model_name=settings.model_name,
+        model_version=version,
+        alias_stays=stays or None,
     )
 
 

@@ -31,7 +31,7 @@ import sqlite3
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +76,9 @@ RUN_TAG = "trainer.run"
 IDENTITY_TAG = "trainer.run_id"
 FORMER_TAG = "trainer.former_run"
 """MLflow's id of the parent run that the same run had before its settings changed."""
+ALIAS_ADVICE = (
+    "set register.model_name to a name for these classes, or register.same_classes=false to move the alias all the same"
+)
 ERROR_TAG = "trainer.error"
 NOTE_TAG = "mlflow.note.content"
 """What MLflow shows as a run's description, in Markdown."""
@@ -220,7 +223,7 @@ _UNREACHABLE = {
 _SERVER_ERRORS = re.compile(r"too many (5\d\d|429) error responses")
 
 
-def _away(error: Exception) -> str:
+def _away(error: BaseException) -> str:
     """Describe how the server fails to answer; empty where it answers."""
     text = str(error)
     for sign, meaning in _UNREACHABLE.items():
@@ -230,7 +233,7 @@ def _away(error: Exception) -> str:
     return f"keeps answering {found[1]}; its own log says why" if found else ""
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """Say in a line why MLflow failed, with the next move where the user can act."""
     if away := _away(error):
         return away
@@ -579,6 +582,46 @@ def registered_version(place: str) -> tuple[str, bool]:
                 "(`python -m trainer ui`); the alias is on a version that passed its gate"
             ) from error
     return f"{REGISTERED}{name}/{found.version}", found.tags.get("verdict", "passed") == "passed"
+
+
+def other_classes(name: str, alias: str, classes: Callable[[], Collection[str]]) -> str:
+    """Compare classes with those of the version that an alias names.
+
+    Args:
+        name: of the registered model.
+        alias: of the version.
+        classes: lists them; called only where there is such a version.
+
+    Returns:
+        What differs, or that it is not known; empty where nothing does, or no version has the alias.
+
+    Raises:
+        TrackingError: MLflow refuses, or does not answer.
+    """
+    from mlflow.exceptions import MlflowException
+    from mlflow.models import get_model_info
+
+    with http_limits(STAGE_LIMITS), explained():
+        try:
+            number = str(client().get_model_version_by_alias(name, alias).version)
+        except MlflowException as error:
+            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                raise
+            return ""  # no version has it yet
+    place = f"{REGISTERED}{name}@{alias} is version {number}"
+    try:
+        with http_limits(STAGE_LIMITS), explained(), _fetching():
+            known = (get_model_info(f"{REGISTERED}{name}/{number}").metadata or {}).get("labels")
+    except TrackingAwayError:
+        raise
+    except TrackingError as error:  # its files were deleted, which must not keep others from being registered
+        return f"{place}, whose classes cannot be read ({reason_of(error.__cause__ or error)})"
+    if not isinstance(known, list):
+        return f"{place}, which does not say its classes"
+    there, here = {*map(str, known)}, {*classes()}
+    only = {"there": sorted(there - here), "here": sorted(here - there)}
+    differences = [f"{len(names):,} only {where} ({listed(names, _SHOWN)})" for where, names in only.items() if names]
+    return f"{place}, which knows other classes: {', '.join(differences)}" if differences else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from fastapi.testclient import TestClient
 
 from tests.trained_digits import TAGS, png
 from tests.unit.stages.photos import measure, write_photos
-from trainer import artifacts, cli, load_model, models, photo_classifier, tracking
+from trainer import artifacts, cli, finished_run, load_model, models, photo_classifier, preflight, tracking
 from trainer.billing import Bill
 from trainer.config import EvaluateSettings, ExportSettings, GateSettings, RegisterSettings, TrackingSettings, resolve
 from trainer.costs import PLACE_VARIABLE, Machines, Price
@@ -468,6 +468,61 @@ def test_alias_moves_only_if_the_gate_passed(inputs, evaluations, tracked, tmp_p
     assert tags["verdict"] == "not passed"
     assert tags["student_fingerprint"] == artifacts.read(inputs["student"], "model").fingerprint
     assert float(tags["test_top1"]) == pytest.approx(second["student"]["test"]["top1"], abs=1e-4)
+
+
+def test_alias_stays_on_a_student_of_other_classes(inputs, evaluations, tracked, monkeypatch, tmp_path, caplog):
+    def registered(name, **changed):
+        monkeypatch.setenv(tracking.RUN, name)  # each in a run of its own
+        return read_summary(run(inputs, evaluations[PASSING], tmp_path / name, model_name="photos", **changed))
+
+    def champion():
+        return str(tracked.get_model_version_by_alias("photos", "champion").version)
+
+    assert "alias_stays" not in registered("first")["mlflow"]
+    tracked.create_model_version("photos", source="s3://bucket/gone", tags={"verdict": "passed"})
+    tracked.set_registered_model_alias("photos", "champion", "2")
+    stays = registered("unknown")["mlflow"]["alias_stays"]
+    assert stays.startswith("models:/photos@champion is version 2, whose classes cannot be read (failed (")
+    assert champion() == "2"
+    tracked.set_registered_model_alias("photos", "champion", "1")
+    monkeypatch.setattr(register.models, "outline", with_labels(("0", "1", "apple", "pear")))
+    caplog.clear()
+    summary = registered("others")
+    difference = "8 only there (2, 3, 4, 5, 6 and 3 more), 2 only here (apple, pear)"
+    stays = f"models:/photos@champion is version 1, which knows other classes: {difference}"
+    assert summary["mlflow"]["alias_stays"] == stays
+    assert int(summary["mlflow"]["model_version"]) > 2, "it is registered all the same"
+    assert champion() == "1"
+    assert (
+        f"register.alias=champion stays: {stays}; set register.model_name to a name for these classes, or"
+        in caplog.text
+    )
+    table = finished_run.table(summary, tmp_path / "page.html")
+    assert "not promoted (other classes)" in table
+    assert stays in table
+    preflight.warn_of_other_classes(resolve("digits", "register.model_name=photos"))
+    assert "register.alias=champion will stay" not in caplog.text, "the same digits"
+    folder = tmp_path / "fruit"
+    for name in ("apple", "pear"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "1.png").touch()
+    other = resolve("digits", ["register.model_name=photos", f"data.source=imagefolder:{folder}"])
+    preflight.warn_of_other_classes(other)
+    assert "register.alias=champion will stay: models:/photos@champion is version 1, which knows other" in caplog.text
+    registered("moved", same_classes=False)
+    assert int(champion()) > int(summary["mlflow"]["model_version"])
+
+
+def with_labels(labels):
+    """Outline models as if they knew other classes."""
+    outline = models.outline
+
+    def changed(place):
+        model = outline(place)
+        model.card = replace(model.card, labels=labels)
+        return model
+
+    return changed
 
 
 def test_a_try_that_ended_after_it_had_made_a_version_is_gone_on_with(
