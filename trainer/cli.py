@@ -431,10 +431,10 @@ def _drift(options: argparse.Namespace) -> None:
     from trainer import drift
 
     found = drift.compare(options.run, options.predictions, limit=options.limit)
-    logger.info("compared with the evaluation of %s", storage.with_target(options.run))
     print(limits.printable("\n".join(drift.lines(found))))
     if options.output:
         _write_page(options.output, drift.page(found, options.run))
+    logger.info("compared with the evaluation of %s", storage.with_target(options.run))
 
 
 def _add_export(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
