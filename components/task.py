@@ -22,7 +22,7 @@ from components.launching import Placement
 from trainer import artifacts, batch_prediction, limits, photo_classifier, stages, storage, tracking
 from trainer.config import DistillSettings, ExportSettings, TuneSettings, WarmUpSettings
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, PreemptedError, TrainerError
-from trainer.host import ended_by_sigterm, escape_what_cannot_be_printed
+from trainer.host import ended_by_sigterm, ensure_home, escape_what_cannot_be_printed
 from trainer.launch import leave_last_words
 from trainer.tuning.tuning_schema import read_tuning
 
@@ -61,6 +61,7 @@ def reporting(name: str) -> Iterator[None]:
     log_plainly()
     try:
         with ended_by_sigterm():
+            ensure_home()
             yield
     except TrainerError as error:
         message = str(error) if str(error).startswith(f"{name}: ") else f"{name}: {error}"

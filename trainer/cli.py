@@ -20,7 +20,7 @@ from typing import Any
 from trainer import __version__, commands, config, errors, launch, limits, stages, storage, tracking
 from trainer.commands import Subparsers
 from trainer.errors import DataError, SettingsError, TrainerError
-from trainer.host import Terminated, ended_by_sigterm, escape_what_cannot_be_printed
+from trainer.host import Terminated, ended_by_sigterm, ensure_home, escape_what_cannot_be_printed
 from trainer.prediction import Prediction
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _set_up_logging(quiet=options.worker and os.environ.get("RANK", "0") != "0")
     try:
         with ended_by_sigterm():
+            ensure_home()
             options.command(options)
     except TrainerError as error:
         return _fail(error, options)

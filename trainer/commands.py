@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, TrainerError
-from trainer.host import ended_by_sigterm, escape_what_cannot_be_printed
+from trainer.host import ended_by_sigterm, ensure_home, escape_what_cannot_be_printed
 from trainer.local_files import with_home
 
 Subparsers = argparse._SubParsersAction  # argparse has no public name for it
@@ -138,6 +138,7 @@ def exit_code(command: Callable[[], object], *, debug: bool = False, interrupted
     escape_what_cannot_be_printed()
     try:
         with ended_by_sigterm():
+            ensure_home()
             command()
     except TrainerError as error:
         sys.stdout.flush()

@@ -12,6 +12,7 @@ import os
 import platform
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,8 @@ from types import FrameType
 from typing import Any, NoReturn, Self
 
 import psutil
+
+from trainer.errors import OutputError
 
 LAUNCHED_VARIABLE = "TRAINER_LAUNCHED"
 """Environment variable with the time (Unix) at which a launcher, or the pod of a node, began with the job of this process, or last started
@@ -70,6 +73,20 @@ def seconds_since_launch() -> float:
     launched = os.environ.get(LAUNCHED_VARIABLE)
     began_unix = started_unix() if launched is None else float(launched)
     return max(0.0, time.time() - began_unix)
+
+
+def ensure_home() -> None:
+    """Give this process and those that it starts a home directory, for caches, where a container has none: for a user whom the system
+    does not know, or the `/nonexistent` of another. MLflow cannot be imported without one.
+    """
+    if not Path(os.path.expanduser("~")).is_dir():  # noqa: PTH111  # Path.home raises where there is none
+        home = Path(tempfile.gettempdir()) / f"vit-distillation-home-{os.getuid()}"
+        home.mkdir(mode=0o700, exist_ok=True)
+        if home.stat().st_uid != os.getuid():
+            raise OutputError(
+                f"HOME is no directory, and {home} is another user's; set HOME to one that may be written"
+            )
+        os.environ["HOME"] = str(home)
 
 
 def escape_what_cannot_be_printed() -> None:

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -58,6 +59,18 @@ def test_the_start_of_a_process_is_known_to_a_fraction_of_a_second() -> None:
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     now, started = map(float, printed.split())
     assert before - 0.03 < started < now + 0.03, "the operating system counts in hundredths of a second"
+
+
+def test_a_process_without_a_home_gets_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    host.ensure_home()
+    assert os.environ["HOME"] == str(tmp_path), "one that is there stays"
+    for home in ("/proc/none", "~"):  # a folder that is not there, and what expanduser leaves where none is known
+        monkeypatch.setenv("HOME", home)
+        host.ensure_home()
+        assert Path.home().parent == tmp_path
+        assert Path.home().stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1", "utf-8"])

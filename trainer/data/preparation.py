@@ -13,7 +13,6 @@ import io
 import json
 import logging
 import math
-import multiprocessing
 import shutil
 import signal
 import sys
@@ -37,6 +36,7 @@ from tqdm import tqdm
 
 from trainer import __version__, limits, storage
 from trainer.artifacts import digest
+from trainer.child_processes import SPAWNED
 from trainer.config import LOADING, DataSettings
 from trainer.data import curation, near_duplicates
 from trainer.data.card import data_card
@@ -274,8 +274,8 @@ def _map(
         yield from map(work, count(), chunks)
         return
     # Spawned, because a forked copy of a process with threads (Arrow's, fsspec's) can hang. Ctrl-C is for the parent to handle.
-    spawned, ignored = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
-    with ProcessPoolExecutor(processes, spawned, initializer=signal.signal, initargs=ignored) as pool:
+    ignored = (signal.SIGINT, signal.SIG_IGN)
+    with ProcessPoolExecutor(processes, SPAWNED, initializer=signal.signal, initargs=ignored) as pool:
         try:
             yield from pool.map(work, range(len(chunks)), chunks)
         except BrokenProcessPool as error:

@@ -17,6 +17,7 @@ from functools import cached_property
 from trainer import limits
 from trainer.data.sources.source import read_file
 from trainer.errors import DataError, ObjectTooLargeError, StorageError
+from trainer.local_files import located
 
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 _HEAD = 100_000  # characters in which the headings are
@@ -56,7 +57,8 @@ class TableFile:
         try:
             content = read_file(location, limit)
         except FileNotFoundError as error:
-            raise DataError(f"{name}: does not exist; check the path") from error
+            shown = f"{name.removesuffix(location)}{located(location)}"
+            raise DataError(f"{shown}: does not exist; check the path") from error
         except ObjectTooLargeError as error:
             raise DataError(f"{name}: has more than {limit:,} bytes; check the path, or give a part of it") from error
         except (OSError, StorageError) as error:
