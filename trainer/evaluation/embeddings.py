@@ -36,7 +36,7 @@ NEIGHBORS = 20  # k of DINO's table (Caron et al. 2021)
 NEIGHBOR_TEMPERATURE = 0.07
 
 _ITERATIONS = 300
-_VOTES_TOGETHER = 1024
+_VOTES_TOGETHER = 256
 _LEAST_STD = 0.01
 """Smallest standard deviation of a number of the embedding, as a share of that of all: one that hardly varies is no target."""
 
@@ -224,14 +224,14 @@ def nearest_neighbors(bank: Embeddings, labels: Ints, embeddings: Embeddings, cl
     known, k, votes = _unit(bank), min(NEIGHBORS, len(bank)), np.zeros((len(embeddings), classes))
     for start in range(0, len(embeddings), _VOTES_TOGETHER):
         cosines = _unit(embeddings[start : start + _VOTES_TOGETHER]) @ known.T
-        nearest = np.argsort(-cosines, axis=1, kind="stable")[:, :k]
-        weights = np.exp(np.take_along_axis(cosines, nearest, axis=1) / NEIGHBOR_TEMPERATURE)
+        nearest = np.argpartition(cosines, len(bank) - k, axis=1)[:, len(bank) - k :]
+        weights = np.exp(np.take_along_axis(cosines, nearest, axis=1).astype(np.float64) / NEIGHBOR_TEMPERATURE)
         np.add.at(votes, (np.arange(start, start + len(weights))[:, None], labels[nearest]), weights)
     return votes
 
 
-def _unit(embeddings: Embeddings) -> Doubles:
+def _unit(embeddings: Embeddings) -> Embeddings:
     """Scale each to length 1."""
     values = embeddings.astype(np.float64)
     lengths: Doubles = np.linalg.norm(values, axis=1, keepdims=True)
-    return values / np.maximum(lengths, 1e-12)
+    return (values / np.maximum(lengths, 1e-12)).astype(np.float32)

@@ -48,7 +48,21 @@ def votes_by_hand(embedding):
 def test_neighbours_vote_as_in_the_papers_loop(monkeypatch):
     monkeypatch.setattr(embeddings, "_VOTES_TOGETHER", 7)
     votes = embeddings.nearest_neighbors(BANK, BANK_LABELS, OTHERS, CLASSES)
-    assert np.allclose(votes, [votes_by_hand(embedding) for embedding in OTHERS], rtol=1e-6)
+    assert np.allclose(votes, [votes_by_hand(embedding) for embedding in OTHERS], rtol=1e-5)
+
+
+def test_neighbours_are_those_of_all_cosines_sorted_in_double_precision():
+    generator = np.random.default_rng(7)
+    bank, others = (generator.normal(size=(count, 48)).astype(np.float32) for count in (3000, 200))
+    labels = generator.integers(0, 9, len(bank))
+    known, asked = (
+        some / np.linalg.norm(some, axis=1, keepdims=True) for some in (bank.astype(float), others.astype(float))
+    )
+    cosines = asked @ known.T
+    expected = np.zeros((len(others), 9))
+    for row, nearest in enumerate(np.argsort(-cosines, axis=1)[:, : embeddings.NEIGHBORS]):
+        np.add.at(expected[row], labels[nearest], np.exp(cosines[row, nearest] / embeddings.NEIGHBOR_TEMPERATURE))
+    assert np.allclose(embeddings.nearest_neighbors(bank, labels, others, 9), expected, rtol=1e-5)
 
 
 def test_of_few_known_images_all_are_neighbours():
