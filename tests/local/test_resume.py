@@ -66,10 +66,17 @@ def test_it_ends_with_the_same_bits_and_the_same_losses(distil, way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)], ids=["from two to one", "from one to two"])
-def test_on_another_number_of_processes_each_epoch_has_each_sample_once_and_losses_agree(distil, digits, before, after):
+@pytest.mark.parametrize(
+    ("before", "after", "settings"),
+    [(2, 1, {}), (1, 2, {}), (2, 1, {"logit_loss": "dist"})],
+    ids=["from two to one", "from one to two", "from two to one, images of a micro-batch compared"],
+)
+def test_on_another_number_of_processes_each_epoch_has_each_sample_once_and_losses_agree(
+    distil, digits, before, after, settings
+):
     epoch = len(open_dataset(digits).split("train"))
-    whole, broken = distil("whole", accumulation=2), distil("broken", accumulation=2)
+    parts = 2 * before if settings else 2  # as many where the micro-batch is a part of what is learned
+    whole, broken = distil("whole", accumulation=parts, **settings), distil("broken", accumulation=2, **settings)
     assert groups.run(whole).codes == [0]
     asked = Fault(sends=signal.SIGTERM, step=7)
     assert groups.run(broken, processes=before, fault=asked).codes == [PREEMPTED_EXIT_CODE] * before

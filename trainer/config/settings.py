@@ -679,6 +679,11 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
         return self.teacher == "recorded" and self.needs_teacher
 
     @property
+    def relates_images(self) -> bool:
+        """Whether a loss compares the images of a micro-batch with one another, so that its size is a part of what is learned."""
+        return self.logit_weight > 0 and self.logit_loss == "dist" and self.dist_gamma > 0
+
+    @property
     def needs_all_logits(self) -> bool:
         """Whether the logit loss compares the logits of all classes, so that the largest ones alone are not enough."""
         return self.logit_weight > 0 and (self.logit_loss in ("dkd", "dist") or self.standardize_logits)

@@ -225,7 +225,7 @@ class Subject:
             teacher_s=self.takes.teacher_s,
             no_recording=self.no_recording,
             least_part=smallest_micro_batch(self.student),
-            relates_images=settings.logit_weight > 0 and settings.logit_loss == "dist" and settings.dist_gamma > 0,
+            relates_images=settings.relates_images,
         )
 
 

@@ -8,7 +8,8 @@ fingerprints of the inputs; so there is no generator and no counter to keep, and
         generation-003                  the third attempt at this training, which fences off the first two (`trainer.training.attempts`)
         step-00000500-g003/             a checkpoint that the third attempt has written
 
-A training may be resumed with the settings that it began with, but for a few that do not decide what is learned. What asks a store here
+A training may be resumed with the settings that it began with, but for a few that do not decide what is learned, and on another number
+of processes. Where the micro-batch does decide, a checkpoint says into how many a step is dealt (`Dealing`). What asks a store here
 raises `StorageError` where that does not answer or refuses.
 """
 
@@ -19,6 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -63,6 +65,7 @@ FREE = frozenset(
         "evidence",
         "watch",
         # How the same mathematics is computed and cut up, as the number of processes is free: rounding differs, and what dropout draws.
+        # Where the micro-batch is a part of what is learned, `spec.keep_micro_batches` sees to `accumulation`.
         "compile",
         "zero",
         "accumulation",
@@ -79,6 +82,15 @@ _SHOWN, _SHOWN_DIGITS = 10, 12
 _NAME = re.compile(r"step-(\d{8,})-g(\d{3,})")
 _DRAFT = ".step-"
 """Begins the name of a folder, beside the others, in which a checkpoint is made."""
+
+
+class Dealing(NamedTuple):
+    """How a training deals a step to its processes."""
+
+    micro_batches: int
+    """Of a step, of all processes."""
+    accumulation: int
+    """The setting, which on another number of processes may not be what makes so many."""
 
 
 class CheckpointEntry(NamedTuple):
@@ -126,6 +138,8 @@ class Checkpoints:
         self._root, self._name, self._section = root, name, section
         self._settings, self._parents, self._keep, self._shared = settings, parents, keep, shared
         self._output, self._before_write = output, before_write
+        self.dealing: Dealing | None = None
+        """Is noted in each checkpoint that is written."""
         key = artifacts.digest({"settings": compatible(settings), "parents": parents})[:16]
         self.uri = storage.join(root, f"{name}-{key}")
         self._generation: AttemptClaim | None = None
@@ -198,6 +212,17 @@ class Checkpoints:
     def entries(self) -> list[CheckpointEntry]:
         """List all that seem to be there, the one that counts most first."""
         return _entries(self.uri)
+
+    def last_dealing(self) -> Dealing | None:
+        """Return what the newest readable checkpoint notes; None where there is none, or it is of an older version."""
+        for entry in self.entries():
+            with suppress(ArtifactError):  # `read` reports it
+                figures = artifacts.manifest(self._uri(entry), "checkpoint").figures
+                micro_batches, accumulation = (figures.get(name) for name in Dealing._fields)
+                if isinstance(micro_batches, int) and isinstance(accumulation, int):
+                    return Dealing(micro_batches, accumulation)
+                return None
+        return None
 
     def read(self, entry: CheckpointEntry) -> TrainingState | None:
         """Read a checkpoint, if it is valid; a damaged one is named in the log, one of other settings or inputs a `SettingsError`."""
@@ -318,7 +343,8 @@ class Checkpoints:
         assert self._generation is not None, "an attempt begins before something is saved"
         self.check_ours()
         self._before_write()
-        entry, figures = CheckpointEntry(self._generation.number, step), {"step": step}
+        entry = CheckpointEntry(self._generation.number, step)
+        figures = {"step": step, **(self.dealing._asdict() if self.dealing else {})}
         try:
             self._write_snapshot(self._uri(entry), figures if score is None else {**figures, SCORE: score})
         except PASSING:

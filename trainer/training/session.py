@@ -25,11 +25,11 @@ from trainer.profiling.recorder import Recorder, Startup
 from trainer.scores import val_name
 from trainer.served_student.preprocessing import Square
 from trainer.tracking.stage_runs import Tracker, stage_run
-from trainer.training.checkpoints import Checkpoints, compatible, root_is_shared
+from trainer.training.checkpoints import Checkpoints, Dealing, compatible, root_is_shared
 from trainer.training.classification import validate
 from trainer.training.loop import Trainer
 from trainer.training.process_group import Processes, join_processes
-from trainer.training.spec import Objective, TrainingSpec, fit_batch
+from trainer.training.spec import Objective, TrainingSpec, fit_batch, keep_micro_batches, why_micro_batches_count
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,8 @@ class Session:
             TrainerError: as it ended; what was recorded is kept and its place named.
         """
         nested = name != self.stage
-        fitted = fit_batch(f"{self.stage}.{name}" if nested else name, settings, len(samples), self.processes)
+        section = f"{self.stage}.{name}" if nested else name
+        fitted = fit_batch(section, settings, len(samples), self.processes)
         if fitted is not settings:
             batch = {"batch_size": fitted.batch_size}
             self._fitted.update({name: self.values[name] | batch} if nested else batch)
@@ -119,6 +120,10 @@ class Session:
             before_write=self.tracker.keep,
         )
         self._trainings.append(checkpoints)
+        asked = settings.accumulation
+        if because := why_micro_batches_count(self.settings, objective.model):
+            settings = keep_micro_batches(section, settings, checkpoints, self.processes, because=because)
+        checkpoints.dealing = Dealing(self.processes.world_size * settings.accumulation, asked)
         training = TrainingSpec(
             name=name,
             objective=objective,

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from trainer.config import LoadingSettings, TrainingSettings, WatchSettings
+from trainer.config import DistillSettings, LoadingSettings, TrainingSettings, WatchSettings
 from trainer.data import loader
 from trainer.data.batch import Batch
 from trainer.data.dataset import Split
@@ -164,6 +164,47 @@ def smallest_micro_batch(model: nn.Module) -> int:
     Leaves the model in training mode.
     """
     return 2 if any(module.training for module in batch_norms(model.train())) else 1
+
+
+def why_micro_batches_count(section: LoadingSettings, model: nn.Module) -> str:
+    """Say why the size of a micro-batch is a part of what a model learns; empty where it only decides how a step is computed."""
+    if isinstance(section, DistillSettings) and section.relates_images:
+        return "logit_loss=dist compares its images with one another"
+    if smallest_micro_batch(model) > 1:
+        return "batch normalisation takes mean and variance over its images"
+    return ""
+
+
+def keep_micro_batches(
+    section: str, settings: Fitted, checkpoints: Checkpoints, processes: Processes, *, because: str
+) -> Fitted:
+    """Deal the steps of a resumed training into as many micro-batches as before, on whatever number of processes: by accumulation.
+
+    Args:
+        because: why the size of a micro-batch is a part of what is learned.
+
+    Raises:
+        SettingsError: the processes cannot share so many, or the settings ask for another number.
+    """
+    found = checkpoints.last_dealing() if processes.is_first else None
+    before = processes.gather(found, "how the checkpoints' steps are dealt")[0]
+    world_size, parts = processes.world_size, processes.world_size * settings.accumulation
+    if before is None or before.micro_batches == parts:
+        return settings
+    accumulation, left = divmod(before.micro_batches, world_size)
+    began = f"it began with {before.micro_batches} micro-batches a step, whose size is a part of what is learned ({because})"
+    if left or settings.accumulation != before.accumulation:
+        fitting = (
+            f"a number of processes that divides {before.micro_batches}" if left else f"accumulation={accumulation}"
+        )
+        raise SettingsError(
+            f"{section}.accumulation = {settings.accumulation} on {world_size} processes makes {parts} micro-batches a step of the "
+            f"training at {checkpoints.uri}; {began}; give {fitting} to continue it, or remove that folder to begin anew"
+        )
+    if processes.is_first:
+        text = "%s  continues on %d processes with accumulation=%d in place of %d: %s"
+        logger.warning(text, section, world_size, accumulation, settings.accumulation, began)
+    return settings.model_copy(update={"accumulation": accumulation})
 
 
 def check_batch(model: nn.Module, settings: TrainingSettings, processes: Processes) -> None:
