@@ -86,12 +86,13 @@ class ImageFolder(ImageSource):
         others = len(found.others)
         # The card has this text, and its bytes are part of the data set's fingerprint.
         notes = (f"Files without an image's extension, which were not looked at: {others}.",) if others else ()
-        remarks = (*found.remarks(), *aside, *_remarks(groups, names, has_splits=has_splits))
+        merged = tuple(_merged(groups, has_splits=has_splits))
+        remarks = (*found.remarks(), *aside, *merged, *_remarks(groups, names, has_splits=has_splits))
         return SourceListing(
             items=items,
             classes=classes,
             read=read_file,
-            notes=notes,
+            notes=(*notes, *merged),
             remarks=remarks,
             groups=tuple(above[name] for name in classes),
         )
@@ -236,11 +237,15 @@ def _is_part(group: Group, *, is_shared: bool) -> bool:
     return any(_PART.fullmatch(name) for name in (names if is_shared else names[1:]))
 
 
-def _remarks(groups: Mapping[Group, Sequence[str]], names: Mapping[Group, str], *, has_splits: bool) -> Iterator[str]:
-    """Write what the log says of names of classes that come from several folders."""
+def _merged(groups: Mapping[Group, Sequence[str]], *, has_splits: bool) -> Iterator[str]:
+    """Name the folders that are written differently and are one class."""
     spelled = [sorted({"/".join(folder.split("/")[has_splits:]) for folder in its}) for its in groups.values()]
     if merged := sorted(" and ".join(map(ascii, ways)) for ways in spelled if len(ways) > 1):
         yield f"Folders whose names read the same are one class: {listed(merged, 5)}."
+
+
+def _remarks(groups: Mapping[Group, Sequence[str]], names: Mapping[Group, str], *, has_splits: bool) -> Iterator[str]:
+    """Write what the log says of splits and of names of classes that come from several folders."""
     if has_splits:
         tops = {folder.split("/")[0] for its in groups.values() for folder in its}
         for split, count in Counter(map(split_of, tops)).items():

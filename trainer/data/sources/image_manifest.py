@@ -51,8 +51,6 @@ _HEADINGS: Mapping[str, frozenset[str]] = {
 """Columns, and headings that others give them: named in a message, not taken for them."""
 _MOSTLY_SPLITS = frozenset({"eval", "evaluation", "holdout", "hold-out", "held out", "held_out", "trainval", "testdev"})
 """Values that no column but that of the split has, although they are none of ours."""
-_SPLITS: Mapping[str, SplitName] = {**SPLIT_NAMES, "dev": "val", "development": "val"}
-"""Names of splits in a column that is for them; a folder of these names may be a class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +166,7 @@ class ImageManifest(ImageSource):
             raise DataError(
                 f"{where}: a quoted value goes on in the next line; see whether a quote is missing or too many"
             )
-        split = _SPLITS.get(split_text.casefold() or "train")
+        split = SPLIT_NAMES.get(split_text.casefold() or "train")
         if split is None:
             raise DataError(
                 f"{where}: the split {split_text!r} is not known; write train, val, test, unlabeled or nothing"
@@ -254,13 +252,13 @@ def _column_of_splits(table: TableFile, others: Sequence[int]) -> int | None:
     for row in table.rows():
         for place in [*values]:
             value = row.cells[place].casefold() if place < len(row.cells) else ""
-            if value and value not in _SPLITS and value not in _MOSTLY_SPLITS:
+            if value and value not in SPLIT_NAMES and value not in _MOSTLY_SPLITS:
                 del values[place]
             elif value:
                 values[place].add(value)
         if not values:
             break
-    found = [place for place, of_column in values.items() if of_column & _SPLITS.keys()]
+    found = [place for place, of_column in values.items() if of_column & SPLIT_NAMES.keys()]
     named = [repr(table.headings[place]) for place in found]
     if len(found) > 1:
         raise DataError(
