@@ -312,7 +312,9 @@ def make_loader(
     """Yield the micro-batches at `starts`, in this order, prefetched by `workers` processes.
 
     It is meant to be read once, for a whole training, and its processes live as long as that. They have one thread each, and share the
-    decoded images of the splits where they are forked, as on Linux.
+    decoded images of the splits where they are forked, as on Linux. There they are copies of a process with threads (CUDA's, the monitor's,
+    fsspec's), and a lock that one of these holds is never released in a copy; `timeout_s` ends a training that hangs so. Spawned, each
+    process would cost seconds of a core and three times the memory.
 
     Args:
         starts: indices into `batches`, such as positions of the sampler.

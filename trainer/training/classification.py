@@ -148,7 +148,8 @@ def validate(
     loader = make_loader(
         _Batches(split, device, batch_size),
         own,
-        workers=min(workers, len(own)),
+        # Decoded images are only copied. Processes would be forked at each validation, and each would decode the whole split.
+        workers=0 if split.in_memory else min(workers, len(own)),
         pin_memory=device.pins_memory,
         timeout_s=wait_limit_s() / 2,  # before the other processes, which wait for this one, give up
     )
