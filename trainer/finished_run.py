@@ -23,6 +23,7 @@ from trainer.errors import ArtifactError, ObjectNotFoundError, writing_to
 from trainer.forecast import Forecast
 from trainer.formatting import aligned, duration, isolated, ratio
 from trainer.graph import DATASET, EVALUATION, EXPORTED, STAGES, STUDENT, ArtifactSpec
+from trainer.local_files import located
 from trainer.pages import Block, BulletList, Links, PageSection, Paragraph, Photo, Table
 from trainer.served_student.class_tags import TAGS, ClassTags
 
@@ -249,7 +250,7 @@ def find(run: str, artifact: ArtifactSpec) -> str:
         if artifacts.exists(place):
             return place
     raise ArtifactError(
-        f"{run}: no {artifact.name} at {' nor at '.join(places)}; give the directory of a completed run, or that of a model"
+        f"{located(run)}: no {artifact.name} at {' nor at '.join(places)}; give the directory of a completed run, or that of a model"
     )
 
 
@@ -375,7 +376,7 @@ def read_run(run: str | Path) -> tuple[PricedRun, Bill]:
         accuracy, epochs = scores.score(content["student"]["test"]), float(content["settings"]["distill"]["epochs"])
     except ObjectNotFoundError as error:
         raise ArtifactError(
-            f"{run}: has no {SUMMARY}; give the directory of a finished run (`python -m trainer run` prints it)"
+            f"{located(run)}: has no {SUMMARY}; give the directory of a finished run (`python -m trainer run` prints it)"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{path}: is not the summary of a run ({error}); give the directory of a run") from error

@@ -83,6 +83,8 @@ def test_a_number_in_a_recipe_is_to_be_quoted(tmp_path):
         ("distill.low_resolution=epochs=1", "'distill.low_resolution={epochs=1}'"),
         ("distill.student.args={depth=2,", "quote the whole"),
         ("evaluate.latency_batch_sizes=[1,", "quote the whole"),
+        ("pretrain.label_map={a=b}", 'texts within it are quoted, {A="text"}'),
+        ("run.seed=99999999999999999999", "needs more than 64 bits"),
     ],
 )
 def test_what_a_shell_makes_of_braces_and_spaces_is_recognized(word, advice):
@@ -110,6 +112,23 @@ def test_home_stands_for_a_tilde_wherever_a_place_is_set(name, given, expected, 
     assert config.resolve("", [f"{name}={given}"]) == config.resolve("", [f"{name}={wanted}"])
     if "HOME" not in expected:
         assert given in str(config.resolve("", [f"{name}={given}"]))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("evaluate.latency_batch_sizes=[]", "evaluate.latency_batch_sizes must be a list that is not empty"),
+        ("distill.student.args=[1]", "distill.student.args must be a group, such as {NAME=VALUE}"),
+    ],
+)
+def test_what_a_list_or_a_group_must_be_is_said(override, message):
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        config.resolve("digits", [override])
+
+
+def test_a_run_needs_a_recipe():
+    with pytest.raises(SettingsError, match=r"^no recipe is named; name one of digits, "):
+        config.resolve_run("")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])

@@ -123,7 +123,13 @@ def _parse_value(item: str, key: str, text: str) -> Any:
     kind = _kind(key.split("."))
     try:
         found = limits.parse_toml(f"value = {text}")
-    except ValueError:
+    except ValueError as error:
+        if text[:1] == "{" and text[-1:] == "}" and kind is not str:
+            raise SettingsError(
+                f'override {item!r}: is not TOML ({error}); texts within it are quoted, {{A="text"}}'
+            ) from error
+        if re.fullmatch(r"[+-]?\d{19,}", text) and kind is not str:
+            raise SettingsError(f"override {item!r}: {error}; give a smaller one") from error
         found = {}
     if len(found) == 1:  # after a line break there may be more
         value = found["value"]
@@ -189,6 +195,10 @@ def resolve_run(recipe: str, overrides: str | Iterable[str] = (), *, is_prepared
 
     Where the data set is prepared already, no source of images has to be named.
     """
+    if not recipe:
+        raise SettingsError(
+            f"no recipe is named; name one of {', '.join(sorted(recipes()))}, or the path of a TOML file"
+        )
     settings = resolve(recipe, overrides)
     if not settings.data.source and not is_prepared:
         raise SettingsError(
@@ -393,6 +403,8 @@ _TYPE_NAMES = {
     "finite_number": "a finite number",
     "string_type": "text",
     "tuple_type": "a list",
+    "too_short": "a list that is not empty",
+    "dict_type": "a group, such as {NAME=VALUE}",
 }
 
 

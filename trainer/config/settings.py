@@ -851,7 +851,7 @@ class EvaluateSettings(Section):
 
     batch_size: Positive = 128
     """Images per forward pass."""
-    latency_batch_sizes: tuple[Positive, ...] = (1, 16)
+    latency_batch_sizes: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 16)
     """Batch sizes at which latency and throughput are measured; the first one's latency is the gate's."""
     latency_runs: Annotated[int, Field(ge=10)] = 50
     """Timed forward passes for each batch size."""
