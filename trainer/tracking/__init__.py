@@ -563,9 +563,11 @@ def registered_version(place: str) -> tuple[str, bool]:
     Raises:
         TrackingError: MLflow does not answer, or has no such model.
     """
-    text = place.removeprefix(REGISTERED)
-    name, at, alias = text.rpartition("@")
-    name, _, number = (name, "", "") if at else text.partition("/")
+    name, number, alias = place.removeprefix(REGISTERED), "", ""
+    if "@" in name:
+        name, _, alias = name.rpartition("@")
+    else:
+        name, _, number = name.partition("/")
     if not name or not (alias or number):
         raise TrackingError(f"{place}: names no version of a model; write models:/NAME@ALIAS or models:/NAME/VERSION")
     mlflow = client()

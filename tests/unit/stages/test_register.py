@@ -326,7 +326,7 @@ def test_an_exported_student_is_registered_as_its_onnx_file_without_torch(
     assert [one.partition("==")[0] for one in requirements] == ["mlflow", "numpy", "onnxruntime", "pandas", "pillow"]
     assert all(one.count("==") == 1 and "+" not in one for one in requirements)
     parent = tracked.get_run(summary["mlflow"]["run_id"])
-    assert parent.data.metrics["export/candidates/fp32/top1"] == summary["student"]["test"]["top1"]
+    assert parent.data.metrics["export/candidates/fp32/test/top1"] == summary["student"]["test"]["top1"]
     assert "student/model.safetensors" in {one.path for one in tracked.list_artifacts(parent.info.run_id, "student")}
 
     images = trained_digits.images[:9].permute(0, 2, 3, 1).numpy()
