@@ -14,7 +14,16 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 
-from trainer.served_student.preprocessing import GREY_PEAK, BadImageError, Fit, Square, decode, from_array, to_square
+from trainer.served_student.preprocessing import (
+    GREY_PEAK,
+    BadImageError,
+    Fit,
+    Square,
+    decode,
+    from_array,
+    to_pixels,
+    to_square,
+)
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -146,6 +155,15 @@ def test_greys_that_use_fewer_bits_keep_the_upper_ones_of_these(bits: int) -> No
             BadImageError, match=f"deeper greys: up to {2**bits - 1}, more than .* data.grey_bits={bits - 1}"
         ):
             decode(file(Image.fromarray(deep)), max_pixels=10_000, grey_bits=bits - 1)
+
+
+def test_a_photo_is_read_with_the_bits_of_its_square() -> None:
+    deep = (np.arange(64 * 64).reshape(64, 64) % 4096).astype(np.uint16)
+    for bits, levels in ((12, 256), (16, 16)):
+        square = Square(fit="crop", size=64, max_pixels=10_000, grey_bits=bits)
+        assert len(np.unique(to_pixels(file(Image.fromarray(deep)), square))) == levels
+    with pytest.raises(ValueError, match="grey_bits must be a whole number from 8 to 16, got 7"):
+        Square(fit="crop", size=64, max_pixels=10_000, grey_bits=7)
 
 
 def test_the_alpha_of_deep_greys_uses_all_bits() -> None:
