@@ -56,6 +56,21 @@ def model(trained_digits):
     return model
 
 
+def test_int8_answers_are_exact_without_vnni_too(trained_digits, tmp_path):
+    """As those of the unfused graph, which rounds where the int8 file says and multiplies in float32."""
+    import onnxruntime
+
+    model, data = models.load(trained_digits.student), open_dataset(trained_digits.dataset)
+    onnx_graph.write(model, data.image_size, tmp_path / "fp32.onnx")
+    int8.quantize(tmp_path / "fp32.onnx", tmp_path / "int8.onnx", variants.squares(data.split("train"), range(64)))
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    unfused = onnxruntime.InferenceSession(tmp_path / "int8.onnx", options, providers=["CPUExecutionProvider"])
+    images = variants.squares(data.split("test"), range(200))
+    (expected,) = unfused.run(None, {"images": images})
+    np.testing.assert_allclose(OnnxStudent(tmp_path / "int8.onnx", threads=1).logits(images), expected, atol=0.2)
+
+
 def test_a_student_learns_to_answer_in_int8_as_it_did(model, trained_digits, caplog, tmp_path):
     caplog.set_level(logging.INFO)
     data = open_dataset(trained_digits.dataset)
