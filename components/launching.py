@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from components.launch import job_manifest, pools
-from trainer import artifacts, storage
-from trainer.config import DEVICE_VARIABLE
+from trainer import artifacts, config, storage
+from trainer.base_models import Section
+from trainer.config import DEVICE_VARIABLE, DistillSettings, TuneSettings, WeightsSettings
 from trainer.errors import LaunchError, SettingsError
+from trainer.formatting import size
 from trainer.graph import STAGES, Kind
 from trainer.launch import JobSpec, processes_here, run_here
 
@@ -55,6 +57,37 @@ class Placement:
         elif self.nodes > 1:
             raise SettingsError(f"nodes = {self.nodes}, but this machine is one; name a node pool with pool")
 
+    def check_cache(self, stage: str, section: Section, inputs: Mapping[str, str]) -> None:
+        """Find out whether the pods of a training have room for what they fetch.
+
+        Args:
+            stage: a key of `STAGES`, one that is launched.
+            section: its settings, which may name further artifacts.
+            inputs: keyword of each input that is there already -> its URI.
+
+        Raises:
+            SettingsError: they have not; a pod whose volume exceeds its limit is evicted in the middle of its work.
+            ArtifactError: an artifact is missing, or of another kind.
+        """
+        if not self.pool:
+            return
+        pool, sizes = pools.get(self.pool), dict(_fetched(stage, section, inputs))
+        room = job_manifest.CACHE_FRACTION * pools.quantity(pool.cache)
+        if sum(sizes.values()) <= room:
+            return
+        largest = max(sizes, key=sizes.__getitem__)
+        smaller = (
+            "record less (reinforce.views, reinforce.tokens)"
+            if "record" in largest
+            else "prepare smaller images (data.image_size)"
+        )
+        parts = ", ".join(f"{name} {size(count)}" for name, count in sizes.items())
+        raise SettingsError(
+            f"{stage}: each node would fetch {size(sum(sizes.values()))} ({parts}), but pool {pool.name} has room for {size(room)}, "
+            f"{job_manifest.CACHE_FRACTION} of cache = {pool.cache}; give the pool a larger cache, for which its nodes need the disk, "
+            f"take another pool, or {smaller}"
+        )
+
     def processes(self, wanted: str) -> int:
         """Return the number of training processes on all machines, where `run.device` is as wanted."""
         if self.pool:
@@ -72,6 +105,38 @@ class Placement:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def _fetched(stage: str, section: Section, inputs: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+    """Yield name and bytes of each artifact that a training fetches to each of its nodes."""
+    learns = section.distill or DistillSettings() if isinstance(section, TuneSettings) else section
+    splits: Collection[str] = getattr(section, "splits", ())
+    for keyword, uri in inputs.items():
+        if (
+            stage == "distill"
+            and keyword == "teacher"
+            and isinstance(section, DistillSettings)
+            and section.reads_recording
+        ):
+            continue  # of it the manifest alone is read
+        kind = STAGES[stage].all_inputs[keyword]
+        files = artifacts.manifest(uri, kind).files
+        yield (
+            "recording" if kind == "teacher_outputs" else keyword,
+            sum(one["size"] for name, one in files.items() if kind != "dataset" or name.partition("/")[0] in splits),
+        )
+    given: list[tuple[str, str, Kind]] = []
+    if isinstance(learns, WeightsSettings) and learns.weights and not learns.public_weights:
+        given.append(("weights", learns.weights, "model"))
+    if isinstance(learns, DistillSettings):
+        given += [(f"teacher {number}", uri, "model") for number, uri in enumerate(learns.further_teachers, start=2)]
+        given += [
+            (f"recording {number}", uri, "teacher_outputs")
+            for number, uri in enumerate(learns.further_recordings, start=2)
+        ]
+    for name, uri, kind in given:
+        if storage.is_remote(uri):  # the job itself refuses others
+            yield name, sum(one["size"] for one in artifacts.manifest(uri, kind).files.values())
+
+
 def launch(
     name: str, settings: str, inputs: Mapping[str, str], outputs: Mapping[str, str], place: Placement, record: str
 ) -> None:
@@ -87,7 +152,7 @@ def launch(
 
     Raises:
         LaunchError: naming what failed, why, and the next move.
-        SettingsError: there is no such pool.
+        SettingsError: there is no such pool, or its pods have no room for what they would fetch.
     """
     stage = STAGES[name]
     spec = JobSpec(stage=name, settings=json.loads(settings), inputs=inputs, outputs=outputs, nodes=place.nodes)
@@ -100,6 +165,7 @@ def launch(
         return
     from components.launch.launcher import ClusterLauncher
 
+    place.check_cache(name, config.validate_section(stage.section, spec.settings), inputs)
     pool, task = pools.get(place.pool), job_manifest.Identity.from_environment(name)
     reached = {
         key: uri if storage.is_remote(uri) else storage.join(exchange_folder(), "runs", task.run, name, key)

@@ -51,7 +51,7 @@ def configure(
         all settings.
 
     Raises:
-        SettingsError: the graph lacks a stage that the settings ask for; or as `Placement.check` says.
+        SettingsError: the graph lacks a stage that the settings ask for; or as `Placement.check` and `Placement.check_cache` say.
         TrainerError: a late stage would end, as `preflight.checked` says; or there are no images, or MLflow does not answer.
     """
     if missing := [stage for stage in needed_stages(settings) if stage not in optional.split()]:
@@ -63,6 +63,8 @@ def configure(
     device = place.device(settings.run.device)
     processes = place.processes(settings.run.device)
     settings = preflight.checked(settings, trains_here=not place.pool, processes=processes, device=device)
+    for stage, section in (("pretrain", settings.pretrain), ("distill", settings.distill)):
+        place.check_cache(stage, section, {})  # what the run itself makes is checked before each job
     known = sources.source_version(settings.data.source, outside=settings.data.outside)
     # Where it cannot be known, a text of this run alone, so that no cache has a result for it.
     images_version = known or f"not known ({uuid.uuid4().hex})"

@@ -67,6 +67,7 @@ def write_dataset(path: Path, labels: np.ndarray | None = None) -> None:
         images = {name: len(indices) for name, indices in IMAGES.items()}
         DatasetDescription(classes=tuple("0123456789"), image_size=EDGE, images=images).write(draft.path)
         (draft.path / "card.html").write_text("<p>the digits</p>")
+        (draft.path / "example.png").write_bytes(png(pixels(IMAGES["test"])[0]))
         draft.figures.update({**images, "classes": 10, "quarantined": 0})
 
 

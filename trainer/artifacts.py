@@ -10,6 +10,8 @@ is a `StorageError`, a directory that cannot be written an `OutputError`.
 
 The fingerprint covers kind, schema version, settings, parents and file checksums; it does not cover the time, the duration, the
 place, the device or the figures, so the same input and settings give the same fingerprint.
+
+A reader that needs a few files of a large artifact names them: no others are fetched, and no others are checked.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ class Artifact(Manifest):
     """A complete, checked artifact."""
 
     path: Path
-    """Its directory on this machine, with the manifest; that of a remote one is the cache's and must not be written to."""
+    """Its directory on this machine, with the manifest unless only some files were asked for; that of a remote one is the cache's and
+    must not be written to."""
 
 
 @dataclass(kw_only=True)
@@ -235,16 +238,22 @@ def exists(uri: str | Path) -> bool:
     return storage.exists(storage.join(uri, MANIFEST))
 
 
-def read(uri: str | Path, kind: Kind) -> Artifact:
-    """Open an artifact and check it: kind, schema version, and size and checksum of every file.
+def read(uri: str | Path, kind: Kind, *, only: Collection[str] | None = None) -> Artifact:
+    """Open an artifact and check it: kind, schema version, and size and checksum of every file, or of `only` these that it has.
 
     A remote one is fetched, unless its content is in this machine's cache, where it was checked when it came.
     """
     content = manifest(uri, kind)
+    return Artifact(path=checked_files(uri, content, only), **vars(content))
+
+
+def checked_files(uri: str | Path, content: Manifest, only: Collection[str] | None = None) -> Path:
+    """Return the directory on this machine with the files of an artifact whose manifest was read, as `read` does."""
+    files = {name: record for name, record in content.files.items() if only is None or name in only}
     if storage.is_remote(uri):
-        return Artifact(path=_fetch(str(uri), content), **vars(content))
-    path = storage.local_path(uri)
-    for name, expected in content.files.items():
+        return _fetch(str(uri), content, files)
+    kind, path = content.kind, storage.local_path(uri)
+    for name, expected in files.items():
         file = path / name
         if not file.resolve().is_relative_to(path.resolve()):
             raise ArtifactError(f"{kind} {path}: its manifest names the file {name!r} outside of it; do not use it")
@@ -257,25 +266,29 @@ def read(uri: str | Path, kind: Kind) -> Artifact:
             )
         if storage.file_digest(file) != expected["sha256"]:
             raise ArtifactError(f"{kind} {path}: the file {name} is damaged (checksum); make it again or copy it whole")
-    return Artifact(path=path, **vars(content))
+    return path
 
 
-def _fetch(uri: str, content: Manifest) -> Path:
-    what = f"{content.kind} {uri}"
+def _fetch(uri: str, content: Manifest, files: Mapping[str, FileRecord]) -> Path:
+    what, is_all = f"{content.kind} {uri}", len(files) == len(content.files)
 
     def download(directory: Path) -> None:
-        size = sum(record["size"] for record in content.files.values())
-        logger.info("fetching %s (%.1f MiB)", what, size / 2**20)
-        download_directory(uri, directory, content.files)
-        # So that the fetched directory is an artifact too.
-        (directory / MANIFEST).write_bytes(storage.read_limited(storage.join(uri, MANIFEST), limits.JSON_BYTES))
+        size = sum(record["size"] for record in files.values())
+        part = "" if is_all else f", {len(files)} of {len(content.files)} files"
+        logger.info("fetching %s (%.1f MiB%s)", what, size / 2**20, part)
+        download_directory(uri, directory, files)
+        if is_all:  # so that the fetched directory is an artifact too
+            (directory / MANIFEST).write_bytes(storage.read_limited(storage.join(uri, MANIFEST), limits.JSON_BYTES))
 
     def is_whole(directory: Path) -> bool:
         sizes = storage.files(directory)
-        return MANIFEST in sizes and all(sizes.get(name) == one["size"] for name, one in content.files.items())
+        return (MANIFEST in sizes or not is_all) and all(sizes.get(name) == one["size"] for name, one in files.items())
 
     try:
-        return cache.keep(content.fingerprint, what, download, is_whole=is_whole)
+        if not is_all and (whole := cache.held(content.fingerprint, what, is_whole=is_whole)):
+            return whole
+        key = content.fingerprint if is_all else f"{content.fingerprint}-{digest(sorted(files))[:16]}"
+        return cache.keep(key, what, download, is_whole=is_whole)
     except ObjectNotFoundError as error:
         raise ArtifactError(f"{what}: {error}; {_WITHOUT_CACHE}") from error
     except ObjectDamagedError as error:

@@ -63,3 +63,66 @@ def test_a_job_elsewhere_needs_a_store_that_both_reach(tmp_path, monkeypatch, ex
     inputs, place = {"dataset": str(tmp_path / "dataset")}, Placement(pool="cpu")
     with pytest.raises(LaunchError, match=rf"TRAINER_ARTIFACTS='{exchange}': a cluster's job cannot read"):
         launching.launch("pretrain", "{}", inputs, {}, place, record=str(tmp_path))
+
+
+@pytest.fixture
+def small_pool(tmp_path, monkeypatch):
+    """A pool with room for 80,000 bytes."""
+    file = tmp_path / "pools.toml"
+    file.write_text(
+        '[pools.small]\ndevice = "cpu"\ncache = "100k"\nprocesses_per_node = 1\nresources = {cpu = "1", memory = "1Gi"}\n'
+    )
+    monkeypatch.setenv("TRAINER_POOLS", str(file))
+    return Placement(pool="small")
+
+
+def made(path, kind, **files):
+    """An artifact with files of so many bytes; `.` stands for `/` in their names."""
+    with artifacts.create(path, kind, settings={}) as draft:
+        for name, count in files.items():
+            file = draft.path / name.replace("__", "/")
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(bytes(count))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings", "refused"),
+    [
+        # Of the data set 60,000 bytes to learn from, 30,000 without labels, 90,000 to test.
+        (
+            "pretrain",
+            {},
+            r"pretrain: each node would fetch 90 kB \(dataset 90 kB\), but pool small has room for 80 kB, 0.8 of cache = 100k",
+        ),
+        ("pretrain", {"mae": {"epochs": 0}}, ""),
+        ("distill", {"unlabeled": False}, ""),
+        ("distill", {"teacher": "online"}, r"fetch 0.115 MB \(dataset 90 kB, teacher 25 kB\).*data.image_size"),
+        (
+            "distill",
+            {"unlabeled": False, "teacher": "recorded"},
+            r"fetch 0.15 MB \(dataset 60 kB, recording 90 kB\).*reinforce.views",
+        ),
+        ("reinforce", {}, r"0.105 MB \(dataset 80 kB, teacher 25 kB\)"),
+        ("reinforce", {"unlabeled": False}, ""),
+        ("tune", {"distill": {"unlabeled": False}}, r"85 kB \(dataset 60 kB, teacher 25 kB\)"),
+    ],
+)
+def test_a_job_whose_pods_have_no_room_for_what_they_fetch_is_not_made(
+    tmp_path, small_pool, monkeypatch, stage, settings, refused
+):
+    monkeypatch.setenv("TRAINER_RUN", "run-1")
+    inputs = {
+        "dataset": made(
+            tmp_path / "d", "dataset", train__a=50_000, val__a=10_000, test__a=90_000, unlabeled__a=30_000, card=90_000
+        ),
+    }
+    if stage != "pretrain":
+        inputs["teacher"] = made(tmp_path / "t", "model", weights=25_000)
+    if settings.get("teacher") == "recorded":
+        inputs["teacher_outputs"] = made(tmp_path / "o", "teacher_outputs", records=90_000)
+    if settings.get("unlabeled") is False and stage == "distill" and settings.get("teacher") != "recorded":
+        inputs.pop("teacher")
+    # What has room gets as far as the store that is missing.
+    with pytest.raises(SettingsError if refused else LaunchError, match=refused or "TRAINER_ARTIFACTS"):
+        launching.launch(stage, json.dumps(settings), inputs, {}, small_pool, record="")

@@ -252,7 +252,8 @@ def input_is_damaged(way: str, at: Surroundings, chance: random.Random) -> Kept:
     read = job.inputs.keys() - ({"teacher"} if "teacher_outputs" in job.inputs else set())  # of that only the manifest
     keyword = chance.choice(sorted(read))
     copy = Path(shutil.copytree(job.inputs[keyword], job.scratch / keyword))
-    file = chance.choice(damage.files_of(copy, way))
+    # Of a data set a stage reads the splits that it needs; each of these reads the validation images.
+    file = chance.choice(damage.files_of(copy / "val" if keyword == "dataset" else copy, way))
     damage.WAYS[way](file, chance)
     job.inputs = {**job.inputs, keyword: str(copy)}
     return stops(job, code=EXIT_CODE, message=rf"{re.escape(str(copy))}.*{re.escape(file.name)}", start=Job.fork)

@@ -463,6 +463,8 @@ class FinetuneSettings(TrainingSettings):
 
 
 ClassReference = Annotated[int, Field(ge=0, strict=True)] | str
+TrainingSplits = tuple[Literal["train", "val", "unlabeled"], ...]
+"""The splits of a data set that a training opens; it never opens the test split."""
 
 
 class PretrainSettings(WeightsSettings, LoadingSettings):
@@ -483,6 +485,13 @@ class PretrainSettings(WeightsSettings, LoadingSettings):
     """Masked-autoencoder pretraining."""
     finetune: FinetuneSettings = FinetuneSettings()
     """Supervised fine-tuning."""
+
+    @property
+    def splits(self) -> TrainingSplits:
+        """The splits that are opened: none to learn from where the weights are taken as they are."""
+        unlabeled = bool(self.mae.epochs) or self.head == "none"
+        train = unlabeled or bool(self.finetune.epochs)
+        return (*(("train",) if train else ()), "val", *(("unlabeled",) if unlabeled else ()))
 
     @field_validator("label_map")
     @classmethod
@@ -565,6 +574,10 @@ class ReinforceSettings(LoadingSettings):
     @property
     def records_unlabeled(self) -> bool:
         return self.unlabeled is not False
+
+    @property
+    def splits(self) -> TrainingSplits:
+        return ("train", "unlabeled") if self.records_unlabeled else ("train",)
 
     def logits(self, classes: int) -> int:
         """Logits that are kept of each view where there are so many classes."""
@@ -672,6 +685,10 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     def reads_unlabeled(self) -> bool:
         """Whether images without labels are read: there is a teacher to say something of them."""
         return self.unlabeled and self.needs_teacher
+
+    @property
+    def splits(self) -> TrainingSplits:
+        return ("train", "val", "unlabeled") if self.reads_unlabeled else ("train", "val")
 
     @property
     def reads_recording(self) -> bool:
@@ -805,6 +822,10 @@ class TuneSettings(Section):
     budget_hours: NonNegativeFloat | None = None
     """Most hours that the distillation may take; default: `run.budget_hours`."""
 
+    @property
+    def splits(self) -> TrainingSplits:
+        return (self.distill or DistillSettings()).splits
+
 
 class WarmUpSettings(Section):
     """Compile ahead of time: run the first steps of each training and throw them away, so that the compile cache is filled."""
@@ -817,6 +838,10 @@ class WarmUpSettings(Section):
     """How the outputs are recorded that the student learns from; default: `reinforce`."""
     distill: DistillSettings | None = None
     """The training of the student; default: `distill`."""
+
+    @property
+    def splits(self) -> TrainingSplits:
+        return "train", "val", "unlabeled"
 
 
 class ProfileSettings(Section):

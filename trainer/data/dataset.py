@@ -1,5 +1,7 @@
 """The prepared data set, as trainings and evaluations read it (`dataset_schema` describes its files).
 
+The files of a split are fetched and checked when it is opened, so that a stage which reads little of a large data set fetches little.
+
 A small split is decoded once into one tensor, so that a read is an index; a large one is memory-mapped and decoded at each read,
 from the map's pages straight into the batch: JPEG by simplejpeg (libjpeg-turbo, and at a half, quarter or eighth of its size where that
 is enough), others by Pillow.
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from torch import Tensor
 from trainer import artifacts, limits, storage
 from trainer.artifacts import Artifact
 from trainer.data.batch_memory import empty_images
-from trainer.data.dataset_schema import DESCRIPTION, SPLITS, DatasetDescription, SplitName
+from trainer.data.dataset_schema import DESCRIPTION, EXAMPLES, SPLITS, DatasetDescription, SplitName
 from trainer.errors import ArtifactError, DataError, StorageError
 from trainer.served_student.class_tags import TAGS, ClassTags, columns_of_predictions
 from trainer.served_student.preprocessing import DEEPEST, BadImageError, Square, is_jpeg, reason
@@ -37,6 +39,8 @@ from trainer.served_student.preprocessing import DEEPEST, BadImageError, Square,
 Pixels = npt.NDArray[np.uint8]
 Targets = npt.NDArray[np.uint8]
 
+SAMPLED_FILES = 8
+"""Files of a split that `PreparedDataset.sample` reads, at most; prepare writes about 500 MB into each."""
 IN_MEMORY_BYTES = 512 * 1024**2  # a split is kept decoded up to this size, in each process that reads it
 
 
@@ -46,10 +50,10 @@ class Split:
     It is cheap to send to a loader process: decoded images are left behind. Processes that are forked after `load` share them.
     """
 
-    def __init__(self, directory: Path, name: SplitName, image_size: int) -> None:
+    def __init__(self, table: datasets.Dataset, name: SplitName, image_size: int) -> None:
         self.name = name
         self.image_size = image_size
-        self._table = datasets.load_from_disk(str(directory / name))
+        self._table = table
         self._table.data.table.validate(full=True)  # an offset in a damaged file could lead to any memory
         self._decoded: Tensor | None = None  # uint8 [N, S, S, 3]
         columns = self._table.data
@@ -216,7 +220,9 @@ def _check_square(width: int, height: int, size: int) -> None:
 class PreparedDataset:
     """A prepared data set: four splits and what they have in common."""
 
-    def __init__(self, artifact: Artifact, description: DatasetDescription, tags: ClassTags | None = None) -> None:
+    def __init__(
+        self, uri: str | Path, artifact: Artifact, description: DatasetDescription, tags: ClassTags | None = None
+    ) -> None:
         self.fingerprint = artifact.fingerprint
         self.classes = description.classes
         self.targets: Targets | None = None
@@ -229,7 +235,10 @@ class PreparedDataset:
         self.image_size = description.image_size
         self.tags = tags
         """Attributes and hierarchy of the classes; None where `prepare` was given neither."""
-        self._directory, self._settings, self._images = artifact.path, artifact.settings, description.images
+        self._uri, self._artifact, self._images = uri, artifact, description.images
+        self._directories: dict[
+            SplitName, Path
+        ] = {}  # split -> the directory that holds its folder, once it is checked
         self._most: int | None = None
 
     def first(self, count: int) -> PreparedDataset:
@@ -251,12 +260,12 @@ class PreparedDataset:
             ArtifactError: the settings that made the data set lack it.
         """
         try:
-            settings = self._settings
+            settings = self._artifact.settings
             bits = settings.get("grey_bits", DEEPEST)  # not recorded where it is auto, which takes them all
             return Square(fit=settings["fit"], size=self.image_size, max_pixels=settings["max_pixels"], grey_bits=bits)
         except (KeyError, ValueError) as error:
             raise ArtifactError(
-                f"dataset {self._directory}: its manifest does not say how images became squares ({error!r}); prepare it again"
+                f"dataset {self._artifact.path}: its manifest does not say how images became squares ({error!r}); prepare it again"
             ) from error
 
     def decoder_name(self) -> str:
@@ -268,43 +277,93 @@ class PreparedDataset:
         """Return the labelled images to learn from, followed by those without labels if `unlabeled`; raises as `split`."""
         return [self.split("train"), *([self.split("unlabeled")] if unlabeled else [])]
 
+    def example(self) -> Tensor:
+        """Read the first test image, uint8 [1, 3, S, S], from a file of its own where `prepare` has written one; raises as `split`."""
+        name = next((file for file in EXAMPLES if file in self._artifact.files), None)
+        if name is None:  # an earlier version prepared it
+            return self.split("test").read([0])
+        file = artifacts.checked_files(self._uri, self._artifact, [name]) / name
+        try:
+            pixels = decode_square(storage.read_limited(file, limits.IMAGE_BYTES), self.image_size)
+        except (BadImageError, StorageError) as error:
+            raise ArtifactError(f"dataset {file.parent}: {name} cannot be read ({error}); prepare it again") from error
+        return torch.from_numpy(pixels).permute(2, 0, 1)[None]
+
+    def fetch(self, *splits: SplitName) -> None:
+        """Fetch and check these splits now; others are when they are opened."""
+        for name in splits:
+            if name not in self._directories:
+                files = [file for file in self._artifact.files if file.startswith(f"{name}/")]
+                self._directories[name] = artifacts.checked_files(self._uri, self._artifact, files)
+
     def split(self, name: SplitName) -> Split:
         """Open one split.
 
         Raises:
-            ArtifactError: the split cannot be opened, or its labels or number of images do not fit `dataset.json`.
+            ArtifactError: a file of it is missing or damaged, it cannot be opened, or its labels or number of images do not fit
+                `dataset.json`.
         """
+        self.fetch(name)
+        directory = self._directories[name]
+        split = self._opened(name, directory, lambda: datasets.load_from_disk(str(directory / name)))
+        if len(split) != self._images.get(name):
+            raise ArtifactError(
+                f"dataset {directory}: split {name} has {len(split)} images, but {DESCRIPTION} says "
+                f"{self._images.get(name)}; prepare it again"
+            )
+        return split if self._most is None else split.first(self._most)
+
+    def sample(self, name: SplitName) -> Split:
+        """Open some images from all over a split, for a reader that needs few: those of `SAMPLED_FILES` of its files; raises as `split`.
+
+        All of a split that has no more files. Where the data set lies makes no difference.
+        """
+        files = sorted(file for file in self._artifact.files if file.startswith(f"{name}/") and file.endswith(".arrow"))
+        if len(files) <= SAMPLED_FILES:
+            return self.split(name)
+        chosen = [files[index] for index in np.linspace(0, len(files) - 1, SAMPLED_FILES).round().astype(int)]
+        directory = artifacts.checked_files(self._uri, self._artifact, chosen)
+        split = self._opened(
+            name,
+            directory,
+            lambda: datasets.concatenate_datasets(
+                [datasets.Dataset.from_file(str(directory / file)) for file in chosen]
+            ),
+        )
+        return split if self._most is None else split.first(self._most)
+
+    def _opened(self, name: SplitName, directory: Path, load: Callable[[], datasets.Dataset]) -> Split:
         try:
-            split = Split(self._directory, name, self.image_size)
+            split = Split(load(), name, self.image_size)
         except Exception as error:  # the readers of `datasets` and of Arrow raise nearly anything for a damaged file
             raise ArtifactError(
-                f"dataset {self._directory}: split {name} cannot be opened ({limits.cut(str(error), 500)}); prepare it again"
+                f"dataset {directory}: split {name} cannot be opened ({limits.cut(str(error), 500)}); prepare it again"
             ) from error
         known = len(self.classes if self.targets is None else self.targets)
         if len(split) and not -1 <= split.labels.min() <= split.labels.max() < known:
             raise ArtifactError(
-                f"dataset {self._directory}: split {name} has the labels {split.labels.min()} to {split.labels.max()}, but {DESCRIPTION} "
+                f"dataset {directory}: split {name} has the labels {split.labels.min()} to {split.labels.max()}, but {DESCRIPTION} "
                 f"names {known} {'classes' if self.targets is None else 'sets of them'}; prepare it again"
             )
-        if len(split) != self._images.get(name):
-            raise ArtifactError(
-                f"dataset {self._directory}: split {name} has {len(split)} images, but {DESCRIPTION} says "
-                f"{self._images.get(name)}; prepare it again"
-            )
         split.targets = self.targets
-        return split if self._most is None else split.first(self._most)
+        return split
 
 
-def open_dataset(uri: str | Path) -> PreparedDataset:
-    """Open and check a prepared data set.
+def open_dataset(uri: str | Path, splits: Collection[SplitName] = ()) -> PreparedDataset:
+    """Open a prepared data set, and fetch and check these splits of it; others are when they are opened.
 
     Raises:
         ArtifactError: it is missing, damaged, of another kind or of another schema version.
     """
-    artifact = artifacts.read(uri, "dataset")
+    artifact = artifacts.read(uri, "dataset", only=(DESCRIPTION, TAGS))
     description = DatasetDescription.read(artifact.path)
-    if TAGS not in artifact.files:
-        return PreparedDataset(artifact, description)
+    tags = _read_tags(artifact, description) if TAGS in artifact.files else None
+    data = PreparedDataset(uri, artifact, description, tags)
+    data.fetch(*splits)
+    return data
+
+
+def _read_tags(artifact: Artifact, description: DatasetDescription) -> ClassTags:
     try:
         tags = ClassTags.of(storage.read_json(artifact.path / TAGS))
         if tags.labels != description.classes:
@@ -316,4 +375,4 @@ def open_dataset(uri: str | Path) -> PreparedDataset:
         raise ArtifactError(
             f"dataset {artifact.path}: {TAGS} does not describe its classes ({limits.cut(str(error), 500)}); prepare it again"
         ) from error
-    return PreparedDataset(artifact, description, tags)
+    return tags

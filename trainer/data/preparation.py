@@ -45,6 +45,7 @@ from trainer.data.curation import ImageCandidate, Quarantined
 from trainer.data.dataset_schema import (
     CARD,
     DROPPED,
+    EXAMPLES,
     NEAR_DUPLICATES,
     QUARANTINE,
     SPLITS,
@@ -60,7 +61,7 @@ from trainer.formatting import clipped, listed
 from trainer.host import usable_cores
 from trainer.served_student import preprocessing
 from trainer.served_student.class_tags import TAGS, ClassTags
-from trainer.served_student.preprocessing import DEEPEST, GREY_PEAK, BadImageError, Square
+from trainer.served_student.preprocessing import DEEPEST, GREY_PEAK, BadImageError, Square, is_jpeg
 
 logger = logging.getLogger(__name__)
 
@@ -141,9 +142,14 @@ def prepare(
             dropped=dropped,
             near=near,
             tags=tags,
-            read=lambda row: squares[row]["image"][0]["bytes"].as_py(),
+            read=partial(_encoded, squares),
         )
         (directory / CARD).write_text(card, encoding="utf-8")
+        for file in EXAMPLES:
+            (directory / file).unlink(missing_ok=True)
+        for candidate in splits["test"][:1]:
+            encoded = _encoded(squares, candidate.row)
+            (directory / EXAMPLES[0 if is_jpeg(encoded) else 1]).write_bytes(encoded)
     for line in _summary(listing, splits):
         logger.info("prepare: %s", line)
     counts = {str(split): len(members) for split, members in splits.items()}
@@ -189,6 +195,12 @@ def _say_attributes(tags: ClassTags) -> None:
 
 def _named(names: Sequence[str]) -> str:
     return listed(names, 20) or "none"
+
+
+def _encoded(squares: Any, row: int) -> bytes:
+    """Read the encoded square of a row from `squares` in Arrow's format."""
+    encoded: bytes = squares[row]["image"][0]["bytes"].as_py()
+    return encoded
 
 
 def _with_test(listing: SourceListing, settings: DataSettings) -> SourceListing:

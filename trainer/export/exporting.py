@@ -252,7 +252,7 @@ def _make_variants(
     onnx_graph.write(model, data.image_size, folder / f"{FLOAT}.onnx")
     ask(folder / f"{FLOAT}.onnx")
     if settings.int8:
-        train = data.split("train")
+        train = data.sample("train")
         images = variants.squares(train, spread(len(train), settings.calibration_images))
         try:
             for file in _write_int8(folder, images):

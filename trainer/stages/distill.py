@@ -59,7 +59,7 @@ def run(
     """
     startup = Startup()
     with startup.part("fetch"):
-        data = open_dataset(dataset)
+        data = open_dataset(dataset, settings.splits)
         if data.targets is not None and (mistakes := multi_label_mistakes(settings)):
             raise SettingsError("\n".join(mistakes))
         teaching = artifacts.manifest(teacher, "model")

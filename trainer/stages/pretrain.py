@@ -35,7 +35,7 @@ def run(settings: PretrainSettings, *, dataset: str | Path, teacher: str | Path,
     """Make the teacher; runs in every training process."""
     startup = Startup()
     with startup.part("fetch"):
-        data = open_dataset(dataset)
+        data = open_dataset(dataset, settings.splits)
         model, parents = start(settings, data)
     with open_session(
         "pretrain", settings, data, parents=parents, model=teacher, evidence=evidence, startup=startup

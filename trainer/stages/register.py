@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_READ = ("student", "pretrain_evidence", "distill_evidence", "report", "evaluation", "exported")
+"""Inputs whose files are read; of the data set the card, the tags and an example are."""
 _RECORDING = "reinforce.html"
 """Name of the copy of the recording's page; of the recording, which is large, nothing else is fetched."""
 
@@ -88,18 +90,17 @@ def run(
     start = time.monotonic()
     stage = STAGES["register"]
     given: dict[str, str | Path] = {name: uri for name in stage.all_inputs if (uri := inputs.get(name))}
-    read = {name: artifacts.read(given[name], kind) for name, kind in stage.inputs.items()}
+    # The manifest of the others is enough: the teacher and the data set may be large, and the records many gigabytes.
+    made: dict[str, Manifest] = {
+        name: artifacts.manifest(given[name], kind) for name, kind in stage.all_inputs.items() if name in given
+    }
+    read = {name: artifacts.read(given[name], made[name].kind) for name in _READ if name in given}
+    read["dataset"] = artifacts.read(given["dataset"], "dataset", only=[CARD])
     if tracking.uri() and models.load(given["student"]).card.square is None:
         raise ModelError(
             f"student {given['student']}: {models.CONFIG} does not say how a photo becomes its input, because an older version wrote it; "
             "remove the directory and distil it again"
         )
-    made: dict[str, Manifest] = dict(read)
-    for name, kind in stage.optional_inputs.items():
-        if name in given:  # the manifest is enough: the records may be many gigabytes
-            made[name] = artifacts.manifest(given[name], kind)
-    if "exported" in given:
-        made["exported"] = read["exported"] = artifacts.read(given["exported"], "export")
     tuned = read_tuning(given["tuning"]) if "tuning" in given else None
     forecast = tuned.forecast if tuned else None
     stages = list(_stage_bills(made, given))
@@ -328,7 +329,7 @@ def _python() -> str:
 
 def example(dataset: str | Path) -> npt.NDArray[np.uint8]:
     """Read a raw test image, uint8 [1, H, W, 3], thinned so that it stays small as text."""
-    image = open_dataset(dataset).split("test").read([0]).numpy()
+    image = open_dataset(dataset).example().numpy()
     step = -(-image.shape[-1] // _EXAMPLE_EDGE)
     thinned: npt.NDArray[np.uint8] = np.ascontiguousarray(image[:, :, ::step, ::step].transpose(0, 2, 3, 1))
     return thinned
@@ -354,7 +355,8 @@ def _version(
     figures, parents = inputs["evaluation"].figures, inputs["student"].parents
     exported = inputs.get("exported")
     variant = exported.figures["chosen"] if exported else None
-    fingerprints = {name: inputs[name].fingerprint for name in ("dataset", "teacher", "student")}
+    fingerprints = {name: inputs[name].fingerprint for name in ("dataset", "student")}
+    fingerprints["teacher"] = artifacts.manifest(given["teacher"], "model").fingerprint
     fingerprints |= {name: parents[name] for name in ("teacher_outputs",) if name in parents}
     tags = {
         **{f"{name}_fingerprint": value for name, value in fingerprints.items()},

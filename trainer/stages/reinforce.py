@@ -34,7 +34,7 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
             more than `largest_gib`.
         TrainingError: the teacher's outputs are not finite; the samples are named, and what was recorded is kept.
     """
-    data, teaching = open_dataset(dataset), artifacts.read(teacher, "model")
+    data, teaching = open_dataset(dataset, settings.splits), artifacts.read(teacher, "model")
     model = models.load(teaching)
     if model.card.labels:
         models.check_labels(model, data.classes, f"teacher {teacher}", several=data.targets is not None)

@@ -93,7 +93,7 @@ def run(
         SettingsError: the batch cannot be dealt to the processes, or fits into no memory.
     """
     startup = Startup()
-    data = open_dataset(dataset)
+    data = open_dataset(dataset, settings.splits)
     parents = {"dataset": data.fingerprint, "teacher": artifacts.manifest(teacher, "model").fingerprint}
     if teacher_outputs is not None:
         parents["teacher_outputs"] = artifacts.manifest(teacher_outputs, "teacher_outputs").fingerprint

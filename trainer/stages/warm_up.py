@@ -71,7 +71,7 @@ def run(settings: WarmUpSettings, *, dataset: str | Path, warmed: str | Path) ->
         raise SettingsError(
             "warm_up has no trainings to compile for; set warm_up.enabled=true, and it takes those of pretrain and distill"
         )
-    data = open_dataset(dataset)
+    data = open_dataset(dataset, settings.splits)
     values, parents = settings.model_dump(mode="json"), {"dataset": data.fingerprint}
     with ExitStack() as stack:
         # Whether they are deterministic makes other graphs.

@@ -73,6 +73,16 @@ def keep(key: str, what: str, fetch: Callable[[Path], None], *, is_whole: Callab
     return place
 
 
+def held(key: str, what: str, *, is_whole: Callable[[Path], bool]) -> Path | None:
+    """Return the folder of a content if it is cached and whole, else None; the arguments are as in `keep`."""
+    place = root() / key
+    with _exclusively(key, what):
+        if not place.is_dir() or not is_whole(place):
+            return None
+        _use(place)
+    return place
+
+
 @contextmanager
 def draft() -> Iterator[Path]:
     """Make a new folder to write into, removed when the block ends unless `adopt` has taken it."""

@@ -192,7 +192,54 @@ def test_a_damaged_data_set_is_refused_by_name(prepared: Path) -> None:
     content[len(content) // 2] ^= 0xFF
     arrow.write_bytes(content)
     with pytest.raises(ArtifactError, match=r"train/data-00000-of-00001\.arrow is damaged"):
-        open_dataset(prepared)
+        open_dataset(prepared, ["train"])
+    with pytest.raises(ArtifactError, match=r"train/data-00000-of-00001\.arrow is damaged"):
+        open_dataset(prepared).split("train")
+    assert len(open_dataset(prepared).split("val")) == COUNTS["val"]
+
+
+def test_of_a_data_set_in_a_store_no_more_is_fetched_than_is_read(
+    object_store, prepared, tmp_path, monkeypatch
+) -> None:
+    uri = object_store.uri("d")
+    (prepared / "card.html").write_text("<p>large</p>")
+    (prepared / "example.png").write_bytes(encoded(1000 * SPLITS.index("test")))
+    rewrite_manifest(prepared)
+    artifacts.copy(prepared, uri, "dataset")
+
+    def fetched() -> set[str]:
+        paths = {
+            one.path.removeprefix("/artifacts/d/")
+            for one in object_store.requests
+            if one.method == "GET" and not one.query
+        }
+        object_store.requests.clear()
+        return {path.partition("/")[0] for path in paths} - {artifacts.MANIFEST}
+
+    fetched()
+    data = open_dataset(uri)
+    assert fetched() == {"dataset.json"}
+    assert data.example().equal(open_dataset(prepared).split("test").read([0]))
+    assert fetched() == {"example.png"}
+    assert data.split("test").read([0]).equal(data.example())
+    assert fetched() == {"test"}
+    assert len(open_dataset(uri, ["train", "val", "test"]).split("val")) == COUNTS["val"]
+    assert fetched() == {"train", "val"}, "what is in the cache is not fetched again"
+    object_store.put("d/unlabeled/state.json", b"other")
+    with pytest.raises(ArtifactError, match=r"unlabeled/state.json"):
+        data.split("unlabeled")
+    # A whole one that is in the cache has every part.
+    monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "another cache"))
+    object_store.put("d/unlabeled/state.json", (prepared / "unlabeled" / "state.json").read_bytes())
+    artifacts.read(uri, "dataset")
+    assert fetched() >= {"train", "val", "test", "unlabeled", "card.html"}
+    assert len(open_dataset(uri, ["test"]).split("train")) == COUNTS["train"]
+    assert fetched() == set()
+
+
+def test_the_example_of_a_data_set_that_an_earlier_version_prepared_is_read_from_its_split(prepared: Path) -> None:
+    data = open_dataset(prepared)
+    assert data.example().equal(data.split("test").read([0]))
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"classes": 3, "image_size": "x", "images": {}}'])

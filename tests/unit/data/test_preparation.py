@@ -18,7 +18,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from trainer.config import DataSettings
-from trainer.data import preparation
+from trainer.data import dataset, preparation
 from trainer.data.curation import Quarantined
 from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import SPLITS, DatasetDescription
@@ -243,6 +243,13 @@ def test_several_shards_hold_what_one_holds_for_any_number_of_writers(
     one, many = (open_dataset(tmp_path / name).split("train") for name in ("one", "many"))
     assert list(one.names) == list(many.names)
     np.testing.assert_array_equal(one.read(range(len(one))).numpy(), many.read(range(len(many))).numpy())
+    monkeypatch.setattr(dataset, "SAMPLED_FILES", 1)
+    sampled = open_dataset(tmp_path / "many").sample("train")
+    assert list(sampled.names) == list(many.names)[: len(sampled)]
+    assert 0 < len(sampled) < len(many)
+    assert sampled.read([0]).equal(many.read([0]))
+    monkeypatch.setattr(dataset, "SAMPLED_FILES", 2)
+    assert list(open_dataset(tmp_path / "many").sample("train").names) == list(many.names)
     prepare(settings(source), made(tmp_path / "by two"), processes=2)
     written = files(tmp_path / "many")
     del written["manifest.json"]

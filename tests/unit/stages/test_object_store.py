@@ -7,6 +7,7 @@ import pytest
 from tests.trained_digits import pixels, png
 from trainer import artifacts, stages, storage, tracking
 from trainer.config import TrackingSettings
+from trainer.data.dataset import open_dataset
 from trainer.errors import StorageError
 
 
@@ -19,6 +20,8 @@ def test_prepare_from_and_into_a_store(object_store):
     assert manifest.figures["classes"] == 2
     assert manifest.figures["train"] + manifest.figures["val"] + manifest.figures["test"] == 40
     assert set(manifest.files) == set(storage.files(object_store.uri("dataset"))) - {artifacts.MANIFEST}
+    data = open_dataset(object_store.uri("dataset"))
+    assert object_store.get("dataset/example.jpg") == bytes(data.split("test").encoded(0))
 
 
 # MLflow on SQLAlchemy 2.1
@@ -40,6 +43,10 @@ def test_evaluate_from_and_into_a_store(object_store, trained_digits, tmp_path, 
     (run,) = (run for run in client.search_runs(["1"]) if run.info.run_name == "evaluate")
     recorded = {file.path for file in client.list_artifacts(run.info.run_id)}
     assert recorded >= {"report.html", "metrics.json", "confusion.json", "label_issues.csv"}
+    fetched = {
+        one.path.split("/")[4] for one in object_store.requests if one.method == "GET" and "/run/dataset/" in one.path
+    }
+    assert fetched == {"manifest.json", "dataset.json", "val", "test"}
 
     object_store.answer(403, path="run/student")
     with pytest.raises(StorageError, match=r"s3://artifacts/run/student/manifest.json: .*403"):

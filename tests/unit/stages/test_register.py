@@ -657,6 +657,12 @@ def test_what_lies_in_a_store_is_registered_from_there(
     uris = {name: object_store.uri(name) for name in inputs}
     monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "another cache"))
     artifact = run(uris, object_store.uri("evaluation"), object_store.uri("registration"), model_name="from-a-store")
+    got = [one for one in object_store.requests if one.method == "GET" and not one.query]
+    fetched = {
+        name: {one.path.split("/", 3)[3] for one in got if f"/{name}/" in one.path} for name in ("dataset", "teacher")
+    }
+    assert fetched["dataset"] <= {"manifest.json", "dataset.json", "tags.json", "card.html", "example.png"}, "no split"
+    assert fetched["teacher"] == {"manifest.json"}, "it is not registered"
     summary = read_summary(artifact)
     assert summary["reports"]["data"] == object_store.uri("dataset", "card.html")
     assert summary["reports"]["evaluation"] == object_store.uri("evaluation", "report.html")
