@@ -38,7 +38,7 @@ def one_writer(outputs: Iterable[str | Path], *, beside: Iterable[str | Path] = 
         OutputError: another process writes there, or the system refuses.
     """
     with ExitStack() as held:
-        for output in outputs:
+        for output in dict.fromkeys(outputs):  # a wrong command may name one twice
             if not storage.is_remote(output):
                 held.enter_context(_lock(storage.local_path(output)))
         # In this order two processes that begin at once cannot miss one another.
