@@ -157,7 +157,7 @@ def a_batch(settings, teacher, student, classes):
 def test_the_models_have_their_size_and_make_a_step_of_the_distillation(recipe):
     settings = sections.resolve(recipe, commands(recipe)[0].get("SET", ""))
     classes = classes_of(settings)
-    teacher = preflight._teacher(settings.pretrain, classes, trains_here=False)
+    teacher, _ = preflight._teacher(settings.pretrain, classes, trains_here=False)
     student = preflight._student(settings.distill, classes, trains_here=False)
     stated = re.search(r"teacher ([\d.]+) M parameters, student ([\d.]+) M, without heads", comment(recipe))
     with torch.device("meta"):
