@@ -120,16 +120,16 @@ def parse_overrides(overrides: str | Iterable[str]) -> dict[str, Any]:
 
 def _parse_value(item: str, key: str, text: str) -> Any:
     """Parse the text of the override `item`; a `SettingsError` where a shell has taken a part of it."""
-    kind = _kind(key.split("."))
+    kind, shown = _kind(key.split(".")), limits.cut(item, 200)
     try:
         found = limits.parse_toml(f"value = {text}")
     except ValueError as error:
         if text[:1] == "{" and text[-1:] == "}" and kind is not str:
             raise SettingsError(
-                f'override {item!r}: is not TOML ({error}); texts within it are quoted, {{A="text"}}'
+                f'override {shown!r}: is not TOML ({error}); texts within it are quoted, {{A="text"}}'
             ) from error
         if re.fullmatch(r"[+-]?\d{19,}", text) and kind is not str:
-            raise SettingsError(f"override {item!r}: {error}; give a smaller one") from error
+            raise SettingsError(f"override {shown!r}: {error}; give a smaller one") from error
         found = {}
     if len(found) == 1:  # after a line break there may be more
         value = found["value"]
@@ -138,11 +138,11 @@ def _parse_value(item: str, key: str, text: str) -> Any:
     is_group = get_origin(kind) is Mapping or (isinstance(kind, type) and issubclass(kind, Section))
     if is_group and re.match(r"[\w.\"'-]+=", text):
         raise SettingsError(
-            f"override {item!r}: a shell makes several words of {key}={{A=1,B=2}}; quote it, as in '{key}={{{text}}}'"
+            f"override {shown!r}: a shell makes several words of {key}={{A=1,B=2}}; quote it, as in '{key}={{{limits.cut(text, 200)}}}'"
         )
     if text[:1] in ("{", "[") and text[-1:] not in ("}", "]"):
         raise SettingsError(
-            f"override {item!r}: ends within its {text[0]}, as where a shell ends a word at a space; quote the whole, '{key}={text}...'"
+            f"override {shown!r}: ends within its {text[0]}, as where a shell ends a word at a space; quote the whole, '{shown}...'"
         )
     return text
 
