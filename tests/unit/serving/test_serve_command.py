@@ -26,7 +26,8 @@ def served(exported, *arguments):
     command = [sys.executable, "-m", "trainer", "serve", str(exported), "--port", "0", "--threads", "1", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
-            line = process.stderr.readline()
+            answering, line = process.stderr.readline(), process.stderr.readline()
+            assert " answers: made " in answering, answering + line + process.stderr.read()
             found = re.search(r"(http://127\.0\.0\.1:\d+) serves student, version [0-9a-f]{12} \(vit_tiny", line)
             assert found, line + process.stderr.read()
             end = time.monotonic() + 20
