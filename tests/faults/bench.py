@@ -72,10 +72,10 @@ class Bench:
         self._made = 0
         self._wholes: dict[str, Whole] = {}
 
-    def distillation(self, *, place: str = "", processes: int = 1, **settings: Any) -> Job:
-        """A distillation that writes below `place`, or below a folder of its own."""
+    def distillation(self, *, place: str = "", processes: int = 1, from_teacher: str = "", **settings: Any) -> Job:
+        """A distillation that writes below `place`, or below a folder of its own, from another teacher if it is named."""
         section = config.validate(config.DistillSettings, SMALL | settings).model_dump(mode="json")
-        inputs = {"dataset": self.dataset, "teacher": self.teacher}
+        inputs = {"dataset": self.dataset, "teacher": from_teacher or self.teacher}
         if settings.get("teacher") == "recorded":
             inputs["teacher_outputs"] = self.teacher_outputs
         return self._job("distill", section, inputs, ("student", "evidence"), place, processes)
@@ -162,8 +162,9 @@ class Bench:
 
     @functools.cached_property
     def trained(self) -> dict[str, dict[str, str]]:
-        """Stage -> its outputs, of a pretraining and a distillation."""
-        return {job.stage: finished(job) for job in (self.pretraining(), self.distillation())}
+        """Stage -> its outputs, of a pretraining and a distillation from its teacher."""
+        pretrained = finished(self.pretraining())
+        return {"pretrain": pretrained, "distill": finished(self.distillation(from_teacher=pretrained["teacher"]))}
 
     @functools.cached_property
     def reported(self) -> dict[str, str]:
