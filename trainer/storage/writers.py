@@ -14,7 +14,7 @@ import logging
 import os
 import platform
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -65,11 +65,14 @@ def _lock(directory: Path) -> Iterator[None]:
             )
         yield
     finally:
-        file.unlink(missing_ok=True)  # while it is held, or another process would lose the one that it has just taken
+        # The lock is free without it as well: a disk that refuses has stopped the work with its own message, which counts.
+        with suppress(OSError):
+            file.unlink()  # while it is held, or another process would lose the one that it has just taken
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough where a forked process has a copy
         os.close(descriptor)
-        if is_new and directory.is_dir() and not any(directory.iterdir()):
-            directory.rmdir()
+        if is_new:
+            with suppress(OSError):  # it holds something, or is gone
+                directory.rmdir()
 
 
 def _taken(file: Path) -> int:

@@ -1,9 +1,11 @@
 """One writer an output: who is refused, who is not, and what is left."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -84,3 +86,14 @@ def test_the_lock_is_no_part_of_an_artifact(tmp_path):
     with one_writer([tmp_path / "student"]), artifacts.create(tmp_path / "student", "model", settings={}) as draft:
         (draft.path / "config.json").write_text("{}")
     assert [*artifacts.read(tmp_path / "student", "model").files] == ["config.json"]
+
+
+def test_a_disk_that_refuses_to_remove_the_lock_leaves_the_error_that_stopped_the_work(tmp_path, monkeypatch):
+    def refuse(self, missing_ok=False):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(OutputError, match="the disk is full"), one_writer([tmp_path]):
+        raise OutputError("the disk is full")
+    with one_writer([tmp_path]):
+        assert (tmp_path / LOCK).exists()
