@@ -138,7 +138,7 @@ PATHOLOGIES = {
     ),
     "no loader beside a free core": (
         "loader_workers",
-        {"fault": partial(before_batch, partial(compute, 0.08)), "epochs": 5},
+        {"fault": partial(before_batch, partial(compute, 0.2)), "epochs": 5},
     ),
     "a busy loader beside a training that waits": (
         "cpu_bottleneck",
