@@ -7,15 +7,17 @@ import os
 import socket
 import sys
 import uuid
+from multiprocessing import forkserver
+from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 
+from trainer.child_processes import PRELOADED
 from trainer.stages import STAGES
 
 CONTEXT = multiprocessing.get_context("forkserver")
 """A process of the tests has one such server, and what it has imported is settled when it starts: so all tests fork from this one."""
-CONTEXT.set_forkserver_preload(
-    ["tests.groups", "trainer.__main__", "mlflow.tracking", *(f"trainer.stages.{name}" for name in STAGES)]
-)
+PRELOADED += ["tests.groups", "trainer.__main__", "mlflow.tracking", *(f"trainer.stages.{name}" for name in STAGES)]
+CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 class Program:
@@ -84,5 +86,7 @@ def settle(environment: dict[str, str]) -> None:
     os.environ.update(environment)
     import torch
 
-    multiprocessing.set_start_method("fork", force=True)  # for loader processes
+    # Its loader processes come from the server that it comes from itself, in place of one that would first import all again.
+    ForkServer.ensure_running = lambda _: None
+    forkserver.ensure_running = lambda: None
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))

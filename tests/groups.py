@@ -15,6 +15,7 @@ import torch
 from torch.distributed import TCPStore
 
 from tests.forks import CONTEXT, settle
+from trainer.data.loader import MicroBatches
 from trainer.errors import PREEMPTED_EXIT_CODE
 
 _OF_AGENT = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_")
@@ -201,15 +202,27 @@ def _work(environment, *arguments):
     sys.exit(cli.main(arguments[2:]))
 
 
+class _Hanging(MicroBatches):
+    """Micro-batches of which the first one of a step is never made."""
+
+    step = None
+
+    def __getstate__(self):
+        return self.__dict__ | {"step": self.step}
+
+    def __getitem__(self, position):
+        if position // self.count == self.step:
+            time.sleep(600)
+        return super().__getitem__(position)
+
+
 def _watch_steps(fault, seen_by):
     """Note the samples of each step, and let the fault strike."""
-    from trainer.data.loader import MicroBatches
     from trainer.distillation.objective import DistillObjective
-    from trainer.training import classification
+    from trainer.training import classification, loop
     from trainer.training.loop import Trainer
 
     plain_step, plain_objective, plain_measure = Trainer.train_step, DistillObjective.__call__, classification._measure
-    plain_load = MicroBatches.__getitem__
     now = [-1]
 
     def step(self, number, *arguments):
@@ -229,10 +242,7 @@ def _watch_steps(fault, seen_by):
             signal.raise_signal(fault.sends)
         return plain_measure(*arguments)
 
-    def load(self, position):
-        if fault is not None and fault.loading and position // self.count == fault.step:
-            time.sleep(600)
-        return plain_load(self, position)
-
     Trainer.train_step, DistillObjective.__call__, classification._measure = step, objective, measure
-    MicroBatches.__getitem__ = load
+    if fault is not None and fault.loading:
+        _Hanging.step = fault.step
+        loop.MicroBatches = _Hanging

@@ -23,13 +23,15 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tests.distillations import QUICK, TINY
 from tests.forks import CONTEXT
 from trainer import config
-from trainer.data.loader import Views
+from trainer.data.batch import Batch
+from trainer.data.loader import MicroBatches
 from trainer.distillation.objective import DistillObjective
 from trainer.evidence import TrainingEvidence
 from trainer.profiling.evidence_files import read_evidence
 from trainer.rules import OwnOverhead, RuleSettings, judge
 from trainer.rules.outcomes import Case, Finding, Outcome
 from trainer.stages import distill, pretrain
+from trainer.training import loop
 
 torch.set_num_threads(1)  # other processes of the tests want a core too
 
@@ -174,7 +176,29 @@ def before_each(owner: Any, name: str, action: Callable[[], object]) -> Iterator
         yield
 
 
-before_batch = partial(before_each, Views, "batch")
+class _Struck(MicroBatches):
+    """Micro-batches before each of which the process that loads it does something."""
+
+    action: Callable[[], object]
+
+    def __getitem__(self, position: int) -> Batch:
+        self.action()
+        return super().__getitem__(position)
+
+
+@contextmanager
+def before_batch(action: Callable[[], object]) -> Iterator[None]:
+    """`action`, which a loader process can import, before each micro-batch."""
+
+    def make(*arguments: Any, **keywords: Any) -> MicroBatches:
+        batches = _Struck(*arguments, **keywords)
+        batches.action = action
+        return batches
+
+    with patch.object(loop, "MicroBatches", make):
+        yield
+
+
 before_forward = partial(before_each, DistillObjective, "__call__")
 
 

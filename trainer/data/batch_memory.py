@@ -1,13 +1,16 @@
-"""Shared memory in which loader processes hand their batches over, used again and again.
+"""Memory that loader processes share with the training process: of decoded images, and of the batches that they hand over.
 
-The system clears each page of memory before a process first writes to it. For batches in fresh memory that took a quarter of a loader
-process's time.
+That of batches is used again and again. The system clears each page of memory before a process first writes to it, and for batches in fresh
+memory that took a quarter of a loader process's time.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import weakref
 from collections.abc import Sequence
+from multiprocessing import reduction
 from typing import Any
 
 import torch
@@ -17,6 +20,30 @@ from torch.utils.data import get_worker_info
 PIECES = 16
 """Pieces of memory that a loader process uses again: more than the batches that it prefetches and those that a training holds at a time.
 Beyond them each batch gets memory of its own."""
+
+
+class SharedBytes:
+    """Memory that is sent to a process by its descriptor, where that process is being started; nothing of it is copied.
+
+    It is no part of /dev/shm, whose size containers limit.
+    """
+
+    def __init__(self, size: int, descriptor: int | None = None) -> None:
+        """Allocate `size` bytes of zeros, or map those of another process."""
+        if descriptor is None:
+            descriptor = os.memfd_create("images")
+            os.ftruncate(descriptor, size)
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+        self.tensor = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+        """uint8 [size]."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _mapped, (len(self.tensor), reduction.DupFd(self._descriptor))
+
+
+def _mapped(size: int, sent: Any) -> SharedBytes:
+    return SharedBytes(size, sent.detach())
 
 
 def empty_images(count: int, size: int) -> Tensor:

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import copy
 import io
+import math
+import sys
 from collections.abc import Callable, Collection, Sequence
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ from torch import Tensor
 
 from trainer import artifacts, limits, storage
 from trainer.artifacts import Artifact
-from trainer.data.batch_memory import empty_images
+from trainer.data.batch_memory import SharedBytes, empty_images
 from trainer.data.dataset_schema import DESCRIPTION, EXAMPLES, SPLITS, DatasetDescription, SplitName
 from trainer.errors import ArtifactError, DataError, StorageError
 from trainer.served_student.class_tags import TAGS, ClassTags, columns_of_predictions
@@ -47,7 +50,7 @@ IN_MEMORY_BYTES = 512 * 1024**2  # a split is kept decoded up to this size, in e
 class Split:
     """The images of one split, read by index.
 
-    It is cheap to send to a loader process: decoded images are left behind. Processes that are forked after `load` share them.
+    It is cheap to send to a loader process. One that is started after `load` shares the decoded images on Linux; else they are left behind.
     """
 
     def __init__(self, table: datasets.Dataset, name: SplitName, image_size: int) -> None:
@@ -55,7 +58,8 @@ class Split:
         self.image_size = image_size
         self._table = table
         self._table.data.table.validate(full=True)  # an offset in a damaged file could lead to any memory
-        self._decoded: Tensor | None = None  # uint8 [N, S, S, 3]
+        self._memory: SharedBytes | None = None
+        self._decoded: Tensor | None = None  # uint8 [N, S, S, 3]; in that memory, where there is such
         columns = self._table.data
         if any(columns.column(column).null_count for column in ("image", "label", "key")):
             raise ValueError("a row lacks its image, label or key")
@@ -72,17 +76,20 @@ class Split:
         return len(self._table)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_decoded": None, "_files": None, "targets": None}
+        memory = self._memory if get_spawning_popen() is not None else None  # which cannot be sent later
+        return self.__dict__ | {"_memory": memory, "_decoded": None, "_files": None, "targets": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
         self._files = _files(self._table)
+        if self._memory is not None:
+            self._decoded = self._memory.tensor.view(len(self), self.image_size, self.image_size, 3)
 
     def first(self, count: int) -> Split:
         """Return a split of the first `count` images, or of all where there are no more."""
         part = copy.copy(self)
         part._table = self._table.select(range(min(count, len(self))))
-        part._files, part._decoded = _files(part._table), None
+        part._files, part._memory, part._decoded = _files(part._table), None, None
         part.labels, part.keys = self.labels[:count], self.keys[:count]
         part.targets = self.targets  # which a copy leaves behind, as `__getstate__` says
         return part
@@ -114,8 +121,13 @@ class Split:
     def load(self) -> None:
         """Decode a small split now instead of at the first read; a large one stays on the disk."""
         if self.in_memory and self._decoded is None:
-            decoded = torch.empty(len(self), self.image_size, self.image_size, 3, dtype=torch.uint8)
-            self._decoded = self._decode_into(decoded, range(len(self)))
+            shape = (len(self), self.image_size, self.image_size, 3)
+            if sys.platform == "linux" and len(self):
+                memory = SharedBytes(math.prod(shape))
+                self._decoded = self._decode_into(memory.tensor.view(shape), range(len(self)))
+                self._memory = memory
+            else:
+                self._decoded = self._decode_into(torch.empty(shape, dtype=torch.uint8), range(len(self)))
 
     def read(self, indices: Sequence[int]) -> Tensor:
         """Read the images at `indices` (0 <= index < N): uint8 [B, 3, S, S], the channels innermost in memory.

@@ -7,15 +7,14 @@ processes can share a step: where G cannot be divided evenly, the lengths of sha
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from bisect import bisect_right
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from multiprocessing import connection
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
+from trainer.child_processes import SERVED, end_with_parent
 from trainer.config import DecodeOn, TrainingSettings, ViewSettings, ViewsOn
 from trainer.data.batch import Batch, Recorded, check_gpu_decoding, join_files
 from trainer.data.batch_memory import BatchMemory, empty_images
@@ -41,10 +41,8 @@ from trainer.devices.torch_private import (
 from trainer.errors import DataError, LostProcessError, SettingsError, TrainerError, TrainingError
 
 PREFETCHED = 2  # micro-batches that each loader process prefetches
-_POLL_S, _PATIENCE, _END_S = 0.5, 1.2, 5
-"""Seconds between two checks of whether a batch takes too long, how many times longer it may take than torch allows, and seconds that a
-killed process may take to end."""
-_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux' prctl: the signal that a process gets when its parent has ended
+_POLL_S = 0.5
+"""Seconds between two checks of whether a batch takes too long."""
 
 
 class RecordedOutputs(Protocol):
@@ -82,7 +80,7 @@ class Samples:
                 "there are no images to train on; check the data set's card, and prepare it with more images"
             )
         for split in self._splits:
-            split.load()  # once, before loader processes are forked, which then share the decoded images
+            split.load()  # once, before loader processes are started, which then share the decoded images
         self._ends = np.cumsum([len(split) for split in self._splits]).tolist()
         self.image_size = self._splits[0].image_size
         self.labels = np.concatenate([split.labels for split in self._splits])
@@ -311,10 +309,8 @@ def make_loader(
 ) -> Generator[Batch]:
     """Yield the micro-batches at `starts`, in this order, prefetched by `workers` processes.
 
-    It is meant to be read once, for a whole training, and its processes live as long as that. They have one thread each, and share the
-    decoded images of the splits where they are forked, as on Linux. There they are copies of a process with threads (CUDA's, the monitor's,
-    fsspec's), and a lock that one of these holds is never released in a copy; `timeout_s` ends a training that hangs so. Spawned, each
-    process would cost seconds of a core and three times the memory.
+    It is meant to be read once, for a whole training, and its processes live as long as that. They compute with one thread each, are
+    forked from a server (`child_processes.SERVED`), and share the decoded images of the splits.
 
     Args:
         starts: indices into `batches`, such as positions of the sampler.
@@ -336,7 +332,7 @@ def make_loader(
         num_workers=workers,
         pin_memory=pin_memory,
         prefetch_factor=PREFETCHED if workers else None,
-        timeout=timeout_s if workers else 0,
+        multiprocessing_context=SERVED if workers else None,
         worker_init_fn=_begin,
         generator=torch.Generator(),  # torch draws a seed here, which must not move what a step draws after a resume
     )
@@ -353,10 +349,6 @@ def make_loader(
                 raise outcome
             yield outcome
             del outcome, following  # its memory is used again
-    except RuntimeError as error:
-        if limit.passed:  # torch raises for a killed process wherever Python is, also while that is being reported
-            raise limit.error() from error
-        raise
     finally:
         limit.ended.set()
         if started:
@@ -387,10 +379,7 @@ class _Outcomes(TorchDataset[_Outcome]):
 
 
 class _Limit:
-    """A limit on the time of a batch that also holds while its process hands it over, for which torch waits without any limit.
-
-    0 seconds: no limit.
-    """
+    """A limit on the time of a batch, also while its process hands it over; 0 seconds: no limit."""
 
     def __init__(self, processes: Sequence[Any], seconds: float) -> None:
         self.seconds, self.passed = seconds, False
@@ -406,22 +395,12 @@ class _Limit:
         self._since = math.inf
 
     def _watch(self) -> None:
-        longest = _PATIENCE * self.seconds  # torch's own limit comes first, where it helps
         while not self.ended.wait(_POLL_S):
-            if time.monotonic() - self._since > longest:
+            if time.monotonic() - self._since > self.seconds:
                 self.passed = True
-                self.kill()  # so that the wait for the rest of a batch ends with an error
+                for process in self.processes:
+                    process.kill()  # so that the wait for a batch, or for the rest of it, ends with an error
                 return
-
-    def kill(self) -> None:
-        """End the processes, of which one hangs."""
-        for process in self.processes:
-            process.kill()
-
-    def join(self) -> None:
-        """Wait until they have ended, so that torch raises no further errors about them."""
-        for process in self.processes:
-            process.join(_END_S)
 
     def error(self) -> LostProcessError:
         return LostProcessError(
@@ -438,23 +417,22 @@ def _next(outcomes: Any, observer: LoaderObserver | None, limit: _Limit) -> _Out
             following: _Outcome | None = next(outcomes, None)
         return following
     except (RuntimeError, OSError, EOFError) as error:
-        limit.passed = limit.passed or str(error).startswith("DataLoader timed out")
         if limit.passed:
-            limit.kill()
-            limit.join()
             raise limit.error() from error
-        if not str(error).startswith("DataLoader worker"):
+        sentinels = [process.sentinel for process in limit.processes]
+        if not connection.wait(sentinels, timeout=_POLL_S):  # a process that has ended may be told of a moment later
             raise
+        code = next(process.exitcode for process in limit.processes if process.exitcode is not None)
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         raise TrainingError(
-            f"one of {len(limit.processes)} loader processes died ({str(error).splitlines()[0]}), probably for lack of memory, or of "
-            "shared memory (/dev/shm), where they put their batches; lower data.workers or batch_size, or give the machine more"
+            f"one of {len(limit.processes)} loader processes died ({how}), probably for lack of memory, or of shared "
+            "memory (/dev/shm), where they put their batches; lower data.workers or batch_size, or give the machine more"
         ) from error
 
 
 def _begin(_worker: int) -> None:
     """Prepare a loader process to end with the training process, and not before it, since its batches may be needed for a last step."""
     os.setpgid(0, 0)  # out of the training process' group, which a launcher asks to end as a whole
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
+    end_with_parent()
     torch.set_num_threads(1)
     send_small_tensors_by_value()

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from trainer import artifacts, storage
+from trainer.child_processes import start_server
 from trainer.config import Workers
 from trainer.data.batch import Batch
 from trainer.data.loader import Views, make_loader
@@ -286,6 +287,8 @@ class Reinforcement:
                 times.append(time.perf_counter() - start)
             return statistics.median(times[2:])  # not of the first two, because a device may compile it first
 
+        if self.processes.device.kind != "cpu":
+            start_server()  # which imports meanwhile
         chosen = measured_workers("reinforce", batches, cycle(parts), teacher_seconds, self.processes)
         if self.processes.is_first:
             logger.info("reinforce  loader processes beside each process: %d (measured)", chosen)

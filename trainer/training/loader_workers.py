@@ -19,6 +19,7 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch.utils.data import Dataset
 
+from trainer.child_processes import start_server
 from trainer.config import Workers
 from trainer.data.batch import Batch
 from trainer.data.loader import MicroBatches, make_loader
@@ -87,6 +88,8 @@ class MicroBatchLoader:
     ) -> None:
         self._name, self._batches, self._starts, self._accumulation = name, batches, starts, accumulation
         self._workers, self._processes, self._timeline, self._stats = workers, processes, timeline, stats
+        if workers not in (0, "auto") or (workers == "auto" and processes.device.kind != "cpu"):
+            start_server()  # which imports while the first step compiles
         # Where the device traces, threads ask for batches, who must not meet other processes, and a step's time is known late.
         self._chosen = self._choose(lambda: 0.0) if workers == "auto" and processes.device.traces else workers
 
