@@ -42,7 +42,7 @@ from trainer.training.loader_workers import measure_loading
 from trainer.training.prefetch import make_prefetcher
 from trainer.training.process_group import Processes, join_processes
 from trainer.training.session import shared_artifact
-from trainer.training.spec import TrainingSpec, fit_batch, smallest_micro_batch
+from trainer.training.spec import TrainingSpec, fit_batch, smallest_micro_batch, why_micro_batches_count
 from trainer.tuning.candidates import Workload
 from trainer.tuning.search import SearchResult, search
 from trainer.tuning.trials import (
@@ -225,7 +225,7 @@ class Subject:
             teacher_s=self.takes.teacher_s,
             no_recording=self.no_recording,
             least_part=smallest_micro_batch(self.student),
-            relates_images=settings.relates_images,
+            why_parts_count=why_micro_batches_count(settings, self.student),
         )
 
 

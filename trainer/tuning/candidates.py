@@ -36,8 +36,8 @@ class Workload:
     """Why the distillation cannot learn from recorded outputs; empty if it can."""
     least_part: int = 1
     """Fewest images in a micro-batch of a process; two where the student normalises batches."""
-    relates_images: bool = False
-    """Whether a loss compares the images of a micro-batch, whose size is then a part of what is learned."""
+    why_parts_count: str = ""
+    """Why the size of a micro-batch is a part of what is learned; empty where it is not."""
 
     def fixed_s(self, candidate: Candidate, startup_s: float) -> float:
         """Seconds of the whole distillation that do not depend on its rate."""
@@ -112,7 +112,7 @@ def propose(
 def less_memory(candidate: Candidate, job: Workload) -> Candidate | None:
     """Return the same batch in twice as many parts; none where it cannot be divided further."""
     half, odd = divmod(candidate.held // job.world_size, 2)
-    if job.relates_images or odd or half < job.least_part:
+    if job.why_parts_count or odd or half < job.least_part:
         return None
     return candidate.model_copy(update={"accumulation": 2 * candidate.accumulation})
 
@@ -230,9 +230,8 @@ def _needs_as_much(failed: Candidate, candidate: Candidate) -> bool:
 
 def _accumulation(best: Trial, job: Workload, failed: Sequence[Candidate]) -> Proposals:
     candidate = best.candidate
-    if job.relates_images:
-        why = "the loss compares the images of a micro-batch, so its size is a part of what is learned"
-        yield Skipped("accumulation", why)
+    if job.why_parts_count:
+        yield Skipped("accumulation", f"the size of a micro-batch is a part of what is learned ({job.why_parts_count})")
         return
     if candidate.accumulation % 2 == 0:
         whole = candidate.model_copy(update={"accumulation": candidate.accumulation // 2})

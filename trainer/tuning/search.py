@@ -21,6 +21,7 @@ ANOTHER_CHANCE = 1.2
 FAILURES = {
     "out of memory": "does not fit into memory",
     "not compiled": "nothing of the model was compiled, so it does not show how fast these settings are",
+    "not finite": "the student's weights are no numbers after it",
 }
 """How a trial without a rate ended -> the verdict."""
 
@@ -107,6 +108,11 @@ def _begin(start: Candidate, job: Workload, measure: Measure) -> SearchResult:
         if works:
             known = candidate.model_copy(update={"workers": trial.workers})  # what `auto` found need not be found again
             return SearchResult(job=job, best=trial.model_copy(update={"candidate": known}), tried=tried)
+        if trial.ended == "not finite":
+            raise SettingsError(
+                "distill: with the given settings the student's weights are not finite after a trial of a few steps; lower "
+                "distill.base_learning_rate or distill.clip_norm, or use distill.precision=fp32"
+            )
         if trial.ended == "not compiled":
             candidate, idea = candidate.model_copy(update={"compile": "off"}), "the same, uncompiled on purpose"
         else:

@@ -265,8 +265,13 @@ class Trials:
             if self._processes.world_size > 1 or not self._processes.device.is_out_of_memory(error):
                 raise
             return None
-        if not all(self._processes.gather(trainer.is_compiled)):
-            return Trial(candidate=candidate, ended="not compiled", seconds=time.perf_counter() - began)
+        failures: dict[Literal["not compiled", "not finite"], bool] = {
+            "not compiled": not trainer.is_compiled,
+            "not finite": not all(torch.isfinite(weight).all() for weight in trainer.model.parameters()),
+        }
+        for ended, failed in failures.items():
+            if any(self._processes.gather(failed)):
+                return Trial(candidate=candidate, ended=ended, seconds=time.perf_counter() - began)
         rate, low, high = timer.rates
         shares = shares_of(trainer.recorder, timer.steps)
         computing_s = (1 - shares["data"]) * candidate.batch_size / rate / candidate.accumulation

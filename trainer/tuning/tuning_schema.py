@@ -53,8 +53,9 @@ class Trial(StrictModel):
     """A candidate, measured."""
 
     candidate: Candidate
-    ended: Literal["measured", "outrun", "out of memory", "not compiled"]
-    """`outrun`: stopped as soon as it was clear that it would not be the best; `not compiled`: nothing was, where something should be."""
+    ended: Literal["measured", "outrun", "out of memory", "not compiled", "not finite"]
+    """`outrun`: stopped as soon as it was clear that it would not be the best; `not compiled`: nothing was, where something should be;
+    `not finite`: weights were no numbers at its end."""
     images_per_second: float = 0.0
     """Median over the trial's laps, of all processes together; 0 where the trial failed."""
     low: float = 0.0
@@ -79,7 +80,7 @@ class Trial(StrictModel):
 
     @property
     def failed(self) -> bool:
-        return self.ended in ("out of memory", "not compiled")
+        return self.ended in ("out of memory", "not compiled", "not finite")
 
 
 class TriedCandidate(StrictModel):

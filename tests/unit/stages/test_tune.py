@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import time
 from dataclasses import replace
@@ -24,6 +25,7 @@ from trainer.data.dataset import open_dataset
 from trainer.data.loader import MicroBatches
 from trainer.data.views.rendering import make_views
 from trainer.devices import choose_device
+from trainer.distillation.objective import DistillObjective
 from trainer.errors import BudgetError, SettingsError
 from trainer.profiling.recorder import Startup
 from trainer.stages import reinforce, tune
@@ -382,6 +384,19 @@ def test_a_trial_that_compiles_nothing_where_it_should_fails(trials):
     with torch.compiler.set_stance("force_eager"):
         trial = measured.measure(Candidate.of(measured._settings))
     assert (trial.ended, trial.images_per_second) == ("not compiled", 0.0)
+
+
+def test_a_trial_whose_loss_is_no_number_fails_however_fast_it_was(trials, monkeypatch):
+    losses_of = DistillObjective.__call__
+
+    def broken(self, model, batch):
+        losses = losses_of(self, model, batch)
+        return losses | {"loss": losses["loss"] * math.nan}
+
+    monkeypatch.setattr(DistillObjective, "__call__", broken)
+    measured = trials()
+    trial = measured.measure(Candidate.of(measured._settings))
+    assert (trial.ended, trial.images_per_second) == ("not finite", 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -155,6 +155,22 @@ def test_given_settings_of_which_nothing_is_compiled_are_measured_uncompiled():
     assert found.best.candidate == START
 
 
+def test_what_gives_no_numbers_is_not_taken_and_given_settings_that_do_are_refused():
+    faster = machine(lambda candidate: 100.0 * candidate.batch_size)
+
+    def measure(candidate, rate_to_beat):
+        if candidate.batch_size > START.batch_size:
+            return Trial(candidate=candidate, ended="not finite", seconds=1.0)
+        return faster(candidate, rate_to_beat)
+
+    found = search(START, JOB, measure, limit_s=ENDLESS)
+    verdicts = [tried.verdict for tried in found.tried if tried.trial.candidate.batch_size > START.batch_size]
+    assert found.best.candidate.batch_size == START.batch_size
+    assert set(verdicts) == {"the student's weights are no numbers after it"}
+    with pytest.raises(SettingsError, match=r"distill: with the given settings .* lower distill.base_learning_rate"):
+        search(START.model_copy(update={"batch_size": 2 * START.batch_size}), JOB, measure, limit_s=ENDLESS)
+
+
 def test_a_trial_that_compiled_nothing_is_not_taken_however_fast_it_was():
     gpu = dataclasses.replace(JOB, device=device_of("cuda"))
     found = search(START, gpu, uncompiled(lambda _: 100.0), limit_s=ENDLESS)
@@ -246,7 +262,7 @@ def test_the_teacher_is_recorded_where_that_pays(recording_s, share, chosen):
 
 
 def test_a_micro_batch_that_is_a_part_of_the_loss_is_left_alone():
-    job = dataclasses.replace(JOB, relates_images=True)
+    job = dataclasses.replace(JOB, why_parts_count="logit_loss=dist compares its images with one another")
     found = search(START, job, machine(lambda _: 100.0), limit_s=ENDLESS)
     assert {tried.trial.candidate.accumulation for tried in found.tried} == {1}
-    assert "part of what is learned" in found.untried["accumulation"]
+    assert "part of what is learned (logit_loss=dist" in found.untried["accumulation"]
