@@ -20,6 +20,12 @@ from trainer import artifacts, cli
 from trainer.errors import EXIT_CODE
 
 
+def rest_of(process):
+    """What a server says to its end, which is now."""
+    process.kill()
+    return process.stderr.read()
+
+
 @contextmanager
 def served(exported, *arguments):
     """A server on a free port; yields the process and its address once it answers."""
@@ -27,9 +33,9 @@ def served(exported, *arguments):
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             answering, line = process.stderr.readline(), process.stderr.readline()
-            assert " answers: made " in answering, answering + line + process.stderr.read()
+            assert " answers: made " in answering, answering + line + rest_of(process)
             found = re.search(r"(http://127\.0\.0\.1:\d+) serves student, version [0-9a-f]{12} \(vit_tiny", line)
-            assert found, line + process.stderr.read()
+            assert found, line + rest_of(process)
             end = time.monotonic() + 20
             while time.monotonic() < end:
                 try:

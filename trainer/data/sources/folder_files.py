@@ -20,7 +20,7 @@ SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".gif", ".bmp", ".webp", ".tif", ".tiff"}
     | {".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k", ".ico", ".avif", ".heic", ".heif"}
 )
-"""Endings of the files that are taken for images; a .heic cannot be decoded, and is taken so that it is reported."""
+"""Endings of the files that are taken for images, also of those that this installation cannot decode, so that they are reported."""
 _SYSTEM_NAMES = frozenset(
     {"@eadir", "@recycle", "@recently-snapshot", "@sharebin", "@tmp", "@__thumb", "#recycle", "#snapshot"}  # NAS
     | {"$recycle.bin", "recycler", "system volume information", "found.000", "thumbs.db", "ehthumbs.db", "desktop.ini"}
