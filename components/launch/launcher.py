@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -47,6 +46,9 @@ MAX_ATTEMPTS = 3
 RETRY_DELAY_S = 10.0  # pause before the next attempt, for the cause to pass
 ENDED_LOGS_S = 10.0  # how long the launcher waits for the last lines of replicas that have ended
 RUNNING_LOGS_S = 0.5  # how long it waits for lines of replicas that still run, such as workers after the master's end
+LONGEST_WAIT_S = (
+    2.0  # a signal that comes just before such a wait begins does not end it, so that is how late Ctrl-C may be noticed
+)
 GONE_POLL_S = 0.5  # how often it checks whether a deleted job is gone
 UNSETTLED_POLL_S = 0.5  # how often it checks a limit that was reached while the API server was unavailable
 
@@ -268,7 +270,7 @@ class JobFollower:
     def _process_next(self, timeout_s: float) -> None:
         """Process what the threads publish next, if it comes in time."""
         try:
-            item = self._inbox.get(timeout=min(max(0.0, timeout_s), threading.TIMEOUT_MAX))
+            item = self._inbox.get(timeout=min(max(0.0, timeout_s), LONGEST_WAIT_S))
         except queue.Empty:
             return
         if isinstance(item, LogLine):

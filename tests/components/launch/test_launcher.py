@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import signal
@@ -429,6 +430,16 @@ def test_ctrl_c_deletes_the_job_and_waits_until_it_is_gone(kubernetes, run, logg
     assert jobs(kubernetes) == []
     assert kubernetes.list(PODS) == []
     assert logged()[-1].endswith(": deleted")
+
+
+def test_a_signal_that_ends_no_wait_is_noticed_soon(kubernetes, run, meanwhile):
+    kubernetes.script("*", HANGING)
+    began = []
+    meanwhile("worker-0 | step 1", lambda: (time.sleep(1), began.append(time.monotonic()), _thread.interrupt_main()))
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert time.monotonic() - began[0] < 60
+    assert jobs(kubernetes) == []
 
 
 def test_sigterm_does_the_same(kubernetes, run, meanwhile):
