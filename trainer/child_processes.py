@@ -1,4 +1,4 @@
-"""Processes that share nothing with this one, and none runs the program again that started it.
+"""Processes that share no locks with this one, and none runs the program again that started it.
 
 A forked copy of a process with threads (CUDA's, Arrow's, fsspec's) hangs where one of these held a lock at that moment. So processes are
 spawned, or forked from a server that has no thread: Python's fork server, which has imported what they need, once.

@@ -46,9 +46,7 @@ MAX_ATTEMPTS = 3
 RETRY_DELAY_S = 10.0  # pause before the next attempt, for the cause to pass
 ENDED_LOGS_S = 10.0  # how long the launcher waits for the last lines of replicas that have ended
 RUNNING_LOGS_S = 0.5  # how long it waits for lines of replicas that still run, such as workers after the master's end
-LONGEST_WAIT_S = (
-    2.0  # a signal that comes just before such a wait begins does not end it, so that is how late Ctrl-C may be noticed
-)
+LONGEST_WAIT_S = 2.0  # for news of a job: a signal that comes just before a wait begins does not end it
 GONE_POLL_S = 0.5  # how often it checks whether a deleted job is gone
 UNSETTLED_POLL_S = 0.5  # how often it checks a limit that was reached while the API server was unavailable
 

@@ -267,15 +267,16 @@ def test_recorded_outputs_are_read_for_what_is_shown():
 
 
 class Groups(torch.utils.data.Dataset):
-    """The process groups of the process that loads, and of the server that it comes from."""
+    """The process that loads, its group, the server that it comes from, and the server's group."""
 
     def __getitem__(self, position):
-        return os.getpgrp(), os.getpgid(os.getppid())
+        return os.getpid(), os.getpgrp(), os.getppid(), os.getpgid(os.getppid())
 
 
 def test_a_request_to_end_for_the_group_of_the_training_process_does_not_reach_loader_processes():
     (found,) = make_loader(Groups(), [0], workers=1, pin_memory=False)
-    assert os.getpgrp() not in map(int, found)
+    process, group, server, its_group = map(int, found)
+    assert (group, its_group) == (process, server)
 
 
 class Origin(torch.utils.data.Dataset):
@@ -529,7 +530,7 @@ def test_a_training_that_waits_for_each_batch_finds_none_ready():
     items = Allowed(0)
     heard = Heard(then=items.allowed.release)
     for _ in make_loader(items, range(6), workers=1, pin_memory=False, observer=heard):
-        assert [psutil.Process(pid).status() for pid in heard.pids]
+        assert [psutil.Process(pid).name() for pid in heard.pids] == ["pt_data_worker"]
     assert heard.ready == [0] * 7
 
 
