@@ -118,12 +118,12 @@ class Bench:
         if self.settings.distill.teacher == "recorded" and dataset == "data":
             places["teacher_outputs"] = "outputs"
         self.stage("distill", name, *changes, **places)
-        return self.score(name, dataset=dataset)
+        return self.score(name, teacher="teacher", dataset=dataset)
 
-    def score(self, name: str, *, dataset: str = "data") -> tuple[float, float]:
-        """Test and validation score of a model, in percent."""
+    def score(self, name: str, *, teacher: str, dataset: str = "data") -> tuple[float, float]:
+        """Test and validation score of a model, in percent; a student's teacher is the one that it was made from."""
         made = f"{name}-evaluation"
-        folder = self.stage("evaluate", made, dataset=dataset, teacher=name, student=name, evaluation=made)
+        folder = self.stage("evaluate", made, dataset=dataset, teacher=teacher, student=name, evaluation=made)
         metrics = json.loads((folder / "metrics.json").read_text())
         val = val_score(artifacts.manifest(self.output / name, "model").figures)
         assert val is not None, "a model with a head is measured when it is kept"
@@ -171,12 +171,12 @@ def pretraining(bench: Bench) -> Scores:
 
     def pretrained(seed: int) -> tuple[float, float]:
         bench.pretrain(f"pretrained-{seed}", f"pretrain.seed={seed}")
-        return bench.score(f"pretrained-{seed}")
+        return bench.score(f"pretrained-{seed}", teacher=f"pretrained-{seed}")
 
     def from_scratch(seed: int) -> tuple[float, float]:
         changes = ("pretrain.mae.epochs=0", f"pretrain.finetune.epochs={epochs}", f"pretrain.seed={seed}")
         bench.pretrain(f"scratch-{seed}", *changes)
-        return bench.score(f"scratch-{seed}")
+        return bench.score(f"scratch-{seed}", teacher=f"scratch-{seed}")
 
     return bench.scores(
         {
