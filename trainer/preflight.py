@@ -164,9 +164,9 @@ def _teacher(
             model = pretrained.check(settings, settings.teacher)
         else:
             return None, {}
-        if settings.head == "none":
+        if settings.head != "classes":
             models.check_takes_probe(model, classes or _SOME_CLASSES)
-            model = models.with_labels(model, ())
+            model = models.with_labels(model, () if settings.head == "none" else classes or _SOME_CLASSES)
         elif classes and settings.weights and (settings.label_map or not settings.finetune.epochs):
             name = f"pretrain.weights {settings.weights}"
             model = pretrained.with_classes(model, classes, settings.label_map, name)

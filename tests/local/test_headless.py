@@ -123,6 +123,18 @@ def test_the_teacher_is_the_file_with_the_statistics_of_its_embedding(digits, he
     assert np.allclose(model.card.tokens.std, places.std(0), rtol=0.01)
 
 
+def test_a_probe_can_be_the_head_of_a_teacher_that_stays_as_it_is(digits, weights_file, tmp_path):
+    settings = config.resolve("digits", [*overrides(weights_file), "pretrain.head=probe"]).pretrain
+    assert settings.splits == ("train", "val"), "no image without a label is read"
+    pretrain.run(settings, dataset=digits, teacher=tmp_path / "teacher", evidence=tmp_path / "evidence")
+    model, given = models.load(tmp_path / "teacher"), safetensors.torch.load_file(weights_file)
+    weights = model.network.state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in given.items())
+    assert model.card.labels == tuple("0123456789")
+    val = artifacts.manifest(tmp_path / "teacher", "model").figures["val_top1"]
+    assert val > 0.5, "what a network makes of pixels by chance already tells many digits apart"
+
+
 def test_from_recorded_embeddings_to_a_student_that_serves_classes(digits, headless, taught, tmp_path):
     """Same seeds, same views: what differs is that the standardised embedding was rounded to half precision."""
     outputs = recorded(digits, headless, tmp_path / "outputs", features=True)

@@ -226,6 +226,7 @@ WRONG = {
         r"distill: head is probe, .* but labeled_share is 0\.5; set distill.labeled_share=0"
     ),
     "pretrain.head=none": r"pretrain: head is none, .* but finetune.epochs is 60; set pretrain.finetune.epochs=0, or head=classes",
+    "pretrain.head=probe": r"pretrain: head is probe, so the classifier alone is fitted, but finetune.epochs is 60; set pretrain.finetune",
     "pretrain.head=none pretrain.finetune.epochs=0 pretrain.mae.epochs=0": (
         r"pretrain: head is none, weights is empty and mae.epochs is 0, so the teacher would have learned nothing; give weights"
     ),

@@ -175,7 +175,11 @@ def test_teachers_and_students_without_a_head_are_tried():
 )
 @pytest.mark.parametrize(
     ("name", "overrides"),
-    [("pretrain.teacher", ("pretrain.mae.epochs=1", *HEADLESS, *PROBE)), ("distill.student", PROBE)],
+    [
+        ("pretrain.teacher", ("pretrain.mae.epochs=1", *HEADLESS, *PROBE)),
+        ("pretrain.teacher", ("pretrain.mae.epochs=1", "pretrain.head=probe", "pretrain.finetune.epochs=0")),
+        ("distill.student", PROBE),
+    ],
 )
 def test_a_probe_that_cannot_be_the_head_is_refused_before_the_training(name, overrides, architecture, why):
     args = [f"{name}.architecture={architecture}", f"{name}.args={{}}", "data.image_size=224"]
@@ -191,6 +195,7 @@ def test_a_teacher_whose_weights_have_no_head_cannot_be_taken_for_a_classifier(t
     with pytest.raises(ModelError, match=r"headless: has no head, .* \(pretrain\.head=none\), or let it be fine-tuned"):
         checked(*given)
     checked(*given, "pretrain.head=none", *PROBE)
+    checked(*given, "pretrain.head=probe")
 
 
 def test_nothing_is_drawn_from_torchs_generator():

@@ -220,9 +220,10 @@ def resolve_run(recipe: str, overrides: str | Iterable[str] = (), *, is_prepared
     mistakes = recording_mistakes(settings.distill, settings.reinforce) if settings.distill.reads_recording else []
     if settings.data.multi_label:
         mistakes += multi_label_mistakes(settings.distill)
-        if settings.pretrain.head == "none":
+        if settings.pretrain.head != "classes":
             mistakes.append(
-                "pretrain.head is none, and no head is fitted to images of several labels (data.multi_label); set pretrain.head=classes"
+                f"pretrain.head is {settings.pretrain.head}, and no head is fitted to images of several labels (data.multi_label); set "
+                "pretrain.head=classes"
             )
         if mistake := multi_label_gate_mistake(settings.evaluate.gate):
             mistakes.append(mistake)

@@ -475,9 +475,11 @@ class PretrainSettings(WeightsSettings, LoadingSettings):
 
     teacher: ModelSettings = ModelSettings(architecture="vit_base_patch16_224")
     """The teacher's model."""
-    head: Literal["classes", "none"] = "classes"
-    """`none` takes the teacher without its head: it needs no label, and its embedding, the pooled features, is what is taught
-    (`distill.feature_weight`). For backbones without a classifier, such as DINOv2's, SigLIP's and CLIP's."""
+    head: Literal["classes", "probe", "none"] = "classes"
+    """`probe` leaves the network as it is, and fits a linear classifier to its embedding of the labelled training images in place of
+    fine-tuning: for a handful of labels. `none` takes the teacher without its head: it needs no label, and its embedding, the pooled
+    features, is what is taught (`distill.feature_weight`). Both also serve backbones without a classifier, such as DINOv2's, SigLIP's
+    and CLIP's."""
     label_map: Mapping[str, ClassReference] = {}
     """Class of the data set -> the same class of `weights`, by name or index, where the names differ. The head's rows of these classes
     are kept."""
@@ -490,7 +492,7 @@ class PretrainSettings(WeightsSettings, LoadingSettings):
     def splits(self) -> TrainingSplits:
         """The splits that are opened: none to learn from where the weights are taken as they are."""
         unlabeled = bool(self.mae.epochs) or self.head == "none"
-        train = unlabeled or bool(self.finetune.epochs)
+        train = unlabeled or bool(self.finetune.epochs) or self.head == "probe"
         return (*(("train",) if train else ()), "val", *(("unlabeled",) if unlabeled else ()))
 
     @field_validator("label_map")
@@ -504,8 +506,8 @@ class PretrainSettings(WeightsSettings, LoadingSettings):
     @model_validator(mode="after")
     def _weights_fit(self) -> Self:
         self.check_weights("pretrain", "teacher", self.teacher.architecture)
-        if self.head == "none":
-            self._check_headless()
+        if self.head != "classes":
+            self._check_frozen()
             return self
         if not self.weights and not self.finetune.epochs:
             raise ValueError(
@@ -522,17 +524,18 @@ class PretrainSettings(WeightsSettings, LoadingSettings):
             )
         return self
 
-    def _check_headless(self) -> None:
+    def _check_frozen(self) -> None:
         if self.finetune.epochs:
+            what = "there is no classifier to fine-tune" if self.head == "none" else "the classifier alone is fitted"
             raise ValueError(
-                f"head is none, so there is no classifier to fine-tune, but finetune.epochs is {self.finetune.epochs}; set "
-                "pretrain.finetune.epochs=0, or head=classes"
+                f"head is {self.head}, so {what}, but finetune.epochs is {self.finetune.epochs}; set pretrain.finetune.epochs=0, or "
+                "head=classes"
             )
         if self.label_map:
-            raise ValueError("head is none, so no row of it can be chosen by label_map; leave label_map out")
+            raise ValueError(f"head is {self.head}, so no row of it can be chosen by label_map; leave label_map out")
         if not self.weights and not self.mae.epochs:
             raise ValueError(
-                "head is none, weights is empty and mae.epochs is 0, so the teacher would have learned nothing; give weights, or "
+                f"head is {self.head}, weights is empty and mae.epochs is 0, so the teacher would have learned nothing; give weights, or "
                 "pretrain it with pretrain.mae.epochs"
             )
 

@@ -7,6 +7,7 @@ Shapes: N images, M other images, D numbers of an embedding, K classes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,12 +19,14 @@ import torch
 from torch import Tensor
 
 from trainer import models
-from trainer.data.dataset import Split
+from trainer.data.dataset import PreparedDataset, Split
 from trainer.devices import Device, full_float32
 from trainer.errors import ModelError
 from trainer.evaluation.metrics import Ints
 from trainer.models import Classifier, EmbeddingStatistics
 from trainer.training.process_group import Processes
+
+logger = logging.getLogger(__name__)
 
 Embeddings = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -188,6 +191,25 @@ def fit_probe(
         right = probe.logits(val).argmax(1) == val_labels
         fitted.append(replace(probe, val_top1=float(right.mean()) if len(right) else 0.0))
     return max(fitted, key=lambda probe: probe.val_top1)
+
+
+def add_probe(model: Classifier, data: PreparedDataset, processes: Processes, stage: str) -> Classifier:
+    """Fit a linear classifier to a model's frozen embeddings of the labelled training images, and make it its head.
+
+    Every process takes the first one's, whatever its own arithmetic would give. `stage` names it in the log.
+    """
+    train, val = data.split("train"), data.split("val")
+    chosen = spread(len(train), MOST_IMAGES)
+    known = embed_together(model, train, chosen, processes)
+    unknown = embed_together(model, val, range(len(val)), processes)
+    probe = None
+    if processes.is_first:
+        probe = fit_probe(known, train.labels[chosen], unknown, val.labels, len(data.classes))
+        text = "%s  linear probe on %s images: validation top-1 %.2f%%, penalty %g"
+        logger.info(text, stage, f"{len(chosen):,}", 100 * probe.val_top1, probe.penalty)
+    probe = processes.gather(probe, "the linear probe")[0]
+    assert probe is not None, "the first process has fitted one"
+    return probe.head_of(model, data.classes)
 
 
 def _minimize(start: Doubles, values: Doubles, labels: Ints, penalty: float) -> Doubles:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +26,12 @@ from trainer.distillation.recording import (
     open_recording,
 )
 from trainer.errors import SettingsError
-from trainer.evaluation.embeddings import MOST_IMAGES, TOGETHER, embed_together, fit_probe, spread
+from trainer.evaluation.embeddings import TOGETHER, add_probe, spread
 from trainer.evidence import ContextRecord
 from trainer.loss_terms import RECORDED_BY
 from trainer.models import Classifier
 from trainer.profiling.recorder import Startup
-from trainer.training.session import Session, open_session
+from trainer.training.session import open_session
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ def run(
         kept = trained.classifier if isinstance(trained, ProjectedStudent) else trained
         assert isinstance(kept, Classifier), "the objective's model is a Classifier or holds one"
         if settings.head == "probe":
-            kept = add_probe(kept, session)
+            kept = add_probe(kept, session.data, session.processes, "distill")
         session.keep(kept, settings)
 
 
@@ -238,25 +237,6 @@ def _first_views(
         else:
             none = torch.empty(0, dtype=torch.int64)
             yield Batch(none, none, none, none, recorded=recording.read(indices, numbers))
-
-
-def add_probe(model: Classifier, session: Session) -> Classifier:
-    """Fit a linear classifier to the student's frozen embeddings of the labelled training images, and make it its head.
-
-    Every process takes the first one's, whatever its own arithmetic would give.
-    """
-    train, val = session.data.split("train"), session.data.split("val")
-    chosen = spread(len(train), MOST_IMAGES)
-    embedded = partial(embed_together, model, processes=session.processes)
-    known, unknown = embedded(train, chosen), embedded(val, range(len(val)))
-    probe = None
-    if session.processes.is_first:
-        probe = fit_probe(known, train.labels[chosen], unknown, val.labels, len(session.data.classes))
-        text = "distill  linear probe on %s images: validation top-1 %.2f%%, penalty %g"
-        logger.info(text, f"{len(chosen):,}", 100 * probe.val_top1, probe.penalty)
-    probe = session.processes.gather(probe, "the linear probe")[0]
-    assert probe is not None, "the first process has fitted one"
-    return probe.head_of(model, session.data.classes)
 
 
 def make_objective(

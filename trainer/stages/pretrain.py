@@ -12,7 +12,7 @@ from trainer import models, pretrained
 from trainer.config import PretrainSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
-from trainer.evaluation.embeddings import embed_together, spread, statistics, token_statistics
+from trainer.evaluation.embeddings import add_probe, embed_together, spread, statistics, token_statistics
 from trainer.models import Classifier, EmbeddingStatistics
 from trainer.pretraining import (
     FinetuneObjective,
@@ -47,6 +47,8 @@ def run(settings: PretrainSettings, *, dataset: str | Path, teacher: str | Path,
         if settings.head == "none":
             embedding, tokens = measure_embedding(model, session)
             model.card = replace(model.card, embedding=embedding, tokens=tokens)
+        elif settings.head == "probe":
+            model = add_probe(model, session.data, session.processes, "pretrain")
         session.keep(model, settings.finetune)
 
 
@@ -59,7 +61,7 @@ def start(settings: PretrainSettings, data: PreparedDataset) -> tuple[Classifier
     """
     torch.manual_seed(settings.seed or 0)
     parents = {"dataset": data.fingerprint}
-    labels = () if settings.head == "none" else data.classes
+    labels = data.classes if settings.head == "classes" else ()
     if not settings.weights:
         return models.create(settings.teacher, labels), parents
     model, parents["weights"] = pretrained.start(settings, settings.teacher)

@@ -422,6 +422,10 @@ def test_losses_between_the_classes_of_an_image_are_refused(made, tmp_path, chan
             ["pretrain.head=none", "pretrain.finetune.epochs=0", "distill.logit_weight=0"],
             "no head is fitted to images of several labels",
         ),
+        (
+            ["pretrain.head=probe", "pretrain.finetune.epochs=0"],
+            "pretrain.head is probe, and no head is fitted to images",
+        ),
         (["evaluate.gate.min_knn_accuracy=0.5"], "neighbours do not vote on images of several labels"),
         (["evaluate.label_issues=all"], "labels are not doubted where an image may have several"),
         (
