@@ -1,6 +1,7 @@
 """Each benchmark at its smallest size: it runs to its end and prints its table, whose numbers say nothing then."""
 
 import contextlib
+import csv
 import importlib
 import itertools
 import json
@@ -8,6 +9,7 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -207,6 +209,31 @@ def test_lightly_train(bench, monkeypatch, tmp_path):
     assert re.search(r"student, by this project +[\d.]+ +[\d.]+\n", table)
     assert "by LightlyTrain" not in table
     assert len(list((tmp_path / "out" / "photos").glob("*.png"))) == 899
+
+
+def test_few_labels_are_kept_whatever_the_files_format(bench, tmp_path):
+    def splits(suffix):
+        folder, listed = tmp_path / suffix / "photos", tmp_path / suffix / "test.txt"
+        for name in ("a/1", "a/2", "a/3", "a/4", "b/1", "b/2", "b/3", "b/5"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / f"{name}.{suffix}").touch()
+        listed.write_text("a/1\nb/5\n")
+        options = ("--labels", "1", "--val", "1", "--test", str(listed))
+        printed = bench("few_labels", str(folder), str(tmp_path / "few.csv"), *options)
+        assert printed == "2 test, 2 val, 2 train, 2 unlabeled\n"
+        with (tmp_path / "few.csv").open() as file:
+            return {(Path(row["path"]).stem, row["label"], row["split"]) for row in csv.DictReader(file)}
+
+    found = splits("jpg")
+    assert found == splits("webp")
+    assert {("1", "a", "test"), ("5", "b", "test")} <= found
+    assert sum(label == "" for _, label, _ in found) == 2
+    with pytest.raises(SystemExit, match=r"a: has 4 photos for --val 20 and --labels 10; ask for fewer"):
+        bench("few_labels", str(tmp_path / "jpg" / "photos"), str(tmp_path / "few.csv"))
+    (tmp_path / "other.txt").write_text("c/1")
+    options = ("--labels", "1", "--val", "1", "--test", str(tmp_path / "other.txt"))
+    with pytest.raises(SystemExit, match=r"other\.txt: 1 of its photos are not in .*photos, first c/1"):
+        bench("few_labels", str(tmp_path / "jpg" / "photos"), str(tmp_path / "few.csv"), *options)
 
 
 def test_a_method_that_there_is_not(bench):

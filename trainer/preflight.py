@@ -65,6 +65,8 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1, device
         if _is_listed(settings)
         else None
     )
+    if listing and (fitting := listing.fitting_recipe()):
+        logger.info("data.source: %s", fitting)
     class_tables.read_tags(settings.data, listing)
     classes = listing.classes if listing else ()
     for further in settings.distill.further_teachers:

@@ -44,7 +44,7 @@ def write_photos(folder, classes, count=4):
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [
-        (["run", "digit"], r"unknown recipe 'digit'; did you mean digits\?; known: digits, food101"),
+        (["run", "digit"], r"unknown recipe 'digit'; did you mean digits\?; known: digits, few-labels, food101"),
         (
             ["run", "digits", "--set", "distill.temprature=2"],
             r"unknown setting distill.temprature; did you mean distill.temp",

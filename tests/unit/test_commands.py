@@ -160,7 +160,7 @@ def test_zsh_knows_the_recipes(capsys):
     assert cli.main(["completion", "zsh"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("#compdef vit-distill\n")
-    assert "'recipes:recipe:(digits food101" in printed
+    assert "'recipes:recipe:(digits few-labels food101" in printed
     assert ":_vit_distill_recipes" in printed
 
 

@@ -321,7 +321,9 @@ def test_a_wrong_section_of_a_stage_is_named_in_full():
 
 
 def test_an_unknown_recipe_is_answered_with_the_nearest(tmp_path):
-    with pytest.raises(SettingsError, match=r"unknown recipe 'digit'; did you mean digits\?; known: digits, food101"):
+    with pytest.raises(
+        SettingsError, match=r"unknown recipe 'digit'; did you mean digits\?; known: digits, few-labels, food101"
+    ):
         config.resolve("digit")
     with pytest.raises(SettingsError, match=r"unknown recipe '.*mine.toml'"):
         config.resolve(str(tmp_path / "mine.toml"))

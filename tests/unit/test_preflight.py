@@ -260,6 +260,15 @@ def test_a_device_of_the_pool_is_not_looked_for_here(monkeypatch):
     checked("run.device=cuda", trains_here=False)
 
 
+def test_the_recipe_that_is_made_for_such_data_is_named(caplog, tmp_path):
+    caplog.set_level(logging.INFO)
+    for name in ("a/1.png", "a/2.png", "b/1.png", "b/2.png", *(f"unlabeled/{number}.png" for number in range(5))):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode())
+    checked(f"data.source=imagefolder:{tmp_path}")
+    assert any("4 labelled images, 2 a class" in line and "few-labels" in line for line in caplog.messages)
+
+
 def test_batches_that_will_be_clamped_are_named_before_the_first_stage(caplog, tmp_path):
     caplog.set_level(logging.WARNING)
     checked("distill.batch_size=1797")

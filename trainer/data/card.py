@@ -72,8 +72,9 @@ def data_card(
         ("left out: equal to one that is kept", len(dropped) - leaks),
         ("left out: equal to one of val or test (leakage)", leaks),
     ]
+    fitting = [text] if (text := listing.fitting_recipe()) else []
     sections = [
-        PageSection("Images", [Table(["", "images"], rows), *map(Paragraph, listing.notes)]),
+        PageSection("Images", [Table(["", "images"], rows), *map(Paragraph, [*fitting, *listing.notes])]),
         _samples(classes, of_labels, splits, read),
         _classes(classes, of_labels, splits),
         _known(tags) if tags is not None else None,

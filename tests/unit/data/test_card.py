@@ -21,6 +21,7 @@ from trainer.data.curation import Dropped, ImageCandidate, Quarantined
 from trainer.data.dataset_schema import SplitName
 from trainer.data.near_duplicates import NearDuplicates, NearPair
 from trainer.data.sources import SourceListing
+from trainer.data.sources.source import Item
 from trainer.served_student.class_tags import ClassTags
 
 EVIL = '<script>alert("1")</script>'
@@ -74,6 +75,14 @@ def rows(page: str) -> list[list[str]]:
         [html.unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)]
         for row in re.findall(r"<tr>(.*?)</tr>", page)
     ]
+
+
+def test_the_card_names_the_recipe_that_is_made_for_such_data() -> None:
+    items = [Item(name="", location="", label=label, split="train") for label in (0, 1)]
+    items += [Item(name="", location="", label=-1, split="unlabeled")] * 2
+    listing = SourceListing(items=items, classes=("a", "b"), read=str.encode)
+    assert "the recipe few-labels is made for that" in data_card(**content(listing=listing))
+    assert "few-labels" not in data_card(**content())
 
 
 def test_the_numbers() -> None:

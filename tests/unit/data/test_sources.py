@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -20,6 +21,7 @@ from sklearn.datasets import load_digits
 from trainer import limits, storage
 from trainer.data.dataset_schema import SplitName
 from trainer.data.sources import SourceListing, image_manifest, list_source, source_version
+from trainer.data.sources.source import Item
 from trainer.errors import DataError, SettingsError, StorageError
 
 
@@ -943,3 +945,30 @@ def test_a_store_is_read_like_a_folder(object_store) -> None:
     object_store.answer(403)
     with pytest.raises(StorageError, match="refuses"):
         listing.read(here)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The recipe that fits
+
+
+def counted(labels: int, unlabeled: int, **others: int) -> SourceListing:
+    """So many labelled images of each of two classes, so many without a label, and images of other splits."""
+    items = [Item(name="", location="", label=label, split="train") for label in (0, 1) for _ in range(labels)]
+    items += [Item(name="", location="", label=-1, split="unlabeled")] * unlabeled
+    items += [Item(name="", location="", label=0, split="val")] * others.get("val", 0)
+    return SourceListing(items=items, classes=("a", "b"), read=str.encode)
+
+
+def test_few_labels_beside_many_photos_without_one_have_a_recipe() -> None:
+    assert counted(10, 20, val=100).fitting_recipe() == (
+        "20 labelled images, 10 a class in the median, and 20 without labels: the recipe few-labels is made for that."
+    )
+
+
+@pytest.mark.parametrize(("labels", "unlabeled"), [(10, 19), (10, 0), (51, 500), (0, 500)])
+def test_no_other_recipe_is_proposed_where_nothing_was_measured(labels: int, unlabeled: int) -> None:
+    assert counted(labels, unlabeled).fitting_recipe() == ""
+
+
+def test_nor_is_one_where_an_image_may_have_several_labels() -> None:
+    assert replace(counted(10, 100), label_sets=((0,), (0, 1))).fitting_recipe() == ""

@@ -6,21 +6,24 @@ import hashlib
 import json
 import logging
 import os
+import statistics
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from trainer import limits, local_files, storage
 from trainer.config import Outside
-from trainer.data.dataset_schema import SplitName
+from trainer.data.dataset_schema import UNLABELED, SplitName
 from trainer.errors import DataError, ObjectNotFoundError
 
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY = 500_000  # listed objects between two lines of the log
 
+FEW_LABELS = 50  # a class; up to so many a few-labels recipe is proposed, which was measured with 10
 NO_CLASS = "no class"
 """Name of the label of an image that is of no class."""
 SPLIT_NAMES: Mapping[str, SplitName] = {
@@ -76,6 +79,23 @@ class SourceListing:
     def label_names(self) -> Sequence[str]:
         """The name of each label: that of its class, or those of its classes."""
         return [" | ".join(self.classes[one] for one in of_label) or NO_CLASS for of_label in self.members]
+
+    def fitting_recipe(self) -> str:
+        """Say which recipe is made for so many labels and photos without one; empty where no measurement speaks for another recipe.
+
+        Images that were given to val and test do not count, since nothing is learned from them.
+        """
+        counts = Counter(item.label for item in self.items if item.split == "train" and item.label != UNLABELED)
+        unlabeled = sum(item.split == "unlabeled" for item in self.items)
+        if self.label_sets is not None or not counts:
+            return ""
+        labels_a_class = statistics.median(counts[label] for label in range(len(self.classes)))
+        if labels_a_class > FEW_LABELS or unlabeled < counts.total():
+            return ""
+        return (
+            f"{counts.total():,} labelled images, {labels_a_class:g} a class in the median, and {unlabeled:,} without labels: the recipe "
+            "few-labels is made for that."
+        )
 
 
 class UnknownVersionError(Exception):

@@ -1,0 +1,59 @@
+"""Write a manifest in which few photos keep their label: `python tests/benchmarks/few_labels.py FOLDER MANIFEST [--labels N]`.
+
+FOLDER holds a folder a class. Of each class the photos that `--test` lists are for testing; of the others `--val` are for validation,
+`--labels` are labelled, and the rest are without a label. Which, is decided by the hashes of their names, so all who have the same files
+have the same splits, whatever the files' format.
+
+    python tests/benchmarks/few_labels.py food_mnist/images few.csv --test food_mnist/meta/test.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def rows(folder: Path, held_out: set[str], labels: int, val: int) -> Iterator[tuple[str, str, str]]:
+    """Yield path, label and split of each photo; `held_out` has the test photos as CLASS/NAME without the suffix."""
+    for of_class in sorted(path for path in folder.iterdir() if path.is_dir()):
+        names = {f"{of_class.name}/{path.stem}": path for path in of_class.iterdir()}
+        if len(names) < len([*of_class.iterdir()]):
+            raise SystemExit(f"{of_class}: two photos differ by their suffix alone; remove one of them")
+        for name in sorted(names.keys() & held_out):
+            yield str(names[name].resolve()), of_class.name, "test"
+        rest = sorted(names.keys() - held_out, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+        if len(rest) < val + labels:
+            raise SystemExit(f"{of_class}: has {len(rest)} photos for --val {val} and --labels {labels}; ask for fewer")
+        for place, name in enumerate(rest):
+            split = "val" if place < val else "train" if place < val + labels else "unlabeled"
+            yield str(names[name].resolve()), "" if split == "unlabeled" else of_class.name, split
+
+
+def main() -> None:
+    """Write the manifest, and print the size of each split."""
+    parser = argparse.ArgumentParser(description="Keep the labels of few photos.")
+    parser.add_argument("folder", type=Path, help="with a folder a class")
+    parser.add_argument("manifest", type=Path, help="CSV file to write")
+    parser.add_argument("--labels", type=int, default=10, help="a class (default: %(default)s)")
+    parser.add_argument("--val", type=int, default=20, help="photos a class for validation (default: %(default)s)")
+    parser.add_argument(
+        "--test", type=Path, metavar="FILE", help="lists the test photos, CLASS/NAME without suffix, one a line"
+    )
+    options = parser.parse_args()
+    held_out = set(options.test.read_text(encoding="utf-8").split()) if options.test else set()
+    written = [*rows(options.folder, held_out, options.labels, options.val)]
+    if missing := held_out - {f"{Path(path).parent.name}/{Path(path).stem}" for path, *_ in written}:
+        raise SystemExit(
+            f"{options.test}: {len(missing)} of its photos are not in {options.folder}, first {min(missing)}"
+        )
+    with options.manifest.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([("path", "label", "split"), *written])
+    print(", ".join(f"{count:,} {split}" for split, count in Counter(split for *_, split in written).items()))
+
+
+if __name__ == "__main__":
+    main()
