@@ -159,16 +159,17 @@ def _teacher(
     from trainer import models, pretrained
     from trainer.pretraining import MaskedAutoencoder, freeze
 
+    labels = classes or _SOME_CLASSES
     with _tried("pretrain.teacher"):
         if not settings.weights:
-            model = models.create(settings.teacher, classes or _SOME_CLASSES)
+            model = models.create(settings.teacher, labels)
         elif _is_readable(settings, trains_here=trains_here):
             model = pretrained.check(settings, settings.teacher)
         else:
             return None, {}
         if settings.head != "classes":
-            models.check_takes_probe(model, classes or _SOME_CLASSES)
-            model = models.with_labels(model, () if settings.head == "none" else classes or _SOME_CLASSES)
+            models.check_takes_probe(model, labels)
+            model = models.with_labels(model, () if settings.head == "none" else labels)
         elif classes and settings.weights and (settings.label_map or not settings.finetune.epochs):
             name = f"pretrain.weights {settings.weights}"
             model = pretrained.with_classes(model, classes, settings.label_map, name)
@@ -176,7 +177,7 @@ def _teacher(
     trained: dict[str, nn.Module] = {}
     if settings.finetune.epochs:
         with _tried("pretrain.finetune"):
-            model = models.with_labels(model, classes or _SOME_CLASSES, drop_path=settings.finetune.drop_path)
+            model = models.with_labels(model, labels, drop_path=settings.finetune.drop_path)
             adapted = models.with_labels(model, model.card.labels)
             freeze(adapted, settings.finetune)
             if settings.finetune.activation_checkpointing:

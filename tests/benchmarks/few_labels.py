@@ -20,8 +20,9 @@ from pathlib import Path
 def rows(folder: Path, held_out: set[str], labels: int, val: int) -> Iterator[tuple[str, str, str]]:
     """Yield path, label and split of each photo; `held_out` has the test photos as CLASS/NAME without the suffix."""
     for of_class in sorted(path for path in folder.iterdir() if path.is_dir()):
-        names = {f"{of_class.name}/{path.stem}": path for path in of_class.iterdir()}
-        if len(names) < len([*of_class.iterdir()]):
+        files = [*of_class.iterdir()]
+        names = {f"{of_class.name}/{path.stem}": path for path in files}
+        if len(names) < len(files):
             raise SystemExit(f"{of_class}: two photos differ by their suffix alone; remove one of them")
         for name in sorted(names.keys() & held_out):
             yield str(names[name].resolve()), of_class.name, "test"

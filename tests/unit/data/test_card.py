@@ -81,7 +81,7 @@ def test_the_card_names_the_recipe_that_is_made_for_such_data() -> None:
     items = [Item(name="", location="", label=label, split="train") for label in (0, 1)]
     items += [Item(name="", location="", label=-1, split="unlabeled")] * 2
     listing = SourceListing(items=items, classes=("a", "b"), read=str.encode)
-    assert "the recipe few-labels is made for that" in data_card(**content(listing=listing))
+    assert "data for the recipe few-labels" in data_card(**content(listing=listing))
     assert "few-labels" not in data_card(**content())
 
 

@@ -961,7 +961,7 @@ def counted(labels: int, unlabeled: int, **others: int) -> SourceListing:
 
 def test_few_labels_beside_many_photos_without_one_have_a_recipe() -> None:
     assert counted(10, 20, val=100).fitting_recipe() == (
-        "20 labelled images, 10 a class in the median, and 20 without labels: the recipe few-labels is made for that."
+        "20 labelled images, 10 a class in the median, and 20 without labels: data for the recipe few-labels."
     )
 
 

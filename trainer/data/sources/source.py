@@ -93,8 +93,8 @@ class SourceListing:
         if labels_a_class > FEW_LABELS or unlabeled < counts.total():
             return ""
         return (
-            f"{counts.total():,} labelled images, {labels_a_class:g} a class in the median, and {unlabeled:,} without labels: the recipe "
-            "few-labels is made for that."
+            f"{counts.total():,} labelled images, {labels_a_class:g} a class in the median, and {unlabeled:,} without labels: data for the "
+            "recipe few-labels."
         )
 
 
