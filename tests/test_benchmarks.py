@@ -222,7 +222,9 @@ def test_few_labels_are_kept_whatever_the_files_format(bench, tmp_path):
         printed = bench("few_labels", str(folder), str(tmp_path / "few.csv"), *options)
         assert printed == "2 test, 2 val, 2 train, 2 unlabeled\n"
         with (tmp_path / "few.csv").open() as file:
-            return {(Path(row["path"]).stem, row["label"], row["split"]) for row in csv.DictReader(file)}
+            found = [*csv.DictReader(file)]
+        assert all((tmp_path / row["path"]).is_file() and not Path(row["path"]).is_absolute() for row in found)
+        return {(Path(row["path"]).stem, row["label"], row["split"]) for row in found}
 
     found = splits("jpg")
     assert found == splits("webp")
@@ -230,6 +232,8 @@ def test_few_labels_are_kept_whatever_the_files_format(bench, tmp_path):
     assert sum(label == "" for _, label, _ in found) == 2
     with pytest.raises(SystemExit, match=r"a: has 4 photos for --val 20 and --labels 10; ask for fewer"):
         bench("few_labels", str(tmp_path / "jpg" / "photos"), str(tmp_path / "few.csv"))
+    with pytest.raises(SystemExit, match=r"few\.csv: write it beside .*photos or above"):
+        bench("few_labels", str(tmp_path / "jpg" / "photos"), str(tmp_path / "webp" / "few.csv"))
     (tmp_path / "other.txt").write_text("c/1")
     options = ("--labels", "1", "--val", "1", "--test", str(tmp_path / "other.txt"))
     with pytest.raises(SystemExit, match=r"other\.txt: 1 of its photos are not in .*photos, first c/1"):

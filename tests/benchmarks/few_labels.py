@@ -1,8 +1,8 @@
 """Write a manifest in which few photos keep their label: `python tests/benchmarks/few_labels.py FOLDER MANIFEST [--labels N]`.
 
-FOLDER holds a folder a class. Of each class the photos that `--test` lists are for testing; of the others `--val` are for validation,
-`--labels` are labelled, and the rest are without a label. Which, is decided by the hashes of their names, so all who have the same files
-have the same splits, whatever the files' format.
+FOLDER holds a folder a class, and lies beside MANIFEST or below. Of each class the photos that `--test` lists are for testing; of the
+others `--val` are for validation, `--labels` are labelled, and the rest are without a label. Which, is decided by the hashes of their
+names, so all who have the same files have the same splits, whatever the files' format.
 
     python tests/benchmarks/few_labels.py food_mnist/images few.csv --test food_mnist/meta/test.txt
 """
@@ -25,13 +25,13 @@ def rows(folder: Path, held_out: set[str], labels: int, val: int) -> Iterator[tu
         if len(names) < len(files):
             raise SystemExit(f"{of_class}: two photos differ by their suffix alone; remove one of them")
         for name in sorted(names.keys() & held_out):
-            yield str(names[name].resolve()), of_class.name, "test"
+            yield str(names[name]), of_class.name, "test"
         rest = sorted(names.keys() - held_out, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
         if len(rest) < val + labels:
             raise SystemExit(f"{of_class}: has {len(rest)} photos for --val {val} and --labels {labels}; ask for fewer")
         for place, name in enumerate(rest):
             split = "val" if place < val else "train" if place < val + labels else "unlabeled"
-            yield str(names[name].resolve()), "" if split == "unlabeled" else of_class.name, split
+            yield str(names[name]), "" if split == "unlabeled" else of_class.name, split
 
 
 def main() -> None:
@@ -46,7 +46,15 @@ def main() -> None:
     )
     options = parser.parse_args()
     held_out = set(options.test.read_text(encoding="utf-8").split()) if options.test else set()
-    written = [*rows(options.folder, held_out, options.labels, options.val)]
+    folder, beside = options.folder.resolve(), options.manifest.resolve().parent
+    if not folder.is_relative_to(beside):
+        raise SystemExit(
+            f"{options.manifest}: write it beside {options.folder} or above, so that its paths can be relative"
+        )
+    written = [
+        (str(Path(path).relative_to(beside)), label, split)
+        for path, label, split in rows(folder, held_out, options.labels, options.val)
+    ]
     if missing := held_out - {f"{Path(path).parent.name}/{Path(path).stem}" for path, *_ in written}:
         raise SystemExit(
             f"{options.test}: {len(missing)} of its photos are not in {options.folder}, first {min(missing)}"
