@@ -48,6 +48,7 @@ ENDED_LOGS_S = 10.0  # how long the launcher waits for the last lines of replica
 RUNNING_LOGS_S = 0.5  # how long it waits for lines of replicas that still run, such as workers after the master's end
 LONGEST_WAIT_S = 2.0  # for news of a job: a signal that comes just before a wait begins does not end it
 GONE_POLL_S = 0.5  # how often it checks whether a deleted job is gone
+LAST_LOOK_S = 0.5  # for news before a limit counts: where this process was held up, it has yet to read what came
 UNSETTLED_POLL_S = 0.5  # how often it checks a limit that was reached while the API server was unavailable
 
 
@@ -240,8 +241,14 @@ class JobFollower:
 
     def _outcome(self) -> JobOutcome | None:
         outcome = self._progress.outcome(time.monotonic())
-        # While the API server is unavailable, nothing shows whether a limit was kept.
-        return None if outcome and outcome.kind == "limit" and not self._retry.settled else outcome
+        if outcome is None or outcome.kind != "limit":
+            return outcome
+        if not self._retry.settled:  # while the API server is unavailable, nothing shows whether a limit was kept
+            return None
+        self._process_next(LAST_LOOK_S)
+        for _ in range(self._inbox.qsize()):
+            self._process_next(0.0)
+        return self._progress.outcome(time.monotonic())
 
     def delete_job(self) -> None:
         """Delete the job, if there is one, and continue to read for a while until it no longer exists; a failure is only logged."""

@@ -113,7 +113,7 @@ def test_a_job_whose_machine_is_lost_goes_on_from_its_checkpoint_to_the_same_stu
         """Whether another pod has taken the place of one, and its node is on its way to the others."""
         name = lost["metadata"]["name"]
         there = [pod for pod in cluster.list(PODS, name) if pod["metadata"]["uid"] != lost["metadata"]["uid"]]
-        return there and there[0]["status"]["phase"] == "Running" and "meeting" in "".join(cluster.log(name))
+        return there and there[0]["status"]["phase"] == "Running" and "joining the others" in "".join(cluster.log(name))
 
     def lose_a_machine():
         cluster.wait_for(lambda: store.held == 1, timeout_s=120)

@@ -556,6 +556,32 @@ def test_while_the_server_is_unavailable_a_missing_line_is_no_silence(kubernetes
     assert "worker-0 | step 11" in logged()
 
 
+@pytest.mark.usefixtures("minutes_of_half_a_second")
+def test_a_launcher_that_was_held_up_reads_before_it_judges(kubernetes, run, logged, meanwhile):
+    steps = [item for number in range(12) for item in (f"step {number}", 0.2)]
+    kubernetes.script("*-master-0", Script(output=[*steps, 0.2]))
+    kubernetes.script("*-worker-0", Script(output=steps))
+
+    def warn(message):
+        (pod,) = kubernetes.list(PODS, "*-worker-0")
+        kubernetes.store.record_event(pod, "Warning", "Unhealthy", message, "kubelet")
+
+    def hold_up(record):
+        if "probe failed once" in record.getMessage():
+            warn("probe failed twice")  # so what it reads first afterwards is no line
+            time.sleep(2.0)
+        return True
+
+    launcher.logger.addFilter(hold_up)
+    meanwhile("worker-0 | step 1", lambda: warn("probe failed once"))
+    try:
+        run(silent_minutes=1)
+    finally:
+        launcher.logger.removeFilter(hold_up)
+    assert any("probe failed twice" in line for line in logged())
+    assert "worker-0 | step 11" in logged()
+
+
 def test_a_login_that_runs_out_is_waited_for(kubernetes, run, logged, meanwhile):
     kubernetes.script("*-master-0", Script(output=["step 1", 1.5, "step 2"]))
     kubernetes.script("*-worker-0", Script(output=["step 1", 0.7, "step 2"]))
