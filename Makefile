@@ -139,7 +139,7 @@ docs: $(READY)  ## write docs/configuration.md, rules.md and stages.md
 	$(VENV)/python docs/generate.py
 
 lock: $(UV)  ## pin the requirements after a change of pyproject.toml [UPGRADE=1 takes newer versions]
-	$(COMPILE_REQUIREMENTS) pyproject.toml --extra kubeflow --extra weights --extra export --extra openvino --extra serve --extra heic --group dev --output-file requirements/development.txt
+	$(COMPILE_REQUIREMENTS) pyproject.toml --extra kubeflow --extra weights --extra export --extra openvino --extra serve --extra heic --extra transformers --group dev --output-file requirements/development.txt
 	$(COMPILE_REQUIREMENTS) pyproject.toml --extra kubeflow --extra weights --extra export --extra openvino --constraint requirements/development.txt --output-file requirements/runtime.txt
 	$(COMPILE_REQUIREMENTS) pyproject.toml --extra kubeflow --override requirements/neuron-overrides.txt --output-file requirements/neuron.txt
 	cp requirements/development.txt requirements/xla.txt  # its versions are kept wherever the overrides let them

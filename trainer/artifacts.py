@@ -31,7 +31,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainer import limits, storage
-from trainer.config import CHECKPOINTS_VARIABLE, PACKAGE, TIMM
+from trainer.config import CHECKPOINTS_VARIABLE, MODULE, PACKAGE, TIMM, TRANSFORMERS
 from trainer.costs import Machines, place_here
 from trainer.errors import ArtifactError, ObjectDamagedError, ObjectNotFoundError, make_directory, writing_to
 from trainer.graph import SCHEMA_VERSIONS, Kind
@@ -339,7 +339,10 @@ def weights_version(weights: str, file: str = "") -> str:
     if file:
         is_remote = storage.is_remote(file)
         return hashlib.sha256(storage.read_bytes(file)).hexdigest() if is_remote else storage.file_digest(Path(file))
-    is_public = weights.startswith((TIMM, PACKAGE))
+    if (folder := Path(weights.removeprefix(TRANSFORMERS))) != Path(weights) and folder.is_dir():
+        digests = {path.name: storage.file_digest(path) for path in sorted(folder.glob("*.safetensors"))}
+        return digest(digests)
+    is_public = weights.startswith((TIMM, PACKAGE, TRANSFORMERS, MODULE))
     return manifest(weights, "model").fingerprint if weights and not is_public and exists(weights) else ""
 
 

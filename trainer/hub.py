@@ -29,6 +29,24 @@ def weights_revision(name: str) -> str | None:
     return _revision(f"timm:{name}", repository, "model", wanted)
 
 
+def model_license(name: str) -> str:
+    """Ask the Hub for the licence of a model, as its page names it; empty where it does not say, or does not answer."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled  # type: ignore[attr-defined]  # as below
+
+    try:
+        card = HfApi().model_info(name, expand=["cardData"], timeout=_ANSWER_S).card_data
+    except (HFValidationError, HTTPError, OfflineModeIsEnabled) as error:
+        logger.warning("%s: the Hub does not say its licence (%s)", name, " ".join(str(error).split()))
+        return ""
+    return str(card.get("license") or "") if card else ""
+
+
+def model_revision(name: str) -> str | None:
+    """Find the commit of a model on the Hub, or in this machine's cache where the Hub does not answer; nothing is downloaded."""
+    return _revision(f"transformers:{name}", name, "model", "")
+
+
 def dataset_revision(name: str) -> str | None:
     """Find the commit of a data set on the Hub, or in this machine's cache where the Hub does not answer; nothing is downloaded."""
     return _revision(f"hub:{name}", name, "dataset", "")

@@ -1,4 +1,4 @@
-"""Teachers and students: timm models that take raw images, and the directories that hold them.
+"""Teachers and students: networks, nearly all of timm, that take raw images, and the directories that hold them.
 
 A `Classifier` takes uint8 images of any size, resizes and normalises them for its own network, and returns logits; so a teacher and a
 student with different input sizes and statistics share one batch. One without labels has no head, and returns its embedding: the pooled
@@ -27,9 +27,10 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from trainer import artifacts, limits, storage
+from trainer import artifacts, custom_networks, limits, storage
 from trainer.artifacts import Artifact
 from trainer.config import TIMM, ModelSettings
+from trainer.custom_networks import CustomNetwork
 from trainer.devices.torch_private import batch_norms
 from trainer.errors import ModelError, StorageError
 from trainer.served_student.preprocessing import Square
@@ -216,6 +217,11 @@ class Classifier(nn.Module):
 
 def create(settings: ModelSettings, labels: Sequence[str], *, drop_path: float = 0.0) -> Classifier:
     """Build an untrained model with a head for `labels`, or without one if there are none; the weights follow torch's generator."""
+    if custom_networks.is_custom(settings.architecture):
+        raise ModelError(
+            f"architecture {settings.architecture!r}: is taken as it is, as a teacher, and neither trained nor given another head; choose "
+            "one of timm's architectures"
+        )
     architecture, args = settings.architecture, arguments(settings)
     further: dict[str, Any] = {"drop_path_rate": drop_path} if drop_path else {}
     try:
@@ -244,8 +250,8 @@ def wrap(
         args=args,
         labels=tuple(labels),
         image_size=int(args.get("img_size", settings.image_size or data_config["input_size"][-1])),
-        mean=tuple(data_config["mean"]),
-        std=tuple(data_config["std"]),
+        mean=settings.mean or tuple(data_config["mean"]),
+        std=settings.std or tuple(data_config["std"]),
         origin=origin,
     )
     return Classifier(network, card)
@@ -409,6 +415,8 @@ def token_shape(model: Classifier) -> MapShape:
 
 def find_token_shape(model: Classifier) -> MapShape | None:
     """Return the shape of a model's patch tokens; None if its last block gives no map, or its logits are made of something else."""
+    if isinstance(model.network, CustomNetwork):
+        return None
     with _shown_grey(model) as image:
         outputs = model.outputs(image, tokens=True)
         if outputs.tokens is None or not _is_its_answer(outputs, model, image):
@@ -429,6 +437,8 @@ def block_shapes(model: Classifier, blocks: Sequence[int]) -> list[MapShape]:
         ModelError: there is no such block, or timm does not give it beside the logits.
     """
     name, network = f"architecture {model.card.architecture!r}", cast(Any, model.network)
+    if isinstance(network, CustomNetwork):
+        raise ModelError(f"{name} gives its logits alone; set distill.block_weight=0 and distill.blocks={{}}")
     with _shown_grey(model) as image:
         count = len(network.forward_intermediates(model.preprocess(image), intermediates_only=True))
         if missing := [block for block in blocks if block >= count]:
@@ -464,6 +474,8 @@ def train_distilled(model: Classifier) -> None:
 
 def _heads(network: Any) -> tuple[nn.Module, ...]:
     """Return the modules that make logits of pooled features; the network's answer is the mean of what several say, such as LeViT's."""
+    if isinstance(network, CustomNetwork):
+        return ()
     found = network.get_classifier()
     return found if isinstance(found, tuple) else (found,)
 
@@ -479,6 +491,8 @@ def _size_of_features(model: Classifier) -> int | None:
     are not, or the head reads a map, as ResNetV2's does.
     """
     heads, calls = _heads(model.network), list[tuple[Tensor, Tensor]]()
+    if not heads:
+        return None
     with _shown_grey(model) as image:
         with ExitStack() as hooks:
             for head in heads:
@@ -567,10 +581,17 @@ def load(source: str | Path | Artifact) -> Classifier:
     card = _outline(path).card
     with _fitting(path, card):
         with _Uninitialised(), torch.random.fork_rng(devices=[]):
-            network = create(ModelSettings(architecture=card.architecture, args=card.args), card.labels).network
+            network = _described(card)
         weights, wanted = safetensors.torch.load_file(path / WEIGHTS), network.state_dict()
         network.load_state_dict({name: value.to(wanted[name].dtype) for name, value in weights.items()}, assign=True)
     return Classifier(network, card).eval()
+
+
+def _described(card: ModelCard) -> nn.Module:
+    """Build the network of a model directory, to take its weights."""
+    if custom_networks.is_custom(card.architecture):
+        return custom_networks.create(card.architecture, card.args, len(card.labels))
+    return create(ModelSettings(architecture=card.architecture, args=card.args), card.labels).network
 
 
 class _Uninitialised(TorchFunctionMode):
@@ -627,14 +648,14 @@ def _outline(path: Path) -> Classifier:
         given = _shapes(path / WEIGHTS)
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             # Without memory, since the description may ask for any amount of it.
-            model = create(ModelSettings(architecture=card.architecture, args=card.args), card.labels)
-        wanted = {name: tuple(tensor.shape) for name, tensor in model.network.state_dict().items()}
+            network = _described(card)
+        wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
         for name in sorted({*given, *wanted}):
             if given.get(name) != wanted.get(name):
                 raise ValueError(
                     f"{name}: its shape is {given.get(name, 'missing')} instead of {wanted.get(name, 'none')}"
                 )
-        found = Classifier(model.network, card).to("meta")
+        found = Classifier(network, card).to("meta")
         if card.embedding is not None and len(card.embedding.mean) != feature_size(found):
             raise ValueError(
                 f"its embedding has {feature_size(found)} numbers, and statistics of {len(card.embedding.mean)}"

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 
 from trainer import artifacts, limits, storage, tracking
 from trainer.base_models import Section
-from trainer.config import DistillSettings, PretrainSettings, Settings, TimmWeights, TrainingSettings, WeightsSettings
+from trainer.config import (
+    DistillSettings,
+    PretrainSettings,
+    Settings,
+    TimmWeights,
+    TrainingSettings,
+    TransformersWeights,
+    WeightsSettings,
+)
 from trainer.data import class_tables, sources
 from trainer.data.dataset_schema import UNLABELED
 from trainer.data.sources import SourceListing
@@ -109,7 +117,7 @@ def pinned(settings: Settings) -> Settings:
     for name in ("pretrain", "distill"):
         section: WeightsSettings = getattr(settings, name)
         weights = section.public_weights
-        if isinstance(weights, TimmWeights) and not weights.revision and not section.weights_file:
+        if isinstance(weights, TimmWeights | TransformersWeights) and not weights.revision and not section.weights_file:
             from trainer import pretrained
 
             changed[name] = section.model_copy(update={"weights": str(pretrained.pin(weights))})

@@ -24,10 +24,22 @@ from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.models import PretrainedCfg
 from torch import Tensor
 
-from trainer import artifacts, hub, limits, models, storage
-from trainer.config import PACKAGE, TIMM, ClassReference, ModelSettings, PackageWeights, TimmWeights, WeightsSettings
+from trainer import artifacts, custom_networks, hub, limits, models, storage
+from trainer.config import (
+    PACKAGE,
+    TIMM,
+    ClassReference,
+    ModelSettings,
+    ModuleWeights,
+    PackageWeights,
+    PublicWeights,
+    TimmWeights,
+    TransformersWeights,
+    WeightsSettings,
+)
+from trainer.custom_networks import CustomNetwork
 from trainer.errors import ModelError
-from trainer.models import Classifier, Origin
+from trainer.models import Classifier, ModelCard, Origin
 
 _NAMED = 5  # most classes that a message names
 _FINETUNE = "let it be fine-tuned with a new head (pretrain.finetune.epochs)"
@@ -104,8 +116,9 @@ def start(settings: WeightsSettings, model: ModelSettings) -> tuple[Classifier, 
         return models.load(weights), weights.fingerprint
     _check_license(given, settings)
     loaded = load(given, model, settings.weights_file)
-    assert loaded.card.origin is not None, "public weights have an origin"
     origin = loaded.card.origin
+    if origin is None:  # a function's weights are known by the function alone
+        return loaded, artifacts.digest({"function": str(given), "args": dict(model.args)})
     return loaded, origin.revision if settings.weights_file else artifacts.digest(asdict(origin))
 
 
@@ -123,6 +136,10 @@ def check(settings: WeightsSettings, model: ModelSettings) -> Classifier:
     if given is None:
         _check_prefix(settings.weights)
         return models.outline(settings.weights)
+    if isinstance(given, ModuleWeights | TransformersWeights):
+        _check_license(given, settings)
+        with torch.device("meta"):
+            return _custom(given, model, pretrained=False).to("meta")
     if isinstance(given, PackageWeights):
         _package(given).read()
     elif settings.weights_file:
@@ -156,7 +173,10 @@ def check_same(model: Classifier, settings: ModelSettings, name: str) -> None:
     Raises:
         ModelError: it is another model.
     """
-    card, args = model.card, models.arguments(settings)
+    card = model.card
+    # A custom network's include the configuration of Transformers, which is no setting.
+    is_custom = isinstance(model.network, CustomNetwork)
+    args = {**card.args, **settings.args} if is_custom else models.arguments(settings)
     size = settings.image_size or card.image_size
     given = (card.architecture.partition(".")[0], dict(card.args), card.image_size)
     if given != (settings.architecture.partition(".")[0], args, size):
@@ -166,17 +186,22 @@ def check_same(model: Classifier, settings: ModelSettings, name: str) -> None:
         )
 
 
-def pin(weights: TimmWeights) -> TimmWeights:
+def pin(weights: TimmWeights | TransformersWeights) -> TimmWeights | TransformersWeights:
     """Add the revision that the Hub has now to weights without one, where it can be known."""
+    if isinstance(weights, TransformersWeights):
+        is_known = weights.revision or Path(weights.name).is_dir()
+        return weights if is_known else weights._replace(revision=hub.model_revision(weights.name) or "")
     _source(weights.name)
     return weights if weights.revision else weights._replace(revision=hub.weights_revision(weights.name) or "")
 
 
-def load(weights: TimmWeights | PackageWeights, model: ModelSettings, file: str = "") -> Classifier:
-    """Build a timm model with all its pretrained weights, its own head's too; for another input size positions are interpolated.
+def load(weights: PublicWeights, model: ModelSettings, file: str = "") -> Classifier:
+    """Build a model with all its pretrained weights, its own head's too; for another input size timm interpolates positions.
 
     `model` has its arguments and input size; `file` is a copy of the hub's file (path or URI), empty for the hub or its cache.
     """
+    if isinstance(weights, ModuleWeights | TransformersWeights):
+        return _custom(weights, model, pretrained=True)
     settings = model.model_copy(update={"architecture": weights.name})
     args: Mapping[str, Any] = models.arguments(settings)
     overlay: dict[str, Any] | None = None
@@ -215,6 +240,38 @@ def load(weights: TimmWeights | PackageWeights, model: ModelSettings, file: str 
         name=str(weights).partition("@")[0], repository=repository, revision=revision, license=license_name or ""
     )
     return models.wrap(network, settings, _labels(weights.name, network), origin)
+
+
+def _custom(weights: ModuleWeights | TransformersWeights, model: ModelSettings, *, pretrained: bool) -> Classifier:
+    """Wrap a network from elsewhere with what it says of its input, or what the settings say; some weights are read if `pretrained`."""
+    found, name = custom_networks.load(weights, model.args, pretrained=pretrained), str(weights).partition("@")[0]
+    size, mean, std = model.image_size or found.image_size, model.mean or found.mean, model.std or found.std
+    unknown = [field for field, value in (("image_size", size), ("mean", mean), ("std", std)) if not value]
+    if size is None or mean is None or std is None:
+        wanted = " ".join(f"pretrain.teacher.{field}=..." for field in unknown)
+        raise ModelError(
+            f"{weights} does not say its input's {' and '.join(unknown)}; set {wanted} (edge in pixels; of each channel mean and standard "
+            "deviation, with pixels in [0, 1])"
+        )
+    count = custom_networks.count_classes(found.network, size, name)
+    labels = found.labels or tuple(f"{name}[{index}]" for index in range(count))
+    if len(labels) != count:
+        raise ModelError(f"{weights} names {len(labels)} classes and has logits for {count}; mend its description")
+    found.network.rows = torch.arange(count, device=found.network.rows.device)
+    origin = None
+    if isinstance(weights, TransformersWeights):
+        licence = hub.model_license(weights.name) if not Path(weights.name).is_dir() else ""
+        origin = Origin(name=name, repository=weights.name, revision=found.revision, license=licence)
+    card = ModelCard(
+        architecture=name,
+        args=found.args,
+        labels=labels,
+        image_size=size,
+        mean=(mean[0], mean[1], mean[2]),
+        std=(std[0], std[1], std[2]),
+        origin=origin,
+    )
+    return Classifier(found.network, card)
 
 
 def _package(weights: PackageWeights) -> WeightsPackage:
@@ -270,17 +327,22 @@ def _check_revision(weights: TimmWeights) -> None:
         )
 
 
-def _check_license(given: TimmWeights | PackageWeights, settings: WeightsSettings) -> None:
-    """Make sure that weights are under an open-source licence, or one that the settings accept; packages' are."""
-    if isinstance(given, PackageWeights):
+def _check_license(given: PublicWeights, settings: WeightsSettings) -> None:
+    """Make sure that weights are under an open-source licence, or one that the settings accept; packages' are, and files are one's own."""
+    if isinstance(given, PackageWeights | ModuleWeights):
         return
-    source = _source(given.name)
-    found = source.license or "unknown"
+    if isinstance(given, TransformersWeights):
+        if Path(given.name).is_dir():
+            return
+        found, place = hub.model_license(given.name) or "unknown", f"https://huggingface.co/{given.name}"
+    else:
+        source = _source(given.name)
+        found = source.license or "unknown"
+        place = f"https://huggingface.co/{source.hf_hub_id.partition('@')[0]}" if source.hf_hub_id else str(source.url)
     if found not in OPEN_LICENSES and found != settings.accept_license:
-        place = f"https://huggingface.co/{source.hf_hub_id.partition('@')[0]}" if source.hf_hub_id else source.url
         raise ModelError(
-            f"{TIMM}{given.name}: its licence is {found}, which is not an open-source one; read it ({place}), and if it allows what you "
-            f"want, set accept_license={found} beside weights"
+            f"{str(given).partition('@')[0]}: its licence is {found}, which is not an open-source one; read it ({place}), and if it "
+            f"allows what you want, set accept_license={found} beside weights"
         )
 
 
@@ -306,6 +368,8 @@ def with_classes(
         )
     card = replace(model.card, labels=tuple(classes))
     rows = _rows(model.card.labels, classes, label_map, name)
+    if isinstance(model.network, CustomNetwork):
+        return Classifier(CustomNetwork(model.network.module, model.network.rows[rows]), card)
     if rows == list(range(len(model.card.labels))):
         return Classifier(model.network, card)
     chosen = models.create(ModelSettings(architecture=card.architecture, args=card.args), classes).network

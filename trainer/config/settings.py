@@ -64,18 +64,32 @@ LOADING = frozenset({"workers", "views_on", "decode_on"})
 """Settings of `data` about loading prepared images; they do not change what `prepare` writes."""
 
 
+def _is_unset(value: object) -> bool:
+    """Return whether a setting says nothing. Then it is not written, so that what was made before there was such a setting stays valid."""
+    return value in ("", 0, None)
+
+
+Deviation = Annotated[float, Field(gt=0)]
+
+
 class ModelSettings(Section):
-    """A timm model."""
+    """A timm model; a teacher may also be one of Transformers, or of a function of your own."""
 
     architecture: str
-    """Name of a timm model (`python -m timm.models` or timm.list_models())."""
+    """Name of a timm model (`python -m timm.models` or timm.list_models()); of a custom teacher the same as its `weights`."""
     args: Mapping[str, int | float | str | bool] = {}
     """Further arguments of the model, such as `patch_size`, `embed_dim`, `depth`, `num_heads`."""
     image_size: Annotated[int, Field(ge=0, le=2048)] = 0
     """Edge of the model's input, in pixels; 0 is the architecture's own."""
+    mean: Annotated[tuple[float, float, float] | None, Field(exclude_if=_is_unset)] = None
+    """Mean of each channel of the normalised input, with pixels in [0, 1]; default: what the architecture says."""
+    std: Annotated[tuple[Deviation, Deviation, Deviation] | None, Field(exclude_if=_is_unset)] = None
+    """Standard deviation of each channel, likewise."""
 
 
 TIMM = "timm:"  # what the name of timm's pretrained weights begins with in `weights`
+TRANSFORMERS = "transformers:"  # what the name of a model of the Transformers library begins with
+MODULE = "module:"  # what the name of a function begins with that returns a network
 PACKAGE = "package:"  # what the name of weights from an installed Python package begins with
 BUNDLED = "bundled:"  # what the name of a table of classes begins with that a recipe of this package brings
 FOLDERS = "folders"  # the setting `data.hierarchy` where folders are the groups
@@ -91,11 +105,6 @@ def _expanded(place: str) -> str:
 
 Place = Annotated[str, AfterValidator(_expanded)]
 """A path or URI."""
-
-
-def _is_unset(value: object) -> bool:
-    """Return whether a setting says nothing. Then it is not written, so that what was made before there was such a setting stays valid."""
-    return value in ("", 0)
 
 
 class TimmWeights(NamedTuple):
@@ -120,13 +129,39 @@ class PackageWeights(NamedTuple):
         return f"{PACKAGE}{self.name}"
 
 
+class TransformersWeights(NamedTuple):
+    """A model of the Transformers library, with its weights."""
+
+    name: str
+    """On the Hub, or a folder that the library has written."""
+    revision: str
+    """A commit on the Hub; empty for the newest one, and for a folder."""
+
+    def __str__(self) -> str:
+        return f"{TRANSFORMERS}{self.name}" + (f"@{self.revision}" if self.revision else "")
+
+
+class ModuleWeights(NamedTuple):
+    """A network that a function of the user's returns, with its weights."""
+
+    name: str
+    """`PACKAGE.MODULE:FUNCTION`."""
+
+    def __str__(self) -> str:
+        return f"{MODULE}{self.name}"
+
+
+PublicWeights = TimmWeights | PackageWeights | TransformersWeights | ModuleWeights
+
+
 class WeightsSettings(Section):
     """What a model starts from."""
 
     weights: Place = ""
     """Start from a model directory (path or URI); or from public weights of the same architecture: timm's `timm:NAME[@REVISION]`, REVISION
     being a commit of their repository, by default the newest one, or `package:NAME` of an installed Python package (docs/data.md). Empty
-    starts from scratch."""
+    starts from scratch. A teacher may also be `transformers:ID[@REVISION]` or `module:MODULE:FUNCTION`, which are taken as they are
+    (docs/data.md)."""
     weights_file: Place = ""
     """Where the hub is not reached: a copy of the file of `timm:NAME`, as its repository has it (path or URI of a .safetensors file)."""
     accept_license: Annotated[str, Field(exclude_if=_is_unset)] = ""
@@ -134,10 +169,15 @@ class WeightsSettings(Section):
     it."""
 
     @property
-    def public_weights(self) -> TimmWeights | PackageWeights | None:
-        """Which public weights to start from; none for a model directory, or from scratch."""
+    def public_weights(self) -> PublicWeights | None:
+        """Which named weights to start from; none for a model directory, or from scratch."""
         if self.weights.startswith(PACKAGE):
             return PackageWeights(self.weights.removeprefix(PACKAGE))
+        if self.weights.startswith(MODULE):
+            return ModuleWeights(self.weights.removeprefix(MODULE))
+        if self.weights.startswith(TRANSFORMERS):
+            name, _, revision = self.weights.removeprefix(TRANSFORMERS).partition("@")
+            return TransformersWeights(name, revision)
         if not self.weights.startswith(TIMM):
             return None
         name, _, revision = self.weights.removeprefix(TIMM).partition("@")
@@ -146,7 +186,20 @@ class WeightsSettings(Section):
     def check_weights(self, section: str, field: str, architecture: str) -> None:
         """Make sure that public weights are for the architecture of the section's model; raises a `ValueError`."""
         given = self.public_weights
-        if given and architecture not in (given.name, given.name.partition(".")[0]):
+        named = next((text for text in (self.weights, architecture) if text.startswith((TRANSFORMERS, MODULE))), "")
+        if named and section != "pretrain":
+            raise ValueError(f"{named!r} can be a teacher only; choose one of timm's architectures, and its weights")
+        if isinstance(given, TransformersWeights | ModuleWeights):
+            name = str(given).partition("@")[0]
+            if architecture != name:
+                raise ValueError(
+                    f"weights is {self.weights!r}, but {field}.architecture is {architecture!r}; set {section}.{field}.architecture={name}"
+                )
+        elif named and not self.weights:
+            raise ValueError(
+                f"{field}.architecture is {architecture!r}, but weights is empty; set {section}.weights={architecture}"
+            )
+        elif given and architecture not in (given.name, given.name.partition(".")[0]):
             raise ValueError(
                 f"weights is {self.weights!r}, but {field}.architecture is {architecture!r}; set "
                 f"{section}.{field}.architecture={given.name}, "
@@ -506,6 +559,8 @@ class PretrainSettings(WeightsSettings, LoadingSettings):
     @model_validator(mode="after")
     def _weights_fit(self) -> Self:
         self.check_weights("pretrain", "teacher", self.teacher.architecture)
+        if self.teacher.architecture.startswith((TRANSFORMERS, MODULE)):
+            self._check_custom()
         if self.head != "classes":
             self._check_frozen()
             return self
@@ -523,6 +578,16 @@ class PretrainSettings(WeightsSettings, LoadingSettings):
                 "label_map says what classes of weights mean, but weights is empty; give weights, or leave it out"
             )
         return self
+
+    def _check_custom(self) -> None:
+        given = {"head": self.head, "mae.epochs": self.mae.epochs, "finetune.epochs": self.finetune.epochs}
+        wanted = {"head": "classes", "mae.epochs": 0, "finetune.epochs": 0}
+        if other := {name: value for name, value in given.items() if value != wanted[name]}:
+            raise ValueError(
+                f"teacher is {self.teacher.architecture}, which is taken as it is, with its own head, but "
+                f"{' and '.join(f'{name}={value}' for name, value in other.items())}; set "
+                f"{' '.join(f'pretrain.{name}={wanted[name]}' for name in other)}, or choose one of timm's architectures"
+            )
 
     def _check_frozen(self) -> None:
         if self.finetune.epochs:
