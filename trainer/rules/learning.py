@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Mapping
 from functools import reduce
 from typing import ClassVar
 
@@ -34,6 +36,8 @@ _LOST = 0.5
 """Share of what the loss had fallen by, which it may rise again."""
 _MEASUREMENTS = 3
 """Fewer measurements on the validation split show no trend."""
+FEW_LABELS = 50
+"""Labels a class up to which a linear probe of public weights makes the better teacher; measured with 10."""
 _TINY = float(np.finfo(np.float64).tiny)
 
 
@@ -79,7 +83,7 @@ class WeakTeacher(TrainingRule):
     and two standard errors. The score is top-1 accuracy, or mAP where an image may have several labels.
 
     Needs the teacher's validation score, which the stage pretrain measures, and the student's.
-    Advises a better teacher, or more weight for the labels.
+    Advises a better teacher, with few labels a class a linear probe of public weights, or more weight for the labels.
     """
 
     title: ClassVar = "Weak teacher"
@@ -117,6 +121,7 @@ class WeakTeacher(TrainingRule):
             return _weak(
                 f"The teacher's validation {score}, {teacher:.1%}, is near chance: {guesser} gives {guess:.1%} (limit {near:.1%}).",
                 0.95,
+                context.classes,
             )
         chance = weight * case.accuracy_noise(guess) / math.sqrt(2)  # of one score, not of a difference
         if teacher <= guess + chance:
@@ -131,18 +136,20 @@ class WeakTeacher(TrainingRule):
         return _weak(
             f"The student's validation {score}, {student:.1%}, is above its teacher's, {teacher:.1%}, by more than {margin:.1%}.",
             0.8,
+            context.classes,
         )
 
 
-def _weak(text: str, confidence: float) -> Finding:
-    return Finding(
-        confidence=confidence,
-        text=text,
-        advice=(
-            "Train the teacher longer (pretrain.finetune.epochs, pretrain.mae.epochs) or take a better one (pretrain.weights); until then "
-            "raise distill.label_weight against distill.logit_weight."
-        ),
-    )
+def _weak(text: str, confidence: float, classes: Mapping[str, int] | None) -> Finding:
+    better = "Train the teacher longer (pretrain.finetune.epochs, pretrain.mae.epochs) or take a better one (pretrain.weights)"
+    labels_a_class = statistics.median(classes.values()) if classes else math.inf
+    if labels_a_class <= FEW_LABELS:
+        better = (
+            f"With {labels_a_class:g} labels a class fit a linear head to public weights, and take unlabelled photos of the same kind "
+            "(pretrain.head=probe, as in the recipe few-labels)"
+        )
+    advice = f"{better}; until then raise distill.label_weight against distill.logit_weight."
+    return Finding(confidence=confidence, text=text, advice=advice)
 
 
 class LowRecordedMass(TrainingRule):

@@ -82,6 +82,14 @@ def test_a_teacher_of_ten_classes_within_three_times_chance(top1: float, fires: 
         assert "pretrain.finetune.epochs" in outcome.advice
 
 
+@pytest.mark.parametrize(("labels", "probes"), [(10, True), (50, True), (51, False)])
+def test_a_weak_teacher_of_few_labels_is_better_probed_than_trained_longer(labels: int, *, probes: bool) -> None:
+    outcome = teacher(0.15, 0.25, images=500, classes={f"dish {number}": labels for number in range(10)})
+    assert isinstance(outcome, Finding)
+    assert ("pretrain.head=probe" in outcome.advice) == probes
+    assert ("pretrain.finetune.epochs" in outcome.advice) != probes
+
+
 def test_a_good_teacher_of_uneven_classes_is_no_guesser() -> None:
     uneven = {"apple": 940, "quince": 60}
     assert isinstance(teacher(0.96, 0.95, classes=uneven), Healthy)

@@ -18,12 +18,12 @@ from trainer import limits, local_files, storage
 from trainer.config import Outside
 from trainer.data.dataset_schema import UNLABELED, SplitName
 from trainer.errors import DataError, ObjectNotFoundError
+from trainer.rules.learning import FEW_LABELS
 
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY = 500_000  # listed objects between two lines of the log
 
-FEW_LABELS = 50  # a class; up to so many a few-labels recipe is proposed, which was measured with 10
 NO_CLASS = "no class"
 """Name of the label of an image that is of no class."""
 SPLIT_NAMES: Mapping[str, SplitName] = {
