@@ -92,6 +92,18 @@ def test_splits_above_the_classes(tmp_path: Path, val: str) -> None:
     }
 
 
+def test_unlabelled_images_of_kinds_that_no_label_names(tmp_path: Path) -> None:
+    text = "path,label,split\n1.jpg,x,\n2.jpg,x,unlabeled\n3.jpg,z,unlabeled\n4.jpg,y,unlabeled\n5.jpg,,unlabeled\n"
+    (in_list,) = (text for text in list_source(manifest(tmp_path, text)).remarks if "ordered by" in text)
+    assert in_list.startswith("Unlabelled images are ordered by kinds of which 2 are none of the 1 classes ('y', 'z')")
+    photos = tmp_path / "photos"
+    touch(photos, "cat/1.jpg", "dog/1.jpg", "unlabeled/cat/1.jpg", "unlabeled/batch 1/1.jpg", "unlabeled/12/1.jpg")
+    assert not any("ordered by" in text for text in list_source(f"imagefolder:{photos}").remarks)
+    touch(photos, "unlabeled/pets/horse/1.jpg")
+    (in_folder,) = (text for text in list_source(f"imagefolder:{photos}").remarks if "ordered by" in text)
+    assert "of which 1 are none of the 2 classes ('horse')" in in_folder
+
+
 def test_unlabeled_beside_classes_without_splits(tmp_path: Path) -> None:
     touch(tmp_path, "cat/1.jpg", "unlabeled/1.jpg", "dog/1.jpg")
     listing = list_source(f"imagefolder:{tmp_path}")

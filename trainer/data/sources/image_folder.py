@@ -16,6 +16,7 @@ from trainer.data.sources.source import (
     Item,
     SourceListing,
     objects_digest,
+    other_kinds,
     read_file,
     size_and_times,
     split_of,
@@ -87,7 +88,15 @@ class ImageFolder(ImageSource):
         # The card has this text, and its bytes are part of the data set's fingerprint.
         notes = (f"Files without an image's extension, which were not looked at: {others}.",) if others else ()
         merged = tuple(_merged(groups, has_splits=has_splits))
-        remarks = (*found.remarks(), *aside, *merged, *_remarks(groups, names, has_splits=has_splits))
+        kinds = {
+            limits.reading(folder.split("/")[-1])
+            for folder, (split, _) in places.items()
+            if split == "unlabeled" and "/" in folder
+        }
+        other = other_kinds(
+            (kind for kind in kinds if not _PART.fullmatch(kind.lower()) and not kind.isdigit()), classes
+        )
+        remarks = (*found.remarks(), *aside, *merged, *_remarks(groups, names, has_splits=has_splits), *other)
         return SourceListing(
             items=items,
             classes=classes,

@@ -25,6 +25,7 @@ from trainer.data.sources.source import (
     SourceListing,
     UnknownVersionError,
     objects_digest,
+    other_kinds,
     read_file,
     size_and_times,
 )
@@ -127,13 +128,16 @@ class ImageManifest(ImageSource):
             notes.append(
                 f"Labels of an image are separated by {separator!r}, since parts of them are labels elsewhere."
             )
+        kinds = {
+            limits.reading(row.label) for row in rows if row.split == "unlabeled" and row.label and not self.multi_label
+        }
         return SourceListing(
             items=items,
             classes=classes,
             label_sets=(*numbers,) if self.multi_label else None,
             read=partial(_read, folder=self._folder),
             notes=(*notes,),
-            remarks=(*notes,),
+            remarks=(*notes, *other_kinds(kinds, classes)),
         )
 
     def version(self) -> str:

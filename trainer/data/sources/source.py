@@ -10,7 +10,7 @@ import statistics
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +18,7 @@ from trainer import limits, local_files, storage
 from trainer.config import Outside
 from trainer.data.dataset_schema import UNLABELED, SplitName
 from trainer.errors import DataError, ObjectNotFoundError
+from trainer.formatting import listed
 from trainer.rules.learning import FEW_LABELS
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,17 @@ class SourceListing:
 
 class UnknownVersionError(Exception):
     """It cannot be known whether the images have changed; the text says why."""
+
+
+def other_kinds(kinds: Iterable[str], classes: Collection[str]) -> Iterator[str]:
+    """Write a sentence on kinds by which unlabelled images are ordered and which are no class, since the teacher knows only classes."""
+    other = sorted({*kinds} - {*classes})
+    if other:
+        shown = listed([*map(repr, other)], 5)
+        yield (
+            f"Unlabelled images are ordered by kinds of which {len(other):,} are none of the {len(classes):,} classes ({shown}): what "
+            "shows other things is called one of the classes by the teacher; label some of it, or move it away."
+        )
 
 
 class ImageSource(ABC):
