@@ -39,7 +39,7 @@ DEFAULT_POOL = "cpu"
 """Pool of a run on a cluster that names none: started with the defaults of Kubeflow's form, or by `make deploy-pipeline`."""
 SERVICE_ACCOUNT = "vit-distillation"
 DESCRIPTION = (
-    f"Distil a vision transformer. In the form for a run give the service account {SERVICE_ACCOUNT}: Kubeflow's default (pipeline-runner, "
+    f"Distill a vision transformer. In the form for a run give the service account {SERVICE_ACCOUNT}: Kubeflow's default (pipeline-runner, "
     "or default-editor for several users) may lack the rights to training jobs and an identity for the object store."
 )
 """Shown in Kubeflow's UI where a pipeline and its version are chosen."""
@@ -94,7 +94,7 @@ def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = ""
 
     @dsl.pipeline(
         name=NAME,
-        display_name="Distil a vision transformer",
+        display_name="Distill a vision transformer",
         description=DESCRIPTION,
         pipeline_config=dsl.PipelineConfig(
             ttl_seconds_after_finished=KEPT_S,
@@ -112,7 +112,7 @@ def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = ""
         nodes: int = 1,
         processes_per_node: int = 0,
     ) -> None:
-        """Train or take a teacher, distil a student from it, and prove what was done.
+        """Train or take a teacher, distill a student from it, and prove what was done.
 
         Args:
             recipe: Name of a recipe in trainer/recipes, such as digits.

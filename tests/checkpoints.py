@@ -13,7 +13,7 @@ __all__ = ["PARTS", "Rows", "everything", "learner", "snapshot_of"]
 
 
 def learner(seed=0, *, steps=2, dtype=torch.float32, order=(0, 1)):
-    """A model, its optimiser after some steps, and its average."""
+    """A model, its optimizer after some steps, and its average."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(dtype)
     weights = [list(model[0].parameters()), [*model[1].parameters(), *model[2].parameters()]]

@@ -42,7 +42,7 @@ def prepared_digits(directory):
     return str(directory)
 
 
-def half_labelled(dataset, directory):
+def half_labeled(dataset, directory):
     """Make a copy of a prepared data set there, of whose training images every second one has lost its label."""
     whole = open_dataset(dataset)
     train = whole.split("train")

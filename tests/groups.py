@@ -49,7 +49,7 @@ class Ended:
 
 
 def run(distillation, *, processes=1, fault=None, limit_s=60, stage="distill", **environment):
-    """Distil, as `processes` processes that a launcher has started; those that the fault stops are killed when the others have ended."""
+    """Distill, as `processes` processes that a launcher has started; those that the fault stops are killed when the others have ended."""
     started = start(distillation, processes=processes, fault=fault, stage=stage, **environment)
     try:
         for process in started:

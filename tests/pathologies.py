@@ -70,10 +70,10 @@ class Patient:
     teacher: str
     folder: Path
 
-    def distil(
+    def distill(
         self, *, fault: Fault = nullcontext, processes: int = 1, teacher_outputs: str | None = None, **settings: Any
     ) -> TrainingEvidence:
-        """Distil with a fault, and give what the training recorded of itself.
+        """Distill with a fault, and give what the training recorded of itself.
 
         Args:
             fault: what is wrong in every process while it trains; nothing where it is not given.
@@ -86,9 +86,9 @@ class Patient:
         places = {"dataset": self.dataset, "teacher": self.teacher, "teacher_outputs": teacher_outputs}
         places |= {"student": str(output / "student"), "evidence": str(output / "evidence")}
         if processes == 1:
-            _distil(fault, section, places)
+            _distill(fault, section, places)
         else:
-            together(processes, _distil, fault, section, places)
+            together(processes, _distill, fault, section, places)
         (training,) = read_evidence(output / "evidence").trainings
         return training
 
@@ -130,7 +130,7 @@ def fired(training: TrainingEvidence, rules: RuleSettings | None = None) -> set[
     return set(findings(training, rules))
 
 
-def _distil(fault: Fault, section: dict[str, Any], places: dict[str, Any]) -> None:
+def _distill(fault: Fault, section: dict[str, Any], places: dict[str, Any]) -> None:
     with fault():
         distill.run(config.validate(config.DistillSettings, section), **places)
 

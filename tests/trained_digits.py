@@ -41,8 +41,8 @@ class TrainedDigits:
 
 def pixels(indices: range) -> torch.Tensor:
     """Digits as uint8 [N, 3, 16, 16]."""
-    grey = torch.from_numpy(load_digits().images[indices.start : indices.stop]).float()[:, None] * (255 / 16)
-    return F.interpolate(grey, size=(EDGE, EDGE), mode="nearest").round().to(torch.uint8).expand(-1, 3, -1, -1)
+    gray = torch.from_numpy(load_digits().images[indices.start : indices.stop]).float()[:, None] * (255 / 16)
+    return F.interpolate(gray, size=(EDGE, EDGE), mode="nearest").round().to(torch.uint8).expand(-1, 3, -1, -1)
 
 
 def png(image: torch.Tensor) -> bytes:

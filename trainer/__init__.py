@@ -1,4 +1,4 @@
-"""Train a vision-transformer teacher, distil it into a student, and prove what was done.
+"""Train a vision-transformer teacher, distill it into a student, and prove what was done.
 
 This package knows torch and timm; it knows nothing of kfp or kubernetes. For use from Python it offers what `trainer.api` describes:
 

@@ -107,7 +107,7 @@ class Draft:
 
 
 def canonical_json(value: object) -> str:
-    """Serialise a value so that equal values give equal texts: sorted keys, no white space, no NaN."""
+    """Serialize a value so that equal values give equal texts: sorted keys, no white space, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 

@@ -6,13 +6,16 @@ import ast
 import difflib
 import functools
 import inspect
+import logging
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+logger = logging.getLogger(__name__)
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -72,6 +75,20 @@ class Section(StrictModel):
     """A frozen group of settings; the text below a field is its meaning, shown by `python -m trainer config`."""
 
     model_config = ConfigDict(validate_default=True, allow_inf_nan=False)
+    former_names: ClassVar[Mapping[str, str]] = {}
+    """Name in the last version -> name of the setting now."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_former_names(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or cls.former_names.keys().isdisjoint(values):
+            return values
+        renamed = dict(values)
+        for former, name in cls.former_names.items():
+            if former in values:
+                logger.warning("the setting %s is now %s; the next version will refuse the old name", former, name)
+                renamed[name] = renamed.pop(former)
+        return renamed
 
     @field_validator("*")
     @classmethod

@@ -1,7 +1,7 @@
 """The bill of a run: wall time and dollars by stage, split into what the time went for, beside what was forecast.
 
 It is made of what the artifacts and the evidence say. A training is billed from its launch (on a cluster: the start of its first pod) until
-its result is complete. Nodes that wait for a pod, or that their owner keeps afterwards, cost too, but are not seen here. A stage that
+its result is complete. Nodes that wait for a pod, or that their owner keeps afterward, cost too, but are not seen here. A stage that
 was kept, from KFP's cache or an earlier try, is billed as when it ran.
 """
 
@@ -48,7 +48,7 @@ class StageBill(StrictModel):
     dollars: float | None = None
     """None where the price is not known."""
     iterations_per_second: float | None = None
-    """Optimiser steps, while it trained; none for a stage that does not train."""
+    """Optimizer steps, while it trained; none for a stage that does not train."""
     images_per_second: float | None = None
     """Over all of the part `training`, between steps too; the report has the rate within steps."""
 

@@ -1,6 +1,6 @@
 """Every chart of every page, as inline SVG, and the elements that charts are made of.
 
-A chart takes plain values and gives `Markup` for a page. Its colours are classes of the pages' style sheet, so it follows light and
+A chart takes plain values and gives `Markup` for a page. Its colors are classes of the pages' style sheet, so it follows light and
 dark; its text is the browser's, so class names may be in any script; what the pointer rests on says its value (`<title>`). Lengths are in
 units of the drawing, which are pixels where the page is as wide as the drawing.
 """
@@ -29,7 +29,7 @@ PLOT = WIDTH - LEFT - _RIGHT
 _COLUMNS, _SMALL_COLUMNS = 22, 26
 """Letters that fit on the left, of either size."""
 
-COLOURS: Mapping[str, tuple[str, str]] = {
+COLORS: Mapping[str, tuple[str, str]] = {
     "data": ("#e08214", "#f2a65a"),
     "to_device": ("#b59a00", "#d8c75a"),
     "teacher_forward": ("#86b6e6", "#a9cdf2"),
@@ -46,7 +46,7 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "between": ("#d3d9e2", "#3b4553"),
     "named": ("#5f6b8a", "#a4aecb"),
 }
-"""Colour of each phase and of each range outside of steps, on light and on dark; `named` is for what users named."""
+"""Color of each phase and of each range outside of steps, on light and on dark; `named` is for what users named."""
 
 _ROW = 26
 _NARROW_ROW = 15
@@ -76,9 +76,9 @@ _WHOLE = 0.9
 # The elements that charts are made of; texts and attributes are escaped here and nowhere else
 
 
-def colour_class(name: str) -> str:
+def color_class(name: str) -> str:
     """Name the style class of a phase or range."""
-    return f"f-{name if name in COLOURS else 'named'}"
+    return f"f-{name if name in COLORS else 'named'}"
 
 
 def element(tag: str, *content: object, **attributes: object) -> Markup:
@@ -184,19 +184,19 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 # Bars: shares of a whole, amounts with their spread, amounts side by side, and how often a value occurs
 
 
-def by_colour(amounts: Mapping[str, Amount]) -> dict[str, Amount]:
-    """Sum the amounts of phases and ranges that have no colour of their own, where there are several."""
-    own = {name: amount for name, amount in amounts.items() if name in COLOURS}
-    named = [amount for name, amount in amounts.items() if name not in COLOURS]
+def by_color(amounts: Mapping[str, Amount]) -> dict[str, Amount]:
+    """Sum the amounts of phases and ranges that have no color of their own, where there are several."""
+    own = {name: amount for name, amount in amounts.items() if name in COLORS}
+    named = [amount for name, amount in amounts.items() if name not in COLORS]
     return own | {"named": sum(named[1:], start=named[0])} if len(named) > 1 else dict(amounts)
 
 
 def stacked_bar(shares: Mapping[str, float], title: str, *, spoken: Callable[[str], str]) -> Markup:
-    """Draw shares of a whole by name, which gives their colours, side by side; `spoken` is how people call a name."""
+    """Draw shares of a whole by name, which gives their colors, side by side; `spoken` is how people call a name."""
     content, x = [], 0.0
     for name, share in shares.items():
         width = share * WIDTH
-        content.append(rectangle(x, 0, width - 1, 22, colour_class(name), f"{spoken(name)}: {100 * share:.1f} %"))
+        content.append(rectangle(x, 0, width - 1, 22, color_class(name), f"{spoken(name)}: {100 * share:.1f} %"))
         x += width
     return drawing(22, *content, title=title, shrinks=True)
 
@@ -222,7 +222,7 @@ def bars(rows: Sequence[Bar], unit: str, title: str, *, note_width: int = 250) -
     for index, row in enumerate(rows):
         y = index * _ROW
         content.append(row_label(LEFT - 10, y + 17, row.label))
-        content.append(rectangle(LEFT, y + 4, row.value / most * length, _ROW - 8, colour_class(row.name), row.note))
+        content.append(rectangle(LEFT, y + 4, row.value / most * length, _ROW - 8, color_class(row.name), row.note))
         if row.low is not None and row.high is not None:
             low, high, middle = LEFT + row.low / most * length, LEFT + row.high / most * length, y + _ROW / 2
             content.append(line(low, middle, high, middle, "whisker"))
@@ -246,11 +246,11 @@ def stacked_rows(
     title: str,
     *,
     spoken: Callable[[str], str],
-    colour: Callable[[str], str] = str,
+    color: Callable[[str], str] = str,
 ) -> Markup:
     """Draw a stacked bar for each row, (its label, amounts by name, its note), on one scale.
 
-    `spoken` is how people call a name, and `colour` gives the phase or range whose colour it has.
+    `spoken` is how people call a name, and `color` gives the phase or range whose color it has.
     """
     most = max(sum(amounts.values()) for _, amounts, _ in rows) or 1.0
     length = PLOT - 190
@@ -265,7 +265,7 @@ def stacked_rows(
             width = amount / most * length
             # The hints of many rows would fill the page.
             hint = f"{spoken(name)}: {short(amount)} {unit}" if row_height == _ROW else ""
-            content.append(rectangle(x, y + gap, width - 0.5, row_height - 2 * gap, colour_class(colour(name)), hint))
+            content.append(rectangle(x, y + gap, width - 0.5, row_height - 2 * gap, color_class(color(name)), hint))
             x += width
         content.append(text(LEFT + length + 18, baseline, note, "soft"))
     return drawing(height + 34, *content, title=title)
@@ -413,7 +413,7 @@ def outlines(
     """Draw several histograms over the same bins as outlines.
 
     Args:
-        counts: name -> count in each bin, drawn in the colours of the series in order.
+        counts: name -> count in each bin, drawn in the colors of the series in order.
         bins: what each bin holds, for the hints.
         tick_labels: evenly spaced from the left end to the right.
         note: stands above.
@@ -435,7 +435,7 @@ def outlines(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Matrices: the stronger the colour, the higher the value
+# Matrices: the stronger the color, the higher the value
 
 
 def heat_map(
@@ -451,7 +451,7 @@ def heat_map(
 
     Args:
         shares: [rows, columns] from 0 to 1 on the scale; NaN where unknown.
-        marked: [rows, columns]: cells in the colour of what is broken.
+        marked: [rows, columns]: cells in the color of what is broken.
         row_labels: one for each row.
         column_labels: one for each column, of which as many are shown as there is room for.
         ends: what 0 and 1 on the scale are.
@@ -479,7 +479,7 @@ def cells(shares: Floats, width: float, row_height: float) -> list[Markup]:
 
 
 def _runs(chosen: Flags, width: float, row_height: float, **style: object) -> list[Markup]:
-    """Draw neighbouring chosen cells of a row as one thick line each, which is the shortest way to say it."""
+    """Draw neighboring chosen cells of a row as one thick line each, which is the shortest way to say it."""
     lines: list[str] = []
     for row, flags in enumerate(chosen):
         steps = np.diff(np.concatenate(([0], flags.astype(int), [0])))
@@ -723,7 +723,7 @@ def stack_lane(title: str, unit: str, shares: Mapping[str, Floats], labels: Mapp
         for index in np.flatnonzero(upper - lower > 1e-3).tolist():
             pieces.append(f"M{index} {1 - upper[index]:.3f}h1v{upper[index] - lower[index]:.3f}h-1z")
         style = {"shape_rendering": "crispEdges", "transform": scale}
-        content.append(path("".join(pieces), colour_class(name), labels[name], **style))
+        content.append(path("".join(pieces), color_class(name), labels[name], **style))
         lower = upper
     for tick in (0, 50, 100):
         content.append(text(-7, height * (1 - tick / 100) + (9 if tick == 100 else 4), tick, "soft end"))

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 SCRIPT = "vit-distill"  # what the script is called that an installation brings
 
 
-_DESCRIPTION = """Train a vision-transformer teacher, distil it into a student, and prove what was done.
+_DESCRIPTION = """Train a vision-transformer teacher, distill it into a student, and prove what was done.
 
   %(prog)s run digits                          the whole run on the bundled digits
   %(prog)s run grocery --set data.source=imagefolder:/photos

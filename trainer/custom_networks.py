@@ -35,7 +35,7 @@ _NO_OTHER_CODE = (
 
 
 class CustomNetwork(nn.Module):
-    """A module that takes normalised images [B, 3, S, S] and returns logits, or an object that has them in `logits`."""
+    """A module that takes normalized images [B, 3, S, S] and returns logits, or an object that has them in `logits`."""
 
     rows: Tensor
 
@@ -110,7 +110,7 @@ def load(weights: ModuleWeights | TransformersWeights, args: Mapping[str, Any], 
 
 
 def count_classes(network: CustomNetwork, image_size: int, name: str) -> int:
-    """Return how many classes L the module's logits have, by a grey image; raises a `ModelError` where it gives no logits."""
+    """Return how many classes L the module's logits have, by a gray image; raises a `ModelError` where it gives no logits."""
     at = next(network.module.parameters(), torch.empty(0))
     network.eval()
     try:
@@ -204,14 +204,14 @@ def _of_transformers(weights: TransformersWeights, args: Mapping[str, Any], *, p
     labels = config.id2label
     size = given.get("crop_size") if given.get("do_center_crop") else given.get("size")
     edges = {edge for name, edge in (size or {}).items() if name in {"height", "width", "shortest_edge"} and edge}
-    normalises = given.get("do_normalize", True)
+    normalizes = given.get("do_normalize", True)
     return CustomModel(
         network=CustomNetwork(module.eval(), torch.arange(0)),
         args={_CONFIG: kept},
         labels=tuple(labels[index] for index in sorted(labels)),
         image_size=edges.pop() if len(edges) == 1 else None,
-        mean=tuple(given["image_mean"]) if normalises else (0.0, 0.0, 0.0),  # of pixels in [0, 1]
-        std=tuple(given["image_std"]) if normalises else (1.0, 1.0, 1.0),
+        mean=tuple(given["image_mean"]) if normalizes else (0.0, 0.0, 0.0),  # of pixels in [0, 1]
+        std=tuple(given["image_std"]) if normalizes else (1.0, 1.0, 1.0),
         revision=getattr(config, "_commit_hash", None) or weights.revision,
     )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from trainer.base_models import Fraction, NonNegative, Section, StrictModel
 from trainer.costs import Machines
@@ -73,8 +73,12 @@ weights, NaN where that is 0; share of elements that the step did not change. Wh
 ATTENTION_ENTROPY = "attention_entropy/"
 """What the names of such metrics begin with; the block's name follows."""
 
-Category = Literal[
-    "matrix product", "attention", "convolution", "normalisation", "copy", "communication", "optimiser", "other"
+_FORMER_CATEGORIES = {"normalisation": "normalization", "optimiser": "optimizer"}  # as earlier versions wrote them
+Category = Annotated[
+    Literal[
+        "matrix product", "attention", "convolution", "normalization", "copy", "communication", "optimizer", "other"
+    ],
+    BeforeValidator(lambda category: _FORMER_CATEGORIES.get(category, category)),
 ]
 """The kinds of work that operators do."""
 

@@ -104,7 +104,7 @@ def _hours(hours: float) -> str:
 def mean_interval(seconds: Sequence[float]) -> tuple[float, float, float]:
     """Compute the mean of the times of consecutive steps and its 95 % interval.
 
-    Neighbouring steps are correlated (a busy neighbour, a slow disk, a warming machine), so the interval is Student's t of the means of
+    Neighboring steps are correlated (a busy neighbor, a slow disk, a warming machine), so the interval is Student's t of the means of
     up to ten blocks of consecutive steps (batch means; Law & Kelton). It covers how much the mean moves while it is measured, not that
     the job may run on another machine tomorrow.
 

@@ -182,7 +182,7 @@ STAGES: Mapping[str, Stage] = {
         ),
         Stage(
             name="distill",
-            title="Distil student",
+            title="Distill student",
             summary="train the student on the teacher's logits and the labels",
             reads=(DATASET, TEACHER),
             reads_if_made=(TEACHER_OUTPUTS,),

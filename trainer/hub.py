@@ -30,14 +30,14 @@ def weights_revision(name: str) -> str | None:
 
 
 def model_license(name: str) -> str:
-    """Ask the Hub for the licence of a model, as its page names it; empty where it does not say, or does not answer."""
+    """Ask the Hub for the license of a model, as its page names it; empty where it does not say, or does not answer."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled  # type: ignore[attr-defined]  # as below
 
     try:
         card = HfApi().model_info(name, expand=["cardData"], timeout=_ANSWER_S).card_data
     except (HFValidationError, HTTPError, OfflineModeIsEnabled) as error:
-        logger.warning("%s: the Hub does not say its licence (%s)", name, " ".join(str(error).split()))
+        logger.warning("%s: the Hub does not say its license (%s)", name, " ".join(str(error).split()))
         return ""
     return str(card.get("license") or "") if card else ""
 

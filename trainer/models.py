@@ -1,6 +1,6 @@
 """Teachers and students: networks, nearly all of timm, that take raw images, and the directories that hold them.
 
-A `Classifier` takes uint8 images of any size, resizes and normalises them for its own network, and returns logits; so a teacher and a
+A `Classifier` takes uint8 images of any size, resizes and normalizes them for its own network, and returns logits; so a teacher and a
 student with different input sizes and statistics share one batch. One without labels has no head, and returns its embedding: the pooled
 features that a head would read. A model directory holds `config.json` and `model.safetensors`; nothing
 in it is unpickled. What timm does not know or refuses, and what does not make a model, is a `ModelError`.
@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, cast
+from typing import Annotated, Any, Literal, NamedTuple, Self, cast
 
 import safetensors.torch
 import timm
 import torch
-from pydantic import TypeAdapter
+from pydantic import BeforeValidator, TypeAdapter
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -33,7 +33,7 @@ from trainer.config import TIMM, ModelSettings
 from trainer.custom_networks import CustomNetwork
 from trainer.devices.torch_private import batch_norms
 from trainer.errors import ModelError, StorageError
-from trainer.served_student.preprocessing import Square
+from trainer.served_student.preprocessing import Square, with_present_names
 from trainer.served_student.torch_network import Preprocessing
 
 CONFIG = "config.json"
@@ -88,17 +88,17 @@ class ModelCard:
     image_size: int
     """Edge of the network's input, in pixels."""
     mean: tuple[float, float, float]
-    """Mean of each channel of the normalised input, with pixels in [0, 1]."""
+    """Mean of each channel of the normalized input, with pixels in [0, 1]."""
     std: tuple[float, float, float]
     """Standard deviation of each channel, with pixels in [0, 1]."""
     interpolation: Literal["bilinear"] = "bilinear"
     """How a square is resized to the network's input, with antialiasing; older directories lack it, and mean this one."""
-    square: Square | None = None
+    square: Annotated[Square | None, BeforeValidator(with_present_names)] = None
     """How a photo becomes the square that the model was trained and measured on; None before that, and in older directories."""
     origin: Origin | None = None
     """The weights that its training began with; None where it began from scratch."""
     embedding: EmbeddingStatistics | None = None
-    """Of a teacher without a head, so that its embedding can be standardised; left out of the file where there is none."""
+    """Of a teacher without a head, so that its embedding can be standardized; left out of the file where there is none."""
     tokens: EmbeddingStatistics | None = None
     """The same of its patch tokens, of all places together; None also where it has no map of them, and in older directories."""
     temperature: float | None = None
@@ -273,7 +273,7 @@ def arguments(settings: ModelSettings) -> dict[str, int | float | str | bool]:
             )
     if args.get("in_chans", CHANNELS) != CHANNELS:
         raise ModelError(
-            f"architecture {name!r}: in_chans is {args['in_chans']}, but every image has {CHANNELS} channels, a grey one three equal ones; "
+            f"architecture {name!r}: in_chans is {args['in_chans']}, but every image has {CHANNELS} channels, a gray one three equal ones; "
             "leave in_chans out of the arguments"
         )
     if not size:
@@ -308,7 +308,7 @@ def with_labels(model: Classifier, labels: Sequence[str], *, drop_path: float = 
     network = create(settings, labels, drop_path=drop_path).network
     weights = model.network.state_dict()
     if tuple(labels) != model.card.labels:
-        # Between a model with a head and one without, a normalisation in it comes or goes too.
+        # Between a model with a head and one without, a normalization in it comes or goes too.
         of_head = is_of_head(network if labels else model.network, whole=not labels or not model.card.labels)
         kept = {name: value for name, value in weights.items() if not of_head(name)}
         weights = {name: value for name, value in network.state_dict().items() if of_head(name)} | kept
@@ -341,7 +341,7 @@ def with_head(model: Classifier, labels: Sequence[str], weight: Tensor, bias: Te
 def is_of_head(network: nn.Module, *, whole: bool = False) -> Callable[[str], bool]:
     """Return a test for the names of the head's weights; timm's models know their heads, and some have several.
 
-    `whole` means also those of a normalisation that is part of a head, which does not depend on the classes.
+    `whole` means also those of a normalization that is part of a head, which does not depend on the classes.
     """
     default_config: Any = network.default_cfg
     names = default_config["classifier"]
@@ -362,7 +362,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     network: Any = next((part for part in model.modules() if hasattr(part, "set_grad_checkpointing")), None)
     reason = "cannot do so in timm"
     if batch_norms(model):
-        reason = "has batch normalisation, whose running statistics would count each batch twice"
+        reason = "has batch normalization, whose running statistics would count each batch twice"
     elif network is not None:
         with suppress(AssertionError):  # by which timm says that this network cannot
             network.set_grad_checkpointing()
@@ -384,7 +384,7 @@ def feature_size(model: Classifier) -> int:
     Of a model without a head it is the length of its embedding.
     """
     if not model.card.labels:
-        with _shown_grey(model) as image:
+        with _shown_gray(model) as image:
             shape = model(image).shape
         if len(shape) != 2:
             raise ModelError(
@@ -417,7 +417,7 @@ def find_token_shape(model: Classifier) -> MapShape | None:
     """Return the shape of a model's patch tokens; None if its last block gives no map, or its logits are made of something else."""
     if isinstance(model.network, CustomNetwork):
         return None
-    with _shown_grey(model) as image:
+    with _shown_gray(model) as image:
         outputs = model.outputs(image, tokens=True)
         if outputs.tokens is None or not _is_its_answer(outputs, model, image):
             return None
@@ -439,7 +439,7 @@ def block_shapes(model: Classifier, blocks: Sequence[int]) -> list[MapShape]:
     name, network = f"architecture {model.card.architecture!r}", cast(Any, model.network)
     if isinstance(network, CustomNetwork):
         raise ModelError(f"{name} gives its logits alone; set distill.block_weight=0 and distill.blocks={{}}")
-    with _shown_grey(model) as image:
+    with _shown_gray(model) as image:
         count = len(network.forward_intermediates(model.preprocess(image), intermediates_only=True))
         if missing := [block for block in blocks if block >= count]:
             raise ModelError(
@@ -493,7 +493,7 @@ def _size_of_features(model: Classifier) -> int | None:
     heads, calls = _heads(model.network), list[tuple[Tensor, Tensor]]()
     if not heads:
         return None
-    with _shown_grey(model) as image:
+    with _shown_gray(model) as image:
         with ExitStack() as hooks:
             for head in heads:
                 hooks.enter_context(head.register_forward_hook(lambda _, given, said: calls.append((given[0], said))))
@@ -541,7 +541,7 @@ def check_input_size(model: Classifier, size: int) -> None:
             f"{name}: low_resolution.image_size is {size}, but its own input has {own} pixels; choose a smaller one"
         )
     try:
-        with input_size(model, size), _shown_grey(model) as image:
+        with input_size(model, size), _shown_gray(model) as image:
             model(image)
     except Exception as error:  # each network has its own words for it
         raise ModelError(
@@ -551,8 +551,8 @@ def check_input_size(model: Classifier, size: int) -> None:
 
 
 @contextmanager
-def _shown_grey(model: Classifier) -> Iterator[Tensor]:
-    """Give a grey image [1, 3, S, S] beside the weights, for forward passes of the block, which are those of an evaluation."""
+def _shown_gray(model: Classifier) -> Iterator[Tensor]:
+    """Give a gray image [1, 3, S, S] beside the weights, for forward passes of the block, which are those of an evaluation."""
     size, was_training = model.card.image_size, model.training
     model.eval()
     try:
@@ -580,7 +580,7 @@ def load(source: str | Path | Artifact) -> Classifier:
     path = (source if isinstance(source, Artifact) else artifacts.read(source, "model")).path
     card = _outline(path).card
     with _fitting(path, card):
-        with _Uninitialised(), torch.random.fork_rng(devices=[]):
+        with _Uninitialized(), torch.random.fork_rng(devices=[]):
             network = _described(card)
         weights, wanted = safetensors.torch.load_file(path / WEIGHTS), network.state_dict()
         network.load_state_dict({name: value.to(wanted[name].dtype) for name, value in weights.items()}, assign=True)
@@ -594,7 +594,7 @@ def _described(card: ModelCard) -> nn.Module:
     return create(ModelSettings(architecture=card.architecture, args=card.args), card.labels).network
 
 
-class _Uninitialised(TorchFunctionMode):
+class _Uninitialized(TorchFunctionMode):
     """Leaves parameters as they are allocated: no page of their memory is written, and nothing is drawn for them.
 
     On the meta device networks would compute their tables there too, such as Swin's masks, which no file of weights holds.

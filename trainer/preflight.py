@@ -258,11 +258,11 @@ def _check_batches(
 
     items = listing.items if listing else ()
     unlabeled = sum(item.label == UNLABELED for item in items)
-    labelled = sum(item.split == "train" for item in items if item.label != UNLABELED)
+    labeled = sum(item.split == "train" for item in items if item.label != UNLABELED)
     trainings: list[tuple[str, TrainingSettings, int]] = [
-        ("pretrain.mae", settings.pretrain.mae, labelled + unlabeled),
-        ("pretrain.finetune", settings.pretrain.finetune, labelled),
-        ("distill", settings.distill, labelled + unlabeled * settings.distill.reads_unlabeled),
+        ("pretrain.mae", settings.pretrain.mae, labeled + unlabeled),
+        ("pretrain.finetune", settings.pretrain.finetune, labeled),
+        ("distill", settings.distill, labeled + unlabeled * settings.distill.reads_unlabeled),
     ]
     trainings = [entry for entry in trainings if entry[1].epochs]
     for name, training, most in trainings:

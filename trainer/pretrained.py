@@ -105,7 +105,7 @@ def start(settings: WeightsSettings, model: ModelSettings) -> tuple[Classifier, 
     """Load the weights that a training starts from, with their own head; gives the model and their fingerprint.
 
     Raises:
-        ModelError: they are not there, not for this model, or under a licence that was not accepted.
+        ModelError: they are not there, not for this model, or under a license that was not accepted.
         StorageError: the file is not there, or cannot be read.
         ArtifactError: the model directory is missing or damaged.
     """
@@ -128,7 +128,7 @@ def check(settings: WeightsSettings, model: ModelSettings) -> Classifier:
     No weights are read, so whether they fit the arguments is not known.
 
     Raises:
-        ModelError: there are no such weights, revision or model, or they are under a licence that was not accepted.
+        ModelError: there are no such weights, revision or model, or they are under a license that was not accepted.
         StorageError: the file is not there, or cannot be read.
         ArtifactError: the model directory is missing or damaged.
     """
@@ -260,8 +260,8 @@ def _custom(weights: ModuleWeights | TransformersWeights, model: ModelSettings, 
     found.network.rows = torch.arange(count, device=found.network.rows.device)
     origin = None
     if isinstance(weights, TransformersWeights):
-        licence = hub.model_license(weights.name) if not Path(weights.name).is_dir() else ""
-        origin = Origin(name=name, repository=weights.name, revision=found.revision, license=licence)
+        license_name = hub.model_license(weights.name) if not Path(weights.name).is_dir() else ""
+        origin = Origin(name=name, repository=weights.name, revision=found.revision, license=license_name)
     card = ModelCard(
         architecture=name,
         args=found.args,
@@ -328,7 +328,7 @@ def _check_revision(weights: TimmWeights) -> None:
 
 
 def _check_license(given: PublicWeights, settings: WeightsSettings) -> None:
-    """Make sure that weights are under an open-source licence, or one that the settings accept; packages' are, and files are one's own."""
+    """Make sure that weights are under an open-source license, or one that the settings accept; packages' are, and files are one's own."""
     if isinstance(given, PackageWeights | ModuleWeights):
         return
     if isinstance(given, TransformersWeights):
@@ -341,7 +341,7 @@ def _check_license(given: PublicWeights, settings: WeightsSettings) -> None:
         place = f"https://huggingface.co/{source.hf_hub_id.partition('@')[0]}" if source.hf_hub_id else str(source.url)
     if found not in OPEN_LICENSES and found != settings.accept_license:
         raise ModelError(
-            f"{str(given).partition('@')[0]}: its licence is {found}, which is not an open-source one; read it ({place}), and if it "
+            f"{str(given).partition('@')[0]}: its license is {found}, which is not an open-source one; read it ({place}), and if it "
             f"allows what you want, set accept_license={found} beside weights"
         )
 

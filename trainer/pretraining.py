@@ -31,7 +31,7 @@ from trainer.training.classification import LabelLoss, cross_entropy
 from trainer.training.spec import Losses, Objective
 
 _MASK = 0x6D61736B  # keeps the masks' draws apart from all others of the same seed
-_GREY = 0.5  # of what is hidden, in the picture
+_GRAY = 0.5  # of what is hidden, in the picture
 _GAP = 4  # between its images, in pixels ...
 _LEAST_EDGE = 96  # ... which are this large at least
 _NAMED = 8  # names of layers that a message lists
@@ -211,7 +211,7 @@ def sine_positions(width: int, rows: int, columns: int) -> Tensor:
 def draw_reconstructions(model: MaskedAutoencoder, images: Tensor, keys: Tensor, *, seed: int) -> bytes:
     """Draw three rows: images, what is visible of them, and the visible patches with the predicted ones between them; gives a PNG file.
 
-    The images are uint8 [B, 3, S, S], their keys int64 [B]; `seed` draws the masks. Predictions of normalised targets are shown with each
+    The images are uint8 [B, 3, S, S], their keys int64 [B]; `seed` draws the masks. Predictions of normalized targets are shown with each
     patch's own mean and spread.
     """
     model.eval()
@@ -225,7 +225,7 @@ def draw_reconstructions(model: MaskedAutoencoder, images: Tensor, keys: Tensor,
     predicted = predicted * variance.sqrt() + mean
     rows = [
         patches,
-        torch.where(hidden > 0, torch.full_like(patches, _GREY), patches),
+        torch.where(hidden > 0, torch.full_like(patches, _GRAY), patches),
         torch.lerp(patches, predicted, hidden),
     ]
     return _png([unpatchify(row, model.patch_size) for row in rows])

@@ -16,7 +16,7 @@ Flags = NDArray[np.bool_]
 class ThinnedTable:
     """Rows of numbers, at most `capacity` (even) of them, spread evenly over everything that was appended.
 
-    All rows are kept until the table is full. Then one of every two neighbours is dropped and from there on only one of every
+    All rows are kept until the table is full. Then one of every two neighbors is dropped and from there on only one of every
     two appended rows is kept, then one of four, and so on (`stride`). Which one is drawn at random: a fixed choice would fall in with
     anything periodic in the training, such as a log line every tenth step. The draw depends only on how many rows were appended, so
     all ranks keep the same steps, and it does not touch the training's generators. The very first row always stays, for rules and reports
@@ -95,7 +95,7 @@ def _integral(ends: Series, amounts: Series, edges: Series) -> Series:
 
 
 def thin_curve(seconds: Series, values: Series, points: int) -> tuple[Series, Series]:
-    """Average neighbouring points of a curve that has more than `points`, NaN where none is known; leave another as it is."""
+    """Average neighboring points of a curve that has more than `points`, NaN where none is known; leave another as it is."""
     if len(values) <= points:
         return seconds, values
     starts = np.linspace(0, len(values), points + 1)[:-1].astype(np.intp)

@@ -8,7 +8,7 @@ from trainer.config import TrainingSettings
 
 
 def step_count(settings: TrainingSettings, samples: int) -> int:
-    """Count the optimiser steps that see `samples` x `epochs` samples; the last batch reaches a little further."""
+    """Count the optimizer steps that see `samples` x `epochs` samples; the last batch reaches a little further."""
     return math.ceil(settings.epochs * samples / settings.batch_size)
 
 

@@ -4,9 +4,9 @@ Trains the variants of a comparison with several seeds on the same prepared data
 validation split (mAP of images with several labels). Settings are chosen by validation; the test column is for what was chosen. Where the
 folder of a former call is given as `--output`, what it has finished is kept.
 
-    labels      the student: distilled; on the labels alone; the same with the regularisation of the teacher's fine-tuning
+    labels      the student: distilled; on the labels alone; the same with the regularization of the teacher's fine-tuning
     pretraining the teacher: pretrained as a masked autoencoder and fine-tuned; fine-tuned from scratch for as many epochs together
-    unlabeled   the student of a teacher that knows half of the labels: on the labelled images; on all, in as many steps
+    unlabeled   the student of a teacher that knows half of the labels: on the labeled images; on all, in as many steps
     methods     the student by method: each of METHODS, and each `--variant "NAME: KEY=VALUE ..."`, with its processor time; with
                 `--set distill.teacher=recorded` from outputs that are recorded once
 
@@ -146,7 +146,7 @@ def labels(bench: Bench) -> Scores:
     bench.pretrain("teacher")
     like = bench.settings.pretrain.finetune
     alone = ("distill.logit_weight=0", "distill.label_weight=1", "distill.unlabeled=false")
-    regularised = (
+    regularized = (
         f"distill.label_smoothing={like.label_smoothing}",
         f"distill.drop_path={like.drop_path}",
         f"distill.views.mixup={like.views.mixup}",
@@ -156,8 +156,8 @@ def labels(bench: Bench) -> Scores:
         {
             "distilled": lambda seed: bench.distill(f"distilled-{seed}", f"distill.seed={seed}"),
             "labels alone": lambda seed: bench.distill(f"alone-{seed}", *alone, f"distill.seed={seed}"),
-            "labels alone, regularised": lambda seed: bench.distill(
-                f"regularised-{seed}", *alone, *regularised, f"distill.seed={seed}"
+            "labels alone, regularized": lambda seed: bench.distill(
+                f"regularized-{seed}", *alone, *regularized, f"distill.seed={seed}"
             ),
         }
     )
@@ -188,16 +188,16 @@ def pretraining(bench: Bench) -> Scores:
 
 def unlabeled(bench: Bench) -> Scores:
     """What images without labels add, where half of the training images have lost theirs."""
-    bench.prepare("data-labelled")
+    bench.prepare("data-labeled")
     manifest = bench.output / "half.csv"
     if not manifest.exists():
-        remove_labels(bench.output / "data-labelled", manifest)
+        remove_labels(bench.output / "data-labeled", manifest)
     bench.prepare("data", f"data.source=manifest:{manifest}")
     bench.pretrain("teacher", f"data.source=manifest:{manifest}")
     data, given = open_dataset(bench.output / "data"), bench.settings.distill
     few, whole = len(data.split("train")), len(data.split("train")) + len(data.split("unlabeled"))
-    more = whole / few  # epochs over the labelled images for one over all
-    on_labelled = (
+    more = whole / few  # epochs over the labeled images for one over all
+    on_labeled = (
         "distill.unlabeled=false",
         f"distill.epochs={round(given.epochs * more)}",
         f"distill.warmup_epochs={given.warmup_epochs * more}",
@@ -205,8 +205,8 @@ def unlabeled(bench: Bench) -> Scores:
     )
     return bench.scores(
         {
-            f"{few:,} labelled images": lambda seed: bench.distill(
-                f"labelled-{seed}", *on_labelled, f"distill.seed={seed}"
+            f"{few:,} labeled images": lambda seed: bench.distill(
+                f"labeled-{seed}", *on_labeled, f"distill.seed={seed}"
             ),
             f"all {whole:,} images": lambda seed: bench.distill(f"all-{seed}", f"distill.seed={seed}"),
         }
@@ -216,7 +216,7 @@ def unlabeled(bench: Bench) -> Scores:
 METHODS = {
     "labels alone": "distill.logit_weight=0 distill.label_weight=1 distill.unlabeled=false",
     "kl": "distill.logit_loss=kl",
-    "kl, standardised": "distill.logit_loss=kl distill.standardize_logits=true",
+    "kl, standardized": "distill.logit_loss=kl distill.standardize_logits=true",
     "hard": "distill.logit_loss=hard",
     "dkd": "distill.logit_loss=dkd",
     "dist": "distill.logit_loss=dist",
@@ -261,8 +261,8 @@ def remove_labels(dataset: Path, manifest: Path) -> None:
             for place in places:
                 file = folder / f"{split.names[place]}.image"
                 file.write_bytes(split.encoded(place))
-                is_labelled = label >= 0 and place not in without
-                rows.append((file, data.classes[label] if is_labelled else "", name if is_labelled else "unlabeled"))
+                is_labeled = label >= 0 and place not in without
+                rows.append((file, data.classes[label] if is_labeled else "", name if is_labeled else "unlabeled"))
     with manifest.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([("path", "label", "split"), *rows])
 

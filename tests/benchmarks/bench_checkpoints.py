@@ -39,7 +39,7 @@ class Cost(NamedTuple):
 
 
 class Training:
-    """Optimiser steps on random pixels."""
+    """Optimizer steps on random pixels."""
 
     def __init__(self, architecture: str, batch_size: int, image_size: int) -> None:
         self._device = choose_device()

@@ -127,8 +127,8 @@ def of_photos(folder: Path, size: int) -> None:
 def of_digits() -> None:
     """What the smallest edge is for."""
     digits = load_digits()
-    grey = (digits.images * (255 / 16)).round().astype(np.uint8)
-    squares = (stored(Image.fromarray(image).convert("RGB"), 32) for image in grey)
+    gray = (digits.images * (255 / 16)).round().astype(np.uint8)
+    squares = (stored(Image.fromarray(image).convert("RGB"), 32) for image in gray)
     with mock.patch.object(near_duplicates, "SMALLEST_EDGE", 8):
         looks = [appearance(square, 8) for square in squares]
     alike = pairs(list(zip(looks, map(int, digits.target), strict=True)))

@@ -4,7 +4,7 @@ Both make batches of augmented 224-pixel images from the same photos with one th
 compared. Files are in the page cache. Both crop 8 to 100 % of the area and mirror half of the images.
 
 - ours: prepared images (256 pixels, JPEG of quality 95), decoded, cropped, resized and mirrored into a batch of bytes. The device
-  normalises; the second row does it here.
+  normalizes; the second row does it here.
 - torchvision: ImageFolder, RandomResizedCrop(224), RandomHorizontalFlip, ToTensor, Normalize, and the stacking of a batch. On the same
   prepared images, written to a folder, and on the photos as they were given, which ours has decoded and resized once, in `prepare`.
 
@@ -90,7 +90,7 @@ def our_lanes(samples: Samples, size: int) -> dict[str, Lane]:
     def batch(number: int) -> Tensor:
         return views.batch(order.take(number * BATCH, (number + 1) * BATCH)).images
 
-    def normalised(number: int) -> Tensor:
+    def normalized(number: int) -> Tensor:
         return batch(number).float().sub_(mean).div_(std)
 
     pictures = [samples.picture(index) for index in range(BATCH)]
@@ -115,7 +115,7 @@ def our_lanes(samples: Samples, size: int) -> dict[str, Lane]:
 
     return {
         "ours": batch,
-        "ours, normalised": normalised,
+        "ours, normalized": normalized,
         "- draw": draw,
         "- decode": decode,
         "- crop, resize, mirror": crop,

@@ -2,7 +2,7 @@
 
 All lanes train the same student on the same prepared photos with the same batch size and precision, in turns, in one process, and
 the medians over rounds are compared. Our lanes run the real loop: loading, decoding, augmentation, evidence. The other
-lanes get their batches ready-made, which favours them.
+lanes get their batches ready-made, which favors them.
 
 - alone: our loop, the student learns from the labels.
 - recorded: our loop with recorded teacher outputs.
@@ -79,7 +79,7 @@ from trainer.training.process_group import Processes, join_processes
 from trainer.training.spec import Losses, Objective, TrainingSpec
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L4": 121e12, "A10G": 70e12}
-"""Dense bf16 operations a second, from the makers' data sheets; the model FLOPs utilisation is a share of these."""
+"""Dense bf16 operations a second, from the makers' data sheets; the model FLOPs utilization is a share of these."""
 
 WARM_UP = 3
 """Steps of each lane that are not timed: they compile, and fill caches."""
@@ -310,11 +310,11 @@ def bare_loop(bench: Bench, settings: DistillSettings) -> float:
     return stopwatch.seconds
 
 
-def timm_loop(bench: Bench, *, distils: bool) -> float:
-    """timm's task with the step of its training script, on batches that are ready and normalised."""
+def timm_loop(bench: Bench, *, distills: bool) -> float:
+    """timm's task with the step of its training script, on batches that are ready and normalized."""
     student = bench.student().to(bench.device)
     network, criterion = student.network, nn.CrossEntropyLoss()
-    if distils:
+    if distills:
         task: nn.Module = LogitDistillationTask(
             network,
             bench.teacher().network,
@@ -407,8 +407,8 @@ def lanes(bench: Bench) -> dict[str, Lane]:
         "alone": lambda: our_loop(bench, alone, None, None),
         "recorded": lambda: our_loop(bench, bench.settings(), None, recording),
         "online": lambda: our_loop(bench, bench.settings(), bench.frozen(), None),
-        "timm": lambda: timm_loop(bench, distils=True),
-        "timm-alone": lambda: timm_loop(bench, distils=False),
+        "timm": lambda: timm_loop(bench, distills=True),
+        "timm-alone": lambda: timm_loop(bench, distills=False),
         "bare": lambda: bare_loop(bench, alone),
         "teacher": lambda: bare_teacher(bench),
         "reinforce": lambda: timed_recording(bench),
@@ -478,8 +478,8 @@ def train_flops(bench: Bench) -> float:
     return 3.0 * counter.get_total_flops()
 
 
-def utilisation(bench: Bench, rate: float) -> str:
-    """Model FLOPs utilisation: the student's operations a second as a share of the GPU's peak; the teacher's are not counted."""
+def utilization(bench: Bench, rate: float) -> str:
+    """Model FLOPs utilization: the student's operations a second as a share of the GPU's peak; the teacher's are not counted."""
     if bench.device.type != "cuda":
         return ""
     name = torch.cuda.get_device_name(bench.device)
@@ -503,7 +503,7 @@ def show(options: argparse.Namespace, case: Case, folder: Path) -> None:
         print(f"{'lane':12}{'images/s':>10}{'slowest':>10}{'fastest':>10}{'  MFU' if options.device == 'cuda' else ''}")
         for name, rates in measured.items():
             middle = statistics.median(rates)
-            share = utilisation(bench, middle) if name not in {"teacher", "reinforce"} else ""
+            share = utilization(bench, middle) if name not in {"teacher", "reinforce"} else ""
             print(f"{name:12}{middle:10.1f}{min(rates):10.1f}{max(rates):10.1f}{share}")
         size = open_recording(folder / "outputs").description.record.itemsize
     print(f"\n{'comparison':24}{'ratio':>8}{'bar':>8}")

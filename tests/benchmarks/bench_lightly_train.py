@@ -1,7 +1,7 @@
 """One distillation without labels, by this project and by LightlyTrain: k-NN accuracy of the student's embedding, and images a second.
 
 Both get the same squares, the same frozen teacher, the same first weights of the student, as many images a step and as many epochs, and one
-process that loads by itself; each has its own views, losses, optimiser and schedule, as its makers set them. LightlyTrain needs an
+process that loads by itself; each has its own views, losses, optimizer and schedule, as its makers set them. LightlyTrain needs an
 interpreter of its own (`pip install lightly-train timm`).
 
     python tests/benchmarks/bench_lightly_train.py --lightly-python /env/bin/python --set data.source=imagefolder:/photos/grocery
@@ -53,7 +53,7 @@ def write_untrained(bench: Bench, place: Path) -> Classifier:
 
 
 def knn(model: Classifier, data: PreparedDataset) -> float:
-    """Top-1 of the test split by the 20 nearest labelled training images, in percent."""
+    """Top-1 of the test split by the 20 nearest labeled training images, in percent."""
     device, train, test = choose_device().open(), data.split("train"), data.split("test")
     bank, asked = (embed(model, split, range(len(split)), device, BATCH) for split in (train, test))
     votes = nearest_neighbors(bank, np.asarray(train.labels), asked, len(data.classes))
@@ -61,7 +61,7 @@ def knn(model: Classifier, data: PreparedDataset) -> float:
 
 
 def ours(bench: Bench, name: str) -> tuple[Classifier, float]:
-    """Distil by this project: the student, and images a second without start and end."""
+    """Distill by this project: the student, and images a second without start and end."""
     places = {"dataset": "data", "teacher": "teacher", "student": name, "evidence": f"{name}-evidence"}
     bench.stage(
         "distill", name, f"distill.weights={bench.output / 'untrained'}", f"distill.seed={bench.seeds[0]}", **places
@@ -73,7 +73,7 @@ def ours(bench: Bench, name: str) -> tuple[Classifier, float]:
 
 
 def lightly(bench: Bench, python: str, untrained: Classifier, teacher: Classifier) -> tuple[Classifier, float]:
-    """Distil by LightlyTrain: the same."""
+    """Distill by LightlyTrain: the same."""
     settings, trained = bench.settings.distill, bench.output / "lightly.safetensors"
     job: dict[str, Any] = {
         "photos": str(bench.output / "photos"),
@@ -97,7 +97,7 @@ def lightly(bench: Bench, python: str, untrained: Classifier, teacher: Classifie
     }
     said = bench.output / "lightly.json"
     if not said.exists():
-        script = Path(__file__).with_name("distil_by_lightly_train.py")
+        script = Path(__file__).with_name("distill_by_lightly_train.py")
         with (bench.output / "lightly.log").open("w") as log:
             ended = subprocess.run(
                 [python, str(script)], input=json.dumps(job), stdout=subprocess.PIPE, stderr=log, text=True, check=False

@@ -4,7 +4,7 @@ The same steps run with and without the recorder, in turns, in one process. With
 processor times, the monitor's thread, looks at weights and attention. Only the windows of torch.profiler are off: they cost what they cost
 (one to three seconds the first time) however long the training is, and stand apart in the last line. Each turn is a recording of its own.
 
-`wall` and `processor` are medians of the paired differences between neighbouring turns; on a machine with other work the wall clock
+`wall` and `processor` are medians of the paired differences between neighboring turns; on a machine with other work the wall clock
 says little, and the processor time of the process, all its threads, says more. `account` is what the recorder says of itself in the
 evidence, the sum of the three columns behind it.
 """
@@ -43,7 +43,7 @@ class Turn(NamedTuple):
 
 
 class TrainingStep:
-    """An optimiser step of a vision transformer on random pixels."""
+    """An optimizer step of a vision transformer on random pixels."""
 
     def __init__(self, batch_size: int, **args: int) -> None:
         self.model = timm.create_model("vit_tiny_patch16_224", **args)

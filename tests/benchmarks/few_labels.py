@@ -1,7 +1,7 @@
 """Write a manifest in which few photos keep their label: `python tests/benchmarks/few_labels.py FOLDER MANIFEST [--labels N]`.
 
 FOLDER holds a folder a class, and lies beside MANIFEST or below. Of each class the photos that `--test` lists are for testing; of the
-others `--val` are for validation, `--labels` are labelled, and the rest are without a label. Which, is decided by the hashes of their
+others `--val` are for validation, `--labels` are labeled, and the rest are without a label. Which, is decided by the hashes of their
 names, so all who have the same files have the same splits, whatever the files' format.
 
     python tests/benchmarks/few_labels.py food_mnist/images few.csv --test food_mnist/meta/test.txt

@@ -76,7 +76,7 @@ def _images() -> Iterator[tuple[str, Bomb]]:
     zeros = squeezed(2 * MEMORY_BYTES)
     contents = {
         "PNG of many pixels": png(100_000, 100_000, zlib.compress(bytes(10**6))),
-        "PNG with a huge colour profile": png(SIZE, SIZE, b"", (b"iCCP", b"a\0\0" + zeros)),
+        "PNG with a huge color profile": png(SIZE, SIZE, b"", (b"iCCP", b"a\0\0" + zeros)),
         "PNG with a huge text": png(SIZE, SIZE, b"", (b"zTXt", b"a\0\0" + zeros)),
         "PNG with too many rows": png(SIZE, SIZE, zeros),
         "GIF of many pixels": b"GIF89a" + struct.pack("<HH", 65535, 65535) + bytes(3) + b"," + bytes(20),
@@ -170,7 +170,7 @@ def _files(folder: Path) -> Iterator[tuple[str, Bomb]]:
     yield "many names", lambda: limits.parse_toml(f"{'a.' * limits.DOTS_IN_A_LINE}a=1\n" * 100)
     yield (
         "many unknown settings",
-        lambda: config.resolve("", [f"distil.temperatur{number}=1" for number in range(20_000)]),
+        lambda: config.resolve("", [f"distll.temperatur{number}=1" for number in range(20_000)]),
     )
 
 

@@ -12,7 +12,7 @@ TOO_LARGE = r"has more than [0-9,]+ bytes, the most that are read of such a file
 NOT_REGULAR = "it is no regular file"
 EXPECTED = {
     "PNG of many pixels": "BadImageError: too many pixels",
-    "PNG with a huge colour profile": "BadImageError: truncated",
+    "PNG with a huge color profile": "BadImageError: truncated",
     "PNG with a huge text": "BadImageError: truncated",
     "PNG with too many rows": "read",
     "GIF of many pixels": "BadImageError: too many pixels",
@@ -41,7 +41,7 @@ EXPECTED = {
     "deep lists": "ValueError: it is nested deeper than 32 levels",
     "deep names": "ValueError: a line has more than 1000 dots",
     "many names": "TOMLDecodeError: Cannot overwrite a value",
-    "many unknown settings": "SettingsError: unknown setting distil; did you mean",
+    "many unknown settings": "SettingsError: unknown setting distll; did you mean",
     "huge manifest": f"ObjectTooLargeError: .*{TOO_LARGE}",
     "manifest of many files": "ArtifactError: .*names 200,001 files, more than the 200,000",
     "wide model": r"ModelError: .*its shape is \(8,\) instead of \(16000,\)",

@@ -45,20 +45,20 @@ HALF = {"label_weight": 1.0, "batch_size": 126, "views": {"mixup": 0.8}}
 
 
 @pytest.fixture(scope="module")
-def half_labelled_digits(digits, tmp_path_factory):
-    from tests.distillations import half_labelled
+def half_labeled_digits(digits, tmp_path_factory):
+    from tests.distillations import half_labeled
 
-    return half_labelled(digits, tmp_path_factory.mktemp("half-labelled") / "dataset")
+    return half_labeled(digits, tmp_path_factory.mktemp("half-labeled") / "dataset")
 
 
 @pytest.mark.slow
-def test_the_mean_over_labelled_images_is_theirs_however_a_step_is_dealt(half_labelled_digits, teacher, tmp_path):
-    """Micro-batches have unlike numbers of labelled images: a mean of their means would be another one."""
+def test_the_mean_over_labeled_images_is_theirs_however_a_step_is_dealt(half_labeled_digits, teacher, tmp_path):
+    """Micro-batches have unlike numbers of labeled images: a mean of their means would be another one."""
     from tests.distillations import Distillation
 
     def trained(name, processes, accumulation):
         settings = HALF | {"accumulation": accumulation}
-        return Distillation(half_labelled_digits, teacher, tmp_path / name, **settings).train(processes)
+        return Distillation(half_labeled_digits, teacher, tmp_path / name, **settings).train(processes)
 
     whole = trained("whole", 1, 1)
     for other in (trained("four micro-batches", 1, 4), trained("four processes", 4, 1)):

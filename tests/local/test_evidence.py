@@ -20,16 +20,16 @@ BLIND = {"tensors_every": 0, "operators_steps": 0, "system_interval_s": 60}
 
 @pytest.fixture
 def run(digits, teacher, tmp_path, monkeypatch):
-    """Distils in this process; gives the folder of the outputs."""
+    """Distills in this process; gives the folder of the outputs."""
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
 
-    def distil(name, **changes):
+    def start(name, **changes):
         settings = config.validate(config.DistillSettings, QUICK | {"epochs": 2} | changes)
         folder = tmp_path / name
         distill.run(settings, dataset=digits, teacher=teacher, student=folder / "student", evidence=folder / "evidence")
         return folder
 
-    return distil
+    return start
 
 
 def evidence_of(path):

@@ -1,4 +1,4 @@
-"""A teacher without a head, from a copy of the hub's file, teaches its embedding; the student's head is fitted afterwards."""
+"""A teacher without a head, from a copy of the hub's file, teaches its embedding; the student's head is fitted afterward."""
 
 import json
 import re
@@ -136,7 +136,7 @@ def test_a_probe_can_be_the_head_of_a_teacher_that_stays_as_it_is(digits, weight
 
 
 def test_from_recorded_embeddings_to_a_student_that_serves_classes(digits, headless, taught, tmp_path):
-    """Same seeds, same views: what differs is that the standardised embedding was rounded to half precision."""
+    """Same seeds, same views: what differs is that the standardized embedding was rounded to half precision."""
     outputs = recorded(digits, headless, tmp_path / "outputs", features=True)
     figures = artifacts.manifest(outputs, "teacher_outputs").figures
     assert figures["bytes_per_view"] == 2 * ARGS["embed_dim"]
@@ -185,7 +185,7 @@ def test_from_recorded_embeddings_to_a_student_that_serves_classes(digits, headl
     assert np.allclose(ServedStudent(student).predict(photos).to_numpy(), wanted, atol=1e-5)
 
 
-def relabelled(dataset, directory):
+def relabeled(dataset, directory):
     """Make a copy of a prepared data set there, of whose training images each has the label of the next class."""
     whole = open_dataset(dataset)
     train = datasets.load_from_disk(str(Path(dataset) / "train"))
@@ -204,7 +204,7 @@ def relabelled(dataset, directory):
 def test_no_label_is_learned_from_before_the_head_is_fitted(digits, headless, taught, tmp_path):
     """With every label another one, the student's own weights are the same bits."""
     student = models.load(taught).network.state_dict()
-    others = relabelled(digits, tmp_path / "relabelled")
+    others = relabeled(digits, tmp_path / "relabeled")
     other = models.load(distilled(others, headless, tmp_path / "other")).network.state_dict()
     differing = {name for name in student if not torch.equal(student[name], other[name])}
     assert differing == {"head.weight", "head.bias"}

@@ -113,7 +113,7 @@ HEALTHY = {
 
 @pytest.mark.parametrize(("rule", "training"), PATHOLOGIES.values(), ids=PATHOLOGIES)
 def test_a_pathology_is_found_by_its_rule_alone(patient: Patient, rule: str, training: dict[str, object]) -> None:
-    found = findings(patient.distil(**training))
+    found = findings(patient.distill(**training))
     # Where the host sets the pace, whatever holds it up for a moment is a long step: 3 to 4 % of the time on a virtual machine.
     beside = {"step_outliers"} if rule in {"batch_size", "gpu_utilization"} else set()
     assert set(found) - beside == {rule}, found
@@ -121,4 +121,4 @@ def test_a_pathology_is_found_by_its_rule_alone(patient: Patient, rule: str, tra
 
 @pytest.mark.parametrize("training", HEALTHY.values(), ids=HEALTHY)
 def test_a_healthy_training_fires_no_rule(patient: Patient, training: dict[str, object]) -> None:
-    assert findings(patient.distil(**training)) == {}
+    assert findings(patient.distill(**training)) == {}

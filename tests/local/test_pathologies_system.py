@@ -166,13 +166,13 @@ HEALTHY = {
 
 @pytest.mark.parametrize(("rule", "training"), PATHOLOGIES.values(), ids=PATHOLOGIES)
 def test_a_pathology_is_found_by_its_rule_alone(patient, rule, training):
-    found = findings(patient.distil(**training))
+    found = findings(patient.distill(**training))
     assert set(found) == {rule}, found
 
 
 def test_loaders_that_take_the_cores_are_found_by_their_rule_alone(patient):
     """Its healthy twin is the training with three loaders that only load."""
-    training = patient.distil(fault=partial(before_batch, take_cores), workers=3, epochs=5)
+    training = patient.distill(fault=partial(before_batch, take_cores), workers=3, epochs=5)
     crowded = judged(training)["cores_oversubscribed"]
     assert isinstance(crowded, Finding), crowded
     if crowded.severity == "note":
@@ -184,46 +184,46 @@ def test_loaders_that_take_the_cores_are_found_by_their_rule_alone(patient):
 
 @pytest.mark.parametrize(("rule", "training"), APART.values(), ids=APART)
 def test_a_pathology_between_processes_is_found_by_its_rule_alone(patient, rule, training):
-    found = findings(patient.distil(processes=2, **training))
+    found = findings(patient.distill(processes=2, **training))
     assert set(found) == {rule}, found
 
 
 def test_a_long_start_up_is_found_by_its_rule_alone(patient):
     slow = partial(before_each, distill, "open_dataset", partial(time.sleep, 4))
     rules = RuleSettings(start_up=StartUp(largest_minutes=3 / 60))
-    found = findings(patient.distil(fault=slow), rules)
+    found = findings(patient.distill(fault=slow), rules)
     assert set(found) == {"start_up"}, found
     # No other rule fires on a healthy training either, which has a test of its own.
-    assert "start_up" not in findings(patient.distil(), rules)
+    assert "start_up" not in findings(patient.distill(), rules)
 
 
 def test_recording_too_much_is_found_by_its_rule_alone(patient):
     rules = RuleSettings(own_overhead=OwnOverhead(fewest_seconds=0))
     evidence = {"system_interval_s": 0.05, "operators_steps": 0, "tensors_every": 1, "tensors_budget": 1.0}
-    found = findings(patient.distil(evidence=evidence), rules)
+    found = findings(patient.distill(evidence=evidence), rules)
     assert set(found) == {"own_overhead"}, found
 
 
 @pytest.mark.parametrize("training", HEALTHY.values(), ids=HEALTHY)
 def test_a_healthy_training_fires_no_rule(patient, training):
-    assert findings(patient.distil(**training)) == {}
+    assert findings(patient.distill(**training)) == {}
 
 
 def test_healthy_processes_fire_no_rule(patient):
-    assert findings(patient.distil(processes=2)) == {}
+    assert findings(patient.distill(processes=2)) == {}
 
 
 def test_a_healthy_training_from_recorded_outputs_fires_no_rule(patient, recorded):
     """Without a teacher's forward pass a larger student keeps loading a small part of the step."""
     student = QUICK["student"] | {"args": TINY | {"patch_size": 4, "embed_dim": 32}}
-    assert findings(patient.distil(teacher="recorded", teacher_outputs=recorded, student=student)) == {}
+    assert findings(patient.distill(teacher="recorded", teacher_outputs=recorded, student=student)) == {}
 
 
 def test_a_teacher_that_takes_much_of_each_step_is_noted(patient, recorded):
     """The small student of these tests computes far less than its teacher; recorded outputs take that out of the steps."""
-    note = judged(patient.distil())["teacher_share"]
+    note = judged(patient.distill())["teacher_share"]
     assert isinstance(note, Finding), note
     assert note.severity == "note"
     assert "it pays where there are at least 4 distillations of 8 epochs" in note.advice
-    without = judged(patient.distil(teacher="recorded", teacher_outputs=recorded))["teacher_share"]
+    without = judged(patient.distill(teacher="recorded", teacher_outputs=recorded))["teacher_share"]
     assert isinstance(without, NotJudged)

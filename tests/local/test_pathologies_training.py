@@ -51,9 +51,9 @@ def findings(training, rules=None):
 
 
 @pytest.fixture
-def distil(patient):
+def distill(patient):
     """Forty steps with a look at every fifth."""
-    return partial(patient.distil, **QUICK)
+    return partial(patient.distill, **QUICK)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def frozen(model):
 
 @contextmanager
 def scaled_loss(factor):
-    """The loss that is minimised is multiplied."""
+    """The loss that is minimized is multiplied."""
     method = DistillObjective.__call__
 
     def called(*arguments):
@@ -166,13 +166,13 @@ def one_step(number, action):
         pytest.param(each_matrix(lambda weights: weights.mul_(50), "blocks.1.mlp"), id="one block at another scale"),
     ],
 )
-def test_poor_initialisation(distil, change):
-    found = findings(distil(fault=partial(changed_student, change)))
-    assert set(found) == {"poor_initialisation"}, found
+def test_poor_initialization(distill, change):
+    found = findings(distill(fault=partial(changed_student, change)))
+    assert set(found) == {"poor_initialization"}, found
 
 
-def test_exploding_gradients(distil):
-    found = findings(distil(base_learning_rate=100.0, fault=growing_loss))
+def test_exploding_gradients(distill):
+    found = findings(distill(base_learning_rate=100.0, fault=growing_loss))
     assert set(found) == {"exploding_gradients"}, found
     assert "times its own norm" in found["exploding_gradients"]
 
@@ -182,9 +182,9 @@ def test_exploding_gradients(distil):
     [{"fault": partial(scaled_loss, 1e38)}, {"base_learning_rate": 1e4}],
     ids=["loss scale", "learning rate"],
 )
-def test_what_is_kept_of_a_training_whose_loss_was_not_finite_tells_why(distil, settings):
+def test_what_is_kept_of_a_training_whose_loss_was_not_finite_tells_why(distill, settings):
     with pytest.raises(TrainingError, match="the loss is not finite at step") as caught:
-        distil(evidence=LOOKS | {"tensors_every": 1}, **settings)
+        distill(evidence=LOOKS | {"tensors_every": 1}, **settings)
     place = str(caught.value).rpartition("; what it recorded is at ")[2]
     (training,) = read_evidence(place).trainings
     found = findings(training)
@@ -192,25 +192,25 @@ def test_what_is_kept_of_a_training_whose_loss_was_not_finite_tells_why(distil, 
     assert "are not finite" in found["exploding_gradients"]
 
 
-def test_vanishing_gradients(distil):
-    found = findings(distil(fault=partial(scaled_loss, 1e-12)))
+def test_vanishing_gradients(distill):
+    found = findings(distill(fault=partial(scaled_loss, 1e-12)))
     assert set(found) == {"vanishing_gradients"}, found
 
 
 @pytest.mark.parametrize("rate", [1.0, 2e-9])
-def test_update_ratio(distil, rate):
-    found = findings(distil(base_learning_rate=rate))
+def test_update_ratio(distill, rate):
+    found = findings(distill(base_learning_rate=rate))
     assert set(found) == {"update_ratio"}, found
 
 
-def test_unchanged_weights_of_a_frozen_layer(distil):
-    found = findings(distil(fault=partial(changed_student, frozen)))
+def test_unchanged_weights_of_a_frozen_layer(distill):
+    found = findings(distill(fault=partial(changed_student, frozen)))
     assert set(found) == {"unchanged_weights"}, found
     assert found["unchanged_weights"].startswith("12 of 32 tensors of weights (network.blocks.0.norm1.weight, ")
 
 
-def test_unchanged_weights_at_a_learning_rate_that_rounding_swallows(distil):
-    found = findings(distil(base_learning_rate=1e-30))
+def test_unchanged_weights_at_a_learning_rate_that_rounding_swallows(distill):
+    found = findings(distill(base_learning_rate=1e-30))
     assert set(found) == {"unchanged_weights"}, found
     assert "nothing is learned" in found["unchanged_weights"]
 
@@ -219,8 +219,8 @@ def test_unchanged_weights_at_a_learning_rate_that_rounding_swallows(distil):
 # Losses
 
 
-def test_loss_not_falling_where_the_images_say_nothing(distil):
-    found = findings(distil(fault=blind, logit_weight=0.0, label_weight=1.0, log_every=4))
+def test_loss_not_falling_where_the_images_say_nothing(distill):
+    found = findings(distill(fault=blind, logit_weight=0.0, label_weight=1.0, log_every=4))
     assert set(found) == {"loss_not_falling"}, found
     assert "did not fall by 3%" in found["loss_not_falling"]
 
@@ -239,7 +239,7 @@ def test_overfitting_of_wrong_labels(patient, tmp_path):
         "views": {"min_scale": 1.0, "flip": False},
     }
     settings |= {"batch_size": 32, "epochs": 100, "validate_every_epochs": 20, "base_learning_rate": 2e-2}
-    found = findings(patient.distil(fault=noisy_labels, **settings))
+    found = findings(patient.distill(fault=noisy_labels, **settings))
     assert set(found) == {"overfitting"}, found
 
 
@@ -252,8 +252,8 @@ def test_overfitting_of_wrong_labels(patient, tmp_path):
         pytest.param({"temperature": 1e4}, id="high temperature"),
     ],
 )
-def test_vanishing_loss_term(distil, settings):
-    found = findings(distil(**settings))
+def test_vanishing_loss_term(distill, settings):
+    found = findings(distill(**settings))
     assert set(found) == {"vanishing_loss_term"}, found
 
 
@@ -266,7 +266,7 @@ def test_weak_teacher_that_guesses(digits, patient, tmp_path):
     settings = config.validate(config.PretrainSettings, weak)
     pretrain.run(settings, dataset=digits, teacher=tmp_path / "teacher", evidence=tmp_path / "evidence")
     patient = Patient(dataset=digits, teacher=str(tmp_path / "teacher"), folder=tmp_path)
-    found = findings(patient.distil(**QUICK))
+    found = findings(patient.distill(**QUICK))
     assert set(found) == {"weak_teacher"}, found
     assert "is near chance: always saying the most frequent class" in found["weak_teacher"]
 
@@ -284,7 +284,7 @@ def test_class_imbalance(patient, tmp_path):
     settings = config.validate(config.DataSettings, {**DIGITS, "source": f"imagefolder:{folder}"})
     prepare.run(settings, dataset=tmp_path / "uneven")
     patient = Patient(dataset=str(tmp_path / "uneven"), teacher=patient.teacher, folder=tmp_path)
-    found = findings(patient.distil(logit_weight=0.0, label_weight=1.0, batch_size=32, **QUICK | {"epochs": 10}))
+    found = findings(patient.distill(logit_weight=0.0, label_weight=1.0, batch_size=32, **QUICK | {"epochs": 10}))
     assert set(found) == {"class_imbalance"}, found
 
 
@@ -295,7 +295,7 @@ def test_low_recorded_mass(patient, tmp_path):
     )
     outputs = tmp_path / "outputs"
     reinforce.run(record, dataset=patient.dataset, teacher=patient.teacher, teacher_outputs=outputs)
-    found = findings(patient.distil(teacher="recorded", teacher_outputs=str(outputs), temperature=4.0, **QUICK))
+    found = findings(patient.distill(teacher="recorded", teacher_outputs=str(outputs), temperature=4.0, **QUICK))
     assert set(found) == {"low_recorded_mass"}, found
 
 
@@ -317,23 +317,23 @@ def test_the_healthy_trainings_of_a_teacher_fire_no_rule(digits, tmp_path):
 STALLED = RuleSettings(stalled_training=StalledTraining(seconds=3))
 
 
-def test_stalled_training(distil, caplog):
+def test_stalled_training(distill, caplog):
     caplog.set_level(logging.INFO)
     fault = partial(one_step, 20, partial(time.sleep, 5))
-    found = findings(distil(fault=fault, watch={"rules": STALLED}), STALLED)
+    found = findings(distill(fault=fault, watch={"rules": STALLED}), STALLED)
     assert set(found) == {"stalled_training"}, found
     assert "between steps 20 and 21" in found["stalled_training"]
     (line,) = (line for line in caplog.messages if "severe: Stalled training. " in line)
     assert "since step 20; the first process is in trainer.training.loop.Trainer.train (line " in line
 
 
-def test_a_training_that_hangs_is_ended(distil):
+def test_a_training_that_hangs_is_ended(distill):
     watch = {"rules": STALLED, "stop_on": ["stalled_training"]}
     began = time.monotonic()
     with pytest.raises(
         TrainingError, match=r"^distill: stopped after step 20, as profile.stop_on has stalled_training: No "
     ):
-        distil(fault=partial(one_step, 20, partial(time.sleep, 600)), watch=watch)
+        distill(fault=partial(one_step, 20, partial(time.sleep, 600)), watch=watch)
     assert time.monotonic() - began < 300
 
 
@@ -341,11 +341,11 @@ def test_a_training_that_hangs_is_ended(distil):
 # While it runs
 
 
-def test_an_explosion_ends_the_training_within_a_few_looks_and_keeps_its_checkpoints(distil, patient, caplog):
+def test_an_explosion_ends_the_training_within_a_few_looks_and_keeps_its_checkpoints(distill, patient, caplog):
     caplog.set_level(logging.INFO)
     watch = WATCH | {"stop_on": ["exploding_gradients"]}
     with pytest.raises(TrainingError) as caught:
-        distil(base_learning_rate=100.0, watch=watch, checkpoint_every=2, fault=growing_loss)
+        distill(base_learning_rate=100.0, watch=watch, checkpoint_every=2, fault=growing_loss)
     message = re.match(
         r"distill: stopped after step (\d+), as profile.stop_on has exploding_gradients: The gradient's norm grew from .* "
         r"Lower distill.base_learning_rate from 100 to 0\.00\d+, ",
@@ -366,7 +366,7 @@ def test_all_processes_end_where_the_first_one_stops(distillation):
         distillation("stopped", base_learning_rate=100.0, watch=watch, epochs=4).run(processes=2)
 
 
-def test_watching_changes_nothing_that_is_trained(distil):
-    plain, watched = distil(log_every=1), distil(log_every=1, watch=WATCH)
+def test_watching_changes_nothing_that_is_trained(distill):
+    plain, watched = distill(log_every=1), distill(log_every=1, watch=WATCH)
     assert watched.ranks[0].record.overhead["rules"] > 0
     np.testing.assert_array_equal(plain.metrics["loss"].values, watched.metrics["loss"].values)

@@ -42,7 +42,7 @@ def recorded(digits, teacher, tmp_path_factory):
 
 
 @pytest.fixture
-def distil(digits, teacher, recorded, tmp_path):
+def distill(digits, teacher, recorded, tmp_path):
     """Makes distillations with mixed views."""
 
     def make(name, **settings):
@@ -58,9 +58,9 @@ def distil(digits, teacher, recorded, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_it_ends_with_the_same_bits_and_the_same_losses(distil, way):
+def test_it_ends_with_the_same_bits_and_the_same_losses(distill, way):
     processes, settings = WAYS[way]
-    whole, broken = distil("whole", **settings), distil("broken", **settings)
+    whole, broken = distill("whole", **settings), distill("broken", **settings)
     groups.check_resumes(whole, broken, step=13, processes=processes)  # in the middle of the second epoch
     assert groups.seen(broken) == groups.seen(whole)
 
@@ -72,11 +72,11 @@ def test_it_ends_with_the_same_bits_and_the_same_losses(distil, way):
     ids=["from two to one", "from one to two", "from two to one, images of a micro-batch compared"],
 )
 def test_on_another_number_of_processes_each_epoch_has_each_sample_once_and_losses_agree(
-    distil, digits, before, after, settings
+    distill, digits, before, after, settings
 ):
     epoch = len(open_dataset(digits).split("train"))
     parts = 2 * before if settings else 2  # as many where the micro-batch is a part of what is learned
-    whole, broken = distil("whole", accumulation=parts, **settings), distil("broken", accumulation=2, **settings)
+    whole, broken = distill("whole", accumulation=parts, **settings), distill("broken", accumulation=2, **settings)
     assert groups.run(whole).codes == [0]
     asked = Fault(sends=signal.SIGTERM, step=7)
     assert groups.run(broken, processes=before, fault=asked).codes == [PREEMPTED_EXIT_CODE] * before
@@ -90,8 +90,8 @@ def test_on_another_number_of_processes_each_epoch_has_each_sample_once_and_loss
 
 
 @pytest.mark.slow
-def test_a_validation_that_is_broken_off_is_done_when_the_training_goes_on(distil):
-    whole, broken = distil("whole"), distil("broken")
+def test_a_validation_that_is_broken_off_is_done_when_the_training_goes_on(distill):
+    whole, broken = distill("whole"), distill("broken")
     assert groups.run(whole).codes == [0]
     (measured,) = read_evidence(whole.outputs["evidence"]).trainings
     asked = Fault(sends=signal.SIGTERM, step=int(measured.metrics["val_top1"].steps[0]), validating=True)
@@ -104,12 +104,12 @@ def test_a_validation_that_is_broken_off_is_done_when_the_training_goes_on(disti
 
 
 @pytest.mark.slow
-def test_a_killed_training_goes_on_in_its_mlflow_run_without_gaps_or_doubled_steps(distil, mlflow_uri, monkeypatch):
+def test_a_killed_training_goes_on_in_its_mlflow_run_without_gaps_or_doubled_steps(distill, mlflow_uri, monkeypatch):
     monkeypatch.setenv(tracking.URI, mlflow_uri)
     store = tracking.client()
     experiment = store.create_experiment("resume")
     tracked = {tracking.URI: mlflow_uri, tracking.EXPERIMENT_ID: experiment}
-    whole, broken = distil("whole", checkpoint_every=4), distil("broken", checkpoint_every=4)
+    whole, broken = distill("whole", checkpoint_every=4), distill("broken", checkpoint_every=4)
     assert groups.run(whole, **tracked).codes == [0]
     killed = Fault(sends=signal.SIGKILL, step=14)
     assert groups.run(broken, fault=killed, **tracked).codes == [-signal.SIGKILL]

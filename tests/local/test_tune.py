@@ -78,7 +78,7 @@ def test_a_process_that_runs_out_of_memory_leaves_no_other_waiting(digits, teach
 
 
 @pytest.mark.long
-def test_a_run_distils_with_what_its_tuning_chose(digits, teacher, tmp_path, monkeypatch):
+def test_a_run_distills_with_what_its_tuning_chose(digits, teacher, tmp_path, monkeypatch):
     """Whatever that is: most machines find a larger batch better than one of two images."""
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith(("MLFLOW_", "TRAINER_"))]:

@@ -18,7 +18,7 @@ def of(objects, kind):
 
 @pytest.fixture(scope="module")
 def quotas(objects):
-    """Flavour -> resource -> quota."""
+    """Flavor -> resource -> quota."""
     (queue,) = of(objects, "ClusterQueue")
     (group,) = queue["spec"]["resourceGroups"]
     found = {}
@@ -47,8 +47,8 @@ def number(quota):
 
 
 @pytest.mark.parametrize("name", list(pools.load()))
-def test_a_pool_has_a_flavour_with_room(objects, quotas, name):
-    """Kueue passes over a flavour whose labels contradict the selector, and never admits a pod with an uncovered resource."""
+def test_a_pool_has_a_flavor_with_room(objects, quotas, name):
+    """Kueue passes over a flavor whose labels contradict the selector, and never admits a pod with an uncovered resource."""
     pool = pools.get(name)
     labels = {
         one["metadata"]["name"]: one.get("spec", {}).get("nodeLabels", {}) for one in of(objects, "ResourceFlavor")

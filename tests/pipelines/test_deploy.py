@@ -176,11 +176,11 @@ def test_several_users(command, monkeypatch):
 def test_parameters_that_the_version_does_not_have_are_refused(api, command, monkeypatch):
     known = runs.request
     monkeypatch.setattr(
-        runs, "request", lambda parameters, **rest: known(parameters={**parameters, "colour": "red"}, **rest)
+        runs, "request", lambda parameters, **rest: known(parameters={**parameters, "color": "red"}, **rest)
     )
     code, _, errors = command(deploy.main, "--run")
     assert code == 2
-    assert "parameter(s) provided are not required by pipeline: colour" in errors
+    assert "parameter(s) provided are not required by pipeline: color" in errors
 
 
 def test_waiting_shows_the_states_of_tasks_as_they_change(api, command):

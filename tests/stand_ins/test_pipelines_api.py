@@ -78,7 +78,7 @@ def test_a_run_that_goes_on_is_terminated(api, client, version):
     ("parameters", "message"),
     [
         ({}, "parameter number is not optional"),
-        ({"number": 1, "colour": "red"}, "not required by pipeline: colour"),
+        ({"number": 1, "color": "red"}, "not required by pipeline: color"),
         ({"number": "1"}, "parameter number is not of its type"),
         ({"number": True}, "parameter number is not of its type"),
         ({"number": 1, "often": 1}, "parameter often is not of its type"),

@@ -268,7 +268,7 @@ def test_what_spoils_a_loop_is_found(loop, tmp_path):
     with trainer.record("mine", tmp_path, model=loop["model"]) as recording:
         for _ in range(20):
             train(recording, loop)
-    assert "mine: “Poor initialisation”" in recording.verdict
+    assert "mine: “Poor initialization”" in recording.verdict
 
 
 def test_losses_that_are_no_numbers_make_a_report_that_says_so(loop, tmp_path):

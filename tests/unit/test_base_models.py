@@ -1,12 +1,14 @@
 """Settings are kept in manifests, logs and MLflow, so none may hold a secret; and what a reader is told of a wrong field."""
 
 import pytest
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from trainer import config
 from trainer.base_models import StrictModel, holds_secret, meanings, what_is_wrong
 from trainer.costs import Price
 from trainer.errors import SettingsError
+from trainer.evidence import Category
+from trainer.served_student.preprocessing import Square, with_present_names
 
 
 @pytest.mark.parametrize(
@@ -64,9 +66,9 @@ def test_what_is_wrong_is_the_first_field_and_its_fault():
 
 class Cup(StrictModel):
     size: int = 1
-    """In millilitres,
+    """In milliliters,
     to the brim."""
-    colour: str = "white"
+    color: str = "white"
     handle: bool = True
     """Whether there is one."""
 
@@ -76,15 +78,30 @@ class Cup(StrictModel):
 
 
 class Mug(Cup):
-    colour: str = "blue"
+    color: str = "blue"
     """Of its outside."""
     lid: bool = False
 
 
 def test_the_text_below_a_field_is_its_meaning_also_of_inherited_ones():
-    assert meanings(Cup) == {"size": "In millilitres,\nto the brim.", "handle": "Whether there is one."}
-    assert meanings(Mug) == {**meanings(Cup), "colour": "Of its outside."}
+    assert meanings(Cup) == {"size": "In milliliters,\nto the brim.", "handle": "Whether there is one."}
+    assert meanings(Mug) == {**meanings(Cup), "color": "Of its outside."}
 
 
 def test_every_setting_has_a_meaning():
     assert [name for name, *_, meaning in config.walk(config.Settings) if not meaning] == []
+
+
+def test_the_name_that_a_setting_had_in_the_last_version_is_read_with_a_warning(caplog):
+    given = ["data.grey_bits=12", "profile.rules.poor_initialisation.enabled=false"]
+    settings = config.resolve("digits", given)
+    assert settings.data.gray_bits == 12
+    assert not settings.profile.rules.poor_initialization.enabled
+    for former, name in {"grey_bits": "gray_bits", "poor_initialisation": "poor_initialization"}.items():
+        assert f"the setting {former} is now {name}; the next version will refuse the old name" in caplog.messages
+
+
+def test_what_the_last_version_wrote_in_files_is_read():
+    square = {"fit": "crop", "size": 32, "max_pixels": 1000, "grey_bits": 12}
+    assert Square(**with_present_names(square)).gray_bits == 12
+    assert TypeAdapter(Category).validate_python("optimiser") == "optimizer"

@@ -16,7 +16,7 @@ from trainer.charts import (
     ChartLine,
     MarkedTime,
     ReliabilityCurve,
-    by_colour,
+    by_color,
     histogram,
     stacked_bar,
     stacked_columns,
@@ -106,9 +106,9 @@ def test_rows_without_any_amount_are_drawn() -> None:
     assert widths(stacked_rows([("none", {"data": 0.0}, "")], "s", "bill", spoken=str)) == [0]
 
 
-def test_amounts_without_a_colour_of_their_own_are_summed() -> None:
-    assert by_colour({"data": 1.0, "mine": 2.0, "yours": 3.0}) == {"data": 1.0, "named": 5.0}
-    assert by_colour({"data": 1.0, "mine": 2.0}) == {"data": 1.0, "mine": 2.0}
+def test_amounts_without_a_color_of_their_own_are_summed() -> None:
+    assert by_color({"data": 1.0, "mine": 2.0, "yours": 3.0}) == {"data": 1.0, "named": 5.0}
+    assert by_color({"data": 1.0, "mine": 2.0}) == {"data": 1.0, "mine": 2.0}
 
 
 def test_a_histogram_counts_every_value() -> None:

@@ -54,13 +54,13 @@ def test_other_classes_and_other_pictures_have_drifted(judged_run, trained_digit
     assert "which chance gives less than once in 10,000" in printed
     assert "Drifted: predicted classes differ by" in page.read_text()
     noise = np.random.default_rng(0).integers(0, 256, (200, 16, 16), dtype=np.uint8)
-    found = drift.compare(str(judged_run), predicted(judged_run, tmp_path / "noise", map(grey, noise)), limit=0.1)
+    found = drift.compare(str(judged_run), predicted(judged_run, tmp_path / "noise", map(gray, noise)), limit=0.1)
     assert any(reason.startswith("confidences differ by") for reason in found.reasons)
     allowed = drift.compare(str(judged_run), str(tmp_path / "noise" / "predictions"), limit=1.0)
     assert not allowed.reasons, "a distance below the limit is none"
 
 
-def grey(image: np.ndarray) -> bytes:
+def gray(image: np.ndarray) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, "PNG")
     return buffer.getvalue()

@@ -48,7 +48,7 @@ def measured(nodes=1, step_s=3.6, price=PRICE, **changes):
 
 
 def noise(generator, correlation, size=400):
-    """Times of steps whose neighbours are alike: an autoregressive series with mean 1."""
+    """Times of steps whose neighbors are alike: an autoregressive series with mean 1."""
     shocks = generator.normal(0, 0.05, size + 100)
     values = np.zeros(size + 100)
     for index in range(1, size + 100):

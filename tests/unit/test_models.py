@@ -105,7 +105,7 @@ def test_the_card_of_an_older_directory_says_nothing_of_photos(model, tmp_path):
         "size": 24,
         "interpolation": "bicubic",
         "max_pixels": 99,
-        "grey_bits": 16,
+        "gray_bits": 16,
     }
     assert config.pop("interpolation") == "bilinear"
     (path / "config.json").write_text(json.dumps(config))
@@ -115,7 +115,16 @@ def test_the_card_of_an_older_directory_says_nothing_of_photos(model, tmp_path):
     assert torch.equal(older(IMAGES), model(IMAGES))
 
 
-def test_images_are_normalised_as_the_network_wants_it(model):
+def test_a_square_that_the_last_version_described_is_read(model, tmp_path):
+    model.card = replace(model.card, square=Square(fit="crop", size=24, max_pixels=99, gray_bits=12))
+    path = saved(model, tmp_path / "model")
+    text = (path / "config.json").read_text()
+    (path / "config.json").write_text(text.replace("gray_bits", "grey_bits"))
+    reseal(path)
+    assert models.load(path).card == model.card
+
+
+def test_images_are_normalized_as_the_network_wants_it(model):
     mean, std = torch.tensor(model.card.mean), torch.tensor(model.card.std)
     expected = (IMAGES.double() / 255 - mean.view(3, 1, 1)) / std.view(3, 1, 1)
     assert torch.allclose(model.preprocess(IMAGES).double(), expected, atol=1e-5)
@@ -261,7 +270,7 @@ def test_without_labels_a_model_gives_its_embedding(model, tmp_path):
     assert torch.equal(loaded(IMAGES), headless(IMAGES))
 
 
-def test_a_head_with_a_normalisation_comes_off_and_on(tmp_path):
+def test_a_head_with_a_normalization_comes_off_and_on(tmp_path):
     model = models.create(ModelSettings(architecture="levit_128s"), ("a", "b")).eval()
     images = torch.randint(0, 256, (1, 3, 224, 224), dtype=torch.uint8)
     headless = models.with_labels(model, ()).eval()

@@ -1,6 +1,7 @@
-"""A public class and a module have names of their own, so that a reader of one is never led to another."""
+"""Names: a public class or module has one of its own, so that a reader of one is never led to another; and all is spelled in American."""
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -27,3 +28,36 @@ def test_no_module_has_the_name_of_another():
             places[path.stem].append(path.relative_to(ROOT).as_posix())
     assert len(places) > 140
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+# The stems that are long enough to be no part of another word.
+BRITISH = re.compile(
+    r"labell(ed|ing)|colour|neighbour|licence|behaviour|flavour|favour|centr(e|ed|ing)\b|travell|judgement|learnt|artefact|catalogue|grey|"
+    r"(optim|normal|standard|initial|regular|util|quant|synchron|vector|serial|recogn|minim|maxim|author|organ|summar|general|random)is"
+    r"(e|ed|es|er|ers|ing|ation|ations)\b|\bdistil(s|\b)|towards|analys(e|ed|ing)\b",
+    re.IGNORECASE,
+)
+FORMER = (
+    "grey_bits",
+    "poor_initialisation",
+    "normalisation",
+    "optimiser",
+    "unlabelled",
+)  # names in files that are still read
+
+
+def test_all_is_spelled_in_american():
+    read = 0
+    for path in (
+        path for pattern in ("*.py", "*.md", "*.toml", "*.yaml", "*.jinja") for path in sorted(ROOT.rglob(pattern))
+    ):
+        if path == Path(__file__) or any(
+            part.startswith(".") or part == "runs" for part in path.relative_to(ROOT).parts
+        ):
+            continue
+        read += 1
+        text = path.read_text(encoding="utf-8")
+        for former in FORMER:
+            text = re.sub(rf"\b{former}\b", "", text)
+        assert not (found := BRITISH.search(text)), f"{path.relative_to(ROOT)}: {found[0]}"
+    assert read > 500

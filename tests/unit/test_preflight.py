@@ -266,7 +266,7 @@ def test_the_recipe_that_is_made_for_such_data_is_named(caplog, tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(name.encode())
     checked(f"data.source=imagefolder:{tmp_path}")
-    assert any("4 labelled images, 2 a class" in line and "few-labels" in line for line in caplog.messages)
+    assert any("4 labeled images, 2 a class" in line and "few-labels" in line for line in caplog.messages)
 
 
 def test_batches_that_will_be_clamped_are_named_before_the_first_stage(caplog, tmp_path):

@@ -285,7 +285,7 @@ def test_a_copy_of_the_hubs_file_is_what_the_hub_would_give(file):
     assert pretrained.check(settings, model).card.labels == tuple(SYNSETS)
 
 
-def test_a_licence_that_is_not_an_open_one_has_to_be_accepted(cache):
+def test_a_license_that_is_not_an_open_one_has_to_be_accepted(cache):
     publish(cache, HEADLESS, OLD)
     model = config.ModelSettings(architecture=HEADLESS, args=ARGS)
     for accepted in ("", "apache-2.0"):
@@ -293,7 +293,7 @@ def test_a_licence_that_is_not_an_open_one_has_to_be_accepted(cache):
         for use in (pretrained.check, pretrained.start):
             with pytest.raises(
                 ModelError,
-                match=rf"^timm:{HEADLESS}: its licence is cc-by-nc-4\.0, .* \(https://huggingface\.co/timm/{HEADLESS}\), .*"
+                match=rf"^timm:{HEADLESS}: its license is cc-by-nc-4\.0, .* \(https://huggingface\.co/timm/{HEADLESS}\), .*"
                 r"set accept_license=cc-by-nc-4\.0 beside weights$",
             ):
                 use(settings, model)
@@ -303,9 +303,9 @@ def test_a_licence_that_is_not_an_open_one_has_to_be_accepted(cache):
     assert loaded.card.origin.license == "cc-by-nc-4.0"
 
 
-def test_a_licence_that_timm_does_not_know_is_no_open_one(cache):
+def test_a_license_that_timm_does_not_know_is_no_open_one(cache):
     name = next(name for name in timm.list_pretrained() if not timm.get_pretrained_cfg(name).license)
-    with pytest.raises(ModelError, match=r"its licence is unknown, .* set accept_license=unknown"):
+    with pytest.raises(ModelError, match=r"its license is unknown, .* set accept_license=unknown"):
         pretrained.check(
             config.WeightsSettings(weights=f"timm:{name}"), config.ModelSettings(architecture=name.partition(".")[0])
         )

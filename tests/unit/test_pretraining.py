@@ -51,7 +51,7 @@ def test_patches_are_cut_row_by_row():
     assert torch.equal(unpatchify(patches, 8), pixels)
 
 
-def test_targets_are_normalised_patch_by_patch():
+def test_targets_are_normalized_patch_by_patch():
     patches = torch.rand(2, 4, 12) * 5 + 3
     ours = normalize_patches(patches).numpy()
     for image in range(2):

@@ -14,7 +14,7 @@ SETTINGS = TrainingSettings(base_learning_rate=0.1, clip_norm=0.5, zero=True)
 
 
 def learner(device, *, sharded=False):
-    """A model with its optimiser, and the process that they belong to."""
+    """A model with its optimizer, and the process that they belong to."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.GELU(), torch.nn.Linear(5, 3)).to(device.torch_device)
     alone = Processes(rank=0, world_size=1, local_rank=0, device=device)

@@ -251,7 +251,7 @@ def multi_label_gate_mistake(gate: GateSettings) -> str:
     if not gate.min_knn_accuracy:
         return ""
     return (
-        f"evaluate.gate.min_knn_accuracy is {gate.min_knn_accuracy:g}, and neighbours do not vote on images of several labels "
+        f"evaluate.gate.min_knn_accuracy is {gate.min_knn_accuracy:g}, and neighbors do not vote on images of several labels "
         "(data.multi_label); set it to 0"
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
@@ -30,7 +30,7 @@ DEVICE_VARIABLE = "TRAINER_DEVICE"  # environment variable that says where to tr
 
 Precision = Literal["auto", "fp32", "bf16"]
 Compile = Literal["auto", "on", "off"]
-GreyBits = Annotated[int, Field(ge=8, le=16)]
+GrayBits = Annotated[int, Field(ge=8, le=16)]
 Workers = NonNegative | Literal["auto"]
 ViewsOn = Literal["auto", "cpu", "device"]
 DecodeOn = Literal["cpu", "cuda"]
@@ -82,7 +82,7 @@ class ModelSettings(Section):
     image_size: Annotated[int, Field(ge=0, le=2048)] = 0
     """Edge of the model's input, in pixels; 0 is the architecture's own."""
     mean: Annotated[tuple[float, float, float] | None, Field(exclude_if=_is_unset)] = None
-    """Mean of each channel of the normalised input, with pixels in [0, 1]; default: what the architecture says."""
+    """Mean of each channel of the normalized input, with pixels in [0, 1]; default: what the architecture says."""
     std: Annotated[tuple[Deviation, Deviation, Deviation] | None, Field(exclude_if=_is_unset)] = None
     """Standard deviation of each channel, likewise."""
 
@@ -165,7 +165,7 @@ class WeightsSettings(Section):
     weights_file: Place = ""
     """Where the hub is not reached: a copy of the file of `timm:NAME`, as its repository has it (path or URI of a .safetensors file)."""
     accept_license: Annotated[str, Field(exclude_if=_is_unset)] = ""
-    """The licence of `timm:NAME`, as timm names it (`dinov3-license`), where it is not an open-source one: that you have read and accept
+    """The license of `timm:NAME`, as timm names it (`dinov3-license`), where it is not an open-source one: that you have read and accept
     it."""
 
     @property
@@ -230,9 +230,9 @@ class ViewSettings(Section):
     randaugment_operations: NonNegative = 0
     """RandAugment operations (Cubuk et al. 2020) applied to each view; 0 turns it off."""
     randaugment_magnitude: Annotated[float, Field(ge=0, le=10)] = 9.0
-    """Their strength: 10 shears by 0.3, turns by 30 degrees, shifts by 45 % and changes colours by 90 %."""
+    """Their strength: 10 shears by 0.3, turns by 30 degrees, shifts by 45 % and changes colors by 90 %."""
     erasing: Fraction = 0.0
-    """Probability of random erasing (Zhong et al. 2020): a rectangle of 2 to 33 % of the area gets the view's mean colour."""
+    """Probability of random erasing (Zhong et al. 2020): a rectangle of 2 to 33 % of the area gets the view's mean color."""
     mixup: NonNegativeFloat = 0.0
     """Alpha of mixup's Beta distribution (Zhang et al. 2018); 0 turns it off."""
     cutmix: NonNegativeFloat = 0.0
@@ -290,13 +290,13 @@ class TrainingSettings(Section):
     epochs: NonNegative = 100
     """Passes over the training images; 0 skips this training."""
     batch_size: Annotated[int, Field(ge=2)] = 1024
-    """Images per optimiser step, over all processes and accumulated micro-batches. If it does not divide evenly these differ by one image,
+    """Images per optimizer step, over all processes and accumulated micro-batches. If it does not divide evenly these differ by one image,
     and the gradient is still the mean over all images. Clamped to the number of images to train on."""
     accumulation: Positive = 1
-    """Micro-batches per optimiser step on each process; more of them need less memory."""
+    """Micro-batches per optimizer step on each process; more of them need less memory."""
     activation_checkpointing: bool = False
     """Compute the activations within blocks again in the backward pass instead of keeping them (Chen et al. 2016): the same numbers with
-    less memory, for the time of another forward pass. Not for networks with batch normalisation."""
+    less memory, for the time of another forward pass. Not for networks with batch normalization."""
     base_learning_rate: Annotated[float, Field(gt=0)] = 5e-4
     """Peak learning rate at 256 images per step; scaled linearly with `batch_size` (Goyal et al. 2017)."""
     final_learning_rate: Fraction = 0.01
@@ -375,6 +375,8 @@ class TrainingSettings(Section):
 class DataSettings(Section):
     """Which images, and how `prepare` stores them."""
 
+    former_names: ClassVar[Mapping[str, str]] = {"grey_bits": "gray_bits"}
+
     source: Place = "digits"
     """`digits`, `imagefolder:PATH_OR_URI`, `manifest:FILE.csv` or `hub:NAME[:CONFIG]`."""
     outside: Outside = "refuse"
@@ -382,7 +384,7 @@ class DataSettings(Section):
     image_size: Annotated[int, Field(ge=8, le=2048)] = 256
     """Edge of the stored square images, in pixels."""
     fit: Literal["crop", "stretch"] = "crop"
-    """How an image becomes square: `crop` its centre, or `stretch` it."""
+    """How an image becomes square: `crop` its center, or `stretch` it."""
     encoding: Literal["jpeg", "png"] = "jpeg"
     """How stored images are encoded; png is exact, jpeg is small."""
     jpeg_quality: Annotated[int, Field(ge=50, le=100)] = 95
@@ -396,14 +398,14 @@ class DataSettings(Section):
     split_seed: NonNegative = 0
     """Seed of the splits, which are keyed by content; independent of `run.seed`, so that runs with other seeds share their splits."""
     min_images_per_class: Annotated[int, Field(ge=3)] = 3
-    """Fewest valid labelled images of a class; `prepare` fails if one has fewer."""
+    """Fewest valid labeled images of a class; `prepare` fails if one has fewer."""
     max_bad_fraction: Fraction = 0.01
     """Largest share of quarantined images; `prepare` fails above it."""
     near_duplicates: Annotated[OnNearDuplicates, Field(exclude_if=lambda value: value == "show")] = "show"
     """Images that look the same in different splits: `show` them on the data card, `refuse` the data, or `separate`: keep them in one split
     where val or test is taken from train, and leave those out of train that look like one of the source's own val or test."""
-    grey_bits: Annotated[Literal["auto"] | GreyBits, Field(exclude_if=lambda value: value == "auto")] = "auto"
-    """How many of their bits 16-bit greys use, such as 12 (X-rays, microscopes): of these the upper 8 are kept, here and of each photo that
+    gray_bits: Annotated[Literal["auto"] | GrayBits, Field(exclude_if=lambda value: value == "auto")] = "auto"
+    """How many of their bits 16-bit grays use, such as 12 (X-rays, microscopes): of these the upper 8 are kept, here and of each photo that
     the student is asked about. auto is 16, and `prepare` fails if no image uses the highest one."""
     max_pixels: Positive = 200_000_000
     """Images with more pixels (width x height) are quarantined before they are decoded, which takes about 10 bytes a pixel."""
@@ -451,7 +453,7 @@ class MaeSettings(TrainingSettings):
     """Masked-autoencoder pretraining (He et al. 2022)."""
 
     epochs: NonNegative = 400
-    """Passes over all training images, labelled or not; 0 skips pretraining."""
+    """Passes over all training images, labeled or not; 0 skips pretraining."""
     base_learning_rate: Annotated[float, Field(gt=0)] = 1.5e-4
     """Peak learning rate at 256 images per step; scaled linearly with `batch_size`."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
@@ -467,7 +469,7 @@ class MaeSettings(TrainingSettings):
     decoder_heads: Positive = 16
     """Attention heads of the decoder."""
     normalize_targets: bool = True
-    """Normalise the pixels of each target patch by its own mean and standard deviation."""
+    """Normalize the pixels of each target patch by its own mean and standard deviation."""
     views: ViewSettings = ViewSettings(min_scale=0.2)
     """Augmentation: crop and flip only, as in the paper."""
 
@@ -493,10 +495,10 @@ class LoraSettings(Section):
 
 
 class FinetuneSettings(TrainingSettings):
-    """Supervised fine-tuning of the teacher on the labelled training images."""
+    """Supervised fine-tuning of the teacher on the labeled training images."""
 
     epochs: NonNegative = 100
-    """Passes over the labelled training images; 0 skips fine-tuning."""
+    """Passes over the labeled training images; 0 skips fine-tuning."""
     method: Literal["full", "head", "lora"] = "full"
     """What is trained: all weights (`full`); the head alone, on the frozen network in evaluation mode (`head`); or the head and a low-rank
     update of linear layers (`lora`), which is added to their weights in the end. The last two need `weights` or `mae`."""
@@ -529,7 +531,7 @@ class PretrainSettings(WeightsSettings, LoadingSettings):
     teacher: ModelSettings = ModelSettings(architecture="vit_base_patch16_224")
     """The teacher's model."""
     head: Literal["classes", "probe", "none"] = "classes"
-    """`probe` leaves the network as it is, and fits a linear classifier to its embedding of the labelled training images in place of
+    """`probe` leaves the network as it is, and fits a linear classifier to its embedding of the labeled training images in place of
     fine-tuning: for a handful of labels. `none` takes the teacher without its head: it needs no label, and its embedding, the pooled
     features, is what is taught (`distill.feature_weight`). Both also serve backbones without a classifier, such as DINOv2's, SigLIP's
     and CLIP's."""
@@ -662,14 +664,14 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     """The student's model."""
     head: Literal["trained", "probe"] = "trained"
     """How the student's head is made: `trained` with the losses; or `probe`, without a label in the training: the student learns the
-    teacher's features alone, and then a linear classifier is fitted to its frozen embeddings of the labelled training images."""
+    teacher's features alone, and then a linear classifier is fitted to its frozen embeddings of the labeled training images."""
     teacher: Literal["online", "recorded"] = "online"
     """`online` runs the teacher in every step; `recorded` reads the outputs that the stage `reinforce` recorded."""
     unlabeled: bool = True
     """Learn from images without labels too, if the data set has any: from the teacher alone (for `dkd`, its top class is the label). An
     epoch is then a pass over all images. Not read if no loss needs the teacher."""
     labeled_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of labelled images in each step, if there are unlabelled ones too. Each kind then has its own epochs, and an epoch of the
+    """Share of labeled images in each step, if there are unlabeled ones too. Each kind then has its own epochs, and an epoch of the
     training counts as many images as there are in all. 0 shuffles all together, each once per epoch."""
     teacher_batch: NonNegative = 0
     """Images per forward pass of the online teacher; 0 chooses by device."""
@@ -691,7 +693,7 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     """Temperature T that softens both distributions (`hard` has none); from recorded outputs `kl` is exact for T = 1 and 2, close between
     and above, and rough below 1."""
     standardize_logits: bool = False
-    """Standardise the logits of both before they are compared, so that T counts in standard deviations (Sun et al. 2024); recorded outputs
+    """Standardize the logits of both before they are compared, so that T counts in standard deviations (Sun et al. 2024); recorded outputs
     serve it as they serve `dkd`."""
     dkd_alpha: NonNegativeFloat = 1.0
     """DKD's weight of the target-class term (TCKD)."""
@@ -703,7 +705,7 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     """DIST's weight of the intra-class relation (between the images of a micro-batch, for each class)."""
     feature_loss: Literal["cosine", "mse", "cosine_smooth_l1"] = "cosine"
     """Between the pooled features, and between patch tokens, the student's after a linear projection that is trained with it and not kept;
-    those of a teacher without a head are standardised before. `cosine_smooth_l1` is UNIC's (Sariyildiz et al. 2024)."""
+    those of a teacher without a head are standardized before. `cosine_smooth_l1` is UNIC's (Sariyildiz et al. 2024)."""
     feature_weight: NonNegativeFloat = 0.0
     """Weight of the feature loss between the pooled features; 0 turns it off. Recorded outputs serve it with `reinforce.features`."""
     token_weight: NonNegativeFloat = 0.0
@@ -785,7 +787,7 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
         elif self.logit_weight == self.label_weight == 0:
             raise ValueError(
                 "logit_weight and label_weight are both 0, so nothing teaches the student's head; give one of them a weight, or let a "
-                "head be fitted afterwards with head=probe"
+                "head be fitted afterward with head=probe"
             )
         if bool(self.blocks) != bool(self.block_weight):
             raise ValueError(
@@ -814,7 +816,7 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
             raise ValueError("logit_loss is dist, but dist_beta and dist_gamma are both 0; give one of them a weight")
         if is_hard and self.standardize_logits:
             raise ValueError(
-                "logit_loss is hard, which takes only the top class from the teacher, so there are no logits to standardise; "
+                "logit_loss is hard, which takes only the top class from the teacher, so there are no logits to standardize; "
                 "set standardize_logits=false or choose another logit_loss"
             )
         return self
@@ -844,7 +846,7 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
             )
 
     def _check_probe(self) -> None:
-        """Make sure that a student whose head is fitted afterwards learns features, and nothing else; raises a `ValueError`."""
+        """Make sure that a student whose head is fitted afterward learns features, and nothing else; raises a `ValueError`."""
         given = [f"{name}={getattr(self, name):g}" for name in ("logit_weight", "label_weight") if getattr(self, name)]
         if given:
             raise ValueError(
@@ -880,7 +882,7 @@ class TuneSettings(Section):
     largest_batch_growth: Annotated[float, Field(ge=1)] = 4.0
     """Largest factor on `distill.batch_size`: a larger batch takes fewer steps, and the learning rate grows with it."""
     fewest_steps: Positive = 5_000
-    """Minimum optimiser steps that a larger batch must leave: too few cost accuracy, which tune does not measure."""
+    """Minimum optimizer steps that a larger batch must leave: too few cost accuracy, which tune does not measure."""
     assumed_efficiency: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Scaling efficiency assumed for doubling the nodes where it was not measured; forecasts that use it say so."""
     elsewhere: tuple[Place, ...] = ()
@@ -931,7 +933,7 @@ class GateSettings(Section):
     min_accuracy: Fraction = 0.0
     """Smallest test top-1 (mAP with `data.multi_label`) of the student, as a fraction; 0 sets no limit."""
     min_knn_accuracy: Fraction = 0.0
-    """Smallest test top-1 of the nearest neighbours of the student's frozen embeddings among the labelled training images, as a fraction;
+    """Smallest test top-1 of the nearest neighbors of the student's frozen embeddings among the labeled training images, as a fraction;
     0 sets no limit. It is measured if this is set or the teacher has no head."""
     min_compression: NonNegativeFloat = 2.0
     """Smallest ratio of the teacher's parameters to the student's."""
@@ -972,7 +974,7 @@ class ExportSettings(Section):
     openvino: Annotated[bool, Field(exclude_if=_is_unset)] = False
     """Whether each is tried in OpenVINO too, beside ONNX Runtime. Needs the package `openvino`, as does serving what is chosen."""
     finetune_steps: Annotated[NonNegative, Field(exclude_if=lambda value: value == 100)] = 100
-    """Steps of quantisation-aware fine-tuning, with 32 training images each, where no int8 variant keeps the student's answers; 0: none."""
+    """Steps of quantization-aware fine-tuning, with 32 training images each, where no int8 variant keeps the student's answers; 0: none."""
     calibration_images: Positive = 128
     """Training images by which the ranges of int8 activations are chosen."""
     test_images: Annotated[Positive, Field(exclude_if=lambda value: value == 10_000)] = 10_000

@@ -97,7 +97,7 @@ def cache_sized_slices(views: Tensor) -> Iterator[slice]:
 # ---------------------------------------------------------------------------------------------------------------------
 # JPEG files that a GPU decodes (nvJPEG), a batch at a time
 #
-# By TorchCodec, in whose favour torchvision's own call of nvJPEG is deprecated. The loader then only gathers the files' bytes. The pixels
+# By TorchCodec, in whose favor torchvision's own call of nvJPEG is deprecated. The loader then only gathers the files' bytes. The pixels
 # differ slightly from those of libjpeg-turbo, so recorded teacher outputs name the decoder.
 
 

@@ -180,9 +180,9 @@ def _samples(classes: Sequence[str], of_labels: Members, splits: Splits, read: C
                     of_class[one].append(member)
     photos = [
         Photo(
-            # A few that are not neighbours in the source: those with the smallest content keys.
+            # A few that are not neighbors in the source: those with the smallest content keys.
             _strip(sorted(members, key=lambda member: member.key)[:TILES], read),
-            classes[label] if label != UNLABELED else "unlabelled",
+            classes[label] if label != UNLABELED else "unlabeled",
             media_type="image/jpeg",
         )
         for label, members in of_class.items()
@@ -211,7 +211,7 @@ def _near_duplicates(
     for pair in near.pairs[:PAIRS]:
         sides = []
         for one in (pair.image, pair.twin):
-            label = formatting.isolated(label_names[one.label]) if one.label != UNLABELED else "unlabelled"
+            label = formatting.isolated(label_names[one.label]) if one.label != UNLABELED else "unlabeled"
             sides.append(f"{one.split}, {label}: {limits.cut(one.name, CELL)}")
         strip = _strip([pair.image, pair.twin], read)
         photos.append(Photo(strip, f"{' | '.join(sides)} ({pair.bits})", media_type="image/jpeg"))

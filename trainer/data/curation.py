@@ -32,7 +32,7 @@ class ImageCandidate:
     key: str  # content key: equal for equal pictures
     width: int  # of the original, upright, in pixels
     height: int  # of the original, upright, in pixels
-    grey_peak: int = 0  # the largest of its greys of 16 bits; 0 of other pictures
+    gray_peak: int = 0  # the largest of its grays of 16 bits; 0 of other pictures
     appearance: str = ""  # how it looks, as `near_duplicates.appearance` describes it
 
 
@@ -64,29 +64,29 @@ def quarantine_contradictions(
 ) -> tuple[list[ImageCandidate], list[Quarantined]]:
     """Quarantine all equal pictures with different labels, since nothing says which label is right.
 
-    Unlabelled copies contradict no label, but are quarantined with them.
+    Unlabeled copies contradict no label, but are quarantined with them.
 
     Returns:
         The other candidates, and the quarantined ones, both in the given order.
     """
     good: list[ImageCandidate] = []
     bad: list[Quarantined] = []
-    labelled_copies: defaultdict[str, list[ImageCandidate]] = defaultdict(list)
+    labeled_copies: defaultdict[str, list[ImageCandidate]] = defaultdict(list)
     for candidate in candidates:
         if candidate.label != UNLABELED:
-            labelled_copies[candidate.key].append(candidate)
+            labeled_copies[candidate.key].append(candidate)
     for candidate in candidates:
-        copies = labelled_copies.get(candidate.key, ())
+        copies = labeled_copies.get(candidate.key, ())
         if len({copy.label for copy in copies}) < 2:
             good.append(candidate)
         else:
-            labelled = ", ".join(f"{copy.name} ({label_names[copy.label]})" for copy in copies)
-            bad.append(Quarantined(name=candidate.name, reason=f"contradicting labels of one picture: {labelled}"))
+            labeled = ", ".join(f"{copy.name} ({label_names[copy.label]})" for copy in copies)
+            bad.append(Quarantined(name=candidate.name, reason=f"contradicting labels of one picture: {labeled}"))
     return good, bad
 
 
 def drop_copies(candidates: Sequence[ImageCandidate]) -> tuple[list[ImageCandidate], list[Dropped]]:
-    """Keep one of equal pictures: the first one in test, else in val, else in train, else the first unlabelled one.
+    """Keep one of equal pictures: the first one in test, else in val, else in train, else the first unlabeled one.
 
     Returns:
         The kept and the dropped ones, both in the given order.
@@ -183,7 +183,7 @@ def check_classes(
     """Make sure that there are several classes, with enough images each.
 
     Raises:
-        DataError: there is only one class, or classes with fewer good labelled images than `min_images_per_class`.
+        DataError: there is only one class, or classes with fewer good labeled images than `min_images_per_class`.
     """
     if len(classes) == 1:
         raise DataError(f"data.source={settings.source}: has only one class, {classes[0]!r}; add images of another one")
@@ -191,7 +191,7 @@ def check_classes(
     few = {label: counts[label] for label in range(len(classes)) if counts[label] < settings.min_images_per_class}
     if few:
         raise DataError(
-            f"{_some_classes(classes, few)}: fewer good labelled images than data.min_images_per_class={settings.min_images_per_class}; "
+            f"{_some_classes(classes, few)}: fewer good labeled images than data.min_images_per_class={settings.min_images_per_class}; "
             "add images or remove the class"
         )
 
@@ -202,7 +202,7 @@ def check_splits(
     taught: Collection[int],
     members: Members,
 ) -> None:
-    """Make sure that every class can be learnt and that every split measures something.
+    """Make sure that every class can be learned and that every split measures something.
 
     `taught` are the classes of which the source has training images, be they good, copies or for val and test.
 
@@ -219,7 +219,7 @@ def check_splits(
             what = (
                 "has images, but none of any class"
                 if there
-                else "is empty: the source has no good labelled image for it"
+                else "is empty: the source has no good labeled image for it"
             )
             raise DataError(f"split {split} {what}; add some")
     untaught = {label: 0 for label in range(len(classes)) if not counts["train"][label]}
@@ -227,7 +227,7 @@ def check_splits(
     if unlisted:
         where = " and ".join(split for split in ("val", "test") if any(counts[split][label] for label in unlisted))
         raise DataError(
-            f"{_some_classes(classes, unlisted)}: the source has no training image of it, only images in {where}, so it cannot be learnt; "
+            f"{_some_classes(classes, unlisted)}: the source has no training image of it, only images in {where}, so it cannot be learned; "
             f"add training images, remove the class from {where}, or correct its name if it is another one in train"
         )
     if untaught:

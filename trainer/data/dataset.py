@@ -273,8 +273,9 @@ class PreparedDataset:
         """
         try:
             settings = self._artifact.settings
-            bits = settings.get("grey_bits", DEEPEST)  # not recorded where it is auto, which takes them all
-            return Square(fit=settings["fit"], size=self.image_size, max_pixels=settings["max_pixels"], grey_bits=bits)
+            # Not recorded where it is auto, which takes them all.
+            bits = settings.get("gray_bits", settings.get("grey_bits", DEEPEST))
+            return Square(fit=settings["fit"], size=self.image_size, max_pixels=settings["max_pixels"], gray_bits=bits)
         except (KeyError, ValueError) as error:
             raise ArtifactError(
                 f"dataset {self._artifact.path}: its manifest does not say how images became squares ({error!r}); prepare it again"
@@ -286,7 +287,7 @@ class PreparedDataset:
         return decoder_of(first.encoded(0)) if first is not None else "none"
 
     def training_splits(self, *, unlabeled: bool) -> list[Split]:
-        """Return the labelled images to learn from, followed by those without labels if `unlabeled`; raises as `split`."""
+        """Return the labeled images to learn from, followed by those without labels if `unlabeled`; raises as `split`."""
         return [self.split("train"), *([self.split("unlabeled")] if unlabeled else [])]
 
     def example(self) -> Tensor:

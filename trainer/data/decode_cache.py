@@ -48,7 +48,7 @@ class _Image(StrictModel):
     key: str = ""
     width: int = 0
     height: int = 0
-    grey_peak: int = 0
+    gray_peak: int = 0
     appearance: str | None = None
     """None in a record of an older version, which did not look."""
 
@@ -121,7 +121,7 @@ class DecodeCache:
             if isinstance(outcome, Quarantined):
                 found: dict[str, Any] = {"reason": outcome.reason}
             else:
-                found = {name: getattr(outcome, name) for name in ("key", "width", "height", "grey_peak", "appearance")}
+                found = {name: getattr(outcome, name) for name in ("key", "width", "height", "gray_peak", "appearance")}
             images.append(_Image(name=item.name, label=item.label, content=content, **found))
         chunk = _Chunk(way=self.way, squares=storage.file_digest(squares), images=tuple(images))
         storage.write_checksummed(self._uri(number, "jsonl"), chunk.model_dump_json(exclude_defaults=True))

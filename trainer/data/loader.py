@@ -84,8 +84,8 @@ class Samples:
         self._ends = np.cumsum([len(split) for split in self._splits]).tolist()
         self.image_size = self._splits[0].image_size
         self.labels = np.concatenate([split.labels for split in self._splits])
-        labelled = self.labels != UNLABELED
-        self.labelled: Mask | None = None if labelled.all() else labelled  # which samples have a label, [N]; None: all
+        labeled = self.labels != UNLABELED
+        self.labeled: Mask | None = None if labeled.all() else labeled  # which samples have a label, [N]; None: all
         self.keys = np.concatenate([split.keys for split in self._splits])
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class Samples:
     @property
     def unlabeled(self) -> int:
         """Number of samples without a label."""
-        return 0 if self.labelled is None else int((~self.labelled).sum())
+        return 0 if self.labeled is None else int((~self.labeled).sum())
 
     @property
     def in_memory(self) -> bool:
@@ -252,11 +252,11 @@ class MicroBatches(TorchDataset[Batch]):
         part = ((position % self.count + 1) * self._parts - 1) // self.count
         taken = self._order.take(position, position + len(_shard(part, self.count, self._parts)))
         batch = self._views.batch(taken)
-        labelled = self._views.samples.labelled
-        if labelled is not None:  # the weights depend on the whole step
+        labeled = self._views.samples.labeled
+        if labeled is not None:  # the weights depend on the whole step
             first = position - position % self.count
-            count = labelled[self._order.take(first, first + self.count).indices].sum()
-            weights = torch.from_numpy(labelled[taken.indices] * np.float32(self.count / max(1, count)))
+            count = labeled[self._order.take(first, first + self.count).indices].sum()
+            weights = torch.from_numpy(labeled[taken.indices] * np.float32(self.count / max(1, count)))
             batch = batch._replace(label_weights=weights)
         if self._teacher_outputs is not None:
             batch = batch._replace(recorded=self._teacher_outputs.read(taken.indices, taken.numbers))

@@ -2,8 +2,8 @@
 
 Where one of them is learned from and the other one measures, the accuracy is too high. They are found by a perceptual hash of the stored
 square, which `prepare` has in its hands anyway: N. Krawetz's difference hash ("Kind of Like That", hackerfactor.com, 2013), 64 bits that
-say whether brightness rises from each of 9 x 8 points to the next one on its right. It ignores brightness and colour, so the mean colours
-of 4 x 4 cells have to fit too, without which all pictures of a single colour would be one.
+say whether brightness rises from each of 9 x 8 points to the next one on its right. It ignores brightness and color, so the mean colors
+of 4 x 4 cells have to fit too, without which all pictures of a single color would be one.
 
 All pairs within the radius are found without comparing every image with every other (`_MASKS`). Imports nothing heavy, because every
 process that decodes images loads it.
@@ -25,7 +25,7 @@ from trainer.data.curation import ImageCandidate
 from trainer.data.dataset_schema import SPLITS, UNLABELED, SplitName
 
 RADIUS = 7  # most bits of 64 in which the hashes of near-duplicates differ
-COLOUR_DIFFERENCE = 16  # largest mean difference of the colours of their cells, of 255
+COLOR_DIFFERENCE = 16  # largest mean difference of the colors of their cells, of 255
 SMALLEST_EDGE = 32
 """Images with a shorter edge are not compared: there is so little in them that different ones have hashes within the radius, as digits of
 8 pixels do (docs/data.md)."""
@@ -54,16 +54,16 @@ Ints: TypeAlias = npt.NDArray[np.intp]
 
 
 def appearance(square: Image.Image, shortest_edge: int) -> str:
-    """Describe how a stored RGB picture looks: its hash and the colours of its cells as hexadecimal text; empty for one that is too small.
+    """Describe how a stored RGB picture looks: its hash and the colors of its cells as hexadecimal text; empty for one that is too small.
 
     `shortest_edge` is that of the original, in pixels.
     """
     if min(shortest_edge, *square.size) < SMALLEST_EDGE:
         return ""
     points = square.resize((9, 8), Image.Resampling.BICUBIC, reducing_gap=3.0)
-    grey = np.asarray(points.convert("L"))
+    gray = np.asarray(points.convert("L"))
     cells = points.resize((_CELLS, _CELLS), Image.Resampling.BOX)
-    return np.packbits(grey[:, 1:] > grey[:, :-1]).tobytes().hex() + cells.tobytes().hex()
+    return np.packbits(gray[:, 1:] > gray[:, :-1]).tobytes().hex() + cells.tobytes().hex()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +161,7 @@ class _Search:
         looks = looks.reshape(len(members), _BYTES)
         hashes = np.ascontiguousarray(looks[:, :8]).view(">u8").ravel().astype(np.uint64)
         self._places = np.argsort(hashes, kind="stable")  # so that of those with equal bits the nearest stand together
-        self._hashes, self._colours = hashes[self._places], looks[self._places, 8:]
+        self._hashes, self._colors = hashes[self._places], looks[self._places, 8:]
         self._twins = np.zeros(len(hashes), dtype=np.int32)
         self.complete = True
 
@@ -192,8 +192,8 @@ class _Search:
         for earlier in _MASKS[:number]:
             chosen = chosen[(differing[chosen] & earlier) != 0]
         left, right, differing = left[chosen], right[chosen], differing[chosen]
-        colours = self._colours[left].astype(np.int16) - self._colours[right]
-        alike = np.abs(colours).mean(axis=1) <= COLOUR_DIFFERENCE
+        colors = self._colors[left].astype(np.int16) - self._colors[right]
+        alike = np.abs(colors).mean(axis=1) <= COLOR_DIFFERENCE
         self._twins[left[alike]] += 1
         bits: Ints = np.bitwise_count(differing[alike]).astype(np.intp)
         return self._places[left[alike]], self._places[right[alike]], bits

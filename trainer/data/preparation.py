@@ -61,7 +61,7 @@ from trainer.formatting import clipped, listed
 from trainer.host import usable_cores
 from trainer.served_student import preprocessing
 from trainer.served_student.class_tags import TAGS, ClassTags
-from trainer.served_student.preprocessing import DEEPEST, GREY_PEAK, BadImageError, Square, is_jpeg
+from trainer.served_student.preprocessing import DEEPEST, GRAY_PEAK, BadImageError, Square, is_jpeg
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def prepare(
     with _open_cache(settings, directory, cache_uri) as cache:
         outcomes = _decode_all(listing, settings, cache, processes)
         decoded = [outcome for outcome in outcomes if isinstance(outcome, ImageCandidate)]
-        _check_greys(decoded, settings)
+        _check_grays(decoded, settings)
         candidates, contradicting = curation.quarantine_contradictions(
             [replace(one, row=row) for row, one in enumerate(decoded)], listing.label_names
         )
@@ -245,8 +245,8 @@ def _way(settings: DataSettings) -> str:
     return digest({"settings": values, **versions})
 
 
-def _grey_bits(settings: DataSettings) -> int:
-    return DEEPEST if settings.grey_bits == "auto" else settings.grey_bits
+def _gray_bits(settings: DataSettings) -> int:
+    return DEEPEST if settings.gray_bits == "auto" else settings.gray_bits
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def _decode(item: Item, read: Read, settings: DataSettings) -> tuple[str, Outcom
         content = hashlib.sha256(file).hexdigest()
         try:
             image = preprocessing.decode(
-                file, max_pixels=settings.max_pixels, min_edge=settings.min_edge, grey_bits=_grey_bits(settings)
+                file, max_pixels=settings.max_pixels, min_edge=settings.min_edge, gray_bits=_gray_bits(settings)
             )
         except MemoryError as error:
             raise DataError(f"image {item.name}: not enough memory to decode it; lower data.max_pixels") from error
@@ -343,7 +343,7 @@ def _decode(item: Item, read: Read, settings: DataSettings) -> tuple[str, Outcom
             key=content_key(image),
             width=image.width,
             height=image.height,
-            grey_peak=image.info.get(GREY_PEAK, 0),
+            gray_peak=image.info.get(GRAY_PEAK, 0),
             appearance=near_duplicates.appearance(picture, min(image.size)),
         )
     except BadImageError as error:
@@ -358,7 +358,7 @@ def content_key(image: Image.Image) -> str:
 
 
 def encode_square(image: Image.Image, encoding: Literal["jpeg", "png"], jpeg_quality: int) -> bytes:
-    """Encode a picture; JPEG keeps colour at full resolution (4:4:4), since small pictures have little of it to lose."""
+    """Encode a picture; JPEG keeps color at full resolution (4:4:4), since small pictures have little of it to lose."""
     buffer = io.BytesIO()
     image.save(buffer, encoding, **({"quality": jpeg_quality, "subsampling": 0} if encoding == "jpeg" else {}))
     return buffer.getvalue()
@@ -391,22 +391,22 @@ def _read(item: Item, read: Read) -> bytes:
 # Deciding
 
 
-def _check_greys(decoded: Sequence[ImageCandidate], settings: DataSettings) -> None:
-    """Refuse a set whose 16-bit greys leave their upper bits unused, since most of what they show would be lost."""
-    deep = [image for image in decoded if image.grey_peak]
+def _check_grays(decoded: Sequence[ImageCandidate], settings: DataSettings) -> None:
+    """Refuse a set whose 16-bit grays leave their upper bits unused, since most of what they show would be lost."""
+    deep = [image for image in decoded if image.gray_peak]
     if not deep:
         return
-    deepest = max(deep, key=lambda image: image.grey_peak)
+    deepest = max(deep, key=lambda image: image.gray_peak)
     found = (
-        f"{len(deep):,} of {len(decoded):,} images have greys of 16 bits, up to {deepest.grey_peak} in {deepest.name}"
+        f"{len(deep):,} of {len(decoded):,} images have grays of 16 bits, up to {deepest.gray_peak} in {deepest.name}"
     )
-    needed = max(deepest.grey_peak.bit_length(), 8)
-    if settings.grey_bits == "auto" and needed < DEEPEST:
+    needed = max(deepest.gray_peak.bit_length(), 8)
+    if settings.gray_bits == "auto" and needed < DEEPEST:
         raise DataError(
-            f"data.source={settings.source}: {found}, which is {needed} bits; set data.grey_bits={needed} to use these, or "
-            f"data.grey_bits={DEEPEST} if they are of {DEEPEST} bits and dark. Photos that the student is asked about later are read alike"
+            f"data.source={settings.source}: {found}, which is {needed} bits; set data.gray_bits={needed} to use these, or "
+            f"data.gray_bits={DEEPEST} if they are of {DEEPEST} bits and dark. Photos that the student is asked about later are read alike"
         )
-    logger.info("prepare: %s, read as %d bits (data.grey_bits)", found, _grey_bits(settings))
+    logger.info("prepare: %s, read as %d bits (data.gray_bits)", found, _gray_bits(settings))
 
 
 def _check_quarantined(

@@ -1,6 +1,6 @@
 """The sampler: the sample, view and partner at each position, a function of (seed, epoch), so that a resume needs one integer.
 
-Training reads one endless stream of positions. Position p belongs to epoch `p // count`; an optimiser step takes the next `batch_size`
+Training reads one endless stream of positions. Position p belongs to epoch `p // count`; an optimizer step takes the next `batch_size`
 positions. A batch may cross the end of an epoch, so every batch is full and every sample is used exactly once per epoch, whatever the
 batch size or the number of processes.
 
@@ -9,11 +9,11 @@ for each view (with an odd number of samples one is its own partner), and an epo
 are in the same batch. The pairs are a function of the view, not of the epoch: a teacher's recorded outputs for a mixed view hold in
 every epoch that shows it.
 
-Labelled samples are paired with labelled ones, and unlabelled with unlabelled: with one label in a pair, the mixture would be taught as
-wholly of that class. So the labelled samples' pairs do not depend on whether unlabelled ones are read too.
+Labeled samples are paired with labeled ones, and unlabeled with unlabeled: with one label in a pair, the mixture would be taught as
+wholly of that class. So the labeled samples' pairs do not depend on whether unlabeled ones are read too.
 
-Where labelled samples are to be a given share of each batch, there are two such streams, one of labelled and one of unlabelled samples,
-each with epochs of its own, and they are interleaved: of the first p positions `floor(share x p)` are labelled.
+Where labeled samples are to be a given share of each batch, there are two such streams, one of labeled and one of unlabeled samples,
+each with epochs of its own, and they are interleaved: of the first p positions `floor(share x p)` are labeled.
 
 All draws, also those of views and masks, are counter-based: a draw is a function of what it is for, without state.
 """
@@ -43,7 +43,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 def random_bits(*words: Words) -> npt.NDArray[np.uint64]:
     """Draw 64 random bits for each tuple of words (seed, sample key, view number, ...); arrays are broadcast against one another.
 
-    The words are mixed with the finaliser of SplitMix64 (Steele, Lea, Flood 2014). So a draw does not depend on the number of workers or
+    The words are mixed with the finalizer of SplitMix64 (Steele, Lea, Flood 2014). So a draw does not depend on the number of workers or
     processes, on the batch size, or on earlier draws.
     """
     state = np.zeros((), dtype=np.uint64)
@@ -70,15 +70,15 @@ class SampleSlice(NamedTuple):
     partners: Indices | None  # sample that each view is mixed with; None where views are not mixed
 
 
-def partners(count: int, seed: int, number: int, labelled: Mask | None = None) -> Indices:
-    """Return the partner of each sample in view `number`, [count]; `labelled` marks the samples with a label, None: all."""
-    return _beside(_pairs(_kinds(count, labelled), seed, number), count)
+def partners(count: int, seed: int, number: int, labeled: Mask | None = None) -> Indices:
+    """Return the partner of each sample in view `number`, [count]; `labeled` marks the samples with a label, None: all."""
+    return _beside(_pairs(_kinds(count, labeled), seed, number), count)
 
 
-def _kinds(count: int, labelled: Mask | None) -> list[Indices]:
+def _kinds(count: int, labeled: Mask | None) -> list[Indices]:
     """Separate the samples with a label from those without."""
     everyone = np.arange(count, dtype=np.int64)
-    kinds = [everyone] if labelled is None else [everyone[labelled], everyone[~labelled]]
+    kinds = [everyone] if labeled is None else [everyone[labeled], everyone[~labeled]]
     return [kind for kind in kinds if len(kind)]
 
 
@@ -109,20 +109,20 @@ class StatelessSampler:
         view_seed: int | None = None,
         views: int = 0,
         paired: bool = False,
-        labelled: Mask | None = None,
-        labelled_share: float = 0.0,
+        labeled: Mask | None = None,
+        labeled_share: float = 0.0,
     ) -> None:
         """Shuffle `count` samples anew each epoch.
 
         Args:
             view_seed: seed of the views, and so of the pairs; as `seed` where not given.
             views: number of views of a sample; 0: one for each epoch.
-            labelled: which samples have a label, [count]; None: all.
-            labelled_share: share of the positions of labelled samples, where there are others too; 0: they are shuffled together.
+            labeled: which samples have a label, [count]; None: all.
+            labeled_share: share of the positions of labeled samples, where there are others too; 0: they are shuffled together.
         """
         self.count = count
-        kinds = _kinds(count, labelled)
-        self._share = Fraction(str(labelled_share)) if len(kinds) > 1 else Fraction(0)
+        kinds = _kinds(count, labeled)
+        self._share = Fraction(str(labeled_share)) if len(kinds) > 1 else Fraction(0)
         self._streams = [
             _SampleStream(
                 one, count, seed, view_seed=seed if view_seed is None else view_seed, views=views, paired=paired
@@ -138,12 +138,12 @@ class StatelessSampler:
         before = np.array([share * position // of for position in range(start, stop + 1)], dtype=np.int64)
         is_other = before[1:] == before[:-1]
         first, last = int(before[0]), int(before[-1])
-        labelled, others = self._streams[0].take(first, last), self._streams[1].take(start - first, stop - last)
-        place = np.argsort(np.argsort(is_other, kind="stable"), kind="stable")  # labelled ones lie first
-        indices, numbers = (np.append(*both)[place] for both in zip(labelled[:2], others[:2], strict=True))
-        if labelled.partners is None or others.partners is None:
+        labeled, others = self._streams[0].take(first, last), self._streams[1].take(start - first, stop - last)
+        place = np.argsort(np.argsort(is_other, kind="stable"), kind="stable")  # labeled ones lie first
+        indices, numbers = (np.append(*both)[place] for both in zip(labeled[:2], others[:2], strict=True))
+        if labeled.partners is None or others.partners is None:
             return SampleSlice(indices, numbers, None)
-        return SampleSlice(indices, numbers, np.append(labelled.partners, others.partners)[place])
+        return SampleSlice(indices, numbers, np.append(labeled.partners, others.partners)[place])
 
 
 class _SampleStream:

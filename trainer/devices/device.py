@@ -224,10 +224,10 @@ class CudaDevice(Device):
 
 
 class RowShardedOptimizer(torch.optim.Optimizer):
-    """An optimiser of rows, which also exchanges gradients and clips them: for torch_xla's."""
+    """An optimizer of rows, which also exchanges gradients and clips them: for torch_xla's."""
 
     base_optimizer: torch.optim.Optimizer
-    """The optimiser of this process's rows; its groups and weights are in the order of the whole ones."""
+    """The optimizer of this process's rows; its groups and weights are in the order of the whole ones."""
     local_rank: int
     local_world_size: int
     """Which rows these are."""

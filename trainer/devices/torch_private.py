@@ -79,7 +79,7 @@ def deterministic_kernels() -> AbstractContextManager[object]:
 
 
 def lerp_all(tensors: Sequence[Tensor], ends: Sequence[Tensor], share: float) -> None:
-    """Move each tensor towards its end, in place: tensor + share x (end - tensor); few kernels for all of them."""
+    """Move each tensor toward its end, in place: tensor + share x (end - tensor); few kernels for all of them."""
     torch._foreach_lerp_(list(tensors), list(ends), share)
 
 
@@ -89,7 +89,7 @@ def norm_all(tensors: Sequence[Tensor], order: float = 2) -> Tensor:
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:
-    """Return a model's batch normalisations, of any number of dimensions."""
+    """Return a model's batch normalizations, of any number of dimensions."""
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 

@@ -1,6 +1,6 @@
 """The frozen teacher, made as fast as the device allows without changing what it says.
 
-One without a head says its embedding and its patch tokens, standardised: with each number's mean and standard deviation over the training
+One without a head says its embedding and its patch tokens, standardized: with each number's mean and standard deviation over the training
 images, which its card holds (as in UNIC, Sariyildiz et al. 2024, but measured once beforehand). Else the numbers that vary most would be
 all that counts, and a mean that all images share would hide what differs.
 
@@ -57,7 +57,7 @@ class FrozenTeacher:
         """Freeze `model` and bring it to the device.
 
         Args:
-            model: the teacher; it is changed and must not be used otherwise afterwards.
+            model: the teacher; it is changed and must not be used otherwise afterward.
             precision: of its forward pass; with bf16 its weights are bf16 too, but for the head's.
             batch_size: most images a forward pass; 0 is 8 images of 224 pixels on a CPU (but for transformers in bf16), and else the whole
                 batch.
@@ -153,7 +153,7 @@ class Balance:
 
     Ranzinger et al. 2024, "PHI-S: Distribution Balancing for Label-Free Multi-Teacher Distillation": the features are turned into their
     principal axes and from there by a Hadamard matrix, all of whose entries have the same size, so that each number gets an equal part of
-    every axis' variance; one factor then makes that variance 1. Nothing is stretched against anything else, unlike by standardisation of
+    every axis' variance; one factor then makes that variance 1. Nothing is stretched against anything else, unlike by standardization of
     each number, and the errors of a student are equally dear in all directions.
     """
 

@@ -130,9 +130,9 @@ def standardize(logits: Tensor) -> Tensor:
     deviations. The deviation is the paper's, over C (its code divides by C - 1).
     Equal logits, such as a head's that starts from zeros, become zeros with finite gradients.
     """
-    centred = logits.float() - logits.float().mean(1, keepdim=True)
-    variance = centred.square().mean(1, keepdim=True).clamp(min=1e-14)
-    return centred / (variance.sqrt() + 1e-7)
+    centered = logits.float() - logits.float().mean(1, keepdim=True)
+    variance = centered.square().mean(1, keepdim=True).clamp(min=1e-14)
+    return centered / (variance.sqrt() + 1e-7)
 
 
 def _kl(student_log: Tensor, teacher_log: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def feature_cosine_smooth_l1(student: Tensor, teacher: Tensor) -> Tensor:
     """(1 - cosine) / 2 + smooth-L1 / 2 of the features, [B, D] each (UNIC, Sariyildiz et al. 2024, with its code's weights).
 
     Smooth-L1 of a difference d is d^2 / 2 where |d| < 1 and |d| - 1/2 elsewhere (Girshick 2015), mean over the D features. UNIC has the
-    teacher's features standardised, as those of a teacher without a head are here: only then is 1 a size that means something.
+    teacher's features standardized, as those of a teacher without a head are here: only then is 1 a size that means something.
     """
     smooth_l1 = F.smooth_l1_loss(student.float(), teacher.float())
     return (feature_cosine(student, teacher) + smooth_l1) / 2

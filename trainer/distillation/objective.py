@@ -37,7 +37,7 @@ TeacherSignal = TeacherOutputs | Recorded  # what the teacher says of a batch
 class DistillObjective:
     """loss = the sum of weight x loss over what has a weight: logits, features, patch tokens, blocks, similarities, labels.
 
-    Teacher and student see the same view, each resized and normalised as it wants it. A loss without a weight is not computed, and
+    Teacher and student see the same view, each resized and normalized as it wants it. A loss without a weight is not computed, and
     where none compares with the teacher it is not asked: the student learns from the labels alone. The cross-entropy is the mean over the
     step's images with a label, the other losses are means over all. A student in distilled training learns the labels with its class
     token's head and the teacher's logits with its distillation token's, as in DeiT.

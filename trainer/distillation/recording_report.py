@@ -62,7 +62,7 @@ class Coverage:
     """Sums over views."""
 
     views: int
-    labelled: int  # views whose image has a label
+    labeled: int  # views whose image has a label
     labels_recorded: int  # views whose image's label is among the K entries
     labels_first: int  # views whose image's label is the teacher's top class
     held: Floats  # probability mass of the largest entries, for each temperature and number of entries, [2, L]
@@ -101,8 +101,8 @@ class Coverage:
         }
         return {
             "mass": mass,
-            "label_recorded": self.labels_recorded / max(1, self.labelled),
-            "teacher_top1": self.labels_first / max(1, self.labelled),
+            "label_recorded": self.labels_recorded / max(1, self.labeled),
+            "teacher_top1": self.labels_first / max(1, self.labeled),
         }
 
 
@@ -130,7 +130,7 @@ def count(
         is_label = (targets[labels[:, None], records["indices"]] > 0) & (labels[:, None] != UNLABELED)
     return Coverage(
         views=len(records),
-        labelled=int((labels != UNLABELED).sum()),
+        labeled=int((labels != UNLABELED).sum()),
         labels_recorded=int(is_label.any(1).sum()),
         labels_first=int(is_label[:, 0].sum()),
         held=np.stack(held),
@@ -186,7 +186,7 @@ def render(
         if description.tokens:
             kept[_tokens(description)] = description.token_format
         what = " and ".join(kept)
-        each = "; and ".join(f"{name}, standardised; as {_PRECISION[form]}" for name, form in kept.items())
+        each = "; and ".join(f"{name}, standardized; as {_PRECISION[form]}" for name, form in kept.items())
         note = f"The teacher has no head, so there are no logits: what is kept is {each}."
         content = [PageSection("Embedding held", [Paragraph(note)])]
     return pages.render(

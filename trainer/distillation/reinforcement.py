@@ -97,7 +97,7 @@ class UnitBatches(TorchDataset[Batch]):
         if mixes(self._views.settings):
             if self._partners is None or self._partners[0] != unit.view:
                 samples = self._views.samples
-                self._partners = unit.view, partners(len(samples), self._views.seed, unit.view, samples.labelled)
+                self._partners = unit.view, partners(len(samples), self._views.seed, unit.view, samples.labeled)
             mixed = self._partners[1][indices]
         return self._views.batch(SampleSlice(indices, np.full_like(indices, unit.view), mixed))
 

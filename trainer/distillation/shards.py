@@ -1,7 +1,7 @@
 """Shards: the files of recorded outputs, and what is kept of them while they are being made.
 
 A shard holds the records of one view of a block of samples. Its header says what it is and what it was made from, and holds the
-checksum of the records; so a half-written, damaged or foreign shard is recognised. Finished shards stand beside the checkpoints until
+checksum of the records; so a half-written, damaged or foreign shard is recognized. Finished shards stand beside the checkpoints until
 the artifact is complete, keyed by what they were made from: an interrupted job finds them again, on any number of processes, on
 another machine, and in the next run of the pipeline, whose output has another place. What asks a store raises `StorageError` where that
 does not answer or refuses.

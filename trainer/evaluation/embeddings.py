@@ -1,6 +1,6 @@
 """What a model without a head makes of images, how that is distributed over a data set, and what it knows of the classes.
 
-Frozen embeddings are asked about classes by a linear probe, and by the vote of the nearest neighbours.
+Frozen embeddings are asked about classes by a linear probe, and by the vote of the nearest neighbors.
 
 Shapes: N images, M other images, D numbers of an embedding, K classes.
 """
@@ -33,7 +33,7 @@ Doubles = npt.NDArray[np.float64]
 
 TOGETHER = 64  # images of a forward pass that shares a device with nothing else; a training's batch may be thousands
 PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # among which the validation split chooses, the simplest classifier first
-MOST_IMAGES = 20_000  # images to which a probe is fitted at most, and among which neighbours are looked for
+MOST_IMAGES = 20_000  # images to which a probe is fitted at most, and among which neighbors are looked for
 
 NEIGHBORS = 20  # k of DINO's table (Caron et al. 2021)
 NEIGHBOR_TEMPERATURE = 0.07
@@ -171,7 +171,7 @@ def fit_probe(
 ) -> LinearProbe:
     """Fit a linear probe by multinomial logistic regression, the usual measure of frozen embeddings (Radford et al. 2021, CLIP, by L-BFGS).
 
-    Minimised is the mean cross-entropy + penalty / 2 x the weights' squared norm, over embeddings that are standardised by the training
+    Minimized is the mean cross-entropy + penalty / 2 x the weights' squared norm, over embeddings that are standardized by the training
     images; mean and deviation then become part of the weights. Of several penalties, from the largest to the smallest, the one is taken
     that is best on the validation split, the largest where they are equal.
 
@@ -194,7 +194,7 @@ def fit_probe(
 
 
 def add_probe(model: Classifier, data: PreparedDataset, processes: Processes, stage: str) -> Classifier:
-    """Fit a linear classifier to a model's frozen embeddings of the labelled training images, and make it its head.
+    """Fit a linear classifier to a model's frozen embeddings of the labeled training images, and make it its head.
 
     Every process takes the first one's, whatever its own arithmetic would give. `stage` names it in the log.
     """
@@ -213,7 +213,7 @@ def add_probe(model: Classifier, data: PreparedDataset, processes: Processes, st
 
 
 def _minimize(start: Doubles, values: Doubles, labels: Ints, penalty: float) -> Doubles:
-    """Minimise from a point [K, D + 1], whose last column is the bias."""
+    """Minimize from a point [K, D + 1], whose last column is the bias."""
     rows = np.arange(len(labels))
 
     def objective(flat: Doubles) -> tuple[float, Doubles]:
@@ -235,9 +235,9 @@ def _minimize(start: Doubles, values: Doubles, labels: Ints, penalty: float) -> 
 
 
 def nearest_neighbors(bank: Embeddings, labels: Ints, embeddings: Embeddings, classes: int) -> Doubles:
-    """Count the votes of each image's k nearest neighbours for each class, [M, K] (Wu et al. 2018, as DINO, Caron et al. 2021, has it).
+    """Count the votes of each image's k nearest neighbors for each class, [M, K] (Wu et al. 2018, as DINO, Caron et al. 2021, has it).
 
-    Near is what has a large cosine s with it; a neighbour's vote for its class weighs exp(s / 0.07). k is 20, or all there are.
+    Near is what has a large cosine s with it; a neighbor's vote for its class weighs exp(s / 0.07). k is 20, or all there are.
 
     Args:
         bank: embeddings of images with labels, [N, D], and these, int64 [N].

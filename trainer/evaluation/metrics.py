@@ -268,7 +268,7 @@ def judge(
     """Check every condition of the gate; returns each failed one, with its number and its limit.
 
     Args:
-        student_knn_top1: of the nearest neighbours of the student's embeddings; None where that was not measured.
+        student_knn_top1: of the nearest neighbors of the student's embeddings; None where that was not measured.
         title: what the scores are: those of the test images (`scores.TITLES`).
         student_p95_ms: 95th percentile of the student's latency at the first of `evaluate.latency_batch_sizes`.
     """

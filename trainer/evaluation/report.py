@@ -403,7 +403,7 @@ def strip(images: npt.NDArray[np.uint8], edge: int = 96) -> bytes:
     sharp = Image.Resampling.NEAREST if images.shape[-1] < edge else Image.Resampling.LANCZOS
     gap = 4
     size = (len(images) * (edge + gap) - gap, edge)
-    picture = Image.new("RGBA", size, (255, 255, 255, 0))  # a gap shows the page's own colour
+    picture = Image.new("RGBA", size, (255, 255, 255, 0))  # a gap shows the page's own color
     for position, pixels in enumerate(images):
         tile = Image.fromarray(pixels.transpose(1, 2, 0)).resize((edge, edge), sharp)
         picture.paste(tile, (position * (edge + gap), 0))

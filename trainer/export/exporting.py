@@ -323,7 +323,7 @@ def _final(answers: Logits, own: Logits, test: _Images) -> FinalFigures:
 def _refused(final: FinalFigures, evaluation: Manifest) -> list[str]:
     """List the conditions of the run's gate on the test images that are not met.
 
-    The gate's nearest neighbours are left out, since a graph gives no embeddings.
+    The gate's nearest neighbors are left out, since a graph gives no embeddings.
     """
     teacher = evaluation.figures["teacher"]["test"]
     return metrics.judge_scores(

@@ -1,9 +1,9 @@
-"""Int8: static quantisation of an ONNX student, and the fine-tuning of a student that loses by it.
+"""Int8: static quantization of an ONNX student, and the fine-tuning of a student that loses by it.
 
-Weights are quantised by channel, activations by what training photos make of them. Only layers with weights are quantised (convolutions
-and matrix products with a constant); resizing, normalisation, attention's products of activations, and the activations stay float.
+Weights are quantized by channel, activations by what training photos make of them. Only layers with weights are quantized (convolutions
+and matrix products with a constant); resizing, normalization, attention's products of activations, and the activations stay float.
 
-By quantisation-aware fine-tuning a student learns to give its own answers although its layers compute in int8. Rounding is imitated where
+By quantization-aware fine-tuning a student learns to give its own answers although its layers compute in int8. Rounding is imitated where
 the int8 variant rounds (Jacob et al. 2018): each layer with weights gets its input in 256 steps of one range, and its weights in 255 steps
 of one range for each output channel. Gradients pass the rounding as if it were none, and stop where it clips. What is learned from is the
 student itself as it was, so no label and no teacher is needed.
@@ -37,7 +37,7 @@ from trainer.served_student.onnx_network import INPUT
 logger = logging.getLogger(__name__)
 
 LAYERS = ("Conv", "Gemm", "MatMul")
-"""Kinds of ONNX operators that are quantised where they have weights."""
+"""Kinds of ONNX operators that are quantized where they have weights."""
 CLIPPING = ("Clip", "Relu")
 """Kinds that cut off a part of what a layer gives: where one follows, the steps are those of what is left, and it becomes a part of the
 layer. Otherwise most steps would go to what is cut off."""
@@ -70,7 +70,7 @@ def quantize(source: Path, target: Path, images: Pixels, *, kept: frozenset[str]
         kept: names of layers that stay float.
 
     Raises:
-        ModelError: ONNX Runtime's tools cannot quantise it.
+        ModelError: ONNX Runtime's tools cannot quantize it.
     """
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
@@ -105,7 +105,7 @@ def quantize(source: Path, target: Path, images: Pixels, *, kept: frozenset[str]
     except Exception as error:  # its package raises nearly anything for a graph that it does not know
         said = limits.cut(" ".join(str(error).split()), 300)
         raise ModelError(
-            f"ONNX Runtime cannot quantise this student ({said}); leave int8 out (export.int8=false, or --no-int8)"
+            f"ONNX Runtime cannot quantize this student ({said}); leave int8 out (export.int8=false, or --no-int8)"
         ) from error
     finally:
         root.setLevel(level)
@@ -164,7 +164,7 @@ def rounding(network: nn.Module) -> Iterator[None]:
 def finetune(model: Classifier, split: Split, *, steps: int, by_class: bool = False, seed: int = 0) -> Classifier:
     """Fine-tune a copy of a model, which is on the CPU and has a head, on images of a split, so that its int8 variant answers as the model.
 
-    The loss is KL(model || copy), or the sum of that of each class (`by_class`). Statistics of batch normalisation stay as they are, as do
+    The loss is KL(model || copy), or the sum of that of each class (`by_class`). Statistics of batch normalization stay as they are, as do
     dropout and stochastic depth: off.
     """
     learner = copy.deepcopy(model).eval()
@@ -184,6 +184,6 @@ def finetune(model: Classifier, split: Split, *, steps: int, by_class: bool = Fa
             schedule.step()
             first, last = (loss.item() if step == 0 else first), loss.item()
     logger.info(
-        "export  quantisation-aware fine-tuning: KL %.4f in the first of %d steps, %.4f in the last", first, steps, last
+        "export  quantization-aware fine-tuning: KL %.4f in the first of %d steps, %.4f in the last", first, steps, last
     )
     return learner

@@ -1,4 +1,4 @@
-"""A student as an ONNX graph: squares of photos to logits, the network's own resizing and normalisation inside.
+"""A student as an ONNX graph: squares of photos to logits, the network's own resizing and normalization inside.
 
 What stays outside is what makes a square of a photo's file: `served_student/preprocessing.py`, which needs numpy and Pillow alone.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from trainer.charts import COLOURS
+from trainer.charts import COLORS
 
 _SHORT = 28
 """Characters of a cell that is not broken into lines."""
@@ -79,7 +79,7 @@ class PhotoGrid(Block):
 
 @dataclass(frozen=True)
 class Legend(Block):
-    """Style class and label of each colour of the charts that follow."""
+    """Style class and label of each color of the charts that follow."""
 
     entries: Sequence[tuple[str, str]]
 
@@ -150,7 +150,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals["colours"] = COLOURS
+    environment.globals["colors"] = COLORS
     environment.filters |= {"kind": lambda block: type(block).__name__, "cell": cell, "cell_style": _cell_style}
     return environment
 

@@ -39,17 +39,17 @@ _ALIKE = 0.005
 """A smaller relative change is shown as none."""
 _SAME_BATCH = 0.01
 _SIDES = ("before", "after", "change")
-_KIND_COLOURS = {
+_KIND_COLORS = {
     "matrix product": "forward",
     "attention": "backward",
     "convolution": "teacher_forward",
-    "normalisation": "to_device",
+    "normalization": "to_device",
     "copy": "data",
     "communication": "checkpoint",
-    "optimiser": "optimizer",
+    "optimizer": "optimizer",
     "other": "other",
 }
-"""Kind of work of an operator -> the phase or range whose colour it has."""
+"""Kind of work of an operator -> the phase or range whose color it has."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -530,7 +530,7 @@ def charts(pair: Pair) -> list[Block]:
         return phases
     return [
         *phases,
-        *_bars(pair, "Operators by kind of work", _kind_ms, str, lambda kind: _KIND_COLOURS.get(kind, "named")),
+        *_bars(pair, "Operators by kind of work", _kind_ms, str, lambda kind: _KIND_COLORS.get(kind, "named")),
     ]
 
 
@@ -539,7 +539,7 @@ def _bars(
     title: str,
     taken: Callable[[TrainingSummary], Mapping[str, float]],
     spoken: Callable[[str], str],
-    colour: Callable[[str], str],
+    color: Callable[[str], str],
 ) -> list[Block]:
     """Draw a stacked bar before and one after, on one scale; nothing where neither side has a value."""
     before, after = pair.times(taken)
@@ -550,4 +550,4 @@ def _bars(
         rows.append((when, amounts, f"{short(total)} {pair.unit}" if total else "not recorded"))
     if not any(any(amounts.values()) for _, amounts, _ in rows):
         return []
-    return [Subsection(title, stacked(title, pair.unit, rows, spoken=spoken, colour=colour))]
+    return [Subsection(title, stacked(title, pair.unit, rows, spoken=spoken, color=color))]

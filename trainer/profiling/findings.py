@@ -130,7 +130,7 @@ def _and_also(count: int, what: str) -> str:
 UNJUDGED_MOST = 0.25
 """Largest share of the rules that apply to a training for which it may be too short, and still count as healthy.
 
-From the first step on a handful of rules can judge (start-up, initialisation, classes): they alone say little. With a quarter missing, most
+From the first step on a handful of rules can judge (start-up, initialization, classes): they alone say little. With a quarter missing, most
 of each kind (speed, weights, losses) have looked.
 """
 

@@ -1,7 +1,7 @@
 """What the machine does while a training runs: a thread that samples CPU cores, memory, disk, network and the GPU.
 
 A signal that cannot be read here is recorded as missing, with the reason; nothing is ever raised into the training. Signals of the
-whole machine are sampled by one process of each machine. Memory is bounded: when the table is full, neighbouring samples
+whole machine are sampled by one process of each machine. Memory is bounded: when the table is full, neighboring samples
 are averaged and the interval doubles, so a long training is seen whole, only coarser.
 """
 
@@ -265,7 +265,7 @@ class Monitor:
                     self.missing[name] = f"stopped during the training: {str(error) or type(error).__name__}"
             row.extend(values)
         with self._table:
-            if self._kept == len(self._values):  # average neighbours, and sample half as often
+            if self._kept == len(self._values):  # average neighbors, and sample half as often
                 self._kept //= 2
                 pairs = self._values[: 2 * self._kept].reshape(self._kept, 2, -1)
                 merged = pairs.mean(axis=1)

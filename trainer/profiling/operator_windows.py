@@ -16,10 +16,10 @@ _OUTLINE = re.compile(r"^ProfilerStep|^\[pytorch\|profiler\]|^\[memory\]")
 
 _CATEGORIES: Mapping[Category, str] = {
     "communication": r"c10d|gloo|nccl|all_?reduce|all_?gather|reduce_scatter|broadcast_|DistributedDataParallel",
-    "optimiser": r"^Optimizer\.|^aten::_foreach_|^aten::_fused_(adam|sgd)|multi_tensor_apply",
+    "optimizer": r"^Optimizer\.|^aten::_foreach_|^aten::_fused_(adam|sgd)|multi_tensor_apply",
     "attention": r"attention|flash_(fwd|bwd)|fmha|sdpa|cudnn::fusion::(compute_dot_do_o|convert_dq)",
     "convolution": r"conv(olution|olve|\d|_|$)|(fprop|dgrad|wgrad)",
-    "normalisation": r"(layer|batch|group|rms|instance)_?norm|GammaBetaBackward",
+    "normalization": r"(layer|batch|group|rms|instance)_?norm|GammaBetaBackward",
     "matrix product": r"^aten::((add|b|baddb)?mm|linear|matmul|dot|mv|addmv|einsum)(_|$)|gemm|mkldnn_linear|cutlass|nvjet|splitKreduce",
     "copy": r"copy|clone|contiguous|memcpy|memset|^aten::(cat|stack|to|fill_|zero_|pad|index_select)$|CatArray",
 }

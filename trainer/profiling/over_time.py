@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer import charts, formatting
-from trainer.charts import BINS, ChartLine, Flags, Lane, MarkedTime, by_colour, colour_class
+from trainer.charts import BINS, ChartLine, Flags, Lane, MarkedTime, by_color, color_class
 from trainer.evidence import (
     ATTENTION_ENTROPY,
     BETWEEN,
@@ -60,7 +60,7 @@ def section(
     first = evidence.ranks[0]
     duration = max(summary.recorded_s, 1e-6)
     edges = np.linspace(0, duration, BINS + 1)
-    shares = by_colour(phase_shares(first, edges))
+    shares = by_color(phase_shares(first, edges))
     windows = []
     for number, (answer, finding) in findings:
         span, steps = finding.window_s, first.steps["step"]
@@ -78,8 +78,8 @@ def section(
         *_step_lanes(first, edges, duration),
         *_machine_lanes(first.system, edges, duration),
     ]
-    legend = Legend([(colour_class(name), phase_label(name)) for name in shares])
-    caption = "All strips share the time axis. Time: what each moment was spent on, in rank 0. Cores: the stronger the colour, the busier."
+    legend = Legend([(color_class(name), phase_label(name)) for name in shares])
+    caption = "All strips share the time axis. Time: what each moment was spent on, in rank 0. Cores: the stronger the color, the busier."
     title = "The training and the machine over time"
     return Subsection(title, [legend, Figure(charts.over_time(lanes, duration, title, windows=windows), caption)])
 
@@ -101,30 +101,30 @@ def _step_lanes(rank: RankEvidence, edges: Series, duration: float) -> list[Lane
     starts, queued = rank.steps["start_s"], rank.steps["queued"]
     if not len(starts):
         return []
-    centres, ms = _by_bin(starts, rank.steps["seconds"] * 1000, edges)
+    centers, ms = _by_bin(starts, rank.steps["seconds"] * 1000, edges)
     curves = [
-        ChartLine(style="s1", label="longest", seconds=centres, values=np.array([values.max() for values in ms])),
-        ChartLine(style="s0", label="mean", seconds=centres, values=np.array([values.mean() for values in ms])),
+        ChartLine(style="s1", label="longest", seconds=centers, values=np.array([values.max() for values in ms])),
+        ChartLine(style="s0", label="mean", seconds=centers, values=np.array([values.mean() for values in ms])),
     ]
     lanes = [charts.line_lane("Steps", "ms", curves, duration, height=54)]
     known = np.isfinite(queued)
     if known.any():
-        centres, ready = _by_bin(starts[known], queued[known], edges)
+        centers, ready = _by_bin(starts[known], queued[known], edges)
         means = np.array([values.mean() for values in ready])
-        curve = ChartLine(style="s0", label="ready", seconds=centres, values=means)
+        curve = ChartLine(style="s0", label="ready", seconds=centers, values=means)
         lanes.append(charts.line_lane("Loaders", "batches ready", [curve], duration, height=54, high=2.0))
     return lanes
 
 
 def _by_bin(began: Series, values: Series, edges: Series) -> tuple[Series, list[Series]]:
-    """Group values by the bin in which their step began; returns the centres of the bins, and the values in each."""
+    """Group values by the bin in which their step began; returns the centers of the bins, and the values in each."""
     place = np.clip(np.searchsorted(edges, began, side="right") - 1, 0, len(edges) - 2)
     bins, first = np.unique(place, return_index=True)  # steps stand in the order of time
     return (edges[bins] + edges[bins + 1]) / 2, np.split(values, first[1:])
 
 
 def _machine_lanes(system: Mapping[str, Series], edges: Series, duration: float) -> list[Lane]:
-    ends, centres, lanes = system["end_s"], (edges[1:] + edges[:-1]) / 2, []
+    ends, centers, lanes = system["end_s"], (edges[1:] + edges[:-1]) / 2, []
     cores = [mean_in_bins(ends, values, edges) for name, values in system.items() if is_core(name) and len(ends)]
     if cores:
         lanes.append(charts.heat_lane("CPU cores", "% busy", np.stack(cores)))
@@ -133,7 +133,7 @@ def _machine_lanes(system: Mapping[str, Series], edges: Series, duration: float)
         for number, (label, column) in enumerate(columns.items()):
             values = mean_in_bins(ends, system[column] * factor, edges) if column in system else np.array([])
             if np.isfinite(values).any():
-                curves.append(ChartLine(style=f"s{number}", label=label, seconds=centres, values=values))
+                curves.append(ChartLine(style=f"s{number}", label=label, seconds=centers, values=values))
         if curves:
             lanes.append(charts.line_lane(title, unit, curves, duration, height=54, high=high))
     return lanes
@@ -224,7 +224,7 @@ def by_layer(looks: TensorSamples) -> Layers:
 
 
 def _layers_of(tensors: Sequence[str]) -> dict[str, str]:
-    """Map each tensor to its layer, in the finest detail that fits; if none fits, neighbours are grouped."""
+    """Map each tensor to its layer, in the finest detail that fits; if none fits, neighbors are grouped."""
     # after a path's last number (`blocks.3.attn.qkv.weight` -> blocks.3; `head.weight` -> head), or after its first one
     for pattern in (r"(.*\.\d+)\.", r"(.*?\.\d+)\."):
         found = {tensor: re.match(pattern, tensor) for tensor in tensors}

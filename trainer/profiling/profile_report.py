@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from trainer import billing, pages
 from trainer.billing import Bill
-from trainer.charts import Bar, bars, by_colour, colour_class, histogram, stacked_bar, stacked_rows
+from trainer.charts import Bar, bars, by_color, color_class, histogram, stacked_bar, stacked_rows
 from trainer.costs import dollars_text
 from trainer.evidence import Operator, TrainingEvidence, is_core, measured_steps
 from trainer.formatting import clipped, duration, milliseconds, percent, short, size
@@ -57,7 +57,7 @@ _OVERHEAD = {
     "operators": "windows of torch.profiler",
     "rules": "judging the training",
 }
-_COLOURS = {
+_COLORS = {
     "startup": "data",
     "compilation": "profiler",
     "training": "forward",
@@ -68,7 +68,7 @@ _COLOURS = {
     "lost": "lost",
     "ending": "other",
 }
-"""Part of the bill -> colour."""
+"""Part of the bill -> color."""
 
 
 def build(
@@ -235,7 +235,7 @@ def _tiles(summary: TrainingSummary) -> Tiles:
         (f"{summary.images_per_second:,.0f}" if summary.images_per_second else "", "images a second"),
         (percent(data.share) if data else "", "of a step waits for data"),
         (percent(sum(cores) / len(cores) / 100) if cores else "", f"of {len(cores)} cores busy (mean)"),
-        (percent(gpu.mean / 100) if gpu else "", "GPU utilisation (mean)"),
+        (percent(gpu.mean / 100) if gpu else "", "GPU utilization (mean)"),
         (size(gpu_memory.max) if gpu_memory else "", "GPU memory (peak)"),
         (size(memory.max) if memory and not gpu_memory else "", "memory of a process (peak)"),
     ]
@@ -245,7 +245,7 @@ def _tiles(summary: TrainingSummary) -> Tiles:
 def _recording(summary: TrainingSummary) -> Subsection:
     """Show the shares of the whole recording."""
     shares, title = summary.recorded_shares, "Shares of the whole recording"
-    legend = [(colour_class(name), f"{phase_label(name)} {percent(share)}") for name, share in shares.items()]
+    legend = [(color_class(name), f"{phase_label(name)} {percent(share)}") for name, share in shares.items()]
     figure = Figure(stacked_bar(shares, title, spoken=phase_label))
     return Subsection(f"{title}: {duration(summary.recorded_s)}", [figure, Legend(legend)])
 
@@ -378,7 +378,7 @@ def _ranks(summary: TrainingSummary) -> Subsection | None:
     for rank in drawn:
         memory = f", {size(rank.memory_bytes)}" if rank.memory_bytes else ""
         step_ms = milliseconds(rank.step_ms.p50 if rank.step_ms else 0.0)
-        rows.append((f"rank {rank.rank}", by_colour(rank.phase_ms), f"{step_ms}{memory}"))
+        rows.append((f"rank {rank.rank}", by_color(rank.phase_ms), f"{step_ms}{memory}"))
     title = "The processes side by side"
     more = f" The first {len(drawn)} of {summary.world_size} are drawn." if len(drawn) < len(summary.ranks) else ""
     caption = (
@@ -395,12 +395,12 @@ def stacked(
     caption: str = "",
     *,
     spoken: Callable[[str], str] = phase_label,
-    colour: Callable[[str], str] = str,
+    color: Callable[[str], str] = str,
 ) -> list[Block]:
     """Draw rows as `stacked_rows` does, with a legend."""
     names = dict.fromkeys(name for _, amounts, _ in rows for name in amounts)
-    legend = Legend([(colour_class(colour(name)), spoken(name)) for name in names])
-    return [legend, Figure(stacked_rows(rows, unit, title, spoken=spoken, colour=colour), caption)]
+    legend = Legend([(color_class(color(name)), spoken(name)) for name in names])
+    return [legend, Figure(stacked_rows(rows, unit, title, spoken=spoken, color=color), caption)]
 
 
 def _communication(summary: TrainingSummary) -> Paragraph | None:
@@ -462,7 +462,7 @@ def _bill(bill: Bill) -> PageSection | None:
         note = " ".join(filter(None, (duration(stage.seconds), dollars_text(stage.dollars))))
         rows.append((stage.stage, stage.parts, note))
     caption = "From the start of each stage's processes to their end."
-    picture = stacked("The bill", "s", rows, caption, spoken=billing.PARTS.__getitem__, colour=_COLOURS.__getitem__)
+    picture = stacked("The bill", "s", rows, caption, spoken=billing.PARTS.__getitem__, color=_COLORS.__getitem__)
     heading, *cells = billing.rows(bill)
     notes = [note for note in (billing.forecast_text(bill), *bill.notes) if note]
     return PageSection("The bill", [*picture, Table(heading, cells), *map(Paragraph, notes)])

@@ -258,7 +258,7 @@ class Recorder:
         self._costs[part] = self._costs.get(part, 0.0) + seconds
 
     def snapshot(self) -> TrainingEvidence:
-        """What this process has recorded so far; for the training's thread, while it records or afterwards."""
+        """What this process has recorded so far; for the training's thread, while it records or afterward."""
         if self._monitor is None:
             raise RuntimeError("nothing was recorded; use `with recorder:` first")
         self.tensor_sampler.take_in()

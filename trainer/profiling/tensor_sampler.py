@@ -29,7 +29,7 @@ SAMPLED = 1024
 
 
 class TensorStats:
-    """Measures the weights of a model around one step of the optimiser, on their device, without waiting for it."""
+    """Measures the weights of a model around one step of the optimizer, on their device, without waiting for it."""
 
     def __init__(self, model: nn.Module, *, left_out: Collection[str] = ()) -> None:
         """Of all weights of `model` but those named in `left_out`."""
@@ -44,7 +44,7 @@ class TensorStats:
         ]
         self._lengths = torch.tensor(lengths, device=device)
         self._owners: Tensor | None = None
-        """The tensor of each sampled element, [E], where the device cannot sum neighbours by their numbers."""
+        """The tensor of each sampled element, [E], where the device cannot sum neighbors by their numbers."""
         if device.type == "xla":
             self._owners = torch.repeat_interleave(torch.tensor(lengths)).to(device)
         self._sizes = torch.tensor([[weights.numel(), weights.dim()] for weights in self._weights], device=device)
@@ -52,7 +52,7 @@ class TensorStats:
 
     @torch.no_grad()
     def before_update(self) -> None:
-        """Measure weights and gradients; between the backward pass and the optimiser."""
+        """Measure weights and gradients; between the backward pass and the optimizer."""
         # a tensor without a gradient has as many NaN
         gradients = [
             parameter.new_full((1,), math.nan).expand(parameter.shape) if parameter.grad is None else parameter.grad
@@ -74,7 +74,7 @@ class TensorStats:
 
     @torch.no_grad()
     def after_update(self) -> Tensor:
-        """What was measured before the step of the optimiser and what that changed, `TENSOR_COLUMNS`: [T, columns], on the device."""
+        """What was measured before the step of the optimizer and what that changed, `TENSOR_COLUMNS`: [T, columns], on the device."""
         now, before = self._sample(self._weights), self._sampled
         change, size, unchanged = self._means([(now - before).square(), before.square(), now == before])
         ratio = torch.where(size > 0, change / size, math.nan).sqrt()
@@ -238,7 +238,7 @@ class TensorSampler:
         return max(self._host_s, on_device)
 
     def around_update(self, step: int, forward: Callable[[], object]) -> AbstractContextManager[None]:
-        """The optimiser's part of a step, as a context; `forward` sends some images through the model, to sample its attention."""
+        """The optimizer's part of a step, as a context; `forward` sends some images through the model, to sample its attention."""
         if self._has_arrived:
             with self._apart():
                 self.take_in()

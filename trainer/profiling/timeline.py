@@ -2,7 +2,7 @@
 
 Code names what it does (`with span("forward"): ...`) inside of steps (`with timeline.step(7, images=1024): ...`). A span belongs to the
 timeline that records in the current context (`recording_to`); where none does, it does nothing. Every beginning and
-end is one mark of a clock, and the time between two neighbouring marks belongs to the innermost range open between them. So times are
+end is one mark of a clock, and the time between two neighboring marks belongs to the innermost range open between them. So times are
 exclusive, nothing is counted twice, and the ranges of a step with `OTHER` sum to the step exactly.
 
 - A name in `PHASES` is one column wherever it stands. Any other name inside of a range is a column of its own below it:
@@ -61,7 +61,7 @@ class HostClock:
         """Wait until the device has come to the mark."""
 
     def intervals(self, marks: Sequence[Any]) -> list[float]:
-        """Seconds between neighbours of marks that were passed."""
+        """Seconds between neighbors of marks that were passed."""
         return [(end - start) * 1e-9 for start, end in pairwise(marks)]
 
     def release(self, marks: Sequence[Any]) -> None:
@@ -128,7 +128,7 @@ _ON_HOST = frozenset({_DATA_COLUMN, _TO_DEVICE_COLUMN, _BACKWARD_COLUMN})
 
 @dataclass(slots=True)
 class _Segment:
-    """Neighbouring marks; `owners[i]` is the column of the time from `marks[i]` to `marks[i + 1]`."""
+    """Neighboring marks; `owners[i]` is the column of the time from `marks[i]` to `marks[i + 1]`."""
 
     marks: list[Any]
     owners: list[int]
@@ -240,7 +240,7 @@ class Timeline:
 
     @contextmanager
     def step(self, step: int, *, images: int = 0) -> Iterator[None]:
-        """One optimiser step; `images` is how many it takes over all processes and micro-batches (0: unknown)."""
+        """One optimizer step; `images` is how many it takes over all processes and micro-batches (0: unknown)."""
         if self._current().inside_step or self._open:
             raise RuntimeError(f"step {step} begins inside of a step or range; end that first")
         self._at_window(opens=True)
@@ -423,8 +423,8 @@ class Timeline:
     def _at_window(self, *, opens: bool) -> None:
         """Open a window before the first of its steps, and close it after the last."""
         windows, ordinal = self._windows, self.steps_completed
-        neighbour = ordinal - 1 if opens else ordinal + 1
-        if windows is not None and ordinal in windows.steps and neighbour not in windows.steps:
+        neighbor = ordinal - 1 if opens else ordinal + 1
+        if windows is not None and ordinal in windows.steps and neighbor not in windows.steps:
             with self.span(PROFILER):
                 (windows.open if opens else windows.close)(ordinal)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from trainer.rules.gpu import BatchSize, GpuUtilization, HostSyncs, HostToDevice, TeacherShare
 from trainer.rules.learning import (
     ClassImbalance,
@@ -19,7 +22,7 @@ from trainer.rules.stalled import StalledTraining
 from trainer.rules.weights import (
     ExplodingGradients,
     LossNotFinite,
-    PoorInitialisation,
+    PoorInitialization,
     UnchangedWeights,
     UpdateRatio,
     VanishingGradients,
@@ -28,6 +31,8 @@ from trainer.rules.weights import (
 
 class RuleSettings(Rules):
     """Every rule, with its thresholds; docs/rules.md describes them."""
+
+    former_names: ClassVar[Mapping[str, str]] = {"poor_initialisation": "poor_initialization"}
 
     io_bottleneck: IoBottleneck = IoBottleneck()
     loader_workers: LoaderWorkers = LoaderWorkers()
@@ -46,7 +51,7 @@ class RuleSettings(Rules):
     recompilation: Recompilation = Recompilation()
     step_outliers: StepOutliers = StepOutliers()
     own_overhead: OwnOverhead = OwnOverhead()
-    poor_initialisation: PoorInitialisation = PoorInitialisation()
+    poor_initialization: PoorInitialization = PoorInitialization()
     exploding_gradients: ExplodingGradients = ExplodingGradients()
     loss_not_finite: LossNotFinite = LossNotFinite()
     vanishing_gradients: VanishingGradients = VanishingGradients()

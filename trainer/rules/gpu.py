@@ -106,7 +106,7 @@ class GpuUtilization(SystemRule):
     Advises compilation, bf16, a larger batch, less between steps.
     """
 
-    title: ClassVar = "GPU utilisation"
+    title: ClassVar = "GPU utilization"
 
     low_percent: Percent = 70.0
     """A 95th percentile below this is low, in percent."""
@@ -233,7 +233,7 @@ class HostSyncs(SystemRule):
         on_gpu = rank.record.device.startswith("cuda")
         if not on_gpu and not len(rank.tensors.steps):
             return NotJudged(
-                "no measurement of the weights shows how many values the optimiser reads, as it would on a CPU"
+                "no measurement of the weights shows how many values the optimizer reads, as it would on a CPU"
             )
         names = _WAITING_CALLS if on_gpu else (_READ,)
         reads = sum(operator.calls for operator in table.operators if operator.name in names) / table.steps

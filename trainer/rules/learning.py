@@ -15,7 +15,7 @@ from trainer.loss_terms import TAUGHT, TERMS
 from trainer.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, TrainingRule, too_short
 from trainer.rules.weights import (
     ExplodingGradients,
-    PoorInitialisation,
+    PoorInitialization,
     UnchangedWeights,
     UpdateRatio,
     VanishingGradients,
@@ -145,7 +145,7 @@ def _weak(text: str, confidence: float, classes: Mapping[str, int] | None) -> Fi
     labels_a_class = statistics.median(classes.values()) if classes else math.inf
     if labels_a_class <= FEW_LABELS:
         better = (
-            f"With {labels_a_class:g} labels a class fit a linear head to public weights, and take unlabelled photos of the same kind "
+            f"With {labels_a_class:g} labels a class fit a linear head to public weights, and take unlabeled photos of the same kind "
             "(pretrain.head=probe, as in the recipe few-labels)"
         )
     advice = f"{better}; until then raise distill.label_weight against distill.logit_weight."
@@ -251,7 +251,7 @@ class VanishingLossTerm(TrainingRule):
 
 
 _CAUSES = (
-    PoorInitialisation,
+    PoorInitialization,
     ExplodingGradients,
     VanishingGradients,
     UnchangedWeights,
@@ -335,7 +335,7 @@ class Overfitting(TrainingRule):
     fell meanwhile, while the validation accuracy did not rise (by two standard errors).
 
     Needs {_MEASUREMENTS} measurements on the validation split, and a training loss with labels (`label_weight` above 0).
-    Advises looking for wrong labels; more augmentation or regularisation, more images, or fewer epochs.
+    Advises looking for wrong labels; more augmentation or regularization, more images, or fewer epochs.
     """
 
     title: ClassVar = "Overfitting"

@@ -20,7 +20,7 @@ _BLOCKS = 5
 """Parts of the training, in all but one of which a straggler is slower."""
 _BINS = 10
 _UNCERTAIN = 0.1
-"""Of the time in which a process had no core, so much may be counted in a neighbouring phase: the kernel counts it when it ends."""
+"""Of the time in which a process had no core, so much may be counted in a neighboring phase: the kernel counts it when it ends."""
 
 
 def _unjudgeable(case: Case, steps: Steps) -> NotJudged | None:
@@ -42,7 +42,7 @@ def own_work(steps: Steps) -> Series:
     On XLA the host waits for the device, and so for the others, where it hands over the step's graph.
     """
     waiting = ["backward", "dispatch"]
-    if steps.record.context.settings.get("zero"):  # then processes exchange weights in the optimiser, too
+    if steps.record.context.settings.get("zero"):  # then processes exchange weights in the optimizer, too
         waiting.append("optimizer")
     return np.asarray(steps.seconds - steps.phase(*waiting) - steps.delayed + steps.delayed_in("backward"))
 

@@ -65,7 +65,7 @@ def _chosen(history: TensorSamples, flags: Flags) -> list[str]:
     return [name for name, is_chosen in zip(history.tensors, flags, strict=True) if is_chosen]
 
 
-class PoorInitialisation(TrainingRule):
+class PoorInitialization(TrainingRule):
     """Weights that start alike, or far from the usual scale.
 
     Fires when a matrix has weights of one size only; or stretches a signal more than `largest_gain` times (root mean square x the fourth
@@ -76,7 +76,7 @@ class PoorInitialisation(TrainingRule):
     Advises drawing these weights as timm does, or starting from trained ones.
     """
 
-    title: ClassVar = "Poor initialisation"
+    title: ClassVar = "Poor initialization"
 
     largest_ratio: NonNegativeFloat = 20.0
     """Root mean square of a matrix's weights against that of the same matrix in another block."""
@@ -145,7 +145,7 @@ class VanishingGradients(TrainingRule):
 
     def judge(self, case: Case) -> Outcome:
         history = case.rank.tensors
-        if answer := _few(history, _FEWEST) or case.first_cause(PoorInitialisation):
+        if answer := _few(history, _FEWEST) or case.first_cause(PoorInitialization):
             return answer
         sizes = history.values["gradient_mean_abs"]
         seen, small = ~np.isnan(sizes), sizes < self.mean_abs
@@ -209,7 +209,7 @@ class ExplodingGradients(TrainingRule):
                 window_s=(seconds, ended_s),
                 steps=(int(history.steps[first]), int(history.steps[-1])),
             )
-        if answer := _few(history, _FEWEST) or case.first_cause(PoorInitialisation):
+        if answer := _few(history, _FEWEST) or case.first_cause(PoorInitialization):
             return answer
         limit, norms = self.growth, np.sqrt(np.nansum(norms**2, axis=1))
         usual = np.array([max(norms[0], np.median(norms[:index]), _SMALL_NORM) for index in range(1, len(norms))])
@@ -285,7 +285,7 @@ class LossNotFinite(TrainingRule):
             return Healthy(f"all {len(bad)} points of the loss are finite")
         if self.since(case) is None:
             return self._single(curve, bad)
-        return case.first_cause(PoorInitialisation, ExplodingGradients) or self._lost(case, curve, bad)
+        return case.first_cause(PoorInitialization, ExplodingGradients) or self._lost(case, curve, bad)
 
     def _single(self, curve: Curve, bad: Flags) -> Finding:
         first, *_, last = [*curve.steps[bad], *curve.steps[bad][-1:]]
@@ -378,7 +378,7 @@ class UpdateRatio(TrainingRule):
 
     def judge(self, case: Case) -> Outcome:
         history = case.rank.tensors
-        if answer := _few(history, 1) or case.first_cause(PoorInitialisation, ExplodingGradients) or loss_is_lost(case):
+        if answer := _few(history, 1) or case.first_cause(PoorInitialization, ExplodingGradients) or loss_is_lost(case):
             return answer
         ratios = _update_ratios(history)
         if not np.isfinite(ratios).any():
@@ -447,7 +447,7 @@ class UnchangedWeights(TrainingRule):
 
     def judge(self, case: Case) -> Outcome:
         needed, history = self.looks, case.rank.tensors
-        if answer := _few(history, needed) or case.first_cause(PoorInitialisation, VanishingGradients):
+        if answer := _few(history, needed) or case.first_cause(PoorInitialization, VanishingGradients):
             return answer
         still = history.values["unchanged"] >= 1
         runs = np.stack([still[start : start + needed].all(0) for start in range(len(history.steps) - needed + 1)])

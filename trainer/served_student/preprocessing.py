@@ -15,11 +15,11 @@ import struct
 import threading
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,9 @@ FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000"
 """Formats that are read: those of Pillow that have a signature and start no other program (as EPS would), and HEIC with pillow-heif."""
 
 DEEPEST = 16
-"""Bits of the deepest greys."""
-GREY_PEAK = "grey_peak"
-"""Key in `info` of a decoded picture whose greys had 16 bits: the largest of them."""
+"""Bits of the deepest grays."""
+GRAY_PEAK = "gray_peak"
+"""Key in `info` of a decoded picture whose grays had 16 bits: the largest of them."""
 
 JPEG_SCANS = 500
 """Most scans of a JPEG file: an ordinary one has up to ten, and each costs the time of a whole picture."""
@@ -99,8 +99,8 @@ class Square:
     """With antialiasing."""
     max_pixels: int
     """A file with more pixels is not decoded."""
-    grey_bits: int = DEEPEST
-    """How many of their 16 bits deep greys use, from the lowest one."""
+    gray_bits: int = DEEPEST
+    """How many of their 16 bits deep grays use, from the lowest one."""
 
     def __post_init__(self) -> None:
         """Check the members, since they may come from a file."""
@@ -112,8 +112,15 @@ class Square:
             raise ValueError(f"size must be a whole number from 1 to {LARGEST_SQUARE}, got {self.size!r}")
         if type(self.max_pixels) is not int or self.max_pixels <= 0:
             raise ValueError(f"max_pixels must be a whole number above 0, got {self.max_pixels!r}")
-        if type(self.grey_bits) is not int or not 8 <= self.grey_bits <= DEEPEST:
-            raise ValueError(f"grey_bits must be a whole number from 8 to {DEEPEST}, got {self.grey_bits!r}")
+        if type(self.gray_bits) is not int or not 8 <= self.gray_bits <= DEEPEST:
+            raise ValueError(f"gray_bits must be a whole number from 8 to {DEEPEST}, got {self.gray_bits!r}")
+
+
+def with_present_names(described: Any) -> Any:
+    """Rename members of a square's description that earlier versions wrote."""
+    if not isinstance(described, Mapping):
+        return described
+    return {"gray_bits" if name == "grey_bits" else name: value for name, value in described.items()}
 
 
 def to_square(image: Image.Image, square: Square) -> Image.Image:
@@ -128,15 +135,15 @@ def to_square(image: Image.Image, square: Square) -> Image.Image:
 
 def to_pixels(content: bytes, square: Square) -> npt.NDArray[np.uint8]:
     """Make the square of an image file's bytes: uint8 [S, S, 3]; raises a `BadImageError` where it is no image."""
-    picture = decode(content, max_pixels=square.max_pixels, grey_bits=square.grey_bits)
+    picture = decode(content, max_pixels=square.max_pixels, gray_bits=square.gray_bits)
     return np.asarray(to_square(picture, square))
 
 
-def decode(content: bytes, *, max_pixels: int, min_edge: int = 1, grey_bits: int = DEEPEST) -> Image.Image:
+def decode(content: bytes, *, max_pixels: int, min_edge: int = 1, gray_bits: int = DEEPEST) -> Image.Image:
     """Decode the first frame of an image file into an upright 8-bit RGB picture.
 
-    EXIF orientation is applied. Transparent pixels are laid over white, unless all are transparent. Of 16-bit greys, which use their lower
-    `grey_bits`, the upper 8 of these are kept, and of 16-bit colours the upper 8. Colour profiles are not applied; damage to what is not
+    EXIF orientation is applied. Transparent pixels are laid over white, unless all are transparent. Of 16-bit grays, which use their lower
+    `gray_bits`, the upper 8 of these are kept, and of 16-bit colors the upper 8. Color profiles are not applied; damage to what is not
     about pixels does not matter. A picture with more than `max_pixels` is refused before it is decoded, as is one with an edge shorter
     than `min_edge`.
     """
@@ -156,7 +163,7 @@ def decode(content: bytes, *, max_pixels: int, min_edge: int = 1, grey_bits: int
             image.load()
             _check_depth(image, content)
             turn = _TURNS.get(_orientation(image))
-            return _to_rgb(image if turn is None else image.transpose(turn), grey_bits)
+            return _to_rgb(image if turn is None else image.transpose(turn), gray_bits)
     except (BadImageError, MemoryError):
         raise
     except UnidentifiedImageError as error:
@@ -232,14 +239,14 @@ def _check_size(image: Image.Image, max_pixels: int, min_edge: int) -> None:
 
 
 def _check_depth(image: Image.Image, content: bytes) -> None:
-    """Refuse what Pillow's modes do not tell: 32 bits whose range is not known, and 16-bit colours that would be nearly black."""
+    """Refuse what Pillow's modes do not tell: 32 bits whose range is not known, and 16-bit colors that would be nearly black."""
     bits = content[_PNG_DEPTH] if content.startswith(_PNG) else 0
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         bits = int(max(image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,))))
     if bits == 32 and image.mode == "I":
         raise BadImageError(_DEEP)
     if bits == 16 and image.mode in ("RGB", "RGBA", "LA") and _is_nearly_black(image):
-        raise BadImageError("16-bit colours of which the upper 4 bits are unused: save the image with 8 bits")
+        raise BadImageError("16-bit colors of which the upper 4 bits are unused: save the image with 8 bits")
 
 
 def _is_nearly_black(image: Image.Image) -> bool:
@@ -310,16 +317,16 @@ class _PillowLimits:
 _PILLOW = _PillowLimits()
 
 
-def _to_rgb(image: Image.Image, grey_bits: int) -> Image.Image:
+def _to_rgb(image: Image.Image, gray_bits: int) -> Image.Image:
     if image.mode in ("I", "I;16", "I;16L", "I;16B", "I;16N"):
-        greys = np.asarray(image)
-        if greys.min() < 0:
+        grays = np.asarray(image)
+        if grays.min() < 0:
             raise BadImageError(
                 "negative pixels: their range is not known, so save the image with 8 or 16 bits from 0 on"
             )
-        if greys.max() > 0xFFFF:
+        if grays.max() > 0xFFFF:
             raise BadImageError(_DEEP)
-        return from_array(greys.astype(np.uint16), grey_bits=grey_bits)
+        return from_array(grays.astype(np.uint16), gray_bits=gray_bits)
     if image.mode == "F":
         raise BadImageError(_UNKNOWN_RANGE)
     if image.has_transparency_data:
@@ -330,13 +337,13 @@ def _to_rgb(image: Image.Image, grey_bits: int) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def from_array(pixels: npt.NDArray[np.generic], *, grey_bits: int = DEEPEST) -> Image.Image:
+def from_array(pixels: npt.NDArray[np.generic], *, gray_bits: int = DEEPEST) -> Image.Image:
     """Make the RGB picture of an array that `decode` makes of a file with the same pixels.
 
     Args:
-        pixels: [H, W] or [H, W, C], where C is 1 (grey), 2 (grey, alpha), 3 (RGB) or 4 (RGBA). uint8; uint16, of which the upper 8 bits
+        pixels: [H, W] or [H, W, C], where C is 1 (gray), 2 (gray, alpha), 3 (RGB) or 4 (RGBA). uint8; uint16, of which the upper 8 bits
             are kept; bool; or other whole numbers in 0..255.
-        grey_bits: how many bits the greys of uint16 use.
+        gray_bits: how many bits the grays of uint16 use.
     """
     channels = pixels.shape[2] if pixels.ndim == 3 else 1
     if pixels.ndim not in (2, 3) or channels not in (1, 2, 3, 4) or 0 in pixels.shape:
@@ -345,20 +352,20 @@ def from_array(pixels: npt.NDArray[np.generic], *, grey_bits: int = DEEPEST) -> 
         )
     is_deep = pixels.dtype.kind == "u" and pixels.dtype.itemsize == 2 and channels < 3
     if is_deep:
-        greys = pixels if channels == 1 else pixels[..., 0]
-        peak = int(greys.max())
-        if peak >> grey_bits:
+        grays = pixels if channels == 1 else pixels[..., 0]
+        peak = int(grays.max())
+        if peak >> gray_bits:
             raise BadImageError(
-                f"deeper greys: up to {peak}, more than the {2**grey_bits - 1} of data.grey_bits={grey_bits}"
+                f"deeper grays: up to {peak}, more than the {2**gray_bits - 1} of data.gray_bits={gray_bits}"
             )
-    eight_bit = _to_eight_bit(pixels, grey_bits if is_deep else DEEPEST)
+    eight_bit = _to_eight_bit(pixels, gray_bits if is_deep else DEEPEST)
     if is_deep and channels == 2:
         eight_bit[..., 1] = _to_eight_bit(pixels[..., 1], DEEPEST)  # alpha uses all of its bits
     picture = _to_rgb(
-        Image.fromarray(eight_bit[..., 0] if pixels.ndim == 3 and channels == 1 else eight_bit), grey_bits
+        Image.fromarray(eight_bit[..., 0] if pixels.ndim == 3 and channels == 1 else eight_bit), gray_bits
     )
     if is_deep:
-        picture.info[GREY_PEAK] = peak
+        picture.info[GRAY_PEAK] = peak
     return picture
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .class_tags import NAMED, TAGS, TOP_LABELS, TOP_PROBABILITIES, ClassTags
-from .preprocessing import BadImageError, Square, from_array, to_pixels, to_square
+from .preprocessing import BadImageError, Square, from_array, to_pixels, to_square, with_present_names
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -59,7 +59,7 @@ class ServedStudent:
         """By which the logits are divided for probabilities; 1 where none was fitted."""
         self.threshold: float | None = card.get("threshold")
         """Probability above which a label is named, where a photo may have several; None where it has one."""
-        self._square = Square(**card["square"])
+        self._square = Square(**with_present_names(card["square"]))
         self._network: OnnxNetwork | TorchNetwork
         if exported:
             from .onnx_network import RUNTIMES, runtime_of  # either needs packages that the other one does without
@@ -143,7 +143,7 @@ class ServedStudent:
             if isinstance(photo, bytes):
                 return to_pixels(photo, self._square)
             if isinstance(photo, np.ndarray):
-                return np.asarray(to_square(from_array(photo, grey_bits=self._square.grey_bits), self._square))
+                return np.asarray(to_square(from_array(photo, gray_bits=self._square.gray_bits), self._square))
             kind = type(photo).__name__
             raise BadImageError(f"no image: give an array, the bytes of an image file, or a pathlib.Path, not {kind}")
         except (BadImageError, OSError) as error:

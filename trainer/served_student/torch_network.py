@@ -35,7 +35,7 @@ class Preprocessing(nn.Module):
         self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1) * 255, persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Resize and normalise pixels in 0..255, [B, 3, H, W], to float32 [B, 3, S, S]."""
+        """Resize and normalize pixels in 0..255, [B, 3, H, W], to float32 [B, 3, S, S]."""
         pixels = images.float()
         size = (self.size, self.size)
         if images.shape[-2:] != size:

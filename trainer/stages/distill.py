@@ -35,7 +35,7 @@ from trainer.training.session import open_session
 
 logger = logging.getLogger(__name__)
 
-_FEW_LABELLED = 8  # labelled images in a step, in the mean; with as many, one step in three thousand has none
+_FEW_LABELED = 8  # labeled images in a step, in the mean; with as many, one step in three thousand has none
 
 
 def run(
@@ -47,7 +47,7 @@ def run(
     evidence: str | Path,
     teacher_outputs: str | Path | None = None,
 ) -> None:
-    """Distil the student; runs in every training process.
+    """Distill the student; runs in every training process.
 
     With `teacher=recorded` the teacher's recorded outputs are needed, and of the teacher only its manifest is read.
 
@@ -107,8 +107,8 @@ def run(
             samples,
             settings,
             view_size=size,
-            labelled=settings.head == "trained",
-            labelled_share=settings.labeled_share,
+            labeled=settings.head == "trained",
+            labeled_share=settings.labeled_share,
             teacher_outputs=recording,
             context=ContextRecord(
                 teacher_val_top1=teaching.figures.get("val_top1"),
@@ -126,10 +126,10 @@ def run(
 def start(settings: DistillSettings, data: PreparedDataset) -> tuple[Classifier, str]:
     """Make the student before training; gives it, and the fingerprint of the weights that it starts from, empty if there are none.
 
-    Its head is new unless the weights' classes are the data set's; where it is fitted afterwards there is none yet.
+    Its head is new unless the weights' classes are the data set's; where it is fitted afterward there is none yet.
 
     Raises:
-        ModelError: it cannot be built, cannot take the head that is fitted afterwards, or the given weights are of another model.
+        ModelError: it cannot be built, cannot take the head that is fitted afterward, or the given weights are of another model.
         ArtifactError: they are missing or damaged.
     """
     if settings.head == "probe":
@@ -150,13 +150,13 @@ def open_samples(settings: DistillSettings, data: PreparedDataset) -> Samples:
 
 
 def _tell(samples: Samples, settings: DistillSettings) -> None:
-    """Say how many images there are of each kind, and whether labelled ones may be lacking in a step."""
-    labelled = len(samples) - samples.unlabeled
-    logger.info("distill  %s labelled and %s unlabelled images", f"{labelled:,}", f"{samples.unlabeled:,}")
-    in_a_step = settings.batch_size * labelled / len(samples)
-    if samples.unlabeled and settings.label_weight and not settings.labeled_share and in_a_step < _FEW_LABELLED:
+    """Say how many images there are of each kind, and whether labeled ones may be lacking in a step."""
+    labeled = len(samples) - samples.unlabeled
+    logger.info("distill  %s labeled and %s unlabeled images", f"{labeled:,}", f"{samples.unlabeled:,}")
+    in_a_step = settings.batch_size * labeled / len(samples)
+    if samples.unlabeled and settings.label_weight and not settings.labeled_share and in_a_step < _FEW_LABELED:
         text = (
-            "distill  of %d images in a step %.1f are labelled in the mean, and a step without any counts as 0 in the curve of the label "
+            "distill  of %d images in a step %.1f are labeled in the mean, and a step without any counts as 0 in the curve of the label "
             "loss; hold a share of them in each step with distill.labeled_share"
         )
         logger.warning(text, settings.batch_size, in_a_step)

@@ -63,7 +63,7 @@ def run(
     if len(split) == 0 or (split.labels < 0).any():
         raise DataError(
             f"the test split has {len(split)} images, {int((split.labels < 0).sum())} of them without a label; "
-            "a student cannot be judged on it, prepare a labelled one (data.test_fraction)"
+            "a student cannot be judged on it, prepare a labeled one (data.test_fraction)"
         )
     subjects = [_subject("teacher", teacher, data), _subject("student", student, data)]
     parents = {"dataset": data.fingerprint, **{subject.name: subject.fingerprint for subject in subjects}}
@@ -85,7 +85,7 @@ class _Evaluated:
     size_bytes: int
     fingerprint: str
     knn_top1: float | None = None
-    """Accuracy of its nearest neighbours on the test split, where it was asked for."""
+    """Accuracy of its nearest neighbors on the test split, where it was asked for."""
     probed: bool = False
     """Whether its head is a linear probe that was fitted here."""
     embedded: Mapping[str, Embeddings] = field(default_factory=dict)
@@ -102,7 +102,7 @@ def _subject(name: str, uri: str | Path, data: PreparedDataset) -> _Evaluated:
 
 
 def _probed(subjects: Sequence[_Evaluated], data: PreparedDataset, settings: EvaluateSettings) -> list[_Evaluated]:
-    """Measure what the embeddings know: nearest neighbours' votes for all models, and a linear probe as the head of one that has none."""
+    """Measure what the embeddings know: nearest neighbors' votes for all models, and a linear probe as the head of one that has none."""
     device, train, test = choose_device().open(), data.split("train"), data.split("test")
     classes, done = len(data.classes), []
     labels = train.labels[_bank(train)]

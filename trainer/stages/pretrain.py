@@ -28,7 +28,7 @@ from trainer.training.session import Session, open_session
 
 RECONSTRUCTIONS = "mae/reconstructions.png"  # where the picture stands in the evidence
 _PICTURED = 8
-MOST_EMBEDDED = 10_000  # training images by which an embedding is standardised, at most
+MOST_EMBEDDED = 10_000  # training images by which an embedding is standardized, at most
 
 
 def run(settings: PretrainSettings, *, dataset: str | Path, teacher: str | Path, evidence: str | Path) -> None:
@@ -76,12 +76,12 @@ def start(settings: PretrainSettings, data: PreparedDataset) -> tuple[Classifier
 
 
 def pretrain(model: Classifier, settings: PretrainSettings, session: Session) -> None:
-    """Train the network of `model` in place as a masked autoencoder, on labelled and unlabelled images."""
+    """Train the network of `model` in place as a masked autoencoder, on labeled and unlabeled images."""
     torch.manual_seed(session.seed + 1)
     autoencoder = MaskedAutoencoder(model, settings.mae)
     samples = Samples(session.data.training_splits(unlabeled=True))
     objective = MaeObjective(autoencoder, session.seed)
-    trained = session.train("mae", objective, samples, settings.mae, view_size=model.card.image_size, labelled=False)
+    trained = session.train("mae", objective, samples, settings.mae, view_size=model.card.image_size, labeled=False)
     assert isinstance(trained, MaskedAutoencoder), "the objective's model is a MaskedAutoencoder"
     model.network.load_state_dict(trained.encoder.state_dict())
     objective.release()
@@ -120,7 +120,7 @@ def finetune(model: Classifier, settings: PretrainSettings, session: Session) ->
 def measure_embedding(model: Classifier, session: Session) -> tuple[EmbeddingStatistics, EmbeddingStatistics | None]:
     """Measure how the teacher's embedding, and its patch tokens if it has any, are distributed over the training images.
 
-    They are standardised by that. Images count with and without labels.
+    They are standardized by that. Images count with and without labels.
     """
     splits, has_tokens = session.data.training_splits(unlabeled=True), models.find_token_shape(model) is not None
     chosen, first, parts = np.array(spread(sum(map(len, splits)), MOST_EMBEDDED)), 0, []

@@ -99,7 +99,7 @@ def run(
     if tracking.uri() and models.load(given["student"]).card.square is None:
         raise ModelError(
             f"student {given['student']}: {models.CONFIG} does not say how a photo becomes its input, because an older version wrote it; "
-            "remove the directory and distil it again"
+            "remove the directory and distill it again"
         )
     tuned = read_tuning(given["tuning"]) if "tuning" in given else None
     forecast = tuned.forecast if tuned else None
@@ -417,6 +417,6 @@ def _description(card: ModelCard, figures: Mapping[str, Any], exported: Artifact
         f"{len(card.labels):,} classes: {limits.printable(listed(card.labels, _LISTED))}.",
     ]
     if card.origin is not None:
-        terms = f", licence {card.origin.license}" if card.origin.license else ""
+        terms = f", license {card.origin.license}" if card.origin.license else ""
         parts.append(f"Its training began with the weights {limits.printable(card.origin.name)}{terms}.")
     return "\n\n".join(parts)

@@ -193,7 +193,7 @@ class Subject:
             processes=processes,
             checkpoints=Checkpoints(root, NAME, settings={}, parents={"dataset": self.data.fingerprint}),
             teacher_outputs=recording,
-            labelled_share=settings.labeled_share,
+            labeled_share=settings.labeled_share,
             val_split=self.data.split("val") if settings.head == "trained" else None,
         )
 
@@ -317,7 +317,7 @@ def _recording_time(
     teacher_s = max(processes.gather(_least_s(lambda: frozen(images), device))) / batch / processes.world_size
     views = reinforce.open_views(recorder, described, samples, device)
     order = StatelessSampler(
-        len(samples), described.seed, views=described.views, paired=mixes(views.settings), labelled=samples.labelled
+        len(samples), described.seed, views=described.views, paired=mixes(views.settings), labeled=samples.labeled
     )
     batches = MicroBatches(views, order, count=batch)
     loading = measure_loading(batches, count(0, batch)).seconds / batch

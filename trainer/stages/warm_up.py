@@ -1,7 +1,7 @@
 """warm_up: compile beforehand, by the first steps of each training; what they learn is thrown away.
 
 The steps are real ones: the same code, models, shapes, precision and processes, on the first images of the data set. They take in
-what a training does now and then too (a look at its weights, a line of the log, a checkpoint, a validation), so that afterwards the
+what a training does now and then too (a look at its weights, a line of the log, a checkpoint, a validation), so that afterward the
 compile cache has all graphs that a training asks for. Where a compiler keeps them is its own affair (`NEURON_COMPILE_CACHE_URL`,
 `TORCHINDUCTOR_CACHE_DIR`).
 """
@@ -147,8 +147,8 @@ class Rehearsal:
             samples,
             _few(settings, session.data),
             view_size=distill.view_size(student, online, recording),
-            labelled=settings.head == "trained",
-            labelled_share=settings.labeled_share,
+            labeled=settings.head == "trained",
+            labeled_share=settings.labeled_share,
             teacher_outputs=recording,
         )
 

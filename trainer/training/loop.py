@@ -1,7 +1,7 @@
 """The training loop that masked-autoencoder pretraining, fine-tuning and distillation share.
 
 An objective turns a batch into named losses; the loop does the rest: the schedule, autocast, accumulation, the gradient's norm, the
-optimiser, the average of the weights, evidence, metrics, validation, checkpoints and resume.
+optimizer, the average of the weights, evidence, metrics, validation, checkpoints and resume.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _NAMED = 3
 
 
 class Trainer:
-    """A model, its optimiser and its recorder, and the loop over the steps, on one of the processes.
+    """A model, its optimizer and its recorder, and the loop over the steps, on one of the processes.
 
     All processes take the same decisions after a step, so none waits for one that has stopped.
     """
@@ -202,7 +202,7 @@ class Trainer:
             yield prefetcher
 
     def train_step(self, step: int, batches: Prefetcher) -> Losses:
-        """Take one optimiser step.
+        """Take one optimizer step.
 
         Returns this process's losses, left on the device: their mean over the processes is that over the step's images.
         """

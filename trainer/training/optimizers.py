@@ -1,6 +1,6 @@
 """AdamW with weight-decay groups and layer-wise learning rates, sharded or not; and the moving average of the weights.
 
-A sharded optimiser's state is dealt to the processes: by whole weights, as torch does it, or by rows of each weight, as torch_xla does.
+A sharded optimizer's state is dealt to the processes: by whole weights, as torch does it, or by rows of each weight, as torch_xla does.
 
 Shapes: a weight has R rows, its first dimension; each of W processes holds ceil(R / W) of them, the last ones filled up with zeros.
 """
@@ -75,7 +75,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, device: Dev
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimiser of what this process holds, which is everything unless it is sharded."""
+    """Return the optimizer of what this process holds, which is everything unless it is sharded."""
     if isinstance(optimizer, RowShardedOptimizer):
         return optimizer.base_optimizer
     part: torch.optim.Optimizer = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
@@ -157,7 +157,7 @@ def deal_rows(optimizer: RowShardedOptimizer, states: Sequence[Mapping[str, Tens
 
 
 def running_statistics(model: nn.Module) -> list[Tensor]:
-    """Return the running means and variances that a model's batch normalisations learn, of which each process sees its own images."""
+    """Return the running means and variances that a model's batch normalizations learn, of which each process sees its own images."""
     learning = [module for module in batch_norms(model) if module.training]
     found = [part for module in learning for part in (module.running_mean, module.running_var)]
     return [part for part in found if part is not None]
@@ -179,7 +179,7 @@ class AveragedModel:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Move the average towards the model's weights after optimiser step `step`; buffers are copied."""
+        """Move the average toward the model's weights after optimizer step `step`; buffers are copied."""
         (share,) = self._device.numbers([1 - min(self.decay, (1 + step) / (10 + step))])
         if isinstance(share, Tensor):
             for average, source in zip(self._averages, self._sources, strict=True):

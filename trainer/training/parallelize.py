@@ -202,7 +202,7 @@ def parallelize_model(
         model,
         gradient_as_bucket_view=True,
         forward_sync_buffers=False,
-        # Torch learns a static graph from the first backward pass, and fails an assertion of its own if that is not synchronised.
+        # Torch learns a static graph from the first backward pass, and fails an assertion of its own if that is not synchronized.
         static_graph=settings.accumulation == 1,
     )
     if settings.gradient_compression == "bf16":

@@ -82,8 +82,8 @@ class Session:
         *,
         view_size: int,
         layer_decay: float = 1.0,
-        labelled: bool = True,
-        labelled_share: float = 0.0,
+        labeled: bool = True,
+        labeled_share: float = 0.0,
         teacher_outputs: RecordedOutputs | None = None,
         context: ContextRecord | None = None,
     ) -> nn.Module:
@@ -91,8 +91,8 @@ class Session:
 
         Args:
             layer_decay: factor of the learning rate from one block to the one below it.
-            labelled: whether the model is a classifier, to be measured on the validation split.
-            labelled_share: of the images of each step, where there are others too; 0: they come as all do.
+            labeled: whether the model is a classifier, to be measured on the validation split.
+            labeled_share: of the images of each step, where there are others too; 0: they come as all do.
             context: what only the stage knows of the training.
 
         Raises:
@@ -135,9 +135,9 @@ class Session:
             checkpoints=checkpoints,
             layer_decay=layer_decay,
             teacher_outputs=teacher_outputs,
-            val_split=self.data.split("val") if labelled else None,
+            val_split=self.data.split("val") if labeled else None,
             watch=self.watch,
-            labelled_share=labelled_share,
+            labeled_share=labeled_share,
         )
         trainer = Trainer(training, context=self._context(training, context or ContextRecord()), startup=self.startup)
         kept = storage.join(checkpoints.uri, FAILED)

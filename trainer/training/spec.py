@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 Fitted = TypeVar("Fitted", bound=TrainingSettings)
 
 Losses = dict[str, Tensor]
-"""Named scalar losses; `loss` is the one that is minimised."""
+"""Named scalar losses; `loss` is the one that is minimized."""
 
 
 class Objective(Protocol):
@@ -74,8 +74,8 @@ class TrainingSpec:
     """Where the model's accuracy is measured; None where it is no classifier."""
     watch: WatchSettings = field(default_factory=WatchSettings)
     """Which rules judge it while it runs."""
-    labelled_share: float = 0.0
-    """Share of labelled images in each step, where there are others too; 0: they come as all do."""
+    labeled_share: float = 0.0
+    """Share of labeled images in each step, where there are others too; 0: they come as all do."""
 
     @property
     def seed(self) -> int:
@@ -95,8 +95,8 @@ class TrainingSpec:
             view_seed=None if recorded is None else recorded.view_seed,
             views=0 if recorded is None else recorded.view_count,
             paired=mixes(self.settings.views),
-            labelled=self.samples.labelled,
-            labelled_share=self.labelled_share,
+            labeled=self.samples.labeled,
+            labeled_share=self.labeled_share,
         )
 
     @property
@@ -146,7 +146,7 @@ def check_micro_batches(model: nn.Module, settings: TrainingSettings, world_size
     """Return the images of the largest micro-batch of a process, after a check that the smallest one is enough for the model.
 
     Raises:
-        SettingsError: a micro-batch would have no image, or a single one to normalise a batch by.
+        SettingsError: a micro-batch would have no image, or a single one to normalize a batch by.
     """
     most, parts = loader.micro_batch_size(settings, world_size), world_size * settings.accumulation
     if settings.batch_size < smallest_micro_batch(model) * parts:
@@ -159,7 +159,7 @@ def check_micro_batches(model: nn.Module, settings: TrainingSettings, world_size
 
 
 def smallest_micro_batch(model: nn.Module) -> int:
-    """Return the fewest images that a model can be trained with at once: two where batch normalisation learns from them.
+    """Return the fewest images that a model can be trained with at once: two where batch normalization learns from them.
 
     Leaves the model in training mode.
     """
@@ -171,7 +171,7 @@ def why_micro_batches_count(section: LoadingSettings, model: nn.Module) -> str:
     if isinstance(section, DistillSettings) and section.relates_images:
         return "logit_loss=dist compares its images with one another"
     if smallest_micro_batch(model) > 1:
-        return "batch normalisation takes mean and variance over its images"
+        return "batch normalization takes mean and variance over its images"
     return ""
 
 

@@ -1,6 +1,6 @@
 """What a training keeps in order to resume: each tensor by the name of its weight, copied into the host's memory, as files, and put back.
 
-So a state fits the same model whatever the order of its weights and the number of processes, and whether the optimiser is sharded.
+So a state fits the same model whatever the order of its weights and the number of processes, and whether the optimizer is sharded.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class TrainingState:
     """What a checkpoint holds."""
 
     step: int
-    """Optimiser steps done."""
+    """Optimizer steps done."""
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     """Such as `exp_avg/NAME OF WEIGHT`; nothing of a weight that was never changed."""
     groups: Sequence[Mapping[str, Any]]
-    """The optimiser's groups: their `params`, names of weights, and of `OPTIONS` those that the optimiser has."""
+    """The optimizer's groups: their `params`, names of weights, and of `OPTIONS` those that the optimizer has."""
     average: Mapping[str, Tensor] | None
     """The moving average of the weights, where there is one."""
     pending: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ def capture(
 ) -> TrainingState:
     """Return the state after `step` steps: the tensors themselves, which the next step changes.
 
-    Where the optimiser is sharded, all `processes` call this, and the first one has the whole state then, the others none of it.
+    Where the optimizer is sharded, all `processes` call this, and the first one has the whole state then, the others none of it.
     """
     names, part, what = _names(model), optimizers.local_optimizer(optimizer), f"the checkpoint of step {step}"
     tensors = {
@@ -120,19 +120,19 @@ def capture(
 def restore(
     state: TrainingState, model: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module | None
 ) -> None:
-    """Put a state into a model, its optimiser (of which a sharded one takes its share) and its average.
+    """Put a state into a model, its optimizer (of which a sharded one takes its share) and its average.
 
     Raises:
         ArtifactError: names, shapes or types do not fit; nothing was changed then.
     """
     names = _names(model)
     _refuse(state, "weights", _misfits(state.model, model.state_dict()))
-    _refuse(state, "optimiser", [*_strangers(state.optimizer, names), *_other_options(state.groups, optimizer, names)])
+    _refuse(state, "optimizer", [*_strangers(state.optimizer, names), *_other_options(state.groups, optimizer, names)])
     if average is not None:
         _refuse(state, "average", _misfits(state.average or {}, average.state_dict()))
         average.load_state_dict(dict(state.average or {}))
     model.load_state_dict(dict(state.model))
-    # By name: `load_state_dict` goes by numbers of weights, and a sharded optimiser does not get it right for a fused one.
+    # By name: `load_state_dict` goes by numbers of weights, and a sharded optimizer does not get it right for a fused one.
     by_weight: dict[str, dict[str, Tensor]] = {}
     for name, tensor in state.optimizer.items():
         key, _, owner = name.partition("/")
@@ -187,7 +187,7 @@ def _described(tensor: Tensor) -> str:
 
 
 def _strangers(tensors: Mapping[str, Tensor], names: Mapping[nn.Parameter, str]) -> list[str]:
-    """List what of an optimiser's state belongs to no weight, or to one of another shape; single numbers, such as its steps, fit all."""
+    """List what of an optimizer's state belongs to no weight, or to one of another shape; single numbers, such as its steps, fit all."""
     weights = {name: parameter for parameter, name in names.items()}
     misfits = []
     for name, tensor in tensors.items():
@@ -222,7 +222,7 @@ def _other_options(
 
 
 class _Group(BaseModel):
-    """One of the optimiser's groups, with its options."""
+    """One of the optimizer's groups, with its options."""
 
     model_config = ConfigDict(extra="allow")
 

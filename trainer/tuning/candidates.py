@@ -35,7 +35,7 @@ class Workload:
     no_recording: str = ""
     """Why the distillation cannot learn from recorded outputs; empty if it can."""
     least_part: int = 1
-    """Fewest images in a micro-batch of a process; two where the student normalises batches."""
+    """Fewest images in a micro-batch of a process; two where the student normalizes batches."""
     why_parts_count: str = ""
     """Why the size of a micro-batch is a part of what is learned; empty where it is not."""
 
@@ -260,10 +260,10 @@ def _zero(best: Trial, job: Workload, failed: Sequence[Candidate]) -> Proposals:
     if job.world_size == 1:
         return
     if best.candidate.zero:
-        why = "processes that keep the optimiser's whole state have less to exchange"
+        why = "processes that keep the optimizer's whole state have less to exchange"
         yield _changed("zero", best, False, _UNSHARDED, why)
     elif failed:
-        why = "less memory for the optimiser's state, where memory was the limit"
+        why = "less memory for the optimizer's state, where memory was the limit"
         yield _changed("zero", best, True, _SHARDED, why)
     else:
         yield Skipped("zero", "it saves memory, and memory was not the limit")

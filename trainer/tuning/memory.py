@@ -1,6 +1,6 @@
 """How much memory a candidate will need, from what those before it did: a host out of memory kills the process that measures.
 
-A process needs a fixed part (weights, the optimiser's state, the teacher) and so many bytes for each image of a micro-batch.
+A process needs a fixed part (weights, the optimizer's state, the teacher) and so many bytes for each image of a micro-batch.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Memory:
         self._ran: dict[Hashable, list[_Ran]] = {}
 
     def begin(self) -> None:
-        """A trial begins, whose teacher is on the device already; its student and the optimiser's state are not."""
+        """A trial begins, whose teacher is on the device already; its student and the optimizer's state are not."""
         self._gauge.begin()
         # What the host's allocator has kept of the trial before would be counted, too.
         self.fixed = self._gauge.used() if self._gauge.exact else self._before

@@ -417,7 +417,7 @@ def test_silence_for_too_long_ends_the_job(kubernetes, fails):
     assert jobs(kubernetes) == []
 
 
-# Cancelling
+# Canceling
 
 
 @pytest.mark.parametrize("when", ["created", "queued", "running"])
@@ -568,7 +568,7 @@ def test_a_launcher_that_was_held_up_reads_before_it_judges(kubernetes, run, log
 
     def hold_up(record):
         if "probe failed once" in record.getMessage():
-            warn("probe failed twice")  # so what it reads first afterwards is no line
+            warn("probe failed twice")  # so what it reads first afterward is no line
             time.sleep(2.0)
         return True
 

@@ -105,24 +105,24 @@ class PlayedContainer(_Base):
     def __init__(self, script: Script, thread_name: str) -> None:
         super().__init__(thread_name)
         self._script = script
-        self._signalled = threading.Event()
+        self._signaled = threading.Event()
         self._number = 0
         self._thread.start()
 
     def signal(self, number: int, reason: str = "") -> None:
         if self._end is None:
             self._number, self._reason = number, reason
-            self._signalled.set()
+            self._signaled.set()
 
     def _run(self) -> None:
         for item in self._script.output or ():
             if isinstance(item, str):
                 self.log.write(item)
-            elif self._signalled.wait(item):
+            elif self._signaled.wait(item):
                 break
         if self._script.hang:
-            self._signalled.wait()
-        if self._signalled.is_set():
+            self._signaled.wait()
+        if self._signaled.is_set():
             self._finish(128 + self._number, "", "")
         else:
             self._finish(self._script.exit_code, self._script.reason, self._script.termination_message)

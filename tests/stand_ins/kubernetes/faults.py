@@ -89,7 +89,7 @@ class Faults:
             return self._cuts.get(target, 0) + self._cuts.get("*", 0)
 
     def permitted(self, verb: str, resource: str, group: str) -> bool:
-        """What authorisation says; `resource` with its subresource, as `pods/log`."""
+        """What authorization says; `resource` with its subresource, as `pods/log`."""
         if any(one in {"*", verb} and other in {"*", resource} for one, other in self._denied):
             return False
         return self._rules is None or any(_grants(rule, verb, resource, group) for rule in self._rules)

@@ -63,7 +63,7 @@ def prepare(pod: Mapping[str, Any], store: Store, folder: Path, master_port: int
     message_file = folder / "termination-log"
     message_file.unlink(missing_ok=True)
     (folder / "tmp").mkdir(exist_ok=True)
-    declared = _localise(_variables(pod, container, store), paths, master_port)
+    declared = _localize(_variables(pod, container, store), paths, master_port)
     environment = {
         **inherited(),
         "HOME": str(folder),
@@ -167,7 +167,7 @@ def _mount(pod: Mapping[str, Any], container: Mapping[str, Any], store: Store, f
     return paths
 
 
-def _localise(values: Mapping[str, str], paths: Mapping[str, Path], master_port: int) -> dict[str, str]:
+def _localize(values: Mapping[str, str], paths: Mapping[str, Path], master_port: int) -> dict[str, str]:
     """Values that hold on one machine: every host is this one, and every job has a port of its own."""
     local = {name: _rewrite(value, paths) for name, value in values.items()}
     local |= {name: "127.0.0.1" for name in _ADDRESSES if name in values}

@@ -173,7 +173,7 @@ class KubernetesStandIn:
         self.store.record_event(self.get(PODS, pod), "Warning", "Evicted", message, "kubelet")
 
     def preempt(self, pod: str) -> None:
-        """Delete a pod as the scheduler does in favour of one with a higher priority."""
+        """Delete a pod as the scheduler does in favor of one with a higher priority."""
         message = "Preempted by pod 0b1d3a52-7ac4-4f2a-9c55-d6c1c1b5e0aa on node stand-in"
         condition = {
             "type": "DisruptionTarget",

@@ -132,7 +132,7 @@ def test_near_duplicates_are_shown_side_by_side_the_nearest_ones_first() -> None
     strip = np.asarray(Image.open(io.BytesIO(base64.b64decode(figures[0][0]))))
     np.testing.assert_allclose(strip[TILE // 2, [TILE // 2, TILE + TILE // 2], 0], [200, 4], atol=3)
     caption = html.unescape(figures[0][1])
-    assert caption == f"unlabeled, unlabelled: {EVIL} | test, {formatting.isolated('apple')}: 4 (1)"
+    assert caption == f"unlabeled, unlabeled: {EVIL} | test, {formatting.isolated('apple')}: 4 (1)"
     assert EVIL not in page
     assert "not compared" not in section
     assert "not all of them were compared" not in section
@@ -175,11 +175,11 @@ def test_every_text_of_the_user_is_escaped() -> None:
 def test_the_pictures_are_those_of_the_classes() -> None:
     figures = re.findall(r'src="data:image/jpeg;base64,([^"]+)" alt="([^"]*)"', data_card(**content()))
     strips = {html.unescape(name): Image.open(io.BytesIO(base64.b64decode(data))) for data, name in figures}
-    assert list(strips) == ["apple", EVIL, "unlabelled"]
+    assert list(strips) == ["apple", EVIL, "unlabeled"]
     assert strips["apple"].size == (2 * TILE, TILE)
     middles = np.asarray(strips["apple"])[TILE // 2, [TILE // 2, TILE + TILE // 2], 0]
     np.testing.assert_allclose(middles, [0, 1], atol=3)
-    np.testing.assert_allclose(np.asarray(strips["unlabelled"])[..., 0], 200, atol=3)
+    np.testing.assert_allclose(np.asarray(strips["unlabeled"])[..., 0], 200, atol=3)
 
 
 def test_the_page_is_equal_for_equal_content_and_tells_no_folder() -> None:

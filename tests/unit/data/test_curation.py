@@ -171,7 +171,7 @@ def test_only_the_split_that_lacks_is_taken(given: SplitName, taken: SplitName) 
     assert {one.split for one in assigned[500:]} == {given}
 
 
-def test_given_splits_and_unlabelled_images_are_left_alone() -> None:
+def test_given_splits_and_unlabeled_images_are_left_alone() -> None:
     images = [*many(50), candidate("v", split="val"), candidate("t", split="test"), candidate("u", -1, "unlabeled")]
     assert take_missing_splits(images, {"train", "val", "test", "unlabeled"}, DataSettings(), EACH) == images
 
@@ -232,7 +232,7 @@ def test_an_image_with_several_classes_counts_as_one_of_the_rarest() -> None:
 
 def test_each_class_of_an_image_counts() -> None:
     images = many(2, 2) + many(3, 3)
-    with pytest.raises(DataError, match=r"class 'cat' \(2\): fewer good labelled images"):
+    with pytest.raises(DataError, match=r"class 'cat' \(2\): fewer good labeled images"):
         check_classes(images, CLASSES, DataSettings(), SETS)
     check_classes([*images, *many(1, 1)], CLASSES, DataSettings(), SETS)
     held = [candidate("a", 2), candidate("b", 3, "val"), candidate("c", 3, "test")]

@@ -44,9 +44,9 @@ class Images:
     in_memory = True
     image_size = 8
 
-    def __init__(self, count, first=0, patterned=False, labelled=True):
+    def __init__(self, count, first=0, patterned=False, labeled=True):
         self.numbers = np.arange(first, first + count)
-        self.labels = self.numbers % 7 if labelled else np.full(count, -1)
+        self.labels = self.numbers % 7 if labeled else np.full(count, -1)
         self.keys = self.numbers.astype(np.uint64) * np.uint64(1_000_003)
         self.sources = [f"image-{number}" for number in self.numbers]
         pixels = np.arange(3 * 8 * 8).reshape(1, 3, 8, 8) * 7 * patterned + self.numbers.reshape(-1, 1, 1, 1)
@@ -73,7 +73,7 @@ MIXED = ViewSettings(min_scale=0.5, color_jitter=0.3, mixup=0.5, cutmix=0.5)
 def batches(samples, settings, world_size=1, seed=0, on_device=False, **further):
     return MicroBatches(
         Views(samples, size=8, seed=seed, settings=settings.views, on_device=on_device),
-        StatelessSampler(len(samples), seed, paired=mixes(settings.views), labelled=samples.labelled),
+        StatelessSampler(len(samples), seed, paired=mixes(settings.views), labeled=samples.labeled),
         count=settings.batch_size,
         parts=world_size * settings.accumulation,
         **further,
@@ -111,8 +111,8 @@ def test_a_step_has_the_same_samples_and_views_however_it_is_dealt(world_size, a
 
 @pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (4, 1), (1, 4), (3, 2)])
 @pytest.mark.parametrize("views", [PLAIN, MIXED], ids=["plain", "mixed"])
-def test_label_weights_make_the_mean_over_the_labelled_images_of_a_step(world_size, accumulation, views):
-    samples = Samples([Images(30), Images(21, first=30, labelled=False)])
+def test_label_weights_make_the_mean_over_the_labeled_images_of_a_step(world_size, accumulation, views):
+    samples = Samples([Images(30), Images(21, first=30, labeled=False)])
     settings = TrainingSettings(batch_size=17, accumulation=accumulation, views=views)
     for step in range(6):
         parts = step_of(settings, samples, step, world_size)
@@ -126,8 +126,8 @@ def test_label_weights_make_the_mean_over_the_labelled_images_of_a_step(world_si
             assert ((partners >= 0) == (labels >= 0)).all()
 
 
-def test_a_step_without_a_labelled_image_has_weights_of_0():
-    samples = Samples([Images(1), Images(50, first=1, labelled=False)])
+def test_a_step_without_a_labeled_image_has_weights_of_0():
+    samples = Samples([Images(1), Images(50, first=1, labeled=False)])
     steps = [step_of(TrainingSettings(batch_size=17, views=PLAIN), samples, step, 1)[0] for step in range(3)]
     assert sorted({tuple(batch.label_weights.unique().tolist()) for batch in steps}) == [(0.0,), (0.0, 17.0)]
 

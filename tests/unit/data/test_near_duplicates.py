@@ -48,20 +48,20 @@ def bits(one: str, other: str) -> int:
 
 
 def looks_alike(one: str, other: str) -> bool:
-    colours = zip(bytes.fromhex(one[16:]), bytes.fromhex(other[16:]), strict=True)
-    return bits(one, other) <= RADIUS and sum(abs(a - b) for a, b in colours) / 48 <= 16
+    colors = zip(bytes.fromhex(one[16:]), bytes.fromhex(other[16:]), strict=True)
+    return bits(one, other) <= RADIUS and sum(abs(a - b) for a, b in colors) / 48 <= 16
 
 
 def clusters(count: int, seed: int) -> list[str]:
-    """Looks around a few centres: hashes 0 to 14 bits away, colours 0 to 30 away; some are equal."""
+    """Looks around a few centers: hashes 0 to 14 bits away, colors 0 to 30 away; some are equal."""
     generator = random.Random(seed)
-    centres = [(generator.getrandbits(64), generator.randrange(40, 200)) for _ in range(6)]
+    centers = [(generator.getrandbits(64), generator.randrange(40, 200)) for _ in range(6)]
     looks = []
     for _ in range(count):
-        number, colour = generator.choice(centres)
+        number, color = generator.choice(centers)
         for bit in generator.sample(range(64), generator.randrange(8)):
             number ^= 1 << bit
-        looks.append(f"{number:016x}" + f"{colour + generator.randrange(-15, 16):02x}" * 48)
+        looks.append(f"{number:016x}" + f"{color + generator.randrange(-15, 16):02x}" * 48)
     return looks
 
 
@@ -105,7 +105,7 @@ def test_of_many_that_look_the_same_not_all_pairs_are_looked_at(monkeypatch: pyt
     members = [candidate(f"{number}", "00" * 56, LABELED[number % 3]) for number in range(100)]
     result = near_duplicates.find(members)
     assert not result.complete
-    assert len(result.pairs) == 67, "each has one, since neighbours are compared"
+    assert len(result.pairs) == 67, "each has one, since neighbors are compared"
     assert len(set(near_duplicates.groups(members).values())) == 1
 
 
@@ -146,10 +146,10 @@ def test_changed_copies_look_the_same_and_others_do_not(seed: int) -> None:
     assert not looks_alike(look, appearance(original.transpose(Image.Transpose.FLIP_LEFT_RIGHT), 200))
 
 
-def test_pictures_of_one_colour_are_alike_by_their_colour_only() -> None:
+def test_pictures_of_one_color_are_alike_by_their_color_only() -> None:
     red, brick, blue, black = (
-        appearance(Image.new("RGB", (40, 40), colour), 40)
-        for colour in ((200, 30, 30), (190, 35, 30), (30, 30, 200), (0, 0, 0))
+        appearance(Image.new("RGB", (40, 40), color), 40)
+        for color in ((200, 30, 30), (190, 35, 30), (30, 30, 200), (0, 0, 0))
     )
     assert red[:16] == brick[:16] == blue[:16] == black[:16]
     members = [candidate(look, look) for look in (red, brick, blue, black)]
@@ -172,14 +172,14 @@ def test_each_image_is_listed_with_its_nearest_twin_of_test_before_val() -> None
         candidate("val", look(1), "val"),
         candidate("test", look(7), "test"),
         candidate("test too", look(3), "test"),
-        candidate("unlabelled", look(0xF), "unlabeled", -1),
+        candidate("unlabeled", look(0xF), "unlabeled", -1),
     ]
     for order in itertools.islice(itertools.permutations(members), 0, 720, 37):
         result = near_duplicates.find(order)
         assert {(pair.image.name, pair.twin.name, pair.bits) for pair in result.pairs} == {
             ("train", "test too", 2),
             ("val", "test too", 1),
-            ("unlabelled", "test", 1),
+            ("unlabeled", "test", 1),
         }
         assert [pair.bits for pair in result.pairs] == [1, 1, 2]
         assert result.measured == {

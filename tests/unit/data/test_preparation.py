@@ -129,7 +129,7 @@ def test_digits_end_to_end(tmp_path: Path) -> None:
 
 def test_images_of_all_kinds_are_stored_as_squares_in_rgb(tmp_path: Path) -> None:
     source = folder(tmp_path / "photos")
-    save(picture(1, 60).resize((90, 40)).convert("L"), source / "class 0" / "grey.jpg")
+    save(picture(1, 60).resize((90, 40)).convert("L"), source / "class 0" / "gray.jpg")
     save(picture(2, 60).convert("P"), source / "class 1" / "palette.gif")
     save(picture(3, 60).convert("CMYK"), source / "class 1" / "cmyk.jpg")
     run(settings(source, encoding="jpeg", image_size=24), dataset=tmp_path / "out")
@@ -320,29 +320,29 @@ def test_too_many_bad_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     )
 
 
-def test_greys_that_leave_their_upper_bits_unused_are_refused_and_then_scaled(
+def test_grays_that_leave_their_upper_bits_unused_are_refused_and_then_scaled(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     digits = load_digits()
     chosen = [*np.flatnonzero(digits.target == 0)[:9], *np.flatnonzero(digits.target == 1)[:9]]
     for index in chosen:
-        greys = (digits.images[index] * 4095 / 16).astype(np.uint16)
-        save(Image.fromarray(greys), tmp_path / "photos" / str(digits.target[index]) / f"{index}.png")
+        grays = (digits.images[index] * 4095 / 16).astype(np.uint16)
+        save(Image.fromarray(grays), tmp_path / "photos" / str(digits.target[index]) / f"{index}.png")
     (tmp_path / "photos" / "0" / "1.png").write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(
-        DataError, match=r"18 of 18 images have greys of 16 bits, up to 4095 in .*; set data.grey_bits=12"
+        DataError, match=r"18 of 18 images have grays of 16 bits, up to 4095 in .*; set data.gray_bits=12"
     ):
         prepare(settings(tmp_path / "photos", min_edge=1), made(tmp_path / "out"))
     prepared = tmp_path / "prepared"
-    run(settings(tmp_path / "photos", min_edge=1, image_size=8, grey_bits=12), dataset=prepared)
+    run(settings(tmp_path / "photos", min_edge=1, image_size=8, gray_bits=12), dataset=prepared)
     dataset = open_dataset(prepared)
     assert len(np.unique(dataset.split("train").read(range(9)).numpy())) > 15
-    assert dataset.square.grey_bits == 12, "travels to the student"
-    assert "up to 4095 in 0/10.png, read as 12 bits (data.grey_bits)" in caplog.text
+    assert dataset.square.gray_bits == 12, "travels to the student"
+    assert "up to 4095 in 0/10.png, read as 12 bits (data.gray_bits)" in caplog.text
     assert "1 of 19 images are bad (5.3%) and left out: 1 Git LFS pointer, such as 0/1.png (" in caplog.text
-    with pytest.raises(DataError, match=r"18 deeper greys, such as 0/.*; 1 Git LFS pointer"):
-        prepare(settings(tmp_path / "photos", min_edge=1, grey_bits=11, max_bad_fraction=0.1), made(tmp_path / "more"))
+    with pytest.raises(DataError, match=r"18 deeper grays, such as 0/.*; 1 Git LFS pointer"):
+        prepare(settings(tmp_path / "photos", min_edge=1, gray_bits=11, max_bad_fraction=0.1), made(tmp_path / "more"))
 
 
 def test_a_list_beside_another_folder_says_where_its_images_were_looked_for(tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def test_a_class_with_too_few_good_images(tmp_path: Path) -> None:
     source = folder(tmp_path / "photos", images=5)
     save(picture(7_000), source / "rare" / "1.png")
     save(picture(7_000), source / "rare" / "the same.png")
-    with pytest.raises(DataError, match=r"class 'rare' \(1\): fewer good labelled images"):
+    with pytest.raises(DataError, match=r"class 'rare' \(1\): fewer good labeled images"):
         prepare(settings(source), made(tmp_path / "out"))
 
 

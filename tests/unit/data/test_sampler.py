@@ -102,15 +102,15 @@ def test_a_batch_that_reaches_over_several_epochs_has_the_partners_of_each():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Labelled samples and others
+# Labeled samples and others
 
-LABELLED = np.arange(101) < 61
+LABELED = np.arange(101) < 61
 """An odd number of samples has a label, an even number has none."""
 SHARES = [0.0, 0.25, 0.5, 0.9]
 
 
 def mixed_order(share=0.0, **settings):
-    return StatelessSampler(101, seed=3, labelled=LABELLED, labelled_share=share, **settings)
+    return StatelessSampler(101, seed=3, labeled=LABELED, labeled_share=share, **settings)
 
 
 def parts_together(parts):
@@ -121,7 +121,7 @@ def parts_together(parts):
 @pytest.mark.parametrize("settings", [PLAIN, PAIRED], ids=str)
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("size", [1, 7, 64])
-def test_labelled_and_other_samples_stream_alike_whatever_the_batch_and_wherever_it_goes_on(size, share, settings):
+def test_labeled_and_other_samples_stream_alike_whatever_the_batch_and_wherever_it_goes_on(size, share, settings):
     whole = mixed_order(share, **settings).take(0, 500)
     for first in (0, 333):
         order = mixed_order(share, **settings)
@@ -145,9 +145,9 @@ def test_as_they_come_an_epoch_has_every_sample_once(settings):
 def test_each_kind_has_its_share_of_every_batch_and_epochs_of_its_own(share, settings):
     order = mixed_order(share, **settings)
     for start in range(0, 1000, 40):
-        assert LABELLED[order.take(start, start + 40).indices].sum() == 40 * share
+        assert LABELED[order.take(start, start + 40).indices].sum() == 40 * share
     taken = order.take(0, 2020)
-    for kind in (LABELLED, ~LABELLED):
+    for kind in (LABELED, ~LABELED):
         chosen, members = kind[taken.indices], np.flatnonzero(kind)
         for epoch in range(chosen.sum() // len(members)):
             part = slice(epoch * len(members), (epoch + 1) * len(members))
@@ -157,7 +157,7 @@ def test_each_kind_has_its_share_of_every_batch_and_epochs_of_its_own(share, set
 
 def test_a_share_that_a_batch_cannot_hold_exactly_is_held_over_batches():
     order = mixed_order(0.1)
-    counts = [int(LABELLED[order.take(start, start + 15).indices].sum()) for start in range(0, 1500, 15)]
+    counts = [int(LABELED[order.take(start, start + 15).indices].sum()) for start in range(0, 1500, 15)]
     assert set(counts) == {1, 2}
     assert sum(counts) == 150
 
@@ -165,7 +165,7 @@ def test_a_share_that_a_batch_cannot_hold_exactly_is_held_over_batches():
 def test_a_share_of_one_kind_alone_changes_nothing():
     plain, shared = (
         StatelessSampler(50, 1),
-        StatelessSampler(50, 1, labelled=np.ones(50, dtype=bool), labelled_share=0.5),
+        StatelessSampler(50, 1, labeled=np.ones(50, dtype=bool), labeled_share=0.5),
     )
     assert plain.take(0, 200).indices.tolist() == shared.take(0, 200).indices.tolist()
 
@@ -174,26 +174,24 @@ def test_a_share_of_one_kind_alone_changes_nothing():
 def test_partners_are_of_one_kind_and_mutual_in_each_view(share):
     taken = mixed_order(share, paired=True, views=3).take(0, 1500)
     for number in range(3):
-        partner = partners(101, 3, number, LABELLED)
+        partner = partners(101, 3, number, LABELED)
         assert partner[partner].tolist() == list(range(101))
-        assert (LABELLED[partner] == LABELLED).all()
-        assert np.count_nonzero(partner == np.arange(101)) == 1, (
-            "of 61 labelled samples one is alone, of 40 others none"
-        )
+        assert (LABELED[partner] == LABELED).all()
+        assert np.count_nonzero(partner == np.arange(101)) == 1, "of 61 labeled samples one is alone, of 40 others none"
         chosen = taken.numbers == number
         assert taken.partners[chosen].tolist() == partner[taken.indices[chosen]].tolist()
 
 
-def test_the_labelled_samples_pairs_are_the_same_without_the_others():
+def test_the_labeled_samples_pairs_are_the_same_without_the_others():
     for number in range(3):
-        assert partners(61, 3, number).tolist() == partners(101, 3, number, LABELLED)[:61].tolist()
+        assert partners(61, 3, number).tolist() == partners(101, 3, number, LABELED)[:61].tolist()
 
 
 def test_one_word_gives_the_published_first_output_of_splitmix64():
     assert int(random_bits(1234567)) == 6457827717110365317
 
 
-def test_a_draw_does_not_depend_on_its_neighbours():
+def test_a_draw_does_not_depend_on_its_neighbors():
     keys = np.array([3, 2**63 + 5, 12], dtype=np.uint64)
     together = uniform(7, keys, 4)
     assert [float(uniform(7, key, 4)) for key in keys] == together.tolist()
@@ -214,5 +212,5 @@ def test_numbers_are_uniform_and_uncorrelated():
     numbers = uniform(0, np.arange(200_000, dtype=np.uint64))
     assert stats.kstest(numbers, "uniform").pvalue > 1e-3
     assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.01
-    neighbours = uniform(1, np.arange(200_000, dtype=np.uint64))
-    assert abs(np.corrcoef(numbers, neighbours)[0, 1]) < 0.01
+    neighbors = uniform(1, np.arange(200_000, dtype=np.uint64))
+    assert abs(np.corrcoef(numbers, neighbors)[0, 1]) < 0.01

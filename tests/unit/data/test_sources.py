@@ -92,10 +92,10 @@ def test_splits_above_the_classes(tmp_path: Path, val: str) -> None:
     }
 
 
-def test_unlabelled_images_of_kinds_that_no_label_names(tmp_path: Path) -> None:
+def test_unlabeled_images_of_kinds_that_no_label_names(tmp_path: Path) -> None:
     text = "path,label,split\n1.jpg,x,\n2.jpg,x,unlabeled\n3.jpg,z,unlabeled\n4.jpg,y,unlabeled\n5.jpg,,unlabeled\n"
     (in_list,) = (text for text in list_source(manifest(tmp_path, text)).remarks if "ordered by" in text)
-    assert in_list.startswith("Unlabelled images are ordered by kinds of which 2 are none of the 1 classes ('y', 'z')")
+    assert in_list.startswith("Unlabeled images are ordered by kinds of which 2 are none of the 1 classes ('y', 'z')")
     photos = tmp_path / "photos"
     touch(photos, "cat/1.jpg", "dog/1.jpg", "unlabeled/cat/1.jpg", "unlabeled/batch 1/1.jpg", "unlabeled/12/1.jpg")
     assert not any("ordered by" in text for text in list_source(f"imagefolder:{photos}").remarks)
@@ -190,7 +190,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
         list_source("imagefolder:nosuchscheme://x")
 
 
-def test_only_unlabelled_images_are_refused(tmp_path: Path) -> None:
+def test_only_unlabeled_images_are_refused(tmp_path: Path) -> None:
     touch(tmp_path, "unlabeled/1.jpg", "unlabeled/2.jpg")
     with pytest.raises(DataError, match="none of its 2 images has a label"):
         list_source(f"imagefolder:{tmp_path}")
@@ -467,7 +467,7 @@ def test_columns_and_lines_that_are_not_used_are_named(tmp_path: Path) -> None:
     assert [item.split for item in listing.items] == ["train", "unlabeled", "unlabeled"]
     assert listing.notes == (
         "Columns of the list that are not used: 'caption', 'subset', 'column 6'.",
-        "Lines without a label, whose images are unlabelled: 1, first line 3.",
+        "Lines without a label, whose images are unlabeled: 1, first line 3.",
         "Lines of the split unlabeled whose label is not used: 1, first line 6.",
     )
 
@@ -964,7 +964,7 @@ def test_a_store_is_read_like_a_folder(object_store) -> None:
 
 
 def counted(labels: int, unlabeled: int, **others: int) -> SourceListing:
-    """So many labelled images of each of two classes, so many without a label, and images of other splits."""
+    """So many labeled images of each of two classes, so many without a label, and images of other splits."""
     items = [Item(name="", location="", label=label, split="train") for label in (0, 1) for _ in range(labels)]
     items += [Item(name="", location="", label=-1, split="unlabeled")] * unlabeled
     items += [Item(name="", location="", label=0, split="val")] * others.get("val", 0)
@@ -973,7 +973,7 @@ def counted(labels: int, unlabeled: int, **others: int) -> SourceListing:
 
 def test_few_labels_beside_many_photos_without_one_have_a_recipe() -> None:
     assert counted(10, 20, val=100).fitting_recipe() == (
-        "20 labelled images, 10 a class in the median, and 20 without labels: data for the recipe few-labels."
+        "20 labeled images, 10 a class in the median, and 20 without labels: data for the recipe few-labels."
     )
 
 

@@ -76,7 +76,7 @@ def test_all_norms_are_those_of_each(order):
     torch.testing.assert_close(torch_private.norm_all(tensors, order), expected)
 
 
-def test_batch_normalisations_are_known_by_their_kind():
+def test_batch_normalizations_are_known_by_their_kind():
     kinds = [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.SyncBatchNorm(2)]
     assert torch_private.batch_norms(nn.Sequential(*kinds, nn.LayerNorm(2))) == kinds
 

@@ -158,7 +158,7 @@ def test_a_network_that_ends_in_another_way_speaks_for_itself(device):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("architecture", ["levit_128s", "repvit_m0_9", "efficientvit_b0"])
 def test_heads_of_other_kinds_give_features_beside_their_logits(device, architecture, precision):
-    """LeViT and RepViT have two heads that begin with a normalisation; EfficientViT's has a hidden layer."""
+    """LeViT and RepViT have two heads that begin with a normalization; EfficientViT's has a hidden layer."""
     torch.manual_seed(0)
     model = models.create(ModelSettings(architecture=architecture), ["a", "b"]).eval()
     for part in model.network.modules():
@@ -196,7 +196,7 @@ def test_the_same_bits_again(model, device, images):
 
 
 @pytest.mark.parametrize("batch_size", [0, 3])
-def test_a_teacher_without_a_head_says_its_standardised_embedding_alone(model, device, images, expected, batch_size):
+def test_a_teacher_without_a_head_says_its_standardized_embedding_alone(model, device, images, expected, batch_size):
     headless = models.with_labels(model, ()).eval()
     plain = freeze(headless, device, batch_size=batch_size)(images)
     torch.testing.assert_close(plain.features, expected[1], rtol=1e-4, atol=1e-4)

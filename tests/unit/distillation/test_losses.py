@@ -187,7 +187,7 @@ LOSSES = {
         chosen(logit_loss="dist", temperature=4, dist_beta=2, dist_gamma=0.5),
         lambda student: dist_by_hand(student, 4, 2, 0.5),
     ),
-    "standardised kl": (
+    "standardized kl": (
         chosen(standardize_logits=True, temperature=2),
         lambda student: standardized_by_hand(student, 2),
     ),
@@ -302,13 +302,13 @@ def test_dist_overlooks_an_affine_change_of_the_probabilities():
     assert float(losses.distillation_kl(student, TEACHER, 1)) > 0.1
 
 
-def test_standardised_losses_overlook_scale_and_shift():
+def test_standardized_losses_overlook_scale_and_shift():
     student, ours = logits(0), chosen(standardize_logits=True)
     assert float(ours(student * 5 - 3)) == pytest.approx(float(ours(student)), rel=1e-4)
     assert float(chosen()(student * 5 - 3)) != pytest.approx(float(chosen()(student)), rel=0.1)
 
 
-def test_standardised_logits_are_z_scores():
+def test_standardized_logits_are_z_scores():
     scores = losses.standardize(logits(0, classes=100)).double()
     assert scores.mean(1).abs().max() < 1e-6
     assert (scores.square().mean(1) - 1).abs().max() < 1e-5
@@ -318,7 +318,7 @@ def test_standardised_logits_are_z_scores():
     assert torch.equal(losses.standardize(torch.ones(2, 3)), torch.zeros(2, 3))
 
 
-def test_equal_logits_are_standardised_to_zeros_with_finite_gradients():
+def test_equal_logits_are_standardized_to_zeros_with_finite_gradients():
     student = torch.zeros(2, 5, requires_grad=True)
     standard = losses.standardize(student)
     assert not standard.any()

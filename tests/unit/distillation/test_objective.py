@@ -301,7 +301,7 @@ def test_logits_and_features_take_one_forward_pass(student):
     ["resnet18", "convnext_atto", "vit_base_patch16_clip_224", "levit_128s", "deit_tiny_distilled_patch16_224"],
 )
 def test_other_architectures_have_features_too(architecture, device):
-    """LeViT and DeiT have two heads, and LeViT's begin with a normalisation."""
+    """LeViT and DeiT have two heads, and LeViT's begin with a normalization."""
     arguments = {"img_size": 32, "depth": 1} if architecture.startswith(("vit", "deit")) else {}
     with torch.device(device):
         model = models.create(ModelSettings(architecture=architecture, args=arguments), LABELS).eval()

@@ -79,10 +79,10 @@ def test_where_all_logits_are_recorded_nothing_is_missing(logits, labels):
 
 def test_shares_of_labels_are_of_the_images_that_have_one(logits, labels):
     records, half = records_of(logits, DESCRIPTION), np.where(np.arange(VIEWS) % 2, labels, -1)
-    held, labelled = recording_report.count(records, half, 12), recording_report.count(records[1::2], labels[1::2], 12)
-    assert (held.views, held.labelled) == (VIEWS, VIEWS // 2)
+    held, labeled = recording_report.count(records, half, 12), recording_report.count(records[1::2], labels[1::2], 12)
+    assert (held.views, held.labeled) == (VIEWS, VIEWS // 2)
     for name in ("label_recorded", "teacher_top1"):
-        assert held.figures()[name] == labelled.figures()[name] > 0
+        assert held.figures()[name] == labeled.figures()[name] > 0
     nothing = recording_report.count(records, np.full(VIEWS, -1), 12)
     assert nothing.figures()["teacher_top1"] == 0
 
@@ -99,7 +99,7 @@ def test_of_a_teacher_without_a_head_the_page_names_all_that_is_kept(features, t
     parents = {"teacher": "1" * 16, "dataset": "2" * 16}
     page = recording_report.render(held, None, recording_report.RecordedWork(views=0, seconds=0.0), parents)
     note = page[page.index("what is kept is") :].partition("</p>")[0]
-    assert ("an embedding of 16 numbers, standardised; as fp16" in note) == (features > 0)
-    assert ("2 x 3 patch tokens of 8 numbers, standardised; as int8" in note) == (tokens is not None)
+    assert ("an embedding of 16 numbers, standardized; as fp16" in note) == (features > 0)
+    assert ("2 x 3 patch tokens of 8 numbers, standardized; as int8" in note) == (tokens is not None)
     figures = recording_report.figures(held, None, recording_report.RecordedWork(views=0, seconds=0.0))
     assert (figures["features"], figures.get("tokens")) == (features, tokens and list(tokens))

@@ -27,7 +27,7 @@ from trainer.distillation.shards import Unit
 class Counted:
     """Samples of which only the number counts."""
 
-    labelled = None
+    labeled = None
 
     def __init__(self, count):
         self.count = count

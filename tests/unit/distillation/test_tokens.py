@@ -94,13 +94,13 @@ def test_a_network_without_a_map_of_several_places_is_refused(architecture, size
 
 
 def bilinear(maps, height, width):
-    """[B, h, w, S] resized to [B, height, width, S] by a triangle around each place's centre, of the coarser grid's width; in float64."""
+    """[B, h, w, S] resized to [B, height, width, S] by a triangle around each place's center, of the coarser grid's width; in float64."""
 
     def shares(given, wanted):
         scale = max(1.0, given / wanted)
         for place in range(wanted):
-            centre = (place + 0.5) * given / wanted
-            weights = [max(0.0, 1 - abs((one + 0.5 - centre) / scale)) for one in range(given)]
+            center = (place + 0.5) * given / wanted
+            weights = [max(0.0, 1 - abs((one + 0.5 - center) / scale)) for one in range(given)]
             yield [weight / sum(weights) for weight in weights]
 
     batch, given_height, given_width, numbers = maps.shape
@@ -240,7 +240,7 @@ def test_a_convolutional_student_learns_the_tokens_of_a_transformer():
     assert tokens[-1] < 0.7 * tokens[0]
 
 
-def test_tokens_of_a_teacher_without_a_head_are_standardised():
+def test_tokens_of_a_teacher_without_a_head_are_standardized():
     headless = classifier(1, labels=())
     with torch.no_grad():
         expected = headless.network.forward_features(headless.preprocess(IMAGES))[:, 1:].unflatten(1, (4, 4))

@@ -18,11 +18,11 @@ CLASSES, SIZE = 4, 6
 
 
 def clusters(count, seed, spread=1.0):
-    """Embeddings [N, D] around a centre a class, far from the origin, and their labels."""
-    centres = np.random.default_rng(0).normal(size=(CLASSES, SIZE))
+    """Embeddings [N, D] around a center a class, far from the origin, and their labels."""
+    centers = np.random.default_rng(0).normal(size=(CLASSES, SIZE))
     random = np.random.default_rng(seed)
     labels = random.integers(0, CLASSES, count)
-    values = centres[labels] + spread * random.normal(size=(count, SIZE)) + 3
+    values = centers[labels] + spread * random.normal(size=(count, SIZE)) + 3
     return values.astype(np.float32), labels.astype(np.int64)
 
 
@@ -45,13 +45,13 @@ def votes_by_hand(embedding):
     return votes
 
 
-def test_neighbours_vote_as_in_the_papers_loop(monkeypatch):
+def test_neighbors_vote_as_in_the_papers_loop(monkeypatch):
     monkeypatch.setattr(embeddings, "_VOTES_TOGETHER", 7)
     votes = embeddings.nearest_neighbors(BANK, BANK_LABELS, OTHERS, CLASSES)
     assert np.allclose(votes, [votes_by_hand(embedding) for embedding in OTHERS], rtol=1e-5)
 
 
-def test_neighbours_are_those_of_all_cosines_sorted_in_double_precision():
+def test_neighbors_are_those_of_all_cosines_sorted_in_double_precision():
     generator = np.random.default_rng(7)
     bank, others = (generator.normal(size=(count, 48)).astype(np.float32) for count in (3000, 200))
     labels = generator.integers(0, 9, len(bank))
@@ -65,14 +65,14 @@ def test_neighbours_are_those_of_all_cosines_sorted_in_double_precision():
     assert np.allclose(embeddings.nearest_neighbors(bank, labels, others, 9), expected, rtol=1e-5)
 
 
-def test_of_few_known_images_all_are_neighbours():
+def test_of_few_known_images_all_are_neighbors():
     votes = embeddings.nearest_neighbors(BANK[:3], np.array([0, 2, 2]), OTHERS[:5], CLASSES)
     assert (votes[:, [1, 3]] == 0).all()
     assert (votes[:, [0, 2]] > 0).all()
 
 
 def test_a_probe_is_scikit_learns_logistic_regression():
-    """Its C is 1 / (penalty x N), on the same standardised embeddings."""
+    """Its C is 1 / (penalty x N), on the same standardized embeddings."""
     probe = embeddings.fit_probe(BANK, BANK_LABELS, OTHERS, OTHER_LABELS, CLASSES, penalties=(1e-2,))
     mean, std = BANK.astype(np.float64).mean(0), BANK.astype(np.float64).std(0)
     known = LogisticRegression(C=1 / (1e-2 * len(BANK)), tol=1e-8, max_iter=5000)

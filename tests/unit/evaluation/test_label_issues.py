@@ -12,7 +12,7 @@ from trainer.evaluation.label_issues import contradicted, cross_validated
 
 
 def by_hand(logits, labels):
-    """Confident learning for one image after the other, in loops: row -> suggested class, and the normalised margins."""
+    """Confident learning for one image after the other, in loops: row -> suggested class, and the normalized margins."""
     rows = [[float(value) for value in row] for row in logits]
     chances = []
     for row in rows:

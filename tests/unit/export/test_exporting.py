@@ -72,7 +72,7 @@ def test_the_card_is_the_contract(made, judged_run):
         "size": 16,
         "interpolation": "bicubic",
         "max_pixels": 100_000,
-        "grey_bits": 16,
+        "gray_bits": 16,
     }
     assert card["input"]["shape"] == ["batch", 16, 16, 3]
     assert card["output"]["shape"] == ["batch", 10]

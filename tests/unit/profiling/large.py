@@ -157,7 +157,7 @@ def _record(first: RankEvidence, rank: int, ended: float) -> RankRecord:
     ]
     norm = "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, false>(int, float)"
     operators.insert(
-        0, Operator(name=norm, kind="kernel", category="normalisation", calls=9, self_cpu_ms=0.0, self_device_ms=301.0)
+        0, Operator(name=norm, kind="kernel", category="normalization", calls=9, self_cpu_ms=0.0, self_device_ms=301.0)
     )
     began = first.record.began_unix
     changes = {

@@ -40,7 +40,7 @@ def test_the_window_sees_the_operators_of_its_steps() -> None:
     assert rows["aten::addmm"].kind == "operator"
     assert rows["aten::mm"].calls == (2 + 1) * 3, "weights of both layers, inputs of the second"
     assert "aten::native_layer_norm" in rows
-    assert {row.category for row in rows.values()} >= {"matrix product", "normalisation", "optimiser"}
+    assert {row.category for row in rows.values()} >= {"matrix product", "normalization", "optimizer"}
 
 
 def test_a_training_shorter_than_the_start_of_the_window_says_so() -> None:
@@ -134,17 +134,17 @@ def test_the_span_of_an_operator_on_a_gpu_is_no_kernel(monkeypatch: pytest.Monke
         ("pytorch_flash::flash_fwd_kernel", "attention"),
         ("aten::mkldnn_convolution", "convolution"),
         ("aten::convolution_backward", "convolution"),
-        ("aten::native_layer_norm", "normalisation"),
-        ("aten::native_layer_norm_backward", "normalisation"),
+        ("aten::native_layer_norm", "normalization"),
+        ("aten::native_layer_norm_backward", "normalization"),
         ("aten::linalg_vector_norm", "other"),
         ("aten::copy_", "copy"),
         ("Memcpy HtoD (Pinned -> Device)", "copy"),
         ("gloo:all_reduce", "communication"),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication"),
         ("c10d::allreduce_", "communication"),
-        ("Optimizer.step#AdamW.step", "optimiser"),
-        ("aten::_fused_adamw_", "optimiser"),
-        ("aten::_foreach_lerp_", "optimiser"),
+        ("Optimizer.step#AdamW.step", "optimizer"),
+        ("aten::_fused_adamw_", "optimizer"),
+        ("aten::_foreach_lerp_", "optimizer"),
         ("aten::gelu", "other"),
         ("aten::add", "other"),
         # Kernels of a ViT's training in bf16 on an H100, by torch 2.11 with CUDA 13.0; long names are cut.
@@ -161,11 +161,11 @@ def test_the_span_of_an_operator_on_a_gpu_is_no_kernel(monkeypatch: pytest.Monke
         ("void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int)", "attention"),
         ("void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816fprop_optimized_bf16_128x128>", "convolution"),
         ("void implicit_convolve_sgemm<__nv_bfloat16, __nv_bfloat16, 128, 5, 5, 3, 3, 3, 1>", "convolution"),
-        ("void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float>", "normalisation"),
-        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, false>", "normalisation"),
+        ("void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float>", "normalization"),
+        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, false>", "normalization"),
         (
             "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata>",
-            "optimiser",
+            "optimizer",
         ),
         (
             "void at::native::(anonymous namespace)::CatArrayBatchedCopy<OpaqueType<2u>, unsigned int, 4, 64, 64>",

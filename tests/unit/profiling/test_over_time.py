@@ -117,7 +117,7 @@ def test_a_layer_is_broken_where_one_of_its_tensors_is_not_finite() -> None:
         ([f"stages.{i}.blocks.{j}.w" for i in range(4) for j in range(20)], 4),
         ([f"layer{i}.weight" for i in range(100)], 34),
     ],
-    ids=["to the last number", "to the first number", "neighbours together"],
+    ids=["to the last number", "to the first number", "neighbors together"],
 )
 def test_many_layers_are_brought_together(names: list[str], expected: int) -> None:
     assert len(by_layer(looks(names)).names) == expected

@@ -124,9 +124,9 @@ def test_the_console_stays_empty_and_dark_is_dark(name: str, pages: dict[str, Pa
         _, messages = chromium(pages[name], f"--screenshot={shot}", height=1500, dark=dark)
         assert messages == []
         with Image.open(shot) as image:
-            grey = image.convert("L")
-            brightness[dark] = grey.getpixel((2, 2))
-            darkest, brightest = grey.getextrema()
+            gray = image.convert("L")
+            brightness[dark] = gray.getpixel((2, 2))
+            darkest, brightest = gray.getextrema()
         assert brightest - darkest > 180, "text would be hard to read"
     assert brightness[False] > 250
     assert brightness[True] < 40

@@ -68,8 +68,8 @@ def test_the_median_step_is_the_same_in_the_rule_and_on_the_page() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_the_share_of_communication_is_the_same_in_the_rule_and_on_the_page(device: str) -> None:
-    travelling = CommunicationRecord(steps=50, backward_s=0.002, exchange_s=0.012, hidden_s=0.002)
-    case = case_of(*together(*[steps_of(backward=12)] * 2, device=device, communication=travelling))
+    traveling = CommunicationRecord(steps=50, backward_s=0.002, exchange_s=0.012, hidden_s=0.002)
+    case = case_of(*together(*[steps_of(backward=12)] * 2, device=device, communication=traveling))
     found, summary = judge_by(Communication, case), summarize(case.training)
     assert isinstance(found, Finding)
     assert found.numbers["communication_share"] == summary.communication_share == pytest.approx(0.5)

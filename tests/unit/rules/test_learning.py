@@ -338,7 +338,7 @@ def test_a_validation_loss_that_rises(name: str, last: float, fires: bool) -> No
             [1.5, 1.0, 1.0, 1.5],
             [0.5, 0.7, 0.7, 0.7],
             10_000,
-            id="regularised training loss",
+            id="regularized training loss",
         ),
         pytest.param(
             np.linspace(0.1, 0.2, 40),

@@ -94,21 +94,21 @@ def test_gpus_that_are_not_used_alike() -> None:
     assert "0.60 apart" in finding(LoadBalance, used(55.0)).text
 
 
-def test_an_optimiser_that_exchanges_weights_waits_there_too() -> None:
+def test_an_optimizer_that_exchanges_weights_waits_there_too() -> None:
     ranks = [steps_of(optimizer=11), steps_of(forward=12)]
     assert fired(together(*ranks)) == []
     sharded = ContextRecord(settings={"zero": True})
     assert fired(together(*ranks, context=sharded)) == ["stragglers"]
 
 
-def travelling(exposed_ms: float) -> CommunicationRecord:
+def traveling(exposed_ms: float) -> CommunicationRecord:
     return CommunicationRecord(steps=50, backward_s=0.002, exchange_s=(exposed_ms + 5) / 1e3, hidden_s=0.005)
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_gradients_that_travel_for_long(device: str) -> None:
     def ranks(exposed_ms: float) -> list[RankEvidence]:
-        return together(*[steps_of(backward=2 + exposed_ms)] * 2, device=device, communication=travelling(exposed_ms))
+        return together(*[steps_of(backward=2 + exposed_ms)] * 2, device=device, communication=traveling(exposed_ms))
 
     assert fired(ranks(2)) == []
     assert fired(ranks(3)) == ["communication"]
@@ -121,7 +121,7 @@ def test_gradients_that_travel_for_long(device: str) -> None:
 def test_waiting_for_a_slow_process_is_no_communication(device: str) -> None:
     steps = [steps_of(backward=12), steps_of(forward=12)]
     ranks = [
-        rank_of(table, rank=rank, world_size=2, device=device, communication=travelling(exposed))
+        rank_of(table, rank=rank, world_size=2, device=device, communication=traveling(exposed))
         for rank, (table, exposed) in enumerate(zip(steps, (10.0, 0.1), strict=True))
     ]
     assert fired(ranks) == ["stragglers"]
@@ -130,7 +130,7 @@ def test_waiting_for_a_slow_process_is_no_communication(device: str) -> None:
 def test_what_cannot_be_compared_is_not_judged() -> None:
     for rule in RULES:
         assert judge_by(rule, case_of()) == NotJudged(reason="one process trains alone")
-        few = together(steps_of(20), steps_of(20), communication=travelling(50))
+        few = together(steps_of(20), steps_of(20), communication=traveling(50))
         assert "only 10 steps" in str(judge_by(rule, case_of(*few)))
     without = judge_by(Communication, case_of(*together(steps_of(), steps_of(), device=GPU)))
     assert "was not measured" in str(without)

@@ -16,13 +16,13 @@ from trainer.rules.outcomes import Case, Finding, Healthy, NotJudged
 from trainer.rules.weights import (
     ExplodingGradients,
     LossNotFinite,
-    PoorInitialisation,
+    PoorInitialization,
     UnchangedWeights,
     UpdateRatio,
     VanishingGradients,
 )
 
-RULES = (PoorInitialisation, ExplodingGradients, VanishingGradients, UpdateRatio, UnchangedWeights)
+RULES = (PoorInitialization, ExplodingGradients, VanishingGradients, UpdateRatio, UnchangedWeights)
 
 
 def found(case: Any) -> dict[str, Finding]:
@@ -105,34 +105,34 @@ def judged(case: Any) -> dict[str, bool]:
     return {rule.name: isinstance(outcome, Finding) for rule, outcome in judge(case).items()}
 
 
-# -- initialisation
+# -- initialization
 
 
 def test_weights_of_one_size() -> None:
     case = case_of(measured(weight_mean_abs=[0.016, 0.02, 1]))
-    assert set(found(case)) == {"poor_initialisation"}
-    assert TENSORS[1] in found(case)["poor_initialisation"].text
+    assert set(found(case)) == {"poor_initialization"}
+    assert TENSORS[1] in found(case)["poor_initialization"].text
 
 
 @pytest.mark.parametrize("weight", [0.3, 30.0])
 def test_a_single_weight_has_no_sizes_to_compare(weight: float) -> None:
     single = measured(elements=[1, 4096, 64], weight_norm=[weight, 0.02 * 64, 8], weight_mean_abs=[weight, 0.016, 1])
-    assert isinstance(judge_by(PoorInitialisation, case_of(single)), Healthy)
+    assert isinstance(judge_by(PoorInitialization, case_of(single)), Healthy)
     two = measured(elements=[2, 4096, 64], weight_norm=[0.03, 0.02 * 64, 8], weight_mean_abs=[0.03 / 2**0.5, 0.016, 1])
-    assert set(found(case_of(two))) == {"poor_initialisation"}
+    assert set(found(case_of(two))) == {"poor_initialization"}
 
 
 @pytest.mark.parametrize(("scale", "fires"), [(1.2, False), (1.3, True)])
 def test_weights_that_stretch_a_signal(scale: float, fires: bool) -> None:
     """The fourth root of 4096 elements is 8, and the limit 10."""
     case = case_of(measured(weight_norm=[64 * scale, 64 * scale, 8], weight_mean_abs=[0.8 * scale, 0.8 * scale, 1]))
-    assert ("poor_initialisation" in found(case)) is fires
+    assert ("poor_initialization" in found(case)) is fires
 
 
 @pytest.mark.parametrize(("scale", "fires"), [(0.39, False), (0.41, True)])
 def test_a_block_at_another_scale(scale: float, fires: bool) -> None:
     case = case_of(measured(weight_norm=[0.02 * 64, 64 * scale, 8], weight_mean_abs=[0.016, 0.8 * scale, 1]))
-    assert ("poor_initialisation" in found(case)) is fires
+    assert ("poor_initialization" in found(case)) is fires
 
 
 def test_layers_that_start_at_zero_are_meant_so() -> None:
@@ -142,7 +142,7 @@ def test_layers_that_start_at_zero_are_meant_so() -> None:
 def test_a_start_that_was_another_process_s_is_not_judged() -> None:
     steps = steps_of()
     outcome = judge_by(
-        PoorInitialisation, case_of(measured(first_step=500), steps=steps | {"step": steps["step"] + 500})
+        PoorInitialization, case_of(measured(first_step=500), steps=steps | {"step": steps["step"] + 500})
     )
     assert isinstance(outcome, NotJudged)
     assert "at step 501" in outcome.reason
@@ -248,7 +248,7 @@ def test_tokens_that_start_near_zero_do_not_tell_the_size_of_a_step() -> None:
     tensors = measured(
         weight_norm=[1e-6 * 64, 0.02 * 64, 8], weight_mean_abs=[0.8e-6, 0.016, 1], update_ratio=[1e3, 0.01, 0.01]
     )
-    assert "update_ratio" not in found(case_of(tensors, rules={"poor_initialisation": {"enabled": False}}))
+    assert "update_ratio" not in found(case_of(tensors, rules={"poor_initialization": {"enabled": False}}))
 
 
 def test_small_steps_of_a_warm_up_are_healthy() -> None:

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from trainer.served_student.preprocessing import (
-    GREY_PEAK,
+    GRAY_PEAK,
     BadImageError,
     Fit,
     Square,
@@ -102,9 +102,9 @@ def test_rgb_is_kept_as_it_is(kind: str) -> None:
     np.testing.assert_array_equal(decoded(file(Image.fromarray(noise()), kind)), noise())
 
 
-def test_grey_becomes_three_equal_channels() -> None:
-    grey = noise()[..., 0]
-    np.testing.assert_array_equal(decoded(file(Image.fromarray(grey))), np.stack([grey] * 3, -1))
+def test_gray_becomes_three_equal_channels() -> None:
+    gray = noise()[..., 0]
+    np.testing.assert_array_equal(decoded(file(Image.fromarray(gray))), np.stack([gray] * 3, -1))
 
 
 def test_black_and_white() -> None:
@@ -118,11 +118,11 @@ def test_alpha_is_laid_over_white() -> None:
     expected = rgb * share + 255 * (1 - share)
     actual = decoded(file(Image.fromarray(np.concatenate([rgb, alpha], -1))))
     np.testing.assert_allclose(actual, expected, atol=1)
-    grey_alpha = Image.merge("LA", [Image.fromarray(rgb[..., 0]), Image.fromarray(alpha[..., 0])])
-    np.testing.assert_allclose(decoded(file(grey_alpha)), np.repeat(expected[..., :1], 3, -1), atol=1)
+    gray_alpha = Image.merge("LA", [Image.fromarray(rgb[..., 0]), Image.fromarray(alpha[..., 0])])
+    np.testing.assert_allclose(decoded(file(gray_alpha)), np.repeat(expected[..., :1], 3, -1), atol=1)
 
 
-def test_a_transparent_palette_colour_is_white() -> None:
+def test_a_transparent_palette_color_is_white() -> None:
     image = Image.new("P", (6, 5), 0)
     image.putpalette([10, 20, 30, 200, 100, 50])
     image.putpixel((2, 1), 1)
@@ -133,7 +133,7 @@ def test_a_transparent_palette_colour_is_white() -> None:
     np.testing.assert_array_equal(decoded(file(image)), expected)
 
 
-def test_sixteen_bit_greys_keep_their_upper_bits() -> None:
+def test_sixteen_bit_grays_keep_their_upper_bits() -> None:
     deep = np.random.default_rng(0).integers(0, 2**16, (9, 11)).astype(np.uint16)
     expected = np.stack([(deep // 256).astype(np.uint8)] * 3, -1)
     for kind in ("PNG", "TIFF"):
@@ -141,34 +141,34 @@ def test_sixteen_bit_greys_keep_their_upper_bits() -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 10, 12, 16])
-def test_greys_that_use_fewer_bits_keep_the_upper_ones_of_these(bits: int) -> None:
+def test_grays_that_use_fewer_bits_keep_the_upper_ones_of_these(bits: int) -> None:
     deep = np.random.default_rng(0).integers(0, 2**bits, (9, 11)).astype(np.uint16)
     deep[0, 0] = 2**bits - 1
     expected = np.stack([(deep >> (bits - 8)).astype(np.uint8)] * 3, -1)
     for kind in ("PNG", "TIFF"):
-        image = decode(file(Image.fromarray(deep), kind), max_pixels=10_000, grey_bits=bits)
+        image = decode(file(Image.fromarray(deep), kind), max_pixels=10_000, gray_bits=bits)
         np.testing.assert_array_equal(np.asarray(image), expected)
-        assert image.info[GREY_PEAK] == 2**bits - 1
-    np.testing.assert_array_equal(np.asarray(from_array(deep, grey_bits=bits)), expected)
+        assert image.info[GRAY_PEAK] == 2**bits - 1
+    np.testing.assert_array_equal(np.asarray(from_array(deep, gray_bits=bits)), expected)
     if bits > 8:
         with pytest.raises(
-            BadImageError, match=f"deeper greys: up to {2**bits - 1}, more than .* data.grey_bits={bits - 1}"
+            BadImageError, match=f"deeper grays: up to {2**bits - 1}, more than .* data.gray_bits={bits - 1}"
         ):
-            decode(file(Image.fromarray(deep)), max_pixels=10_000, grey_bits=bits - 1)
+            decode(file(Image.fromarray(deep)), max_pixels=10_000, gray_bits=bits - 1)
 
 
 def test_a_photo_is_read_with_the_bits_of_its_square() -> None:
     deep = (np.arange(64 * 64).reshape(64, 64) % 4096).astype(np.uint16)
     for bits, levels in ((12, 256), (16, 16)):
-        square = Square(fit="crop", size=64, max_pixels=10_000, grey_bits=bits)
+        square = Square(fit="crop", size=64, max_pixels=10_000, gray_bits=bits)
         assert len(np.unique(to_pixels(file(Image.fromarray(deep)), square))) == levels
-    with pytest.raises(ValueError, match="grey_bits must be a whole number from 8 to 16, got 7"):
-        Square(fit="crop", size=64, max_pixels=10_000, grey_bits=7)
+    with pytest.raises(ValueError, match="gray_bits must be a whole number from 8 to 16, got 7"):
+        Square(fit="crop", size=64, max_pixels=10_000, gray_bits=7)
 
 
-def test_the_alpha_of_deep_greys_uses_all_bits() -> None:
+def test_the_alpha_of_deep_grays_uses_all_bits() -> None:
     deep = np.stack([np.full((8, 8), 4095), np.full((8, 8), 0xFFFF)], -1).astype(np.uint16)
-    np.testing.assert_array_equal(np.asarray(from_array(deep, grey_bits=12)), np.full((8, 8, 3), 255))
+    np.testing.assert_array_equal(np.asarray(from_array(deep, gray_bits=12)), np.full((8, 8, 3), 255))
 
 
 def test_an_alpha_that_is_zero_everywhere_is_ignored() -> None:
@@ -204,7 +204,7 @@ def test_notes_in_a_png_file_do_not_matter(notes: bytes) -> None:
     np.testing.assert_array_equal(decoded(content[:header] + notes + content[header:]), noise())
 
 
-def test_a_transparent_colour_and_the_frames_of_a_png_file_are_no_notes() -> None:
+def test_a_transparent_color_and_the_frames_of_a_png_file_are_no_notes() -> None:
     content = png(2, 1, 8, 2, b"\0" + bytes([9, 9, 9, 1, 2, 3]))
     header = 8 + 25
     content = content[:header] + chunk(b"tRNS", bytes([0, 1, 0, 2, 0, 3])) + content[header:]
@@ -226,7 +226,7 @@ def test_a_heic_photo_is_read_with_the_extra() -> None:
         decoded(buffer.getvalue()[:200])
 
 
-def test_sixteen_bit_colours_keep_their_upper_bits() -> None:
+def test_sixteen_bit_colors_keep_their_upper_bits() -> None:
     deep = np.random.default_rng(0).integers(0, 2**16, (9, 11, 3)).astype(">u2")
     rows = b"".join(b"\0" + row.tobytes() for row in deep)
     np.testing.assert_array_equal(decoded(png(11, 9, 16, 2, rows)), (deep // 256).astype(np.uint8))
@@ -283,13 +283,13 @@ DIM = np.full((8, 8, 3), 4095).astype(">u2")
         (SIGNED, "negative pixels: "),
         (
             png(8, 8, 16, 2, b"".join(b"\0" + row.tobytes() for row in DIM)),
-            "16-bit colours of which the upper 4 bits are unused",
+            "16-bit colors of which the upper 4 bits are unused",
         ),
     ],
     ids=[
         *("empty", "text", "web page", "xml", "git lfs", "zeros", "video", "heic"),
         *("eps", "half a jpeg", "half a png", "jpeg header"),
-        *("bomb", "one row too many", "tiny", "float", "32 bit", "32 bit, small", "negative", "dim colours"),
+        *("bomb", "one row too many", "tiny", "float", "32 bit", "32 bit, small", "negative", "dim colors"),
     ],
 )
 def test_what_cannot_be_used_has_a_reason(content: bytes, reason: str) -> None:
@@ -332,7 +332,7 @@ def test_crop_keeps_the_middle_and_stretch_keeps_everything() -> None:
 
 
 def test_reduction_is_antialiased() -> None:
-    """A fine checkerboard becomes grey, where taking every fourth pixel would leave it black or white."""
+    """A fine checkerboard becomes gray, where taking every fourth pixel would leave it black or white."""
     board = (np.indices((64, 64)).sum(0) % 2 * 255).astype(np.uint8)
     small = fitted(Image.fromarray(board).convert("RGB"), 16, "crop")
     np.testing.assert_allclose(small, 127.5, atol=3)

@@ -21,7 +21,7 @@ SPLITS = {"train": range(60), "val": range(60, 100), "test": range(1200, 1500)}
 
 
 def _padded(digit: npt.NDArray[np.uint8], height: int, width: int) -> Image.Image:
-    """The digit in the middle of a grey photo, with bright and dark stripes at the ends."""
+    """The digit in the middle of a gray photo, with bright and dark stripes at the ends."""
     photo = Image.fromarray(np.where(np.arange(width) % 8 < 4, 200, 20).astype(np.uint8)[None].repeat(height, 0))
     photo.paste(Image.fromarray(digit).resize((EDGE, EDGE), 0), ((width - EDGE) // 2, (height - EDGE) // 2))
     return photo
@@ -49,12 +49,12 @@ def _transparent(digit: npt.NDArray[np.uint8], file: Path) -> None:
     Image.merge("RGBA", [black, black, black, clear]).save(file.with_suffix(".png"))
 
 
-def _grey(digit: npt.NDArray[np.uint8], file: Path) -> None:
+def _gray(digit: npt.NDArray[np.uint8], file: Path) -> None:
     _padded(digit, 48, 60).save(file.with_suffix(".png"))
 
 
 def _deep(digit: npt.NDArray[np.uint8], file: Path) -> None:
-    """16-bit greys."""
+    """16-bit grays."""
     Image.fromarray(np.asarray(_padded(digit, 60, 48)).astype(np.uint16) * 257).save(file.with_suffix(".png"))
 
 
@@ -64,7 +64,7 @@ def _printed(digit: npt.NDArray[np.uint8], file: Path) -> None:
 
 
 def _palette(digit: npt.NDArray[np.uint8], file: Path) -> None:
-    """Colours by number, in disorder."""
+    """Colors by number, in disorder."""
     order = np.random.default_rng(0).permutation(256)
     photo = Image.fromarray(np.argsort(order).astype(np.uint8)[np.asarray(_padded(digit, 48, 64))], "P")
     photo.putpalette(np.repeat(order, 3).astype(np.uint8).tobytes())
@@ -77,7 +77,7 @@ def _large(digit: npt.NDArray[np.uint8], file: Path) -> None:
     photo.convert("RGB").save(file.with_suffix(".jpg"), quality=90)
 
 
-KINDS = (_wide, _tall, _turned, _transparent, _grey, _deep, _printed, _palette, _large)
+KINDS = (_wide, _tall, _turned, _transparent, _gray, _deep, _printed, _palette, _large)
 
 
 def write_photos(folder: Path) -> None:
@@ -88,8 +88,8 @@ def write_photos(folder: Path) -> None:
             kind = KINDS[index % len(KINDS)]
             place = folder / split / str(digits.target[index])
             place.mkdir(parents=True, exist_ok=True)
-            grey = np.round(digits.images[index] * (255 / 16)).astype(np.uint8)
-            kind(grey, place / f"{kind.__name__.removeprefix('_')}-{index}")
+            gray = np.round(digits.images[index] * (255 / 16)).astype(np.uint8)
+            kind(gray, place / f"{kind.__name__.removeprefix('_')}-{index}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,7 @@ def run_stage(name, given, **places):
 
 
 def taught(given, dataset, output):
-    """Make the teacher, distil a student from it, and compare both; gives the teacher as it is opened again."""
+    """Make the teacher, distill a student from it, and compare both; gives the teacher as it is opened again."""
     names = {"dataset": dataset, "teacher": output / "teacher"}
     run_stage("pretrain", given, **names, evidence=output / "evidence")
     run_stage("distill", given, **names, student=output / "student", evidence=output / "student-evidence")
@@ -235,7 +235,7 @@ def test_a_folder_that_is_no_model_of_transformers_is_named(tmp_path):
         pretrained.load(TransformersWeights(str(tmp_path), ""), ModelSettings(architecture="transformers:x"))
 
 
-def test_a_model_of_the_hub_has_a_revision_and_a_licence(monkeypatch):
+def test_a_model_of_the_hub_has_a_revision_and_a_license(monkeypatch):
     monkeypatch.setattr(hub, "model_revision", lambda name: "1" * 40)
     monkeypatch.setattr(hub, "model_license", lambda name: "cc-by-nc-4.0")
     pinned = pretrained.pin(TransformersWeights("somebody/vit-food", ""))
@@ -243,7 +243,7 @@ def test_a_model_of_the_hub_has_a_revision_and_a_licence(monkeypatch):
     given = settings(str(pinned)).pretrain
     with pytest.raises(
         ModelError,
-        match=r"its licence is cc-by-nc-4\.0.*huggingface\.co/somebody/vit-food.*accept_license=cc-by-nc-4\.0",
+        match=r"its license is cc-by-nc-4\.0.*huggingface\.co/somebody/vit-food.*accept_license=cc-by-nc-4\.0",
     ):
         pretrained.start(given, given.teacher)
 

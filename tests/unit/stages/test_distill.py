@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from tests.distillations import QUICK, TINY, half_labelled
+from tests.distillations import QUICK, TINY, half_labeled
 from tests.trained_digits import SQUARE
 from trainer import artifacts, config, models, pretrained
 from trainer.config import DistillSettings, ReinforceSettings
@@ -183,7 +183,7 @@ def test_tokens_and_blocks_are_taught_with_a_smaller_input_too(distilled):
 FOLLOWING = {
     "kl and features": {"feature_weight": 1.0},
     "dkd": {"logit_loss": "dkd", "temperature": 4.0},
-    "dist of standardised logits": {"logit_loss": "dist", "standardize_logits": True},
+    "dist of standardized logits": {"logit_loss": "dist", "standardize_logits": True},
 }
 
 
@@ -408,7 +408,7 @@ def test_an_interrupted_distillation_from_recorded_outputs_goes_on_to_the_same_w
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
-def test_a_student_that_drops_patches_in_training_sees_all_afterwards(distilled, complete):
+def test_a_student_that_drops_patches_in_training_sees_all_afterward(distilled, complete):
     """By timm's argument `patch_drop_rate`; logits and features are learned, and the weights are those of a plain model."""
     student = {"architecture": "vit_tiny_patch16_224", "args": TINY | {"patch_drop_rate": 0.5}}
     dropping = distilled("dropping", complete, teacher="recorded", feature_weight=1.0, student=student)
@@ -469,7 +469,7 @@ REFUSED = {
         SettingsError,
         r"distill\.logit_loss=dkd needs the teacher's logits of all 10 classes, but .* holds the 3 largest .*reinforce\.top_k=all",
     ),
-    "standardised logits": (
+    "standardized logits": (
         {"standardize_logits": True},
         SettingsError,
         r"distill\.logit_loss=kl with standardize_logits needs .* distill\.teacher=online",
@@ -533,8 +533,8 @@ def test_recorded_outputs_that_do_not_serve_are_refused_before_they_are_read(tra
 @pytest.fixture(scope="module")
 def half(trained_digits, tmp_path_factory):
     """The digits, with a label for every second training image: 500 with and 520 without."""
-    folder = tmp_path_factory.mktemp("half-labelled")
-    return dataclasses.replace(trained_digits, dataset=half_labelled(trained_digits.dataset, folder / "dataset"))
+    folder = tmp_path_factory.mktemp("half-labeled")
+    return dataclasses.replace(trained_digits, dataset=half_labeled(trained_digits.dataset, folder / "dataset"))
 
 
 def record_half(half, folder, **settings):
@@ -559,7 +559,7 @@ MIXED_VIEWS = VIEWS | {"mixup": 0.8, "cutmix": 1.0}
 def test_the_student_learns_from_images_without_labels(half, tmp_path, caplog, share):
     with caplog.at_level(logging.INFO):
         learned = Distillation(half, tmp_path, views=MIXED_VIEWS, labeled_share=share)
-    assert "distill  500 labelled and 520 unlabelled images" in caplog.messages
+    assert "distill  500 labeled and 520 unlabeled images" in caplog.messages
     curves = learned.curves()
     assert len(curves["loss"]) == 10, "two epochs of 1,020 images"
     loss = 0.9 * curves["logit"] + 0.1 * curves["label"]
@@ -582,7 +582,7 @@ def test_recorded_outputs_of_images_without_labels_follow_the_teacher(half, half
     assert torch.allclose(online["loss"], recorded["loss"], rtol=2e-3)
 
 
-def test_outputs_of_more_images_serve_a_distillation_of_the_labelled_ones(half, half_recorded, tmp_path):
+def test_outputs_of_more_images_serve_a_distillation_of_the_labeled_ones(half, half_recorded, tmp_path):
     settings = {"views": MIXED_VIEWS, "unlabeled": False, "batch_size": 100, "teacher": "recorded"}
     outputs = record_half(half, tmp_path / "outputs", unlabeled=False)
     assert artifacts.manifest(outputs, "teacher_outputs").figures["samples"] == 500
@@ -591,7 +591,7 @@ def test_outputs_of_more_images_serve_a_distillation_of_the_labelled_ones(half, 
     assert torch.equal(more["loss"], exact["loss"])
 
 
-def test_outputs_of_labelled_images_alone_do_not_serve_the_others(half, tmp_path):
+def test_outputs_of_labeled_images_alone_do_not_serve_the_others(half, tmp_path):
     outputs = record_half(half, tmp_path / "outputs", unlabeled=False, views=1)
     with pytest.raises(
         ArtifactError,
@@ -602,9 +602,9 @@ def test_outputs_of_labelled_images_alone_do_not_serve_the_others(half, tmp_path
 
 
 @pytest.mark.parametrize(("share", "warns"), [(0.0, True), (0.1, False)])
-def test_steps_that_may_lack_labelled_images_are_warned_of(half, tmp_path, caplog, share, warns):
+def test_steps_that_may_lack_labeled_images_are_warned_of(half, tmp_path, caplog, share, warns):
     Distillation(half, tmp_path, epochs=1, batch_size=15, labeled_share=share, validate_every_epochs=0)
-    warning = "of 15 images in a step 7.4 are labelled in the mean, and a step without any counts as 0"
+    warning = "of 15 images in a step 7.4 are labeled in the mean, and a step without any counts as 0"
     assert any(warning in line for line in caplog.messages) is warns
 
 

@@ -115,13 +115,13 @@ def test_verdict_names_each_failed_condition(trained_digits, tmp_path):
 
 
 def test_a_model_with_other_labels_is_refused(trained_digits, tmp_path):
-    student = relabelled(trained_digits.student, tmp_path / "student", [*"012345678", "nine"])
+    student = relabeled(trained_digits.student, tmp_path / "student", [*"012345678", "nine"])
     with pytest.raises(ModelError, match=r"student .*class 9 is 'nine', but the data set's is '9'"):
         run(trained_digits, tmp_path / "evaluation", student=student)
     assert not artifacts.exists(tmp_path / "evaluation")
 
 
-def relabelled(source: Path, target: Path, labels: list[str]) -> Path:
+def relabeled(source: Path, target: Path, labels: list[str]) -> Path:
     config = json.loads((source / "config.json").read_text())
     with artifacts.create(target, "model", settings={}) as draft:
         (draft.path / "config.json").write_text(json.dumps({**config, "labels": labels}))
@@ -199,7 +199,7 @@ def test_same_input_and_settings_make_the_same_parents(trained_digits, evaluatio
     }
 
 
-def test_nearest_neighbours_are_measured_where_the_gate_asks_for_them(trained_digits, evaluation, tmp_path):
+def test_nearest_neighbors_are_measured_where_the_gate_asks_for_them(trained_digits, evaluation, tmp_path):
     gate = GateSettings(max_accuracy_drop=1, min_knn_accuracy=0.999)
     artifact = run(trained_digits, tmp_path / "evaluation", SETTINGS.model_copy(update={"gate": gate}))
     for name in ("teacher", "student"):
@@ -212,9 +212,9 @@ def test_nearest_neighbours_are_measured_where_the_gate_asks_for_them(trained_di
 
 
 @pytest.fixture(scope="module")
-def mislabelled(tmp_path_factory):
+def mislabeled(tmp_path_factory):
     """The digits with a wrong label for every twentieth one, and which those are."""
-    path = tmp_path_factory.mktemp("mislabelled") / "dataset"
+    path = tmp_path_factory.mktemp("mislabeled") / "dataset"
     labels, wrong = change_labels(load_digits().target, seed=0)
     write_dataset(path, labels)
     return path, {f"digits/{index}" for index in np.flatnonzero(wrong)}
@@ -225,8 +225,8 @@ def read_issues(artifact) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_wrong_labels_of_val_and_test_are_found(trained_digits, mislabelled, tmp_path):
-    dataset, wrong = mislabelled
+def test_wrong_labels_of_val_and_test_are_found(trained_digits, mislabeled, tmp_path):
+    dataset, wrong = mislabeled
     artifact = run(trained_digits, tmp_path / "evaluation", dataset=dataset)
     found = read_issues(artifact)
     assert {row["split"] for row in found} == {"val", "test"}
@@ -255,8 +255,8 @@ def digit(row: dict[str, str], split: str) -> int:
     return int(row["path"].removeprefix("digits/")) - IMAGES[split].start
 
 
-def test_training_labels_are_judged_by_a_probe_of_the_other_folds(trained_digits, mislabelled, tmp_path):
-    dataset, wrong = mislabelled
+def test_training_labels_are_judged_by_a_probe_of_the_other_folds(trained_digits, mislabeled, tmp_path):
+    dataset, wrong = mislabeled
     settings = SETTINGS.model_copy(update={"label_issues": "all"})
     artifact = run(trained_digits, tmp_path / "evaluation", settings, dataset=dataset)
     found = {row["path"] for row in read_issues(artifact) if row["split"] == "train"}
@@ -267,7 +267,7 @@ def test_training_labels_are_judged_by_a_probe_of_the_other_folds(trained_digits
     assert not {row["path"] for row in read_issues(artifact)} & {f"digits/{index}" for index in IMAGES["unlabeled"]}
 
 
-def test_what_neighbours_have_embedded_is_not_embedded_again(trained_digits, tmp_path, monkeypatch):
+def test_what_neighbors_have_embedded_is_not_embedded_again(trained_digits, tmp_path, monkeypatch):
     seen, embed = [], evaluate.embed
 
     def counted(model, split, *arguments):

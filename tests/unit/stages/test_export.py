@@ -90,15 +90,15 @@ def test_where_no_variant_passes_none_is_chosen_and_all_are_shown(finished, capl
     assert [one["name"] for one in table["candidates"]] == ["torch", "fp32"]
 
 
-def test_a_failed_quantisation_leaves_fp32(judged_run, monkeypatch, tmp_path):
+def test_a_failed_quantization_leaves_fp32(judged_run, monkeypatch, tmp_path):
     def fail(*_, **__):
-        raise ModelError("ONNX Runtime cannot quantise this student")
+        raise ModelError("ONNX Runtime cannot quantize this student")
 
     monkeypatch.setattr(exporting.int8, "quantize", fail)
     made = exported(judged_run, tmp_path / "exported")
     assert made.figures["chosen"] == "fp32"
     assert OnnxStudent(made.path / "model.onnx")
-    assert "cannot quantise this student" in (made.path / "export.html").read_text()
+    assert "cannot quantize this student" in (made.path / "export.html").read_text()
 
 
 def test_answers_are_compared_on_some_of_many_images(judged_run, tmp_path):

@@ -182,10 +182,10 @@ def test_a_model_of_another_kind_is_refused(made, tmp_path):
         pretrain.run(as_it_is, dataset=made.dataset, teacher=tmp_path / "teacher", evidence=tmp_path / "evidence")
 
 
-def test_a_gate_that_needs_neighbours_is_refused(made, tmp_path):
+def test_a_gate_that_needs_neighbors_is_refused(made, tmp_path):
     settings = EvaluateSettings(gate=GateSettings(min_knn_accuracy=0.5))
     given = {name: getattr(made, name) for name in ("dataset", "teacher", "student")}
-    with pytest.raises(SettingsError, match="neighbours do not vote on images of several labels"):
+    with pytest.raises(SettingsError, match="neighbors do not vote on images of several labels"):
         evaluate.run(settings, **given, evaluation=tmp_path / "evaluation")
 
 
@@ -426,7 +426,7 @@ def test_losses_between_the_classes_of_an_image_are_refused(made, tmp_path, chan
             ["pretrain.head=probe", "pretrain.finetune.epochs=0"],
             "pretrain.head is probe, and no head is fitted to images",
         ),
-        (["evaluate.gate.min_knn_accuracy=0.5"], "neighbours do not vote on images of several labels"),
+        (["evaluate.gate.min_knn_accuracy=0.5"], "neighbors do not vote on images of several labels"),
         (["evaluate.label_issues=all"], "labels are not doubted where an image may have several"),
         (
             ["distill.teacher=recorded", "reinforce.top_k=3"],
@@ -441,10 +441,10 @@ def test_what_needs_one_label_an_image_is_refused(overrides, message):
 
 def test_a_list_of_which_no_class_has_enough_images_is_refused(tmp_path):
     (tmp_path / "list.csv").write_text("path,label\na.png,|\nb.png,x|y\n")
-    for name, colour in (("a", 0), ("b", 200)):
-        Image.new("L", (16, 16), colour).save(tmp_path / f"{name}.png")
+    for name, color in (("a", 0), ("b", 200)):
+        Image.new("L", (16, 16), color).save(tmp_path / f"{name}.png")
     settings = DataSettings(source=f"manifest:{tmp_path}/list.csv", multi_label=True)
-    with pytest.raises(DataError, match=r"classes 'x' \(1\), 'y' \(1\): fewer good labelled images"):
+    with pytest.raises(DataError, match=r"classes 'x' \(1\), 'y' \(1\): fewer good labeled images"):
         prepare.run(settings, dataset=tmp_path / "dataset")
 
 

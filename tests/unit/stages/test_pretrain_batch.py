@@ -43,7 +43,7 @@ def pretrained(trained_digits, tmp_path, monkeypatch):
 
 
 def test_a_batch_larger_than_the_data_is_clamped_for_each_training_by_its_own_images(pretrained, monkeypatch, caplog):
-    """1,020 images with those without labels, and 1,000 labelled ones; pretraining with as many as there are is the same training."""
+    """1,020 images with those without labels, and 1,000 labeled ones; pretraining with as many as there are is the same training."""
     keep = Checkpoints.save
 
     def stop_in_finetune(checkpoints, state, **options):

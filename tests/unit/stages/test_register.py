@@ -123,7 +123,7 @@ PREDICT = """
         return path, probabilities.values[files.index(path)]
 
     asked, answers, expected = [], [], []
-    for name in ("wide", "grey", "transparent", "deep"):
+    for name in ("wide", "gray", "transparent", "deep"):
         path, right = kind(name)
         array = numpy.asarray(Image.open(path))
         for given in (array, (array if array.ndim == 3 else array[..., None])[None]):
@@ -430,7 +430,7 @@ def test_a_student_that_does_not_say_how_it_wants_photos_is_not_registered(
         older = {name: value for name, value in config.items() if name not in ("square", "interpolation")}
         (draft.path / "config.json").write_text(json.dumps(older))
     assert models.load(tmp_path / "student").card == replace(model.card, square=None)
-    with pytest.raises(ModelError, match=r"config.json does not say how a photo becomes its input.*distil it again"):
+    with pytest.raises(ModelError, match=r"config.json does not say how a photo becomes its input.*distill it again"):
         run(
             inputs | {"student": tmp_path / "student"},
             evaluations[PASSING],

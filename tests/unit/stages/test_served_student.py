@@ -62,7 +62,7 @@ def one(files, kind):
     return min((files / "test").glob(f"*/{kind}-*"))
 
 
-@pytest.mark.parametrize("kind", ["wide", "transparent", "grey", "deep"])
+@pytest.mark.parametrize("kind", ["wide", "transparent", "gray", "deep"])
 def test_an_array_gets_the_answer_of_the_file_with_its_pixels(student, files, kind):
     path = one(files, kind)
     array = np.asarray(Image.open(path))
@@ -75,7 +75,7 @@ def test_an_array_gets_the_answer_of_the_file_with_its_pixels(student, files, ki
 
 
 def test_the_most_probable_labels_alone(student, files):
-    paths = [one(files, kind) for kind in ("wide", "tall", "grey")]
+    paths = [one(files, kind) for kind in ("wide", "tall", "gray")]
     every, best = student.predict(paths), student.predict(paths, {"top_k": 3})
     assert list(best.columns) == ["top_labels", "top_probabilities"]
     for (_, row), (_, few) in zip(every.iterrows(), best.iterrows(), strict=True):
@@ -99,7 +99,7 @@ def test_a_files_bytes_may_come_as_text(student, files):
 
 
 def test_photos_of_different_shapes_and_kinds_in_one_call(student, files):
-    paths = [one(files, kind) for kind in ("wide", "tall", "turned", "transparent", "grey", "deep", "printed")]
+    paths = [one(files, kind) for kind in ("wide", "tall", "turned", "transparent", "gray", "deep", "printed")]
     mixed = [
         path
         if index % 3 == 0

@@ -50,7 +50,7 @@ def warm(trained_digits, tmp_path):
 def test_each_training_of_the_recipe_takes_its_first_steps(warm, tmp_path):
     report = warm()
     steps = {name: one["steps"] for name, one in report.items()}
-    assert steps == {"mae": STEPS + 1, "finetune": STEPS, "distill": STEPS + 1}, "there are unlabelled images too"
+    assert steps == {"mae": STEPS + 1, "finetune": STEPS, "distill": STEPS + 1}, "there are unlabeled images too"
     made = artifacts.read(tmp_path / "warmed", "warm_up")
     assert made.figures["distill"]["steps"] == STEPS + 1
     assert made.settings["distill"]["epochs"] == 50

@@ -26,7 +26,7 @@ LABELS = torch.tensor([0, 1, 2, 3, 3, 0, 1])
 
 
 def mixing(share):
-    """Every sample with its right neighbour, as much of itself as `share` says."""
+    """Every sample with its right neighbor, as much of itself as `share` says."""
     partner = torch.arange(7).roll(-1)
     share = torch.as_tensor(share)
     return Mixing(partner, LABELS[partner], share, share, torch.zeros(7, 4))
@@ -111,7 +111,7 @@ def test_samples_without_a_label_do_not_count(smoothing):
 
 
 def test_mixtures_without_labels_do_not_count():
-    """A sample's partner is of its own kind; the fifth labelled one of an odd number would be its own."""
+    """A sample's partner is of its own kind; the fifth labeled one of an odd number would be its own."""
     partner, share = torch.tensor([2, 3, 0, 1, 5, 4, 6]), torch.linspace(0.1, 0.9, 7)
     mixed = Mixing(partner, PARTLY[partner], share, share, torch.zeros(7, 4))
     loss = cross_entropy(LOGITS, PARTLY, mixed, smoothing=0.1, weights=WEIGHTS)
@@ -127,7 +127,7 @@ def test_no_label_at_all_gives_zero_and_no_gradient():
 
 
 @pytest.mark.parametrize("sizes", [(7,), (3, 4), (2, 2, 1, 2)], ids=str)
-def test_the_mean_of_the_micro_batches_is_that_over_the_labelled_images_of_the_step(sizes):
+def test_the_mean_of_the_micro_batches_is_that_over_the_labeled_images_of_the_step(sizes):
     """As the loop weighs them, by their images; the second of two images has no label."""
     means = [
         len(labels) / 7 * cross_entropy(logits, labels, weights=weights)

@@ -115,7 +115,7 @@ def test_rows_are_dealt_evenly_and_all(shape, world_size):
     assert not joined[shape[0] :].any()
 
 
-# -- batch normalisation on several processes, each of which sees its own images
+# -- batch normalization on several processes, each of which sees its own images
 
 TRAINED = """
 import json, sys

@@ -354,7 +354,7 @@ def test_a_convolutional_network_computes_with_the_channels_last(on_cpu, precisi
     assert maps[0].is_contiguous(memory_format=torch.channels_last)
     assert not maps[0].is_contiguous()
     for theirs, ours in zip(expected, got, strict=True):
-        assert ours.is_contiguous(), "optimisers and checkpoints know nothing of it"
+        assert ours.is_contiguous(), "optimizers and checkpoints know nothing of it"
         assert float((ours - theirs).norm() / theirs.norm().clamp(min=1e-6)) < tolerance
 
 

@@ -104,6 +104,6 @@ def test_micro_batches_count_where_images_meet_in_them():
     assert why_micro_batches_count(related, transformer).startswith("logit_loss=dist compares")
     for settings in ({}, {"logit_loss": "dist", "dist_gamma": 0}, {"logit_weight": 0, "label_weight": 1}):
         assert not why_micro_batches_count(DistillSettings(**settings), transformer), settings
-    assert why_micro_batches_count(DistillSettings(), convolutional).startswith("batch normalisation takes")
+    assert why_micro_batches_count(DistillSettings(), convolutional).startswith("batch normalization takes")
     convolutional.trains_head_alone = True
     assert not why_micro_batches_count(DistillSettings(), convolutional), "its statistics are those that it has"

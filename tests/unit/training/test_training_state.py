@@ -34,7 +34,7 @@ def test_it_goes_by_names_not_by_the_order_of_groups():
     assert everything(snapshot_of(2, other)) == everything(saved)
 
 
-def test_a_restored_optimiser_shares_no_memory_with_the_state():
+def test_a_restored_optimizer_shares_no_memory_with_the_state():
     saved, (model, optimizer, average) = snapshot_of(2, learner(seed=1)), learner(seed=2)
     before = everything(saved)
     restore(saved, model, optimizer, average)
@@ -44,7 +44,7 @@ def test_a_restored_optimiser_shares_no_memory_with_the_state():
     assert saved == before
 
 
-def test_a_state_before_the_first_step_has_nothing_of_the_optimiser():
+def test_a_state_before_the_first_step_has_nothing_of_the_optimizer():
     saved, (model, optimizer, average) = snapshot_of(0, learner(seed=1, steps=0)), learner(seed=2, steps=0)
     assert saved.optimizer == {}
     restore(saved, model, optimizer, average)
@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_named():
     assert "0.weight is [4, 3] bfloat16 instead of [4, 3] float32;" in reported
     reported = misfit(optimizer=lambda tensors: tensors.update({"exp_avg/0.weight": torch.zeros(3, 4)}))
     assert (
-        "does not fit this training in its optimiser: exp_avg/0.weight is [3, 4] float32 instead of [4, 3] float32;"
+        "does not fit this training in its optimizer: exp_avg/0.weight is [3, 4] float32 instead of [4, 3] float32;"
         in reported
     )
     reported = misfit(optimizer=lambda tensors: tensors.update({"exp_avg/9.weight": torch.zeros(3, 4)}))
@@ -100,7 +100,7 @@ def test_a_state_without_an_average_does_not_fit_a_training_with_one():
         restore(snapshot_of(2, (model, optimizer, None)), model, optimizer, average)
 
 
-def test_weights_that_two_modules_share_are_kept_once_in_the_optimiser():
+def test_weights_that_two_modules_share_are_kept_once_in_the_optimizer():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -47,7 +47,7 @@ def test_two_measurements_are_a_fixed_part_and_a_slope():
 
 
 def test_one_measurement_bounds_the_slope_by_what_was_not_there_before():
-    """The teacher's 500 bytes were; weights and the optimiser's state, 64 bytes, are taken to grow too."""
+    """The teacher's 500 bytes were; weights and the optimizer's state, 64 bytes, are taken to grow too."""
     memory = Memory(Given())
     memory.learn("fp32", 32, 628, fixed=500)
     assert memory.has_room("fp32", 100)

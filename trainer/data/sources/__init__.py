@@ -2,7 +2,7 @@
 
     digits                    the 1,797 handwritten digits that scikit-learn ships, 8 x 8 pixels
     imagefolder:PATH_OR_URI   a folder per class, also nested, with or without train/, val/, test/ above; unlabeled/ has no classes
-    manifest:FILE.csv         columns path, label, split (`table_file`); relative paths start at the file's folder; no label: unlabelled;
+    manifest:FILE.csv         columns path, label, split (`table_file`); relative paths start at the file's folder; no label: unlabeled;
                               with `data.multi_label` several labels, separated by |
     hub:NAME[:CONFIG]         a data set of the Hugging Face Hub, or a local folder of one
 
@@ -60,10 +60,10 @@ def _bundled_digits() -> Any:
 
 
 def _read_digit(location: str) -> bytes:
-    """Encode a digit as a PNG file; its greys 0..16 are spread over 0..255."""
-    greys = (_bundled_digits().images[int(location)] * (255 / 16)).round().astype("uint8")
+    """Encode a digit as a PNG file; its grays 0..16 are spread over 0..255."""
+    grays = (_bundled_digits().images[int(location)] * (255 / 16)).round().astype("uint8")
     buffer = io.BytesIO()
-    Image.fromarray(greys).save(buffer, "PNG")
+    Image.fromarray(grays).save(buffer, "PNG")
     return buffer.getvalue()
 
 

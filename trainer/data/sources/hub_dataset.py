@@ -141,7 +141,7 @@ class HubDataset(ImageSource):
         members: Sequence[tuple[int, ...] | None],
         numbers: Mapping[tuple[int, ...], int],
     ) -> list[Item]:
-        """List a split; one without any label (as some tests are published) serves as unlabelled images."""
+        """List a split; one without any label (as some tests are published) serves as unlabeled images."""
         without = members.count(None)
         if 0 < without < len(members) and split in ("val", "test"):
             raise DataError(

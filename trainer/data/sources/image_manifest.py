@@ -177,7 +177,7 @@ class ImageManifest(ImageSource):
             )
         if not label and split in ("val", "test"):
             raise DataError(
-                f"{where}: {path} of split {split} has no label; add it, or move the image to train as an unlabelled one"
+                f"{where}: {path} of split {split} has no label; add it, or move the image to train as an unlabeled one"
             )
         is_absolute = storage.is_remote(path) or Path(path).is_absolute()
         location = path if is_absolute else f"{self._folder}/{path}"
@@ -289,7 +289,7 @@ def _unlabeled(rows: Sequence[_Row], index: Collection[str]) -> Iterator[str]:
     """Write a sentence on the lines without a label, and one on those whose label is not used."""
     without = [row for row in rows if row.split == "unlabeled" and not row.label]
     if without and index:
-        yield f"Lines without a label, whose images are unlabelled: {len(without):,}, first line {without[0].line}."
+        yield f"Lines without a label, whose images are unlabeled: {len(without):,}, first line {without[0].line}."
     unused = [row for row in rows if row.split == "unlabeled" and row.label]
     if unused:
         yield f"Lines of the split unlabeled whose label is not used: {len(unused):,}, first line {unused[0].line}."

@@ -94,7 +94,7 @@ class SourceListing:
         if labels_a_class > FEW_LABELS or unlabeled < counts.total():
             return ""
         return (
-            f"{counts.total():,} labelled images, {labels_a_class:g} a class in the median, and {unlabeled:,} without labels: data for the "
+            f"{counts.total():,} labeled images, {labels_a_class:g} a class in the median, and {unlabeled:,} without labels: data for the "
             "recipe few-labels."
         )
 
@@ -104,12 +104,12 @@ class UnknownVersionError(Exception):
 
 
 def other_kinds(kinds: Iterable[str], classes: Collection[str]) -> Iterator[str]:
-    """Write a sentence on kinds by which unlabelled images are ordered and which are no class, since the teacher knows only classes."""
+    """Write a sentence on kinds by which unlabeled images are ordered and which are no class, since the teacher knows only classes."""
     other = sorted({*kinds} - {*classes})
     if other:
         shown = listed([*map(repr, other)], 5)
         yield (
-            f"Unlabelled images are ordered by kinds of which {len(other):,} are none of the {len(classes):,} classes ({shown}): what "
+            f"Unlabeled images are ordered by kinds of which {len(other):,} are none of the {len(classes):,} classes ({shown}): what "
             "shows other things is called one of the classes by the teacher; label some of it, or move it away."
         )
 

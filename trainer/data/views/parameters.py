@@ -1,4 +1,4 @@
-"""Random parameters of a view: a function of (seed, sample key, view number, settings), counter-based and vectorised over a batch.
+"""Random parameters of a view: a function of (seed, sample key, view number, settings), counter-based and vectorized over a batch.
 
 Each draw has its own index, so that a setting that is turned on or off changes no other draw.
 
@@ -37,7 +37,7 @@ OPERATIONS = (
     "translate_y",
     "rotate",
     "brightness",
-    "colour",
+    "color",
     "contrast",
     "sharpness",
     "posterize",
@@ -56,7 +56,7 @@ class ViewParameters(NamedTuple):
 
     box: Tensor  # the crop in whole stored pixels: left, top, width, height; int64 [B, 4]
     mirror: Tensor  # whether the view is mirrored left to right, bool [B]
-    colour: Tensor  # factors of brightness, contrast and saturation, float32 [B, 3]; 1 changes nothing
+    color: Tensor  # factors of brightness, contrast and saturation, float32 [B, 3]; 1 changes nothing
     operations: Tensor  # RandAugment's operations, one after another, as numbers into OPERATIONS; int64 [B, R]
     negative: Tensor  # whether an operation that has a direction goes the negative way, bool [B, R]
     erased: Tensor  # what to erase, as shares of the edge: left, top, right, bottom; float32 [B, 4], zeros for none
@@ -97,7 +97,7 @@ def draw_views(keys: Keys, numbers: Indices, *, stored: int, seed: int, settings
     return ViewParameters(
         box=torch.from_numpy(np.concatenate([corner.astype(np.int64), edges], axis=1)),
         mirror=torch.from_numpy(settings.flip & (drawn[_MIRROR] < 0.5)),
-        colour=torch.from_numpy(1 + settings.color_jitter * (2 * drawn[_BRIGHTNESS : _SATURATION + 1].T - 1)).float(),
+        color=torch.from_numpy(1 + settings.color_jitter * (2 * drawn[_BRIGHTNESS : _SATURATION + 1].T - 1)).float(),
         operations=torch.from_numpy((len(OPERATIONS) * operations.T).astype(np.int64)),
         negative=torch.from_numpy(negative.T < 0.5),
         erased=torch.from_numpy(rectangles).float(),

@@ -1,10 +1,10 @@
 """Views: the augmented images that a training step sees, alone or mixed with one another (mixup and CutMix).
 
 A view is a function of (seed, sample key, view number, settings, stored size, view size); so it does not depend on workers, processes,
-the batch size or a resume. The loader makes it image by image, or a device makes a batch of them: crop, colour, RandAugment's operations,
+the batch size or a resume. The loader makes it image by image, or a device makes a batch of them: crop, color, RandAugment's operations,
 erasing. On the CPU both ways give the same bits, with two exceptions: crops that shrink an axis to less than a quarter (one level), and
 JPEG files whose crop is at least twice the view, which the loader decodes at a reduced size unless outputs are recorded (up to half a
-view's pixel aside). A GPU rounds colours and RandAugment's bilinear warp differently by up to a level, which a later operation may enlarge.
+view's pixel aside). A GPU rounds colors and RandAugment's bilinear warp differently by up to a level, which a later operation may enlarge.
 
 Both ways resize with an antialiased triangle filter restricted to the box, whose weights are whole numbers (fixed point), and round after
 each axis. So sums are exact in any order: a crop has the same bits in every batch and on every device.
@@ -35,7 +35,7 @@ from trainer.devices import full_float32
 
 _MIXING = 0x6D6978696E67  # keeps mixing's draws apart from those of the views
 
-GREY_WEIGHTS = (0.299, 0.587, 0.114)  # shares of red, green and blue in grey (ITU-R BT.601)
+GRAY_WEIGHTS = (0.299, 0.587, 0.114)  # shares of red, green and blue in gray (ITU-R BT.601)
 
 _Map = tuple[tuple[float, float, float], tuple[float, float, float]]
 
@@ -48,13 +48,13 @@ def make_views(images: Tensor, parameters: ViewParameters, size: int, settings: 
 
 
 def finish_views(views: Tensor, parameters: ViewParameters, settings: ViewSettings) -> Tensor:
-    """Apply what follows the crop: colour, RandAugment's operations, erasing; the crops, uint8 [B, 3, V, V], are changed and returned."""
+    """Apply what follows the crop: color, RandAugment's operations, erasing; the crops, uint8 [B, 3, V, V], are changed and returned."""
     if not (settings.color_jitter or settings.randaugment_operations or settings.erasing):
         return views
     for rows in cache_sized_slices(views):
         part, drawn = views[rows], ViewParameters(*(values[rows] for values in parameters))
         if settings.color_jitter:
-            part = adjust_colour(part, drawn.colour)
+            part = adjust_color(part, drawn.color)
         if settings.randaugment_operations:  # they choose single views, which is twice as fast in planar memory
             part = apply_operations(part.contiguous(), drawn, settings.randaugment_magnitude)
         views[rows] = erase(part, drawn.erased) if settings.erasing else part
@@ -62,7 +62,7 @@ def finish_views(views: Tensor, parameters: ViewParameters, settings: ViewSettin
 
 
 def erase(views: Tensor, boxes: Tensor) -> Tensor:
-    """Fill a rectangle with the view's mean colour: random erasing (Zhong et al. 2020).
+    """Fill a rectangle with the view's mean color: random erasing (Zhong et al. 2020).
 
     The views, uint8 [B, 3, V, V], are changed and returned. The boxes are shares of the edge: left, top, right, bottom; float32 [B, 4],
     zeros for none, on the CPU.
@@ -99,27 +99,27 @@ def _inside(boxes: Tensor, places: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Colour and RandAugment
+# Color and RandAugment
 #
 # The operations (Cubuk et al. 2020) have torchvision's names, ranges and meanings. Those on whole numbers alone are torchvision's own
 # functions. The others are ours, since torchvision's give other bits: they round down, not to the nearest level, and twice where they
-# compute a grey first, which darkens a view with each operation. An amount is signed, and 1 is the largest that torchvision has.
+# compute a gray first, which darkens a view with each operation. An amount is signed, and 1 is the largest that torchvision has.
 
 
-def adjust_colour(views: Tensor, factors: Tensor) -> Tensor:
+def adjust_color(views: Tensor, factors: Tensor) -> Tensor:
     """Change brightness, contrast and saturation of uint8 [B, 3, V, V], in this order, as torchvision's functions of these names do.
 
     Sums over pixels are exact, so a view does not depend on the batch around it. The factors, float32 [B, 3], are at least 0, on the CPU.
     """
-    # torchvision's three functions take one factor for a whole batch, clip to 0..255 and round down after each, and the grey too. Each
-    # of the three is linear in the pixels, so together they are a factor for the pixel, one for its grey and an offset, of which the sum
+    # torchvision's three functions take one factor for a whole batch, clip to 0..255 and round down after each, and the gray too. Each
+    # of the three is linear in the pixels, so together they are a factor for the pixel, one for its gray and an offset, of which the sum
     # is clipped and rounded to the nearest level once.
     brightness, contrast, saturation = to_device(factors, views.device).view(-1, 3, 1, 1, 1).unbind(1)
     pixels = views.float()
     gain = brightness * contrast
-    grey = _grey(pixels) * ((1 - saturation) * gain)
-    grey += (1 - contrast) * brightness * _grey(channel_means(views))
-    return levels(pixels.mul_(saturation * gain).add_(grey))
+    gray = _gray(pixels) * ((1 - saturation) * gain)
+    gray += (1 - contrast) * brightness * _gray(channel_means(views))
+    return levels(pixels.mul_(saturation * gain).add_(gray))
 
 
 def channel_means(views: Tensor) -> Tensor:
@@ -127,10 +127,10 @@ def channel_means(views: Tensor) -> Tensor:
     return views.sum((2, 3), keepdim=True, dtype=torch.int32).float() / (views.shape[-2] * views.shape[-1])
 
 
-def _grey(pixels: Tensor) -> Tensor:
+def _gray(pixels: Tensor) -> Tensor:
     """Weigh the channels: [B, 3, H, W] to [B, 1, H, W]."""
-    # Not torchvision's rgb_to_grayscale, which rounds the grey of uint8 images down to a whole level.
-    red, green, blue = (pixels[:, channel] * weight for channel, weight in enumerate(GREY_WEIGHTS))
+    # Not torchvision's rgb_to_grayscale, which rounds the gray of uint8 images down to a whole level.
+    red, green, blue = (pixels[:, channel] * weight for channel, weight in enumerate(GRAY_WEIGHTS))
     return (red + green + blue).unsqueeze(1)
 
 
@@ -163,15 +163,15 @@ def _warp(views: Tensor, names: list[str], amounts: list[float]) -> Tensor:
     size = views.shape[-1]
     maps = torch.tensor([_inverse_map(name, amount, size) for name, amount in zip(names, amounts, strict=True)])
     maps = to_device(maps, views.device).view(-1, 2, 3, 1, 1)
-    centred = torch.arange(size, dtype=torch.float32, device=views.device) + (0.5 - size / 2)
-    x, y = centred.view(1, 1, size), centred.view(1, size, 1)
-    grid = maps[:, :, 0] * x + maps[:, :, 1] * y + maps[:, :, 2]  # [n, 2, V, V], in pixels from the centre
+    centered = torch.arange(size, dtype=torch.float32, device=views.device) + (0.5 - size / 2)
+    x, y = centered.view(1, 1, size), centered.view(1, size, 1)
+    grid = maps[:, :, 0] * x + maps[:, :, 1] * y + maps[:, :, 2]  # [n, 2, V, V], in pixels from the center
     grid = grid.mul_(2 / size).permute(0, 2, 3, 1)
     return levels(F.grid_sample(views.float(), grid, mode="bilinear", padding_mode="zeros", align_corners=False))
 
 
 def _inverse_map(name: str, amount: float, size: int) -> _Map:
-    """Return the map from a place in the new view to its place in the old one, both in pixels from the centre."""
+    """Return the map from a place in the new view to its place in the old one, both in pixels from the center."""
     shear, shift = _LARGEST_SHEAR * amount, int(_LARGEST_SHIFT * size * amount)
     if name == "shear_x":  # about the upper left corner
         return (1, shear, shear * size / 2), (0, 1, 0)
@@ -185,15 +185,15 @@ def _inverse_map(name: str, amount: float, size: int) -> _Map:
     return (cosine, -sine, 0), (sine, cosine, 0)
 
 
-def _recolour(views: Tensor, names: list[str], amounts: list[float]) -> Tensor:
+def _recolor(views: Tensor, names: list[str], amounts: list[float]) -> Tensor:
     factors = torch.ones(len(names), 3)
     for row, (name, amount) in enumerate(zip(names, amounts, strict=True)):
-        factors[row, ("brightness", "contrast", "colour").index(name)] += _LARGEST_CHANGE * amount
-    return adjust_colour(views, factors)
+        factors[row, ("brightness", "contrast", "color").index(name)] += _LARGEST_CHANGE * amount
+    return adjust_color(views, factors)
 
 
 def _sharpen(views: Tensor, _: list[str], amounts: list[float]) -> Tensor:
-    """Move away from, or towards, the image smoothed with weights 1 around a 5; the outermost pixels stay."""
+    """Move away from, or toward, the image smoothed with weights 1 around a 5; the outermost pixels stay."""
     pixels = views.float()
     inner = pixels[:, :, 1:-1, 1:-1]
     three = pixels[:, :, :-2] + pixels[:, :, 1:-1] + pixels[:, :, 2:]
@@ -215,7 +215,7 @@ def _autocontrast(views: Tensor, _: list[str], __: list[float]) -> Tensor:
 
 _FAMILIES: tuple[tuple[set[str], Callable[[Tensor, list[str], list[float]], Tensor]], ...] = (
     ({"shear_x", "shear_y", "translate_x", "translate_y", "rotate"}, _warp),
-    ({"brightness", "contrast", "colour"}, _recolour),
+    ({"brightness", "contrast", "color"}, _recolor),
     ({"sharpness"}, _sharpen),
     # Keep the upper bits, at least four.
     ({"posterize"}, lambda views, _, amounts: torchvision.posterize(views, bits=8 - round(4 * abs(amounts[0])))),
@@ -304,11 +304,11 @@ def _filter(start: Tensor, length: Tensor, place: Tensor, *, stored: int) -> tup
     length = length.double().view(-1, 1, 1)
     scale = length / size
     support = scale.clamp(min=1)
-    centre = scale * (place + 0.5)
-    first = (centre - support + 0.5).floor_().clamp_(min=0)
+    center = scale * (place + 0.5)
+    first = (center - support + 0.5).floor_().clamp_(min=0)
     pixel = first + torch.arange(taps, dtype=place.dtype, device=place.device)  # [B, V, T]
-    weights = (1 - (pixel - centre + 0.5).abs_() / support).clamp_(min=0)
-    weights *= pixel < torch.minimum((centre + support + 0.5).floor_(), length)
+    weights = (1 - (pixel - center + 0.5).abs_() / support).clamp_(min=0)
+    weights *= pixel < torch.minimum((center + support + 0.5).floor_(), length)
     weights /= weights.sum(2, keepdim=True)
     # The fixed-point 1: 2^14, 2^15 or 2^16, the least with which the doubled largest weight does not fit into 15 bits.
     peak = weights.amax((1, 2), keepdim=True)
@@ -364,9 +364,9 @@ def _beta(alpha: float, quantile: Numbers) -> Numbers:
 def mix(images: Tensor, mixing: Mixing) -> Tensor:
     """Mix each sample's view with its partner's: uint8 [b + x, 3, V, V], the first b the samples' own, to uint8 [b, 3, V, V]."""
     mixed = torch.empty_like(images[: len(mixing.partner)])
-    centre = (torch.arange(images.shape[-1], device=mixing.box.device) + 0.5) / images.shape[-1]  # of each pixel
+    center = (torch.arange(images.shape[-1], device=mixing.box.device) + 0.5) / images.shape[-1]  # of each pixel
     for rows in cache_sized_slices(mixed):
         own, partner = images[rows].float(), images[mixing.partner[rows]].float()
-        weight = mixing.blend[rows].view(-1, 1, 1, 1).masked_fill(_inside(mixing.box[rows], centre), 0)
+        weight = mixing.blend[rows].view(-1, 1, 1, 1).masked_fill(_inside(mixing.box[rows], center), 0)
         mixed[rows] = levels(own.sub_(partner).mul_(weight).add_(partner))
     return mixed

@@ -28,12 +28,12 @@ def test_seed_number_and_key_each_give_other_draws(change):
     base = {"keys": KEYS, "numbers": NUMBERS, "seed": 1}
     one, two = (draw_views(**arguments, stored=64, settings=STRONG) for arguments in (base, base | change))
     assert not (one.box == two.box).all(1).any()
-    assert not (one.colour == two.colour).any()
+    assert not (one.color == two.color).any()
 
 
 @pytest.mark.parametrize("off", ["min_scale", "flip", "color_jitter", "randaugment_operations", "erasing"])
 def test_turning_one_part_off_changes_no_other_draw(draw, off):
-    part = {"min_scale": "box", "flip": "mirror", "color_jitter": "colour", "erasing": "erased"}.get(off, "operations")
+    part = {"min_scale": "box", "flip": "mirror", "color_jitter": "color", "erasing": "erased"}.get(off, "operations")
     weaker = STRONG.model_copy(update={off: 1.0 if off == "min_scale" else 0})
     one, two = draw(200, STRONG)._asdict(), draw(200, weaker)._asdict()
     changed = {name for name in one if not torch.equal(one[name], two[name])}
@@ -50,7 +50,7 @@ def test_no_augmentation_is_the_whole_image_unchanged(draw):
     plain = draw(8, ViewSettings(min_scale=1, flip=False), stored=57)
     assert torch.equal(plain.box, torch.tensor([0, 0, 57, 57]).expand(8, 4))
     assert not plain.mirror.any()
-    assert (plain.colour == 1).all()
+    assert (plain.color == 1).all()
     assert plain.operations.shape == plain.negative.shape == (8, 0)
     assert not plain.erased.any()
 
@@ -102,11 +102,11 @@ def test_half_of_the_views_are_mirrored(draw):
     assert 0.47 < draw(4000, ViewSettings()).mirror.double().mean() < 0.53
 
 
-def test_colour_factors_are_uniform_around_one(draw):
-    colour = draw(4000, ViewSettings(color_jitter=0.4)).colour
-    for factors in colour.unbind(1):
+def test_color_factors_are_uniform_around_one(draw):
+    color = draw(4000, ViewSettings(color_jitter=0.4)).color
+    for factors in color.unbind(1):
         assert stats.kstest(factors, stats.uniform(0.6, 0.8).cdf).pvalue > 0.01
-    assert (np.abs(np.corrcoef(colour.T.numpy()) - np.eye(3)) < 0.06).all()
+    assert (np.abs(np.corrcoef(color.T.numpy()) - np.eye(3)) < 0.06).all()
 
 
 def test_operations_are_uniform_in_both_directions_and_independent(draw):

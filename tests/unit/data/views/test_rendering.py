@@ -12,7 +12,7 @@ from trainer.config import ViewSettings
 from trainer.data.batch import Mixing
 from trainer.data.views.parameters import OPERATIONS, draw_views
 from trainer.data.views.rendering import (
-    adjust_colour,
+    adjust_color,
     apply_operations,
     channel_means,
     crop_batch,
@@ -35,7 +35,7 @@ SIZES = [(32, 32), (72, 64), (256, 224), (100, 224)]
 GOLDEN_BOXES = [[4, 23, 153, 188], [18, 20, 194, 169]]
 GOLDEN_OPERATIONS = [[3, 8, 4], [10, 12, 11]]
 GOLDEN_DIRECTIONS = [[False, True, True], [True, True, False]]
-GOLDEN_COLOURS = [[1.2069, 1.0389, 1.0386], [1.1492, 0.7817, 1.2347]]
+GOLDEN_COLORS = [[1.2069, 1.0389, 1.0386], [1.1492, 0.7817, 1.2347]]
 GOLDEN_RECTANGLES = [[0.4235, 0.1905, 0.9117, 0.8022], [0.3493, 0.0171, 0.7137, 0.9161]]
 GOLDEN_SUMS = [21257576, 21361960]
 
@@ -102,7 +102,7 @@ def test_views_are_what_they_were_when_teachers_outputs_were_recorded():
     assert drawn.box.tolist() == GOLDEN_BOXES
     assert drawn.operations.tolist() == GOLDEN_OPERATIONS
     assert drawn.negative.tolist() == GOLDEN_DIRECTIONS
-    assert drawn.colour.tolist() == [pytest.approx(row, abs=1e-4) for row in GOLDEN_COLOURS]
+    assert drawn.color.tolist() == [pytest.approx(row, abs=1e-4) for row in GOLDEN_COLORS]
     assert drawn.erased.tolist() == [pytest.approx(row, abs=1e-4) for row in GOLDEN_RECTANGLES]
     pictures = (torch.arange(2 * 3 * 256 * 256) % 251).to(torch.uint8).view(2, 3, 256, 256)
     shown = make_views(pictures, drawn, 224, settings.model_copy(update={"randaugment_operations": 0}))
@@ -402,7 +402,7 @@ def test_partners_may_stand_behind_the_samples_and_a_mixture_does_not_depend_on_
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Colour and RandAugment
+# Color and RandAugment
 
 BILINEAR = InterpolationMode.BILINEAR
 
@@ -419,7 +419,7 @@ def torchvisions(view, name, amount):
         "translate_y": lambda: reference.affine(view, translate=[0, shift], shear=[0, 0], **straight),
         "rotate": lambda: reference.rotate(view, 30 * amount, interpolation=BILINEAR),
         "brightness": lambda: reference.adjust_brightness(view, 1 + 0.9 * amount),
-        "colour": lambda: reference.adjust_saturation(view, 1 + 0.9 * amount),
+        "color": lambda: reference.adjust_saturation(view, 1 + 0.9 * amount),
         "contrast": lambda: reference.adjust_contrast(view, 1 + 0.9 * amount),
         "sharpness": lambda: reference.adjust_sharpness(view, 1 + 0.9 * amount),
         "posterize": lambda: reference.posterize(view, 8 - round(4 * abs(amount))),
@@ -434,13 +434,13 @@ def torchvisions(view, name, amount):
 @pytest.mark.parametrize("kind", ["smooth", "noise", "digits"])
 def test_each_operation_is_torchvisions(images, operation, name, kind):
     views = images(4, 33, kind).clamp(10, 250)  # so that the contrast is not the largest already
-    tolerance = 2 if name in {"colour", "contrast"} else 1  # theirs rounds down twice there: the grey and the result
+    tolerance = 2 if name in {"color", "contrast"} else 1  # theirs rounds down twice there: the gray and the result
     for magnitude in (2.0, 9.0, 10.0):
         ours = apply_operations(views.clone(), operation(name, 4), magnitude)
         for row, view in enumerate(views):
             theirs = torchvisions(view, name, magnitude / 10 * (-1 if row % 2 else 1))
             assert (ours[row].int() - theirs.int()).abs().max() <= tolerance
-        if name != "identity" and kind == "noise":  # digits have no colour that could change
+        if name != "identity" and kind == "noise":  # digits have no color that could change
             assert not torch.equal(ours, views)
 
 
@@ -476,7 +476,7 @@ def test_operations_of_torchvision_are_pillows_bit_by_bit(operation, name, level
 
 def test_the_operations_and_their_ranges_are_those_of_torchvision():
     space = RandAugment._AUGMENTATION_SPACE
-    names = {"color": "colour", "auto_contrast": "autocontrast"}
+    names = {"color": "color", "auto_contrast": "autocontrast"}
     theirs = ["".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)[1:] for name in space]
     assert list(OPERATIONS) == [names.get(name, name) for name in theirs]
     largest = {name: magnitudes(31, 331, 331) for name, (magnitudes, _) in space.items()}
@@ -528,16 +528,16 @@ def theirs(view, brightness, contrast, saturation):
 
 
 @pytest.mark.parametrize("kind", ["smooth", "noise", "digits"])
-def test_colour_is_torchvisions_where_nothing_is_cut_off(images, kind):
+def test_color_is_torchvisions_where_nothing_is_cut_off(images, kind):
     views = (images(6, 32, kind) // 3) + 60  # 60..145
     factors = 0.7 + 0.6 * torch.rand(6, 3, generator=torch.Generator().manual_seed(0))
-    for view, ours, factor in zip(views, adjust_colour(views, factors), factors.tolist(), strict=True):
+    for view, ours, factor in zip(views, adjust_color(views, factors), factors.tolist(), strict=True):
         expected = theirs(view.float() / 255, *factor) * 255
         assert expected.min() > 0.5
         assert expected.max() < 254.5
         assert (
             ours.float() - expected
-        ).abs().max() < 0.6  # half a level of rounding, and their weights of grey add up to 0.9999
+        ).abs().max() < 0.6  # half a level of rounding, and their weights of gray add up to 0.9999
 
 
 def test_each_factor_alone_is_torchvisions_on_any_image(images):
@@ -548,28 +548,28 @@ def test_each_factor_alone_is_torchvisions_on_any_image(images):
             factors = torch.ones(2, 3)
             factors[:, place] = factor
             expected = torch.stack([function(view.float() / 255, factor) * 255 for view in views])
-            assert (adjust_colour(views, factors).float() - expected).abs().max() < 0.6
+            assert (adjust_color(views, factors).float() - expected).abs().max() < 0.6
 
 
 def test_factors_of_one_change_nothing(images):
     views = images(3, 32, "noise")
-    assert torch.equal(adjust_colour(views, torch.ones(3, 3)), views)
+    assert torch.equal(adjust_color(views, torch.ones(3, 3)), views)
 
 
-def test_a_factor_of_zero_is_black_a_flat_grey_or_grey(images):
+def test_a_factor_of_zero_is_black_a_flat_gray_or_gray(images):
     views = images(1, 32, "noise").expand(3, -1, -1, -1)
-    black, flat, grey = adjust_colour(views, 1 - torch.eye(3))
+    black, flat, gray = adjust_color(views, 1 - torch.eye(3))
     assert not black.any()
     assert flat.unique().numel() == 1
-    assert torch.equal(grey[0], grey[1])
-    assert torch.equal(grey[0], grey[2])
+    assert torch.equal(gray[0], gray[1])
+    assert torch.equal(gray[0], gray[2])
 
 
-def test_colour_does_not_depend_on_the_batch_around_a_view(images):
+def test_color_does_not_depend_on_the_batch_around_a_view(images):
     views, factors = images(5, 63, "noise"), torch.rand(5, 3, generator=torch.Generator().manual_seed(1)) * 2
-    whole = adjust_colour(views, factors)
+    whole = adjust_color(views, factors)
     for row in range(5):
-        assert torch.equal(adjust_colour(views[[row]], factors[[row]])[0], whole[row])
+        assert torch.equal(adjust_color(views[[row]], factors[[row]])[0], whole[row])
 
 
 def test_the_mean_of_a_large_view_is_exact(images):
