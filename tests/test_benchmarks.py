@@ -234,6 +234,19 @@ def test_few_labels_are_kept_whatever_the_files_format(bench, tmp_path):
         bench("few_labels", str(tmp_path / "jpg" / "photos"), str(tmp_path / "few.csv"))
     with pytest.raises(SystemExit, match=r"few\.csv: write it beside .*photos or above"):
         bench("few_labels", str(tmp_path / "jpg" / "photos"), str(tmp_path / "webp" / "few.csv"))
+    apart = tmp_path / "jpg" / "apart"
+    for name in ("a/7", "b/8"):
+        (apart / name).parent.mkdir(parents=True)
+        (apart / f"{name}.jpg").touch()
+    options = ("--labels", "1", "--val", "1", "--test", str(apart))
+    assert bench("few_labels", str(tmp_path / "jpg" / "photos"), str(tmp_path / "few.csv"), *options).startswith(
+        "2 val, 2 train, 4 "
+    )
+    with (tmp_path / "few.csv").open() as file:
+        assert [row["path"] for row in csv.DictReader(file) if row["split"] == "test"] == [
+            "jpg/apart/a/7.jpg",
+            "jpg/apart/b/8.jpg",
+        ]
     (tmp_path / "other.txt").write_text("c/1")
     options = ("--labels", "1", "--val", "1", "--test", str(tmp_path / "other.txt"))
     with pytest.raises(SystemExit, match=r"other\.txt: 1 of its photos are not in .*photos, first c/1"):
@@ -259,4 +272,4 @@ def test_the_minutes_of_what_a_former_call_began_are_not_known(tmp_path):
         (tmp_path / f"{made}.seconds").rename(tmp_path / f"{bench_accuracy.student('kl', seed)}.seconds")
     whole = bench.minutes(bench_accuracy.student("kl", 0))
     row = bench_accuracy.table_of_methods(bench, {"kl": [(1.0, 2.0), (2.0, 3.0)]})[-1]
-    assert row == f"| kl | 1.5 | 1.0 | 2.5 | {whole:.1f} |"
+    assert row == f"| kl | 1.5 | 1.0 | 0.5 | 2.5 | {whole:.1f} |"

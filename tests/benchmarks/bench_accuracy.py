@@ -285,17 +285,22 @@ def table(scores: Scores, seeds: Sequence[int]) -> list[str]:
 
 
 def table_of_methods(bench: Bench, scores: Scores) -> list[str]:
-    """One row a method: test score with its spread over the seeds, validation top-1, and processor minutes of a distillation.
+    """One row a method: test score with its spread over the seeds and the mean's standard error by that (nan of one seed), validation
+    top-1, and processor minutes of a distillation.
 
     The minutes are those of the seeds that were trained in one go; `nan` where there is none.
     """
-    lines = ["| method | test | largest - smallest | val | processor minutes |", "|---|---|---|---|---|"]
+    lines = [
+        "| method | test | largest - smallest | standard error | val | processor minutes |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, of_seeds in scores.items():
         test, val = ([seed[split] for seed in of_seeds] for split in (0, 1))
         taken = [bench.minutes(student(name, seed)) for seed in bench.seeds]
         known = [minutes for minutes in taken if not math.isnan(minutes)]
         minutes = statistics.mean(known) if known else math.nan
-        numbers = (statistics.mean(test), max(test) - min(test), statistics.mean(val), minutes)
+        error = statistics.stdev(test) / math.sqrt(len(test)) if len(test) > 1 else math.nan
+        numbers = (statistics.mean(test), max(test) - min(test), error, statistics.mean(val), minutes)
         lines.append(f"| {name} | {' | '.join(f'{number:.1f}' for number in numbers)} |")
     return lines
 

@@ -1,10 +1,11 @@
 """Write a manifest in which few photos keep their label: `python tests/benchmarks/few_labels.py FOLDER MANIFEST [--labels N]`.
 
-FOLDER holds a folder a class, and lies beside MANIFEST or below. Of each class the photos that `--test` lists are for testing; of the
-others `--val` are for validation, `--labels` are labeled, and the rest are without a label. Which, is decided by the hashes of their
-names, so all who have the same files have the same splits, whatever the files' format.
+FOLDER holds a folder a class, and lies beside MANIFEST or below. Of each class the photos that `--test` lists, or has in a folder a class,
+are for testing; of the others `--val` are for validation, `--labels` are labeled, and the rest are without a label. The hashes of their
+names decide which, so all who have the same files have the same splits, whatever the files' format.
 
     python tests/benchmarks/few_labels.py food_mnist/images few.csv --test food_mnist/meta/test.txt
+    python tests/benchmarks/few_labels.py imagenette/train few.csv --test imagenette/val
 """
 
 from __future__ import annotations
@@ -42,19 +43,26 @@ def main() -> None:
     parser.add_argument("--labels", type=int, default=10, help="a class (default: %(default)s)")
     parser.add_argument("--val", type=int, default=20, help="photos a class for validation (default: %(default)s)")
     parser.add_argument(
-        "--test", type=Path, metavar="FILE", help="lists the test photos, CLASS/NAME without suffix, one a line"
+        "--test",
+        type=Path,
+        metavar="PLACE",
+        help="a file that lists the test photos, CLASS/NAME without suffix, one a line; or a folder with a folder a class",
     )
     options = parser.parse_args()
-    held_out = set(options.test.read_text(encoding="utf-8").split()) if options.test else set()
     folder, beside = options.folder.resolve(), options.manifest.resolve().parent
-    if not folder.is_relative_to(beside):
-        raise SystemExit(
-            f"{options.manifest}: write it beside {options.folder} or above, so that its paths can be relative"
-        )
-    written = [
-        (str(Path(path).relative_to(beside)), label, split)
-        for path, label, split in rows(folder, held_out, options.labels, options.val)
+    held_out, apart = set[str](), list[Path]()
+    if options.test and options.test.is_dir():
+        apart = sorted(options.test.resolve().glob("*/*"))
+    elif options.test:
+        held_out = set(options.test.read_text(encoding="utf-8").split())
+    for place in (folder, *apart[:1]):
+        if not place.is_relative_to(beside):
+            raise SystemExit(f"{options.manifest}: write it beside {place} or above, so that its paths can be relative")
+    found = [
+        *rows(folder, held_out, options.labels, options.val),
+        *((str(path), path.parent.name, "test") for path in apart),
     ]
+    written = [(str(Path(path).relative_to(beside)), label, split) for path, label, split in found]
     if missing := held_out - {f"{Path(path).parent.name}/{Path(path).stem}" for path, *_ in written}:
         raise SystemExit(
             f"{options.test}: {len(missing)} of its photos are not in {options.folder}, first {min(missing)}"
