@@ -23,7 +23,7 @@ from trainer import artifacts, batch_prediction, limits, photo_classifier, stage
 from trainer.config import DistillSettings, ExportSettings, TuneSettings, WarmUpSettings
 from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, PreemptedError, TrainerError
 from trainer.host import ended_by_sigterm, ensure_home, escape_what_cannot_be_printed
-from trainer.launch import leave_last_words
+from trainer.launch import write_termination_message
 from trainer.tuning.tuning_schema import read_tuning
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def reporting(name: str) -> Iterator[None]:
         else:
             print(f"error: {message}", file=sys.stderr, flush=True)  # noqa: T201  # the message is what the task says last
         # Argo reads these, and tries a task again unless they begin with `error: ` (manifests/kfp).
-        leave_last_words(f"{'for now' if error.passing else 'error'}: {message}")
+        write_termination_message(f"{'for now' if error.is_transient else 'error'}: {message}")
         if os.environ.get(DEBUG):
             traceback.print_exc()
         raise SystemExit(PREEMPTED_EXIT_CODE if isinstance(error, PreemptedError) else EXIT_CODE) from error

@@ -102,7 +102,7 @@ class Draft:
     """From the launch of its stage until it was begun."""
     device: str | None = None
     """Kind of the devices that it is trained on."""
-    contributed: dict[str, FileRecord] = field(default_factory=dict)
+    remote_files: dict[str, FileRecord] = field(default_factory=dict)
     """Files that `contribute` has sent from other machines."""
 
 
@@ -135,7 +135,7 @@ def create(
         draft = Draft(path=path)
         yield draft
         seconds = time.monotonic() - start
-        files = contribute(uri, path) | draft.contributed
+        files = contribute(uri, path) | draft.remote_files
         if not storage.is_remote(uri):
             _keep_written(path, files)
         content: dict[str, Any] = {
@@ -158,7 +158,7 @@ def create(
         storage.write_bytes(storage.join(uri, MANIFEST), text)
         if not storage.is_remote(uri):
             storage.flush(path)
-        elif kind != "checkpoint" and not draft.contributed:
+        elif kind != "checkpoint" and not draft.remote_files:
             (path / MANIFEST).write_bytes(text)
             cache.adopt(path, manifest["fingerprint"])  # so that the next stage on this machine need not fetch it
 

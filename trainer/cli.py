@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             launch.record_failure(message, traceback.format_exc())
         else:
             traceback.print_exc()
-            launch.leave_last_words(message)
+            launch.write_termination_message(message)
             print(f"error: {message}", file=sys.stderr)
         return errors.CRASH_EXIT_CODE
     return 0
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _fail(error: TrainerError, options: argparse.Namespace) -> int:
     """Report an error; the exit code tells whoever started this process whether to start it again: not where the error would come again."""
     preempted = isinstance(error, errors.PreemptedError)
-    code = errors.CRASH_EXIT_CODE if error.passing else errors.EXIT_CODE
+    code = errors.CRASH_EXIT_CODE if error.is_transient else errors.EXIT_CODE
     code = errors.PREEMPTED_EXIT_CODE if preempted else code
     if options.worker:
         if not preempted:
@@ -90,7 +90,7 @@ def _fail(error: TrainerError, options: argparse.Namespace) -> int:
     if options.debug:
         traceback.print_exc()
     if options.node:
-        launch.leave_last_words(str(error))
+        launch.write_termination_message(str(error))
     print(f"{'ended' if preempted else 'error'}: {error}", file=sys.stderr)
     return errors.CRASHED_NODE_EXIT_CODE if options.node and isinstance(error, errors.CrashError) else code
 

@@ -27,7 +27,7 @@ PREEMPTED_EXIT_CODE = 143
 class TrainerError(Exception):
     """Base of all errors that a user can meet and correct."""
 
-    passing: ClassVar[bool] = False
+    is_transient: ClassVar[bool] = False
     """Whether another attempt may succeed without any change, since the cause was the machine, the network or a server."""
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class TrainingError(TrainerError):
 class LostProcessError(TrainingError):
     """A process of the group did not come to a rendezvous, or is gone; another attempt may succeed."""
 
-    passing = True
+    is_transient = True
 
 
 class SupersededError(TrainingError):
@@ -68,7 +68,7 @@ class SupersededError(TrainingError):
 class PreemptedError(TrainerError):
     """A training was asked to end; its checkpoint is written, and the same command continues it."""
 
-    passing = True
+    is_transient = True
 
 
 class LaunchError(TrainerError):
@@ -94,7 +94,7 @@ class TrackingError(TrainerError):
 class TrackingAwayError(TrackingError):
     """MLflow does not answer, or answers with a server error; another attempt may succeed."""
 
-    passing = True
+    is_transient = True
 
 
 class StorageError(TrainerError):
@@ -104,7 +104,7 @@ class StorageError(TrainerError):
 class StorageAwayError(StorageError):
     """The object store did not answer, or not in time; another attempt may succeed."""
 
-    passing = True
+    is_transient = True
 
 
 class ObjectNotFoundError(StorageError):

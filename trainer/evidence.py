@@ -392,7 +392,7 @@ def measured_steps(steps: Mapping[str, Series]) -> Rows:
 
 def step_ms(rank: RankEvidence) -> Spread | None:
     """How long the measured steps take; none where there are none."""
-    return spread(1000 * rank.steps["seconds"][measured_steps(rank.steps)])
+    return quantiles(1000 * rank.steps["seconds"][measured_steps(rank.steps)])
 
 
 def images_per_second(steps: Mapping[str, Series]) -> float | None:
@@ -411,7 +411,7 @@ def images_per_second(steps: Mapping[str, Series]) -> float | None:
     return images / seconds if images and seconds else None
 
 
-def spread(values: Series) -> Spread | None:
+def quantiles(values: Series) -> Spread | None:
     """Percentiles, mean and maximum; none of no values."""
     if not len(values):
         return None

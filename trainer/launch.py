@@ -257,7 +257,7 @@ def record_failure(message: str, trace: str = "") -> None:
         print(trace, file=sys.stderr)
 
 
-def leave_last_words(message: str) -> None:
+def write_termination_message(message: str) -> None:
     """Write a failing node's message where Kubernetes looks for it, so that it outlives the pod."""
     named = os.environ.get(TERMINATION_LOG_VARIABLE)
     path = Path(named or TERMINATION_LOG)
@@ -292,7 +292,7 @@ def _explain(spec: JobSpec, failures: Path, exit_codes: Mapping[int, int], *, no
         return PreemptedError(
             f"{spec.stage}: was asked to end; what was written is kept, and the same command continues from there"
         )
-    rank, message, trace = _culprit(reported, missed, exit_codes)
+    rank, message, trace = _root_failure(reported, missed, exit_codes)
     print(trace, end="", file=sys.stderr)
     if node and _LOST_CONNECTION.search(message):
         message += f"; {MISSED_ANOTHER}"
@@ -303,7 +303,7 @@ def _explain(spec: JobSpec, failures: Path, exit_codes: Mapping[int, int], *, no
     return kind(": ".join(filter(None, ["" if is_named else spec.stage, where, message])))
 
 
-def _culprit(
+def _root_failure(
     reported: Sequence[tuple[int, dict[str, Any]]], missed: Set[int], exit_codes: Mapping[int, int]
 ) -> tuple[int, str, str]:
     """Find the process at fault: its rank on this node, its message, its traceback.

@@ -41,7 +41,7 @@ from trainer.custom_networks import CustomNetwork
 from trainer.errors import ModelError
 from trainer.models import Classifier, ModelCard, Origin
 
-_NAMED = 5  # most classes that a message names
+_MAX_NAMES = 5  # most classes that a message names
 _FINETUNE = "let it be fine-tuned with a new head (pretrain.finetune.epochs)"
 
 
@@ -311,7 +311,7 @@ def _source(name: str) -> PretrainedCfg:
     except RuntimeError:  # the model has no weights by this tag
         source = None
     if source is None or not source.has_weights:
-        known = timm.list_pretrained(f"{name.partition('.')[0]}*")[:_NAMED]
+        known = timm.list_pretrained(f"{name.partition('.')[0]}*")[:_MAX_NAMES]
         raise ModelError(
             f"{TIMM}{name}: timm has no such weights" + (f"; similar: {', '.join(known)}" if known else "")
         )
@@ -417,4 +417,4 @@ def _rows(
 
 def _listed(names: Sequence[str]) -> str:
     """Join a few of the names."""
-    return ", ".join(repr(name) for name in names[:_NAMED]) + ", ..." * (len(names) > _NAMED)
+    return ", ".join(repr(name) for name in names[:_MAX_NAMES]) + ", ..." * (len(names) > _MAX_NAMES)

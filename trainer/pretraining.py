@@ -34,7 +34,7 @@ _MASK = 0x6D61736B  # keeps the masks' draws apart from all others of the same s
 _GRAY = 0.5  # of what is hidden, in the picture
 _GAP = 4  # between its images, in pixels ...
 _LEAST_EDGE = 96  # ... which are this large at least
-_NAMED = 8  # names of layers that a message lists
+_MAX_NAMES = 8  # names of layers that a message lists
 _HEAD = ("head.", "fc_norm.", "attn_pool.")  # weights of the transformer that the encoder does not use
 
 
@@ -141,7 +141,7 @@ class MaeObjective(Objective):
             loss, _, _ = model(batch.images, noise)
         return {"loss": loss}
 
-    def show(self, batch: Batch) -> None:
+    def forward_for_hooks(self, batch: Batch) -> None:
         """Do a forward pass of the autoencoder alone, of the patches that its mask leaves."""
         self.model(batch.images, self._noise(batch))
 
@@ -313,7 +313,7 @@ def add_lora(network: nn.Module, settings: LoraSettings, *, leave: Callable[[str
     parts = {part for name in linear for part in name.split(".")}
     for wanted in settings.layers:
         if wanted not in parts:
-            known = sorted(part for part in parts if not part.isdigit())[:_NAMED]
+            known = sorted(part for part in parts if not part.isdigit())[:_MAX_NAMES]
             raise ModelError(
                 f"pretrain.finetune.lora.layers: {type(network).__name__} has no linear layer named {wanted!r}; its layers' names have "
                 f"the parts {', '.join(known)}"
@@ -350,6 +350,6 @@ class FinetuneObjective(Objective):
             loss = self._label_loss(logits, batch.labels, batch.mixing, self._smoothing, batch.label_weights)
         return {"loss": loss}
 
-    def show(self, batch: Batch) -> None:
+    def forward_for_hooks(self, batch: Batch) -> None:
         """A forward pass of the model alone."""
         self.model(batch.images)

@@ -408,7 +408,7 @@ _ADVICE_BY_EXIT_CODE: Mapping[int, str] = {
 
 def fails_again(progress: JobProgress) -> bool:
     """Return whether the same job would fail again: the trainer itself ended it with a message, such as for a wrong setting."""
-    culprit = _culprit(progress)
+    culprit = _root_failure(progress)
     return culprit is not None and culprit.exit_code == EXIT_CODE
 
 
@@ -416,7 +416,7 @@ def explain_failure(job: str, describe: str, progress: JobProgress) -> str:
     """Return the message for a failed job; `describe` is a command that shows more."""
     state = progress.state
     failed = f"job {job} failed ({state.reason})" if state.reason else f"job {job} failed"
-    culprit = _culprit(progress)
+    culprit = _root_failure(progress)
     if culprit is None:
         missing = {
             name: f"had not started{f' ({one.waiting})' if one.waiting else ''}"
@@ -435,7 +435,7 @@ def explain_failure(job: str, describe: str, progress: JobProgress) -> str:
     return f"{ended}{_advice(culprit)}" + (f"; its last lines:{shown}" if shown else "")
 
 
-def _culprit(progress: JobProgress) -> Termination | None:
+def _root_failure(progress: JobProgress) -> Termination | None:
     ended = [(one.ended, one.running) for one in progress.replicas.values() if one.ended]
     # A replica that was seen running again, and then no more, is the cause only if no other one is.
     return first_failure([end for end, running in ended if not running], progress.last_line_at) or first_failure(

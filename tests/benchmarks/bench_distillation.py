@@ -63,7 +63,7 @@ from trainer.devices import choose_device
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.objective import DistillObjective
 from trainer.distillation.recording import Recording, open_recording
-from trainer.distillation.reinforcement import UnitBatches, parts_of, record_batches
+from trainer.distillation.reinforcement import UnitBatches, batches_of_units, record_batches
 from trainer.distillation.shards import Unit
 from trainer.errors import SettingsError, TrainerError
 from trainer.profiling.recorder import LoaderStats
@@ -240,7 +240,7 @@ class TimedObjective:
     def __init__(self, objective: Objective, stopwatch: Stopwatch) -> None:
         self._objective, self._stopwatch = objective, stopwatch
         self.model, self.left_out = objective.model, objective.left_out
-        self.show, self.end_step = objective.show, objective.end_step
+        self.show, self.end_step = objective.forward_for_hooks, objective.end_step
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         if self._stopwatch.is_over():
@@ -253,7 +253,7 @@ def timed_recording(bench: Bench) -> float:
     training = bench.training(bench.settings(logit_weight=0.0, label_weight=1.0), None, None)
     views, size, samples = training.views, bench.case.batch_size, len(training.samples)
     number = math.ceil(bench.most_steps / math.ceil(samples / size))
-    parts = parts_of((Unit(view=view, first=0, count=samples, block=0) for view in range(number)), size)
+    parts = batches_of_units((Unit(view=view, first=0, count=samples, block=0) for view in range(number)), size)
     loader, stopwatch = bench.loader(UnitBatches(views, size), parts)
     images = (batch.images for batch in bench.on_device(loader, views, bench.most_steps))
     records = record_batches(images, bench.frozen(), open_recording(bench.folder / "outputs").description)

@@ -98,7 +98,7 @@ class Strict:
 
     def __init__(self, objective, mode):
         self.model, self.left_out = objective.model, objective.left_out
-        self.show, self.end_step = objective.show, objective.end_step
+        self.show, self.end_step = objective.forward_for_hooks, objective.end_step
         self._objective, self._mode, self.steps = objective, mode, 0
 
     def __call__(self, model, batch):

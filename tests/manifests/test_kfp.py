@@ -48,7 +48,7 @@ def test_a_task_is_tried_again_unless_its_error_would_come_again(monkeypatch, tm
     monkeypatch.setenv("TRAINER_TERMINATION_LOG", str(tmp_path / "log"))
     with pytest.raises(SystemExit), task.reporting("prepare"):
         raise error
-    assert tries_again(argos((tmp_path / "log").read_text())) == error.passing
+    assert tries_again(argos((tmp_path / "log").read_text())) == error.is_transient
 
 
 @pytest.mark.parametrize(

@@ -271,15 +271,15 @@ def test_a_node_of_an_elastic_job_waits_for_the_one_where_all_meet(monkeypatch):
 
 def test_last_words_have_the_length_that_kubernetes_keeps(node):
     last_words = node()
-    launch.leave_last_words("ä" * 5000)
+    launch.write_termination_message("ä" * 5000)
     assert len(last_words.read_bytes()) == launch.TERMINATION_LOG_BYTES
-    launch.leave_last_words("no file \udcff.jpg")  # as Python names a file whose name is not UTF-8
+    launch.write_termination_message("no file \udcff.jpg")  # as Python names a file whose name is not UTF-8
     assert last_words.read_text() == r"no file \udcff.jpg"
 
 
 def test_last_words_that_cannot_be_written_are_reported(node, caplog):
     node().mkdir()
-    launch.leave_last_words("why")
+    launch.write_termination_message("why")
     assert "the message could not be written to" in caplog.text
 
 

@@ -336,7 +336,7 @@ def test_the_end_of_a_stage_tells_how_it_ended(store):
 
 def descend(tracker, place, steps, error=None):
     """What a training records that goes over these steps, and ends in an error if one is given."""
-    tracker.go_on(str(place))
+    tracker.resume(str(place))
     for step in steps:
         tracker.metrics(step, {"loss": 10.0 - step})
     if error is not None:
@@ -369,7 +369,7 @@ def test_points_that_were_not_sent_when_the_checkpoint_was_written_are_sent_by_t
     client.update_run(known.run_id, status="RUNNING")  # as SIGKILL leaves it
     (tmp_path / UNSENT).write_text(json.dumps([["loss", 3.0, 5, 0], ["loss", 2.0, 6, 1], ["rate", 0.5, 6, 1]]))
     with stage_run("distill", {}, training="killed") as tracker:
-        tracker.go_on(place)
+        tracker.resume(place)
         tracker.metrics(1, {"loss": 2.0, "rate": 0.5})
         tracker.metrics(2, {"loss": 1.0, "rate": 0.25})
     assert tracker.run_id == known.run_id
@@ -385,12 +385,12 @@ def test_what_the_server_has_not_got_is_kept_beside_the_checkpoint(store, tmp_pa
     with stage_run("distill", {}, training="kept") as tracker:
         tracker.keep()
         assert not (tmp_path / UNSENT).exists()
-        tracker.go_on(str(tmp_path))
+        tracker.resume(str(tmp_path))
         tracker.metrics(7, {"loss": 0.5, "val_loss": float("nan")})
         tracker.keep()
         (name, value, time_ms, step), unknown = json.loads((tmp_path / UNSENT).read_text(), parse_constant=pytest.fail)
         assert unknown[:2] == ["val_loss", "NaN"]
-        tracker.go_on(str(tmp_path))  # which reads it again
+        tracker.resume(str(tmp_path))  # which reads it again
     assert (name, value, step) == ("loss", 0.5, 7)
     assert abs(time_ms / 1000 - time.time()) < 60
 
@@ -399,7 +399,7 @@ def test_what_the_server_has_not_got_is_kept_beside_the_checkpoint(store, tmp_pa
 def test_kept_points_that_cannot_be_read_are_named_and_left_out(store, tmp_path, caplog, content):
     (tmp_path / UNSENT).write_text(content)
     with stage_run("distill", {}, training=content[:1]) as tracker:
-        tracker.go_on(str(tmp_path))
+        tracker.resume(str(tmp_path))
         tracker.metrics(0, {"loss": 1.0})
     assert str(tmp_path / UNSENT) in caplog.text
     assert [point.step for point in store.get_metric_history(tracker.run_id, "loss")] == [0]

@@ -42,7 +42,7 @@ class Device:
     """Whether `precision=auto` is bf16 here."""
     compiles: bool
     """Whether torch.compile pays for itself here."""
-    traces: bool = False
+    is_lazy: bool = False
     """Whether operations are only noted until `dispatch`: what is noted has to be the same in each step, and reading a tensor breaks it
     up. Shapes, and numbers that become a part of it, must not change."""
     pins_memory: bool = False
@@ -89,7 +89,7 @@ class Device:
 
     def filled(self, indices: Sequence[int], size: int) -> Sequence[int]:
         """The same; where the device traces, and another number would be another graph, the last one repeated to make `size`."""
-        return [*indices, *[indices[-1]] * (size - len(indices))] if self.traces else indices
+        return [*indices, *[indices[-1]] * (size - len(indices))] if self.is_lazy else indices
 
     def host_copies(self, tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:  # noqa: ARG002  # XLA's looks at them
         """The tensors on the host, which waits for them; None where they can be copied one by one without disturbing the device."""

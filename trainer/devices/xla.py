@@ -43,7 +43,7 @@ class XlaDevice(Device):
             backend="xla",
             has_bf16=is_accelerator,  # by autocast; XLA_USE_BF16 and XLA_DOWNCAST_BF16 would change the weights too
             compiles=False,
-            traces=True,
+            is_lazy=True,
         )
 
     def open(self) -> Self:

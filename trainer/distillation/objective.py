@@ -77,7 +77,7 @@ class DistillObjective:
             ModelError: they do not vary, or cannot be balanced.
         """
         asked = (batch._replace(images=batch.images.to(device.torch_device)) for batch in batches)
-        said = [[_there(one.features).cpu().numpy() for _, one in self._ask(batch)] for batch in asked]
+        said = [[_required(one.features).cpu().numpy() for _, one in self._ask(batch)] for batch in asked]
         self._balances = [Balance(np.concatenate(parts), device.torch_device) for parts in zip(*said, strict=True)]
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
@@ -89,7 +89,7 @@ class DistillObjective:
         with span("forward"):
             compared = isinstance(self.model, ProjectedStudent)
             ours = model(batch.images, compared=True) if compared else ModelOutputs(model(batch.images))
-            logits = _there(ours.logits)
+            logits = _required(ours.logits)
             taught = logits if ours.distilled is None else ours.distilled
             parts = self._compare_all(ours._replace(logits=taught), said, batch.labels)
             if settings.label_weight:
@@ -107,10 +107,10 @@ class DistillObjective:
         """Compare the student's outputs with those of each teacher; gives the mean of each loss over those that it is taken from."""
         projected: Sequence[Tensor | None] = [ours.features] * len(said)
         if len(said) > 1 and ours.features is not None:
-            projected = ours.features.split([_there(one.features).shape[1] for _, one in said], 1)
+            projected = ours.features.split([_required(one.features).shape[1] for _, one in said], 1)
         found: dict[str, list[tuple[float, Tensor]]] = {}
         for place, (weight, one) in enumerate(said):
-            target = one._replace(features=self._balances[place](_there(one.features))) if self._balances else one
+            target = one._replace(features=self._balances[place](_required(one.features))) if self._balances else one
             for name, part in self._compare(ours._replace(features=projected[place]), target, labels):
                 found.setdefault(name, []).append((weight, part))
         return {name: _mean(parts) for name, parts in found.items()}
@@ -119,23 +119,23 @@ class DistillObjective:
         """Yield each loss between the student's outputs, in the teacher's spaces, and the teacher's."""
         settings, between = self._settings, self._feature_loss
         if settings.logit_weight and said.logits.shape[1]:
-            logits = _there(ours.logits)
+            logits = _required(ours.logits)
             if self._by_class:
                 whole = all_logits(said, logits.shape[1])
                 yield "logit", losses.binary_kl(logits, whole, settings.temperature)
             else:
                 yield "logit", logit_loss(settings, logits, said, labels)
         if settings.feature_weight:
-            yield "feature", between(_there(ours.features), _there(said.features))
+            yield "feature", between(_required(ours.features), _required(said.features))
         if settings.token_weight:
-            yield "token", between(_there(ours.tokens).flatten(0, 2), _there(said.tokens).flatten(0, 2))
+            yield "token", between(_required(ours.tokens).flatten(0, 2), _required(said.tokens).flatten(0, 2))
         if settings.block_weight:
             assert isinstance(said, TeacherOutputs), "the settings refuse recorded outputs with blocks"
             pairs = zip(ours.blocks, said.blocks, strict=True)
             yield "block", torch.stack([between(own.flatten(0, 2), their.flatten(0, 2)) for own, their in pairs]).mean()
         if settings.similarity_weight:
             assert isinstance(self.model, ProjectedStudent), "it holds the queue"
-            own, theirs, queue = _there(ours.features), _there(said.features), _there(self.model.queue)
+            own, theirs, queue = _required(ours.features), _required(said.features), _required(self.model.queue)
             self._seen.append(theirs)
             t, teacher_t = settings.similarity_temperature, settings.similarity_teacher_temperature
             loss = losses.similarity_loss(own, theirs, queue, temperature=t, teacher_temperature=teacher_t)
@@ -146,7 +146,7 @@ class DistillObjective:
             return losses.class_agreement(answer, all_logits(said, answer.shape[1]))
         return losses.agreement(answer, top_class(said))
 
-    def show(self, batch: Batch) -> None:
+    def forward_for_hooks(self, batch: Batch) -> None:
         """A forward pass of the student alone."""
         self.model(batch.images)
 
@@ -185,7 +185,7 @@ def _mean(parts: Sequence[tuple[float, Tensor]]) -> Tensor:
     return torch.stack([weight / total * part for weight, part in parts]).sum()
 
 
-def _there(part: Tensor | None) -> Tensor:
+def _required(part: Tensor | None) -> Tensor:
     """Return a part of the outputs that was asked for."""
     assert part is not None, "the stage refuses recorded outputs without it, and asks teacher and student for it"
     return part

@@ -54,10 +54,10 @@ from trainer.training.process_group import Processes
 
 logger = logging.getLogger(__name__)
 
-MEETING = 1024
+VIEWS_BETWEEN_SYNCS = 1024
 """Views that a process records at most before it waits for the others: a slow one keeps them waiting for minutes, not for a whole shard."""
 
-_NAMED = 8  # samples that a message names
+_MAX_NAMES = 8  # samples that a message names
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -71,12 +71,12 @@ class UnitBatch(NamedTuple):
     start: int  # where it begins in the unit
 
 
-def even_batch(block: int, batch_size: int) -> int:
+def batch_dividing_block(block: int, batch_size: int) -> int:
     """Return the samples a batch: at most `batch_size`, and so many that the last batch of a block is nearly full."""
     return math.ceil(block / math.ceil(block / batch_size))
 
 
-def parts_of(units: Iterable[Unit], batch: int) -> Iterator[UnitBatch]:
+def batches_of_units(units: Iterable[Unit], batch: int) -> Iterator[UnitBatch]:
     """Yield the batches of all units, one unit after the other."""
     return (UnitBatch(unit, start) for unit in units for start in range(0, unit.count, batch))
 
@@ -174,7 +174,7 @@ def unusable(records: Records) -> npt.NDArray[np.bool_]:
 # A job
 
 
-def plan_of(description: RecordingDescription, parents: Mapping[str, str]) -> str:
+def recording_digest(description: RecordingDescription, parents: Mapping[str, str]) -> str:
     """Compute the SHA-256 of all that the records depend on, as hexadecimal text."""
     version = SCHEMA_VERSIONS["teacher_outputs"]
     return artifacts.digest({"version": version, "description": description.content(), "parents": parents})
@@ -187,7 +187,7 @@ class Reinforcement:
     views: Views
     teacher: FrozenTeacher
     description: RecordingDescription
-    shelf: ShardStore
+    shards: ShardStore
     processes: Processes
     batch_size: int  # largest number of samples in a batch
     workers: Workers  # loader processes beside this process
@@ -214,12 +214,12 @@ class Reinforcement:
 
     def _found(self) -> set[Unit]:
         """Find the units that an earlier job has finished; each process checks its share."""
-        names = self.processes.gather(self.shelf.names() if self.processes.is_first else set(), "the shards so far")[0]
+        names = self.processes.gather(self.shards.names() if self.processes.is_first else set(), "the shards so far")[0]
         there = [unit for unit in self.units if Path(unit.name).name in names]
         whole = []
         for unit in self._share(there):
             try:
-                self.shelf.get(unit)
+                self.shards.get(unit)
                 whole.append(unit)
             except ArtifactError as error:
                 logger.warning("recording again: %s", error)
@@ -230,7 +230,7 @@ class Reinforcement:
 
     def _record(self, missing: Sequence[Unit]) -> None:
         mine, world_size = self._share(missing), self.processes.world_size
-        batch = even_batch(self.description.block, self.batch_size)
+        batch = batch_dividing_block(self.description.block, self.batch_size)
         total = sum(math.ceil(unit.count / batch) for unit in mine)
         progress = ProgressBar(
             "reinforce",
@@ -248,13 +248,13 @@ class Reinforcement:
                 if writing is not None:
                     writing.result()
                 if unit is not None:
-                    writing = writer.submit(self.shelf.put, unit, records)
+                    writing = writer.submit(self.shards.put, unit, records)
             if writing is not None:
                 writing.result()
 
     def _stream(self, units: Sequence[Unit], batch: int, progress: ProgressBar) -> Iterator[Records]:
         """Yield the records of all batches of these units."""
-        parts, batches = list(parts_of(units, batch)), UnitBatches(self.views, batch)
+        parts, batches = list(batches_of_units(units, batch)), UnitBatches(self.views, batch)
         loader = make_loader(
             batches, parts, workers=self._loaders(batches, parts), pin_memory=self.processes.device.pins_memory
         )
@@ -301,7 +301,7 @@ class Reinforcement:
         """
         count = unit.count if unit is not None else 0
         records = np.empty(count, dtype=self.description.record)
-        together = max(1, MEETING // batch)
+        together = max(1, VIEWS_BETWEEN_SYNCS // batch)
         for number in range(math.ceil(self.description.block / batch)):
             start = number * batch
             if unit is not None and start < count:
@@ -317,7 +317,7 @@ class Reinforcement:
         rows = np.flatnonzero(unusable(records))
         if not len(rows):
             return
-        names = listed(self.views.samples.names(unit.first + start + rows), _NAMED)
+        names = listed(self.views.samples.names(unit.first + start + rows), _MAX_NAMES)
         raise TrainingError(
             f"reinforce: the teacher's outputs on view {unit.view} are not finite, or larger than half precision holds (65,504), for "
             f"{names}; look at these samples and at the teacher, or use reinforce.precision=fp32; what is recorded "
@@ -337,7 +337,7 @@ class Reinforcement:
         labels, classes, counted = self.views.samples.labels, self.description.classes, []
         for unit in self._share(self.units):
             try:
-                content, records = self.shelf.get(unit)
+                content, records = self.shards.get(unit)
             except ArtifactError as error:
                 raise ArtifactError(
                     f"reinforce: {error}; run it again, it resumes from what is there. Where there are several machines, "

@@ -31,9 +31,11 @@ logger = logging.getLogger(__name__)
 Embeddings = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
-TOGETHER = 64  # images of a forward pass that shares a device with nothing else; a training's batch may be thousands
+FORWARD_BATCH = (
+    64  # images of a forward pass that shares a device with nothing else; a training's batch may be thousands
+)
 PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # among which the validation split chooses, the simplest classifier first
-MOST_IMAGES = 20_000  # images to which a probe is fitted at most, and among which neighbors are looked for
+MAX_IMAGES = 20_000  # images to which a probe is fitted at most, and among which neighbors are looked for
 
 NEIGHBORS = 20  # k of DINO's table (Caron et al. 2021)
 NEIGHBOR_TEMPERATURE = 0.07
@@ -93,7 +95,7 @@ def embed_together(
 ) -> Embeddings:
     """Compute the same with the images dealt to all processes; every process gets all of them, [N, D] or [N, D + 2 T]."""
     rank, world_size = processes.rank, processes.world_size
-    own = embed(model, split, indices[rank::world_size], processes.device, TOGETHER, moments=moments)
+    own = embed(model, split, indices[rank::world_size], processes.device, FORWARD_BATCH, moments=moments)
     parts = [part for part in processes.gather(own, "the embeddings") if len(part)]
     together = np.empty((len(indices), parts[0].shape[1]), dtype=np.float32)
     for place, part in enumerate(parts):
@@ -101,7 +103,7 @@ def embed_together(
     return together
 
 
-def spread(count: int, most: int) -> list[int]:
+def evenly_spaced(count: int, most: int) -> list[int]:
     """Choose at most so many of `count` images, evenly from the first to the last."""
     chosen: list[int] = np.linspace(0, count - 1, min(count, most)).round().astype(np.int64).tolist()
     return chosen
@@ -199,7 +201,7 @@ def add_probe(model: Classifier, data: PreparedDataset, processes: Processes, st
     Every process takes the first one's, whatever its own arithmetic would give. `stage` names it in the log.
     """
     train, val = data.split("train"), data.split("val")
-    chosen = spread(len(train), MOST_IMAGES)
+    chosen = evenly_spaced(len(train), MAX_IMAGES)
     known = embed_together(model, train, chosen, processes)
     unknown = embed_together(model, val, range(len(val)), processes)
     probe = None

@@ -22,10 +22,10 @@ from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.dataset_schema import SplitName
 from trainer.errors import ArtifactError, ModelError, SettingsError
 from trainer.evaluation import hierarchy, metrics
-from trainer.evaluation.embeddings import spread
+from trainer.evaluation.embeddings import evenly_spaced
 from trainer.export import int8, missing_package, onnx_graph, variants
 from trainer.export.onnx_student import Logits, OnnxStudent, Pixels
-from trainer.export.variants import FLOAT, FinalFigures, ServingCandidate, Yardstick
+from trainer.export.variants import FLOAT, FinalFigures, Scoring, ServingCandidate
 from trainer.graph import DATASET, EVALUATION, STAGES, STUDENT
 from trainer.models import Classifier, ModelCard
 from trainer.served_student import preprocessing
@@ -62,8 +62,8 @@ class _Images:
     ) -> None:
         """Take at most `settings.test_images` of the split; `student` is what the evaluation says of it."""
         self.split = data.split(split)
-        self.indices = spread(len(self.split), settings.test_images)
-        self.yardstick = Yardstick(
+        self.indices = evenly_spaced(len(self.split), settings.test_images)
+        self.yardstick = Scoring(
             labels=self.split.labels[self.indices],
             temperature=student.get("temperature", 1.0),
             targets=data.targets,
@@ -253,7 +253,7 @@ def _make_variants(
     ask(folder / f"{FLOAT}.onnx")
     if settings.int8:
         train = data.sample("train")
-        images = variants.squares(train, spread(len(train), settings.calibration_images))
+        images = variants.squares(train, evenly_spaced(len(train), settings.calibration_images))
         try:
             for file in _write_int8(folder, images):
                 ask(file)

@@ -99,7 +99,7 @@ def answering(model: Classifier) -> Callable[[Pixels], Logits]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Yardstick:
+class Scoring:
     """What answers on N images of a split are measured by; answers are logits, [N, K]."""
 
     labels: npt.NDArray[np.int64]
@@ -170,7 +170,7 @@ def measure(
     split: Split,
     indices: Sequence[int],
     *,
-    yardstick: Yardstick,
+    yardstick: Scoring,
     batch_sizes: Sequence[int],
     runs: int,
 ) -> list[ServingCandidate]:

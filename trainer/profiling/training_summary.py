@@ -30,7 +30,7 @@ from trainer.evidence import (
     phase_of,
     phase_seconds,
     phase_shares,
-    spread,
+    quantiles,
     step_ms,
 )
 from trainer.rules import RuleSettings
@@ -200,7 +200,7 @@ def summarize(training: TrainingEvidence, rules: RuleSettings | None = None) -> 
     images = first.steps["images"][measured]
     total, shares, phases = max(float(first.steps["seconds"][measured].sum()), 1e-12), phase_shares(first), {}
     for name, seconds in phase_seconds(first).items():
-        if distribution := spread(seconds[measured] * 1000):
+        if distribution := quantiles(seconds[measured] * 1000):
             inner = [path for path in first.ranges if path.startswith(f"{name}/")]
             ranges = {path: float(first.steps[path][measured].sum()) / total for path in inner}
             phases[name] = PhaseSummary(share=shares[name], ms=distribution, ranges=ranges)
@@ -290,7 +290,7 @@ def _machine_between(system: Mapping[str, Series], start_s: float, seconds: floa
 
 def _rank(rank: RankEvidence) -> RankSummary:
     measured = measured_steps(rank.steps)
-    phases = {name: spread(seconds[measured] * 1000) for name, seconds in phase_seconds(rank).items()}
+    phases = {name: quantiles(seconds[measured] * 1000) for name, seconds in phase_seconds(rank).items()}
     return RankSummary(
         rank=rank.record.rank,
         host=rank.record.host,

@@ -79,7 +79,7 @@ class Steps:
     @property
     def step_s(self) -> float:
         """How long an undisturbed step usually takes, in seconds."""
-        return max(float(usual(self.undisturbed)), _SHORTEST_S)
+        return max(float(winsorized_mean(self.undisturbed)), _SHORTEST_S)
 
     @property
     def total_s(self) -> float:
@@ -142,7 +142,7 @@ def _stolen(rank: RankEvidence, rows: Rows) -> Series:
     return np.asarray(np.interp(ends, times, until) - np.interp(starts, times, until))
 
 
-def usual(values: Series) -> Series:
+def winsorized_mean(values: Series) -> Series:
     """Mean of each row, [R, S] to [R], in which no single step weighs much: steps above the 95th percentile count as that."""
     return np.asarray(np.minimum(values, np.percentile(values, 95, axis=-1, keepdims=True)).mean(axis=-1))
 

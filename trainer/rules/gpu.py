@@ -11,7 +11,7 @@ from trainer import formatting
 from trainer.base_models import Fraction, NonNegativeFloat, Percent, Positive
 from trainer.evidence import TransferRecord, is_core, phase_shares
 from trainer.loss_terms import RECORDED_BY, RECORDED_VIEWS
-from trainer.rules.compared_steps import IGNORED, XLA_DEBUG, Steps, usual, within_steps
+from trainer.rules.compared_steps import IGNORED, XLA_DEBUG, Steps, winsorized_mean, within_steps
 from trainer.rules.loading import CoresOversubscribed, CpuBottleneck, IoBottleneck, LoaderWorkers
 from trainer.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule, listed, too_short
 from trainer.rules.processes import Communication, LoadBalance, Stragglers
@@ -184,7 +184,7 @@ class HostToDevice(SystemRule):
         busy = isinstance(use, Mapping) and float(np.median(use["GPU"])) >= _BUSY_PERCENT
         if not busy:
             spent = np.maximum(spent - np.nan_to_num(steps.column("host_to_device_seconds")), 0.0)
-        seconds = float(np.median(usual(spent)))
+        seconds = float(np.median(winsorized_mean(spent)))
         share = seconds / steps.step_s
         summary = f"{share:.0%} of each step ({1e3 * seconds:.3g} of {1e3 * steps.step_s:.3g} ms undisturbed)"
         if share <= limit:

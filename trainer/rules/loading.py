@@ -16,7 +16,7 @@ import numpy as np
 from trainer import formatting
 from trainer.base_models import Fraction, NonNegativeFloat, Percent
 from trainer.evidence import RankEvidence, is_core
-from trainer.rules.compared_steps import Steps, had_core, usual, within_steps
+from trainer.rules.compared_steps import Steps, had_core, winsorized_mean, within_steps
 from trainer.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule
 from trainer.series import Series
 
@@ -89,7 +89,7 @@ def diagnose(steps: Steps, *, busy_loader_percent: float) -> LoadingWait:
     Other programs on the machine slow training and loading alike; their share is left out, as far as the kernel reports it. A loader
     process that is waited for computes if it takes more than `busy_loader_percent` of a core.
     """
-    waiting = usual(steps.phase("data")) / usual(steps.seconds)
+    waiting = winsorized_mean(steps.phase("data")) / winsorized_mean(steps.seconds)
     number = int(np.argsort(waiting)[(len(waiting) - 1) // 2])
     record = steps.ranks[number].record
     workers = record.workers or 0
@@ -107,14 +107,14 @@ def diagnose(steps: Steps, *, busy_loader_percent: float) -> LoadingWait:
 
 def _itself(steps: Steps, number: int) -> tuple[float, float, float]:
     """Split a usual step of a process that loads itself: seconds of training, of waiting for storage, and of computing for its batch."""
-    step_s = float(usual((steps.seconds - steps.delayed)[number]))
-    host_s = float(usual(steps.column("host_data_seconds")[number]))
-    storage_s = min(host_s, max(0.0, float(usual(_blocked(steps)[number]))))
+    step_s = float(winsorized_mean((steps.seconds - steps.delayed)[number]))
+    host_s = float(winsorized_mean(steps.column("host_data_seconds")[number]))
+    storage_s = min(host_s, max(0.0, float(winsorized_mean(_blocked(steps)[number]))))
     if steps.on_gpu:  # whose clock shows less of it than the host's
-        data_s = float(usual(steps.phase("data")[number]))
+        data_s = float(winsorized_mean(steps.phase("data")[number]))
         storage_s *= data_s / max(host_s, 1e-9)
     else:
-        data_s = float(usual((steps.phase("data") - steps.delayed_in("data"))[number]))
+        data_s = float(winsorized_mean((steps.phase("data") - steps.delayed_in("data"))[number]))
     return max(0.0, step_s - data_s), storage_s, max(0.0, data_s - storage_s)
 
 
@@ -124,16 +124,16 @@ def _beside(steps: Steps, number: int, workers: int, busy_percent: float) -> tup
     A step in which a batch was ready has not waited. Computing they are as far as their own time for a batch is longer than the step.
     """
     waiting = steps.phase("data") if steps.on_gpu else _blocked(steps)
-    training_s = float(usual((steps.seconds - steps.delayed - waiting)[number]))
-    waiting_s = float(usual(np.where(steps.column("queued") > 0, 0.0, waiting)[number]))
+    training_s = float(winsorized_mean((steps.seconds - steps.delayed - waiting)[number]))
+    waiting_s = float(winsorized_mean(np.where(steps.column("queued") > 0, 0.0, waiting)[number]))
     rank = steps.ranks[number]
     sampled = rank.system.get("loaders_cpu_percent", np.full(len(rank.system["end_s"]), np.nan))
     percent = sampled[np.isfinite(sampled) & within_steps(rank)]
     if not len(percent):
         return training_s, 0.0, waiting_s
     busy = float(percent.mean()) / 100 / workers
-    computing_s = min(waiting_s, max(0.0, busy * float(usual(steps.seconds[number])) - training_s))
-    wait_themselves = 100 * busy < busy_percent * float(usual(had_core(steps)[number]))
+    computing_s = min(waiting_s, max(0.0, busy * float(winsorized_mean(steps.seconds[number])) - training_s))
+    wait_themselves = 100 * busy < busy_percent * float(winsorized_mean(had_core(steps)[number]))
     return training_s, waiting_s - computing_s if wait_themselves else 0.0, computing_s
 
 
@@ -483,7 +483,7 @@ class CoresOversubscribed(SystemRule):
         )
         if loading.is_for_processor(rules.waiting_share, rules.own_share):
             return NotJudged("the training waits for its batches, which comes first (loader_workers, cpu_bottleneck)")
-        shares = usual(delayed) / np.maximum(usual(steps.seconds), 1e-9)
+        shares = winsorized_mean(delayed) / np.maximum(winsorized_mean(steps.seconds), 1e-9)
         number = int(np.argsort(shares)[(len(shares) - 1) // 2])
         rank = steps.ranks[number]
         here = [each for each in steps.ranks if each.record.host == rank.record.host]
@@ -502,11 +502,11 @@ class CoresOversubscribed(SystemRule):
             "`data`": steps.column("host_data_delayed_seconds"),
             "`backward`": steps.column("host_backward_delayed_seconds"),
         }
-        spent = {name: float(usual(values[number])) for name, values in parts.items()}
-        spent["the other phases"] = float(usual(delayed[number])) - sum(spent.values())
+        spent = {name: float(winsorized_mean(values[number])) for name, values in parts.items()}
+        spent["the other phases"] = float(winsorized_mean(delayed[number])) - sum(spent.values())
         return CoreShortage(
             number=number,
-            waiting_s=float(usual(delayed[number])),
+            waiting_s=float(winsorized_mean(delayed[number])),
             waiting_share=min(1.0, float(shares[number])),
             idle_share=1 - _mean(rank, "gpu_percent") / 100,
             limit=self.share if steps.on_gpu or case.is_traced else self.own_share,

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from trainer.base_models import Fraction, NonNegativeFloat
-from trainer.rules.compared_steps import Steps, usual
+from trainer.rules.compared_steps import Steps, winsorized_mean
 from trainer.rules.loading import CoresOversubscribed
 from trainer.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule
 from trainer.series import Series
@@ -68,7 +68,7 @@ class Stragglers(SystemRule):
         if unjudgeable := _unjudgeable(case, steps):
             return unjudgeable
         limit, own = self.slower, own_work(steps)
-        means = usual(own)
+        means = winsorized_mean(own)
         slowest = int(means.argmax())
         behind_s = max(0.0, _behind(own, slowest) - _uncertain_s(steps))
         share = behind_s / steps.step_s
@@ -97,13 +97,13 @@ class Stragglers(SystemRule):
 
 def _behind(own: Series, number: int) -> float:
     """Compute by how many seconds a process is slower than the others' median, in a usual step."""
-    means = usual(own)
+    means = winsorized_mean(own)
     return float(means[number] - np.median(np.delete(means, number)))
 
 
 def _uncertain_s(steps: Steps) -> float:
     """Estimate by how many seconds of a usual step own work may be miscounted on a machine with other work."""
-    return _UNCERTAIN * float(usual(steps.delayed).max())
+    return _UNCERTAIN * float(winsorized_mean(steps.delayed).max())
 
 
 class LoadBalance(SystemRule):

@@ -26,7 +26,7 @@ from trainer.distillation.recording import (
     open_recording,
 )
 from trainer.errors import SettingsError
-from trainer.evaluation.embeddings import TOGETHER, add_probe, spread
+from trainer.evaluation.embeddings import FORWARD_BATCH, add_probe, evenly_spaced
 from trainer.evidence import ContextRecord
 from trainer.loss_terms import RECORDED_BY
 from trainer.models import Classifier
@@ -96,7 +96,7 @@ def run(
     ) as session:
         samples = open_samples(settings, data)
         if session.processes.is_first:
-            _tell(samples, settings)
+            _log_counts(samples, settings)
         size = view_size(classifier, teachers, recording)
         objective = make_objective(settings, classifier, teachers, recording, session.processes.device, data.targets)
         if settings.further_teachers and settings.compares_features:
@@ -149,7 +149,7 @@ def open_samples(settings: DistillSettings, data: PreparedDataset) -> Samples:
     return Samples(data.training_splits(unlabeled=settings.reads_unlabeled))
 
 
-def _tell(samples: Samples, settings: DistillSettings) -> None:
+def _log_counts(samples: Samples, settings: DistillSettings) -> None:
     """Say how many images there are of each kind, and whether labeled ones may be lacking in a step."""
     labeled = len(samples) - samples.unlabeled
     logger.info("distill  %s labeled and %s unlabeled images", f"{labeled:,}", f"{samples.unlabeled:,}")
@@ -228,9 +228,9 @@ def _first_views(
     """Yield the first view of images spread over all samples, or what was recorded of it, in batches on the CPU."""
     unmixed = settings.views.model_copy(update={"mixup": 0.0, "cutmix": 0.0})
     views = Views(samples, size=size, seed=settings.seed or 0, settings=unmixed, exact=True)
-    chosen = np.array(spread(len(samples), BALANCED_IMAGES))
-    for start in range(0, len(chosen), TOGETHER):
-        indices = chosen[start : start + TOGETHER]
+    chosen = np.array(evenly_spaced(len(samples), BALANCED_IMAGES))
+    for start in range(0, len(chosen), FORWARD_BATCH):
+        indices = chosen[start : start + FORWARD_BATCH]
         numbers = np.zeros_like(indices)
         if recording is None:
             yield views.batch(SampleSlice(indices, numbers, None))

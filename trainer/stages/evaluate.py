@@ -20,13 +20,13 @@ from trainer.devices import choose_device
 from trainer.errors import DataError, ModelError, SettingsError
 from trainer.evaluation import hierarchy, label_issues, metrics, report
 from trainer.evaluation.embeddings import (
-    MOST_IMAGES,
+    MAX_IMAGES,
     Embeddings,
     embed,
+    evenly_spaced,
     fit_probe,
     in_batches,
     nearest_neighbors,
-    spread,
 )
 from trainer.evaluation.label_issues import JudgedLabels
 from trainer.evaluation.metrics import ConfusionMatrix
@@ -124,7 +124,7 @@ def _probed(subjects: Sequence[_Evaluated], data: PreparedDataset, settings: Eva
 
 def _bank(train: Split) -> list[int]:
     """Choose the training images to which probes are fitted."""
-    return spread(len(train), MOST_IMAGES)
+    return evenly_spaced(len(train), MAX_IMAGES)
 
 
 def _evaluate(

@@ -12,7 +12,7 @@ from trainer import models, pretrained
 from trainer.config import PretrainSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
-from trainer.evaluation.embeddings import add_probe, embed_together, spread, statistics, token_statistics
+from trainer.evaluation.embeddings import add_probe, embed_together, evenly_spaced, statistics, token_statistics
 from trainer.models import Classifier, EmbeddingStatistics
 from trainer.pretraining import (
     FinetuneObjective,
@@ -123,7 +123,7 @@ def measure_embedding(model: Classifier, session: Session) -> tuple[EmbeddingSta
     They are standardized by that. Images count with and without labels.
     """
     splits, has_tokens = session.data.training_splits(unlabeled=True), models.find_token_shape(model) is not None
-    chosen, first, parts = np.array(spread(sum(map(len, splits)), MOST_EMBEDDED)), 0, []
+    chosen, first, parts = np.array(evenly_spaced(sum(map(len, splits)), MOST_EMBEDDED)), 0, []
     for split in splits:
         own = chosen[(chosen >= first) & (chosen < first + len(split))] - first
         first += len(split)

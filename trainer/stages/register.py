@@ -115,7 +115,7 @@ def run(
             reports["reinforce"].write_bytes(
                 storage.read_bytes(storage.join(given["teacher_outputs"], recording.REPORT))
             )
-        with _retold(settings, given, recipe):
+        with _explain_outage(settings, given, recipe):
             registered = _register(settings, read, given, reports, recipe, resolved, make_bill(stages, forecast))
         content = build_summary(
             recipe=recipe,
@@ -135,7 +135,7 @@ def run(
 
 
 @contextmanager
-def _retold(settings: RegisterSettings, places: Mapping[str, str | Path], recipe: str) -> Iterator[None]:
+def _explain_outage(settings: RegisterSettings, places: Mapping[str, str | Path], recipe: str) -> Iterator[None]:
     """Add to MLflow's failure that nothing is lost, and the command that goes on from here with the same inputs and output."""
     try:
         yield

@@ -15,7 +15,7 @@ from trainer.devices import Device
 from trainer.distillation import recording, recording_report, shards
 from trainer.distillation.frozen_teacher import FrozenTeacher
 from trainer.distillation.recording import RecordingDescription
-from trainer.distillation.reinforcement import Reinforcement, plan_of
+from trainer.distillation.reinforcement import Reinforcement, recording_digest
 from trainer.distillation.shards import ShardStore
 from trainer.errors import SettingsError
 from trainer.models import Classifier
@@ -66,7 +66,9 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
                 compile=settings.compile,
             ),
             description=description,
-            shelf=ShardStore(artifacts.unfinished(teacher_outputs), plan_of(description, parents), description.record),
+            shards=ShardStore(
+                artifacts.unfinished(teacher_outputs), recording_digest(description, parents), description.record
+            ),
             processes=processes,
             batch_size=settings.batch_size,
             workers="auto" if settings.workers is None else settings.workers,
@@ -81,7 +83,7 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
                 tracker.metrics(0, tracking.numbers(draft.figures))
                 tracker.file(draft.path / recording.REPORT)
         if processes.is_first:
-            job.shelf.remove()
+            job.shards.remove()
 
 
 def open_samples(settings: ReinforceSettings, data: PreparedDataset) -> Samples:

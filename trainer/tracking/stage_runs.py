@@ -59,7 +59,7 @@ class Tracker:
     def file(self, path: Path) -> None:
         """Record a file; waits for the upload, and only warns if it fails."""
 
-    def go_on(self, place: str) -> None:
+    def resume(self, place: str) -> None:
         """Send the points that an earlier attempt of the same training has kept at the URI `place`; `keep` writes there from now on."""
 
     def keep(self) -> None:
@@ -83,7 +83,7 @@ class _RunTracker(Tracker):
         # A resumed training repeats its last steps, with the same values.
         self._sender.add(step, {name: value for name, value in values.items() if step > self._last_steps.get(name, -1)})
 
-    def go_on(self, place: str) -> None:
+    def resume(self, place: str) -> None:
         self._kept_at = storage.join(place, UNSENT)
         points: Iterable[tuple[str, float, int, int]] = ()
         try:

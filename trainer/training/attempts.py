@@ -35,8 +35,8 @@ from trainer.errors import (
     TrainingError,
 )
 from trainer.evidence import AttemptRecord
+from trainer.training.background import LAST_WAIT_S, BackgroundWriter
 from trainer.training.process_group import wait_limit_s
-from trainer.training.writer import LAST_WAIT_S, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ _MOST_ATTEMPTS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttemptClaim:
+class Lease:
     """The number of an attempt, and the proof that it is this one's."""
 
     uri: str
@@ -63,7 +63,7 @@ class AttemptClaim:
     number: int
     token: bytes
 
-    def standing(self) -> Literal["newest", "superseded", "gone"]:
+    def state(self) -> Literal["newest", "superseded", "gone"]:
         """Ask the store whether this is the newest attempt, or a later one has begun, or there is no claim at all.
 
         They may be gone because a later attempt has ended and removed them, or because the store has lost its objects; the training's
@@ -79,7 +79,7 @@ class AttemptClaim:
             return "superseded" if any(name.startswith(_CLAIM) for name in names) else "gone"
         return "newest" if claimed == self.token else "superseded"
 
-    def stake(self) -> bool:
+    def acquire(self) -> bool:
         """Make the claim where its number is free, and return whether it stands."""
         return storage.create_bytes(self._marker, self.token)
 
@@ -93,11 +93,11 @@ def _highest(names: Iterable[str]) -> int:
     return max((int(match[1]) for match in matches if match), default=0)
 
 
-def claim(uri: str) -> AttemptClaim:
+def claim(uri: str) -> Lease:
     """Begin a new attempt at the training with these checkpoints; raises `OutputError` where the folder cannot be written."""
     for _ in range(_MOST_ATTEMPTS):
-        generation = AttemptClaim(uri=uri, number=_highest(storage.children(uri)) + 1, token=uuid.uuid4().hex.encode())
-        if generation.stake():
+        generation = Lease(uri=uri, number=_highest(storage.children(uri)) + 1, token=uuid.uuid4().hex.encode())
+        if generation.acquire():
             return generation
     raise StorageError(
         f"{uri}: {_MOST_ATTEMPTS} other attempts at this training began at the same time; end all but one of them"
@@ -112,7 +112,7 @@ class Failure(BaseModel):
     message: str
 
 
-class Attempts:
+class AttemptLog:
     """Notes this attempt and its heartbeats beside the checkpoints, where the next one finds them; with them they are removed.
 
     Each heartbeat first checks whether a later attempt has begun. It is written in the background, where it may wait for a store.
@@ -129,7 +129,7 @@ class Attempts:
         self._first_step = self._steps = 0
         self._before: tuple[AttemptRecord, ...] = ()
         self._began_unix = self._due = 0.0
-        self._check_ours, self._writer = check_ours, Writer(checkpoints)
+        self._check_ours, self._writer = check_ours, BackgroundWriter(checkpoints)
 
     def resumed_at(self, first_step: int) -> Self:
         """Say at which step this attempt begins; call it before the block."""

@@ -39,10 +39,10 @@ from trainer.errors import (
     writing_to,
 )
 from trainer.formatting import listed
-from trainer.training.attempts import AttemptClaim, claim
+from trainer.training.attempts import Lease, claim
+from trainer.training.background import LAST_WAIT_S, MOST_FAILURES, TRANSIENT, BackgroundWriter
 from trainer.training.process_group import Processes, wait_limit_s
 from trainer.training.training_state import Snapshot, TrainingState, read_state
-from trainer.training.writer import LAST_WAIT_S, MOST_FAILURES, PASSING, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ PATIENCE_S = 5.0
 SCORE = "val_top1"
 """Figure of a checkpoint: its score on the validation split, by which the best is kept; the name is that of the most common one."""
 
-FREE = frozenset(
+CHANGEABLE_ON_RESUME = frozenset(
     {
         # Who loads, and where: a sample's views are a function of the seed, its key and the epoch.
         "workers",
@@ -142,10 +142,10 @@ class Checkpoints:
         """Is noted in each checkpoint that is written."""
         key = artifacts.digest({"settings": compatible(settings), "parents": parents})[:16]
         self.uri = storage.join(root, f"{name}-{key}")
-        self._generation: AttemptClaim | None = None
+        self._generation: Lease | None = None
         self._whole: dict[CheckpointEntry, float | None] = {}
         """Complete ones, not known to be damaged -> top-1 accuracy of those that were measured."""
-        self._snapshot, self._writer = Snapshot(), Writer(name)
+        self._snapshot, self._writer = Snapshot(), BackgroundWriter(name)
         self._passed_over = False
         """Whether the last one that was due was passed over."""
 
@@ -298,15 +298,15 @@ class Checkpoints:
         """
         if self._generation is None:
             return
-        standing = self._generation.standing()
+        standing = self._generation.state()
         # A later attempt that has ended and left its output has removed its checkpoints then, and the claims with them.
         is_complete = standing == "gone" and bool(self._output) and artifacts.exists(self._output)
         if standing == "gone" and not is_complete:
-            if self._generation.stake():
+            if self._generation.acquire():
                 text = f"is gone from {self.uri}, and was written again; checkpoints may be gone from there too"
                 logger.warning("%s  the record of attempt %d %s", self._name, self._generation.number, text)
                 return
-            standing = self._generation.standing()
+            standing = self._generation.state()
         if standing != "newest":
             raise SupersededError(
                 f"{self._name}: superseded: this is attempt {self._generation.number} of this training, and a later one has begun, or has "
@@ -331,7 +331,7 @@ class Checkpoints:
         """Raise what the last write has failed with, and say what is left; an error that is not of storage is raised as it is."""
         error = self._writer.failure
         assert error is not None, "a write has failed"
-        if not isinstance(error, PASSING):
+        if not isinstance(error, TRANSIENT):
             raise error
         kind = type(error) if isinstance(error, TrainerError) else OutputError
         last = max(self._whole, default=None)
@@ -347,7 +347,7 @@ class Checkpoints:
         figures = {"step": step, **(self.dealing._asdict() if self.dealing else {})}
         try:
             self._write_snapshot(self._uri(entry), figures if score is None else {**figures, SCORE: score})
-        except PASSING:
+        except TRANSIENT:
             self.check_ours()  # a later attempt removes what this one has half-written
             raise
         self._whole[entry] = score
@@ -430,7 +430,7 @@ def compatible(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: compatible(value) if isinstance(value, Mapping) else value
         for name, value in settings.items()
-        if name not in FREE
+        if name not in CHANGEABLE_ON_RESUME
     }
 
 

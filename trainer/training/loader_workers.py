@@ -91,7 +91,7 @@ class MicroBatchLoader:
         if workers not in (0, "auto") or (workers == "auto" and processes.device.kind != "cpu"):
             start_server()  # which imports while the first step compiles
         # Where the device traces, threads ask for batches, who must not meet other processes, and a step's time is known late.
-        self._chosen = self._choose(lambda: 0.0) if workers == "auto" and processes.device.traces else workers
+        self._chosen = self._choose(lambda: 0.0) if workers == "auto" and processes.device.is_lazy else workers
 
     def __iter__(self) -> Iterator[Batch]:
         starts, workers, device = self._starts, self._chosen, self._processes.device

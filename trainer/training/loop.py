@@ -29,7 +29,7 @@ from trainer.profiling.timeline import span
 from trainer.scores import val_score
 from trainer.step_schedule import is_checkpoint_step, is_validation_step
 from trainer.tracking.stage_runs import Tracker
-from trainer.training.attempts import Attempts
+from trainer.training.attempts import AttemptLog
 from trainer.training.checkpoints import newest
 from trainer.training.classification import validate
 from trainer.training.loader_workers import MicroBatchLoader
@@ -53,9 +53,9 @@ VALIDATION = "validation"
 """In `TrainingState.pending`: the last step's validation is still to be done."""
 _NOISE = 0x6E6F697365
 """Keeps the seeds of dropout and stochastic depth apart from all other draws of the same seed."""
-_SHOWN = 4
+_ATTENTION_SAMPLES = 4
 """Images whose attention is recorded."""
-_NAMED = 3
+_MAX_NAMES = 3
 """Weights that a message names."""
 
 
@@ -85,7 +85,7 @@ class Trainer:
         self.model = objective.model.to(processes.device.torch_device).train()
         if settings.activation_checkpointing:
             checkpoint_activations(self.model)
-        self._begin_small()
+        self._check_low_resolution()
         with processes.waiting("the comparison of the models"):
             self._parallel, self._graphs = parallelize_model(self.model, settings, processes)
         self._ddp_timer = DdpTimer(self._parallel) if isinstance(self._parallel, DistributedDataParallel) else None
@@ -98,10 +98,10 @@ class Trainer:
         self.measured: Mapping[str, float] = {}
         """What the last validation measured."""
         checkpoints = training.checkpoints
-        self._attempts = Attempts(checkpoints.uri, rank=processes.rank, check_ours=checkpoints.check_ours)
+        self._attempts = AttemptLog(checkpoints.uri, rank=processes.rank, check_ours=checkpoints.check_ours)
         self.loader = LoaderStats()
         # What is measured is a part of a common graph where devices trace.
-        alike = processes.device.traces and processes.world_size > 1
+        alike = processes.device.is_lazy and processes.world_size > 1
         self.recorder = Recorder(
             settings.evidence,
             name=training.name,
@@ -142,7 +142,7 @@ class Trainer:
         training, settings, processes = self.training, self.settings, self.processes
         recorder, checkpoints, last_step = self.recorder, training.checkpoints, training.total_steps - 1
         first_step, pending = self.load_checkpoint()
-        tracker.go_on(checkpoints.uri)
+        tracker.resume(checkpoints.uri)
         progress = ProgressBar.of(training, first_step)
         metrics = MetricLogger(training, recorder, tracker, progress)
         rules = LiveRules(recorder, training.watch, tracker=tracker, say=progress.say, active=processes.is_first)
@@ -230,14 +230,14 @@ class Trainer:
             batches.preload()
         with self.recorder.tensor_sampler.around_update(step, partial(self._show, batch)), span("optimizer"):
             self._update(step)
-        with span("dispatch") if processes.device.traces else nullcontext():
+        with span("dispatch") if processes.device.is_lazy else nullcontext():
             processes.device.dispatch()
         return means
 
-    def _begin_small(self) -> None:
+    def _check_low_resolution(self) -> None:
         """Make sure that the models take the smaller input of the first steps, where `low_resolution` wants one."""
         (steps, models), size = self.training.low_resolution, self.settings.low_resolution.image_size
-        if models and self.processes.device.traces:
+        if models and self.processes.device.is_lazy:
             raise SettingsError("low_resolution: on XLA each size is compiled by itself; leave it out")
         for model in models:
             check_input_size(model, size)
@@ -272,9 +272,13 @@ class Trainer:
 
     def _show(self, batch: Batch) -> None:
         """Send a few images through the model, so that the recorder sees its attention."""
-        few = batch._replace(images=batch.images[:_SHOWN], keys=batch.keys[:_SHOWN], numbers=batch.numbers[:_SHOWN])
+        few = batch._replace(
+            images=batch.images[:_ATTENTION_SAMPLES],
+            keys=batch.keys[:_ATTENTION_SAMPLES],
+            numbers=batch.numbers[:_ATTENTION_SAMPLES],
+        )
         with self.processes.device.autocast(self.settings.precision):
-            self.training.objective.show(few)
+            self.training.objective.forward_for_hooks(few)
 
     def _check_health(self, step: int, steps: int) -> None:
         """Note that `step` is done, and `steps` of this attempt; warn if too little or too much is compiled; raise what a write met."""
@@ -346,7 +350,7 @@ class Trainer:
         finite = torch.stack([torch.isfinite(weight).all() for weight in weights.values()]).tolist()
         bad = [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]
         if bad:
-            name, shown = self.training.name, listed(bad, _NAMED)
+            name, shown = self.training.name, listed(bad, _MAX_NAMES)
             raise TrainingError(
                 f"{name}: weights are not finite after step {steps} ({shown}), so no checkpoint of them is kept; lower {name} "
                 "base_learning_rate or clip_norm, or use precision=fp32"

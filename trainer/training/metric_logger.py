@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 LINE_INTERVAL_S = 5.0
 """Least time between two plain lines."""
-_NAMED = 8
+_MAX_NAMES = 8
 """Samples that a message names."""
 
 
@@ -167,7 +167,7 @@ class MetricLogger:
             row = int(bad.any(0).nonzero()[0])
             ranks = bad[:, row].nonzero().flatten().tolist()
             names = [name for rank in ranks for name in self._training.names(sent.steps[row], rank)]
-            shown = listed(names, _NAMED)
+            shown = listed(names, _MAX_NAMES)
             for at in range(
                 max(0, row - 1), row + 1
             ):  # the last step whose losses are finite, and the first whose are not
@@ -191,7 +191,7 @@ class _Losses:
         self.names = list(waiting[0][1])
         self._what, self._processes = f"the losses of step {self.steps[-1] + 1}", processes
         rows = [[losses[name] for name in self.names] for _, losses in waiting]
-        if processes.device.traces:  # what is computed here would be noted for the next step, and change its graph
+        if processes.device.is_lazy:  # what is computed here would be noted for the next step, and change its graph
             self._readback = ReadBack({str(number): loss for number, loss in enumerate(chain.from_iterable(rows))})
         else:
             own = torch.stack([torch.stack([loss.float() for loss in row]) for row in rows])
@@ -204,12 +204,12 @@ class _Losses:
         """Whether they are to be read now, without waiting; all processes exchange them then, so where the device traces, at the next
         interval's end, for devices are not equally far.
         """
-        return not self._processes.device.traces and self._readback.arrived
+        return not self._processes.device.is_lazy and self._readback.arrived
 
     def table(self) -> Tensor:
         """The losses [W, S, L] on the host; waits for them."""
         arrived = self._readback.wait()
-        if not self._processes.device.traces:
+        if not self._processes.device.is_lazy:
             return arrived["losses"]
         own = torch.stack([*arrived.values()]).float().reshape(len(self.steps), len(self.names))
         return torch.stack(self._processes.gather(own, self._what))

@@ -55,7 +55,7 @@ def make_optimizer(
         optimizer = device.sharded_adamw(groups, options, clip_norm=settings.clip_norm)
     else:
         optimizer = torch.optim.AdamW(groups, **options)
-    if device.traces:
+    if device.is_lazy:
         # Made in the first step, AdamW's state would make that another graph than those that follow.
         local = local_optimizer(optimizer)
         for weight in (weight for group in local.param_groups for weight in group["params"]):
@@ -140,7 +140,7 @@ def gather_rows(
     return whole if processes.is_first else {}
 
 
-def deal_rows(optimizer: RowShardedOptimizer, states: Sequence[Mapping[str, Tensor] | None]) -> None:
+def scatter_rows(optimizer: RowShardedOptimizer, states: Sequence[Mapping[str, Tensor] | None]) -> None:
     """Give this process its rows of all weights, as they are now, and of their states; single numbers are the same for all.
 
     The states are in the order of the weights, such as `exp_avg` -> [R, ...]; None of one that has none yet.

@@ -23,7 +23,7 @@ Parts = TypeVar("Parts", Mixing, Recorded)
 
 def make_prefetcher(batches: Iterator[Batch], views: Views, device: Device) -> Prefetcher:
     """Choose how these micro-batches come to this device, in their order; `views` says how it makes what the loader left to it."""
-    return ThreadedPrefetcher(batches, views, device) if device.traces else Prefetcher(batches, views, device)
+    return ThreadedPrefetcher(batches, views, device) if device.is_lazy else Prefetcher(batches, views, device)
 
 
 class Prefetcher:

@@ -270,13 +270,13 @@ class CollectiveWatchdog:
             if not isinstance(error, DistError) and not _FROM_TORCH.search(reason):
                 raise
             reason = _PLACE.sub("", reason).partition(". ")[0]
-            roll = _within(_STORE_S, lambda: self._call_the_roll(gave_up=bool(_GAVE_UP.search(reason))))
+            roll = _within(_STORE_S, lambda: self._missing_ranks(gave_up=bool(_GAVE_UP.search(reason))))
             raise LostProcessError(_message(what, reason, roll, self._limit_s)) from error
 
     def _note(self, *, gave_up: bool = False) -> None:
         self._store.set(str(self._rank), json.dumps([self._number, gave_up]))
 
-    def _call_the_roll(self, *, gave_up: bool) -> tuple[list[int], bool]:
+    def _missing_ranks(self, *, gave_up: bool) -> tuple[list[int], bool]:
         """Return the ranks that have not come as far as this process, and whether somebody has waited for them to the limit.
 
         The others get some time to say that they have waited in vain too. Where none has, those that are missing are gone.

@@ -254,7 +254,7 @@ def shared_artifact(
         processes.barrier(f"the end of {kind} {uri}")
         sent = artifacts.contribute(uri, draft.path) if own and not processes.is_first else {}
         for records in processes.gather(sent, f"the files of {kind} {uri}"):
-            draft.contributed.update(records)
+            draft.remote_files.update(records)
 
 
 @contextmanager

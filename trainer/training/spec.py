@@ -47,7 +47,7 @@ class Objective(Protocol):
         """Do what belongs to the end of a step, on all processes, when its weights are updated."""
         return
 
-    def show(self, batch: Batch) -> None:
+    def forward_for_hooks(self, batch: Batch) -> None:
         """Run a forward pass of `self.model` alone over a batch, for hooks on its modules."""
         ...
 
@@ -135,7 +135,7 @@ class TrainingSpec:
 
 def fit_batch(section: str, settings: Fitted, images: int, processes: Processes) -> Fitted:
     """Clamp the batch to one that the images can fill, with a warning."""
-    parts = processes.world_size * settings.accumulation if processes.device.traces else 1
+    parts = processes.world_size * settings.accumulation if processes.device.is_lazy else 1
     fitted = settings.for_images(images, parts)
     if fitted is not settings and processes.is_first:
         logger.warning(settings.clamp_warning(section, images, fitted))
@@ -217,7 +217,7 @@ def check_batch(model: nn.Module, settings: TrainingSettings, processes: Process
         processes.world_size * settings.accumulation,
         check_micro_batches(model, settings, processes.world_size),
     )
-    if processes.device.traces and most * parts != settings.batch_size:
+    if processes.device.is_lazy and most * parts != settings.batch_size:
         raise SettingsError(
             f"batch_size = {settings.batch_size} cannot be dealt evenly to {processes.world_size} processes x {settings.accumulation} "
             f"micro-batches, and on XLA each size is compiled by itself; choose {most * parts}"

@@ -49,7 +49,7 @@ _TYPES = {
 """Their names in safetensors."""
 _ALIGNMENT = 8
 """Of the first tensor in its file, in bytes."""
-_SHOWN = 3
+_MAX_NAMES = 3
 """Names of each kind in a message."""
 
 
@@ -126,10 +126,12 @@ def restore(
         ArtifactError: names, shapes or types do not fit; nothing was changed then.
     """
     names = _names(model)
-    _refuse(state, "weights", _misfits(state.model, model.state_dict()))
-    _refuse(state, "optimizer", [*_strangers(state.optimizer, names), *_other_options(state.groups, optimizer, names)])
+    _raise_if_any(state, "weights", _mismatches(state.model, model.state_dict()))
+    _raise_if_any(
+        state, "optimizer", [*_unknown_tensors(state.optimizer, names), *_other_options(state.groups, optimizer, names)]
+    )
     if average is not None:
-        _refuse(state, "average", _misfits(state.average or {}, average.state_dict()))
+        _raise_if_any(state, "average", _mismatches(state.average or {}, average.state_dict()))
         average.load_state_dict(dict(state.average or {}))
     model.load_state_dict(dict(state.model))
     # By name: `load_state_dict` goes by numbers of weights, and a sharded optimizer does not get it right for a fused one.
@@ -139,7 +141,7 @@ def restore(
         by_weight.setdefault(owner, {})[key] = tensor
     held = list(optimizers.held(optimizer))
     if isinstance(optimizer, RowShardedOptimizer):
-        optimizers.deal_rows(optimizer, [by_weight.get(names[weight]) for weight, _ in held])
+        optimizers.scatter_rows(optimizer, [by_weight.get(names[weight]) for weight, _ in held])
         return
     part = optimizers.local_optimizer(optimizer)
     for weight, _ in held:
@@ -161,16 +163,16 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 # What does not fit
 
 
-def _refuse(state: TrainingState, part: str, misfits: Sequence[str]) -> None:
-    if misfits:
-        named = listed(misfits, _SHOWN, between="; ", last="; and ")
+def _raise_if_any(state: TrainingState, part: str, mismatches: Sequence[str]) -> None:
+    if mismatches:
+        named = listed(mismatches, _MAX_NAMES, between="; ", last="; and ")
         raise ArtifactError(
             f"checkpoint {state.uri or f'of step {state.step}'} does not fit this training in its {part}: {named}; "
             "continue with the version of the project that wrote it, or remove it to begin anew"
         )
 
 
-def _misfits(held: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+def _mismatches(held: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
     """List what differs between the tensors of a checkpoint and those of a model: names, shapes, types."""
     lacking = [f"it lacks {name}" for name in wanted if name not in held]
     strange = [f"it has {name}, which the model has not" for name in held if name not in wanted]
@@ -186,17 +188,17 @@ def _described(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _strangers(tensors: Mapping[str, Tensor], names: Mapping[nn.Parameter, str]) -> list[str]:
+def _unknown_tensors(tensors: Mapping[str, Tensor], names: Mapping[nn.Parameter, str]) -> list[str]:
     """List what of an optimizer's state belongs to no weight, or to one of another shape; single numbers, such as its steps, fit all."""
     weights = {name: parameter for parameter, name in names.items()}
-    misfits = []
+    mismatches = []
     for name, tensor in tensors.items():
         weight = weights.get(name.partition("/")[2])
         if weight is None:
-            misfits.append(f"it has {name}, which the model has not")
+            mismatches.append(f"it has {name}, which the model has not")
         elif tensor.dim() and _described(tensor) != _described(weight):
-            misfits.append(f"{name} is {_described(tensor)} instead of {_described(weight)}")
-    return misfits
+            mismatches.append(f"{name} is {_described(tensor)} instead of {_described(weight)}")
+    return mismatches
 
 
 def _other_options(
@@ -204,17 +206,17 @@ def _other_options(
 ) -> list[str]:
     """List weights that were changed in another way than they would be now."""
     before = {weight: group for group in groups for weight in group["params"]}
-    misfits = []
+    mismatches = []
     for group in optimizer.param_groups:
         now = _options(group)
         for weight in (names[parameter] for parameter in group["params"]):
             was = before.get(weight, {})
-            misfits += [
+            mismatches += [
                 f"{key} of {weight} was {was.get(key)}, is {value}"
                 for key, value in now.items()
                 if was.get(key, value) != value or weight not in before
             ]
-    return misfits
+    return mismatches
 
 
 # ---------------------------------------------------------------------------------------------------------------------

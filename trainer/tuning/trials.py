@@ -414,7 +414,7 @@ def measure_training(
     split, workers, validations = training.val_split, trainer.loader.workers or 0, [0.0]
     if split is not None:
         validated = partial(validate, trainer.result, split, processes, training.settings, workers=workers)
-        passes = 2 if processes.device.traces else 1  # the first one compiles, too
+        passes = 2 if processes.device.is_lazy else 1  # the first one compiles, too
         validations = [_timed(processes, validated) for _ in range(passes)]
     checkpoint_s = _timed(processes, lambda: trainer.save_checkpoint(timer.steps)) if settings.checkpoint_every else 0.0
     if processes.is_first:

@@ -13,13 +13,13 @@ from trainer.distillation import reinforcement, shards
 from trainer.distillation.losses import TeacherOutputs
 from trainer.distillation.recording import unpack
 from trainer.distillation.reinforcement import (
-    MEETING,
+    VIEWS_BETWEEN_SYNCS,
     Reinforcement,
     UnitBatch,
     UnitBatches,
-    even_batch,
-    parts_of,
-    plan_of,
+    batch_dividing_block,
+    batches_of_units,
+    recording_digest,
 )
 from trainer.distillation.shards import Unit
 
@@ -51,14 +51,14 @@ class Numbered:
     [(1257, 256, 252), (2640, 256, 240), (100, 256, 100), (16_384, 256, 256), (7, 1, 1)],
 )
 def test_batches_are_so_even_that_hardly_any_view_is_computed_twice(block, batch_size, batch):
-    assert even_batch(block, batch_size) == batch
+    assert batch_dividing_block(block, batch_size) == batch
     batches = -(-block // batch)
     assert batches * batch - block < batches
 
 
 def test_a_batch_that_reaches_over_the_end_of_its_unit_repeats_the_last_sample():
     units = [Unit(view=2, first=10, count=7, block=1), Unit(view=3, first=0, count=10, block=0)]
-    parts = list(parts_of(units, 4))
+    parts = list(batches_of_units(units, 4))
     assert [(part.unit.view, part.start) for part in parts] == [(2, 0), (2, 4), (3, 0), (3, 4), (3, 8)]
     batches = UnitBatches(Numbered(17, ViewSettings()), 4)
     taken = [batches[part] for part in parts]
@@ -80,7 +80,7 @@ def test_partners_are_those_of_the_view_whatever_was_loaded_before():
 
 def test_batches_come_in_order_from_loader_processes():
     units = [Unit(view=view, first=0, count=5, block=0) for view in range(3)]
-    parts = list(parts_of(units, 2))
+    parts = list(batches_of_units(units, 2))
     for workers in (0, 2):
         loader = make_loader(UnitBatches(Numbered(5, ViewSettings()), 2), parts, workers=workers, pin_memory=False)
         loaded = [(int(one.numbers[0]), int(one.indices[0])) for one in loader]
@@ -113,11 +113,11 @@ OTHER = {
 @pytest.mark.parametrize("name", asdict(DESCRIPTION))
 def test_whatever_changes_the_records_changes_the_plan(name):
     parents = {"dataset": "d", "teacher": "t"}
-    plan, whole = plan_of(DESCRIPTION, parents), replace(DESCRIPTION, tokens=(4, 4, 4))
+    plan, whole = recording_digest(DESCRIPTION, parents), replace(DESCRIPTION, tokens=(4, 4, 4))
     value = OTHER[name] if name in OTHER else getattr(DESCRIPTION, name) + 1
-    assert plan_of(replace(whole, **{name: value}), parents) not in {plan, plan_of(whole, parents)}
-    assert plan_of(DESCRIPTION, parents | {"teacher": "another"}) != plan
-    assert plan_of(replace(DESCRIPTION), dict(reversed(parents.items()))) == plan
+    assert recording_digest(replace(whole, **{name: value}), parents) not in {plan, recording_digest(whole, parents)}
+    assert recording_digest(DESCRIPTION, parents | {"teacher": "another"}) != plan
+    assert recording_digest(replace(DESCRIPTION), dict(reversed(parents.items()))) == plan
 
 
 class CountedProcesses:
@@ -133,7 +133,7 @@ class CountedProcesses:
 
 
 class Kept(dict):
-    """A shelf."""
+    """Keeps shards in memory."""
 
     def put(self, unit, records):
         self[unit.name] = records
@@ -144,10 +144,10 @@ def test_processes_meet_equally_often_and_long_before_a_shard_is_full(monkeypatc
     missing = shards.units(3, samples=5000, size=2500)[:5]  # of which the second process has one less
     notes = []
     for rank in (0, 1):
-        processes, shelf = CountedProcesses(rank), Kept()
+        processes, kept = CountedProcesses(rank), Kept()
 
         def stream(job, units, batch, _progress, processes=processes):
-            for part in parts_of(units, batch):
+            for part in batches_of_units(units, batch):
                 processes.recorded += 1
                 yield np.full(batch, part.start, dtype=job.description.record)
 
@@ -157,15 +157,15 @@ def test_processes_meet_equally_often_and_long_before_a_shard_is_full(monkeypatc
             views=None,
             teacher=None,
             description=description,
-            shelf=shelf,
+            shards=kept,
             processes=processes,
             batch_size=256,
             workers=0,
         )
         job._record(missing)
-        assert sorted(shelf) == [unit.name for unit in missing[rank::2]]
-        assert [len(records) for records in shelf.values()] == [2500] * len(shelf)
-        assert max(np.diff([0, *processes.notes])) * 250 <= MEETING
+        assert sorted(kept) == [unit.name for unit in missing[rank::2]]
+        assert [len(records) for records in kept.values()] == [2500] * len(kept)
+        assert max(np.diff([0, *processes.notes])) * 250 <= VIEWS_BETWEEN_SYNCS
         notes.append(processes.notes)
     assert len(notes[0]) == len(notes[1])
     assert (notes[0][-1], notes[1][-1]) == (30, 20)

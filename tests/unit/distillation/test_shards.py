@@ -71,15 +71,15 @@ def test_a_foreign_shard_is_noticed(unit, plan):
 
 
 def test_a_shelf_keeps_units_until_they_are_removed(tmp_path):
-    shelf, other = ShardStore(tmp_path, PLAN, RECORD), ShardStore(tmp_path, OTHER_PLAN, RECORD)
-    assert shelf.names() == set()
-    shelf.put(UNIT, some_records())
-    assert shelf.names() == {"view-00003-block-00001.bin"}
+    shards, other = ShardStore(tmp_path, PLAN, RECORD), ShardStore(tmp_path, OTHER_PLAN, RECORD)
+    assert shards.names() == set()
+    shards.put(UNIT, some_records())
+    assert shards.names() == {"view-00003-block-00001.bin"}
     assert other.names() == set()
-    content, records = shelf.get(UNIT)
+    content, records = shards.get(UNIT)
     assert records.tobytes() == some_records().tobytes()
     assert content == encode(UNIT, some_records(), PLAN)
     with pytest.raises(ArtifactError, match=r"view-00000-block-00000.bin: is not there"):
-        shelf.get(Unit(view=0, first=0, count=5, block=0))
-    shelf.remove()
-    assert shelf.names() == set()
+        shards.get(Unit(view=0, first=0, count=5, block=0))
+    shards.remove()
+    assert shards.names() == set()

@@ -125,7 +125,7 @@ def test_an_embedding_without_differences_teaches_nothing():
 
 @pytest.mark.parametrize(("count", "most", "chosen"), [(3, 5, [0, 1, 2]), (5, 3, [0, 2, 4]), (10, 4, [0, 3, 6, 9])])
 def test_images_are_chosen_from_all_over(count, most, chosen):
-    assert embeddings.spread(count, most) == chosen
+    assert embeddings.evenly_spaced(count, most) == chosen
 
 
 @dataclass
@@ -147,7 +147,7 @@ class Group:
 def test_images_dealt_to_processes_come_back_in_their_order(count, digits, teacher, monkeypatch):
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
     model, split, device = models.load(teacher), open_dataset(digits).split("val"), choose_device().open()
-    monkeypatch.setattr(embeddings, "TOGETHER", 4)
+    monkeypatch.setattr(embeddings, "FORWARD_BATCH", 4)
     indices, said = list(range(5, 5 + 2 * count, 2)), []
     for rank in range(2):
         said.append(embeddings.embed(model, split, indices[rank::3], device, 4))

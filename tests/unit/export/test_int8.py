@@ -86,6 +86,6 @@ def test_a_student_learns_to_answer_in_int8_as_it_did(model, trained_digits, cap
         onnx_graph.write(one, data.image_size, tmp_path / "fp32.onnx")
         int8.quantize(tmp_path / "fp32.onnx", tmp_path / f"{name}.onnx", images)
         found = variants.predict(OnnxStudent(tmp_path / f"{name}.onnx", threads=1).logits, test, indices)
-        shifts[name] = variants.Yardstick(labels=np.zeros(len(own), dtype=np.int64), temperature=1.0).shift(own, found)
+        shifts[name] = variants.Scoring(labels=np.zeros(len(own), dtype=np.int64), temperature=1.0).shift(own, found)
     assert "quantization-aware fine-tuning: KL" in caplog.text
     assert 0 < shifts["tuned"] < shifts["plain"] / 2, shifts

@@ -8,7 +8,7 @@ import pytest
 from trainer import storage
 from trainer.errors import LostProcessError, OutputError, PreemptedError, StorageError, SupersededError, TrainingError
 from trainer.training import attempts as module
-from trainer.training.attempts import ATTEMPTS, Attempts
+from trainer.training.attempts import ATTEMPTS, AttemptLog
 
 
 def read(folder):
@@ -21,9 +21,9 @@ def interrupt_after(steps, attempts):
 
 
 def test_each_try_finds_those_before_it(tmp_path):
-    with pytest.raises(KeyboardInterrupt), Attempts(str(tmp_path)) as first:
+    with pytest.raises(KeyboardInterrupt), AttemptLog(str(tmp_path)) as first:
         interrupt_after(7, first)
-    with Attempts(str(tmp_path)).resumed_at(5) as second:
+    with AttemptLog(str(tmp_path)).resumed_at(5) as second:
         second.heartbeat(2)
         records = second.records()
     assert [(record.first_step, record.steps_seen) for record in records] == [(0, 7), (5, 2)]
@@ -31,7 +31,7 @@ def test_each_try_finds_those_before_it(tmp_path):
 
 
 def test_signs_of_life_are_rare_and_the_last_one_survives_a_kill(tmp_path, monkeypatch):
-    with Attempts(str(tmp_path)) as attempts:
+    with AttemptLog(str(tmp_path)) as attempts:
         attempts.heartbeat(1)
         assert read(tmp_path)[-1]["steps_seen"] == 0, "written a moment ago"
         later = module.time.monotonic() + 6
@@ -52,7 +52,7 @@ def test_a_sign_of_life_begins_with_a_look_whether_a_later_try_has_begun(tmp_pat
         if later:
             raise SupersededError("superseded")
 
-    with Attempts(str(tmp_path), check_ours=look) as attempts:
+    with AttemptLog(str(tmp_path), check_ours=look) as attempts:
         attempts.heartbeat(1)
         attempts._writer.wait()
         later.append("one")
@@ -67,7 +67,7 @@ def test_a_sign_of_life_begins_with_a_look_whether_a_later_try_has_begun(tmp_pat
 def test_a_sign_of_life_that_waits_for_the_store_holds_up_no_step_and_says_nothing(object_store, monkeypatch, caplog):
     monkeypatch.setattr(module, "_REMOTE_INTERVAL_S", 0.0)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
-    with Attempts(object_store.uri("c")) as attempts:
+    with AttemptLog(object_store.uri("c")) as attempts:
         object_store.delay(3600)
         for steps in range(1, 1000):
             attempts.heartbeat(steps)
@@ -90,14 +90,14 @@ def test_the_last_sign_of_life_has_arrived_when_a_try_ends(tmp_path, monkeypatch
         looks.append("slow")
         time.sleep(0.2)
 
-    with Attempts(str(tmp_path), check_ours=look) as attempts:
+    with AttemptLog(str(tmp_path), check_ours=look) as attempts:
         attempts.heartbeat(7)
     assert looks
     assert read(tmp_path)[-1]["steps_seen"] == 7, "it could come after the training's notes are removed"
 
 
 def test_other_processes_neither_read_nor_write(tmp_path):
-    with Attempts(str(tmp_path), rank=1) as attempts:
+    with AttemptLog(str(tmp_path), rank=1) as attempts:
         attempts.heartbeat(1)
         assert attempts.records() == ()
     assert not (tmp_path / ATTEMPTS).exists()
@@ -105,7 +105,7 @@ def test_other_processes_neither_read_nor_write(tmp_path):
 
 def test_a_note_that_cannot_be_read_is_named_and_begun_anew(tmp_path, caplog):
     (tmp_path / ATTEMPTS).write_text("[{")
-    with Attempts(str(tmp_path)).resumed_at(3) as attempts:
+    with AttemptLog(str(tmp_path)).resumed_at(3) as attempts:
         assert len(attempts.records()) == 1
     assert str(tmp_path / ATTEMPTS) in caplog.text
     assert len(read(tmp_path)) == 1
@@ -113,14 +113,14 @@ def test_a_note_that_cannot_be_read_is_named_and_begun_anew(tmp_path, caplog):
 
 def test_a_place_that_cannot_be_written_does_not_end_the_training(tmp_path, caplog):
     Path(tmp_path / "file").write_text("in the way", encoding="utf-8")
-    with Attempts(str(tmp_path / "file")) as attempts:
+    with AttemptLog(str(tmp_path / "file")) as attempts:
         attempts.heartbeat(1)
     assert "the attempt is not noted" in caplog.text
 
 
 def fail(folder, error, *, step=7, rank=0):
     """A try that begins at step 5 and fails."""
-    with Attempts(str(folder), rank=rank).resumed_at(5) as attempts:
+    with AttemptLog(str(folder), rank=rank).resumed_at(5) as attempts:
         attempts.heartbeat(step - 5)
         raise error
 
@@ -167,7 +167,7 @@ def test_a_try_that_is_superseded_leaves_the_notes_to_the_later_one(tmp_path):
         (tmp_path / ATTEMPTS).write_text("the later one's")
         raise SupersededError("superseded")
 
-    with pytest.raises(SupersededError), Attempts(str(tmp_path)):
+    with pytest.raises(SupersededError), AttemptLog(str(tmp_path)):
         be_superseded()
     assert (tmp_path / ATTEMPTS).read_text() == "the later one's"
     assert [path.name for path in tmp_path.iterdir()] == [ATTEMPTS]
@@ -196,10 +196,10 @@ def root(request, tmp_path):
 
 def test_a_later_one_fences_off_the_one_before(root):
     first = module.claim(root)
-    assert first.standing() == "newest"
+    assert first.state() == "newest"
     second = module.claim(root)
     assert (first.number, second.number) == (1, 2)
-    assert (first.standing(), second.standing()) == ("superseded", "newest")
+    assert (first.state(), second.state()) == ("superseded", "newest")
 
 
 def test_each_number_is_claimed_once(root):
@@ -219,17 +219,17 @@ def test_a_number_that_a_checkpoint_has_is_taken(tmp_path):
 def test_a_claim_that_was_taken_over_is_lost(tmp_path):
     claimed = module.claim(str(tmp_path))
     (tmp_path / "generation-001").write_bytes(b"another")
-    assert claimed.standing() == "superseded"
-    assert not claimed.stake()
+    assert claimed.state() == "superseded"
+    assert not claimed.acquire()
 
 
 def test_a_claim_that_is_gone_says_nothing_of_a_later_one_and_is_made_again(root):
     module.claim(root)
     claimed = module.claim(root)
     storage.remove(root)
-    assert claimed.standing() == "gone"
-    assert claimed.stake()
-    assert claimed.standing() == "newest"
+    assert claimed.state() == "gone"
+    assert claimed.acquire()
+    assert claimed.state() == "newest"
     assert module.claim(root).number == 3
 
 
@@ -238,14 +238,14 @@ def test_who_begins_after_the_claims_were_lost_is_the_later_one_though_its_numbe
     second = module.claim(root)
     storage.remove(root)
     assert module.claim(root).number == 1
-    assert second.standing() == "superseded"
+    assert second.state() == "superseded"
 
 
 def test_an_answer_that_is_lost_does_not_cost_the_claim(object_store):
     object_store.lose_answer(method="PUT", path="generation-001")
     claimed = module.claim(object_store.uri("training"))
     assert claimed.number == 1
-    assert claimed.standing() == "newest"
+    assert claimed.state() == "newest"
 
 
 def test_a_store_that_refuses_is_reported(object_store):

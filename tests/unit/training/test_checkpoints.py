@@ -18,7 +18,7 @@ from trainer.devices import choose_device
 from trainer.errors import OutputError, SettingsError, StorageAwayError, StorageError, SupersededError
 from trainer.training import checkpoints as module
 from trainer.training.checkpoints import (
-    FREE,
+    CHANGEABLE_ON_RESUME,
     CheckpointEntry,
     Checkpoints,
     compatible,
@@ -534,7 +534,7 @@ def setting_names(section):
 
 
 def test_every_free_setting_is_one():
-    assert {*setting_names(config.PretrainSettings), *setting_names(config.DistillSettings)} >= FREE
+    assert {*setting_names(config.PretrainSettings), *setting_names(config.DistillSettings)} >= CHANGEABLE_ON_RESUME
 
 
 def test_what_decides_what_is_learned_stays_wherever_it_stands():
@@ -543,7 +543,7 @@ def test_what_decides_what_is_learned_stays_wherever_it_stands():
     assert "workers" not in kept
     assert kept["mae"]["epochs"] == settings["mae"]["epochs"]
     assert kept["finetune"]["views"] == settings["finetune"]["views"]
-    assert not FREE & {*kept, *kept["mae"], *kept["finetune"]}
+    assert not CHANGEABLE_ON_RESUME & {*kept, *kept["mae"], *kept["finetune"]}
 
 
 @pytest.mark.parametrize(
@@ -552,7 +552,7 @@ def test_what_decides_what_is_learned_stays_wherever_it_stands():
 def test_a_distillation_goes_on_with_another_value_only_where_that_is_free(name):
     settings = config.DistillSettings().model_dump(mode="json")
     other = settings | {name: "other"}
-    assert (compatible(settings) == compatible(other)) == (name in FREE)
+    assert (compatible(settings) == compatible(other)) == (name in CHANGEABLE_ON_RESUME)
 
 
 def test_each_difference_is_reported_with_what_was_and_what_is():

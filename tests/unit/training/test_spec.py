@@ -18,15 +18,15 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
 
 
-def processes(*, traces=False, rank=0):
-    device = dataclasses.replace(choose_device(), traces=traces)
+def processes(*, is_lazy=False, rank=0):
+    device = dataclasses.replace(choose_device(), is_lazy=is_lazy)
     return Processes(rank=rank, world_size=4, local_rank=rank, device=device)
 
 
-@pytest.mark.parametrize(("traces", "size"), [(False, 643), (True, 640)])
-def test_a_clamped_batch_can_be_dealt_to_the_processes(traces, size):
+@pytest.mark.parametrize(("is_lazy", "size"), [(False, 643), (True, 640)])
+def test_a_clamped_batch_can_be_dealt_to_the_processes(is_lazy, size):
     """XLA, which compiles each size by itself, refuses one that cannot be dealt evenly."""
-    group, settings = processes(traces=traces), TrainingSettings(batch_size=1024, accumulation=2)
+    group, settings = processes(is_lazy=is_lazy), TrainingSettings(batch_size=1024, accumulation=2)
     fitted = fit_batch("distill", settings, 643, group)
     assert fitted.batch_size == size
     check_batch(nn.Linear(2, 2), fitted, group)

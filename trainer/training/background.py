@@ -17,11 +17,11 @@ LAST_WAIT_S = 10.0
 MOST_FAILURES = 3
 """Failed writes in a row after which the training ends: it would lose more and more, and no one may be reading the log. Where a store is
 away they come one after the other, so there it ends after the time that processes wait for one another."""
-PASSING = (OutputError, StorageError, OSError)
+TRANSIENT = (OutputError, StorageError, OSError)
 """What may be better the next time: a full disk, a store that is away."""
 
 
-class Writer:
+class BackgroundWriter:
     """Runs one thing in the background; at most one is under way."""
 
     def __init__(self, name: str) -> None:
@@ -58,7 +58,7 @@ class Writer:
     def gives_up(self) -> bool:
         """Whether the last write has failed in a way that ends the training, or too many in a row have."""
         if self.failure is None or len(self._failures) < MOST_FAILURES:
-            return self.failure is not None and not isinstance(self.failure, PASSING)
+            return self.failure is not None and not isinstance(self.failure, TRANSIENT)
         lasts_s = time.monotonic() - self._failing_s
         return not isinstance(self.failure, StorageAwayError) or lasts_s > wait_limit_s()
 
@@ -66,7 +66,7 @@ class Writer:
         try:
             work()
         except Exception as error:  # noqa: BLE001  # whatever it is, the thread that trains has to learn of it
-            if counts or not isinstance(error, PASSING):
+            if counts or not isinstance(error, TRANSIENT):
                 self._failing_s = self._failing_s if self._failures else time.monotonic()
                 self._failures.append(error)
             is_first = counts and len(self._failures) == 1
