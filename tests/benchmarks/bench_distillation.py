@@ -240,7 +240,7 @@ class TimedObjective:
     def __init__(self, objective: Objective, stopwatch: Stopwatch) -> None:
         self._objective, self._stopwatch = objective, stopwatch
         self.model, self.left_out = objective.model, objective.left_out
-        self.show, self.end_step = objective.forward_for_hooks, objective.end_step
+        self.forward_for_hooks, self.end_step = objective.forward_for_hooks, objective.end_step
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         if self._stopwatch.is_over():
