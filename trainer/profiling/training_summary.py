@@ -364,7 +364,6 @@ PHASE_LABELS = {
     "teacher_forward": "teacher's forward pass",
     "forward": "forward pass",
     "backward": "backward pass",
-    "optimizer": "optimizer",
     "dispatch": "waiting for XLA",
     "recorder": "tensor statistics",
     "other": "rest of the step",
@@ -415,7 +414,7 @@ def training_label(name: str) -> str:
 
 
 def phase_label(name: str) -> str:
-    """Name a phase or range as people call it: `optimizer` -> optimizer."""
+    """Name a phase or range as people call it: `to_device` -> host to device."""
     return PHASE_LABELS.get(name, name)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
 from functools import reduce
 from typing import ClassVar
 
@@ -108,6 +107,8 @@ class WeakTeacher(TrainingRule):
         # on images that are distributed as the training images; 0 if unknown
         images = (context.classes or {}).values()
         labels, labeled = sum(images), context.labeled or 0
+        # A probe is fitted to images with one label each.
+        labels_a_class = statistics.median(images) if images and not several else math.inf
         if several:
             # in a random order a class's precision is, in the mean, its share of the images
             guess, guesser = labels / max(labeled * len(images), 1), "ranking them at random"
@@ -121,7 +122,7 @@ class WeakTeacher(TrainingRule):
             return _weak(
                 f"The teacher's validation {score}, {teacher:.1%}, is near chance: {guesser} gives {guess:.1%} (limit {near:.1%}).",
                 0.95,
-                context.classes,
+                labels_a_class,
             )
         chance = weight * case.accuracy_noise(guess) / math.sqrt(2)  # of one score, not of a difference
         if teacher <= guess + chance:
@@ -136,13 +137,12 @@ class WeakTeacher(TrainingRule):
         return _weak(
             f"The student's validation {score}, {student:.1%}, is above its teacher's, {teacher:.1%}, by more than {margin:.1%}.",
             0.8,
-            context.classes,
+            labels_a_class,
         )
 
 
-def _weak(text: str, confidence: float, classes: Mapping[str, int] | None) -> Finding:
+def _weak(text: str, confidence: float, labels_a_class: float) -> Finding:
     better = "Train the teacher longer (pretrain.finetune.epochs, pretrain.mae.epochs) or take a better one (pretrain.weights)"
-    labels_a_class = statistics.median(classes.values()) if classes else math.inf
     if labels_a_class <= FEW_LABELS:
         better = (
             f"With {labels_a_class:g} labels a class fit a linear head to public weights, and take unlabeled photos of the same kind "

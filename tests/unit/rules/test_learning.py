@@ -147,6 +147,8 @@ def test_a_teacher_of_several_labels_is_judged_by_its_map(
     outcome = judge_by(WeakTeacher, case_of(metrics=curves, context=context))
     assert isinstance(outcome, kind)
     assert text in (outcome.reason if isinstance(outcome, NotJudged) else outcome.text)
+    if isinstance(outcome, Finding):
+        assert "head=probe" not in outcome.advice, "a probe is fitted to images with one label each"
 
 
 def test_more_labels_an_image_make_the_map_more_certain() -> None:
