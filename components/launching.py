@@ -124,7 +124,7 @@ def _fetched(stage: str, section: Section, inputs: Mapping[str, str]) -> Iterato
             sum(one["size"] for name, one in files.items() if kind != "dataset" or name.partition("/")[0] in splits),
         )
     given: list[tuple[str, str, Kind]] = []
-    if isinstance(learns, WeightsSettings) and learns.weights and not learns.public_weights:
+    if isinstance(learns, WeightsSettings) and learns.weights and not learns.named_weights:
         given.append(("weights", learns.weights, "model"))
     if isinstance(learns, DistillSettings):
         given += [(f"teacher {number}", uri, "model") for number, uri in enumerate(learns.further_teachers, start=2)]

@@ -339,11 +339,15 @@ def weights_version(weights: str, file: str = "") -> str:
     if file:
         is_remote = storage.is_remote(file)
         return hashlib.sha256(storage.read_bytes(file)).hexdigest() if is_remote else storage.file_digest(Path(file))
-    if (folder := Path(weights.removeprefix(TRANSFORMERS))) != Path(weights) and folder.is_dir():
-        digests = {path.name: storage.file_digest(path) for path in sorted(folder.glob("*.safetensors"))}
-        return digest(digests)
-    is_public = weights.startswith((TIMM, PACKAGE, TRANSFORMERS, MODULE))
-    return manifest(weights, "model").fingerprint if weights and not is_public and exists(weights) else ""
+    if weights.startswith(TRANSFORMERS):  # a folder that the library wrote, or a name that says all
+        files = [
+            path
+            for pattern in ("*.json", "*.safetensors")
+            for path in Path(weights.removeprefix(TRANSFORMERS)).glob(pattern)
+        ]
+        return digest({path.name: storage.file_digest(path) for path in files}) if files else ""
+    is_named = weights.startswith((TIMM, PACKAGE, MODULE))
+    return manifest(weights, "model").fingerprint if weights and not is_named and exists(weights) else ""
 
 
 def _load_manifest(uri: str | Path, kind: Kind) -> dict[str, Any]:

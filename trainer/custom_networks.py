@@ -16,6 +16,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +51,10 @@ class CustomNetwork(nn.Module):
         answer = self.module(images)
         logits: Tensor = getattr(answer, "logits", answer)
         return logits.index_select(1, self.rows)
+
+    def get_classifier(self) -> tuple[nn.Module, ...]:
+        """List the modules that make logits of pooled features, as timm's networks do: none is known."""
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +184,10 @@ def _function(name: str) -> Callable[..., Any]:
 def _of_transformers(weights: TransformersWeights, args: Mapping[str, Any], *, pretrained: bool) -> CustomModel:
     if args:
         raise ModelError(f"{weights}: takes no arguments, got {dict(args)}; set pretrain.teacher.args={{}}")
+    if weights.is_folder and not Path(weights.name).is_dir():
+        raise ModelError(
+            f"{weights}: there is no such folder on this machine; a model of the Hub is named as transformers:OWNER/NAME"
+        )
     transformers = _library(str(weights))
     where = {"revision": weights.revision or None, "trust_remote_code": False}
     try:
@@ -242,5 +251,6 @@ def _library(name: str) -> Any:
         )
     import transformers  # here, since it takes seconds
 
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # in logs it is one long line
+    # In a log its progress bar is one long line.
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # Transformers does not type its logging
     return transformers

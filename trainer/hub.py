@@ -32,11 +32,12 @@ def weights_revision(name: str) -> str | None:
 def model_license(name: str) -> str:
     """Ask the Hub for the license of a model, as its page names it; empty where it does not say, or does not answer."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled  # type: ignore[attr-defined]  # as below
+    from huggingface_hub.errors import HFValidationError
 
+    refusals: tuple[type[Exception], ...] = (HFValidationError, *_no_answer())
     try:
         card = HfApi().model_info(name, expand=["cardData"], timeout=_ANSWER_S).card_data
-    except (HFValidationError, HTTPError, OfflineModeIsEnabled) as error:
+    except refusals as error:
         logger.warning("%s: the Hub does not say its license (%s)", name, " ".join(str(error).split()))
         return ""
     return str(card.get("license") or "") if card else ""
@@ -52,13 +53,16 @@ def dataset_revision(name: str) -> str | None:
     return _revision(f"hub:{name}", name, "dataset", "")
 
 
+def _no_answer() -> tuple[type[Exception], ...]:
+    """Return what the Hub's client raises where there is no answer, or one that refuses."""
+    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled  # type: ignore[attr-defined]  # HTTPError is httpx's, or its double's
+
+    return HTTPError, OfflineModeIsEnabled
+
+
 def _revision(asked: str, repository: str, kind: str, wanted: str) -> str | None:
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is httpx's own, whichever is used
-        HFValidationError,
-        HTTPError,
-        OfflineModeIsEnabled,
-    )
+    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.file_download import repo_folder_name
 
     api = HfApi()
@@ -68,7 +72,7 @@ def _revision(asked: str, repository: str, kind: str, wanted: str) -> str | None
     except HFValidationError as error:
         logger.warning("%s: the Hub has no such name (%s)", asked, error)
         return None
-    except (HTTPError, OfflineModeIsEnabled) as error:
+    except _no_answer() as error:
         # The commit that the Hub's client falls back to offline.
         folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type=kind)
         reference = folder / "refs" / (wanted or constants.DEFAULT_REVISION)

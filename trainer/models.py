@@ -30,7 +30,6 @@ from torch.overrides import TorchFunctionMode
 from trainer import artifacts, custom_networks, limits, storage
 from trainer.artifacts import Artifact
 from trainer.config import TIMM, ModelSettings
-from trainer.custom_networks import CustomNetwork
 from trainer.devices.torch_private import batch_norms
 from trainer.errors import ModelError, StorageError
 from trainer.served_student.preprocessing import Square, with_present_names
@@ -415,7 +414,7 @@ def token_shape(model: Classifier) -> MapShape:
 
 def find_token_shape(model: Classifier) -> MapShape | None:
     """Return the shape of a model's patch tokens; None if its last block gives no map, or its logits are made of something else."""
-    if isinstance(model.network, CustomNetwork):
+    if not hasattr(model.network, "forward_features"):
         return None
     with _shown_gray(model) as image:
         outputs = model.outputs(image, tokens=True)
@@ -437,8 +436,10 @@ def block_shapes(model: Classifier, blocks: Sequence[int]) -> list[MapShape]:
         ModelError: there is no such block, or timm does not give it beside the logits.
     """
     name, network = f"architecture {model.card.architecture!r}", cast(Any, model.network)
-    if isinstance(network, CustomNetwork):
-        raise ModelError(f"{name} gives its logits alone; set distill.block_weight=0 and distill.blocks={{}}")
+    if not hasattr(network, "forward_intermediates"):
+        raise ModelError(
+            f"{name} does not give what its blocks give; set distill.block_weight=0 and distill.blocks={{}}"
+        )
     with _shown_gray(model) as image:
         count = len(network.forward_intermediates(model.preprocess(image), intermediates_only=True))
         if missing := [block for block in blocks if block >= count]:
@@ -474,8 +475,6 @@ def train_distilled(model: Classifier) -> None:
 
 def _heads(network: Any) -> tuple[nn.Module, ...]:
     """Return the modules that make logits of pooled features; the network's answer is the mean of what several say, such as LeViT's."""
-    if isinstance(network, CustomNetwork):
-        return ()
     found = network.get_classifier()
     return found if isinstance(found, tuple) else (found,)
 

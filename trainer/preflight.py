@@ -116,7 +116,7 @@ def pinned(settings: Settings) -> Settings:
     changed: dict[str, WeightsSettings] = {}
     for name in ("pretrain", "distill"):
         section: WeightsSettings = getattr(settings, name)
-        weights = section.public_weights
+        weights = section.named_weights
         if isinstance(weights, TimmWeights | TransformersWeights) and not weights.revision and not section.weights_file:
             from trainer import pretrained
 
@@ -150,7 +150,7 @@ def _student(settings: DistillSettings, classes: Sequence[str], *, trains_here: 
 
 def _is_readable(settings: WeightsSettings, *, trains_here: bool) -> bool:
     """Return whether the weights can be looked at from here: they are public, in a store, or on the machine that trains."""
-    place = settings.weights_file or ("" if settings.public_weights else settings.weights)
+    place = settings.weights_file or ("" if settings.named_weights else settings.weights)
     return not place or trains_here or storage.is_remote(place)
 
 

@@ -31,8 +31,8 @@ from trainer.config import (
     ClassReference,
     ModelSettings,
     ModuleWeights,
+    NamedWeights,
     PackageWeights,
-    PublicWeights,
     TimmWeights,
     TransformersWeights,
     WeightsSettings,
@@ -109,16 +109,21 @@ def start(settings: WeightsSettings, model: ModelSettings) -> tuple[Classifier, 
         StorageError: the file is not there, or cannot be read.
         ArtifactError: the model directory is missing or damaged.
     """
-    given = settings.public_weights
+    given = settings.named_weights
     if given is None:
         _check_prefix(settings.weights)
         weights = artifacts.read(settings.weights, "model")
         return models.load(weights), weights.fingerprint
-    _check_license(given, settings)
+    license_name = _check_license(given, settings)
     loaded = load(given, model, settings.weights_file)
     origin = loaded.card.origin
     if origin is None:  # a function's weights are known by the function alone
         return loaded, artifacts.digest({"function": str(given), "args": dict(model.args)})
+    if isinstance(given, TransformersWeights):  # timm knows the license of its own
+        origin = replace(origin, license=license_name)
+        loaded.card = replace(loaded.card, origin=origin)
+        if given.is_folder:
+            return loaded, artifacts.weights_version(settings.weights)
     return loaded, origin.revision if settings.weights_file else artifacts.digest(asdict(origin))
 
 
@@ -132,7 +137,7 @@ def check(settings: WeightsSettings, model: ModelSettings) -> Classifier:
         StorageError: the file is not there, or cannot be read.
         ArtifactError: the model directory is missing or damaged.
     """
-    given = settings.public_weights
+    given = settings.named_weights
     if given is None:
         _check_prefix(settings.weights)
         return models.outline(settings.weights)
@@ -189,13 +194,13 @@ def check_same(model: Classifier, settings: ModelSettings, name: str) -> None:
 def pin(weights: TimmWeights | TransformersWeights) -> TimmWeights | TransformersWeights:
     """Add the revision that the Hub has now to weights without one, where it can be known."""
     if isinstance(weights, TransformersWeights):
-        is_known = weights.revision or Path(weights.name).is_dir()
+        is_known = weights.revision or weights.is_folder
         return weights if is_known else weights._replace(revision=hub.model_revision(weights.name) or "")
     _source(weights.name)
     return weights if weights.revision else weights._replace(revision=hub.weights_revision(weights.name) or "")
 
 
-def load(weights: PublicWeights, model: ModelSettings, file: str = "") -> Classifier:
+def load(weights: NamedWeights, model: ModelSettings, file: str = "") -> Classifier:
     """Build a model with all its pretrained weights, its own head's too; for another input size timm interpolates positions.
 
     `model` has its arguments and input size; `file` is a copy of the hub's file (path or URI), empty for the hub or its cache.
@@ -260,8 +265,7 @@ def _custom(weights: ModuleWeights | TransformersWeights, model: ModelSettings, 
     found.network.rows = torch.arange(count, device=found.network.rows.device)
     origin = None
     if isinstance(weights, TransformersWeights):
-        license_name = hub.model_license(weights.name) if not Path(weights.name).is_dir() else ""
-        origin = Origin(name=name, repository=weights.name, revision=found.revision, license=license_name)
+        origin = Origin(name=name, repository=weights.name, revision=found.revision, license="")
     card = ModelCard(
         architecture=name,
         args=found.args,
@@ -327,13 +331,16 @@ def _check_revision(weights: TimmWeights) -> None:
         )
 
 
-def _check_license(given: PublicWeights, settings: WeightsSettings) -> None:
-    """Make sure that weights are under an open-source license, or one that the settings accept; packages' are, and files are one's own."""
-    if isinstance(given, PackageWeights | ModuleWeights):
-        return
+def _check_license(given: NamedWeights, settings: WeightsSettings) -> str:
+    """Return the license of weights from a hub, if it is an open-source one or the settings accept it.
+
+    Packages' weights are under open-source licenses, and those of a folder or a function are the user's own: it is empty for them.
+    """
+    if isinstance(given, PackageWeights | ModuleWeights) or (
+        isinstance(given, TransformersWeights) and given.is_folder
+    ):
+        return ""
     if isinstance(given, TransformersWeights):
-        if Path(given.name).is_dir():
-            return
         found, place = hub.model_license(given.name) or "unknown", f"https://huggingface.co/{given.name}"
     else:
         source = _source(given.name)
@@ -344,6 +351,7 @@ def _check_license(given: PublicWeights, settings: WeightsSettings) -> None:
             f"{str(given).partition('@')[0]}: its license is {found}, which is not an open-source one; read it ({place}), and if it "
             f"allows what you want, set accept_license={found} beside weights"
         )
+    return found
 
 
 def _labels(name: str, network: Any) -> tuple[str, ...]:

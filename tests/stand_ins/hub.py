@@ -17,6 +17,8 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.revisions: dict[str, str] = {}
         """Path of the repository -> its commit."""
+        self.licenses: dict[str, str] = {}
+        """Path of the repository -> its license, as its page names it."""
         self.asked: list[str] = []
         """Paths of all requests."""
 
@@ -42,7 +44,10 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         self.server.asked.append(path)
         sha = self.server.revisions.get(path.removeprefix("/api/"))
-        body = json.dumps({"_id": "1", "id": path.removeprefix("/api/models/"), "sha": sha} if sha else {}).encode()
+        answer = {"_id": "1", "id": path.removeprefix("/api/models/"), "sha": sha} if sha else {}
+        if license_name := self.server.licenses.get(path.removeprefix("/api/")):
+            answer["cardData"] = {"license": license_name}
+        body = json.dumps(answer).encode()
         self.send_response(200 if sha else 404)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

@@ -33,6 +33,18 @@ def test_the_revision_of_a_data_set_is_its_commit(model_hub):
     assert hub.dataset_revision("some/photos") == "c" * 40
 
 
+def test_a_model_of_transformers_has_the_revision_and_the_license_of_its_page(model_hub, caplog):
+    model_hub.revisions |= {"models/some/vit": "e" * 40, "models/other/vit": "f" * 40}
+    model_hub.licenses["models/some/vit"] = "cc-by-nc-4.0"
+    assert (hub.model_revision("some/vit"), hub.model_license("some/vit")) == ("e" * 40, "cc-by-nc-4.0")
+    assert hub.model_license("other/vit") == ""
+    assert caplog.messages == []
+    assert hub.model_license("nobodys/vit") == ""
+    assert hub.model_license("no/such/name") == ""
+    for line, name in zip(caplog.messages, ("nobodys/vit", "no/such/name"), strict=True):
+        assert f"{name}: the Hub does not say its license" in line
+
+
 def test_without_the_hub_the_revision_is_what_the_cache_holds(offline, caplog):
     caplog.set_level(logging.WARNING)
     references = offline / f"models--timm--{WEIGHTS}" / "refs"

@@ -236,7 +236,7 @@ def test_settings_that_contradict_one_another(overrides, message):
 
 def test_weights_with_and_without_a_revision():
     def given(weights):
-        return config.PretrainSettings(weights=weights, teacher={"architecture": "vit_tiny_patch16_224"}).public_weights
+        return config.PretrainSettings(weights=weights, teacher={"architecture": "vit_tiny_patch16_224"}).named_weights
 
     assert given(f"timm:{NAME}") == (NAME, "")
     assert given(f"timm:{NAME}@{OLD}") == (NAME, OLD)

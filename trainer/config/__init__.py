@@ -48,12 +48,12 @@ from trainer.config.settings import MaeSettings as MaeSettings
 from trainer.config.settings import ModelSettings as ModelSettings
 from trainer.config.settings import ModuleWeights as ModuleWeights
 from trainer.config.settings import MultiLabelLoss as MultiLabelLoss
+from trainer.config.settings import NamedWeights as NamedWeights
 from trainer.config.settings import Outside as Outside
 from trainer.config.settings import PackageWeights as PackageWeights
 from trainer.config.settings import Precision as Precision
 from trainer.config.settings import PretrainSettings as PretrainSettings
 from trainer.config.settings import ProfileSettings as ProfileSettings
-from trainer.config.settings import PublicWeights as PublicWeights
 from trainer.config.settings import RegisterSettings as RegisterSettings
 from trainer.config.settings import ReinforceSettings as ReinforceSettings
 from trainer.config.settings import Settings as Settings

@@ -95,11 +95,11 @@ BUNDLED = "bundled:"  # what the name of a table of classes begins with that a r
 FOLDERS = "folders"  # the setting `data.hierarchy` where folders are the groups
 
 
-_HOME = re.compile(r"^((?:imagefolder|manifest):|sqlite:///)?(~[^/]*)")
+_HOME = re.compile(r"^((?:imagefolder|manifest|transformers):|sqlite:///)?(~[^/]*)")
 
 
 def _expanded(place: str) -> str:
-    """Put the home directory in the place of `~`, since no shell does so behind `data.source=imagefolder:`, nor in a recipe."""
+    """Put the home directory in the place of `~`, since no shell does so behind a prefix such as `imagefolder:`, nor in a recipe."""
     return _HOME.sub(lambda found: (found[1] or "") + with_home(found[2]), place)
 
 
@@ -133,9 +133,13 @@ class TransformersWeights(NamedTuple):
     """A model of the Transformers library, with its weights."""
 
     name: str
-    """On the Hub, or a folder that the library has written."""
+    """On the Hub; or a folder that the library has written, as a path that begins with `/` or `.`."""
     revision: str
     """A commit on the Hub; empty for the newest one, and for a folder."""
+
+    @property
+    def is_folder(self) -> bool:
+        return self.name.startswith(("/", "."))
 
     def __str__(self) -> str:
         return f"{TRANSFORMERS}{self.name}" + (f"@{self.revision}" if self.revision else "")
@@ -151,7 +155,7 @@ class ModuleWeights(NamedTuple):
         return f"{MODULE}{self.name}"
 
 
-PublicWeights = TimmWeights | PackageWeights | TransformersWeights | ModuleWeights
+NamedWeights = TimmWeights | PackageWeights | TransformersWeights | ModuleWeights
 
 
 class WeightsSettings(Section):
@@ -169,7 +173,7 @@ class WeightsSettings(Section):
     it."""
 
     @property
-    def public_weights(self) -> PublicWeights | None:
+    def named_weights(self) -> NamedWeights | None:
         """Which named weights to start from; none for a model directory, or from scratch."""
         if self.weights.startswith(PACKAGE):
             return PackageWeights(self.weights.removeprefix(PACKAGE))
@@ -185,7 +189,7 @@ class WeightsSettings(Section):
 
     def check_weights(self, section: str, field: str, architecture: str) -> None:
         """Make sure that public weights are for the architecture of the section's model; raises a `ValueError`."""
-        given = self.public_weights
+        given = self.named_weights
         named = next((text for text in (self.weights, architecture) if text.startswith((TRANSFORMERS, MODULE))), "")
         if named and section != "pretrain":
             raise ValueError(f"{named!r} can be a teacher only; choose one of timm's architectures, and its weights")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
-from trainer import config, custom_networks, hub, models, pretrained, stages
+from trainer import artifacts, config, custom_networks, models, pretrained, stages
 from trainer.config import ModelSettings, TransformersWeights
 from trainer.errors import ArtifactError, ModelError, SettingsError
 
@@ -201,7 +201,7 @@ def test_what_is_compared_beside_logits_is_refused(code, tmp_path):
     assert models.find_token_shape(model) is None
     with pytest.raises(ModelError, match="cannot be compared by its features"):
         models.feature_size(model)
-    with pytest.raises(ModelError, match=r"its logits alone; set distill\.block_weight=0"):
+    with pytest.raises(ModelError, match=r"does not give what its blocks give; set distill\.block_weight=0"):
         models.block_shapes(model, [0])
     with pytest.raises(ModelError, match="neither trained nor given another head"):
         models.with_labels(model, ["a"])
@@ -230,14 +230,17 @@ def test_a_directory_cannot_ask_transformers_for_code_from_elsewhere(folder):
 
 
 def test_a_folder_that_is_no_model_of_transformers_is_named(tmp_path):
+    absent = TransformersWeights(str(tmp_path / "absent"), "")
+    with pytest.raises(ModelError, match=r"absent: there is no such folder on this machine"):
+        pretrained.load(absent, ModelSettings(architecture="transformers:x"))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"is no image classifier that Transformers can load"):
         pretrained.load(TransformersWeights(str(tmp_path), ""), ModelSettings(architecture="transformers:x"))
 
 
-def test_a_model_of_the_hub_has_a_revision_and_a_license(monkeypatch):
-    monkeypatch.setattr(hub, "model_revision", lambda name: "1" * 40)
-    monkeypatch.setattr(hub, "model_license", lambda name: "cc-by-nc-4.0")
+def test_a_model_of_the_hub_has_a_revision_and_a_license(model_hub):
+    model_hub.revisions["models/somebody/vit-food"] = "1" * 40
+    model_hub.licenses["models/somebody/vit-food"] = "cc-by-nc-4.0"
     pinned = pretrained.pin(TransformersWeights("somebody/vit-food", ""))
     assert str(pinned) == f"transformers:somebody/vit-food@{'1' * 40}"
     given = settings(str(pinned)).pretrain
@@ -249,8 +252,6 @@ def test_a_model_of_the_hub_has_a_revision_and_a_license(monkeypatch):
 
 
 def test_other_weights_in_a_folder_make_what_came_of_them_stale(folder):
-    from trainer import artifacts
-
     before = artifacts.weights_version(f"transformers:{folder}")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
