@@ -47,17 +47,14 @@ FORMER = (
 
 
 def test_all_is_spelled_in_american():
-    read = 0
-    for path in (
-        path for pattern in ("*.py", "*.md", "*.toml", "*.yaml", "*.jinja") for path in sorted(ROOT.rglob(pattern))
-    ):
-        if path == Path(__file__) or any(
-            part.startswith(".") or part == "runs" for part in path.relative_to(ROOT).parts
-        ):
-            continue
-        read += 1
+    ours = [path for path in ROOT.iterdir() if path.name != "runs" and not path.name.startswith(".")]
+    files = [path for top in ours for path in ([top] if top.is_file() else sorted(top.rglob("*")))]
+    texts = [
+        path for path in files if path.suffix in {".py", ".md", ".toml", ".yaml", ".jinja"} and path != Path(__file__)
+    ]
+    assert len(texts) > 500
+    for path in texts:
         text = path.read_text(encoding="utf-8")
         for former in FORMER:
             text = re.sub(rf"\b{former}\b", "", text)
         assert not (found := BRITISH.search(text)), f"{path.relative_to(ROOT)}: {found[0]}"
-    assert read > 500
