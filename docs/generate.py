@@ -11,7 +11,7 @@ from pathlib import Path
 from trainer import config
 from trainer.base_models import Section, meanings
 from trainer.graph import STAGES, ArtifactSpec, Stage
-from trainer.rules import RuleSettings
+from trainer.rules import RULES
 from trainer.rules.outcomes import Rule, SystemRule, TrainingRule
 
 _DOCS = Path(__file__).parent
@@ -84,7 +84,7 @@ def _cell(text: str) -> str:
 
 def rules_page() -> str:
     """docs/rules.md as Markdown."""
-    rules = RuleSettings().all()
+    rules = [kind() for kind in RULES]
     return (
         _RULES_HEAD
         + _rules("How fast the machine is used", [rule for rule in rules if isinstance(rule, SystemRule)])

@@ -25,7 +25,7 @@ from components import IMAGE_NAME, launching, references, sections, task
 from components.launching import Placement
 from pipelines import compile as compilation
 from pipelines.distillation import add_parameters, given_parameters, given_place
-from trainer import commands, config, finished_run, launch, runner, storage, tracking
+from trainer import artifacts, commands, config, finished_run, launch, runner, storage, tracking
 from trainer.errors import LaunchError, OutputError, TrackingError, writing_to
 from trainer.graph import STAGES, needed_stages
 from trainer.host import environment_variables
@@ -109,11 +109,11 @@ def _environment(settings: config.Settings, directory: Path, place: Placement) -
     packages = [str(Path(trainer.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     checkpoints = str(CHECKPOINTS.resolve())
     if place.pool:  # a job's lie in a store, in the folder that is named or beside what it exchanges
-        named = os.environ.get(config.CHECKPOINTS_VARIABLE, "")
+        named = os.environ.get(artifacts.CHECKPOINTS_VARIABLE, "")
         checkpoints = named if storage.is_remote(named) else storage.join(launching.exchange_folder(), "checkpoints")
     return {
         **runner.environment(settings, directory),
-        config.CHECKPOINTS_VARIABLE: checkpoints,
+        artifacts.CHECKPOINTS_VARIABLE: checkpoints,
         "PYTHONPATH": os.pathsep.join(packages),
         "PYTHONSAFEPATH": "1",  # a folder `trainer` where the user stands is not ours
         "PYTHONUNBUFFERED": "1",

@@ -23,12 +23,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tests.distillations import QUICK, TINY
 from tests.forks import CONTEXT
 from trainer import config
+from trainer.config.rules import RuleSettings
 from trainer.data.batch import Batch
 from trainer.data.loader import MicroBatches
 from trainer.distillation.objective import DistillObjective
 from trainer.evidence import TrainingEvidence
 from trainer.profiling.evidence_files import read_evidence
-from trainer.rules import OwnOverhead, RuleSettings, judge
+from trainer.rules import OwnOverhead, judge
 from trainer.rules.outcomes import Case, Finding, Outcome
 from trainer.stages import distill, pretrain
 from trainer.training import loop

@@ -31,10 +31,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainer import limits, storage
-from trainer.config import CHECKPOINTS_VARIABLE, MODULE, PACKAGE, TIMM, TRANSFORMERS
 from trainer.costs import Machines, place_here
 from trainer.errors import ArtifactError, ObjectDamagedError, ObjectNotFoundError, make_directory, writing_to
-from trainer.graph import SCHEMA_VERSIONS, Kind
+from trainer.graph import MODULE, PACKAGE, SCHEMA_VERSIONS, TIMM, TRANSFORMERS, Kind
 from trainer.local_files import located
 from trainer.storage import cache
 from trainer.storage.transfers import FileRecord, download_directory, upload_directory
@@ -43,6 +42,9 @@ from trainer.storage.writers import LOCK
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+CHECKPOINTS_VARIABLE = (
+    "TRAINER_CHECKPOINTS"  # environment variable with the URI where interrupted stages keep their state
+)
 _WITHOUT_CACHE = "on a cluster, where KFP's cache takes that stage for done, start a run without the cache: make deploy-pipeline FRESH=1"
 
 _COMPARED_ELSEWHERE = ("teacher", "pretrain_evidence", "teacher_outputs")

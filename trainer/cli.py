@@ -20,6 +20,7 @@ from typing import Any
 from trainer import __version__, commands, config, errors, launch, limits, stages, storage, tracking
 from trainer.commands import Subparsers
 from trainer.errors import DataError, SettingsError, TrainerError
+from trainer.graph import flag
 from trainer.host import Terminated, ended_by_sigterm, ensure_home, escape_what_cannot_be_printed
 from trainer.prediction import Prediction
 
@@ -162,7 +163,7 @@ def _add_stage(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
             *((name, True, f"output: the {kind} directory to write") for name, kind in stage.outputs.items()),
         ]
         for name, required, text in directories:
-            parser.add_argument(f"--{launch.flag(name)}", required=required, metavar="DIR", help=text)
+            parser.add_argument(f"--{flag(name)}", required=required, metavar="DIR", help=text)
         if stage.launched:
             commands.add_processes(parser, number=commands.positive)
             # How a launcher calls this: one training process; one node of a cluster's job, which starts such processes.

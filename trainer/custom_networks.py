@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer import limits
-from trainer.config import MODULE, TRANSFORMERS, ModuleWeights, TransformersWeights
+from trainer.config import ModuleWeights, TransformersWeights
 from trainer.errors import ModelError
+from trainer.graph import MODULE, TRANSFORMERS
 
 MODULES_VARIABLE = "TRAINER_MODULES"
 _CONFIG = "config"  # the argument that holds a Transformers configuration, as JSON

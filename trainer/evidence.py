@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field
 
-from trainer.base_models import Fraction, NonNegative, Section, StrictModel
+from trainer.base_models import StrictModel
+from trainer.config import EvidenceSettings
 from trainer.costs import Machines
 from trainer.graph import SCHEMA_VERSIONS
 from trainer.series import Rows, Series
@@ -84,21 +85,6 @@ Category = Annotated[
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
-
-
-class EvidenceSettings(Section):
-    """What a training stage records about itself."""
-
-    system_interval_s: Annotated[float, Field(ge=0.05, le=60)] = 0.5
-    """Seconds between two samples of CPU cores, memory, disk, network and GPU."""
-    operators_at: tuple[NonNegative, ...] = (20,)
-    """Steps (counted from the start of this process) after which a window of torch.profiler opens."""
-    operators_steps: NonNegative = 3
-    """Length of each window in steps; 0 turns torch.profiler off."""
-    tensors_every: NonNegative = 50
-    """Minimum steps between two samples of weight, gradient and attention statistics; 0 turns them off."""
-    tensors_budget: Fraction = 0.003
-    """Largest share of the training's time that these samples may take; they become rarer where they would take more."""
 
 
 class ProcessRecord(StrictModel):

@@ -36,6 +36,12 @@ SCHEMA_VERSIONS: Mapping[Kind, int] = dict.fromkeys(get_args(Kind), 1) | {
 }
 """The version of each kind's content, 1 if nothing else is said; a reader refuses any other."""
 
+# What the name of weights that no stage made begins with, in the setting `weights` or `architecture`:
+TIMM = "timm:"  # pretrained weights of timm
+TRANSFORMERS = "transformers:"  # a model of the Transformers library
+MODULE = "module:"  # a function that returns a network
+PACKAGE = "package:"  # weights from an installed Python package
+
 
 @dataclass(frozen=True, kw_only=True)
 class ArtifactSpec:
@@ -227,6 +233,11 @@ STAGES: Mapping[str, Stage] = {
     )
 }
 """In the order in which they run, so that each stands behind those whose artifacts it reads."""
+
+
+def flag(name: str) -> str:
+    """Return the command-line flag of an input or output: `pretrain_evidence` -> `pretrain-evidence`."""
+    return name.replace("_", "-")
 
 
 OPTIONAL_STAGES = tuple(name for name, stage in STAGES.items() if stage.needed_if)

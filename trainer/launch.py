@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import DEVICE_VARIABLE
 from trainer.costs import local_place
 from trainer.errors import EXIT_CODE, PREEMPTED_EXIT_CODE, CrashError, LaunchError, PreemptedError, TrainerError
-from trainer.graph import Stage
+from trainer.graph import Stage, flag
 from trainer.host import LAUNCHED_VARIABLE, Terminated, environment_variables, started_unix, usable_cores
 
 if TYPE_CHECKING:
@@ -72,11 +72,6 @@ class JobSpec:
         places = {**self.inputs, **self.outputs}
         directories = [text for name, uri in places.items() for text in (f"--{flag(name)}", uri)]
         return ["-m", "trainer", "stage", self.stage, role, "--settings", json.dumps(self.settings), *directories]
-
-
-def flag(name: str) -> str:
-    """Return the command-line flag of an input or output: `pretrain_evidence` -> `pretrain-evidence`."""
-    return name.replace("_", "-")
 
 
 def job_of(stage: Stage, settings: Mapping[str, Any], directories: Mapping[str, str], processes: int) -> JobSpec:

@@ -29,9 +29,10 @@ from torch.overrides import TorchFunctionMode
 
 from trainer import artifacts, custom_networks, limits, storage
 from trainer.artifacts import Artifact
-from trainer.config import TIMM, ModelSettings
+from trainer.config import ModelSettings
 from trainer.devices.torch_private import batch_norms
 from trainer.errors import ModelError, StorageError
+from trainer.graph import TIMM
 from trainer.served_student.preprocessing import Square, with_present_names
 from trainer.served_student.torch_network import Preprocessing
 

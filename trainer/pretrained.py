@@ -26,8 +26,6 @@ from torch import Tensor
 
 from trainer import artifacts, custom_networks, hub, limits, models, storage
 from trainer.config import (
-    PACKAGE,
-    TIMM,
     ClassReference,
     ModelSettings,
     ModuleWeights,
@@ -39,6 +37,7 @@ from trainer.config import (
 )
 from trainer.custom_networks import CustomNetwork
 from trainer.errors import ModelError
+from trainer.graph import PACKAGE, TIMM
 from trainer.models import Classifier, ModelCard, Origin
 
 _MAX_NAMES = 5  # most classes that a message names

@@ -16,7 +16,8 @@ from trainer import commands, config, stages
 from trainer.commands import Subparsers
 from trainer.errors import LaunchError, TrainerError
 from trainer.formatting import aligned
-from trainer.launch import JobSpec, flag
+from trainer.graph import flag
+from trainer.launch import JobSpec
 
 _DESCRIPTION = """Show node pools and jobs, and delete jobs that were left over.
 

@@ -15,9 +15,9 @@ from typing import Any, Literal, Self
 
 from components import IMAGE, IMAGE_VARIABLE
 from components.launch.pools import RESERVED, SECRET, Pool, quantity
-from trainer.artifacts import digest
+from trainer.artifacts import CHECKPOINTS_VARIABLE, digest
 from trainer.base_models import holds_secret
-from trainer.config import CHECKPOINTS_VARIABLE, DEVICE_VARIABLE
+from trainer.config import DEVICE_VARIABLE
 from trainer.errors import LaunchError, SettingsError
 from trainer.launch import SHUTDOWN_TIMEOUT_S, JobSpec
 from trainer.storage.cache import CACHE_VARIABLE, LIMIT_VARIABLE

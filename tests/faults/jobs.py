@@ -18,6 +18,7 @@ import psutil
 
 from tests.faults.inside import NONE, NOTES, Fault, Notes, install
 from trainer import artifacts, finished_run, launch, models, storage
+from trainer.graph import flag
 from trainer.profiling import findings
 from trainer.stages import STAGES, evaluate
 from trainer.tuning.tuning_schema import read_tuning
@@ -129,7 +130,7 @@ class Job:
     def arguments(self) -> list[str]:
         """What follows `python -m trainer`."""
         places = {**self.inputs, **self.outputs}
-        flags = [text for name, place in places.items() for text in (f"--{launch.flag(name)}", place)]
+        flags = [text for name, place in places.items() for text in (f"--{flag(name)}", place)]
         return ["stage", self.stage, "--settings", json.dumps(self.settings), *flags]
 
     def run(self, fault: Fault = NONE, *, limit_s: float = 300.0) -> Ending:

@@ -23,11 +23,12 @@ from tests import pathologies
 from tests.distillations import TINY
 from tests.pathologies import SETTINGS, TEACHER, Patient
 from trainer import artifacts, config, models
+from trainer.config.rules import RuleSettings
 from trainer.data.dataset import Split
 from trainer.distillation.objective import DistillObjective
 from trainer.errors import LaunchError, TrainingError
 from trainer.profiling.evidence_files import read_evidence
-from trainer.rules import RuleSettings, StalledTraining
+from trainer.rules import StalledTraining
 from trainer.rules.outcomes import TrainingRule
 from trainer.served_student.torch_network import Preprocessing
 from trainer.stages import prepare, pretrain, reinforce

@@ -23,7 +23,7 @@ from trainer.data.batch import Batch, Mixing, Recorded
 from trainer.data.loader import micro_batch_size
 from trainer.devices import Device
 from trainer.errors import ModelError, SettingsError
-from trainer.graph import STAGES, needed_stages
+from trainer.graph import PACKAGE, STAGES, needed_stages
 from trainer.stages import distill
 
 STATED = ("command", "machine", "hours", "result", "models")
@@ -178,9 +178,7 @@ def test_the_models_have_their_size_and_make_a_step_of_the_distillation(recipe):
 # What is missing
 
 
-OF_PACKAGES = [
-    name for name in sorted(config.recipes()) if config.resolve(name).pretrain.weights.startswith(config.PACKAGE)
-]
+OF_PACKAGES = [name for name in sorted(config.recipes()) if config.resolve(name).pretrain.weights.startswith(PACKAGE)]
 
 
 @pytest.mark.parametrize("recipe", OF_PACKAGES)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer import cli, commands, config, launch
+from trainer import cli, commands, config
 from trainer.errors import SettingsError
-from trainer.graph import STAGES
+from trainer.graph import STAGES, flag
 
 ROOT = Path(__file__).parents[2]
 
@@ -183,4 +183,4 @@ def test_the_help_of_a_stage_names_what_it_reads_and_what_it_writes_alike(stage,
         (stage.outputs, "output: the {} directory to write"),
     ):
         for keyword, kind in texts.items():
-            assert f"--{launch.flag(keyword)} DIR {named.format(kind)} " in f"{shown} "
+            assert f"--{flag(keyword)} DIR {named.format(kind)} " in f"{shown} "

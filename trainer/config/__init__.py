@@ -21,15 +21,10 @@ from pydantic_core import ErrorDetails
 from trainer import limits, local_files
 from trainer.base_models import Section, meanings, nearest, texts
 from trainer.config.settings import BUNDLED as BUNDLED
-from trainer.config.settings import CHECKPOINTS_VARIABLE as CHECKPOINTS_VARIABLE
 from trainer.config.settings import DEVICE_VARIABLE as DEVICE_VARIABLE
 from trainer.config.settings import FOLDERS as FOLDERS
 from trainer.config.settings import LOADING as LOADING
-from trainer.config.settings import MODULE as MODULE
-from trainer.config.settings import PACKAGE as PACKAGE
-from trainer.config.settings import TIMM as TIMM
 from trainer.config.settings import TOP_K as TOP_K
-from trainer.config.settings import TRANSFORMERS as TRANSFORMERS
 from trainer.config.settings import WAIT_VARIABLE as WAIT_VARIABLE
 from trainer.config.settings import ClassReference as ClassReference
 from trainer.config.settings import Compile as Compile
@@ -37,6 +32,7 @@ from trainer.config.settings import DataSettings as DataSettings
 from trainer.config.settings import DecodeOn as DecodeOn
 from trainer.config.settings import DistillSettings as DistillSettings
 from trainer.config.settings import EvaluateSettings as EvaluateSettings
+from trainer.config.settings import EvidenceSettings as EvidenceSettings
 from trainer.config.settings import ExportSettings as ExportSettings
 from trainer.config.settings import FeatureFormat as FeatureFormat
 from trainer.config.settings import FinetuneSettings as FinetuneSettings
@@ -69,7 +65,6 @@ from trainer.config.settings import WatchSettings as WatchSettings
 from trainer.config.settings import WeightsSettings as WeightsSettings
 from trainer.config.settings import Workers as Workers
 from trainer.errors import ObjectNotFoundError, SettingsError, StorageError
-from trainer.evidence import EvidenceSettings as EvidenceSettings
 from trainer.loss_terms import RECORDED_BY
 
 RECIPES = Path(__file__).parents[1] / "recipes"

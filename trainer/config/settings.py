@@ -14,14 +14,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from trainer import limits
 from trainer.base_models import Fraction, NonNegative, NonNegativeFloat, Positive, Section, nearest
-from trainer.evidence import EvidenceSettings
-from trainer.graph import STAGES
+from trainer.config.rules import RuleSettings
+from trainer.graph import MODULE, PACKAGE, STAGES, TIMM, TRANSFORMERS
 from trainer.local_files import with_home
 from trainer.loss_terms import RECORDED_VIEWS, TAUGHT
-from trainer.rules import RuleSettings
-
-CHECKPOINTS_VARIABLE = "TRAINER_CHECKPOINTS"
-"""Environment variable that names the folder of all checkpoints; without it they stand beside the output."""
 
 WAIT_VARIABLE = "TRAINER_WAIT_S"
 """Environment variable with the seconds for which a training process waits for the others, or for a loader process; 600 without it."""
@@ -87,10 +83,6 @@ class ModelSettings(Section):
     """Standard deviation of each channel, likewise."""
 
 
-TIMM = "timm:"  # what the name of timm's pretrained weights begins with in `weights`
-TRANSFORMERS = "transformers:"  # what the name of a model of the Transformers library begins with
-MODULE = "module:"  # what the name of a function begins with that returns a network
-PACKAGE = "package:"  # what the name of weights from an installed Python package begins with
 BUNDLED = "bundled:"  # what the name of a table of classes begins with that a recipe of this package brings
 FOLDERS = "folders"  # the setting `data.hierarchy` where folders are the groups
 
@@ -286,6 +278,21 @@ class LowResolutionSettings(Section):
                 f"low_resolution.epochs is {self.epochs}, but low_resolution.image_size is {self.image_size}; give both, or neither"
             )
         return self
+
+
+class EvidenceSettings(Section):
+    """What a training stage records about itself."""
+
+    system_interval_s: Annotated[float, Field(ge=0.05, le=60)] = 0.5
+    """Seconds between two samples of CPU cores, memory, disk, network and GPU."""
+    operators_at: tuple[NonNegative, ...] = (20,)
+    """Steps (counted from the start of this process) after which a window of torch.profiler opens."""
+    operators_steps: NonNegative = 3
+    """Length of each window in steps; 0 turns torch.profiler off."""
+    tensors_every: NonNegative = 50
+    """Minimum steps between two samples of weight, gradient and attention statistics; 0 turns them off."""
+    tensors_budget: Fraction = 0.003
+    """Largest share of the training's time that these samples may take; they become rarer where they would take more."""
 
 
 class TrainingSettings(Section):

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from trainer import artifacts, limits, pages, scores, storage
 from trainer.base_models import what_is_wrong
 from trainer.config import flattened
+from trainer.config.rules import RuleSettings
 from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
 from trainer.evidence import TrainingEvidence, is_core
@@ -24,7 +25,6 @@ from trainer.profiling.evidence_files import read_evidence
 from trainer.profiling.findings import Answer
 from trainer.profiling.profile_report import stacked
 from trainer.profiling.training_summary import TrainingSummary, named_number, phase_label, summarize, training_label
-from trainer.rules import RuleSettings
 from trainer.rules.outcomes import Finding, NotJudged
 
 Row = tuple[str, ...]

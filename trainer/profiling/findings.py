@@ -11,11 +11,12 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from trainer import formatting
+from trainer.config.rules import RuleSettings
 from trainer.costs import dollars_text
 from trainer.errors import ArtifactError
 from trainer.evidence import Evidence
 from trainer.profiling.training_summary import TrainingSummary, training_label
-from trainer.rules import RuleSettings, judge
+from trainer.rules import judge
 from trainer.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule, setting_of
 
 FINDINGS = "findings.json"

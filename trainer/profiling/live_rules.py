@@ -19,7 +19,7 @@ from trainer.profiling.recorder import Recorder
 from trainer.profiling.timeline import span
 from trainer.rules import judge
 from trainer.rules.outcomes import Case, Finding, Rule
-from trainer.rules.stalled import hanging
+from trainer.rules.stalled import StalledTraining, hanging
 from trainer.tracking.stage_runs import Tracker
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class LiveRules:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        stalled = self._settings.rules.stalled_training
+        stalled = StalledTraining.of(self._settings.rules)
         self._began = time.perf_counter()
         self._due = self._began + self._settings.interval_s
         if self._active and stalled.enabled:
@@ -182,4 +182,4 @@ class LiveRules:
         return timeline.first_step_s is None or timeline.is_beside_steps or self._recorder.is_compiling
 
     def _hangs(self, seconds: float, place: str) -> str:
-        return self._report(self._settings.rules.stalled_training, hanging(seconds, self._step, place))
+        return self._report(StalledTraining.of(self._settings.rules), hanging(seconds, self._step, place))

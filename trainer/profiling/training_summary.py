@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from trainer import formatting
+from trainer.config.rules import RuleSettings
 from trainer.costs import Machines
 from trainer.evidence import (
     BETWEEN,
@@ -33,7 +34,6 @@ from trainer.evidence import (
     quantiles,
     step_ms,
 )
-from trainer.rules import RuleSettings
 from trainer.rules.outcomes import Case
 from trainer.rules.processes import communication_share
 from trainer.series import Rows, Series, mean_in_bins

@@ -8,7 +8,13 @@ from typing import ClassVar
 import numpy as np
 
 from trainer import formatting
-from trainer.base_models import Fraction, NonNegativeFloat, Percent, Positive
+from trainer.config.rules import (
+    BatchSizeThresholds,
+    GpuUtilizationThresholds,
+    HostSyncsThresholds,
+    HostToDeviceThresholds,
+    TeacherShareThresholds,
+)
 from trainer.evidence import TransferRecord, is_core, phase_shares
 from trainer.loss_terms import RECORDED_BY, RECORDED_VIEWS
 from trainer.rules.compared_steps import IGNORED, XLA_DEBUG, Steps, winsorized_mean, within_steps
@@ -56,7 +62,7 @@ def _use(case: Case) -> Mapping[str, Series] | NotJudged:
     return use
 
 
-class BatchSize(SystemRule):
+class BatchSize(SystemRule, BatchSizeThresholds):
     """A batch that leaves the machine idle.
 
     Fires when the 95th percentiles of all three lie below `largest_percent`, and no finding says what the GPU waits for.
@@ -66,9 +72,6 @@ class BatchSize(SystemRule):
     """
 
     title: ClassVar = "Batch size"
-
-    largest_percent: Percent = 70.0
-    """95th percentile of CPU, GPU and GPU memory below which the machine is idle, in percent."""
 
     def judge(self, case: Case) -> Outcome:
         use, limit = _use(case), self.largest_percent
@@ -96,7 +99,7 @@ class BatchSize(SystemRule):
         )
 
 
-class GpuUtilization(SystemRule):
+class GpuUtilization(SystemRule, GpuUtilizationThresholds):
     """A GPU that is little used, or by fits and starts.
 
     Fires when its 95th percentile lies below `low_percent`, or its 5th below `idle_percent` (by fits and starts), and neither the batch
@@ -107,11 +110,6 @@ class GpuUtilization(SystemRule):
     """
 
     title: ClassVar = "GPU utilization"
-
-    low_percent: Percent = 70.0
-    """A 95th percentile below this is low, in percent."""
-    idle_percent: Percent = 10.0
-    """A 5th percentile below this, with a high 95th, is fluctuating, in percent."""
 
     def judge(self, case: Case) -> Outcome:
         use = _use(case)
@@ -157,7 +155,7 @@ def _if_used(case: Case, gpu: Series, percent: float) -> Saving:
     return Saving(seconds, f"the same work with the GPU used at {percent:.0f} % instead of {mean:.0f} % on average")
 
 
-class HostToDevice(SystemRule):
+class HostToDevice(SystemRule, HostToDeviceThresholds):
     """A step that waits for copies to the device.
 
     Fires when copies to the GPU and views made there take more than `share` of the steps' time. Where the GPU is often idle, the time
@@ -168,9 +166,6 @@ class HostToDevice(SystemRule):
     """
 
     title: ClassVar = "Host to device"
-
-    share: Fraction = 0.1
-    """Share of the steps' time."""
 
     def judge(self, case: Case) -> Outcome:
         steps, limit = Steps(case), self.share
@@ -202,7 +197,7 @@ class HostToDevice(SystemRule):
         )
 
 
-class HostSyncs(SystemRule):
+class HostSyncs(SystemRule, HostSyncsThresholds):
     """Reading values back from the device in each step.
 
     Fires when a step waits for the device more than `most_per_step` times; on a CPU, where nothing waits: reads more values one by one,
@@ -213,11 +208,6 @@ class HostSyncs(SystemRule):
     """
 
     title: ClassVar = "Host syncs"
-
-    most_per_step: NonNegativeFloat = 1.0
-    """Reads of a value (`.item()`, waiting for the device) in a step."""
-    share_of_steps: Fraction = 0.1
-    """On XLA, where each cuts the step's graph in two: share of the steps in which values come from the device."""
 
     def judge(self, case: Case) -> Outcome:
         rank, limit = case.rank, self.most_per_step
@@ -312,7 +302,7 @@ class HostSyncs(SystemRule):
         )
 
 
-class TeacherShare(SystemRule):
+class TeacherShare(SystemRule, TeacherShareThresholds):
     """A teacher that takes much of each step, which recorded outputs would save.
 
     Fires when the teacher's forward pass takes more than `share` of the steps' time; this is a note, which spoils no verdict. The saving
@@ -323,11 +313,6 @@ class TeacherShare(SystemRule):
     """
 
     title: ClassVar = "Teacher in every step"
-
-    share: Fraction = 0.25
-    """Share of the steps' time."""
-    views: Positive | None = None
-    """Passes over the training images that a recording would take; as `reinforce.views` where not given."""
 
     def judge(self, case: Case) -> Outcome:
         steps, limit = Steps(case), self.share

@@ -9,7 +9,15 @@ from typing import ClassVar
 
 import numpy as np
 
-from trainer.base_models import Fraction, NonNegativeFloat
+from trainer.config.rules import (
+    FEW_LABELS,
+    ClassImbalanceThresholds,
+    LossNotFallingThresholds,
+    LowRecordedMassThresholds,
+    OverfittingThresholds,
+    VanishingLossTermThresholds,
+    WeakTeacherThresholds,
+)
 from trainer.loss_terms import TAUGHT, TERMS
 from trainer.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, TrainingRule, too_short
 from trainer.rules.weights import (
@@ -35,12 +43,10 @@ _LOST = 0.5
 """Share of what the loss had fallen by, which it may rise again."""
 _MEASUREMENTS = 3
 """Fewer measurements on the validation split show no trend."""
-FEW_LABELS = 50
-"""Labels a class up to which a linear probe of public weights makes the better teacher; measured with 10."""
 _TINY = float(np.finfo(np.float64).tiny)
 
 
-class ClassImbalance(TrainingRule):
+class ClassImbalance(TrainingRule, ClassImbalanceThresholds):
     """Classes of very different sizes.
 
     Fires when the largest class has more than `ratio` times the images of the smallest.
@@ -50,9 +56,6 @@ class ClassImbalance(TrainingRule):
     """
 
     title: ClassVar = "Class imbalance"
-
-    ratio: NonNegativeFloat = 10.0
-    """Images of the largest class against those of the smallest."""
 
     def judge(self, case: Case) -> Outcome:
         limit, classes = self.ratio, case.record.context.classes
@@ -74,7 +77,7 @@ class ClassImbalance(TrainingRule):
         )
 
 
-class WeakTeacher(TrainingRule):
+class WeakTeacher(TrainingRule, WeakTeacherThresholds):
     """A teacher that hardly knows more than chance, or no more than its student.
 
     Fires when the teacher is near chance: its validation score is at most `chance_times` that of a guess which knows only how frequent
@@ -86,13 +89,6 @@ class WeakTeacher(TrainingRule):
     """
 
     title: ClassVar = "Weak teacher"
-
-    chance_times: NonNegativeFloat = 3.0
-    """A teacher up to so many times the score of a guess by how frequent the classes are knows next to nothing ..."""
-    headroom: Fraction = 0.25
-    """... unless it has come this share of the way from there to perfection: where one class is frequent, few times are much."""
-    margin: Fraction = 0.01
-    """By how much, beside two standard errors, the student's validation score may be above its teacher's."""
 
     def judge(self, case: Case) -> Outcome:
         context = case.record.context
@@ -152,7 +148,7 @@ def _weak(text: str, confidence: float, labels_a_class: float) -> Finding:
     return Finding(confidence=confidence, text=text, advice=advice)
 
 
-class LowRecordedMass(TrainingRule):
+class LowRecordedMass(TrainingRule, LowRecordedMassThresholds):
     """Recorded outputs that hold too little of the teacher's distribution.
 
     Fires when the recorded classes hold less than `mass` of the teacher's probability in the mean, at the temperature nearest to the
@@ -163,9 +159,6 @@ class LowRecordedMass(TrainingRule):
     """
 
     title: ClassVar = "Low recorded mass"
-
-    mass: Fraction = 0.5
-    """Least mean probability of the recorded classes, at the recorded temperature nearest to the loss's."""
 
     def judge(self, case: Case) -> Outcome:
         context, limit = case.record.context, self.mass
@@ -188,7 +181,7 @@ class LowRecordedMass(TrainingRule):
         )
 
 
-class VanishingLossTerm(TrainingRule):
+class VanishingLossTerm(TrainingRule, VanishingLossTermThresholds):
     """A weighted loss term that makes no difference.
 
     Fires when a term with a weight has less than `share` of the weighted loss in each third of the training; or the temperature is so
@@ -199,9 +192,6 @@ class VanishingLossTerm(TrainingRule):
     """
 
     title: ClassVar = "Vanishing loss term"
-
-    share: Fraction = 0.01
-    """Share of the weighted loss that a term must have in some third of the training."""
 
     def judge(self, case: Case) -> Outcome:
         settings, metrics = case.settings, case.curves
@@ -262,7 +252,7 @@ _CAUSES = (
 """What keeps a loss from falling, and says more than that it does not fall."""
 
 
-class LossNotFalling(TrainingRule):
+class LossNotFalling(TrainingRule, LossNotFallingThresholds):
     """A loss that stays where it is.
 
     Fires when the middle loss in the last `window` of the training is not below its first {_FIRST} points by `fall`; or the loss has
@@ -273,11 +263,6 @@ class LossNotFalling(TrainingRule):
     """
 
     title: ClassVar = "Loss not falling"
-
-    fall: NonNegativeFloat = 0.03
-    """Least fall from the first points of the loss to its window, as a share."""
-    window: Fraction = 0.3
-    """Share of the training, at its end, that is compared with its start."""
 
     def judge(self, case: Case) -> Outcome:
         curve = case.curves.get("loss")
@@ -328,7 +313,7 @@ class LossNotFalling(TrainingRule):
         )
 
 
-class Overfitting(TrainingRule):
+class Overfitting(TrainingRule, OverfittingThresholds):
     """A validation loss that leaves the training loss behind.
 
     Fires when the validation loss is above its lowest by more than `ratio`, and above the training loss with labels by as much, which
@@ -339,9 +324,6 @@ class Overfitting(TrainingRule):
     """
 
     title: ClassVar = "Overfitting"
-
-    ratio: NonNegativeFloat = 0.1
-    """How far the validation loss is above its lowest, and above the training loss, as shares of these."""
 
     def judge(self, case: Case) -> Outcome:
         metrics, limit = case.curves, self.ratio

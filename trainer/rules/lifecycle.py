@@ -8,7 +8,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from trainer.base_models import Fraction, NonNegative, NonNegativeFloat
+from trainer.config.rules import (
+    GpuMemoryGrowthThresholds,
+    OwnOverheadThresholds,
+    RecompilationThresholds,
+    StartUpThresholds,
+    StepOutliersThresholds,
+)
 from trainer.evidence import CompilationRecord, RankEvidence, phase_of, step_ms
 from trainer.formatting import duration
 from trainer.rules.compared_steps import XLA_DEBUG, Steps, within_steps
@@ -48,7 +54,7 @@ _KEEP_GRAPHS = (
 )
 
 
-class StartUp(SystemRule):
+class StartUp(SystemRule, StartUpThresholds):
     """A long time before the first step.
 
     Fires when the first step ended later than `largest_minutes` after the process began, or after the end of the training before it; or,
@@ -59,13 +65,6 @@ class StartUp(SystemRule):
     """
 
     title: ClassVar = "Start-up"
-
-    largest_minutes: NonNegativeFloat = 20.0
-    """Minutes until the end of the first step, in a stage of any length."""
-    share: Fraction = 0.25
-    """Share of its stage's time above which a start-up is noted."""
-    fewest_seconds: NonNegativeFloat = 30.0
-    """A shorter start-up is never noted: every process has to load torch."""
 
     def judge(self, case: Case) -> Outcome:
         record = case.record
@@ -100,7 +99,7 @@ class StartUp(SystemRule):
         )
 
 
-class StepOutliers(SystemRule):
+class StepOutliers(SystemRule, StepOutliersThresholds):
     """Single steps that take far longer than the others.
 
     Fires when steps after the first `ignored` that took longer than `sigmas` standard deviations above the mean cost more than `share`
@@ -111,13 +110,6 @@ class StepOutliers(SystemRule):
     """
 
     title: ClassVar = "Step outliers"
-
-    sigmas: NonNegativeFloat = 3.0
-    """Standard deviations above the mean."""
-    ignored: NonNegative = 10
-    """First steps that are ignored."""
-    share: Fraction = 0.03
-    """Share of the steps' time that outliers must have cost."""
 
     def judge(self, case: Case) -> Outcome:
         steps = Steps(case, ignored=self.ignored)
@@ -157,7 +149,7 @@ class StepOutliers(SystemRule):
         )
 
 
-class GpuMemoryGrowth(SystemRule):
+class GpuMemoryGrowth(SystemRule, GpuMemoryGrowthThresholds):
     """Memory that grows from step to step.
 
     Fires when either grows by more than `growth` after the first quarter of the training, and in every part of the rest.
@@ -167,9 +159,6 @@ class GpuMemoryGrowth(SystemRule):
     """
 
     title: ClassVar = "Memory growth"
-
-    growth: Fraction = 0.05
-    """Rise after the warm-up, as a share."""
 
     def judge(self, case: Case) -> Outcome:
         rank, limit = case.rank, self.growth
@@ -230,7 +219,7 @@ def _mib(value: float) -> str:
     return f"{value / 2**20:.0f} MiB"
 
 
-class Recompilation(SystemRule):
+class Recompilation(SystemRule, RecompilationThresholds):
     """Graphs that are compiled repeatedly.
 
     Fires when a graph was compiled after more than `after_steps` steps, but for the step in which the input grows to its full size
@@ -241,9 +230,6 @@ class Recompilation(SystemRule):
     """
 
     title: ClassVar = "Recompilation"
-
-    after_steps: NonNegative = 10
-    """Steps after which nothing should be compiled."""
 
     def judge(self, case: Case) -> Outcome:
         compilations, after = case.record.compilations, self.after_steps
@@ -304,7 +290,7 @@ def _what_changed(rank: RankEvidence, late: Sequence[CompilationRecord]) -> tupl
     return unknown
 
 
-class OwnOverhead(SystemRule):
+class OwnOverhead(SystemRule, OwnOverheadThresholds):
     """What watching costs.
 
     Fires when recording takes more than `share` of the training's time, without the windows of operators, which are opened once.
@@ -314,11 +300,6 @@ class OwnOverhead(SystemRule):
     """
 
     title: ClassVar = "Own overhead"
-
-    share: Fraction = 0.01
-    """Share of the training's time."""
-    fewest_seconds: NonNegativeFloat = 60.0
-    """A shorter recording is not judged."""
 
     def judge(self, case: Case) -> Outcome:
         record = case.record

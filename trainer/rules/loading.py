@@ -14,7 +14,12 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from trainer import formatting
-from trainer.base_models import Fraction, NonNegativeFloat, Percent
+from trainer.config.rules import (
+    CoresOversubscribedThresholds,
+    CpuBottleneckThresholds,
+    IoBottleneckThresholds,
+    LoaderWorkersThresholds,
+)
 from trainer.evidence import RankEvidence, is_core
 from trainer.rules.compared_steps import Steps, had_core, winsorized_mean, within_steps
 from trainer.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule
@@ -158,7 +163,7 @@ def _gpu_idles_while(rank: RankEvidence, signal: Series | None, above: float, gp
     return float(np.mean((signal[within] > above) & (gpu[within] < gpu_below))) if within.any() else 0.0
 
 
-class IoBottleneck(SystemRule):
+class IoBottleneck(SystemRule, IoBottleneckThresholds):
     """A training that waits for storage.
 
     Fires when more than `waiting_share` of the steps' time waits for batches while neither the training nor its loader processes compute
@@ -170,17 +175,6 @@ class IoBottleneck(SystemRule):
     """
 
     title: ClassVar = "I/O bottleneck"
-
-    iowait_percent: Percent = 50.0
-    """Above this the cores wait for storage, in percent of their time."""
-    gpu_percent: Percent = 10.0
-    """Below this the GPU waits, in percent."""
-    share: Fraction = 0.5
-    """Share of the samples in which that must be so."""
-    waiting_share: Fraction = 0.15
-    """Share of the steps' time that waits for data while the training and its loaders have nothing to do."""
-    loader_percent: NonNegativeFloat = 30.0
-    """Below this a loader process that is waited for waits itself, in percent of a core."""
 
     def judge(self, case: Case) -> Outcome:
         steps = Steps(case)
@@ -210,7 +204,7 @@ class IoBottleneck(SystemRule):
         )
 
 
-class LoaderWorkers(SystemRule):
+class LoaderWorkers(SystemRule, LoaderWorkersThresholds):
     """Too many or too few loader processes.
 
     Fires when there are more than `most_per_core` training and loader processes for each core; or fewer than `fewest_per_core` while
@@ -221,15 +215,6 @@ class LoaderWorkers(SystemRule):
     """
 
     title: ClassVar = "Loader workers"
-
-    most_per_core: NonNegativeFloat = 2.0
-    """More loader and training processes for each core than this are too many."""
-    fewest_per_core: Fraction = 0.7
-    """Fewer than this are too few where the training waits for data."""
-    waiting_share: Fraction = 0.15
-    """Share of the steps' time that waits for data."""
-    own_share: Fraction = 0.65
-    """The same where the processes that train on a CPU load for themselves."""
 
     def judge(self, case: Case) -> Outcome:
         steps, storage = Steps(case), case.rule(IoBottleneck)
@@ -269,7 +254,7 @@ class LoaderWorkers(SystemRule):
         return Healthy(f"{loading.processes}; {loading.share(loading.waiting_s):.0%} of a step waits for data.")
 
 
-class CpuBottleneck(SystemRule):
+class CpuBottleneck(SystemRule, CpuBottleneckThresholds):
     """A device that waits while the processor is busy.
 
     Fires when more than `waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains and
@@ -281,17 +266,6 @@ class CpuBottleneck(SystemRule):
     """
 
     title: ClassVar = "CPU bottleneck"
-
-    busy_percent: Percent = 90.0
-    """Above this a core is busy, in percent."""
-    gpu_percent: Percent = 10.0
-    """Below this the GPU waits, in percent."""
-    share: Fraction = 0.5
-    """Share of the samples in which that must be so."""
-    waiting_share: Fraction = 0.15
-    """Share of the steps' time that waits for data which the processor makes."""
-    own_share: Fraction = 0.65
-    """The same where the processes that train on a CPU load for themselves: there loading is a part of the work."""
 
     def judge(self, case: Case) -> Outcome:
         steps, processes = Steps(case), case.rule(LoaderWorkers)
@@ -384,7 +358,7 @@ class CoreShortage:
         return max(beyond, key=lambda taker: beyond[taker])
 
 
-class CoresOversubscribed(SystemRule):
+class CoresOversubscribed(SystemRule, CoresOversubscribedThresholds):
     """Loader processes, or others, that have the cores which the training needs.
 
     Fires when a process that trains was ready and had no core for more than `share` of the steps' time, in whichever phase (`own_share`
@@ -397,13 +371,6 @@ class CoresOversubscribed(SystemRule):
     """
 
     title: ClassVar = "Cores oversubscribed"
-
-    share: Fraction = 0.15
-    """Share of the steps' time in which the training had no core."""
-    own_share: Fraction = 0.4
-    """The same where a CPU trains."""
-    busy_percent: Percent = 90.0
-    """Above this a core is busy, in percent."""
 
     def judge(self, case: Case) -> Outcome:
         found = self._shortage(case)

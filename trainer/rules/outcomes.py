@@ -10,12 +10,12 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 
 from trainer import formatting
-from trainer.base_models import Section
+from trainer.config.rules import RuleSettings, Thresholds
 from trainer.evidence import Curve, RankEvidence, RankRecord, TrainingEvidence
 
 AnyRule = TypeVar("AnyRule", bound="Rule")
@@ -31,8 +31,7 @@ class Case:
     """The input of a rule: one training, whole or up to now."""
 
     training: TrainingEvidence
-    rules: Rules
-    """All, with their thresholds."""
+    rules: RuleSettings
     stage_s: float | None = None
     """From the start of the stage's processes to the end of its last training; None while it runs."""
     live: bool = False
@@ -93,11 +92,11 @@ class Case:
 
     def rule(self, kind: type[AnyRule]) -> AnyRule:
         """Return another rule, with the thresholds that hold for this training."""
-        return self.rules.of(kind)
+        return kind.of(self.rules)
 
     def first_cause(self, *kinds: type[Rule]) -> NotJudged | None:
         """Return the answer of a rule on effects of other causes: not judged where one of these fires; None where none does."""
-        for rule in map(self.rules.of, kinds):
+        for rule in map(self.rule, kinds):
             if rule.enabled and isinstance(rule.judge(self), Finding):
                 return self.explained_by(rule)
         return None
@@ -185,25 +184,27 @@ def too_short(reason: str) -> NotJudged:
     return NotJudged(reason, too_short=True)
 
 
-class Rule(Section):
-    """A test for one cause of slow or failed trainings; its fields are its thresholds.
+class Rule(Thresholds):
+    """A test for one cause of slow or failed trainings; its fields are its thresholds, which `trainer.config.rules` declares.
 
     The docstring of a rule says what it looks for, and below that, in paragraphs that begin so, when it `Fires when`, what it `Needs` and
     what it `Advises`. Names in braces there are constants of its module.
     """
 
     name: ClassVar[str]
-    """The class's, in snake_case: its key among the settings."""
+    """The class's, in snake_case: its field of `RuleSettings`."""
     title: ClassVar[str]
     live: ClassVar[bool] = True
     """Whether it can be judged while the training runs."""
 
-    enabled: bool = True
-    """Whether the rule is judged."""
-
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+
+    @classmethod
+    def of(cls, settings: RuleSettings) -> Self:
+        """Return the rule with the thresholds of these settings."""
+        return cls.model_validate(dict(getattr(settings, cls.name)))
 
     @classmethod
     def texts(cls) -> list[str]:
@@ -222,18 +223,6 @@ class SystemRule(Rule):
 
 class TrainingRule(Rule):
     """A rule on what is learned."""
-
-
-class Rules(Section):
-    """Rules by name."""
-
-    def all(self) -> list[Rule]:
-        """List the rules, each with its thresholds."""
-        return [rule for _, rule in self]
-
-    def of(self, kind: type[AnyRule]) -> AnyRule:
-        """Return the rule of this class."""
-        return next(rule for rule in self.all() if isinstance(rule, kind))
 
 
 def setting_of(training: str, name: str) -> str:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from trainer.base_models import Fraction, NonNegativeFloat
+from trainer.config.rules import CommunicationThresholds, LoadBalanceThresholds, StragglersThresholds
 from trainer.rules.compared_steps import Steps, winsorized_mean
 from trainer.rules.loading import CoresOversubscribed
 from trainer.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule
@@ -47,7 +47,7 @@ def own_work(steps: Steps) -> Series:
     return np.asarray(steps.seconds - steps.phase(*waiting) - steps.delayed + steps.delayed_in("backward"))
 
 
-class Stragglers(SystemRule):
+class Stragglers(SystemRule, StragglersThresholds):
     """A process that is slower than the others, which wait for it.
 
     Fires when a process's own work (all but the backward pass) takes longer than that of the others, by more than `slower` of the step,
@@ -59,9 +59,6 @@ class Stragglers(SystemRule):
 
     title: ClassVar = "Stragglers"
     live: ClassVar = False
-
-    slower: NonNegativeFloat = 0.2
-    """How much longer its own work takes than the median process's, as a share of the step."""
 
     def judge(self, case: Case) -> Outcome:
         steps = Steps(case)
@@ -106,7 +103,7 @@ def _uncertain_s(steps: Steps) -> float:
     return _UNCERTAIN * float(winsorized_mean(steps.delayed).max())
 
 
-class LoadBalance(SystemRule):
+class LoadBalance(SystemRule, LoadBalanceThresholds):
     """Processes with unequal work.
 
     Fires when waiting for the process with the most work takes more than `waiting_share` of the step, or the histograms of two GPUs' use
@@ -118,11 +115,6 @@ class LoadBalance(SystemRule):
 
     title: ClassVar = "Load balance"
     live: ClassVar = False
-
-    distance: Fraction = 0.5
-    """Distance between the histograms of two GPUs' use (half the sum of absolute differences)."""
-    waiting_share: Fraction = 0.2
-    """Share of the steps' time that waits for the process with the most work."""
 
     def judge(self, case: Case) -> Outcome:
         steps = Steps(case)
@@ -195,7 +187,7 @@ def communication_share(case: Case) -> float | None:
     return None if isinstance(seconds, NotJudged) else seconds / steps.step_s
 
 
-class Communication(SystemRule):
+class Communication(SystemRule, CommunicationThresholds):
     """A step that waits for gradients of other processes.
 
     Fires when the exchange that no computation hides takes more than `share` of the steps' time, without the waiting for slower
@@ -207,9 +199,6 @@ class Communication(SystemRule):
 
     title: ClassVar = "Communication"
     live: ClassVar = False
-
-    share: Fraction = 0.2
-    """Share of the steps' time that communication takes and that no computation hides."""
 
     def judge(self, case: Case) -> Outcome:
         steps, limit = Steps(case), self.share

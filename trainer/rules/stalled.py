@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from trainer.base_models import NonNegativeFloat
+from trainer.config.rules import StalledTrainingThresholds
 from trainer.rules.outcomes import Case, Finding, Healthy, Outcome, Saving, TrainingRule, too_short
 
 _STALL_ADVICE = (
@@ -15,7 +15,7 @@ _STALL_ADVICE = (
 )
 
 
-class StalledTraining(TrainingRule):
+class StalledTraining(TrainingRule, StalledTrainingThresholds):
     """A training in which nothing happens.
 
     Fires when for longer than `seconds` no step ends, compilation, validation, checkpoints and other named ranges taken off. While the
@@ -26,9 +26,6 @@ class StalledTraining(TrainingRule):
     """
 
     title: ClassVar = "Stalled training"
-
-    seconds: NonNegativeFloat = 1800.0
-    """Longest time without a step, validation and checkpoints taken off."""
 
     def judge(self, case: Case) -> Outcome:
         rank, limit = case.rank, self.seconds

@@ -11,7 +11,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from trainer.base_models import Fraction, NonNegativeFloat, Positive
+from trainer.config.rules import (
+    ExplodingGradientsThresholds,
+    LossNotFiniteThresholds,
+    PoorInitializationThresholds,
+    UnchangedWeightsThresholds,
+    UpdateRatioThresholds,
+    VanishingGradientsThresholds,
+)
 from trainer.evidence import Curve, TensorSamples
 from trainer.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, TrainingRule, listed, too_short
 from trainer.series import Flags, Series
@@ -65,7 +72,7 @@ def _chosen(history: TensorSamples, flags: Flags) -> list[str]:
     return [name for name, is_chosen in zip(history.tensors, flags, strict=True) if is_chosen]
 
 
-class PoorInitialization(TrainingRule):
+class PoorInitialization(TrainingRule, PoorInitializationThresholds):
     """Weights that start alike, or far from the usual scale.
 
     Fires when a matrix has weights of one size only; or stretches a signal more than `largest_gain` times (root mean square x the fourth
@@ -77,11 +84,6 @@ class PoorInitialization(TrainingRule):
     """
 
     title: ClassVar = "Poor initialization"
-
-    largest_ratio: NonNegativeFloat = 20.0
-    """Root mean square of a matrix's weights against that of the same matrix in another block."""
-    largest_gain: NonNegativeFloat = 10.0
-    """Root mean square of a matrix's weights times the fourth root of their number: how much about it stretches a signal."""
 
     def judge(self, case: Case) -> Outcome:
         history = case.rank.tensors
@@ -127,7 +129,7 @@ class PoorInitialization(TrainingRule):
         )
 
 
-class VanishingGradients(TrainingRule):
+class VanishingGradients(TrainingRule, VanishingGradientsThresholds):
     """Gradients too small to learn from.
 
     Fires when more than `share` of all measurements of tensors have a mean absolute gradient below `mean_abs`.
@@ -137,11 +139,6 @@ class VanishingGradients(TrainingRule):
     """
 
     title: ClassVar = "Vanishing gradients"
-
-    mean_abs: NonNegativeFloat = 1e-7
-    """Mean absolute gradient of a tensor."""
-    share: Fraction = 0.5
-    """Share of the measurements of tensors in which that must be so."""
 
     def judge(self, case: Case) -> Outcome:
         history = case.rank.tensors
@@ -172,7 +169,7 @@ class VanishingGradients(TrainingRule):
         )
 
 
-class ExplodingGradients(TrainingRule):
+class ExplodingGradients(TrainingRule, ExplodingGradientsThresholds):
     """Gradients or weights that are not finite, or grow without bound.
 
     Fires when a gradient or a tensor of weights holds a number that is not finite; or the norm of the whole gradient is in two
@@ -183,9 +180,6 @@ class ExplodingGradients(TrainingRule):
     """
 
     title: ClassVar = "Exploding gradients"
-
-    growth: NonNegativeFloat = 100.0
-    """Norm of the whole gradient against the larger of its first one and its median before, in two measurements in a row."""
 
     def judge(self, case: Case) -> Outcome:
         history, ended_s = case.rank.tensors, case.record.ended_s
@@ -259,7 +253,7 @@ def _calm(case: Case, history: TensorSamples, *, before: int) -> str:
     return f"Lower {case.setting('base_learning_rate')}{lower}{limited}, or try precision=fp32; continue from {place}."
 
 
-class LossNotFinite(TrainingRule):
+class LossNotFinite(TrainingRule, LossNotFiniteThresholds):
     """A training loss that is no number.
 
     Fires when the last `lasting` points of the loss, or the last one of a training that failed, are not finite. Single ones are a note,
@@ -270,11 +264,6 @@ class LossNotFinite(TrainingRule):
     """
 
     title: ClassVar = "Loss not finite"
-
-    lasting: Positive = 3
-    """Points at the end that are not finite: a training does not recover from weights that are no numbers."""
-    share: Fraction = 0.05
-    """Share of the points up to which those that are not finite are a note."""
 
     def judge(self, case: Case) -> Outcome:
         curve = self._curve(case)
@@ -358,7 +347,7 @@ def _checkpoint_before(case: Case, step: int) -> int | None:
     return int(np.max(saved[saved < step], initial=-1)) if (saved < step).any() else None
 
 
-class UpdateRatio(TrainingRule):
+class UpdateRatio(TrainingRule, UpdateRatioThresholds):
     """Steps too large or too small for the weights.
 
     Fires when a step's update of the middle matrix (by norm of the update against norm of the weights) is above `largest`, or none near
@@ -370,11 +359,6 @@ class UpdateRatio(TrainingRule):
     """
 
     title: ClassVar = "Update ratio"
-
-    largest: NonNegativeFloat = 1.0
-    """Norm of the update against the norm of the weights, of the middle matrix."""
-    smallest: NonNegativeFloat = 1e-7
-    """The same below which steps make no difference: float32 rounds weights to 6e-8 of themselves."""
 
     def judge(self, case: Case) -> Outcome:
         history = case.rank.tensors
@@ -431,7 +415,7 @@ def _is_warm(case: Case, steps: Series) -> Flags:
     return np.asarray(np.interp(steps, curve.steps, curve.values) >= _WARM * max(peak, curve.values.max()))
 
 
-class UnchangedWeights(TrainingRule):
+class UnchangedWeights(TrainingRule, UnchangedWeightsThresholds):
     """Weights that no step changes.
 
     Fires when in `looks` measurements in a row no step changed an element of a tensor.
@@ -441,9 +425,6 @@ class UnchangedWeights(TrainingRule):
     """
 
     title: ClassVar = "Unchanged weights"
-
-    looks: Positive = 3
-    """Looks in a row without a change."""
 
     def judge(self, case: Case) -> Outcome:
         needed, history = self.looks, case.rank.tensors

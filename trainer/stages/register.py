@@ -33,8 +33,7 @@ from trainer.evaluation import hierarchy
 from trainer.export import exporting
 from trainer.finished_run import SUMMARY, Registered, build_summary
 from trainer.formatting import listed
-from trainer.graph import STAGES
-from trainer.launch import flag
+from trainer.graph import STAGES, flag
 from trainer.models import ModelCard
 from trainer.profiling.evidence_files import read_evidence
 from trainer.served_student.class_tags import ANSWER, CONFIDENCE, NAMED, ClassTags

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from trainer import artifacts, storage
-from trainer.artifacts import Manifest
-from trainer.config import CHECKPOINTS_VARIABLE, flattened
+from trainer.artifacts import CHECKPOINTS_VARIABLE, Manifest
+from trainer.config import flattened
 from trainer.errors import (
     ArtifactError,
     OutputError,

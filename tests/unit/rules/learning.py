@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.unit.rules.synthetic import rank_of, steps_of
+from trainer.config.rules import RuleSettings
 from trainer.evidence import ContextRecord, Curve, TensorSamples, TrainingEvidence
-from trainer.rules import RuleSettings
 from trainer.rules.outcomes import Case
 
 TENSORS = ("blocks.0.mlp.weight", "blocks.1.mlp.weight", "norm.weight")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from trainer.config import EvidenceSettings
+from trainer.config.rules import RuleSettings
 from trainer.evidence import (
     PHASES,
     SCHEMA_VERSION,
@@ -22,7 +23,7 @@ from trainer.evidence import (
     TrainingEvidence,
     TransferRecord,
 )
-from trainer.rules import RuleSettings, judge
+from trainer.rules import judge
 from trainer.rules.outcomes import Case, Finding, Rule
 
 GPU = "cuda:0 (a GPU)"

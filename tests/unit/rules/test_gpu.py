@@ -9,9 +9,9 @@ import pytest
 
 from tests.unit.rules.synthetic import GPU, STEPS, XLA, all_fired, case_of, finding, judge_by, on_xla, rank_of, steps_of
 from trainer import config
+from trainer.config.rules import RuleSettings
 from trainer.evidence import ContextRecord, Operator, OperatorTable, RankEvidence, Spans
 from trainer.profiling.training_summary import summarize
-from trainer.rules import RuleSettings
 from trainer.rules.gpu import BatchSize, GpuUtilization, HostSyncs, HostToDevice, TeacherShare
 from trainer.rules.outcomes import Finding, Healthy, NotJudged
 

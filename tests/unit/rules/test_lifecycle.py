@@ -21,9 +21,9 @@ from tests.unit.rules.synthetic import (
     steps_of,
     together,
 )
+from trainer.config.rules import RuleSettings
 from trainer.evidence import CompilationRecord, ContextRecord, Evidence, RankEvidence, TrainingEvidence
 from trainer.profiling.findings import judged
-from trainer.rules import RuleSettings
 from trainer.rules.lifecycle import (
     GpuMemoryGrowth,
     OwnOverhead,

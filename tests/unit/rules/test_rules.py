@@ -8,11 +8,13 @@ import pytest
 
 from tests.unit.rules.learning import case_of, measured
 from tests.unit.rules.synthetic import all_fired, on_xla, steps_of
+from trainer import rules
 from trainer.config import EvidenceSettings
-from trainer.rules import RuleSettings, StartUp, judge
+from trainer.config.rules import RuleSettings
+from trainer.rules import StartUp, judge
 from trainer.rules.outcomes import Finding, NotJudged, Rule, SystemRule, TrainingRule
 
-RULES = RuleSettings().all()
+RULES = [kind() for kind in rules.RULES]
 
 
 def test_every_rule_is_among_the_settings_by_its_name() -> None:

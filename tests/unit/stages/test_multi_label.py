@@ -33,12 +33,12 @@ from trainer.config import (
     TuneSettings,
     resolve_run,
 )
+from trainer.config.rules import RuleSettings
 from trainer.data.dataset import open_dataset
 from trainer.errors import ArtifactError, DataError, ModelError, SettingsError
 from trainer.prediction import Prediction
 from trainer.profiling.evidence_files import read_evidence
 from trainer.profiling.findings import judged
-from trainer.rules import RuleSettings
 from trainer.rules.outcomes import Healthy
 from trainer.stages import distill, evaluate, export, prepare, pretrain, register, reinforce, tune
 from trainer.stages.evaluate import predict

@@ -16,10 +16,10 @@ from functools import cached_property
 
 from trainer import limits, local_files, storage
 from trainer.config import Outside
+from trainer.config.rules import FEW_LABELS
 from trainer.data.dataset_schema import UNLABELED, SplitName
 from trainer.errors import DataError, ObjectNotFoundError
 from trainer.formatting import listed
-from trainer.rules.learning import FEW_LABELS
 
 logger = logging.getLogger(__name__)
 
