@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from components.launch.job_manifest import WORKFLOWS
-from trainer import tracking
-from trainer.errors import LaunchError, TrackingError
-from trainer.host import environment_variables
+from trainer.io.errors import LaunchError, TrackingError
+from trainer.io.host import environment_variables
+from trainer.report import tracking
 
 if TYPE_CHECKING:
     from components.launch.client import Cluster

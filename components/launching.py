@@ -12,13 +12,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from components.launch import job_manifest, pools
-from trainer import artifacts, config, storage
-from trainer.base_models import Section
+from trainer import config
 from trainer.config import DEVICE_VARIABLE, DistillSettings, TuneSettings, WeightsSettings
-from trainer.errors import LaunchError, SettingsError
-from trainer.formatting import size
 from trainer.graph import STAGES, Kind
-from trainer.launch import JobSpec, processes_here, run_here
+from trainer.io import artifacts, storage
+from trainer.io.base_models import Section
+from trainer.io.errors import LaunchError, SettingsError
+from trainer.io.formatting import size
+from trainer.runner.launch import JobSpec, processes_here, run_here
 
 ARTIFACTS = "TRAINER_ARTIFACTS"
 """Environment variable: the folder of an object store through which jobs exchange artifacts with this machine."""

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
-from trainer import artifacts, limits, storage
-from trainer.errors import ArtifactError
+from trainer.io import artifacts, limits, storage
+from trainer.io.errors import ArtifactError
 
 if TYPE_CHECKING:
     from trainer.graph import Kind

@@ -9,12 +9,15 @@ import uuid
 from collections import namedtuple
 
 from components.launching import Placement
-from trainer import artifacts, config, preflight, tracking
-from trainer.artifacts import canonical_json
+from trainer import config
 from trainer.data import class_tables, sources
-from trainer.errors import SettingsError, TrackingError
 from trainer.graph import OPTIONAL_STAGES, STAGES, needed_stages
-from trainer.host import environment_variables
+from trainer.io import artifacts
+from trainer.io.artifacts import canonical_json
+from trainer.io.errors import SettingsError, TrackingError
+from trainer.io.host import environment_variables
+from trainer.report import tracking
+from trainer.runner import preflight
 
 KUBEFLOW_UI = "KF_PIPELINES_UI_ENDPOINT"  # environment variable: the address of Kubeflow's UI, for links
 

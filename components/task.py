@@ -19,12 +19,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from components import launching, references
 from components.launching import Placement
-from trainer import artifacts, batch_prediction, limits, photo_classifier, stages, storage, tracking
+from trainer import stages
 from trainer.config import DistillSettings, ExportSettings, TuneSettings, WarmUpSettings
-from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, PreemptedError, TrainerError
-from trainer.host import ended_by_sigterm, ensure_home, escape_what_cannot_be_printed
-from trainer.launch import write_termination_message
-from trainer.tuning.tuning_schema import read_tuning
+from trainer.io import artifacts, limits, storage
+from trainer.io.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, PreemptedError, TrainerError
+from trainer.io.host import ended_by_sigterm, ensure_home, escape_what_cannot_be_printed
+from trainer.predict import batch_prediction, photo_classifier
+from trainer.report import tracking
+from trainer.runner.launch import write_termination_message
+from trainer.stages.tuning.tuning_schema import read_tuning
 
 if TYPE_CHECKING:
     from kfp import dsl

@@ -18,13 +18,13 @@ from pathlib import Path
 
 from PIL import Image, ImageChops
 
-from trainer import pages
-from trainer.errors import ArtifactError, TrainerError, make_directory
-from trainer.pages import Block, PageSection
+from trainer.io.errors import ArtifactError, TrainerError, make_directory
 from trainer.profiling import compare, over_time, profile_report
 from trainer.profiling.compare import ComparedRun, read_compared_run
 from trainer.profiling.findings import ranked_findings, verdict
 from trainer.profiling.training_summary import training_label
+from trainer.report import pages
+from trainer.report.pages import Block, PageSection
 
 PICTURES = Path(__file__).parent / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

@@ -3,7 +3,7 @@
 import sys
 
 from components import missing_extra
-from trainer.errors import EXIT_CODE
+from trainer.io.errors import EXIT_CODE
 
 if message := missing_extra("the package `pipelines`"):
     # `python -m pipelines.deploy` is being located: this is a command, which ends in one message.

@@ -14,9 +14,9 @@ from kfp.dsl.base_component import BaseComponent
 
 from components import IMAGE_VARIABLE
 from pipelines.distillation import NAME, definition
-from trainer import commands
-from trainer.errors import DeployError
+from trainer.cli import commands
 from trainer.graph import OPTIONAL_STAGES
+from trainer.io.errors import DeployError
 
 COMPILED = Path(__file__).parent / "compiled" / f"{NAME}.yaml"
 

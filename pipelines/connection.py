@@ -25,7 +25,7 @@ from urllib3 import exceptions as transport
 from components.launch.client import ClusterError, cause, proxy_to_service
 from components.launch.job_manifest import DEFAULT_NAMESPACE, POD_FILES, own_namespace
 from components.sections import KUBEFLOW_UI
-from trainer.errors import DeployError
+from trainer.io.errors import DeployError
 
 HOST_VARIABLES = ("KFP_HOST", "KFP_ENDPOINT", "KF_PIPELINES_ENDPOINT")
 TOKEN_VARIABLE = "KFP_TOKEN"  # a name

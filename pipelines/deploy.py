@@ -21,9 +21,9 @@ from components import IMAGE, sections
 from pipelines import compile as compilation
 from pipelines import connection, runs, versions
 from pipelines.distillation import DEFAULT_POOL, SERVICE_ACCOUNT, add_parameters, given_parameters, given_place
-from trainer import commands
-from trainer.errors import SettingsError
+from trainer.cli import commands
 from trainer.graph import OPTIONAL_STAGES, needed_stages
+from trainer.io.errors import SettingsError
 
 MLFLOW_UI = "Open http://localhost:5000 after: kubectl --namespace kubeflow port-forward service/mlflow 5000"
 """The way to the MLflow that `manifests/install.sh` puts beside Kubeflow."""
@@ -60,7 +60,7 @@ def deploy(options: argparse.Namespace) -> None:
     if Path(options.recipe).suffix:
         raise SettingsError(
             f"recipe {options.recipe} is a file of this machine, which a cluster's tasks cannot read; "
-            "put it into trainer/recipes and build an image with it, or give its settings with SET"
+            "put it into trainer/config/recipes and build an image with it, or give its settings with SET"
         )
     place, parameters = given_place(options, default_pool=DEFAULT_POOL), given_parameters(options)
     place.check()

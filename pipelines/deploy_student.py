@@ -33,9 +33,11 @@ import yaml
 
 from components import SERVING_IMAGE
 from components.launch.job_manifest import DEFAULT_NAMESPACE
-from trainer import commands, config, tracking
-from trainer.errors import DeployError, SettingsError
-from trainer.tracking import REGISTERED
+from trainer import config
+from trainer.cli import commands
+from trainer.io.errors import DeployError, SettingsError
+from trainer.report import tracking
+from trainer.report.tracking import REGISTERED
 
 MANIFESTS = Path(__file__).parents[1] / "manifests"
 NAME = config.student_name()

@@ -31,7 +31,7 @@ from components.launch.job_manifest import AUTOSCALER_ANNOTATION, KARPENTER_ANNO
 from components.launching import Placement
 from components.sections import KUBEFLOW_UI
 from components.task import RECORDED
-from trainer import commands
+from trainer.cli import commands
 from trainer.graph import OPTIONAL_STAGES, STAGES
 
 NAME = "distillation"
@@ -115,7 +115,7 @@ def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = ""
         """Train or take a teacher, distill a student from it, and prove what was done.
 
         Args:
-            recipe: Name of a recipe in trainer/recipes, such as digits.
+            recipe: Name of a recipe in trainer/config/recipes, such as digits.
             overrides: Settings that differ from the recipe, `distill.epochs=20 distill.temperature=3`; see docs/configuration.md.
             dataset: Images: digits, imagefolder:PATH_OR_URI, manifest:FILE.csv or hub:NAME. Empty: the recipe's.
             teacher: Weights of the teacher: a model directory (path or URI) or timm:NAME. Empty: the recipe's.

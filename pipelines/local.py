@@ -25,15 +25,19 @@ from components import IMAGE_NAME, launching, references, sections, task
 from components.launching import Placement
 from pipelines import compile as compilation
 from pipelines.distillation import add_parameters, given_parameters, given_place
-from trainer import artifacts, commands, config, finished_run, launch, runner, storage, tracking
-from trainer.errors import LaunchError, OutputError, TrackingError, writing_to
+from trainer import config
+from trainer.cli import commands
 from trainer.graph import STAGES, needed_stages
-from trainer.host import environment_variables
+from trainer.io import artifacts, storage
+from trainer.io.errors import LaunchError, OutputError, TrackingError, writing_to
+from trainer.io.host import environment_variables
+from trainer.report import finished_run, tracking
+from trainer.runner import launch, local_run
 
 CODE = tuple(Path(folder) for package in (trainer, components) for folder in package.__path__)
-CACHE = runner.RUNS / ".cache"
+CACHE = local_run.RUNS / ".cache"
 """What earlier runs made, by what it was made from; the artifacts themselves lie in those runs' directories."""
-CHECKPOINTS = runner.RUNS / ".checkpoints"
+CHECKPOINTS = local_run.RUNS / ".checkpoints"
 """Where an interrupted training is found by the next run with the same settings and inputs."""
 
 
@@ -70,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
     if place.pool:
         # A store that refuses, or is not there, is reported before the work.
         storage.children(launching.exchange_folder())
-    directory = runner.new_directory(options.recipe, options.output or None)
+    directory = local_run.new_directory(options.recipe, options.output or None)
     folders = [directory / spec.folder for stage in STAGES.values() for spec in stage.makes.values()]
     for own in folders:
         if own.is_dir() and not own.is_symlink():
@@ -78,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
                 f"cannot write to {directory}: it has {own.name}/ of `python -m trainer run`; choose another output"
             )
     variables = {**_environment(settings, directory, place), task.DEBUG: "1" if options.debug else ""}
-    with runner.only_run_in(directory), environment_variables(variables):
+    with local_run.only_run_in(directory), environment_variables(variables):
         # The names of an earlier run here; nothing takes the place of what this one leaves out.
         for left in (
             *(directory / finished_run.SUMMARY, directory / finished_run.INDEX),
@@ -112,7 +116,7 @@ def _environment(settings: config.Settings, directory: Path, place: Placement) -
         named = os.environ.get(artifacts.CHECKPOINTS_VARIABLE, "")
         checkpoints = named if storage.is_remote(named) else storage.join(launching.exchange_folder(), "checkpoints")
     return {
-        **runner.environment(settings, directory),
+        **local_run.environment(settings, directory),
         artifacts.CHECKPOINTS_VARIABLE: checkpoints,
         "PYTHONPATH": os.pathsep.join(packages),
         "PYTHONSAFEPATH": "1",  # a folder `trainer` where the user stands is not ours

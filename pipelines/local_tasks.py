@@ -26,7 +26,7 @@ from kfp.local import cache, status, subprocess_task_handler
 from kfp.local.orchestrator import task_executor
 
 from components import references, task
-from trainer.errors import ArtifactError
+from trainer.io.errors import ArtifactError
 
 GRACE_S = 30.0
 """How long the processes of a task have to end when the run is interrupted, as on a cluster: it may have a job to delete there."""

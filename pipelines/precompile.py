@@ -19,8 +19,11 @@ from pathlib import Path
 
 from components import launching, task
 from components.launching import Placement
-from trainer import commands, config, runner, stages, storage
-from trainer.errors import make_directory
+from trainer import config, stages
+from trainer.cli import commands
+from trainer.io import storage
+from trainer.io.errors import make_directory
+from trainer.runner import local_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +48,7 @@ def warm_up(options: argparse.Namespace) -> None:
     place.check(warms_up=True)
     storage.children(launching.exchange_folder())  # a store that refuses, or is not there, is reported before the work
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(options.recipe).stem}-warm-up"
-    directory = runner.RUNS / name  # no run, so runs/latest stays where it is
+    directory = local_run.RUNS / name  # no run, so runs/latest stays where it is
     make_directory(directory)
     os.environ.setdefault("TRAINER_RUN", name)
     dataset = options.dataset

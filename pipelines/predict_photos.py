@@ -21,9 +21,11 @@ from pipelines import compile as compilation
 from pipelines import connection, runs
 from pipelines.deploy_student import ALIAS, pinned
 from pipelines.distillation import SERVICE_ACCOUNT, WORK, on_cluster
-from trainer import commands, config, storage
-from trainer.errors import SettingsError
-from trainer.tracking import REGISTERED
+from trainer import config
+from trainer.cli import commands
+from trainer.io import storage
+from trainer.io.errors import SettingsError
+from trainer.report.tracking import REGISTERED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

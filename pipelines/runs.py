@@ -23,8 +23,8 @@ from components import kfp_components
 from pipelines import connection
 from pipelines.compile import COMPILED, task_names
 from pipelines.connection import BAD_REQUEST, NOT_FOUND, Api, RefusedError, UnansweredError, every, named
-from trainer import commands
-from trainer.errors import DeployError
+from trainer.cli import commands
+from trainer.io.errors import DeployError
 
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 INTERVALS_S = (0.2, 5.0)  # between two looks at a run: at first, and after a while

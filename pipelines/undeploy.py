@@ -18,7 +18,7 @@ from components import IMAGE
 from pipelines import connection, versions
 from pipelines.connection import Api
 from pipelines.distillation import NAME
-from trainer import commands
+from trainer.cli import commands
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,8 +16,8 @@ from pipelines import compile as compilation
 from pipelines.connection import CONFLICT, NOT_FOUND, Api, RefusedError, every
 from pipelines.distillation import DESCRIPTION, NAME
 from trainer import __version__
-from trainer.errors import SettingsError
 from trainer.graph import OPTIONAL_STAGES
+from trainer.io.errors import SettingsError
 
 _GENERATION = re.compile(r"-fresh-(\d{8}t\d{6}z)$")
 _CRON_FIELDS = (("minute", 0, 59), ("hour", 0, 23), ("day", 1, 31), ("month", 1, 12), ("weekday", 0, 6))

@@ -5,8 +5,8 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.devices import HOST
+from trainer.devices.process_group import Processes
 from trainer.training.optimizers import RowShardedOptimizer, held, rows_of
-from trainer.training.process_group import Processes
 from trainer.training.training_state import PARTS, capture
 
 __all__ = ["PARTS", "Rows", "everything", "learner", "snapshot_of"]

@@ -12,7 +12,7 @@ from tests import mlflow_store, shared_folders
 from tests.distillations import Distillation, blank_teacher, prepared_digits
 from tests.stand_ins.hub import Hub
 from tests.stand_ins.object_store import ObjectStore
-from trainer import storage
+from trainer.io import storage
 
 LONGEST_FILES = ("tests/local/", "tests/pipelines/", "tests/unit/stages/", "tests/unit/training/")
 """Where the tests are that take longest."""

@@ -8,11 +8,13 @@ import numpy as np
 import torch
 
 from tests import groups
-from trainer import artifacts, config, models, stages
+from trainer import config, stages
 from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import SPLITS, UNLABELED, DatasetDescription, features
-from trainer.launch import JobSpec
+from trainer.io import artifacts
+from trainer.models import networks
 from trainer.profiling.evidence_files import read_evidence
+from trainer.runner.launch import JobSpec
 from trainer.stages import prepare
 
 TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
@@ -66,7 +68,7 @@ def blank_teacher(directory):
     torch.manual_seed(0)
     settings = config.ModelSettings(architecture="vit_tiny_patch16_224", args=TINY | {"embed_dim": 32})
     with artifacts.create(directory, "model", settings={}) as draft:
-        models.save(models.create(settings, [str(digit) for digit in range(10)]), draft.path)
+        networks.save(networks.create(settings, [str(digit) for digit in range(10)]), draft.path)
     return str(directory)
 
 
@@ -118,4 +120,4 @@ class Distillation:
 
     def weights(self):
         """The student's weights."""
-        return models.load(self.outputs["student"]).network.state_dict()
+        return networks.load(self.outputs["student"]).network.state_dict()

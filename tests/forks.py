@@ -11,7 +11,7 @@ from multiprocessing import forkserver
 from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 
-from trainer.child_processes import PRELOADED
+from trainer.io.child_processes import PRELOADED
 from trainer.stages import STAGES
 
 CONTEXT = multiprocessing.get_context("forkserver")

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from tests.forks import CONTEXT, settle
 from trainer.data.loader import MicroBatches
-from trainer.errors import PREEMPTED_EXIT_CODE
+from trainer.io.errors import PREEMPTED_EXIT_CODE
 
 _OF_AGENT = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_")
 """Begins the names of the variables that torch's agent sets for each process."""
@@ -119,7 +119,7 @@ def check_resumes(whole, broken, *, step, processes=1, **options):
 
 def launch(spec):
     """Run a job by the launcher of this machine, with forked processes."""
-    from trainer.launch import run_here
+    from trainer.runner.launch import run_here
 
     with forking():
         run_here(spec)
@@ -218,7 +218,7 @@ class _Hanging(MicroBatches):
 
 def _watch_steps(fault, seen_by):
     """Note the samples of each step, and let the fault strike."""
-    from trainer.distillation.objective import DistillObjective
+    from trainer.objectives.distillation.objective import DistillObjective
     from trainer.training import classification, loop
     from trainer.training.loop import Trainer
 

@@ -26,11 +26,11 @@ from trainer import config
 from trainer.config.rules import RuleSettings
 from trainer.data.batch import Batch
 from trainer.data.loader import MicroBatches
-from trainer.distillation.objective import DistillObjective
-from trainer.evidence import TrainingEvidence
+from trainer.objectives.distillation.objective import DistillObjective
+from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.evidence_files import read_evidence
-from trainer.rules import OwnOverhead, judge
-from trainer.rules.outcomes import Case, Finding, Outcome
+from trainer.profiling.rules import OwnOverhead, judge
+from trainer.profiling.rules.outcomes import Case, Finding, Outcome
 from trainer.stages import distill, pretrain
 from trainer.training import loop
 
@@ -137,7 +137,7 @@ def _distill(fault: Fault, section: dict[str, Any], places: dict[str, Any]) -> N
 
 
 def together(processes: int, function: Callable[..., None], *arguments: object) -> None:
-    """Run a function in processes that torch's agent starts, as `trainer.launch` lets it."""
+    """Run a function in processes that torch's agent starts, as `trainer.runner.launch` lets it."""
     launch_config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

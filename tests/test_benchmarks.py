@@ -16,10 +16,11 @@ import torch
 
 from tests.benchmarks import bench_accuracy, bench_distillation
 from tests.distillations import TINY
-from trainer import cli, launch, stages
+from trainer import cli, stages
 from trainer.data import dataset as dataset_module
 from trainer.devices.device import Host
 from trainer.profiling.recorder import LoaderStats
+from trainer.runner import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of libraries that the benchmarks measure ours against
 

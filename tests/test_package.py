@@ -63,7 +63,11 @@ def test_the_wheel_has_every_file_of_the_packages_and_no_other(wheel):
         for path in (ROOT / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {"trainer/py.typed", "trainer/recipes/digits.toml", "trainer/pages/templates/page.html.jinja"} < there
+    assert {
+        "trainer/py.typed",
+        "trainer/config/recipes/digits.toml",
+        "trainer/report/pages/templates/page.html.jinja",
+    } < there
     assert "components/launch/pools.toml" in there
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == there
 
@@ -92,7 +96,7 @@ def test_the_script_runs_without_the_extra(installed):
     assert "  vit-distill run digits " in shown.stdout
     listed = run(installed, "-c", code, "recipes")
     assert listed.returncode == 0
-    assert f"{installed[0]}/trainer/recipes" in listed.stdout
+    assert f"{installed[0]}/trainer/config/recipes" in listed.stdout
     assert run(installed, "-c", code, "recipes").stdout == run(installed, "-m", "trainer", "recipes").stdout
 
 

@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from trainer import artifacts, models
 from trainer.config import ModelSettings
 from trainer.data.dataset_schema import DatasetDescription, features
-from trainer.served_student.class_tags import ClassTags
-from trainer.served_student.preprocessing import Square
+from trainer.io import artifacts
+from trainer.models import networks
+from trainer.models.served_student.class_tags import ClassTags
+from trainer.models.served_student.preprocessing import Square
 
 EDGE = 16
 DATA = {"source": "digits", "fit": "crop", "max_pixels": 100_000}
@@ -76,7 +77,7 @@ def write_model(path: Path, dim: int, depth: int, steps: int, target: np.ndarray
     target = load_digits().target if target is None else target
     torch.manual_seed(0)
     args = {"img_size": EDGE, "patch_size": 8, "embed_dim": dim, "depth": depth, "num_heads": 2}
-    model = models.create(ModelSettings(architecture="vit_tiny_patch16_224", args=args), list("0123456789"))
+    model = networks.create(ModelSettings(architecture="vit_tiny_patch16_224", args=args), list("0123456789"))
     images, labels = pixels(IMAGES["train"]), torch.from_numpy(target[: len(IMAGES["train"])]).long()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(steps):
@@ -86,7 +87,7 @@ def write_model(path: Path, dim: int, depth: int, steps: int, target: np.ndarray
         optimizer.step()
     model.card = replace(model.card, square=SQUARE)
     with artifacts.create(path, "model", settings=args) as draft:
-        models.save(model, draft.path)
+        networks.save(model, draft.path)
 
 
 ROUND = ("0", "6", "8", "9")

@@ -13,15 +13,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from trainer import artifacts, config, runner
-from trainer.artifacts import Manifest
-from trainer.billing import make_bill, stage_bill
+from trainer import config
 from trainer.config import EvidenceSettings, ProfileSettings
-from trainer.errors import SettingsError, TrainerError
 from trainer.graph import STAGES, Stage
-from trainer.host import environment_variables
-from trainer.local_files import with_home
-from trainer.photo_classifier import PhotoClassifier, load_model
+from trainer.io import artifacts
+from trainer.io.artifacts import Manifest
+from trainer.io.errors import SettingsError, TrainerError
+from trainer.io.host import environment_variables
+from trainer.io.local_files import with_home
+from trainer.predict.photo_classifier import PhotoClassifier, load_model
+from trainer.report.billing import make_bill, stage_bill
+from trainer.runner import local_run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,8 +61,8 @@ def run_stage(
     uris = {keyword: with_home(place) for keyword, place in directories.items()}
     given = {"recipe": recipe, "resolved": settings.model_dump(mode="json")}
     device = {config.DEVICE_VARIABLE: os.environ.get(config.DEVICE_VARIABLE, settings.run.device)}
-    with runner.only_stage_in(uris[keyword] for keyword in stage.outputs), environment_variables(device):
-        runner.run_stage(stage, settings.for_stage(name), uris, processes=processes, given=given)
+    with local_run.only_stage_in(uris[keyword] for keyword in stage.outputs), environment_variables(device):
+        local_run.run_stage(stage, settings.for_stage(name), uris, processes=processes, given=given)
     return {keyword: artifacts.manifest(uris[keyword], kind) for keyword, kind in stage.outputs.items()}
 
 

@@ -12,12 +12,13 @@ import yaml
 from components import missing_extra
 from components.launch import pools
 from components.launch.job_manifest import BACKENDS, DEFAULT_NAMESPACE, Identity, default_namespace
-from trainer import commands, config, stages
-from trainer.commands import Subparsers
-from trainer.errors import LaunchError, TrainerError
-from trainer.formatting import aligned
+from trainer import config, stages
+from trainer.cli import commands
+from trainer.cli.commands import Subparsers
 from trainer.graph import flag
-from trainer.launch import JobSpec
+from trainer.io.errors import LaunchError, TrainerError
+from trainer.io.formatting import aligned
+from trainer.runner.launch import JobSpec
 
 _DESCRIPTION = """Show node pools and jobs, and delete jobs that were left over.
 

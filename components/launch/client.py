@@ -24,9 +24,9 @@ from kubernetes.config.config_exception import ConfigException
 
 from components.launch.job_manifest import PODS, Resource, default_namespace
 from trainer import __version__
-from trainer.errors import LaunchError
-from trainer.formatting import duration
-from trainer.retry import Retry
+from trainer.io.errors import LaunchError
+from trainer.io.formatting import duration
+from trainer.io.retry import Retry
 
 logger = logging.getLogger(__name__)
 

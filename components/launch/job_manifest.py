@@ -15,13 +15,13 @@ from typing import Any, Literal, Self
 
 from components import IMAGE, IMAGE_VARIABLE
 from components.launch.pools import RESERVED, SECRET, Pool, quantity
-from trainer.artifacts import CHECKPOINTS_VARIABLE, digest
-from trainer.base_models import holds_secret
 from trainer.config import DEVICE_VARIABLE
-from trainer.errors import LaunchError, SettingsError
-from trainer.launch import SHUTDOWN_TIMEOUT_S, JobSpec
-from trainer.storage.cache import CACHE_VARIABLE, LIMIT_VARIABLE
-from trainer.tracking import is_server
+from trainer.io.artifacts import CHECKPOINTS_VARIABLE, digest
+from trainer.io.base_models import holds_secret
+from trainer.io.errors import LaunchError, SettingsError
+from trainer.io.storage.cache import CACHE_VARIABLE, LIMIT_VARIABLE
+from trainer.report.tracking import is_server
+from trainer.runner.launch import SHUTDOWN_TIMEOUT_S, JobSpec
 
 RUN_LABEL = "vit-distillation/run"
 TASK_LABEL = "vit-distillation/task"

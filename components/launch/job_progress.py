@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from components.launch.job_manifest import JobState
-from trainer.errors import (
+from trainer.io.errors import (
     CRASH_EXIT_CODE,
     CRASHED_NODE_EXIT_CODE,
     EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
     PREEMPTED_EXIT_CODE,
 )
-from trainer.formatting import duration
-from trainer.launch import MISSED_ANOTHER
+from trainer.io.formatting import duration
+from trainer.runner.launch import MISSED_ANOTHER
 
 STUCK_S = 300.0  # how long a replica may wait for what rarely arrives by itself, such as an image of a wrong name
 TAIL_LINES = 10  # last lines of each replica that are kept for messages

@@ -16,10 +16,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from trainer import limits, storage
-from trainer.base_models import nearest
-from trainer.costs import PLACE_VARIABLE, Machines, Price
-from trainer.errors import SettingsError, StorageError
+from trainer.io import limits, storage
+from trainer.io.base_models import nearest
+from trainer.io.costs import PLACE_VARIABLE, Machines, Price
+from trainer.io.errors import SettingsError, StorageError
 
 POOLS_VARIABLE = "TRAINER_POOLS"  # environment variable that names the file of pools
 MOUNTED = Path("/etc/vit-distillation/pools.toml")  # where a cluster mounts its own pools from a ConfigMap

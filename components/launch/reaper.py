@@ -29,8 +29,8 @@ from components.launch.job_manifest import (
     Resource,
     label_value,
 )
-from trainer.errors import SettingsError
-from trainer.formatting import duration
+from trainer.io.errors import SettingsError
+from trainer.io.formatting import duration
 
 logger = logging.getLogger(__name__)
 

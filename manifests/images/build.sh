@@ -19,7 +19,7 @@ run() {
 }
 run python -m trainer --version
 if [[ "$TARGET" == serving ]]; then
-    run python -c 'import mlflow, onnxruntime, openvino, s3fs, trainer.photo_classifier, trainer.serving.server'
+    run python -c 'import mlflow, onnxruntime, openvino, s3fs, trainer.predict.photo_classifier, trainer.predict.serving.server'
 else
     run python -m trainer config digits >/dev/null
     run python -c 'import torch, timm, mlflow, kfp, kubernetes, s3fs, components.launch'

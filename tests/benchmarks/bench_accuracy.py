@@ -36,10 +36,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from trainer import artifacts, config
+from trainer import config
 from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import SPLITS
-from trainer.scores import score, val_score
+from trainer.io import artifacts
+from trainer.report.scores import score, val_score
 
 Scores = Mapping[str, Sequence[tuple[float, float]]]
 """Variant -> test and validation score of each seed, in percent."""

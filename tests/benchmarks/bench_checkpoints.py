@@ -19,12 +19,12 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from trainer import storage
 from trainer.config import TrainingSettings
 from trainer.devices import choose_device
+from trainer.devices.process_group import Processes
+from trainer.io import storage
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.optimizers import AveragedModel, make_optimizer, parameter_groups
-from trainer.training.process_group import Processes
 from trainer.training.training_state import TrainingState, capture
 
 _GROWTH = 1.5

@@ -31,8 +31,8 @@ from trainer.data import near_duplicates, preparation
 from trainer.data.curation import ImageCandidate
 from trainer.data.near_duplicates import appearance
 from trainer.evaluation.label_issues import contradicted, cross_validated
-from trainer.served_student import preprocessing
-from trainer.served_student.preprocessing import Square
+from trainer.models.served_student import preprocessing
+from trainer.models.served_student.preprocessing import Square
 from trainer.stages import evaluate
 
 MOST_PIXELS = 100_000_000

@@ -43,7 +43,6 @@ from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.benchmarks.photos import write_photos
-from trainer import artifacts, models
 from trainer.config import (
     DEVICE_VARIABLE,
     DataSettings,
@@ -60,22 +59,24 @@ from trainer.data.batch import Batch
 from trainer.data.dataset import open_dataset
 from trainer.data.loader import MicroBatches, Samples, Views, make_loader, positions
 from trainer.devices import choose_device
-from trainer.distillation.frozen_teacher import FrozenTeacher
-from trainer.distillation.objective import DistillObjective
-from trainer.distillation.recording import Recording, open_recording
-from trainer.distillation.reinforcement import UnitBatches, batches_of_units, record_batches
-from trainer.distillation.shards import Unit
-from trainer.errors import SettingsError, TrainerError
+from trainer.devices.process_group import Processes, join_processes
+from trainer.io import artifacts
+from trainer.io.errors import SettingsError, TrainerError
+from trainer.models import networks
+from trainer.objectives.distillation.frozen_teacher import FrozenTeacher
+from trainer.objectives.distillation.objective import DistillObjective
+from trainer.objectives.distillation.recording import Recording, open_recording
+from trainer.objectives.distillation.reinforcement import UnitBatches, batches_of_units, record_batches
+from trainer.objectives.distillation.shards import Unit
 from trainer.profiling.recorder import LoaderStats
+from trainer.report.tracking.stage_runs import stage_run
 from trainer.stages import prepare, reinforce
-from trainer.tracking.stage_runs import stage_run
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.classification import cross_entropy
 from trainer.training.loop import Trainer
 from trainer.training.optimizers import make_optimizer, parameter_groups
 from trainer.training.parallelize import use_fast_kernels
 from trainer.training.prefetch import Prefetcher
-from trainer.training.process_group import Processes, join_processes
 from trainer.training.spec import Losses, Objective, TrainingSpec
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L4": 121e12, "A10G": 70e12}
@@ -146,12 +147,12 @@ class Bench:
         }
         return DistillSettings.model_validate(values | changes)
 
-    def student(self) -> models.Classifier:
+    def student(self) -> networks.Classifier:
         torch.manual_seed(0)
-        return models.create(ModelSettings(architecture=self.case.student), self.classes)
+        return networks.create(ModelSettings(architecture=self.case.student), self.classes)
 
-    def teacher(self) -> models.Classifier:
-        return models.load(self.folder / "teacher")
+    def teacher(self) -> networks.Classifier:
+        return networks.load(self.folder / "teacher")
 
     def frozen(self) -> FrozenTeacher:
         return FrozenTeacher(self.teacher(), self.processes.device, precision=self.case.precision)
@@ -371,9 +372,9 @@ def fill(folder: Path, photos: str, classes: int, teacher: str) -> None:
         write_photos(folder / "photos", classes=classes, per_class=5)
     prepare.run(DataSettings(source=f"imagefolder:{photos or folder / 'photos'}"), dataset=folder / "dataset")
     torch.manual_seed(1)
-    model = models.create(ModelSettings(architecture=teacher), open_dataset(folder / "dataset").classes)
+    model = networks.create(ModelSettings(architecture=teacher), open_dataset(folder / "dataset").classes)
     with artifacts.create(folder / "teacher", "model", settings={}) as draft:
-        models.save(model, draft.path)
+        networks.save(model, draft.path)
 
 
 def record(bench: Bench) -> None:

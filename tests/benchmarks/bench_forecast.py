@@ -15,10 +15,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer import runner
-from trainer.billing import Bill
-from trainer.finished_run import bill_table
-from trainer.formatting import aligned, duration
+from trainer.io.formatting import aligned, duration
+from trainer.report.billing import Bill
+from trainer.report.finished_run import bill_table
+from trainer.runner import local_run
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s  %(message)s", datefmt="%H:%M:%S")
     with tempfile.TemporaryDirectory(prefix="forecast-") as folder:
-        runner.RUNS = Path(folder, "runs")  # the user's `runs/latest` stays where it is
+        local_run.RUNS = Path(folder, "runs")  # the user's `runs/latest` stays where it is
         bill = measured(options.recipe, options.overrides, options.output or folder, options.processes)
     print("\n".join(["", *bill_table(bill), "", *comparison(bill)]))
 
@@ -39,7 +39,7 @@ def main() -> None:
 def measured(recipe: str, overrides: Sequence[str], output: str, processes: int) -> Bill:
     """The bill of a run that was forecast."""
     given = ["tune.enabled=true", "tune.search=false", "tracking.enabled=false", *overrides]
-    summary, _ = runner.run(recipe, given, output=str(Path(output).resolve()), processes=processes)
+    summary, _ = local_run.run(recipe, given, output=str(Path(output).resolve()), processes=processes)
     return Bill.model_validate(summary["bill"])
 
 

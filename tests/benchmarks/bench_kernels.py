@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor, nn
 
-from trainer import models
 from trainer.config import DEVICE_VARIABLE, ModelSettings, Precision
 from trainer.devices import Device, choose_device
 from trainer.devices.device import keep_freed_memory
-from trainer.distillation.frozen_teacher import FrozenTeacher
+from trainer.models import networks
+from trainer.objectives.distillation.frozen_teacher import FrozenTeacher
 from trainer.training.parallelize import ConvolvedLinear, use_fast_kernels
 
 LABELS = tuple(str(number) for number in range(100))
@@ -74,7 +74,7 @@ def linear(inputs: int, outputs: int, batch: int, device: Device) -> tuple[Work,
 
 def student(architecture: str, precision: Precision, batch: int, device: Device) -> tuple[Work, Work]:
     """A student's forward and backward pass, as timm makes it and with the faster kernels."""
-    plain = models.create(ModelSettings(architecture=architecture), LABELS)
+    plain = networks.create(ModelSettings(architecture=architecture), LABELS)
     fast = copy.deepcopy(plain)
     use_fast_kernels(fast, device, precision)
     images = torch.randint(0, 256, (batch, 3, 224, 224), dtype=torch.uint8)
@@ -83,7 +83,7 @@ def student(architecture: str, precision: Precision, batch: int, device: Device)
 
 def memory(architecture: str, batch: int, device: Device) -> tuple[Work, Work]:
     """A student's forward and backward pass, with freed memory returned as glibc does by itself in the end, and kept."""
-    model = models.create(ModelSettings(architecture=architecture), LABELS)
+    model = networks.create(ModelSettings(architecture=architecture), LABELS)
     use_fast_kernels(model, device, "fp32")
     work = trained(model, torch.randint(0, 256, (batch, 3, 224, 224), dtype=torch.uint8), "fp32", device)
     library = ctypes.CDLL(None)
@@ -103,7 +103,7 @@ def memory(architecture: str, batch: int, device: Device) -> tuple[Work, Work]:
 
 def teacher(architecture: str, precision: Precision, batch: int, device: Device) -> tuple[Work, Work]:
     """A network's forward pass under autocast, and as a frozen teacher."""
-    plain = models.create(ModelSettings(architecture=architecture), LABELS).eval().requires_grad_(False)
+    plain = networks.create(ModelSettings(architecture=architecture), LABELS).eval().requires_grad_(False)
     frozen = FrozenTeacher(copy.deepcopy(plain), device, precision=precision)
     images = torch.randint(0, 256, (batch, 3, 224, 224), dtype=torch.uint8)
 

@@ -23,12 +23,13 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.benchmarks.bench_accuracy import Bench
-from trainer import artifacts, models
 from trainer.config import DEVICE_VARIABLE
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.devices import choose_device
 from trainer.evaluation.embeddings import embed, nearest_neighbors
-from trainer.models import Classifier
+from trainer.io import artifacts
+from trainer.models import networks
+from trainer.models.networks import Classifier
 from trainer.profiling.evidence_files import read_evidence
 
 BATCH = 64  # of what measures
@@ -48,8 +49,8 @@ def write_untrained(bench: Bench, place: Path) -> Classifier:
     if not artifacts.exists(place):
         torch.manual_seed(bench.seeds[0])
         with artifacts.create(place, "model", settings={}) as draft:
-            models.save(models.create(bench.settings.distill.student, ()), draft.path)
-    return models.load(place)
+            networks.save(networks.create(bench.settings.distill.student, ()), draft.path)
+    return networks.load(place)
 
 
 def knn(model: Classifier, data: PreparedDataset) -> float:
@@ -69,7 +70,7 @@ def ours(bench: Bench, name: str) -> tuple[Classifier, float]:
     (training,) = read_evidence(bench.output / f"{name}-evidence").trainings
     starts = training.ranks[0].steps["start_s"]
     seconds = float(starts[-1] - starts[1]) / (len(starts) - 2)
-    return models.load(bench.output / name), bench.settings.distill.batch_size / seconds
+    return networks.load(bench.output / name), bench.settings.distill.batch_size / seconds
 
 
 def lightly(bench: Bench, python: str, untrained: Classifier, teacher: Classifier) -> tuple[Classifier, float]:
@@ -81,11 +82,11 @@ def lightly(bench: Bench, python: str, untrained: Classifier, teacher: Classifie
         "trained": str(trained),
         "teacher": {
             "architecture": teacher.card.architecture,
-            "weights": str(bench.output / "teacher" / models.WEIGHTS),
+            "weights": str(bench.output / "teacher" / networks.WEIGHTS),
         },
         "student": {
             "architecture": untrained.card.architecture,
-            "weights": str(bench.output / "untrained" / models.WEIGHTS),
+            "weights": str(bench.output / "untrained" / networks.WEIGHTS),
         },
         "size": teacher.card.image_size,
         "mean": untrained.card.mean,
@@ -105,7 +106,7 @@ def lightly(bench: Bench, python: str, untrained: Classifier, teacher: Classifie
         if ended.returncode:
             raise SystemExit(f"LightlyTrain: exit code {ended.returncode}; see {bench.output / 'lightly.log'}")
         said.write_text(ended.stdout.splitlines()[-1])
-    model = models.load(bench.output / "untrained")
+    model = networks.load(bench.output / "untrained")
     model.network.load_state_dict(load_file(trained))
     return model, json.loads(said.read_text())["images_per_second"]
 
@@ -134,7 +135,7 @@ def main() -> None:
         bench = Bench(recipe=options.recipe, overrides=given, seeds=(0,), jobs=1, output=output, methods={})
         bench.prepare()
         bench.pretrain("teacher")
-        data, teacher = open_dataset(output / "data"), models.load(output / "teacher")
+        data, teacher = open_dataset(output / "data"), networks.load(output / "teacher")
         write_photos(data, output / "photos")
         untrained = write_untrained(bench, output / "untrained")
         print(f"{'':28}{'k-NN %':>8}{'images/s':>10}")

@@ -33,8 +33,8 @@ from PIL import Image
 
 from tests import mlflow_server
 from tests.benchmarks.photos import write_photos
-from trainer.export import exporting
-from trainer.formatting import aligned
+from trainer.io.formatting import aligned
+from trainer.stages.onnx_export import exporting
 
 Ask = Callable[[aiohttp.ClientSession, int], Awaitable[int]]
 """Send photo number N; gives the status."""

@@ -24,17 +24,19 @@ from pathlib import Path
 import torch
 
 from tests.benchmarks.photos import write_photos
-from trainer import artifacts, config, models
+from trainer import config
 from trainer.config import DataSettings, ModelSettings, TuneSettings
 from trainer.data.dataset import open_dataset
+from trainer.devices.process_group import join_processes
+from trainer.io import artifacts
+from trainer.models import networks
 from trainer.profiling.recorder import Startup
 from trainer.stages import prepare
 from trainer.stages.tune import Subject, open_subject
-from trainer.training.process_group import join_processes
-from trainer.tuning.candidates import Workload
-from trainer.tuning.search import search
-from trainer.tuning.trials import Trials
-from trainer.tuning.tuning_schema import Candidate, Trial
+from trainer.stages.tuning.candidates import Workload
+from trainer.stages.tuning.search import search
+from trainer.stages.tuning.trials import Trials
+from trainer.stages.tuning.tuning_schema import Candidate, Trial
 
 ARCHITECTURE = "vit_tiny_patch16_224"
 BAD = {"workers": 8, "batch_size": 16, "accumulation": 1, "precision": "fp32", "teacher": "online"}
@@ -59,9 +61,9 @@ def fill(folder: Path, photos: str, per_class: int, edge: int) -> None:
     settings = DataSettings(source=f"imagefolder:{source}", image_size=edge + edge // 8, max_bad_fraction=1)
     prepare.run(settings, dataset=folder / "dataset")
     torch.manual_seed(0)
-    teacher = models.create(model(edge, 192, 6), open_dataset(folder / "dataset").classes)
+    teacher = networks.create(model(edge, 192, 6), open_dataset(folder / "dataset").classes)
     with artifacts.create(folder / "teacher", "model", settings={}) as draft:
-        models.save(teacher, draft.path)
+        networks.save(teacher, draft.path)
 
 
 def settings_of(options: argparse.Namespace) -> TuneSettings:

@@ -17,7 +17,7 @@ from kfp import dsl
 from components import IMAGE
 from pipelines import connection, runs
 from pipelines.compile import with_image, yaml_of
-from trainer import commands
+from trainer.cli import commands
 from trainer.graph import STAGES
 
 

@@ -14,7 +14,7 @@ from components.launch import __main__ as command
 from tests.manifests.jobs import job
 from tests.stand_ins.kubernetes.resources import PYTORCHJOBS, WORKFLOWS
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
-from trainer import tracking
+from trainer.report import tracking
 
 RUN = "0b8e1f"
 

@@ -8,8 +8,8 @@ import pytest
 
 from components import launching
 from components.launching import Placement
-from trainer import artifacts
-from trainer.errors import LaunchError, SettingsError
+from trainer.io import artifacts
+from trainer.io.errors import LaunchError, SettingsError
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from components import references
-from trainer import artifacts, storage
-from trainer.errors import ArtifactError
+from trainer.io import artifacts, storage
+from trainer.io.errors import ArtifactError
 
 
 @pytest.fixture

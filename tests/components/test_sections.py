@@ -12,10 +12,12 @@ from components import sections
 from components.kfp_components import configure
 from components.launching import Placement
 from tests.distillations import blank_teacher
-from trainer import artifacts, config, tracking
-from trainer.errors import DataError, SettingsError, TrackingError
+from trainer import config
 from trainer.graph import STAGES, needed_stages
-from trainer.tracking.stage_runs import stage_run
+from trainer.io import artifacts
+from trainer.io.errors import DataError, SettingsError, TrackingError
+from trainer.report import tracking
+from trainer.report.tracking.stage_runs import stage_run
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ from kfp.dsl.types import artifact_types
 from components import references, task
 from components.launching import Placement
 from components.sections import configure, resolve
-from trainer import artifacts
-from trainer.errors import (
+from trainer.io import artifacts
+from trainer.io.errors import (
     EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
     DataError,

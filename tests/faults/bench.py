@@ -17,7 +17,9 @@ from PIL import Image
 from tests.distillations import QUICK
 from tests.faults.inside import Fault
 from tests.faults.jobs import Job
-from trainer import config, storage, tracking
+from trainer import config
+from trainer.io import storage
+from trainer.report import tracking
 
 SMALL = QUICK | {"epochs": 2, "checkpoint_every": 4, "ema_decay": 0.9}
 """A distillation of some twenty steps, with a checkpoint after every fourth."""

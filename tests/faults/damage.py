@@ -6,7 +6,7 @@ import os
 import random
 from pathlib import Path
 
-from trainer import artifacts
+from trainer.io import artifacts
 
 
 def flip_bit(path: Path, chance: random.Random) -> str:

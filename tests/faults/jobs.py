@@ -17,11 +17,14 @@ from typing import Any
 import psutil
 
 from tests.faults.inside import NONE, NOTES, Fault, Notes, install
-from trainer import artifacts, finished_run, launch, models, storage
 from trainer.graph import flag
+from trainer.io import artifacts, storage
+from trainer.models import networks
 from trainer.profiling import findings
+from trainer.report import finished_run
+from trainer.runner import launch
 from trainer.stages import STAGES, evaluate
-from trainer.tuning.tuning_schema import read_tuning
+from trainer.stages.tuning.tuning_schema import read_tuning
 
 ROOT = Path(__file__).parents[2]
 PRELOADED = ["trainer.__main__", *(f"trainer.stages.{name}" for name in STAGES if name != "register"), "datasets"]
@@ -45,7 +48,7 @@ def _registered(registration: artifacts.Artifact) -> Mapping[str, str]:
 
 COMPARED: Mapping[str, Callable[[artifacts.Artifact], Mapping[str, str]]] = {
     "dataset": _files(""),
-    "model": _files(models.WEIGHTS),
+    "model": _files(networks.WEIGHTS),
     "teacher_outputs": _files("records/"),
     "tuning": _decided,
     "report": _files(findings.FINDINGS),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tests.faults.inside import NONE, Fault
 from tests.faults.jobs import Ending, Job
-from trainer import storage
+from trainer.io import storage
 
 Start = Callable[..., Ending]
 """`Job.run` or `Job.fork`."""

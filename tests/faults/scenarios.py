@@ -22,8 +22,8 @@ from tests.faults.jobs import Job
 from tests.faults.promises import Kept, goes_on, goes_through, stops, stops_and_goes_on
 from tests.faults.stores import WatchedStore
 from tests.faults.tracking_server import TrackingServer
-from trainer import artifacts
-from trainer.errors import CRASH_EXIT_CODE, EXIT_CODE, PREEMPTED_EXIT_CODE
+from trainer.io import artifacts
+from trainer.io.errors import CRASH_EXIT_CODE, EXIT_CODE, PREEMPTED_EXIT_CODE
 
 KINDS = (
     "distillation",

@@ -30,7 +30,7 @@ from tests.faults.stores import WatchedStore
 from tests.faults.tracking_server import TrackingServer
 from tests.pathologies import train_teacher
 from trainer import config
-from trainer.errors import TrainerError
+from trainer.io.errors import TrainerError
 from trainer.stages import prepare
 
 

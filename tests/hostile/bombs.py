@@ -20,14 +20,16 @@ from PIL import Image
 
 from components.launch import pools
 from tests.hostile.targets import SIZE, TARGETS, _make_dataset, _make_model, _make_recording, sign
-from trainer import artifacts, config, limits, models
+from trainer import config
 from trainer.data.dataset import decode_square
 from trainer.data.sources import list_source, read_file
-from trainer.distillation import recording
-from trainer.distillation.recording import describe
-from trainer.host import environment_variables
-from trainer.served_student.preprocessing import decode
-from trainer.storage import transfers
+from trainer.io import artifacts, limits
+from trainer.io.host import environment_variables
+from trainer.io.storage import transfers
+from trainer.models import networks
+from trainer.models.served_student.preprocessing import decode
+from trainer.objectives.distillation import recording
+from trainer.objectives.distillation.recording import describe
 
 MAX_PIXELS = 10_000_000
 MEMORY_BYTES = 400 * 2**20
@@ -190,14 +192,14 @@ def _artifacts(folder: Path) -> Iterator[tuple[str, Bomb]]:
     yield "manifest of many files", lambda: artifacts.read(_many_files(folder / "many files"), "model")
     wide = made(folder / "wide model", _make_model)
     change(
-        wide / models.CONFIG, args={"img_size": 16, "patch_size": 8, "embed_dim": 16_000, "depth": 64, "num_heads": 1}
+        wide / networks.CONFIG, args={"img_size": 16, "patch_size": 8, "embed_dim": 16_000, "depth": 64, "num_heads": 1}
     )
     sign(wide, "model")
-    yield "wide model", lambda: models.load(wide)
+    yield "wide model", lambda: networks.load(wide)
     promise = made(folder / "header", _make_model)
-    (promise / models.WEIGHTS).write_bytes(struct.pack("<Q", 2**40) + b"{}")
+    (promise / networks.WEIGHTS).write_bytes(struct.pack("<Q", 2**40) + b"{}")
     sign(promise, "model")
-    yield "long header of weights", lambda: models.load(promise)
+    yield "long header of weights", lambda: networks.load(promise)
     long = made(folder / "recording", _make_recording)
     change(long / recording.DESCRIPTION, samples=10**12, views=10**12)
     sign(long, "teacher_outputs")

@@ -21,20 +21,22 @@ import safetensors.torch
 from PIL import Image
 
 from components.launch import pools
-from trainer import artifacts, config, limits, models, storage
+from trainer import config
 from trainer.config import DataSettings, ModelSettings
 from trainer.data.class_tables import read_tags
 from trainer.data.dataset import decode_square, open_dataset
 from trainer.data.dataset_schema import SPLITS, DatasetDescription, features
 from trainer.data.preparation import encode_square
 from trainer.data.sources import SourceListing, list_source
-from trainer.distillation import recording, shards
-from trainer.distillation.recording import open_recording
-from trainer.errors import TrainerError
 from trainer.graph import Kind
-from trainer.host import environment_variables
-from trainer.served_student.class_tags import TAGS, ClassTags
-from trainer.served_student.preprocessing import BadImageError, decode
+from trainer.io import artifacts, limits, storage
+from trainer.io.errors import TrainerError
+from trainer.io.host import environment_variables
+from trainer.models import networks
+from trainer.models.served_student.class_tags import TAGS, ClassTags
+from trainer.models.served_student.preprocessing import BadImageError, decode
+from trainer.objectives.distillation import recording, shards
+from trainer.objectives.distillation.recording import open_recording
 
 MAX_PIXELS = 1_000_000
 SIZE = 16
@@ -222,7 +224,7 @@ def _read_uri(content: bytes, folder: Path) -> None:
         storage.exists(uri)
         storage.read_bytes(uri, 0, 10)
     elif uri.partition("://")[0] not in ("hdfs", "webhdfs", "http", "https"):  # these ask other machines at once
-        from trainer.storage import locate
+        from trainer.io.storage import locate
 
         locate(uri)
 
@@ -319,7 +321,7 @@ def _open_recording(folder: Path) -> None:
 
 def _make_model(folder: Path) -> None:
     args = {"img_size": SIZE, "patch_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 1}
-    models.save(models.create(ModelSettings(architecture="vit_tiny_patch16_224", args=args), ["a", "b"]), folder)
+    networks.save(networks.create(ModelSettings(architecture="vit_tiny_patch16_224", args=args), ["a", "b"]), folder)
     sign(folder, "model")
 
 
@@ -353,14 +355,14 @@ def _open_dataset(folder: Path) -> None:
 def _tensors() -> tuple[bytes, ...]:
     with tempfile.TemporaryDirectory() as name:
         _make_model(Path(name))
-        return ((Path(name) / models.WEIGHTS).read_bytes(),)
+        return ((Path(name) / networks.WEIGHTS).read_bytes(),)
 
 
 def _read_tensors(content: bytes, folder: Path) -> None:
     """A safetensors file by itself, which is faster than a whole model."""
-    (folder / models.WEIGHTS).write_bytes(content)
-    models._shapes(folder / models.WEIGHTS)
-    safetensors.torch.load_file(folder / models.WEIGHTS)
+    (folder / networks.WEIGHTS).write_bytes(content)
+    networks._shapes(folder / networks.WEIGHTS)
+    safetensors.torch.load_file(folder / networks.WEIGHTS)
 
 
 TARGETS = {
@@ -376,8 +378,8 @@ TARGETS = {
     "signed manifest": Target(_manifests, _read_signed_manifest),
     "recording": _one_file("teacher_outputs", recording.DESCRIPTION, _make_recording, _open_recording),
     "records": _one_file("teacher_outputs", "records/*.bin", _make_recording, _open_recording),
-    "model's config": _one_file("model", models.CONFIG, _make_model, models.load),
-    "weights": _one_file("model", models.WEIGHTS, _make_model, models.load),
+    "model's config": _one_file("model", networks.CONFIG, _make_model, networks.load),
+    "weights": _one_file("model", networks.WEIGHTS, _make_model, networks.load),
     "safetensors": Target(_tensors, _read_tensors, (TrainerError, ValueError, OSError, safetensors.SafetensorError)),
     "data set": _one_file("dataset", "dataset.json", _make_dataset, _open_dataset),
     "data set's tags": _one_file("dataset", TAGS, _make_tagged_dataset, _open_dataset),

@@ -7,9 +7,9 @@ import pytest
 
 from tests.unit.data.test_card import Dropped, Quarantined, candidate, content, data_card
 from tests.unit.evaluation.test_report import page as evaluation_page
-from trainer import charts, pages
-from trainer.charts import MarkedTime, ReliabilityCurve
-from trainer.pages import (
+from trainer.report import charts, pages
+from trainer.report.charts import MarkedTime, ReliabilityCurve
+from trainer.report.pages import (
     BulletList,
     Details,
     Figure,

@@ -16,8 +16,8 @@ from tests.pipelines.local_runs import PLAIN, SMALL, happened, start
 from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, SECRETS
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn, Node
 from tests.stand_ins.object_store import ObjectStore
-from trainer import artifacts
-from trainer.distillation.recording import REPORT
+from trainer.io import artifacts
+from trainer.objectives.distillation.recording import REPORT
 from trainer.stages import STAGES
 
 POOLS = """

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.pipelines.local_runs import SMALL
-from trainer import artifacts, config, runner
-from trainer.billing import Bill
-from trainer.costs import Machines
+from trainer import config
+from trainer.io import artifacts
+from trainer.io.costs import Machines
+from trainer.report.billing import Bill
+from trainer.runner import local_run
 from trainer.stages import STAGES
 
 ROOT = Path(__file__).parents[2]
@@ -129,8 +131,8 @@ def test_recorded_outputs_are_kept_for_another_distillation(small, tmp_path):
 
     def is_kept(stage, overrides):
         resolved = config.resolve("digits", [*settings, *overrides])
-        places = {keyword: str(here / place) for keyword, place in runner.folders(STAGES[stage], resolved).items()}
-        return runner._is_complete(STAGES[stage], resolved.for_stage(stage), places)
+        places = {keyword: str(here / place) for keyword, place in local_run.folders(STAGES[stage], resolved).items()}
+        return local_run._is_complete(STAGES[stage], resolved.for_stage(stage), places)
 
     assert is_kept("reinforce", ["distill.temperature=3"])
     assert is_kept("distill", [])

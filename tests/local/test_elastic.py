@@ -17,10 +17,10 @@ import psutil
 import pytest
 import torch
 
-from trainer import launch
 from trainer.data.dataset import open_dataset
 from trainer.data.sampler import StatelessSampler
-from trainer.errors import PREEMPTED_EXIT_CODE
+from trainer.io.errors import PREEMPTED_EXIT_CODE
+from trainer.runner import launch
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"epochs": 5, "checkpoint_every": 5, "batch_size": 127}
@@ -33,7 +33,7 @@ import json, os, time
 from pathlib import Path
 
 if "RANK" in os.environ:
-    from trainer import host
+    from trainer.io import host
     from trainer.training import prefetch, loop
 
     folder, state = Path(os.environ["NOTES"]), {"asked": False}

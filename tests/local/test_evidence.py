@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from tests.distillations import QUICK
-from trainer import artifacts, config, models
-from trainer.distillation.objective import DistillObjective
-from trainer.errors import TrainingError
+from trainer import config
+from trainer.io import artifacts
+from trainer.io.errors import TrainingError
+from trainer.models import networks
+from trainer.objectives.distillation.objective import DistillObjective
 from trainer.profiling.evidence_files import read_evidence
 from trainer.stages import distill
 
@@ -40,7 +42,7 @@ def evidence_of(path):
 def test_looking_changes_no_bit_of_what_is_trained(run):
     drawing = {"drop_path": 0.2, "ema_decay": 0.9, "accumulation": 2, "views": QUICK["views"] | {"mixup": 0.8}}
     folders = [run("looking", evidence=LOOKING, **drawing), run("blind", evidence=BLIND, **drawing)]
-    looking, blind = (models.load(folder / "student").network.state_dict() for folder in folders)
+    looking, blind = (networks.load(folder / "student").network.state_dict() for folder in folders)
     assert all(torch.equal(looking[name], value) for name, value in blind.items())
     seen, unseen = (evidence_of(folder / "evidence") for folder in folders)
     assert seen.metrics["loss"].values.tolist() == unseen.metrics["loss"].values.tolist()

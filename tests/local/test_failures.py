@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch
 
-from trainer import artifacts
-from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, LaunchError
+from trainer.io import artifacts
+from trainer.io.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, LaunchError
 
 ROOT = Path(__file__).parents[2]
 LONG = {"epochs": 400, "checkpoint_every": 10, "ema_decay": 0.9}
@@ -74,7 +74,7 @@ def test_a_bug_in_one_process_shows_its_traceback_once_and_is_named(distillation
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
         "if os.environ.get('RANK') == '1':\n"
-        "    from trainer.distillation import losses\n"
+        "    from trainer.objectives.distillation import losses\n"
         "    def agreement(student, teacher):\n"
         "        raise ZeroDivisionError('planted')\n"
         "    losses.agreement = agreement\n"

@@ -8,7 +8,7 @@ import pytest
 from tests.faults.bench import Bench
 from tests.faults.inside import Fault
 from tests.faults.promises import stops
-from trainer.errors import EXIT_CODE
+from trainer.io.errors import EXIT_CODE
 
 
 @pytest.mark.long

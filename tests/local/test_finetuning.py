@@ -9,8 +9,9 @@ from tests import groups
 from tests.distillations import QUICK, TINY
 from tests.groups import Fault
 from tests.pathologies import findings
-from trainer import config, models
-from trainer.errors import PREEMPTED_EXIT_CODE
+from trainer import config
+from trainer.io.errors import PREEMPTED_EXIT_CODE
+from trainer.models import networks
 from trainer.profiling.evidence_files import read_evidence
 
 QUICKLY = {name: value for name, value in QUICK.items() if name in config.FinetuneSettings.model_fields} | {
@@ -60,7 +61,7 @@ class Finetuning:
         return torch.tensor(self.training.metrics["loss"].values)
 
     def weights(self):
-        return models.load(self.outputs["teacher"]).network.state_dict()
+        return networks.load(self.outputs["teacher"]).network.state_dict()
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_an_interrupted_one_ends_with_the_same_bits(finetuning, teacher, way):
     asked = Fault(sends=signal.SIGTERM, step=13, rank=processes - 1)
     assert broken.run(processes, asked) == [PREEMPTED_EXIT_CODE] * processes
     assert broken.run(processes) == [0] * processes
-    weights, before = broken.weights(), models.load(teacher).network.state_dict()
+    weights, before = broken.weights(), networks.load(teacher).network.state_dict()
     assert list(weights) == list(before), "an ordinary model directory"
     for name, value in whole.weights().items():
         assert torch.equal(weights[name], value), name

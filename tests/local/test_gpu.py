@@ -8,21 +8,22 @@ import torch
 from tests import groups
 from tests.benchmarks.photos import write_photos
 from tests.distillations import MIXED, Distillation
-from trainer import config, models
+from trainer import config
 from trainer.config import DEVICE_VARIABLE, EvidenceSettings
 from trainer.data import dataset as dataset_module
 from trainer.data.dataset import open_dataset
 from trainer.data.loader import Samples
 from trainer.devices import choose_device
-from trainer.distillation.frozen_teacher import GRAPH_BATCH, FrozenTeacher
-from trainer.distillation.objective import DistillObjective
+from trainer.devices.process_group import Processes
+from trainer.models import networks
+from trainer.objectives.distillation.frozen_teacher import GRAPH_BATCH, FrozenTeacher
+from trainer.objectives.distillation.objective import DistillObjective
 from trainer.profiling.evidence_files import read_evidence
+from trainer.report.tracking.stage_runs import stage_run
 from trainer.stages import prepare
-from trainer.tracking.stage_runs import stage_run
 from trainer.training import loop
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.loop import Trainer
-from trainer.training.process_group import Processes
 from trainer.training.spec import TrainingSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_a_gpu")]
@@ -127,10 +128,10 @@ def test_a_step_makes_the_host_wait_for_nothing(
     changes = {"epochs": 4, "compile": compiled, "ema_decay": 0.9, "log_every": 7, "views": views}
     settings = config.validate(config.DistillSettings, QUICK | changes)
     settings = settings.model_copy(update={"evidence": EvidenceSettings(operators_steps=0)})
-    data, frozen = open_dataset(digits), models.load(teacher)
+    data, frozen = open_dataset(digits), networks.load(teacher)
     device = choose_device()
     processes = Processes(rank=0, world_size=1, local_rank=0, device=device)
-    student = models.create(settings.student, data.classes)
+    student = networks.create(settings.student, data.classes)
     asked = FrozenTeacher(frozen, device, precision=settings.precision, compile=settings.compile)
     objective = Strict(DistillObjective(student, [asked], settings), strict)
     training = TrainingSpec(
@@ -163,7 +164,7 @@ def test_a_compiled_teacher_says_the_same_each_time(teacher, count, precision):
     device = choose_device()
     images = [torch.randint(0, 256, (count, 3, 16, 16), dtype=torch.uint8, device="cuda") for _ in range(4)]
     plain, compiled = (
-        FrozenTeacher(models.load(teacher), device, precision=precision, batch_size=GRAPH_BATCH // 4 * 3, compile=way)
+        FrozenTeacher(networks.load(teacher), device, precision=precision, batch_size=GRAPH_BATCH // 4 * 3, compile=way)
         for way in ("off", "on")
     )
     expected = [plain(batch).logits for batch in images]

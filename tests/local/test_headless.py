@@ -14,12 +14,14 @@ import torch
 
 import trainer
 from tests.distillations import QUICK, TINY, Distillation
-from trainer import artifacts, config, models
+from trainer import config
 from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import SPLITS, DatasetDescription, features
-from trainer.errors import ModelError, SettingsError
+from trainer.io import artifacts
+from trainer.io.errors import ModelError, SettingsError
+from trainer.models import networks
+from trainer.models.served_student.student import ServedStudent
 from trainer.profiling.evidence_files import read_evidence
-from trainer.served_student.student import ServedStudent
 from trainer.stages import distill, evaluate, pretrain, reinforce
 
 NAME = "vit_small_patch16_224.dino"
@@ -107,7 +109,7 @@ def losses(student):
 
 
 def test_the_teacher_is_the_file_with_the_statistics_of_its_embedding(digits, headless, weights_file):
-    model, given = models.load(headless), safetensors.torch.load_file(weights_file)
+    model, given = networks.load(headless), safetensors.torch.load_file(weights_file)
     assert model.card.labels == ()
     assert model.card.origin.license == "apache-2.0"
     assert all(torch.equal(value, given[name]) for name, value in model.network.state_dict().items())
@@ -127,7 +129,7 @@ def test_a_probe_can_be_the_head_of_a_teacher_that_stays_as_it_is(digits, weight
     settings = config.resolve("digits", [*overrides(weights_file), "pretrain.head=probe"]).pretrain
     assert settings.splits == ("train", "val"), "no image without a label is read"
     pretrain.run(settings, dataset=digits, teacher=tmp_path / "teacher", evidence=tmp_path / "evidence")
-    model, given = models.load(tmp_path / "teacher"), safetensors.torch.load_file(weights_file)
+    model, given = networks.load(tmp_path / "teacher"), safetensors.torch.load_file(weights_file)
     weights = model.network.state_dict()
     assert all(torch.equal(weights[name], value) for name, value in given.items())
     assert model.card.labels == tuple("0123456789")
@@ -155,10 +157,10 @@ def test_from_recorded_embeddings_to_a_student_that_serves_classes(digits, headl
     assert torch.allclose(online, coarse, rtol=5e-3)
     assert not torch.equal(offline, coarse)
 
-    model = models.load(student)
+    model = networks.load(student)
     assert model.card.labels == tuple(str(digit) for digit in range(10))
     assert set(model.network.state_dict()) == set(
-        models.create(config.ModelSettings(**QUICK["student"]), "ab").network.state_dict()
+        networks.create(config.ModelSettings(**QUICK["student"]), "ab").network.state_dict()
     )
     settings = config.EvaluateSettings(latency_runs=10, latency_batch_sizes=(1,), label_issues="all")
     measured = evaluate.run(
@@ -203,9 +205,9 @@ def relabeled(dataset, directory):
 
 def test_no_label_is_learned_from_before_the_head_is_fitted(digits, headless, taught, tmp_path):
     """With every label another one, the student's own weights are the same bits."""
-    student = models.load(taught).network.state_dict()
+    student = networks.load(taught).network.state_dict()
     others = relabeled(digits, tmp_path / "relabeled")
-    other = models.load(distilled(others, headless, tmp_path / "other")).network.state_dict()
+    other = networks.load(distilled(others, headless, tmp_path / "other")).network.state_dict()
     differing = {name for name in student if not torch.equal(student[name], other[name])}
     assert differing == {"head.weight", "head.bias"}
 
@@ -217,7 +219,7 @@ def test_two_processes_give_the_student_of_one(digits, headless, taught, tmp_pat
     split = open_dataset(digits).split("val")
     with torch.no_grad():
         one, other = (
-            models.load(student)(split.read(range(len(split)))).argmax(1).numpy()
+            networks.load(student)(split.read(range(len(split)))).argmax(1).numpy()
             for student in (taught, two.outputs["student"])
         )
     assert (one == other).mean() > 0.95

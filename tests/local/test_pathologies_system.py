@@ -20,9 +20,9 @@ from tests.distillations import QUICK, TINY
 from tests.pathologies import before_batch, before_each, before_forward, compute, findings, judged, on_rank
 from trainer import config
 from trainer.config.rules import RuleSettings
-from trainer.distillation.objective import DistillObjective
-from trainer.rules import OwnOverhead, StartUp
-from trainer.rules.outcomes import Finding, NotJudged
+from trainer.objectives.distillation.objective import DistillObjective
+from trainer.profiling.rules import OwnOverhead, StartUp
+from trainer.profiling.rules.outcomes import Finding, NotJudged
 from trainer.stages import distill, reinforce
 from trainer.training import parallelize
 

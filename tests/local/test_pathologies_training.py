@@ -22,15 +22,17 @@ from sklearn.datasets import load_digits
 from tests import pathologies
 from tests.distillations import TINY
 from tests.pathologies import SETTINGS, TEACHER, Patient
-from trainer import artifacts, config, models
+from trainer import config
 from trainer.config.rules import RuleSettings
 from trainer.data.dataset import Split
-from trainer.distillation.objective import DistillObjective
-from trainer.errors import LaunchError, TrainingError
+from trainer.io import artifacts
+from trainer.io.errors import LaunchError, TrainingError
+from trainer.models import networks
+from trainer.models.served_student.torch_network import Preprocessing
+from trainer.objectives.distillation.objective import DistillObjective
 from trainer.profiling.evidence_files import read_evidence
-from trainer.rules import StalledTraining
-from trainer.rules.outcomes import TrainingRule
-from trainer.served_student.torch_network import Preprocessing
+from trainer.profiling.rules import StalledTraining
+from trainer.profiling.rules.outcomes import TrainingRule
 from trainer.stages import prepare, pretrain, reinforce
 from trainer.training.loop import Trainer
 
@@ -64,7 +66,7 @@ def distill(patient):
 @contextmanager
 def changed_student(change):
     """The student's weights are changed before it is trained."""
-    create = models.create
+    create = networks.create
 
     def made(*arguments, **keywords):
         model = create(*arguments, **keywords)
@@ -72,7 +74,7 @@ def changed_student(change):
             change(model)
         return model
 
-    with patch.object(models, "create", made):
+    with patch.object(networks, "create", made):
         yield
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from tests import groups
 from tests.groups import Fault
-from trainer import artifacts
-from trainer.errors import CRASH_EXIT_CODE, PREEMPTED_EXIT_CODE
+from trainer.io import artifacts
+from trainer.io.errors import CRASH_EXIT_CODE, PREEMPTED_EXIT_CODE
 
 SETTINGS = {"epochs": 3, "checkpoint_every": 5}
 

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests import groups
-from trainer import artifacts, config, tracking
+from trainer import config
+from trainer.io import artifacts
+from trainer.report import tracking
 from trainer.stages import reinforce
 
 SETTINGS = config.ReinforceSettings(

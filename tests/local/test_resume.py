@@ -9,10 +9,11 @@ import torch
 from tests import groups
 from tests.distillations import MIXED, QUICK, Distillation
 from tests.groups import Fault
-from trainer import config, tracking
+from trainer import config
 from trainer.data.dataset import open_dataset
-from trainer.errors import PREEMPTED_EXIT_CODE
+from trainer.io.errors import PREEMPTED_EXIT_CODE
 from trainer.profiling.evidence_files import read_evidence
+from trainer.report import tracking
 from trainer.stages import reinforce
 
 # MLflow on SQLAlchemy 2.1

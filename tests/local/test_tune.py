@@ -13,14 +13,15 @@ import torch
 from tests import groups
 from tests.distillations import QUICK
 from tests.pathologies import on_rank, together
-from trainer import config, runner
-from trainer.distillation.objective import DistillObjective
-from trainer.errors import LaunchError
-from trainer.launch import JobSpec
+from trainer import config
+from trainer.io.errors import LaunchError
+from trainer.objectives.distillation.objective import DistillObjective
 from trainer.profiling.evidence_files import read_evidence
+from trainer.runner import local_run
+from trainer.runner.launch import JobSpec
 from trainer.stages import tune
-from trainer.tuning import trials
-from trainer.tuning.tuning_schema import read_tuning
+from trainer.stages.tuning import trials
+from trainer.stages.tuning.tuning_schema import read_tuning
 
 
 def section(**settings):
@@ -87,7 +88,7 @@ def test_a_run_distills_with_what_its_tuning_chose(digits, teacher, tmp_path, mo
     given = [f"pretrain.weights={teacher}", "pretrain.mae.epochs=0", "pretrain.finetune.epochs=0"]
     tuned = ["tune.enabled=true", "tune.apply=true", "tune.minutes=0.3"]
     arguments = {"output": str(tmp_path / "run"), "processes": 1}
-    summary, _ = runner.run("digits", [*quick, *given, *tuned], **arguments)
+    summary, _ = local_run.run("digits", [*quick, *given, *tuned], **arguments)
     made = read_tuning(tmp_path / "run" / "tuning")
     size = made.chosen["batch_size"]
     assert size in {tried.trial.candidate.batch_size for tried in made.tried if tried.taken}

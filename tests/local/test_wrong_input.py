@@ -9,8 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
-from trainer import artifacts, cli, config, models, stages, storage
-from trainer.errors import CRASH_EXIT_CODE, EXIT_CODE, TrainerError
+from trainer import cli, config, stages
+from trainer.io import artifacts, storage
+from trainer.io.errors import CRASH_EXIT_CODE, EXIT_CODE, TrainerError
+from trainer.models import networks
 
 
 def say(capsys, *arguments):
@@ -119,7 +121,7 @@ def evaluate(dataset, teacher, student, output):
 
 def test_a_corrupt_model_directory(capsys, digits, teacher, tmp_path):
     corrupt = shutil.copytree(teacher, tmp_path / "corrupt")
-    weights = corrupt / models.WEIGHTS
+    weights = corrupt / networks.WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
     pattern = rf"model {corrupt}: the file model.safetensors is damaged \(checksum\)"
     assert_message(capsys, pattern, *evaluate(digits, corrupt, teacher, tmp_path / "out"))
@@ -239,7 +241,7 @@ def test_a_full_disk_in_training(distillation):
     training = distillation("full")
     folder = storage.local_path(training.outputs["student"])
     folder.mkdir(parents=True)
-    (folder / models.WEIGHTS).symlink_to("/dev/full")
+    (folder / networks.WEIGHTS).symlink_to("/dev/full")
     with pytest.raises(TrainerError, match=r"process 0 of 2: cannot write to .*: the disk is full"):
         training.run(processes=2)
 

@@ -173,8 +173,8 @@ def test_what_is_copied_suffices(installed, tmp_path, command):
 
 SERVER = """
 import fsspec, mlflow.artifacts, onnxruntime, openvino
-from trainer import cli, photo_classifier, tracking
-from trainer.serving import server
+from trainer import cli; from trainer.predict import photo_classifier; from trainer.report import tracking
+from trainer.predict.serving import server
 fsspec.filesystem("s3")
 tracking.client()
 for name in ("torch", "timm", "pandas"):

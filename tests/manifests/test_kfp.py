@@ -10,7 +10,7 @@ import yaml
 from components import task
 from tests.manifests.conftest import MANIFESTS
 from tests.pipelines.test_workflow import DEFAULTS
-from trainer.errors import DataError, StorageAwayError
+from trainer.io.errors import DataError, StorageAwayError
 
 
 def patch(name):

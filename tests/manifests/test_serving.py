@@ -15,7 +15,7 @@ from components import SERVING_IMAGE
 from pipelines import deploy_student
 from tests.manifests.pod_security import violations
 from tests.stand_ins.kubernetes import crds
-from trainer.errors import SettingsError
+from trainer.io.errors import SettingsError
 
 FOLDERS = ("serving/base", "serving/kserve")
 

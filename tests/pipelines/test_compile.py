@@ -18,8 +18,8 @@ from pipelines import compile as compilation
 from pipelines import distillation
 from pipelines.distillation import CONFIG_MAP, STORE_SECRET, TRACKING_SECRET
 from tests.cluster import empty_pipeline
-from trainer import preflight
 from trainer.graph import OPTIONAL_STAGES, STAGES
+from trainer.runner import preflight
 
 compiled_text = functools.cache(compilation.compiled_text)  # a second each
 

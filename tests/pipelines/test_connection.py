@@ -8,7 +8,7 @@ import pytest
 from pipelines import connection
 from pipelines.connection import RefusedError, UnansweredError
 from tests.stand_ins.pipelines_api import PipelinesApi
-from trainer.errors import DeployError
+from trainer.io.errors import DeployError
 
 pytestmark = pytest.mark.usefixtures("nowhere")
 

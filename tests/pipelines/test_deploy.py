@@ -14,7 +14,7 @@ from pipelines import deploy, runs, undeploy, versions
 from pipelines.distillation import NAME
 from tests.stand_ins.pipelines_api import PipelinesApi, state
 from trainer import __version__
-from trainer.errors import SettingsError
+from trainer.io.errors import SettingsError
 
 compiled_text, for_cluster = functools.cache(compilation.compiled_text), functools.cache(compilation.for_cluster)
 

@@ -16,8 +16,11 @@ from components.launching import Placement
 from pipelines import local
 from pipelines.compile import compiled_text
 from tests.pipelines.local_runs import ALL, PLAIN, SMALL, command, environment, happened, start
-from trainer import artifacts, config, finished_run, launch
-from trainer.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, LaunchError
+from trainer import config
+from trainer.io import artifacts
+from trainer.io.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, LaunchError
+from trainer.report import finished_run
+from trainer.runner import launch
 from trainer.stages import STAGES
 
 RECORD = "distill.teacher=recorded reinforce.views=2"

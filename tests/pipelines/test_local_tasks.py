@@ -26,7 +26,7 @@ def make(text: str) -> NamedTuple("Made", [("model_uri", str)]):
     from kfp import dsl
 
     from components import references
-    from trainer import artifacts
+    from trainer.io import artifacts
 
     print("making")
     place = dsl.get_uri("model")
@@ -47,7 +47,7 @@ def use(model: str) -> str:
 @dsl.component(base_image="test", install_kfp_package=False)
 def fail(message: str) -> str:
     from components import task
-    from trainer.errors import DataError
+    from trainer.io.errors import DataError
 
     print("working")
     with task.reporting("fail"):

@@ -15,7 +15,7 @@ from tests.pipelines.local_runs import ROOT
 STAGE = """
 from pathlib import Path
 
-from trainer import artifacts
+from trainer.io import artifacts
 
 
 def run(settings, *, dataset, student, inspection):

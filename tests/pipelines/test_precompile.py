@@ -10,7 +10,7 @@ from tests.pipelines.local_runs import ROOT, run
 from tests.stand_ins.kubernetes.resources import PYTORCHJOBS, SECRETS
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn, Node
 from tests.stand_ins.object_store import ObjectStore
-from trainer.errors import EXIT_CODE
+from trainer.io.errors import EXIT_CODE
 
 POOLS = """
 [pools.neuron]

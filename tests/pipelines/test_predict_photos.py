@@ -1,4 +1,4 @@
-"""Predicting a bucket on a cluster: what is started, and what is refused. The files are those of tests/unit/test_batch_prediction.py."""
+"""Predicting a bucket on a cluster: what starts and what is refused. The files are those of tests/unit/predict/test_batch_prediction.py."""
 
 import json
 

@@ -17,13 +17,15 @@ import torch
 from components import sections
 from components.launching import Placement
 from pipelines import compile as compilation
-from trainer import config, models, preflight, pretrained
+from trainer import config
 from trainer.config import BUNDLED, RECIPES
 from trainer.data.batch import Batch, Mixing, Recorded
 from trainer.data.loader import micro_batch_size
 from trainer.devices import Device
-from trainer.errors import ModelError, SettingsError
 from trainer.graph import PACKAGE, STAGES, needed_stages
+from trainer.io.errors import ModelError, SettingsError
+from trainer.models import networks, pretrained
+from trainer.runner import preflight
 from trainer.stages import distill
 
 STATED = ("command", "machine", "hours", "result", "models")
@@ -129,7 +131,7 @@ META = OnMeta(kind="cuda", torch_device=torch.device("meta"), backend="gloo", ha
 
 def millions(model, stated):
     """The parameters of a model without its head, with as many decimals as stated."""
-    count = models.parameter_count(models.with_labels(model, ()))
+    count = networks.parameter_count(networks.with_labels(model, ()))
     return f"{count / 1e6:.{len(stated.partition('.')[2])}f}"
 
 
@@ -137,7 +139,7 @@ def a_batch(settings, teacher, student, classes):
     """What each process gets of a step, mixed, with what the settings record of the teacher."""
     count, features = micro_batch_size(settings.distill, 1), None
     if settings.distill.reads_recording and settings.reinforce.features:
-        features = torch.empty(count, models.feature_size(teacher))
+        features = torch.empty(count, networks.feature_size(teacher))
     kept = settings.reinforce.logits(len(classes)) if teacher.card.labels else 0
     recorded = Recorded(torch.empty(count, kept).long(), torch.empty(count, kept), torch.empty(count, 2), features)
     edge, numbers = distill.view_size(student, [teacher], None), torch.empty(count).long()
@@ -163,7 +165,7 @@ def test_the_models_have_their_size_and_make_a_step_of_the_distillation(recipe):
     with torch.device("meta"):
         assert stated.groups() == (millions(teacher, stated[1]), millions(student, stated[2]))
         if settings.distill.head == "probe":
-            student = models.with_labels(student, ())
+            student = networks.with_labels(student, ())
         batch = a_batch(settings, teacher, student, classes)
         objective = distill.make_objective(settings.distill, student, [teacher], None, META)
         if settings.distill.reads_recording:

@@ -70,7 +70,7 @@ def judged_run(finished):
 def exported(judged_run, tmp_path_factory):
     """That student as an ONNX file, in fp32."""
     pytest.importorskip("onnxruntime", reason="needs the extra `export`")
-    from trainer.export import exporting
+    from trainer.stages.onnx_export import exporting
 
     return exporting.export(str(judged_run), tmp_path_factory.mktemp("exported") / "served", quantized=False).directory
 

@@ -16,12 +16,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainer
 from tests.distillations import QUICK, TINY
-from trainer import api, artifacts, config, models
+from trainer import api, config
 from trainer.data.dataset import open_dataset
-from trainer.errors import ArtifactError, ModelError, OutputError, SettingsError
+from trainer.io import artifacts
+from trainer.io.errors import ArtifactError, ModelError, OutputError, SettingsError
+from trainer.models import networks
+from trainer.models.served_student.preprocessing import BadImageError, to_square
 from trainer.profiling.compare import read_compared_run
 from trainer.profiling.evidence_files import read_evidence
-from trainer.served_student.preprocessing import BadImageError, to_square
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,11 +40,11 @@ def model_directory(square, tmp_path):
     def write(place, **changed):
         torch.manual_seed(0)
         settings = config.ModelSettings(architecture="vit_tiny_patch16_224", args=TINY)
-        model = models.create(settings, [str(digit) for digit in range(10)])
+        model = networks.create(settings, [str(digit) for digit in range(10)])
         nn.init.normal_(model.network.head.weight)  # so that the classes differ
         model.card = replace(model.card, **{"square": square} | changed)
         with artifacts.create(tmp_path / place, "model", settings={}) as draft:
-            models.save(model, draft.path)
+            networks.save(model, draft.path)
         return tmp_path / place
 
     return write
@@ -114,7 +116,7 @@ def test_a_photo_gets_the_answer_of_the_model(model_directory, photo, square):
     with Image.open(photo) as opened:
         stored = np.asarray(to_square(opened.convert("RGB"), square))
     with torch.inference_mode():
-        expected = models.load(place)(torch.from_numpy(stored.copy()).permute(2, 0, 1)[None]).softmax(1)[0]
+        expected = networks.load(place)(torch.from_numpy(stored.copy()).permute(2, 0, 1)[None]).softmax(1)[0]
     assert list(predicted.values()) == pytest.approx(sorted(expected.tolist(), reverse=True), abs=1e-6)
     assert [int(label) for label in predicted] == expected.argsort(descending=True).tolist()
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from trainer import config
-from trainer.errors import SettingsError
 from trainer.graph import STAGES
+from trainer.io.errors import SettingsError
 
 
 @pytest.mark.parametrize("recipe", sorted(config.recipes()))

@@ -4,8 +4,9 @@ import os
 
 import pytest
 
-from trainer import config, limits
-from trainer.errors import SettingsError
+from trainer import config
+from trainer.io import limits
+from trainer.io.errors import SettingsError
 
 
 def test_an_override_is_one_setting():

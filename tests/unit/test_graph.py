@@ -10,9 +10,10 @@ from typing import get_args
 
 import pytest
 
-from trainer import config, runner
-from trainer.base_models import Section
+from trainer import config
 from trainer.graph import DATASET, SCHEMA_VERSIONS, STAGES, TEACHER, Kind, needed_stages
+from trainer.io.base_models import Section
+from trainer.runner import local_run
 
 
 def definition(name):
@@ -93,17 +94,19 @@ def test_a_local_run_has_each_artifact_in_a_folder_of_its_own_and_gives_stages_w
         config.resolve("digits"),
         config.resolve("digits", "warm_up.enabled=true distill.teacher=recorded"),
     )
-    assert runner.folders(STAGES["distill"], plain) == {
+    assert local_run.folders(STAGES["distill"], plain) == {
         "dataset": "dataset",
         "teacher": "teacher",
         "student": "student",
         "evidence": "distill-evidence",
     }
-    assert runner.folders(STAGES["distill"], all_of_it)["teacher_outputs"] == "teacher-outputs"
-    assert runner.folders(STAGES["warm_up"], all_of_it) == {"dataset": "dataset", "warmed": "warm-up"}
-    given = runner.folders(STAGES["register"], all_of_it)
+    assert local_run.folders(STAGES["distill"], all_of_it)["teacher_outputs"] == "teacher-outputs"
+    assert local_run.folders(STAGES["warm_up"], all_of_it) == {"dataset": "dataset", "warmed": "warm-up"}
+    given = local_run.folders(STAGES["register"], all_of_it)
     assert given.keys() == {*STAGES["register"].all_inputs, "registration"} - {"tuning"}
-    assert "teacher_outputs" not in runner.folders(STAGES["tune"], all_of_it), "tune decides whether they are recorded"
+    assert "teacher_outputs" not in local_run.folders(STAGES["tune"], all_of_it), (
+        "tune decides whether they are recorded"
+    )
 
 
 def test_a_stage_that_lacks_an_input_in_the_graph_is_found(monkeypatch):

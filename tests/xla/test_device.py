@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainer.devices import choose_device
-from trainer.errors import DataError, SettingsError
+from trainer.io.errors import DataError, SettingsError
 
 
 @pytest.fixture

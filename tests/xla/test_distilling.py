@@ -8,9 +8,10 @@ import torch
 from tests import groups
 from tests.distillations import QUICK, Distillation
 from tests.groups import Fault
-from trainer import config, models
+from trainer import config
 from trainer.data.dataset import open_dataset
-from trainer.errors import PREEMPTED_EXIT_CODE
+from trainer.io.errors import PREEMPTED_EXIT_CODE
+from trainer.models import networks
 from trainer.profiling.evidence_files import read_evidence
 from trainer.stages import evaluate, reinforce
 
@@ -89,7 +90,7 @@ def test_a_student_is_as_good_on_xla_as_on_a_cpu(digits, teacher, ended, tmp_pat
     for kind in ("cpu", "xla"):
         monkeypatch.setenv("TRAINER_DEVICE", kind)
         data = open_dataset(digits)
-        found[kind] = torch.from_numpy(evaluate.predict(models.load(student), data.split("test"), 100, "student"))
+        found[kind] = torch.from_numpy(evaluate.predict(networks.load(student), data.split("test"), 100, "student"))
     torch.testing.assert_close(found["xla"], found["cpu"], **CLOSE)
 
 

@@ -5,8 +5,9 @@ import torch
 
 from tests.distillations import QUICK
 from tests.multi_label_digits import write_list
-from trainer import config, models
+from trainer import config
 from trainer.data.dataset import open_dataset
+from trainer.models import networks
 from trainer.profiling.evidence_files import read_evidence
 from trainer.stages import distill, evaluate, prepare, pretrain, reinforce
 
@@ -39,7 +40,7 @@ def taught(dataset, folder, loss):
     distill.run(config.validate(config.DistillSettings, learning), **place, **student)
     trainings = [read_evidence(folder / name).trainings[0] for name in ("evidence", "student-evidence")]
     return trainings, evaluate.predict(
-        models.load(folder / "student"), open_dataset(dataset).split("test"), 50, "student"
+        networks.load(folder / "student"), open_dataset(dataset).split("test"), 50, "student"
     )
 
 

@@ -3,7 +3,8 @@
 import torch
 
 from tests.distillations import QUICK
-from trainer import config, models
+from trainer import config
+from trainer.models import networks
 from trainer.profiling.evidence_files import read_evidence
 from trainer.stages import pretrain
 
@@ -25,7 +26,7 @@ def teacher(kind, digits, folder):
     settings = config.validate(config.PretrainSettings, SETTINGS)
     pretrain.run(settings, dataset=digits, teacher=folder / kind, evidence=folder / f"{kind}-evidence")
     trainings = {training.name: training for training in read_evidence(folder / f"{kind}-evidence").trainings}
-    return trainings, models.load(folder / kind).network.state_dict()
+    return trainings, networks.load(folder / kind).network.state_dict()
 
 
 def test_pretraining_and_fine_tuning_are_those_of_a_cpu(digits, tmp_path, monkeypatch):

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.rules.synthetic import case_of, judge_by
+from tests.unit.profiling.rules.synthetic import case_of, judge_by
 from trainer.config import EvidenceSettings
 from trainer.profiling.recorder import Recorder
-from trainer.rules.gpu import HostSyncs
-from trainer.rules.lifecycle import Recompilation
-from trainer.rules.outcomes import Finding, Healthy
+from trainer.profiling.rules.gpu import HostSyncs
+from trainer.profiling.rules.lifecycle import Recompilation
+from trainer.profiling.rules.outcomes import Finding, Healthy
 
 torch_xla = pytest.importorskip("torch_xla")
 xla = pytest.importorskip("trainer.profiling.xla_counters")

@@ -8,8 +8,8 @@ import pytest
 
 from tests.distillations import QUICK, TINY
 from tests.pathologies import Patient, findings
-from trainer.distillation import objective
-from trainer.distillation.objective import DistillObjective
+from trainer.objectives.distillation import objective
+from trainer.objectives.distillation.objective import DistillObjective
 
 SETTINGS = {
     "student": QUICK["student"] | {"args": TINY | {"depth": 1}},

@@ -6,8 +6,8 @@ import torch
 
 from trainer.config import TrainingSettings
 from trainer.devices import HOST, choose_device
+from trainer.devices.process_group import Processes
 from trainer.training.optimizers import RowShardedOptimizer, local_optimizer, make_optimizer, parameter_groups
-from trainer.training.process_group import Processes
 from trainer.training.training_state import capture, restore
 
 SETTINGS = TrainingSettings(base_learning_rate=0.1, clip_norm=0.5, zero=True)

@@ -3,7 +3,7 @@
 from tests.distillations import QUICK
 from trainer import config
 from trainer.stages import tune
-from trainer.tuning.tuning_schema import read_tuning
+from trainer.stages.tuning.tuning_schema import read_tuning
 
 
 def test_a_distillation_is_measured(digits, teacher, tmp_path, monkeypatch):

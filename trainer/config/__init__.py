@@ -1,6 +1,6 @@
 """From a recipe and overrides to the settings of a run, all checked, with a message that names each wrong one.
 
-A recipe (`trainer/recipes/NAME.toml`) states only what differs from the defaults; overrides are text (`distill.temperature=2`).
+A recipe (`trainer/config/recipes/NAME.toml`) states only what differs from the defaults; overrides are text (`distill.temperature=2`).
 `resolve` turns both into one frozen `Settings`, and fills in what sections take from one another. Every setting stands in `settings`.
 Nothing here imports torch.
 """
@@ -18,8 +18,7 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from trainer import limits, local_files
-from trainer.base_models import Section, meanings, nearest, texts
+from trainer.config.loss_terms import RECORDED_BY
 from trainer.config.settings import BUNDLED as BUNDLED
 from trainer.config.settings import DEVICE_VARIABLE as DEVICE_VARIABLE
 from trainer.config.settings import FOLDERS as FOLDERS
@@ -64,10 +63,11 @@ from trainer.config.settings import WarmUpSettings as WarmUpSettings
 from trainer.config.settings import WatchSettings as WatchSettings
 from trainer.config.settings import WeightsSettings as WeightsSettings
 from trainer.config.settings import Workers as Workers
-from trainer.errors import ObjectNotFoundError, SettingsError, StorageError
-from trainer.loss_terms import RECORDED_BY
+from trainer.io import limits, local_files
+from trainer.io.base_models import Section, meanings, nearest, texts
+from trainer.io.errors import ObjectNotFoundError, SettingsError, StorageError
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parent / "recipes"
 
 
 def recipes() -> dict[str, str]:

@@ -1,11 +1,11 @@
-"""The thresholds of the rules of `trainer.rules`, which judge trainings: settings, so that reading a recipe imports no rule."""
+"""The thresholds of the rules of `trainer.profiling.rules`, which judge trainings: settings, so that reading a recipe imports no rule."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import ClassVar
 
-from trainer.base_models import Fraction, NonNegative, NonNegativeFloat, Percent, Positive, Section
+from trainer.io.base_models import Fraction, NonNegative, NonNegativeFloat, Percent, Positive, Section
 
 FEW_LABELS = 50
 """Labels a class up to which a linear probe of public weights makes the better teacher; measured with 10."""

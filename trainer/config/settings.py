@@ -12,12 +12,12 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from trainer import limits
-from trainer.base_models import Fraction, NonNegative, NonNegativeFloat, Positive, Section, nearest
+from trainer.config.loss_terms import RECORDED_VIEWS, TAUGHT
 from trainer.config.rules import RuleSettings
 from trainer.graph import MODULE, PACKAGE, STAGES, TIMM, TRANSFORMERS
-from trainer.local_files import with_home
-from trainer.loss_terms import RECORDED_VIEWS, TAUGHT
+from trainer.io import limits
+from trainer.io.base_models import Fraction, NonNegative, NonNegativeFloat, Positive, Section, nearest
+from trainer.io.local_files import with_home
 
 WAIT_VARIABLE = "TRAINER_WAIT_S"
 """Environment variable with the seconds for which a training process waits for the others, or for a loader process; 600 without it."""

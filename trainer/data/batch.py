@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from trainer.data.views.parameters import ViewParameters
-from trainer.errors import DataError, SettingsError
-from trainer.served_student.preprocessing import is_jpeg
+from trainer.io.errors import DataError, SettingsError
+from trainer.models.served_student.preprocessing import is_jpeg
 
 _BACK = "set data.decode_on=cpu"
 

@@ -12,16 +12,17 @@ from typing import TypeAlias
 import numpy as np
 from PIL import Image
 
-from trainer import formatting, limits, pages
-from trainer.charts import stacked_columns
 from trainer.config import DataSettings
 from trainer.data import near_duplicates
 from trainer.data.curation import Dropped, ImageCandidate, Members, Quarantined, count_classes
 from trainer.data.dataset_schema import DROPPED, NEAR_DUPLICATES, QUARANTINE, UNLABELED, SplitName
 from trainer.data.near_duplicates import NearDuplicates
 from trainer.data.sources.source import SourceListing
-from trainer.pages import Block, Figure, Legend, PageSection, Paragraph, Photo, PhotoGrid, Subsection, Table
-from trainer.served_student.class_tags import TAGS, ClassTags
+from trainer.io import formatting, limits
+from trainer.models.served_student.class_tags import TAGS, ClassTags
+from trainer.report import pages
+from trainer.report.charts import stacked_columns
+from trainer.report.pages import Block, Figure, Legend, PageSection, Paragraph, Photo, PhotoGrid, Subsection, Table
 
 ROWS = 200  # longest list of files on the page
 CHARACTERS = 500  # longest name or reason on the page; the whole one stands in the file that lists them

@@ -15,14 +15,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 
-from trainer import limits
-from trainer.artifacts import digest
-from trainer.base_models import nearest
 from trainer.config import BUNDLED, FOLDERS, RECIPES, DataSettings
 from trainer.data.sources import SourceListing, expand_home
 from trainer.data.sources.table_file import TableFile, TableRow, class_name, folded
-from trainer.errors import DataError
-from trainer.served_student.class_tags import (
+from trainer.io import limits
+from trainer.io.artifacts import digest
+from trainer.io.base_models import nearest
+from trainer.io.errors import DataError
+from trainer.models.served_student.class_tags import (
     ANSWER,
     CONFIDENCE,
     LEVELS,

@@ -14,8 +14,8 @@ from typing import TypeAlias
 
 from trainer.config import DataSettings
 from trainer.data.dataset_schema import UNLABELED, SplitName
-from trainer.errors import DataError
-from trainer.formatting import listed
+from trainer.io.errors import DataError
+from trainer.io.formatting import listed
 
 Members: TypeAlias = Sequence[Sequence[int]]
 """The classes of each label (`SourceListing.members`)."""

@@ -31,13 +31,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from trainer import artifacts, limits, storage
-from trainer.artifacts import Artifact
 from trainer.data.batch_memory import SharedBytes, empty_images
 from trainer.data.dataset_schema import DESCRIPTION, EXAMPLES, SPLITS, DatasetDescription, SplitName
-from trainer.errors import ArtifactError, DataError, StorageError
-from trainer.served_student.class_tags import TAGS, ClassTags, columns_of_predictions
-from trainer.served_student.preprocessing import DEEPEST, BadImageError, Square, is_jpeg, reason
+from trainer.io import artifacts, limits, storage
+from trainer.io.artifacts import Artifact
+from trainer.io.errors import ArtifactError, DataError, StorageError
+from trainer.models.served_student.class_tags import TAGS, ClassTags, columns_of_predictions
+from trainer.models.served_student.preprocessing import DEEPEST, BadImageError, Square, is_jpeg, reason
 
 Pixels = npt.NDArray[np.uint8]
 Targets = npt.NDArray[np.uint8]

@@ -17,10 +17,10 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, TypeAdapter
 
-from trainer import limits, storage
-from trainer.base_models import NonNegative, what_is_wrong
-from trainer.errors import ArtifactError, StorageError
-from trainer.served_student.preprocessing import LARGEST_SQUARE
+from trainer.io import limits, storage
+from trainer.io.base_models import NonNegative, what_is_wrong
+from trainer.io.errors import ArtifactError, StorageError
+from trainer.models.served_student.preprocessing import LARGEST_SQUARE
 
 SplitName = Literal["train", "val", "test", "unlabeled"]
 SPLITS: tuple[SplitName, ...] = get_args(SplitName)

@@ -24,11 +24,11 @@ from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
-from trainer import storage
-from trainer.base_models import StrictModel
 from trainer.data.curation import ImageCandidate, Quarantined
 from trainer.data.sources import Item
-from trainer.errors import ObjectDamagedError, ObjectNotFoundError, make_directory, writing_to
+from trainer.io import storage
+from trainer.io.base_models import StrictModel
+from trainer.io.errors import ObjectDamagedError, ObjectNotFoundError, make_directory, writing_to
 
 logger = logging.getLogger(__name__)
 

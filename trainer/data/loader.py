@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from trainer.child_processes import SERVED, end_with_parent
 from trainer.config import DecodeOn, TrainingSettings, ViewSettings, ViewsOn
 from trainer.data.batch import Batch, Recorded, check_gpu_decoding, join_files
 from trainer.data.batch_memory import BatchMemory, empty_images
@@ -38,7 +37,8 @@ from trainer.devices.torch_private import (
     loader_processes,
     send_small_tensors_by_value,
 )
-from trainer.errors import DataError, LostProcessError, SettingsError, TrainerError, TrainingError
+from trainer.io.child_processes import SERVED, end_with_parent
+from trainer.io.errors import DataError, LostProcessError, SettingsError, TrainerError, TrainingError
 
 PREFETCHED = 2  # micro-batches that each loader process prefetches
 _POLL_S = 0.5

@@ -34,9 +34,7 @@ import pyarrow as pa
 from PIL import Image
 from tqdm import tqdm
 
-from trainer import __version__, limits, storage
-from trainer.artifacts import digest
-from trainer.child_processes import SPAWNED
+from trainer import __version__
 from trainer.config import LOADING, DataSettings
 from trainer.data import curation, near_duplicates
 from trainer.data.card import data_card
@@ -56,12 +54,15 @@ from trainer.data.dataset_schema import (
 from trainer.data.decode_cache import DecodeCache, Outcome
 from trainer.data.near_duplicates import NearDuplicates
 from trainer.data.sources import Item, SourceListing, list_source
-from trainer.errors import DataError, ObjectTooLargeError, writing_to
-from trainer.formatting import clipped, listed
-from trainer.host import usable_cores
-from trainer.served_student import preprocessing
-from trainer.served_student.class_tags import TAGS, ClassTags
-from trainer.served_student.preprocessing import DEEPEST, GRAY_PEAK, BadImageError, Square, is_jpeg
+from trainer.io import limits, storage
+from trainer.io.artifacts import digest
+from trainer.io.child_processes import SPAWNED
+from trainer.io.errors import DataError, ObjectTooLargeError, writing_to
+from trainer.io.formatting import clipped, listed
+from trainer.io.host import usable_cores
+from trainer.models.served_student import preprocessing
+from trainer.models.served_student.class_tags import TAGS, ClassTags
+from trainer.models.served_student.preprocessing import DEEPEST, GRAY_PEAK, BadImageError, Square, is_jpeg
 
 logger = logging.getLogger(__name__)
 

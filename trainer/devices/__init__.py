@@ -19,7 +19,7 @@ from trainer.devices.device import CudaDevice as CudaDevice
 from trainer.devices.device import Device as Device
 from trainer.devices.device import RowShardedOptimizer as RowShardedOptimizer
 from trainer.devices.device import full_float32 as full_float32
-from trainer.errors import SettingsError
+from trainer.io.errors import SettingsError
 
 
 def choose_device(local_rank: int = 0) -> Device:

@@ -1,7 +1,7 @@
 """All that the trainer uses of torch beyond its documented interface, so that a new version of torch is checked against one module.
 
 `tests/unit/devices/test_torch_private.py` calls each function with the torch that is installed. For torch's elastic agent, which launches
-processes and trains nothing, that module is `trainer.elastic_private`.
+processes and trains nothing, that module is `trainer.runner.elastic_private`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimi
 
 from trainer.config import Compile
 from trainer.devices.device import Device, Item, RowShardedOptimizer
-from trainer.errors import SettingsError
+from trainer.io.errors import SettingsError
 
 _RUNTIME = "PJRT_DEVICE"  # environment variable that names the runtime
 _AHEAD = 2  # batches that wait on the host, and on the device

@@ -18,13 +18,13 @@ import scipy.special
 import torch
 from torch import Tensor
 
-from trainer import models
 from trainer.data.dataset import PreparedDataset, Split
 from trainer.devices import Device, full_float32
-from trainer.errors import ModelError
+from trainer.devices.process_group import Processes
 from trainer.evaluation.metrics import Ints
-from trainer.models import Classifier, EmbeddingStatistics
-from trainer.training.process_group import Processes
+from trainer.io.errors import ModelError
+from trainer.models import networks
+from trainer.models.networks import Classifier, EmbeddingStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class LinearProbe:
     def head_of(self, model: Classifier, classes: Sequence[str]) -> Classifier:
         """Copy a model without a head, on the CPU, and make this its head; raises as `models.with_head` does."""
         weight, bias = torch.from_numpy(self.weight).float(), torch.from_numpy(self.bias).float()
-        return models.with_head(model.cpu(), classes, weight, bias)
+        return networks.with_head(model.cpu(), classes, weight, bias)
 
 
 def fit_probe(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from trainer.evaluation.metrics import Floats, Ints, probabilities
-from trainer.served_student.class_tags import ClassTags
+from trainer.models.served_student.class_tags import ClassTags
 
 
 def level_accuracies(tags: ClassTags, logits: Floats, labels: Ints) -> dict[str, float]:
@@ -66,11 +66,3 @@ def answers(tags: ClassTags, logits: Floats, labels: Ints) -> dict[str, Any]:
 def _right_levels(tags: ClassTags, predicted: Ints, labels: Ints) -> np.typing.NDArray[np.bool_]:
     """Return whether the predicted classes belong, at each level, to what the images' classes belong to: bool [N, L]."""
     return np.stack([level.of_class[predicted] == level.of_class[labels] for level in tags.levels], axis=1)
-
-
-def served_tags(tags: ClassTags | None, evaluation: Mapping[str, Any]) -> ClassTags | None:
-    """Give what is known of the classes the threshold that `evaluate` has chosen for the student's answers, if its figures have one."""
-    answers = evaluation["student"]["test"].get("answers")
-    if tags is None or answers is None:
-        return tags
-    return tags.answering(risk=answers["risk"], threshold=answers["threshold"])

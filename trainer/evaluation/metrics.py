@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.config import GateSettings
-from trainer.host import processor_name
+from trainer.io.host import processor_name
 
 if TYPE_CHECKING:
     from trainer.data.dataset import Targets

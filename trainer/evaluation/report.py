@@ -15,15 +15,16 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from trainer import charts, limits, pages
-from trainer.charts import ReliabilityCurve
 from trainer.data.dataset import Split, Targets
 from trainer.evaluation import metrics
 from trainer.evaluation.label_issues import JudgedLabels
 from trainer.evaluation.metrics import Calibration, Confusion, ConfusionMatrix, Floats, Latency, Machine, Shares
-from trainer.formatting import isolated, ratio
-from trainer.pages import Block, BulletList, Figure, Legend, PageSection, Paragraph, Photo, PhotoGrid, Table
-from trainer.served_student.class_tags import ClassTags
+from trainer.io import limits
+from trainer.io.formatting import isolated, ratio
+from trainer.models.served_student.class_tags import ClassTags
+from trainer.report import charts, pages
+from trainer.report.charts import ReliabilityCurve
+from trainer.report.pages import Block, BulletList, Figure, Legend, PageSection, Paragraph, Photo, PhotoGrid, Table
 
 Example: TypeAlias = tuple[Confusion, npt.NDArray[np.uint8]]
 """A confusion, and test images of the one class taken for the other, [B, 3, S, S]."""

@@ -9,23 +9,24 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer import artifacts, limits, pages, scores, storage
-from trainer.base_models import what_is_wrong
 from trainer.config import flattened
 from trainer.config.rules import RuleSettings
-from trainer.costs import dollars_text
-from trainer.errors import ArtifactError
-from trainer.evidence import TrainingEvidence, is_core
-from trainer.finished_run import SUMMARY
-from trainer.formatting import aligned, clipped, duration, milliseconds, percent, ratio, short
-from trainer.local_files import located
-from trainer.pages import Block, PageSection, Paragraph, Subsection, Table
+from trainer.io import artifacts, limits, storage
+from trainer.io.base_models import what_is_wrong
+from trainer.io.costs import dollars_text
+from trainer.io.errors import ArtifactError
+from trainer.io.formatting import aligned, clipped, duration, milliseconds, percent, ratio, short
+from trainer.io.local_files import located
 from trainer.profiling import findings, over_time
+from trainer.profiling.evidence import TrainingEvidence, is_core
 from trainer.profiling.evidence_files import read_evidence
 from trainer.profiling.findings import Answer
 from trainer.profiling.profile_report import stacked
+from trainer.profiling.rules.outcomes import Finding, NotJudged
 from trainer.profiling.training_summary import TrainingSummary, named_number, phase_label, summarize, training_label
-from trainer.rules.outcomes import Finding, NotJudged
+from trainer.report import pages, scores
+from trainer.report.finished_run import SUMMARY
+from trainer.report.pages import Block, PageSection, Paragraph, Subsection, Table
 
 Row = tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""How the evidence of a training is written and read; `trainer.evidence` says what it is.
+"""How the evidence of a training is written and read; `trainer.profiling.evidence` says what it is.
 
 An evidence artifact (version: `graph.SCHEMA_VERSIONS["evidence"]`) holds one directory for each part of the training that ran: `mae`,
 `finetune` or `distill`. It holds none where nothing was trained (given weights, zero epochs). Every rank writes its own files:
@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from trainer import artifacts, storage
-from trainer.errors import ArtifactError, writing_to
-from trainer.evidence import (
+from trainer.io import artifacts, storage
+from trainer.io.errors import ArtifactError, writing_to
+from trainer.profiling.evidence import (
     LATER_COLUMNS,
     SCHEMA_VERSION,
     SPAN_COLUMNS,
@@ -42,7 +42,7 @@ from trainer.evidence import (
     TensorSamples,
     TrainingEvidence,
 )
-from trainer.series import Series
+from trainer.profiling.series import Series
 
 _EXACT = {"start_s", "end_s", "step", "images"}
 """Columns that need more than float32, which resolves a microsecond in ten seconds."""

@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer import formatting
 from trainer.config.rules import RuleSettings
-from trainer.costs import dollars_text
-from trainer.errors import ArtifactError
-from trainer.evidence import Evidence
+from trainer.io import formatting
+from trainer.io.costs import dollars_text
+from trainer.io.errors import ArtifactError
+from trainer.profiling.evidence import Evidence
+from trainer.profiling.rules import judge
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule, setting_of
 from trainer.profiling.training_summary import TrainingSummary, training_label
-from trainer.rules import judge
-from trainer.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule, setting_of
 
 FINDINGS = "findings.json"
 """What every rule answered on every training, in a report."""

@@ -14,13 +14,13 @@ from types import FrameType
 from typing import Any, NoReturn, Self
 
 from trainer.config import WatchSettings
-from trainer.errors import TrainingError
+from trainer.io.errors import TrainingError
 from trainer.profiling.recorder import Recorder
+from trainer.profiling.rules import judge
+from trainer.profiling.rules.outcomes import Case, Finding, Rule
+from trainer.profiling.rules.stalled import StalledTraining, hanging
 from trainer.profiling.timeline import span
-from trainer.rules import judge
-from trainer.rules.outcomes import Case, Finding, Rule
-from trainer.rules.stalled import StalledTraining, hanging
-from trainer.tracking.stage_runs import Tracker
+from trainer.report.tracking.stage_runs import Tracker
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import torch
 
-from trainer.series import Series
+from trainer.profiling.series import Series
 
 SAMPLES_KEPT = 8192
 """Rows of the table; at half a second's interval it is full, and halved, for the first time after 68 minutes."""

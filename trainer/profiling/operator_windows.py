@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from trainer.evidence import Category, Operator, OperatorTable
+from trainer.profiling.evidence import Category, Operator, OperatorTable
 
 _OUTLINE = re.compile(r"^ProfilerStep|^\[pytorch\|profiler\]|^\[memory\]")
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer import charts, formatting
-from trainer.charts import BINS, ChartLine, Flags, Lane, MarkedTime, by_color, color_class
-from trainer.evidence import (
+from trainer.io import formatting
+from trainer.profiling.evidence import (
     ATTENTION_ENTROPY,
     BETWEEN,
     OTHER,
@@ -22,10 +21,12 @@ from trainer.evidence import (
     is_core,
     phase_seconds,
 )
-from trainer.pages import Block, Details, Figure, Legend, Subsection, Table
 from trainer.profiling.findings import RankedFinding
+from trainer.profiling.series import Series, mean_in_bins, means_from, spread_over, thin_curve
 from trainer.profiling.training_summary import TrainingSummary, phase_label
-from trainer.series import Series, mean_in_bins, means_from, spread_over, thin_curve
+from trainer.report import charts
+from trainer.report.charts import BINS, ChartLine, Flags, Lane, MarkedTime, by_color, color_class
+from trainer.report.pages import Block, Details, Figure, Legend, Subsection, Table
 
 _METRICS = (
     ("loss", "Loss", "training", 1.0),

@@ -7,15 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple
 from datetime import UTC, datetime
 
-from trainer import billing, pages
-from trainer.billing import Bill
-from trainer.charts import Bar, bars, by_color, color_class, histogram, stacked_bar, stacked_rows
-from trainer.costs import dollars_text
-from trainer.evidence import Operator, TrainingEvidence, is_core, measured_steps
-from trainer.formatting import clipped, duration, milliseconds, percent, short, size
-from trainer.pages import Block, Details, Figure, FindingCard, Legend, PageSection, Paragraph, Subsection, Table, Tiles
+from trainer.io.costs import dollars_text
+from trainer.io.formatting import clipped, duration, milliseconds, percent, short, size
 from trainer.profiling import over_time
+from trainer.profiling.evidence import Operator, TrainingEvidence, is_core, measured_steps
 from trainer.profiling.findings import Answer, RankedFinding, ranked_findings, saving_text, verdict
+from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
 from trainer.profiling.training_summary import (
     OperatorSummary,
     SlowStep,
@@ -24,7 +21,21 @@ from trainer.profiling.training_summary import (
     phase_label,
     training_label,
 )
-from trainer.rules.outcomes import Finding, Healthy, NotJudged
+from trainer.report import billing, pages
+from trainer.report.billing import Bill
+from trainer.report.charts import Bar, bars, by_color, color_class, histogram, stacked_bar, stacked_rows
+from trainer.report.pages import (
+    Block,
+    Details,
+    Figure,
+    FindingCard,
+    Legend,
+    PageSection,
+    Paragraph,
+    Subsection,
+    Table,
+    Tiles,
+)
 
 _FEWEST_DRAWN = 20
 _MOST_RANKS_DRAWN = 64

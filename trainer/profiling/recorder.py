@@ -18,9 +18,10 @@ import psutil
 import torch
 
 from trainer.config import EvidenceSettings
-from trainer.costs import place_here
 from trainer.devices.torch_private import CompileHooks
-from trainer.evidence import (
+from trainer.io.costs import place_here
+from trainer.io.host import processor_name, seconds_since_launch, started_unix, usable_cores
+from trainer.profiling.evidence import (
     SCHEMA_VERSION,
     AttemptRecord,
     CommunicationRecord,
@@ -36,13 +37,12 @@ from trainer.evidence import (
     TrainingEvidence,
     images_per_second,
 )
-from trainer.host import processor_name, seconds_since_launch, started_unix, usable_cores
 from trainer.profiling.evidence_files import write_rank
 from trainer.profiling.monitor import Monitor, signals
 from trainer.profiling.operator_windows import OperatorWindows
+from trainer.profiling.series import ThinnedTable
 from trainer.profiling.tensor_sampler import SampledModel, TensorSampler
 from trainer.profiling.timeline import PROFILER, CudaClock, HostClock, Timeline, recording_to, seconds_of_a_mark
-from trainer.series import ThinnedTable
 
 if TYPE_CHECKING:
     from trainer.profiling.xla_counters import XlaCounters

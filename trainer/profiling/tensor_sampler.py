@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from trainer.config import EvidenceSettings
 from trainer.devices import ReadBack
 from trainer.devices.torch_private import norm_all
-from trainer.evidence import ATTENTION_ENTROPY, TENSOR_COLUMNS, TensorSamples
+from trainer.profiling.evidence import ATTENTION_ENTROPY, TENSOR_COLUMNS, TensorSamples
+from trainer.profiling.series import ThinnedTable
 from trainer.profiling.timeline import RECORDER, Timeline
-from trainer.series import ThinnedTable
 
 SAMPLED = 1024
 """Most elements of a tensor in its sample."""

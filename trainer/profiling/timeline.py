@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.devices.torch_private import BACKWARD_THREAD
-from trainer.evidence import BETWEEN, OTHER, PHASES, SPAN_COLUMNS, STEP_COLUMNS
-from trainer.series import ThinnedTable
+from trainer.profiling.evidence import BETWEEN, OTHER, PHASES, SPAN_COLUMNS, STEP_COLUMNS
+from trainer.profiling.series import ThinnedTable
 
 if TYPE_CHECKING:
     from trainer.profiling.operator_windows import OperatorWindows

@@ -1,6 +1,6 @@
 """The numbers of the profile report, computed from the evidence, and how people call them; its `summary.json` holds exactly these.
 
-Times of steps are those of the measured steps (`trainer.evidence`). Shares of the whole recording are taken from sums over
+Times of steps are those of the measured steps (`trainer.profiling.evidence`). Shares of the whole recording are taken from sums over
 everything.
 """
 
@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from trainer import formatting
 from trainer.config.rules import RuleSettings
-from trainer.costs import Machines
-from trainer.evidence import (
+from trainer.io import formatting
+from trainer.io.costs import Machines
+from trainer.profiling.evidence import (
     BETWEEN,
     OTHER,
     PHASES,
@@ -34,9 +34,9 @@ from trainer.evidence import (
     quantiles,
     step_ms,
 )
-from trainer.rules.outcomes import Case
-from trainer.rules.processes import communication_share
-from trainer.series import Rows, Series, mean_in_bins
+from trainer.profiling.rules.outcomes import Case
+from trainer.profiling.rules.processes import communication_share
+from trainer.profiling.series import Rows, Series, mean_in_bins
 
 _SLOWEST_STEPS = 8
 _SLOW = 1.25

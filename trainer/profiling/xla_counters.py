@@ -19,7 +19,7 @@ import torch_xla
 from torch_xla.core import xla_model
 from torch_xla.debug import metrics
 
-from trainer.evidence import CompilationRecord, TransferRecord
+from trainer.profiling.evidence import CompilationRecord, TransferRecord
 
 COUNTED_STEPS = 256
 """In so many first steps transfers are counted, and then in one of `COUNTED_EVERY`: torch_xla copies the last thousand measurements of a

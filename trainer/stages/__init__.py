@@ -12,8 +12,9 @@ import importlib
 import json
 from collections.abc import Mapping
 
-from trainer import artifacts, config
+from trainer import config
 from trainer.graph import STAGES, Stage
+from trainer.io import artifacts
 
 __all__ = ["STAGES", "Stage", "call"]
 

@@ -9,27 +9,33 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainer import artifacts, models, pretrained
 from trainer.config import DistillSettings, multi_label_mistakes
+from trainer.config.loss_terms import RECORDED_BY
 from trainer.data.batch import Batch
 from trainer.data.dataset import PreparedDataset, Targets, open_dataset
 from trainer.data.loader import Samples, Views
 from trainer.data.sampler import SampleSlice
 from trainer.devices import Device
-from trainer.distillation.frozen_teacher import BALANCED_IMAGES, FrozenTeacher
-from trainer.distillation.objective import DistillObjective, ProjectedStudent, check_compared, prepared_student
-from trainer.distillation.recording import (
+from trainer.evaluation.embeddings import FORWARD_BATCH, add_probe, evenly_spaced
+from trainer.io import artifacts
+from trainer.io.errors import SettingsError
+from trainer.models import networks, pretrained
+from trainer.models.networks import Classifier
+from trainer.objectives.distillation.frozen_teacher import BALANCED_IMAGES, FrozenTeacher
+from trainer.objectives.distillation.objective import (
+    DistillObjective,
+    ProjectedStudent,
+    check_compared,
+    prepared_student,
+)
+from trainer.objectives.distillation.recording import (
     Recording,
     RecordingDescription,
     check_fits,
     check_joined,
     open_recording,
 )
-from trainer.errors import SettingsError
-from trainer.evaluation.embeddings import FORWARD_BATCH, add_probe, evenly_spaced
-from trainer.evidence import ContextRecord
-from trainer.loss_terms import RECORDED_BY
-from trainer.models import Classifier
+from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.recorder import Startup
 from trainer.training.session import open_session
 
@@ -134,14 +140,14 @@ def start(settings: DistillSettings, data: PreparedDataset) -> tuple[Classifier,
     """
     if settings.head == "probe":
         with torch.device("meta"):
-            models.check_takes_probe(models.create(settings.student, ()), data.classes)
+            networks.check_takes_probe(networks.create(settings.student, ()), data.classes)
     torch.manual_seed(settings.seed or 0)
     labels = data.classes if settings.head == "trained" else ()
     if not settings.weights:
-        return models.create(settings.student, labels, drop_path=settings.drop_path), ""
+        return networks.create(settings.student, labels, drop_path=settings.drop_path), ""
     model, fingerprint = pretrained.start(settings, settings.student)
     pretrained.check_same(model, settings.student, f"distill.weights {settings.weights}")
-    return models.with_labels(model, labels, drop_path=settings.drop_path), fingerprint
+    return networks.with_labels(model, labels, drop_path=settings.drop_path), fingerprint
 
 
 def open_samples(settings: DistillSettings, data: PreparedDataset) -> Samples:
@@ -211,10 +217,10 @@ def load_teachers(settings: DistillSettings, teacher: str | Path, data: Prepared
         SettingsError: none has a head, and a loss compares logits.
     """
     places = [teacher, *settings.further_teachers]
-    loaded = [models.load(place) for place in places]
+    loaded = [networks.load(place) for place in places]
     for place, model in zip(places, loaded, strict=True):
         if model.card.labels:
-            models.check_labels(model, data.classes, f"teacher {place}", several=data.targets is not None)
+            networks.check_labels(model, data.classes, f"teacher {place}", several=data.targets is not None)
         if len(loaded) > 1:
             check_compared(model, settings, student=False)
     if settings.logit_weight and not any(model.card.labels for model in loaded):

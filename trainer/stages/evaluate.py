@@ -12,12 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import scipy.special
 
-from trainer import artifacts, models, scores, tracking
-from trainer.artifacts import Artifact
 from trainer.config import EvaluateSettings, multi_label_gate_mistake
 from trainer.data.dataset import PreparedDataset, Split, open_dataset
 from trainer.devices import choose_device
-from trainer.errors import DataError, ModelError, SettingsError
 from trainer.evaluation import hierarchy, label_issues, metrics, report
 from trainer.evaluation.embeddings import (
     MAX_IMAGES,
@@ -31,8 +28,13 @@ from trainer.evaluation.embeddings import (
 from trainer.evaluation.label_issues import JudgedLabels
 from trainer.evaluation.metrics import ConfusionMatrix
 from trainer.evaluation.report import Example, Measured, MeasuredSets
-from trainer.models import Classifier
-from trainer.tracking.stage_runs import stage_run
+from trainer.io import artifacts
+from trainer.io.artifacts import Artifact
+from trainer.io.errors import DataError, ModelError, SettingsError
+from trainer.models import networks
+from trainer.models.networks import Classifier
+from trainer.report import scores, tracking
+from trainer.report.tracking.stage_runs import stage_run
 
 METRICS = "metrics.json"
 CONFUSION = "confusion.json"
@@ -94,10 +96,10 @@ class _Evaluated:
 
 def _subject(name: str, uri: str | Path, data: PreparedDataset) -> _Evaluated:
     artifact = artifacts.read(uri, "model")
-    model = models.load(artifact)
+    model = networks.load(artifact)
     if model.card.labels or name == "student":
-        models.check_labels(model, data.classes, f"{name} {artifact.path}", several=data.targets is not None)
-    size_bytes = (artifact.path / models.WEIGHTS).stat().st_size
+        networks.check_labels(model, data.classes, f"{name} {artifact.path}", several=data.targets is not None)
+    size_bytes = (artifact.path / networks.WEIGHTS).stat().st_size
     return _Evaluated(name=name, model=model, size_bytes=size_bytes, fingerprint=artifact.fingerprint)
 
 
@@ -317,7 +319,7 @@ def _about(subject: _Evaluated, split: Split, latencies: Sequence[metrics.Latenc
     return {
         "architecture": model.card.architecture,
         "title": model.card.title,
-        "parameters": models.parameter_count(model),
+        "parameters": networks.parameter_count(model),
         "macs": metrics.multiply_accumulates(model, split.read([0])),
         "size_bytes": subject.size_bytes,
         "latency_ms": {"p50": latencies[0].p50_ms, "p95": latencies[0].p95_ms},

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer import artifacts, tracking
-from trainer.artifacts import Artifact
 from trainer.config import ExportSettings
-from trainer.export import exporting
-from trainer.tracking.stage_runs import stage_run
+from trainer.io import artifacts
+from trainer.io.artifacts import Artifact
+from trainer.report import tracking
+from trainer.report.tracking.stage_runs import stage_run
+from trainer.stages.onnx_export import exporting
 
 
 def run(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer import artifacts, storage, tracking
-from trainer.artifacts import Artifact
 from trainer.config import LOADING, DataSettings
 from trainer.data.preparation import decode_cache_uri, prepare
-from trainer.tracking.stage_runs import stage_run
+from trainer.io import artifacts, storage
+from trainer.io.artifacts import Artifact
+from trainer.report import tracking
+from trainer.report.tracking.stage_runs import stage_run
 
 
 def run(settings: DataSettings, *, dataset: str | Path) -> Artifact:

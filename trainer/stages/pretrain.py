@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainer import models, pretrained
 from trainer.config import PretrainSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
 from trainer.evaluation.embeddings import add_probe, embed_together, evenly_spaced, statistics, token_statistics
-from trainer.models import Classifier, EmbeddingStatistics
-from trainer.pretraining import (
+from trainer.models import networks, pretrained
+from trainer.models.networks import Classifier, EmbeddingStatistics
+from trainer.objectives.pretraining import (
     FinetuneObjective,
     MaeObjective,
     MaskedAutoencoder,
@@ -63,15 +63,15 @@ def start(settings: PretrainSettings, data: PreparedDataset) -> tuple[Classifier
     parents = {"dataset": data.fingerprint}
     labels = data.classes if settings.head == "classes" else ()
     if not settings.weights:
-        return models.create(settings.teacher, labels), parents
+        return networks.create(settings.teacher, labels), parents
     model, parents["weights"] = pretrained.start(settings, settings.teacher)
     if not labels:
-        return models.with_labels(model, labels), parents
+        return networks.with_labels(model, labels), parents
     if settings.label_map or not settings.finetune.epochs:
         name = f"pretrain.weights {settings.weights}"
         model = pretrained.with_classes(model, data.classes, settings.label_map, name)
     if not settings.finetune.epochs:  # the head stays as it is
-        models.check_kind(model, f"pretrain.weights {settings.weights}", several=data.targets is not None)
+        networks.check_kind(model, f"pretrain.weights {settings.weights}", several=data.targets is not None)
     return model, parents
 
 
@@ -98,7 +98,7 @@ def finetune(model: Classifier, settings: PretrainSettings, session: Session) ->
     """Train on the labels, from the weights of `model`; gives another model."""
     torch.manual_seed(session.seed + 2)
     own = settings.finetune
-    model = models.with_labels(model, session.data.classes, drop_path=own.drop_path)
+    model = networks.with_labels(model, session.data.classes, drop_path=own.drop_path)
     freeze(model, own)
     trained = session.train(
         "finetune",
@@ -122,12 +122,12 @@ def measure_embedding(model: Classifier, session: Session) -> tuple[EmbeddingSta
 
     They are standardized by that. Images count with and without labels.
     """
-    splits, has_tokens = session.data.training_splits(unlabeled=True), models.find_token_shape(model) is not None
+    splits, has_tokens = session.data.training_splits(unlabeled=True), networks.find_token_shape(model) is not None
     chosen, first, parts = np.array(evenly_spaced(sum(map(len, splits)), MOST_EMBEDDED)), 0, []
     for split in splits:
         own = chosen[(chosen >= first) & (chosen < first + len(split))] - first
         first += len(split)
         if len(own):
             parts.append(embed_together(model, split, own.tolist(), session.processes, moments=has_tokens))
-    embeddings, moments = np.split(np.concatenate(parts), [models.feature_size(model)], axis=1)
+    embeddings, moments = np.split(np.concatenate(parts), [networks.feature_size(model)], axis=1)
     return statistics(embeddings), token_statistics(moments)

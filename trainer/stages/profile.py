@@ -8,17 +8,18 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from trainer import artifacts, tracking
-from trainer.artifacts import Artifact, Draft
-from trainer.billing import Bill, make_bill, stage_bill
 from trainer.config import ProfileSettings
-from trainer.errors import ArtifactError
-from trainer.evidence import Evidence
+from trainer.io import artifacts
+from trainer.io.artifacts import Artifact, Draft
+from trainer.io.errors import ArtifactError
 from trainer.profiling import findings, profile_report
+from trainer.profiling.evidence import Evidence
 from trainer.profiling.evidence_files import read_evidence
+from trainer.profiling.rules.outcomes import setting_of
 from trainer.profiling.training_summary import TrainingSummary, summarize
-from trainer.rules.outcomes import setting_of
-from trainer.tracking.stage_runs import stage_run
+from trainer.report import tracking
+from trainer.report.billing import Bill, make_bill, stage_bill
+from trainer.report.tracking.stage_runs import stage_run
 
 logger = logging.getLogger(__name__)
 

@@ -21,27 +21,28 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from trainer import artifacts, limits, models, scores, served_student, storage, tracking
-from trainer.artifacts import Artifact, Manifest
-from trainer.billing import Bill, StageBill, bill_here, make_bill, stage_bill
 from trainer.config import RegisterSettings
 from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import CARD
-from trainer.distillation import recording
-from trainer.errors import ModelError, TrackingError
-from trainer.evaluation import hierarchy
-from trainer.export import exporting
-from trainer.finished_run import SUMMARY, Registered, build_summary
-from trainer.formatting import listed
 from trainer.graph import STAGES, flag
-from trainer.models import ModelCard
+from trainer.io import artifacts, limits, storage
+from trainer.io.artifacts import Artifact, Manifest
+from trainer.io.errors import ModelError, TrackingError
+from trainer.io.formatting import listed
+from trainer.models import networks, served_student
+from trainer.models.networks import ModelCard
+from trainer.models.served_student.class_tags import ANSWER, CONFIDENCE, NAMED, ClassTags
+from trainer.models.served_student.onnx_network import runtime_of
+from trainer.models.served_student.student import EXPORT_CARD, TOP_K
+from trainer.objectives.distillation import recording
 from trainer.profiling.evidence_files import read_evidence
-from trainer.served_student.class_tags import ANSWER, CONFIDENCE, NAMED, ClassTags
-from trainer.served_student.onnx_network import runtime_of
-from trainer.served_student.student import EXPORT_CARD, TOP_K
+from trainer.report import scores, tracking
+from trainer.report.billing import Bill, StageBill, bill_here, make_bill, stage_bill
+from trainer.report.finished_run import SUMMARY, Registered, build_summary, served_tags
+from trainer.report.tracking.stage_runs import stage_run
 from trainer.stages import evaluate, profile
-from trainer.tracking.stage_runs import stage_run
-from trainer.tuning.tuning_schema import read_tuning
+from trainer.stages.onnx_export import exporting
+from trainer.stages.tuning.tuning_schema import read_tuning
 
 if TYPE_CHECKING:
     from mlflow.models.model import ModelInfo
@@ -95,9 +96,9 @@ def run(
     }
     read = {name: artifacts.read(given[name], made[name].kind) for name in _READ if name in given}
     read["dataset"] = artifacts.read(given["dataset"], "dataset", only=[CARD])
-    if tracking.uri() and models.load(given["student"]).card.square is None:
+    if tracking.uri() and networks.load(given["student"]).card.square is None:
         raise ModelError(
-            f"student {given['student']}: {models.CONFIG} does not say how a photo becomes its input, because an older version wrote it; "
+            f"student {given['student']}: {networks.CONFIG} does not say how a photo becomes its input, because an older version wrote it; "
             "remove the directory and distill it again"
         )
     tuned = read_tuning(given["tuning"]) if "tuning" in given else None
@@ -202,7 +203,7 @@ def _register(
             version = _version(client, settings, inputs, given, run_id)
             if figures["verdict"]["passed"]:
                 if settings.same_classes:
-                    card = models.outline(inputs["student"].path).card
+                    card = networks.outline(inputs["student"].path).card
                     stays = tracking.other_classes(settings.model_name, settings.alias, lambda: card.labels)
                 if stays:
                     logger.warning("register.alias=%s stays: %s; %s", settings.alias, stays, tracking.ALIAS_ADVICE)
@@ -244,7 +245,7 @@ def _served_copy(student: Artifact, figures: Mapping[str, Any], tags: ClassTags 
         with artifacts.create(copy, "model", settings=student.settings, parents=parents) as draft:
             for name in student.files:
                 shutil.copyfile(student.path / name, draft.path / name)
-            file = draft.path / models.CONFIG
+            file = draft.path / networks.CONFIG
             card = json.loads(file.read_text(encoding="utf-8"))
             card |= {name: figures[name] for name in ("temperature", "threshold") if name in figures}
             file.write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -363,7 +364,7 @@ def _version(
         "verdict": "passed" if figures["verdict"]["passed"] else "not passed",
         f"test_{scores.name(figures['student']['test'])}": f"{scores.score(figures['student']['test']):.4f}",
     }
-    classes = hierarchy.served_tags(open_dataset(given["dataset"]).tags, figures)
+    classes = served_tags(open_dataset(given["dataset"]).tags, figures)
     if classes is not None and classes.threshold is not None:
         tags["answer_threshold"] = f"{classes.threshold:.6f}"
     for found in client.search_model_versions(f"run_id = '{run_id}'"):
@@ -372,7 +373,7 @@ def _version(
     from mlflow.exceptions import MlflowException
 
     student = inputs["student"]
-    described = models.outline(student.path).card, given["dataset"], classes
+    described = networks.outline(student.path).card, given["dataset"], classes
     if exported and variant:
         runtime = runtime_of(storage.read_json(exported.path / EXPORT_CARD))
         needed = sorted((*_ALWAYS, runtime))

@@ -7,20 +7,22 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from trainer import artifacts, models, tracking
 from trainer.config import ReinforceSettings, ViewSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples, Views, makes_views_on_device
 from trainer.devices import Device
-from trainer.distillation import recording, recording_report, shards
-from trainer.distillation.frozen_teacher import FrozenTeacher
-from trainer.distillation.recording import RecordingDescription
-from trainer.distillation.reinforcement import Reinforcement, recording_digest
-from trainer.distillation.shards import ShardStore
-from trainer.errors import SettingsError
-from trainer.models import Classifier
-from trainer.tracking.stage_runs import stage_run
-from trainer.training.process_group import join_processes
+from trainer.devices.process_group import join_processes
+from trainer.io import artifacts
+from trainer.io.errors import SettingsError
+from trainer.models import networks
+from trainer.models.networks import Classifier
+from trainer.objectives.distillation import recording, recording_report, shards
+from trainer.objectives.distillation.frozen_teacher import FrozenTeacher
+from trainer.objectives.distillation.recording import RecordingDescription
+from trainer.objectives.distillation.reinforcement import Reinforcement, recording_digest
+from trainer.objectives.distillation.shards import ShardStore
+from trainer.report import tracking
+from trainer.report.tracking.stage_runs import stage_run
 from trainer.training.session import shared_artifact
 
 logger = logging.getLogger(__name__)
@@ -35,9 +37,9 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
         TrainingError: the teacher's outputs are not finite; the samples are named, and what was recorded is kept.
     """
     data, teaching = open_dataset(dataset, settings.splits), artifacts.read(teacher, "model")
-    model = models.load(teaching)
+    model = networks.load(teaching)
     if model.card.labels:
-        models.check_labels(model, data.classes, f"teacher {teacher}", several=data.targets is not None)
+        networks.check_labels(model, data.classes, f"teacher {teacher}", several=data.targets is not None)
     elif not settings.features and not settings.tokens:
         raise SettingsError(
             f"teacher {teacher}: has no head, so its embedding and its patch tokens are all that there is to record, but "
@@ -132,9 +134,9 @@ def describe(
         block=1,
         classes=classes,
         top_k=settings.logits(classes) if data.targets is None else classes,
-        features=models.feature_size(teacher) if settings.features else 0,
+        features=networks.feature_size(teacher) if settings.features else 0,
         feature_format=settings.feature_format,
-        tokens=models.token_shape(teacher) if settings.tokens else None,
+        tokens=networks.token_shape(teacher) if settings.tokens else None,
         token_format=settings.token_format,
         seed=settings.seed or 0,
         view_size=settings.view_size or teacher.card.image_size,

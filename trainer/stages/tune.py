@@ -15,45 +15,35 @@ from pathlib import Path
 
 import torch
 
-from trainer import artifacts, config, forecast, storage, tracking
+from trainer import config
 from trainer.config import DistillSettings, ReinforceSettings, TuneSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import MicroBatches, Samples
 from trainer.data.sampler import StatelessSampler
 from trainer.data.views.rendering import mixes
 from trainer.devices import Device
-from trainer.distillation.frozen_teacher import FrozenTeacher
-from trainer.distillation.recording import (
+from trainer.devices.process_group import Processes, join_processes
+from trainer.io import artifacts, storage
+from trainer.io.errors import SettingsError
+from trainer.io.host import usable_cores
+from trainer.models.networks import Classifier
+from trainer.objectives.distillation.frozen_teacher import FrozenTeacher
+from trainer.objectives.distillation.recording import (
     Recording,
     RecordingDescription,
     check_fits,
     open_recording,
     placeholder_recording,
 )
-from trainer.errors import SettingsError
-from trainer.forecast import Forecast, Measurement
-from trainer.host import usable_cores
-from trainer.models import Classifier
 from trainer.profiling.recorder import Startup
+from trainer.report import forecast, tracking
+from trainer.report.forecast import Forecast, Measurement
+from trainer.report.tracking.stage_runs import Tracker, stage_run
 from trainer.stages import distill, reinforce
-from trainer.tracking.stage_runs import Tracker, stage_run
-from trainer.training.checkpoints import Checkpoints
-from trainer.training.loader_workers import measure_loading
-from trainer.training.prefetch import make_prefetcher
-from trainer.training.process_group import Processes, join_processes
-from trainer.training.session import shared_artifact
-from trainer.training.spec import TrainingSpec, fit_batch, smallest_micro_batch, why_micro_batches_count
-from trainer.tuning.candidates import Workload
-from trainer.tuning.search import SearchResult, search
-from trainer.tuning.trials import (
-    MakeTraining,
-    RecordingTime,
-    TrialLog,
-    Trials,
-    measure_training,
-    place_of,
-)
-from trainer.tuning.tuning_schema import (
+from trainer.stages.tuning.candidates import Workload
+from trainer.stages.tuning.search import SearchResult, search
+from trainer.stages.tuning.trials import MakeTraining, RecordingTime, TrialLog, Trials, measure_training, place_of
+from trainer.stages.tuning.tuning_schema import (
     FILE,
     Candidate,
     Trial,
@@ -63,6 +53,11 @@ from trainer.tuning.tuning_schema import (
     read_tunings,
     subject_of,
 )
+from trainer.training.checkpoints import Checkpoints
+from trainer.training.loader_workers import measure_loading
+from trainer.training.prefetch import make_prefetcher
+from trainer.training.session import shared_artifact
+from trainer.training.spec import TrainingSpec, fit_batch, smallest_micro_batch, why_micro_batches_count
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,6 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field
 
-from trainer import artifacts, models, storage
-from trainer.artifacts import Draft
-from trainer.base_models import StrictModel
 from trainer.config import (
     DistillSettings,
     LowResolutionSettings,
@@ -32,16 +29,20 @@ from trainer.config import (
     WarmUpSettings,
 )
 from trainer.data.dataset import PreparedDataset, open_dataset
-from trainer.distillation.recording import placeholder_recording
-from trainer.errors import SettingsError
-from trainer.evidence import RankRecord
-from trainer.models import Classifier, EmbeddingStatistics
+from trainer.devices.process_group import Processes, join_processes
+from trainer.io import artifacts, storage
+from trainer.io.artifacts import Draft
+from trainer.io.base_models import StrictModel
+from trainer.io.errors import SettingsError
+from trainer.models import networks
+from trainer.models.networks import Classifier, EmbeddingStatistics
+from trainer.objectives.distillation.recording import placeholder_recording
+from trainer.profiling.evidence import RankRecord
 from trainer.profiling.recorder import Startup
+from trainer.report.tracking.stage_runs import stage_run
 from trainer.stages import distill, pretrain, reinforce
-from trainer.tracking.stage_runs import stage_run
-from trainer.training.process_group import Processes, join_processes
+from trainer.stages.tuning.trials import place_of
 from trainer.training.session import Session, shared_artifact
-from trainer.tuning.trials import place_of
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ class Rehearsal:
     def _distill(self, teacher: Classifier, recorder: ReinforceSettings, settings: DistillSettings) -> None:
         """Train a student of `teacher`, online, or of blank outputs of its shape where they are to be recorded."""
         if not teacher.card.labels:  # any statistics of the right shape give the same graph
-            sizes = models.feature_size(teacher), (models.find_token_shape(teacher) or (0,))[-1]
+            sizes = networks.feature_size(teacher), (networks.find_token_shape(teacher) or (0,))[-1]
             embedding, tokens = (EmbeddingStatistics(mean=(0.0,) * size, std=(1.0,) * size) for size in sizes)
             teacher.card = replace(teacher.card, embedding=embedding, tokens=tokens if sizes[1] else None)
         session, device = self._session("distill", settings, settings), self.processes.device

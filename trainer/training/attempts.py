@@ -23,8 +23,9 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from trainer import storage
-from trainer.errors import (
+from trainer.devices.process_group import wait_limit_s
+from trainer.io import storage
+from trainer.io.errors import (
     LostProcessError,
     ObjectNotFoundError,
     PreemptedError,
@@ -34,9 +35,8 @@ from trainer.errors import (
     TrainerError,
     TrainingError,
 )
-from trainer.evidence import AttemptRecord
+from trainer.profiling.evidence import AttemptRecord
 from trainer.training.background import LAST_WAIT_S, BackgroundWriter
-from trainer.training.process_group import wait_limit_s
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from trainer.errors import OutputError, StorageAwayError, StorageError
-from trainer.training.process_group import wait_limit_s
+from trainer.devices.process_group import wait_limit_s
+from trainer.io.errors import OutputError, StorageAwayError, StorageError
 
 logger = logging.getLogger(__name__)
 

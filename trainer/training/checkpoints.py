@@ -25,10 +25,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from trainer import artifacts, storage
-from trainer.artifacts import CHECKPOINTS_VARIABLE, Manifest
 from trainer.config import flattened
-from trainer.errors import (
+from trainer.devices.process_group import Processes, wait_limit_s
+from trainer.io import artifacts, storage
+from trainer.io.artifacts import CHECKPOINTS_VARIABLE, Manifest
+from trainer.io.errors import (
     ArtifactError,
     OutputError,
     SettingsError,
@@ -38,10 +39,9 @@ from trainer.errors import (
     TrainingError,
     writing_to,
 )
-from trainer.formatting import listed
+from trainer.io.formatting import listed
 from trainer.training.attempts import Lease, claim
 from trainer.training.background import LAST_WAIT_S, MOST_FAILURES, TRANSIENT, BackgroundWriter
-from trainer.training.process_group import Processes, wait_limit_s
 from trainer.training.training_state import Snapshot, TrainingState, read_state
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from trainer.data.batch import Batch, Mixing, to_device
 from trainer.data.dataset import Split, Targets
 from trainer.data.loader import make_loader
 from trainer.devices import Device, ReadBack
+from trainer.devices.process_group import Processes, wait_limit_s
 from trainer.evaluation.metrics import mean_average_precision
-from trainer.training.process_group import Processes, wait_limit_s
 
 LabelLoss = Callable[[Tensor, Tensor, Mixing | None, float, Tensor | None], Tensor]
 """`cross_entropy`, or what is called with the same arguments."""

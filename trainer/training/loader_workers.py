@@ -19,14 +19,14 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch.utils.data import Dataset
 
-from trainer.child_processes import start_server
 from trainer.config import Workers
 from trainer.data.batch import Batch
 from trainer.data.loader import MicroBatches, make_loader
-from trainer.host import usable_cores
+from trainer.devices.process_group import Processes, wait_limit_s
+from trainer.io.child_processes import start_server
+from trainer.io.host import usable_cores
 from trainer.profiling.recorder import LoaderStats
 from trainer.profiling.timeline import Timeline
-from trainer.training.process_group import Processes, wait_limit_s
 
 logger = logging.getLogger(__name__)
 

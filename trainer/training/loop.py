@@ -15,20 +15,21 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.config.step_schedule import is_checkpoint_step, is_validation_step
 from trainer.data.batch import Batch
 from trainer.data.loader import MicroBatches, positions
 from trainer.data.sampler import random_bits
 from trainer.devices import RowShardedOptimizer
-from trainer.errors import PreemptedError, SettingsError, TrainingError
-from trainer.evidence import ContextRecord
-from trainer.formatting import listed
-from trainer.models import check_input_size, checkpoint_activations, input_size
+from trainer.devices.process_group import Preemption
+from trainer.io.errors import PreemptedError, SettingsError, TrainingError
+from trainer.io.formatting import listed
+from trainer.models.networks import check_input_size, checkpoint_activations, input_size
+from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.live_rules import LiveRules
 from trainer.profiling.recorder import LoaderStats, Recorder, Sources, Startup
 from trainer.profiling.timeline import span
-from trainer.scores import val_score
-from trainer.step_schedule import is_checkpoint_step, is_validation_step
-from trainer.tracking.stage_runs import Tracker
+from trainer.report.scores import val_score
+from trainer.report.tracking.stage_runs import Tracker
 from trainer.training.attempts import AttemptLog
 from trainer.training.checkpoints import newest
 from trainer.training.classification import validate
@@ -43,7 +44,6 @@ from trainer.training.optimizers import (
 )
 from trainer.training.parallelize import DdpTimer, parallelize_model
 from trainer.training.prefetch import Prefetcher, make_prefetcher
-from trainer.training.process_group import Preemption
 from trainer.training.spec import Losses, TrainingSpec, check_batch
 from trainer.training.training_state import capture, restore
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from trainer.devices import ReadBack
-from trainer.errors import TrainingError
-from trainer.formatting import listed
+from trainer.devices.process_group import Processes
+from trainer.io.errors import TrainingError
+from trainer.io.formatting import listed
 from trainer.profiling.recorder import Recorder
-from trainer.scores import VAL_TITLES, val_name
-from trainer.tracking.stage_runs import Tracker
-from trainer.training.process_group import Processes
+from trainer.report.scores import VAL_TITLES, val_name
+from trainer.report.tracking.stage_runs import Tracker
 from trainer.training.spec import TrainingSpec
 
 logger = logging.getLogger(__name__)

@@ -21,9 +21,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from trainer.config import TrainingSettings
 from trainer.devices import HOST, Device, RowShardedOptimizer
+from trainer.devices.process_group import Processes
 from trainer.devices.torch_private import batch_norms, lerp_all
-from trainer.models import Classifier
-from trainer.training.process_group import Processes
+from trainer.models.networks import Classifier
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:

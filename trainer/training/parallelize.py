@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import Precision, TrainingSettings
 from trainer.devices import Device
+from trainer.devices.process_group import Processes
 from trainer.devices.torch_private import DdpTimings, compiler_backend, ddp_timings
-from trainer.evidence import CommunicationRecord
-from trainer.served_student.torch_network import Preprocessing
-from trainer.training.process_group import Processes
+from trainer.models.served_student.torch_network import Preprocessing
+from trainer.profiling.evidence import CommunicationRecord
 
 logger = logging.getLogger(__name__)
 

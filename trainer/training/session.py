@@ -12,23 +12,24 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from trainer import artifacts, host, models, storage
-from trainer.artifacts import Draft
 from trainer.config import DistillSettings, PretrainSettings, TrainingSettings, WatchSettings
 from trainer.data.dataset import PreparedDataset
 from trainer.data.loader import RecordedOutputs, Samples, micro_batch_size
-from trainer.errors import OutputError, PreemptedError, SupersededError, TrainerError
-from trainer.evidence import ContextRecord
+from trainer.devices.process_group import Processes, join_processes
 from trainer.graph import STAGES, Kind
-from trainer.models import Classifier
+from trainer.io import artifacts, host, storage
+from trainer.io.artifacts import Draft
+from trainer.io.errors import OutputError, PreemptedError, SupersededError, TrainerError
+from trainer.models import networks
+from trainer.models.networks import Classifier
+from trainer.models.served_student.preprocessing import Square
+from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.recorder import Recorder, Startup
-from trainer.scores import val_name
-from trainer.served_student.preprocessing import Square
-from trainer.tracking.stage_runs import Tracker, stage_run
+from trainer.report.scores import val_name
+from trainer.report.tracking.stage_runs import Tracker, stage_run
 from trainer.training.checkpoints import Checkpoints, Dealing, compatible, root_is_shared
 from trainer.training.classification import validate
 from trainer.training.loop import Trainer
-from trainer.training.process_group import Processes, join_processes
 from trainer.training.spec import Objective, TrainingSpec, fit_batch, keep_micro_batches, why_micro_batches_count
 
 logger = logging.getLogger(__name__)
@@ -185,7 +186,7 @@ class Session:
                 "labeled": int(found.sum()),
                 "classes": dict(zip(self.data.classes, counts, strict=True)) if any(counts) else None,
                 "micro_batch": micro_batch_size(training.settings, self.processes.world_size),
-                "parameters": models.parameter_count(training.objective.model),
+                "parameters": networks.parameter_count(training.objective.model),
             }
         )
 
@@ -203,8 +204,8 @@ class Session:
             if self.data.targets is not None and model.card.labels:
                 threshold = 0.5 if model.card.threshold is None else model.card.threshold
             model.card = card = replace(model.card, square=self.square, threshold=threshold)
-            models.save(model, self.model.path)
-            parameters = models.parameter_count(model)
+            networks.save(model, self.model.path)
+            parameters = networks.parameter_count(model)
             self.model.figures.update(architecture=card.architecture, parameters=parameters, image_size=card.image_size)
             if card.labels and (name := val_name(self._measured)):
                 self.model.figures[name] = self._measured[name]

@@ -11,17 +11,17 @@ from typing import Protocol, TypeVar
 from torch import Tensor, nn
 
 from trainer.config import DistillSettings, LoadingSettings, TrainingSettings, WatchSettings
+from trainer.config.step_schedule import learning_rate_at, low_resolution_steps, step_count
 from trainer.data import loader
 from trainer.data.batch import Batch
 from trainer.data.dataset import Split
 from trainer.data.sampler import StatelessSampler
 from trainer.data.views.rendering import mixes
+from trainer.devices.process_group import Processes
 from trainer.devices.torch_private import batch_norms
-from trainer.errors import SettingsError
-from trainer.models import Classifier
-from trainer.step_schedule import learning_rate_at, low_resolution_steps, step_count
+from trainer.io.errors import SettingsError
+from trainer.models.networks import Classifier
 from trainer.training.checkpoints import Checkpoints
-from trainer.training.process_group import Processes
 
 logger = logging.getLogger(__name__)
 

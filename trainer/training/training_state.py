@@ -20,12 +20,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from trainer.base_models import NonNegative
 from trainer.devices import RowShardedOptimizer
-from trainer.errors import ArtifactError
-from trainer.formatting import listed
+from trainer.devices.process_group import Processes
+from trainer.io.base_models import NonNegative
+from trainer.io.errors import ArtifactError
+from trainer.io.formatting import listed
 from trainer.training import optimizers
-from trainer.training.process_group import Processes
 
 OPTIONS = ("lr_scale", "weight_decay", "betas", "eps")
 """What a group of weights has of its own, beside the schedule's learning rate: it decides how a weight is changed."""

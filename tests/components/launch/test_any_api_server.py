@@ -19,7 +19,7 @@ from components.launch.job_manifest import BACKENDS, HASH_ANNOTATION
 from components.launch.launcher import ClusterLauncher
 from tests.stand_ins.kubernetes.real_api_server import RealApiServer, why_missing
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
-from trainer.errors import LaunchError
+from trainer.io.errors import LaunchError
 
 KINDS = {
     "pytorchjob": ("kubeflow.org", "v1", "pytorchjobs"),

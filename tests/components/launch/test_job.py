@@ -10,7 +10,7 @@ from components.launch.client import ApiRetry, ClusterError, ForbiddenError, Kin
 from components.launch.job import TaskJob, differences
 from components.launch.job_manifest import BACKENDS, HASH_ANNOTATION, Owner
 from tests.stand_ins.kubernetes.resources import PYTORCHJOBS
-from trainer.errors import LaunchError
+from trainer.io.errors import LaunchError
 
 
 @pytest.fixture

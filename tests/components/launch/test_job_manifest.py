@@ -11,9 +11,9 @@ from components.launch import job_manifest, pools
 from components.launch.job_manifest import BACKENDS, HASH_ANNOTATION, Identity, JobState, Owner
 from tests.manifests.pod_security import violations
 from tests.stand_ins.kubernetes import schemas
-from trainer.costs import Machines
-from trainer.errors import LaunchError, SettingsError
-from trainer.launch import JobSpec
+from trainer.io.costs import Machines
+from trainer.io.errors import LaunchError, SettingsError
+from trainer.runner.launch import JobSpec
 
 
 def spec(**changes):

@@ -18,10 +18,10 @@ from components.launch.job_manifest import Owner
 from components.launch.launcher import ClusterLauncher
 from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, TRAINJOBS
 from tests.stand_ins.kubernetes.stand_in import Script
-from trainer.costs import Price
-from trainer.errors import CRASHED_NODE_EXIT_CODE, EXIT_CODE, PREEMPTED_EXIT_CODE, LaunchError
-from trainer.host import ended_by_sigterm
-from trainer.launch import MISSED_ANOTHER
+from trainer.io.costs import Price
+from trainer.io.errors import CRASHED_NODE_EXIT_CODE, EXIT_CODE, PREEMPTED_EXIT_CODE, LaunchError
+from trainer.io.host import ended_by_sigterm
+from trainer.runner.launch import MISSED_ANOTHER
 
 pytestmark = pytest.mark.usefixtures("threads_end")
 
@@ -671,7 +671,7 @@ def test_a_record_that_cannot_be_written_hides_nothing(kubernetes, fails, tmp_pa
 
 
 def test_a_record_goes_to_an_object_store(kubernetes, run):
-    from trainer import storage
+    from trainer.io import storage
 
     kubernetes.script("*", QUICK)
     run(record="memory://record-of-a-job")

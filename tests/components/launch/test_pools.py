@@ -1,9 +1,9 @@
 import pytest
 
 from components.launch import pools
-from trainer import finished_run
-from trainer.billing import StageBill, make_bill
-from trainer.errors import SettingsError
+from trainer.io.errors import SettingsError
+from trainer.report import finished_run
+from trainer.report.billing import StageBill, make_bill
 
 MACHINES = {
     # vCPUs and GiB of memory as sold, accelerators, EFA interfaces, dollars an hour on demand

@@ -14,7 +14,7 @@ from components.launch.client import ApiRetry, ForbiddenError
 from components.launch.job import TaskJob
 from components.launch.job_manifest import BACKENDS, Owner
 from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, TRAINJOBS, WORKFLOWS
-from trainer.errors import SettingsError
+from trainer.io.errors import SettingsError
 
 
 @pytest.fixture

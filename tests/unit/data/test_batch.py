@@ -6,7 +6,7 @@ import simplejpeg
 import torch
 
 from trainer.data.batch import CACHED_BYTES, cache_sized_slices, check_gpu_decoding, decode_jpegs, join_files
-from trainer.errors import DataError, SettingsError
+from trainer.io.errors import DataError, SettingsError
 
 
 @pytest.mark.parametrize(("count", "size"), [(0, 32), (1, 32), (200, 32), (170, 64), (5, 224), (3, 1024)])

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trainer import formatting
 from trainer.config import DataSettings
 from trainer.data.card import CLASSES, ROWS, STRIPS, TILE, data_card
 from trainer.data.curation import Dropped, ImageCandidate, Quarantined
@@ -22,7 +21,8 @@ from trainer.data.dataset_schema import SplitName
 from trainer.data.near_duplicates import NearDuplicates, NearPair
 from trainer.data.sources import SourceListing
 from trainer.data.sources.source import Item
-from trainer.served_student.class_tags import ClassTags
+from trainer.io import formatting
+from trainer.models.served_student.class_tags import ClassTags
 
 EVIL = '<script>alert("1")</script>'
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer import limits
 from trainer.config import RECIPES, DataSettings, resolve
 from trainer.data.class_tables import read_tags, tables_version
 from trainer.data.sources import SourceListing, list_source, read_file
-from trainer.errors import DataError
+from trainer.io import limits
+from trainer.io.errors import DataError
 
 CLASSES = ("gala", "granny", "kiwi")
 ATTRIBUTES = "food,energy,allergens\nkiwi,61,\ngala,57,none\ngranny,58.5,none\n"

@@ -21,7 +21,7 @@ from trainer.data.curation import (
     take_missing_splits,
 )
 from trainer.data.dataset_schema import SplitName
-from trainer.errors import DataError
+from trainer.io.errors import DataError
 
 CLASSES = ("cat", "dog", "eel")
 EACH = ((0,), (1,), (2,))

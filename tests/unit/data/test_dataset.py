@@ -16,14 +16,14 @@ import simplejpeg
 import torch
 from PIL import Image
 
-from trainer import artifacts
 from trainer.data import dataset as reading
 from trainer.data.dataset import decode_square, decoder_of, open_dataset
 from trainer.data.dataset_schema import SPLITS, DatasetDescription, features
 from trainer.data.preparation import encode_square
-from trainer.errors import ArtifactError, DataError
-from trainer.served_student.class_tags import ClassTags
-from trainer.served_student.preprocessing import BadImageError, Square
+from trainer.io import artifacts
+from trainer.io.errors import ArtifactError, DataError
+from trainer.models.served_student.class_tags import ClassTags
+from trainer.models.served_student.preprocessing import BadImageError, Square
 
 SIZE = 12
 CHUNKS = (slice(0, 3), slice(3, 4), slice(4, 7))

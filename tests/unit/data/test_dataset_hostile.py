@@ -11,7 +11,7 @@ import pytest
 
 from tests.hostile.targets import _find, _make_dataset, sign
 from trainer.data.dataset import open_dataset
-from trainer.errors import ArtifactError
+from trainer.io.errors import ArtifactError
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trainer import artifacts, storage
 from trainer.config import DataSettings
 from trainer.data import preparation
 from trainer.data.curation import ImageCandidate
 from trainer.data.sources import list_source
-from trainer.errors import DataError
+from trainer.io import artifacts, storage
+from trainer.io.errors import DataError
 from trainer.stages.prepare import run
 
 IMAGES, CHUNK = 24, 4

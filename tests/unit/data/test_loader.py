@@ -12,8 +12,6 @@ import simplejpeg
 import torch
 from torch.utils.data import get_worker_info
 
-from trainer import artifacts
-from trainer.child_processes import SERVED
 from trainer.config import TrainingSettings, ViewSettings
 from trainer.data import dataset as reading
 from trainer.data import loader as module
@@ -35,7 +33,9 @@ from trainer.data.loader import (
 )
 from trainer.data.sampler import SampleSlice, StatelessSampler
 from trainer.data.views.rendering import make_views, mixes
-from trainer.errors import DataError, LostProcessError, SettingsError, TrainingError
+from trainer.io import artifacts
+from trainer.io.child_processes import SERVED
+from trainer.io.errors import DataError, LostProcessError, SettingsError, TrainingError
 
 
 class Images:

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trainer.artifacts import Artifact
 from trainer.config import DataSettings, resolve
 from trainer.data import near_duplicates
 from trainer.data.curation import ImageCandidate
 from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import SPLITS, SplitName
 from trainer.data.near_duplicates import RADIUS, appearance
-from trainer.errors import DataError, SettingsError
+from trainer.io.artifacts import Artifact
+from trainer.io.errors import DataError, SettingsError
 from trainer.stages.prepare import run
 
 LABELED: tuple[SplitName, ...] = ("train", "val", "test")

@@ -25,8 +25,8 @@ from trainer.data.dataset_schema import SPLITS, DatasetDescription
 from trainer.data.decode_cache import DecodeCache
 from trainer.data.preparation import content_key, encode_square, prepare
 from trainer.data.sources import Item, SourceListing, read_file
-from trainer.errors import DataError
-from trainer.served_student.preprocessing import decode
+from trainer.io.errors import DataError
+from trainer.models.served_student.preprocessing import decode
 from trainer.stages.prepare import run
 
 

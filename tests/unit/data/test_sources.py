@@ -18,11 +18,11 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from trainer import limits, storage
 from trainer.data.dataset_schema import SplitName
 from trainer.data.sources import SourceListing, image_manifest, list_source, source_version
 from trainer.data.sources.source import Item
-from trainer.errors import DataError, SettingsError, StorageError
+from trainer.io import limits, storage
+from trainer.io.errors import DataError, SettingsError, StorageError
 
 
 def touch(root: Path, *names: str) -> None:

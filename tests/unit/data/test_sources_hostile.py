@@ -7,9 +7,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from trainer import limits
 from trainer.data.sources import list_source
-from trainer.errors import DataError
+from trainer.io import limits
+from trainer.io.errors import DataError
 
 
 def touch(path: Path) -> Path:

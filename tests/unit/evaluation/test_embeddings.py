@@ -8,11 +8,11 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 
-from trainer import models
 from trainer.data.dataset import open_dataset
 from trainer.devices import Device, choose_device
-from trainer.errors import ModelError
 from trainer.evaluation import embeddings
+from trainer.io.errors import ModelError
+from trainer.models import networks
 
 CLASSES, SIZE = 4, 6
 
@@ -146,7 +146,7 @@ class Group:
 @pytest.mark.parametrize("count", [2, 3, 10])
 def test_images_dealt_to_processes_come_back_in_their_order(count, digits, teacher, monkeypatch):
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
-    model, split, device = models.load(teacher), open_dataset(digits).split("val"), choose_device().open()
+    model, split, device = networks.load(teacher), open_dataset(digits).split("val"), choose_device().open()
     monkeypatch.setattr(embeddings, "FORWARD_BATCH", 4)
     indices, said = list(range(5, 5 + 2 * count, 2)), []
     for rank in range(2):
@@ -159,7 +159,7 @@ def test_images_dealt_to_processes_come_back_in_their_order(count, digits, teach
 
 def test_an_embedding_that_is_not_finite_is_named(digits, teacher, monkeypatch):
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
-    model, split = models.load(teacher), open_dataset(digits).split("val")
+    model, split = networks.load(teacher), open_dataset(digits).split("val")
     with torch.no_grad():
         model.network.norm.weight[0] = float("nan")
     with pytest.raises(

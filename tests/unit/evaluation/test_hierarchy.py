@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trainer.evaluation import hierarchy
-from trainer.served_student.class_tags import ClassTags
+from trainer.models.served_student.class_tags import ClassTags
 
 LABELS = ("gala", "granny", "kiwi", "milk")
 FOOD = ClassTags(

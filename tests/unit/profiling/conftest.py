@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from tests.unit.profiling.large import enlarged, made_up_answers
-from trainer import artifacts
 from trainer.config import EvidenceSettings
-from trainer.evidence import TrainingEvidence
+from trainer.io import artifacts
+from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.evidence_files import read_evidence
 from trainer.profiling.findings import Answer
 from trainer.profiling.recorder import Recorder

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from trainer.costs import Machines, Price
-from trainer.evidence import (
+from trainer.io.costs import Machines, Price
+from trainer.profiling.evidence import (
     TENSOR_COLUMNS,
     AttemptRecord,
     CommunicationRecord,
@@ -23,8 +23,8 @@ from trainer.evidence import (
     TrainingEvidence,
 )
 from trainer.profiling.findings import Answer
-from trainer.rules.outcomes import Finding, Healthy, NotJudged, Saving
-from trainer.series import Series
+from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged, Saving
+from trainer.profiling.series import Series
 
 RANKS, CORES, STEPS, SAMPLES, BLOCKS, LOOKS = 64, 192, 16384, 8192, 24, 200
 PLACE = Machines(

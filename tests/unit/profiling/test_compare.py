@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from tests.unit.profiling.large import PLACE, made_up_answers
-from trainer import artifacts, cli
+from trainer import cli
 from trainer.config import ProfileSettings
-from trainer.errors import EXIT_CODE, ArtifactError
-from trainer.evidence import Spread, TrainingEvidence
+from trainer.io import artifacts
+from trainer.io.errors import EXIT_CODE, ArtifactError
 from trainer.profiling.compare import ComparedRun, Comparison, change, compare, read_compared_run, text
 from trainer.profiling.compare import page as compare_page
+from trainer.profiling.evidence import Spread, TrainingEvidence
+from trainer.profiling.rules.outcomes import Healthy, NotJudged
 from trainer.profiling.training_summary import PhaseSummary, TrainingSummary, summarize
-from trainer.rules.outcomes import Healthy, NotJudged
 from trainer.stages import profile
 
 

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from trainer import artifacts
 from trainer.config import EvidenceSettings
-from trainer.errors import ArtifactError, OutputError
-from trainer.evidence import PHASES
+from trainer.io import artifacts
+from trainer.io.errors import ArtifactError, OutputError
+from trainer.profiling.evidence import PHASES
 from trainer.profiling.evidence_files import read_evidence
 from trainer.profiling.recorder import Recorder
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.rules.synthetic import rank_of
+from tests.unit.profiling.rules.synthetic import rank_of
 from trainer.config.rules import RuleSettings
-from trainer.costs import Machines, Price
-from trainer.errors import ArtifactError
-from trainer.evidence import Evidence, TrainingEvidence
+from trainer.io.costs import Machines, Price
+from trainer.io.errors import ArtifactError
+from trainer.profiling.evidence import Evidence, TrainingEvidence
 from trainer.profiling.evidence_files import read_evidence
 from trainer.profiling.findings import Answer, from_json, judged, ranked_findings, to_json, verdict
+from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged, Saving
 from trainer.profiling.training_summary import TrainingSummary, summarize
-from trainer.rules.outcomes import Finding, Healthy, NotJudged, Saving
 
 PRICE = Price(dollars_an_hour=36.0, date="2026-11", region="here", source="the list")
 SLOW = Finding(

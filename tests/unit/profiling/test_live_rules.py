@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from trainer.config import EvidenceSettings, WatchSettings
-from trainer.errors import TrainingError
-from trainer.evidence import ContextRecord
+from trainer.io.errors import TrainingError
 from trainer.profiling import live_rules
+from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.live_rules import HangWatchdog, LiveRules
 from trainer.profiling.recorder import Recorder
-from trainer.rules.outcomes import Case
+from trainer.profiling.rules.outcomes import Case
 
 UNEVEN = ContextRecord(classes={"apple": 100, "quince": 1})
 """What the rule class_imbalance fires on."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trainer.evidence import (
+from trainer.profiling.evidence import (
     STEP_COLUMNS,
     TENSOR_COLUMNS,
     OutsideRecord,
@@ -14,9 +14,9 @@ from trainer.evidence import (
     TensorSamples,
     TrainingEvidence,
 )
-from trainer.pages import Figure
 from trainer.profiling.over_time import by_layer, layers, phase_shares, section
 from trainer.profiling.training_summary import summarize
+from trainer.report.pages import Figure
 
 EDGES = np.linspace(0, 10, 11)
 

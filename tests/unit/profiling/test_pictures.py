@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from docs.pictures import parts
-from trainer import pages
-from trainer.errors import ArtifactError
-from trainer.evidence import TrainingEvidence
+from trainer.io.errors import ArtifactError
 from trainer.profiling.compare import ComparedRun
+from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.findings import Answer
 from trainer.profiling.training_summary import summarize
+from trainer.report import pages
 
 
 def test_each_side_is_drawn_with_its_findings_and_the_two_together(

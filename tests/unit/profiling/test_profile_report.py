@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from trainer import artifacts
-from trainer.billing import Bill, StageBill, make_bill
-from trainer.evidence import TrainingEvidence
+from trainer.io import artifacts
+from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.evidence_files import read_evidence
 from trainer.profiling.findings import Answer
 from trainer.profiling.profile_report import build, facts
 from trainer.profiling.recorder import Recorder
+from trainer.profiling.rules.outcomes import NotJudged
 from trainer.profiling.training_summary import summarize
-from trainer.rules.outcomes import NotJudged
+from trainer.report.billing import Bill, StageBill, make_bill
 
 LIMIT = 2_000_000
 

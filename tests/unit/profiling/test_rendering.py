@@ -14,16 +14,16 @@ from docs.pictures import browser, chromium, picture
 from tests.unit.data.test_card import candidate, data_card
 from tests.unit.data.test_card import content as card_content
 from tests.unit.evaluation.test_report import page as evaluation_page
-from trainer.billing import StageBill, make_bill
 from trainer.data.curation import ImageCandidate
 from trainer.data.dataset_schema import SplitName
-from trainer.evidence import TrainingEvidence
-from trainer.pages import Paragraph
 from trainer.profiling import compare
 from trainer.profiling.compare import ComparedRun
+from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.findings import Answer
 from trainer.profiling.profile_report import build
 from trainer.profiling.training_summary import summarize
+from trainer.report.billing import StageBill, make_bill
+from trainer.report.pages import Paragraph
 
 pytestmark = pytest.mark.skipif(
     browser() is None, reason="how the reports look is not tested: there is no Chromium on this machine"

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.rules.synthetic import STEPS, rank_of, steps_of
-from trainer.evidence import CompilationRecord, RankEvidence, Spans, TrainingEvidence
-from trainer.pages import Table
+from tests.unit.profiling.rules.synthetic import STEPS, rank_of, steps_of
 from trainer.profiling import profile_report
+from trainer.profiling.evidence import CompilationRecord, RankEvidence, Spans, TrainingEvidence
 from trainer.profiling.training_summary import summarize
+from trainer.report.pages import Table
 
 SLOW = 60
 """The step that takes 100 ms in place of 10, counted from 0."""

@@ -9,16 +9,16 @@ from html import unescape
 import numpy as np
 import pytest
 
-from tests.unit.rules.synthetic import GPU, STEPS, case_of, judge_by, rank_of, steps_of, together
-from trainer import formatting
-from trainer.billing import make_bill
-from trainer.evidence import CommunicationRecord, TrainingEvidence, images_per_second, measured_steps
+from tests.unit.profiling.rules.synthetic import GPU, STEPS, case_of, judge_by, rank_of, steps_of, together
+from trainer.io import formatting
+from trainer.profiling.evidence import CommunicationRecord, TrainingEvidence, images_per_second, measured_steps
 from trainer.profiling.profile_report import build
 from trainer.profiling.recorder import Recorder
+from trainer.profiling.rules.lifecycle import StepOutliers
+from trainer.profiling.rules.outcomes import Finding
+from trainer.profiling.rules.processes import Communication
 from trainer.profiling.training_summary import summarize
-from trainer.rules.lifecycle import StepOutliers
-from trainer.rules.outcomes import Finding
-from trainer.rules.processes import Communication
+from trainer.report.billing import make_bill
 from trainer.training.metric_logger import ProgressBar
 
 

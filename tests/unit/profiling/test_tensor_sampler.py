@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer import models
 from trainer.config import EvidenceSettings, MaeSettings, ModelSettings
-from trainer.evidence import TENSOR_COLUMNS
-from trainer.models import Classifier
-from trainer.pretraining import MaskedAutoencoder
+from trainer.models import networks
+from trainer.models.networks import Classifier
+from trainer.objectives.pretraining import MaskedAutoencoder
+from trainer.profiling.evidence import TENSOR_COLUMNS
 from trainer.profiling.tensor_sampler import (
     SAMPLED,
     TENSOR_SAMPLES_KEPT,
@@ -46,7 +46,7 @@ class Watched:
         settings = EvidenceSettings(tensors_every=every, tensors_budget=budget)
         torch.manual_seed(0)
         args = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
-        self.model = models.create(ModelSettings(architecture="vit_tiny_patch16_224", args=args), ["a", "b"])
+        self.model = networks.create(ModelSettings(architecture="vit_tiny_patch16_224", args=args), ["a", "b"])
         self.tensor_sampler = TensorSampler(
             settings,
             self.timeline,
@@ -155,7 +155,7 @@ def test_the_first_look_is_kept_however_many_there_are() -> None:
 def make(**changes: object) -> Classifier:
     torch.manual_seed(0)
     args = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2} | changes
-    return models.create(ModelSettings(architecture="vit_tiny_patch16_224", args=args), ["a", "b"], drop_path=0.5)
+    return networks.create(ModelSettings(architecture="vit_tiny_patch16_224", args=args), ["a", "b"], drop_path=0.5)
 
 
 def images() -> torch.Tensor:

@@ -12,7 +12,7 @@ from time import thread_time
 import numpy as np
 import pytest
 
-from trainer.evidence import BETWEEN, OTHER, PHASES
+from trainer.profiling.evidence import BETWEEN, OTHER, PHASES
 from trainer.profiling.timeline import (
     INTERRUPTED,
     MOST_PENDING,

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.evidence import TrainingEvidence, measured_steps
+from trainer.profiling.evidence import TrainingEvidence, measured_steps
 from trainer.profiling.evidence_files import read_evidence
 from trainer.profiling.training_summary import named_number, summarize
 

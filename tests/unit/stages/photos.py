@@ -10,9 +10,10 @@ import numpy.typing as npt
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from trainer import artifacts, models
 from trainer.config import DataSettings
 from trainer.data.dataset import open_dataset
+from trainer.io import artifacts
+from trainer.models import networks
 from trainer.stages import evaluate, prepare
 
 EDGE = 48
@@ -109,10 +110,10 @@ def measure(student: Path, files: Path, folder: Path, **settings: object) -> Mea
     """Prepare photos and measure a student on them, whose card then says what a training on them would have written there."""
     given = {"source": f"imagefolder:{files}", "image_size": 16, "encoding": "png", "max_pixels": 100_000}
     prepare.run(DataSettings.model_validate(given | settings), dataset=folder / "dataset")
-    data, model = open_dataset(folder / "dataset"), models.load(student)
+    data, model = open_dataset(folder / "dataset"), networks.load(student)
     model.card = replace(model.card, square=data.square)
     with artifacts.create(folder / "student", "model", settings={}) as draft:
-        models.save(model, draft.path)
+        networks.save(model, draft.path)
     split = data.split("test")
     return Measured(
         dataset=folder / "dataset",

@@ -6,9 +6,11 @@ import pytest
 import torch
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
-from trainer import artifacts, config, custom_networks, models, pretrained, stages
+from trainer import config, stages
 from trainer.config import ModelSettings, TransformersWeights
-from trainer.errors import ArtifactError, ModelError, SettingsError
+from trainer.io import artifacts
+from trainer.io.errors import ArtifactError, ModelError, SettingsError
+from trainer.models import custom_networks, networks, pretrained
 
 DIGITS = [str(digit) for digit in range(10)]
 NAMES = ["none of these", *(f"digit {digit}" for digit in reversed(DIGITS))]  # of the teacher's 11 classes
@@ -101,7 +103,7 @@ def taught(given, dataset, output):
     run_stage("evaluate", given, **names, student=output / "student", evaluation=output / "evaluation")
     metrics = json.loads((output / "evaluation" / "metrics.json").read_text())
     assert metrics["teacher"]["architecture"] == given.pretrain.teacher.architecture
-    return models.load(output / "teacher")
+    return networks.load(output / "teacher")
 
 
 def test_a_model_of_transformers_teaches(folder, trained_digits, tmp_path, monkeypatch):
@@ -115,7 +117,7 @@ def test_a_model_of_transformers_teaches(folder, trained_digits, tmp_path, monke
     with monkeypatch.context() as gone:
         gone.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(ModelError, match=r"needs the library transformers; pip install .*\[transformers\]"):
-            models.load(tmp_path / "teacher")
+            networks.load(tmp_path / "teacher")
 
 
 def test_a_function_of_the_users_teaches(code, trained_digits, tmp_path, monkeypatch):
@@ -130,9 +132,9 @@ def test_a_function_of_the_users_teaches(code, trained_digits, tmp_path, monkeyp
     images = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8)
     wanted = digit_teacher.teacher(6, pretrained=True)(teacher.preprocess(images))[:, OF_CLASSES]
     torch.testing.assert_close(teacher(images), wanted)
-    assert models.outline(tmp_path / "teacher").network.rows.is_meta
+    assert networks.outline(tmp_path / "teacher").network.rows.is_meta
     monkeypatch.delenv(custom_networks.MODULES_VARIABLE)
-    for opened in (models.load, models.outline):
+    for opened in (networks.load, networks.outline):
         with pytest.raises(ModelError, match=r"not allowed here; if you trust it, set TRAINER_MODULES=digit_teacher"):
             opened(tmp_path / "teacher")
 
@@ -198,13 +200,13 @@ def test_settings_that_a_custom_teacher_cannot_have(overrides, message):
 def test_what_is_compared_beside_logits_is_refused(code, tmp_path):
     given = settings(MODULE, *GIVEN).pretrain
     model = pretrained.check(given, given.teacher)
-    assert models.find_token_shape(model) is None
+    assert networks.find_token_shape(model) is None
     with pytest.raises(ModelError, match="cannot be compared by its features"):
-        models.feature_size(model)
+        networks.feature_size(model)
     with pytest.raises(ModelError, match=r"does not give what its blocks give; set distill\.block_weight=0"):
-        models.block_shapes(model, [0])
+        networks.block_shapes(model, [0])
     with pytest.raises(ModelError, match="neither trained nor given another head"):
-        models.with_labels(model, ["a"])
+        networks.with_labels(model, ["a"])
 
 
 @pytest.mark.parametrize(

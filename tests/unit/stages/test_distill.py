@@ -9,11 +9,13 @@ import torch
 
 from tests.distillations import QUICK, TINY, half_labeled
 from tests.trained_digits import SQUARE
-from trainer import artifacts, config, models, pretrained
+from trainer import config
 from trainer.config import DistillSettings, ReinforceSettings
 from trainer.data.dataset import open_dataset
 from trainer.devices import device
-from trainer.errors import ArtifactError, ModelError, SettingsError, TrainingError
+from trainer.io import artifacts
+from trainer.io.errors import ArtifactError, ModelError, SettingsError, TrainingError
+from trainer.models import networks, pretrained
 from trainer.profiling.evidence_files import read_evidence
 from trainer.stages import distill, reinforce
 from trainer.training import loop
@@ -103,7 +105,7 @@ SMALLER_FIRST = {
 
 def seen_sizes(monkeypatch):
     """The edge of the network's input in each forward pass of a training."""
-    sizes, forward = [], models.Preprocessing.forward
+    sizes, forward = [], networks.Preprocessing.forward
 
     def noted(self, images):
         made = forward(self, images)
@@ -111,7 +113,7 @@ def seen_sizes(monkeypatch):
             sizes.append(made.shape[-1])  # a teacher is never in training
         return made
 
-    monkeypatch.setattr(models.Preprocessing, "forward", noted)
+    monkeypatch.setattr(networks.Preprocessing, "forward", noted)
     return sizes
 
 
@@ -138,7 +140,7 @@ def test_the_first_epochs_are_seen_smaller_and_each_validation_at_full_size(
     assert training.ranks[0].record.context.low_resolution_steps == 5
     assert "distill  the first 5 steps see images of 8 pixels, the others of 16" in caplog.messages
     assert [work[0](steps) for steps in (0, 4, 5, 15)] == [0, 1, 1.25, 11.25]
-    assert models.load(made.student).card.image_size == 16
+    assert networks.load(made.student).card.image_size == 16
 
 
 def test_a_training_that_resumes_keeps_to_the_smaller_input(trained_digits, tmp_path, monkeypatch):
@@ -158,8 +160,8 @@ def test_a_training_that_resumes_keeps_to_the_smaller_input(trained_digits, tmp_
     sizes = seen_sizes(monkeypatch)
     resumed = Distillation(trained_digits, tmp_path / "broken", **settings)
     assert sizes == [8] + [16] * 10
-    weights = models.load(resumed.student).network.state_dict()
-    for name, value in models.load(whole.student).network.state_dict().items():
+    weights = networks.load(resumed.student).network.state_dict()
+    for name, value in networks.load(whole.student).network.state_dict().items():
         assert torch.equal(weights[name], value), name
 
 
@@ -224,7 +226,7 @@ def test_tokens_blocks_and_a_distillation_token_are_taught_and_resume_exactly(di
     assert whole.curves()["block"][-1] < whole.curves()["block"][0]
     for name in ("loss", "logit", "block", "label"):
         assert torch.equal(interrupted.curves()[name], whole.curves()[name][6:])
-    weights = [models.load(one.student).network.state_dict() for one in (interrupted, whole)]
+    weights = [networks.load(one.student).network.state_dict() for one in (interrupted, whole)]
     assert weights[0].keys() >= {"head.weight", "head_dist.weight"}
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
@@ -246,7 +248,7 @@ def test_the_queue_is_resumed_exactly_and_micro_batches_do_not_change_it(distill
     interrupted = distilled("interrupted", checkpoint_every=6, **SIMILAR)
     whole = distilled("whole", checkpoint_every=6, **SIMILAR)
     assert torch.equal(interrupted.curves()["similarity"], whole.curves()["similarity"][6:])
-    weights = [models.load(one.student).network.state_dict() for one in (interrupted, whole)]
+    weights = [networks.load(one.student).network.state_dict() for one in (interrupted, whole)]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     assert "queue" not in weights[0]
     parts = distilled("parts", accumulation=3, **SIMILAR).curves()
@@ -305,7 +307,9 @@ def test_recorded_outputs_stand_in_for_the_teachers_weights(trained_digits, spar
     parents = artifacts.manifest(recorded.student, "model").parents
     assert parents["teacher_outputs"] == artifacts.manifest(sparse, "teacher_outputs").fingerprint
     assert parents["teacher"] == artifacts.manifest(trained_digits.teacher, "model").fingerprint
-    assert models.load(online.student).card.square == SQUARE, "how a photo is served is what the student was trained on"
+    assert networks.load(online.student).card.square == SQUARE, (
+        "how a photo is served is what the student was trained on"
+    )
 
 
 def test_a_data_set_that_does_not_say_how_it_was_made_is_refused_before_the_training(
@@ -355,7 +359,7 @@ def test_bf16_is_fp32_with_a_warning_where_the_processor_has_no_instructions(dis
     bf16 = distilled("bf16", precision="bf16")
     (warning,) = [text for text in caplog.messages if "bf16" in text]
     assert warning.startswith("distill  precision=bf16 is not used: this processor has no bf16 instructions")
-    first, second = (models.load(run.student).state_dict() for run in (fp32, bf16))
+    first, second = (networks.load(run.student).state_dict() for run in (fp32, bf16))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -404,7 +408,7 @@ def test_an_interrupted_distillation_from_recorded_outputs_goes_on_to_the_same_w
     interrupted, whole = distilled("interrupted", sparse, **settings), distilled("whole", sparse, **settings)
     assert len(interrupted.curves()["loss"]) == 4
     assert torch.equal(interrupted.curves()["loss"], whole.curves()["loss"][6:])
-    weights = [models.load(one.student).network.state_dict() for one in (interrupted, whole)]
+    weights = [networks.load(one.student).network.state_dict() for one in (interrupted, whole)]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
@@ -418,7 +422,7 @@ def test_a_student_that_drops_patches_in_training_sees_all_afterward(distilled, 
     for name in ("logit", "feature", "label"):
         assert not torch.equal(losses[name], others[name])
         assert losses[name][-3:].mean() < losses[name][:3].mean()
-    trained, bare = models.load(dropping.student), models.load(plain.student)
+    trained, bare = networks.load(dropping.student), networks.load(plain.student)
     bare.network.load_state_dict(trained.network.state_dict())
     images = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8)
     assert torch.equal(trained(images), bare(images))
@@ -435,7 +439,7 @@ def test_the_projection_is_not_kept_but_the_average_of_the_student_is(distilled)
     settings = {"epochs": 1, "feature_weight": 1.0, "label_weight": 0.5}
     averaged = distilled("averaged", ema_decay=0.5, **settings)
     last = distilled("last", **settings)
-    kept = [models.load(one.student).network.state_dict() for one in (averaged, last)]
+    kept = [networks.load(one.student).network.state_dict() for one in (averaged, last)]
     assert not [name for name in kept[0] if "projection" in name]
     assert any(not torch.equal(value, kept[1][name]) for name, value in kept[0].items())
     assert "val_top1" in averaged.curves()
@@ -446,7 +450,7 @@ def test_a_view_is_as_large_as_the_larger_input(distilled, size, wanted):
     seen = set()
 
     def look(module, inputs):
-        if isinstance(module, models.Classifier) and module.training:
+        if isinstance(module, networks.Classifier) and module.training:
             seen.add(tuple(inputs[0].shape[-2:]))
 
     hook = torch.nn.modules.module.register_module_forward_pre_hook(look)
@@ -621,5 +625,5 @@ def test_an_interrupted_distillation_of_both_kinds_goes_on_to_the_same_weights(h
     with pytest.raises(SettingsError, match=r"distill.unlabeled was True, is False"):
         Distillation(half, tmp_path / "interrupted", **settings | {"unlabeled": False})
     ends = [Distillation(half, tmp_path / name, **settings) for name in ("interrupted", "whole")]
-    weights = [models.load(one.student).network.state_dict() for one in ends]
+    weights = [networks.load(one.student).network.state_dict() for one in ends]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())

@@ -12,11 +12,12 @@ import torch
 from sklearn.datasets import load_digits
 
 from tests.trained_digits import IMAGES, TAGS, change_labels, write_dataset
-from trainer import artifacts, models
 from trainer.config import EvaluateSettings, GateSettings
 from trainer.data.dataset import open_dataset
-from trainer.errors import DataError, ModelError
 from trainer.evaluation import metrics as scores
+from trainer.io import artifacts
+from trainer.io.errors import DataError, ModelError
+from trainer.models import networks
 from trainer.stages import evaluate
 
 SETTINGS = EvaluateSettings(latency_runs=10, latency_batch_sizes=(1, 4), gate=GateSettings(max_accuracy_drop=1))
@@ -36,7 +37,7 @@ def run(trained_digits, path: Path, settings: EvaluateSettings = SETTINGS, **cha
 
 
 def test_figures_are_those_of_the_models_themselves(trained_digits, evaluation):
-    teacher, student = models.load(trained_digits.teacher), models.load(trained_digits.student)
+    teacher, student = networks.load(trained_digits.teacher), networks.load(trained_digits.student)
     with torch.inference_mode():
         guesses = [model(trained_digits.images).argmax(dim=1).numpy() for model in (teacher, student)]
     figures = evaluation.figures
@@ -55,7 +56,7 @@ def test_figures_are_those_of_the_models_themselves(trained_digits, evaluation):
 def test_the_students_temperature_is_fitted_on_the_validation_images_and_counts_wherever_it_is_measured(
     trained_digits, evaluation
 ):
-    data, model = open_dataset(trained_digits.dataset), models.load(trained_digits.student)
+    data, model = open_dataset(trained_digits.dataset), networks.load(trained_digits.student)
 
     def logits(split):
         with torch.inference_mode():
@@ -159,7 +160,7 @@ def test_levels_of_the_hierarchy_are_measured_and_the_answers_of_a_threshold_for
     teacher, student = (artifact.figures[name]["test"] for name in ("teacher", "student"))
     groups = np.array(TAGS.levels[0].of_class)
     with torch.inference_mode():
-        guesses = models.load(trained_digits.student)(trained_digits.images).argmax(dim=1).numpy()
+        guesses = networks.load(trained_digits.student)(trained_digits.images).argmax(dim=1).numpy()
     right = np.mean(groups[guesses] == groups[trained_digits.labels])
     assert student["levels"] == {"1": pytest.approx(right), "2": student["top1"]}
     assert teacher["levels"]["1"] > teacher["levels"]["2"] == teacher["top1"]

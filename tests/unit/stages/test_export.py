@@ -11,13 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from trainer import artifacts, load_model
+from trainer import load_model
 from trainer.config import ExportSettings
-from trainer.errors import ArtifactError, ModelError, SettingsError
-from trainer.export import exporting, onnx_graph, variants
-from trainer.export.onnx_student import ExportedClassifier, OnnxStudent
-from trainer.served_student.onnx_network import OpenVinoNetwork
+from trainer.io import artifacts
+from trainer.io.errors import ArtifactError, ModelError, SettingsError
+from trainer.models.onnx_student import ExportedClassifier, OnnxStudent
+from trainer.models.served_student.onnx_network import OpenVinoNetwork
 from trainer.stages import export
+from trainer.stages.onnx_export import exporting, onnx_graph, variants
 
 pytest.importorskip("onnxruntime", reason="needs the extra `export`")
 

@@ -18,8 +18,9 @@ import pytest
 
 from tests.mlflow_server import serving
 from tests.trained_digits import png
-from trainer import artifacts, tracking
 from trainer.config import EvaluateSettings, ExportSettings, GateSettings, RegisterSettings, TrackingSettings, resolve
+from trainer.io import artifacts
+from trainer.report import tracking
 from trainer.stages import evaluate, export, register
 
 ROOT = Path(__file__).parents[3]

@@ -19,7 +19,7 @@ from scipy.special import expit
 from sklearn.metrics import average_precision_score
 
 from tests.multi_label_digits import write_list
-from trainer import artifacts, batch_prediction, drift, load_model, models, photo_classifier
+from trainer import load_model
 from trainer.config import (
     DataSettings,
     DistillSettings,
@@ -35,15 +35,18 @@ from trainer.config import (
 )
 from trainer.config.rules import RuleSettings
 from trainer.data.dataset import open_dataset
-from trainer.errors import ArtifactError, DataError, ModelError, SettingsError
-from trainer.prediction import Prediction
+from trainer.io import artifacts
+from trainer.io.errors import ArtifactError, DataError, ModelError, SettingsError
+from trainer.models import networks
+from trainer.models.prediction import Prediction
+from trainer.predict import batch_prediction, drift, photo_classifier
 from trainer.profiling.evidence_files import read_evidence
 from trainer.profiling.findings import judged
-from trainer.rules.outcomes import Healthy
+from trainer.profiling.rules.outcomes import Healthy
 from trainer.stages import distill, evaluate, export, prepare, pretrain, register, reinforce, tune
 from trainer.stages.evaluate import predict
-from trainer.tuning import trials
-from trainer.tuning.tuning_schema import read_tuning
+from trainer.stages.tuning import trials
+from trainer.stages.tuning.tuning_schema import read_tuning
 
 # MLflow on SQLAlchemy 2.1
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
@@ -152,9 +155,9 @@ def test_what_was_recorded_is_counted_by_sets(made):
 def test_a_model_of_another_kind_is_refused(made, tmp_path):
     one_label = tmp_path / "one_label"
     with artifacts.create(one_label, "model", settings={}) as draft:
-        model = models.load(made.teacher)
+        model = networks.load(made.teacher)
         model.card = replace(model.card, threshold=None)
-        models.save(model, draft.path)
+        networks.save(model, draft.path)
     message = "chooses one of its classes, but the data set's images may have several labels"
     with pytest.raises(ModelError, match=f"teacher .*{message}"):
         reinforce.run(
@@ -194,7 +197,7 @@ def test_the_teacher_learns_and_the_student_learns_it(made):
     chance = open_dataset(made.dataset).split("val").wanted.mean()
     assert teacher > 0.75 > 2 * chance
     assert student > 0.6
-    card = models.outline(made.student).card
+    card = networks.outline(made.student).card
     assert card.threshold == 0.5, "it says of each class by itself how probable it is"
     assert "val_map" in figures_of(made.online, "model")
 
@@ -210,7 +213,7 @@ def test_the_doctor_judges_the_teacher_by_its_mean_average_precision(made):
 def test_what_is_measured_is_what_scikit_learn_measures_of_the_answers(made):
     found, split = figures_of(made.evaluation, "evaluation"), open_dataset(made.dataset).split("test")
     student = found["student"]
-    logits = predict(models.load(made.student), split, 64, "student")
+    logits = predict(networks.load(made.student), split, 64, "student")
     precisions = average_precision_score(split.wanted, logits, average="macro")
     assert student["test"]["map"] == pytest.approx(precisions)
     named = expit(logits.astype(float) / student["temperature"]) > student["threshold"]
@@ -244,8 +247,8 @@ def test_an_exported_student_names_what_the_student_names(made, tmp_path, caplog
     pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     from fastapi.testclient import TestClient
 
-    from trainer.export.onnx_student import ExportedClassifier
-    from trainer.serving.server import PhotoServer, ServerLimits
+    from trainer.models.onnx_student import ExportedClassifier
+    from trainer.predict.serving.server import PhotoServer, ServerLimits
 
     settings = ExportSettings(finetune_steps=2, max_accuracy_loss=1, max_shift=1)
     given = {"dataset": made.dataset, "student": made.student, "evaluation": made.evaluation}

@@ -5,10 +5,12 @@ import json
 import pytest
 
 from tests.trained_digits import pixels, png
-from trainer import artifacts, stages, storage, tracking
+from trainer import stages
 from trainer.config import TrackingSettings
 from trainer.data.dataset import open_dataset
-from trainer.errors import StorageError
+from trainer.io import artifacts, storage
+from trainer.io.errors import StorageError
+from trainer.report import tracking
 
 
 def test_prepare_from_and_into_a_store(object_store):

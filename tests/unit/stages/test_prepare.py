@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from trainer import artifacts
-from trainer.artifacts import Artifact
 from trainer.config import DataSettings
 from trainer.data import preparation
 from trainer.data.dataset import open_dataset
-from trainer.errors import ArtifactError, DataError, OutputError
+from trainer.io import artifacts
+from trainer.io.artifacts import Artifact
+from trainer.io.errors import ArtifactError, DataError, OutputError
 from trainer.stages.prepare import run
 
 

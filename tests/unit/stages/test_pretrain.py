@@ -10,10 +10,11 @@ import timm
 import torch
 from timm.models import _registry
 
-from tests.unit.test_pretrained import ARGS, NAME, NEW, OLD, publish
-from trainer import config, models, stages
+from tests.unit.models.test_pretrained import ARGS, NAME, NEW, OLD, publish
+from trainer import config, stages
 from trainer.data.dataset import open_dataset
-from trainer.errors import ModelError, SettingsError
+from trainer.io.errors import ModelError, SettingsError
+from trainer.models import networks
 from trainer.stages import pretrain
 
 BARELY = ["pretrain.mae.epochs=0", "pretrain.finetune.epochs=1", "pretrain.finetune.base_learning_rate=1e-9"]
@@ -47,7 +48,7 @@ def taught(settings, dataset, output):
     text = json.dumps(settings.model_dump(mode="json"))
     places = {"dataset": str(dataset), "teacher": str(output / "teacher"), "evidence": str(output / "evidence")}
     stages.call("pretrain", text, places)
-    return models.load(output / "teacher")
+    return networks.load(output / "teacher")
 
 
 def is_kept(network, teacher, *rows):
@@ -70,7 +71,7 @@ def test_a_label_map_makes_timms_weights_the_teacher(hub, trained_digits, tmp_pa
     teacher = taught(section("pretrain.finetune.epochs=0", MAPPED), trained_digits.dataset, tmp_path)
     assert teacher.card.labels == tuple(DIGITS)
     assert is_kept(network, teacher, *DIGITS.values())
-    assert teacher.card.origin == models.Origin(
+    assert teacher.card.origin == networks.Origin(
         name=f"timm:{NAME}", repository=f"timm/{NAME}", revision=OLD, license="apache-2.0"
     )
 
@@ -106,7 +107,7 @@ def test_a_model_directory_may_know_more_classes_than_the_data_set(trained_digit
     settings = section("pretrain.finetune.epochs=0", weights=trained_digits.teacher)
     chosen, _ = pretrain.start(settings, two)
     images = trained_digits.images[:4]
-    assert torch.allclose(chosen.eval()(images), models.load(trained_digits.teacher)(images)[:, [4, 2]], atol=1e-5)
+    assert torch.allclose(chosen.eval()(images), networks.load(trained_digits.teacher)(images)[:, [4, 2]], atol=1e-5)
 
 
 def test_a_label_map_needs_weights():

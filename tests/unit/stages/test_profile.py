@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer import artifacts, formatting
 from trainer.config import EvidenceSettings, ProfileSettings
-from trainer.errors import ArtifactError
+from trainer.io import artifacts, formatting
+from trainer.io.errors import ArtifactError
 from trainer.profiling.recorder import Recorder
 from trainer.stages import profile
 

@@ -20,18 +20,23 @@ from fastapi.testclient import TestClient
 
 from tests.trained_digits import TAGS, png
 from tests.unit.stages.photos import measure, write_photos
-from trainer import artifacts, cli, finished_run, load_model, models, photo_classifier, preflight, tracking
-from trainer.billing import Bill
+from trainer import cli, load_model
 from trainer.config import EvaluateSettings, ExportSettings, GateSettings, RegisterSettings, TrackingSettings, resolve
-from trainer.costs import PLACE_VARIABLE, Machines, Price
-from trainer.distillation import recording
-from trainer.errors import EXIT_CODE, ModelError, TrackingAwayError, TrackingError
 from trainer.evaluation import metrics
-from trainer.export import variants
-from trainer.export.onnx_student import ExportedClassifier
-from trainer.forecast import Measurement, WorkCount, forecast
+from trainer.io import artifacts
+from trainer.io.costs import PLACE_VARIABLE, Machines, Price
+from trainer.io.errors import EXIT_CODE, ModelError, TrackingAwayError, TrackingError
+from trainer.models import networks
+from trainer.models.onnx_student import ExportedClassifier
+from trainer.objectives.distillation import recording
+from trainer.predict import photo_classifier
+from trainer.report import finished_run, tracking
+from trainer.report.billing import Bill
+from trainer.report.forecast import Measurement, WorkCount, forecast
+from trainer.runner import preflight
 from trainer.stages import STAGES, evaluate, export, register
-from trainer.tuning.tuning_schema import FILE, Tuning
+from trainer.stages.onnx_export import variants
+from trainer.stages.tuning.tuning_schema import FILE, Tuning
 
 # MLflow on SQLAlchemy 2.1
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
@@ -332,7 +337,7 @@ def test_an_exported_student_is_registered_as_its_onnx_file_without_torch(
     images = trained_digits.images[:9].permute(0, 2, 3, 1).numpy()
     model = load_model("models:/onnx@champion", judged=True)
     with torch.inference_mode():
-        logits = models.load(inputs["student"])(trained_digits.images[:9]).numpy()
+        logits = networks.load(inputs["student"])(trained_digits.images[:9]).numpy()
     expected = metrics.probabilities(
         logits / artifacts.manifest(evaluations[PASSING], "evaluation").figures["student"]["temperature"]
     )
@@ -423,13 +428,13 @@ def test_what_was_not_exported_is_registered_in_torch_and_cannot_be_served(
 def test_a_student_that_does_not_say_how_it_wants_photos_is_not_registered(
     inputs, evaluations, tracked, trained_digits, tmp_path
 ):
-    model = models.load(trained_digits.student)
+    model = networks.load(trained_digits.student)
     with artifacts.create(tmp_path / "student", "model", settings={}) as draft:
-        models.save(model, draft.path)
+        networks.save(model, draft.path)
         config = json.loads((draft.path / "config.json").read_text())
         older = {name: value for name, value in config.items() if name not in ("square", "interpolation")}
         (draft.path / "config.json").write_text(json.dumps(older))
-    assert models.load(tmp_path / "student").card == replace(model.card, square=None)
+    assert networks.load(tmp_path / "student").card == replace(model.card, square=None)
     with pytest.raises(ModelError, match=r"config.json does not say how a photo becomes its input.*distill it again"):
         run(
             inputs | {"student": tmp_path / "student"},
@@ -515,7 +520,7 @@ def test_alias_stays_on_a_student_of_other_classes(inputs, evaluations, tracked,
 
 def with_labels(labels):
     """Outline models as if they knew other classes."""
-    outline = models.outline
+    outline = networks.outline
 
     def changed(place):
         model = outline(place)

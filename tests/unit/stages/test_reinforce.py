@@ -14,14 +14,16 @@ import torch
 from PIL import Image
 
 from tests.trained_digits import DATA, write_dataset
-from trainer import artifacts, models, stages, storage
+from trainer import stages
 from trainer.config import DistillSettings, ReinforceSettings, ViewSettings
 from trainer.data.dataset import open_dataset
 from trainer.data.loader import Samples, Views
 from trainer.data.sampler import SampleSlice, partners
 from trainer.data.views.rendering import mix
-from trainer.distillation.recording import check_fits, open_recording
-from trainer.errors import ArtifactError, SettingsError, StorageError, TrainingError
+from trainer.io import artifacts, storage
+from trainer.io.errors import ArtifactError, SettingsError, StorageError, TrainingError
+from trainer.models import networks
+from trainer.objectives.distillation.recording import check_fits, open_recording
 from trainer.stages import reinforce
 
 VIEWS = ViewSettings(min_scale=0.5, mixup=0.8, cutmix=1.0)
@@ -61,7 +63,7 @@ def test_a_record_is_what_the_teacher_says_of_the_sample_s_view(trained_digits, 
     """Views, mixing and outputs computed once more, a few samples at a time, in the order of a training."""
     samples = Samples([open_dataset(trained_digits.dataset).split("train")])
     views = Views(samples, size=16, seed=7, settings=VIEWS)
-    teacher, recording = models.load(trained_digits.teacher), open_recording(outputs)
+    teacher, recording = networks.load(trained_digits.teacher), open_recording(outputs)
     indices, numbers = np.array([3, 999, 500, 42, 3]), np.array([0, 2, 1, 1, 2])
     others = np.array([partners(1000, 7, number)[index] for index, number in zip(indices, numbers, strict=True)])
     batch = views.batch(SampleSlice(indices, numbers, others))
@@ -136,11 +138,11 @@ def test_loader_processes_and_a_second_run_change_nothing(trained_digits, output
 def test_patch_tokens_are_those_of_the_view_and_the_report_names_their_bytes(trained_digits, tmp_path):
     path = record(trained_digits, tmp_path / "outputs", views=1, tokens=True)
     teacher, data, outputs = (
-        models.load(trained_digits.teacher),
+        networks.load(trained_digits.teacher),
         open_dataset(trained_digits.dataset),
         open_recording(path),
     )
-    height, width, numbers = models.token_shape(teacher)
+    height, width, numbers = networks.token_shape(teacher)
     size = height * width * (numbers + 4)
     assert artifacts.manifest(path, "teacher_outputs").figures["bytes_per_view"] == 4 * 4 + 2 * 4 + size
     page = (path / "report.html").read_text()
@@ -200,11 +202,11 @@ def test_shards_of_an_earlier_recording_do_not_stay(trained_digits, tmp_path):
 
 
 def test_a_teacher_that_fails_on_a_view_stops_with_the_samples_named(trained_digits, tmp_path):
-    model = models.load(trained_digits.teacher)
+    model = networks.load(trained_digits.teacher)
     with torch.no_grad():
         model.network.head.bias[3] = torch.nan
     with artifacts.create(tmp_path / "teacher", "model", settings={}) as draft:
-        models.save(model, draft.path)
+        networks.save(model, draft.path)
     with pytest.raises(
         TrainingError,
         match=r"outputs on view 0 are not finite, .* for [0-9a-f]{16} digits/0, .* and 138 more; look at these samples",

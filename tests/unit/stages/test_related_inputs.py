@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from trainer import artifacts, config, stages
-from trainer.errors import ArtifactError
+from trainer import config, stages
+from trainer.io import artifacts
+from trainer.io.errors import ArtifactError
 
 
 @pytest.fixture

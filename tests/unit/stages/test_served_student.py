@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 
 from tests.unit.stages.photos import KINDS, measure, write_photos
-from trainer import models
 from trainer.evaluation import metrics
-from trainer.served_student.preprocessing import BadImageError, decode, from_array
-from trainer.served_student.student import BadParameterError, ServedStudent
+from trainer.models import networks
+from trainer.models.served_student.preprocessing import BadImageError, decode, from_array
+from trainer.models.served_student.student import BadParameterError, ServedStudent
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_a_batch_is_larger_than_what_is_computed_at_once_or_empty(student, train
     images = trained_digits.images.permute(0, 2, 3, 1).numpy()
     assert len(images) > 2 * 128
     with torch.inference_mode():
-        expected = models.load(trained_digits.student)(trained_digits.images).softmax(1)
+        expected = networks.load(trained_digits.student)(trained_digits.images).softmax(1)
     np.testing.assert_allclose(student.predict(images).to_numpy(), expected, atol=1e-5)
     assert student.predict(images[:0]).shape == (0, 10)
     assert student.predict([]).shape == (0, 10)

@@ -8,14 +8,17 @@ import torch
 
 from tests.distillations import QUICK
 from tests.trained_digits import write_model
-from trainer import artifacts, config, models, preflight
+from trainer import config
 from trainer.config import DistillSettings, ReinforceSettings
 from trainer.data.dataset import open_dataset
 from trainer.devices import choose_device
-from trainer.distillation.recording import open_recording
-from trainer.errors import ArtifactError, ModelError, SettingsError
 from trainer.evaluation import embeddings
+from trainer.io import artifacts
+from trainer.io.errors import ArtifactError, ModelError, SettingsError
+from trainer.models import networks
+from trainer.objectives.distillation.recording import open_recording
 from trainer.profiling.evidence_files import read_evidence
+from trainer.runner import preflight
 from trainer.stages import distill, reinforce
 
 VIEWS = QUICK["views"]
@@ -39,14 +42,14 @@ def other(tmp_path_factory):
 def headless(other, trained_digits, tmp_path_factory):
     """The second one without its head, as a backbone from elsewhere is."""
     path = tmp_path_factory.mktemp("headless") / "teacher"
-    model = models.with_labels(models.load(other), ())
+    model = networks.with_labels(networks.load(other), ())
     train = open_dataset(trained_digits.dataset).split("train")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TRAINER_DEVICE", "cpu")
         found = embeddings.embed(model, train, range(len(train)), choose_device().open(), 250)
     model.card = replace(model.card, embedding=embeddings.statistics(found))
     with artifacts.create(path, "model", settings={}) as draft:
-        models.save(model, draft.path)
+        networks.save(model, draft.path)
     return path
 
 
@@ -143,10 +146,10 @@ def test_a_recording_that_lacks_the_features_is_refused(distilled, first, record
 
 def test_teachers_that_do_not_fit_are_refused(distilled, trained_digits, headless, tmp_path):
     animals = tmp_path / "animals"
-    model = models.load(trained_digits.teacher)
+    model = networks.load(trained_digits.teacher)
     model.card = replace(model.card, labels=tuple(f"animal {index}" for index in range(10)))
     with artifacts.create(animals, "model", settings={}) as draft:
-        models.save(model, draft.path)
+        networks.save(model, draft.path)
     with pytest.raises(ModelError, match=f"teacher {animals}"):
         distilled("animals", further_teachers=[str(animals)])
     missing = str(tmp_path / "none")

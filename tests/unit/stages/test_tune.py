@@ -18,24 +18,26 @@ from PIL import Image
 
 from tests.distillations import QUICK, TINY
 from tests.forks import Program
-from trainer import artifacts, config, models, storage
+from trainer import config
 from trainer.config import DistillSettings, ReinforceSettings, TuneSettings
-from trainer.costs import PLACE_VARIABLE
 from trainer.data.dataset import open_dataset
 from trainer.data.loader import MicroBatches
 from trainer.data.views.rendering import make_views
 from trainer.devices import choose_device
-from trainer.distillation.objective import DistillObjective
-from trainer.errors import BudgetError, SettingsError
+from trainer.devices.process_group import Processes
+from trainer.io import artifacts, storage
+from trainer.io.costs import PLACE_VARIABLE
+from trainer.io.errors import BudgetError, SettingsError
+from trainer.models import networks
+from trainer.objectives.distillation.objective import DistillObjective
 from trainer.profiling.recorder import Startup
 from trainer.stages import reinforce, tune
+from trainer.stages.tuning import trials as module
+from trainer.stages.tuning.search import LEAST_GAIN
+from trainer.stages.tuning.trials import Trials
+from trainer.stages.tuning.tuning_schema import Candidate, Trial, read_tuning
 from trainer.training import loop, parallelize, prefetch
 from trainer.training.parallelize import CompileCounter
-from trainer.training.process_group import Processes
-from trainer.tuning import trials as module
-from trainer.tuning.search import LEAST_GAIN
-from trainer.tuning.trials import Trials
-from trainer.tuning.tuning_schema import Candidate, Trial, read_tuning
 
 VIEWS = QUICK["views"]
 
@@ -465,7 +467,7 @@ TUNE = """
 import json, sys
 from trainer import config
 from trainer.stages import tune
-from trainer.tuning import trials
+from trainer.stages.tuning import trials
 trials.LEAST_S, trials.LONGEST_S = (0.1, 0.2), (0.2, 0.4)
 tune.run(config.validate(config.TuneSettings, json.loads(sys.argv[1])), **json.loads(sys.argv[2]))
 """
@@ -510,11 +512,11 @@ def test_damaged_notes_are_not_believed(tuned, tmp_path, caplog):
 
 
 def test_a_teacher_without_a_head_is_tuned_for_and_its_logits_are_refused(trained_digits, tmp_path):
-    model = models.with_labels(models.load(trained_digits.teacher), ())
-    size = models.feature_size(model)
-    model.card = replace(model.card, embedding=models.EmbeddingStatistics(mean=(0.0,) * size, std=(2.0,) * size))
+    model = networks.with_labels(networks.load(trained_digits.teacher), ())
+    size = networks.feature_size(model)
+    model.card = replace(model.card, embedding=networks.EmbeddingStatistics(mean=(0.0,) * size, std=(2.0,) * size))
     with artifacts.create(tmp_path / "teacher", "model", settings={}) as draft:
-        models.save(model, draft.path)
+        networks.save(model, draft.path)
     learns = {"head": "probe", "logit_weight": 0, "label_weight": 0, "feature_weight": 1}
 
     def tuned(distill):

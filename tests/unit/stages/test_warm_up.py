@@ -7,9 +7,10 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.distillations import QUICK, TINY
-from trainer import artifacts, config
+from trainer import config
 from trainer.config import DistillSettings, WarmUpSettings
-from trainer.errors import SettingsError
+from trainer.io import artifacts
+from trainer.io.errors import SettingsError
 from trainer.stages import distill, warm_up
 
 PART = {name: QUICK[name] for name in ("batch_size", "warmup_epochs", "evidence")} | {"log_every": 2, "compile": "off"}

@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from trainer import config, models, preflight
+from trainer import config
 from trainer.config import FinetuneSettings, MaeSettings, ModelSettings
-from trainer.errors import ModelError
-from trainer.pretraining import MaskedAutoencoder, freeze
+from trainer.io.errors import ModelError
+from trainer.models import networks
+from trainer.objectives.pretraining import MaskedAutoencoder, freeze
+from trainer.runner import preflight
 from trainer.training.parallelize import CompileCounter, compile_blocks
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 def classifier(**args):
     torch.manual_seed(0)
     settings = ModelSettings(architecture="vit_tiny_patch16_224", args=TINY | args)
-    return models.create(settings, ["a", "b", "c"], drop_path=0.3)
+    return networks.create(settings, ["a", "b", "c"], drop_path=0.3)
 
 
 def adapted():
@@ -55,7 +57,7 @@ def gradients(model):
 @pytest.mark.parametrize("make", [classifier, adapted, autoencoder, lambda: classifier(patch_drop_rate=0.5)])
 def test_losses_and_gradients_are_the_same_bits_with_stochastic_depth_too(make):
     plain, checkpointed = make(), make()
-    models.checkpoint_activations(checkpointed)
+    networks.checkpoint_activations(checkpointed)
     expected, once, validated = gradients(plain)
     found, twice, as_well = gradients(checkpointed)
     assert (once, twice, validated, as_well) == (1, 2, 1, 1)
@@ -67,7 +69,7 @@ def test_losses_and_gradients_are_the_same_bits_with_stochastic_depth_too(make):
 def test_compiled_blocks_do_so_too():
     torch.compiler.reset()
     compiled, graphs = classifier(), CompileCounter("aot_eager")
-    models.checkpoint_activations(compiled)
+    networks.checkpoint_activations(compiled)
     compile_blocks(compiled, graphs)
     expected, *_ = gradients(classifier())
     found, *_ = gradients(compiled)
@@ -80,11 +82,11 @@ def test_compiled_blocks_do_so_too():
 def test_networks_that_cannot_do_so_are_refused():
     for name, reason in (("resnet10t", "ResNet has batch norm"), ("coat_tiny", "CoaT cannot do so in timm")):
         with torch.device("meta"):
-            model = models.create(ModelSettings(architecture=name), ["a", "b"])
+            model = networks.create(ModelSettings(architecture=name), ["a", "b"])
         with pytest.raises(ModelError, match=f"activation_checkpointing is true, but {reason}"):
-            models.checkpoint_activations(model)
+            networks.checkpoint_activations(model)
     with pytest.raises(ModelError, match="but Linear cannot do so"):
-        models.checkpoint_activations(nn.Linear(1, 1))
+        networks.checkpoint_activations(nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("section", ["distill", "pretrain.mae", "pretrain.finetune"])

@@ -5,8 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from trainer import storage
-from trainer.errors import LostProcessError, OutputError, PreemptedError, StorageError, SupersededError, TrainingError
+from trainer.io import storage
+from trainer.io.errors import (
+    LostProcessError,
+    OutputError,
+    PreemptedError,
+    StorageError,
+    SupersededError,
+    TrainingError,
+)
 from trainer.training import attempts as module
 from trainer.training.attempts import ATTEMPTS, AttemptLog
 

@@ -12,10 +12,12 @@ import torch
 
 from tests.checkpoints import PARTS, everything, learner, snapshot_of
 from tests.forks import on_two_processes
-from trainer import artifacts, config, storage
-from trainer.base_models import Section
+from trainer import config
 from trainer.devices import choose_device
-from trainer.errors import OutputError, SettingsError, StorageAwayError, StorageError, SupersededError
+from trainer.devices.process_group import Processes
+from trainer.io import artifacts, storage
+from trainer.io.base_models import Section
+from trainer.io.errors import OutputError, SettingsError, StorageAwayError, StorageError, SupersededError
 from trainer.training import checkpoints as module
 from trainer.training.checkpoints import (
     CHANGEABLE_ON_RESUME,
@@ -26,7 +28,6 @@ from trainer.training.checkpoints import (
     newest,
     root_is_shared,
 )
-from trainer.training.process_group import Processes
 from trainer.training.training_state import Snapshot, restore
 
 ALONE = Processes(rank=0, world_size=1, local_rank=0, device=choose_device())
@@ -416,9 +417,9 @@ def test_what_has_to_be_there_before_a_checkpoint_is_written_in_the_background_t
 AGREE = """
 import json, logging, sys
 from pathlib import Path
-from trainer.errors import TrainingError
+from trainer.io.errors import TrainingError
 from trainer.training.checkpoints import Checkpoints, newest
-from trainer.training.process_group import join_processes
+from trainer.devices.process_group import join_processes
 
 logging.basicConfig(level=logging.INFO)
 with join_processes() as processes:

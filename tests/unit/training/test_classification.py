@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from sklearn.metrics import average_precision_score
 
-from trainer import models
 from trainer.config import ModelSettings, TrainingSettings
 from trainer.data.batch import Mixing
 from trainer.devices import choose_device
+from trainer.devices.process_group import Processes
+from trainer.models import networks
 from trainer.training.classification import (
     LabelSetLoss,
     asymmetric_loss,
@@ -19,7 +20,6 @@ from trainer.training.classification import (
     label_loss,
     validate,
 )
-from trainer.training.process_group import Processes
 
 LOGITS = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([0, 1, 2, 3, 3, 0, 1])
@@ -176,7 +176,9 @@ class Images:
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    return models.create(ModelSettings(architecture="vit_tiny_patch16_224", args=TINY), ["a", "b", "c"], drop_path=0.5)
+    return networks.create(
+        ModelSettings(architecture="vit_tiny_patch16_224", args=TINY), ["a", "b", "c"], drop_path=0.5
+    )
 
 
 def processes(rank=0, world_size=1):

@@ -13,6 +13,7 @@ from threadpoolctl import threadpool_limits
 from tests.clocks import Clock
 from trainer.config import EvidenceSettings
 from trainer.devices import Device, choose_device
+from trainer.devices.process_group import Processes
 from trainer.profiling.recorder import LoaderStats, Recorder, Sources
 from trainer.training import loader_workers as module
 from trainer.training.loader_workers import (
@@ -23,7 +24,6 @@ from trainer.training.loader_workers import (
     choose_workers,
     measure_loading,
 )
-from trainer.training.process_group import Processes
 
 # Here stands a CPU for a GPU, and there may be fewer cores than processes.
 pytestmark = [

@@ -8,10 +8,10 @@ import torch
 
 from trainer.config import TrainingSettings
 from trainer.devices import choose_device
-from trainer.errors import TrainingError
+from trainer.devices.process_group import Processes
+from trainer.io.errors import TrainingError
 from trainer.training import metric_logger
 from trainer.training.metric_logger import MetricLogger, ProgressBar
-from trainer.training.process_group import Processes
 
 
 class Sink:

@@ -11,15 +11,16 @@ from torch import Tensor
 
 from tests.distillations import QUICK, TINY
 from tests.stand_ins.gpu import DEVICE, Gpu
-from trainer import config, models
+from trainer import config
 from trainer.config import DistillSettings, MaeSettings, ModelSettings, PretrainSettings, ReinforceSettings
 from trainer.data.batch import Batch
-from trainer.devices import HOST
-from trainer.distillation.frozen_teacher import FrozenTeacher
-from trainer.distillation.objective import DistillObjective, ProjectedStudent
-from trainer.pretraining import FinetuneObjective, MaeObjective, MaskedAutoencoder
+from trainer.devices import HOST, process_group
+from trainer.models import networks
+from trainer.objectives.distillation.frozen_teacher import FrozenTeacher
+from trainer.objectives.distillation.objective import DistillObjective, ProjectedStudent
+from trainer.objectives.pretraining import FinetuneObjective, MaeObjective, MaskedAutoencoder
 from trainer.stages import distill, pretrain, reinforce
-from trainer.training import prefetch, process_group
+from trainer.training import prefetch
 from trainer.training.loop import Trainer
 
 VIEWS = {
@@ -154,7 +155,7 @@ def test_files_are_decoded_on_the_stream_that_sends(monkeypatch, gpu):
 
 
 def classifier():
-    return models.create(ModelSettings.model_validate(MODEL), ["a", "b", "c"])
+    return networks.create(ModelSettings.model_validate(MODEL), ["a", "b", "c"])
 
 
 def masked_autoencoder():

@@ -5,11 +5,11 @@ import safetensors.torch
 import torch
 
 from tests.forks import Program, free_port
-from trainer import models
 from trainer.config import ModelSettings, TrainingSettings
 from trainer.devices import HOST, choose_device
+from trainer.devices.process_group import Processes
+from trainer.models import networks
 from trainer.training.optimizers import AveragedModel, make_optimizer, parameter_groups, rows_of, set_learning_rate
-from trainer.training.process_group import Processes
 
 TINY = ModelSettings(
     architecture="vit_tiny_patch16_224",
@@ -19,7 +19,7 @@ TINY = ModelSettings(
 
 @pytest.fixture
 def model():
-    return models.create(TINY, ["a", "b"])
+    return networks.create(TINY, ["a", "b"])
 
 
 def names_of(model, group):
@@ -122,17 +122,17 @@ import json, sys
 from pathlib import Path
 import timm, torch
 from tests.distillations import QUICK
-from trainer import config, models
+from trainer import config; from trainer.models import networks as models
 from trainer.config import EvidenceSettings, FinetuneSettings, LoadingSettings
 from trainer.data.dataset import open_dataset
 from trainer.data.loader import Samples
-from trainer.models import Classifier, ModelCard
-from trainer.pretraining import FinetuneObjective
-from trainer.tracking.stage_runs import stage_run
+from trainer.models.networks import Classifier, ModelCard
+from trainer.objectives.pretraining import FinetuneObjective
+from trainer.report.tracking.stage_runs import stage_run
 from trainer.training.checkpoints import Checkpoints
 from trainer.devices import Device
 from trainer.training.loop import Trainer
-from trainer.training.process_group import join_processes
+from trainer.devices.process_group import join_processes
 from trainer.training.spec import TrainingSpec
 
 folder, digits = Path(sys.argv[1]), sys.argv[2]

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from tests.forks import on_two_processes
-from trainer import models
 from trainer.config import MaeSettings, ModelSettings, TrainingSettings
 from trainer.devices import choose_device, device
-from trainer.pretraining import MaskedAutoencoder
+from trainer.devices.process_group import Processes
+from trainer.models import networks
+from trainer.objectives.pretraining import MaskedAutoencoder
 from trainer.training import parallelize
 from trainer.training.optimizers import AveragedModel
 from trainer.training.parallelize import (
@@ -23,7 +24,6 @@ from trainer.training.parallelize import (
     repeated_blocks,
     use_fast_kernels,
 )
-from trainer.training.process_group import Processes
 
 # The tracer looks at inner tensors too.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -34,7 +34,7 @@ TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 10, "num_head
 def make(*, drop_path=0.0, **changes):
     torch.manual_seed(0)
     settings = ModelSettings(architecture="vit_tiny_patch16_224", args=TINY | changes)
-    return models.create(settings, ["a", "b", "c"], drop_path=drop_path)
+    return networks.create(settings, ["a", "b", "c"], drop_path=drop_path)
 
 
 def images():
@@ -157,11 +157,11 @@ def test_one_process_gets_its_own_model_unless_it_is_compiled(monkeypatch):
 
 SHARED = """
 import json, torch
-from trainer import models
+from trainer.models import networks as models
 from trainer.config import MaeSettings, ModelSettings, TrainingSettings
-from trainer.distillation.objective import ProjectedStudent
-from trainer.pretraining import MaeObjective, MaskedAutoencoder
-from trainer.training.process_group import join_processes
+from trainer.objectives.distillation.objective import ProjectedStudent
+from trainer.objectives.pretraining import MaeObjective, MaskedAutoencoder
+from trainer.devices.process_group import join_processes
 from trainer.training.parallelize import DdpTimer, CompileCounter, compile_blocks, parallelize_model
 
 TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 10, "num_heads": 2}
@@ -268,7 +268,7 @@ def processor(monkeypatch):
 
 def make_wide(**changes):
     torch.manual_seed(0)
-    return models.create(ModelSettings(architecture="vit_tiny_patch16_224", args=WIDE | changes), ["a", "b", "c"])
+    return networks.create(ModelSettings(architecture="vit_tiny_patch16_224", args=WIDE | changes), ["a", "b", "c"])
 
 
 def pictures(count=8):
@@ -344,7 +344,7 @@ def test_logits_and_gradients_are_those_of_the_plain_model(on_cpu, processor, pr
 def test_a_convolutional_network_computes_with_the_channels_last(on_cpu, precision, tolerance):
     def make():
         torch.manual_seed(0)
-        return models.create(ModelSettings(architecture="tf_efficientnet_lite0", image_size=32), ["a", "b"]).eval()
+        return networks.create(ModelSettings(architecture="tf_efficientnet_lite0", image_size=32), ["a", "b"]).eval()
 
     plain, fast = make(), make()
     use_fast_kernels(fast, on_cpu, precision)

@@ -1,12 +1,12 @@
 from tests.forks import Program, free_port
-from trainer import artifacts
+from trainer.io import artifacts
 
 NODES, PROCESSES_PER_NODE = 2, 2
 SCRIPT = """
 import sys
-from trainer.errors import OutputError
+from trainer.io.errors import OutputError
 from trainer.training.session import shared_artifact
-from trainer.training.process_group import join_processes
+from trainer.devices.process_group import join_processes
 
 with join_processes() as processes:
     with shared_artifact(processes, sys.argv[1], "evidence", settings={}, parents={}) as draft:

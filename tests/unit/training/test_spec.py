@@ -4,12 +4,12 @@ import pytest
 from torch import nn
 
 from tests.checkpoints import learner, snapshot_of
-from trainer import models
 from trainer.config import DistillSettings, ModelSettings, TrainingSettings
 from trainer.devices import HOST, choose_device
-from trainer.errors import SettingsError
+from trainer.devices.process_group import Processes
+from trainer.io.errors import SettingsError
+from trainer.models import networks
 from trainer.training.checkpoints import Checkpoints, Dealing
-from trainer.training.process_group import Processes
 from trainer.training.spec import check_batch, fit_batch, keep_micro_batches, why_micro_batches_count
 
 
@@ -94,7 +94,7 @@ def test_processes_that_cannot_share_the_micro_batches_are_refused(tmp_path, mon
 
 
 def made(architecture, **args):
-    return models.create(ModelSettings(architecture=architecture, args=args), ["a", "b"])
+    return networks.create(ModelSettings(architecture=architecture, args=args), ["a", "b"])
 
 
 def test_micro_batches_count_where_images_meet_in_them():

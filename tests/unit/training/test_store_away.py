@@ -14,8 +14,9 @@ from collections import Counter
 
 import pytest
 
-from trainer import storage, tracking
-from trainer.tracking import stage_runs
+from trainer.io import storage
+from trainer.report import tracking
+from trainer.report.tracking import stage_runs
 from trainer.training import attempts
 from trainer.training import checkpoints as module
 from trainer.training.loop import Trainer

@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.checkpoints import PARTS, everything, learner, snapshot_of
 from tests.forks import on_two_processes
-from trainer.errors import ArtifactError
+from trainer.io.errors import ArtifactError
 from trainer.training.training_state import DESCRIPTION, Snapshot, TrainingState, read_state, restore
 
 
@@ -221,7 +221,7 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from tests.checkpoints import Rows, learner
 from trainer.training.training_state import Snapshot, capture, read_state, restore
-from trainer.training.process_group import join_processes
+from trainer.devices.process_group import join_processes
 
 def sharded(model, whole):
     groups = [{name: group[name] for name in ("params", "weight_decay", "lr_scale")} for group in whole.param_groups]

@@ -22,16 +22,16 @@ from typing import Any
 
 from PIL import Image
 
-from trainer import limits
 from trainer.config import Outside
 from trainer.data.dataset_schema import UNLABELED
 from trainer.data.sources.hub_dataset import HubDataset
 from trainer.data.sources.image_folder import ImageFolder
 from trainer.data.sources.image_manifest import ImageManifest
 from trainer.data.sources.source import ImageSource, Item, SourceListing, UnknownVersionError, expand_home, read_file
-from trainer.errors import DataError, SettingsError
-from trainer.formatting import listed
-from trainer.served_student.class_tags import NAMED
+from trainer.io import limits
+from trainer.io.errors import DataError, SettingsError
+from trainer.io.formatting import listed
+from trainer.models.served_student.class_tags import NAMED
 
 __all__ = ["ImageSource", "Item", "SourceListing", "expand_home", "list_source", "read_file", "source_version"]
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
-from trainer import limits, storage
 from trainer.config import Outside
-from trainer.errors import DataError
-from trainer.formatting import listed
-from trainer.local_files import located
+from trainer.io import limits, storage
+from trainer.io.errors import DataError
+from trainer.io.formatting import listed
+from trainer.io.local_files import located
 
 SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".gif", ".bmp", ".webp", ".tif", ".tiff"}

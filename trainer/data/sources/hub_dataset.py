@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer import hub, limits, storage
 from trainer.data.dataset_schema import UNLABELED, SplitName
 from trainer.data.sources.image_folder import ImageFolder
 from trainer.data.sources.source import (
@@ -20,7 +19,8 @@ from trainer.data.sources.source import (
     read_file,
     split_of,
 )
-from trainer.errors import DataError
+from trainer.io import hub, limits, storage
+from trainer.io.errors import DataError
 
 
 class HubDataset(ImageSource):

@@ -7,8 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from trainer import limits, storage
-from trainer.artifacts import digest
 from trainer.data.dataset_schema import UNLABELED, SplitName
 from trainer.data.sources.folder_files import FolderFiles, list_files, of_systems, too_many_files
 from trainer.data.sources.source import (
@@ -21,8 +19,10 @@ from trainer.data.sources.source import (
     size_and_times,
     split_of,
 )
-from trainer.errors import DataError
-from trainer.formatting import listed
+from trainer.io import limits, storage
+from trainer.io.artifacts import digest
+from trainer.io.errors import DataError
+from trainer.io.formatting import listed
 
 Group: TypeAlias = tuple[str, ...]
 """The folders of a class below the split's, as people read them: those of groups, and last its own."""

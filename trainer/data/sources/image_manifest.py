@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
 
-from trainer import limits, storage
-from trainer.artifacts import digest
 from trainer.config import Outside
 from trainer.data.dataset_schema import UNLABELED, SplitName
 from trainer.data.sources.source import (
@@ -30,8 +28,10 @@ from trainer.data.sources.source import (
     size_and_times,
 )
 from trainer.data.sources.table_file import TableFile, TableRow, class_name, folded
-from trainer.errors import DataError, StorageError
-from trainer.formatting import listed
+from trainer.io import limits, storage
+from trainer.io.artifacts import digest
+from trainer.io.errors import DataError, StorageError
+from trainer.io.formatting import listed
 
 SEPARATOR = "|"
 """Between the labels of an image that may have several; alone it is an image of no class."""

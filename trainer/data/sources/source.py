@@ -14,12 +14,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import cached_property
 
-from trainer import limits, local_files, storage
 from trainer.config import Outside
 from trainer.config.rules import FEW_LABELS
 from trainer.data.dataset_schema import UNLABELED, SplitName
-from trainer.errors import DataError, ObjectNotFoundError
-from trainer.formatting import listed
+from trainer.io import limits, local_files, storage
+from trainer.io.errors import DataError, ObjectNotFoundError
+from trainer.io.formatting import listed
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from trainer import limits
 from trainer.data.sources.source import read_file
-from trainer.errors import DataError, ObjectTooLargeError, StorageError
-from trainer.local_files import located
+from trainer.io import limits
+from trainer.io.errors import DataError, ObjectTooLargeError, StorageError
+from trainer.io.local_files import located
 
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 _HEAD = 100_000  # characters in which the headings are

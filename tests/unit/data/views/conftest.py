@@ -6,7 +6,7 @@ from sklearn.datasets import load_digits
 
 from trainer.config import ViewSettings
 from trainer.data.views.parameters import OPERATIONS, draw_views
-from trainer.served_student.preprocessing import Square, to_square
+from trainer.models.served_student.preprocessing import Square, to_square
 
 
 def _smooth(count, size):

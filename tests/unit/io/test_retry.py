@@ -1,0 +1,63 @@
+import time
+
+import pytest
+
+from trainer.io.retry import Retry
+
+
+class Flaky:
+    """Fails so many times, then answers."""
+
+    def __init__(self, failures):
+        self.failures, self.calls = failures, 0
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls <= self.failures:
+            raise ConnectionResetError(f"failure {self.calls}")
+        return "answer"
+
+
+def test_an_action_is_attempted_until_it_returns_and_waits_double_up_to_the_longest():
+    action, failed, waits = Flaky(6), [], []
+    retry = Retry(first_s=0.25, longest_s=3)
+    assert (
+        retry(action, failed=lambda error, attempt: failed.append((str(error), attempt)), sleep=waits.append)
+        == "answer"
+    )
+    assert failed == [(f"failure {attempt}", attempt) for attempt in range(1, 7)]
+    assert waits == [0.25, 0.5, 1, 2, 3, 3]
+
+
+def test_nothing_waits_where_the_first_attempt_returns(monkeypatch):
+    monkeypatch.setattr(time, "sleep", None)
+    assert Retry(first_s=1, longest_s=2)(Flaky(0), failed=lambda error, attempt: pytest.fail(str(error))) == "answer"
+
+
+def test_what_failed_raises_ends_the_attempts_without_a_wait():
+    def failed(error, attempt):
+        if attempt == 2:
+            raise ValueError("given up") from error
+
+    action, waits = Flaky(5), []
+    with pytest.raises(ValueError, match="given up"):
+        Retry(first_s=1, longest_s=10)(action, failed=failed, sleep=waits.append)
+    assert (action.calls, waits) == (2, [1])
+
+
+def test_an_interruption_is_no_failure():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Retry(first_s=1, longest_s=10)(
+            interrupted, failed=lambda error, attempt: pytest.fail("asked"), sleep=pytest.fail
+        )
+
+
+def test_jitter_shortens_waits_at_random_and_the_longest_holds_for_any_number_of_failures():
+    retry = Retry(first_s=1, longest_s=15, jitter=0.5)
+    waits = {retry.wait_s(1) for _ in range(50)}
+    assert len(waits) > 40
+    assert all(0.5 <= wait <= 1 for wait in waits)
+    assert 7.5 <= retry.wait_s(100_000) <= 15

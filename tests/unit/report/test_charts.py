@@ -1,0 +1,280 @@
+"""Charts of all kinds: their marks are where the numbers say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from markupsafe import Markup
+
+from trainer.io import formatting
+from trainer.profiling.training_summary import PHASE_LABELS
+from trainer.report import charts
+from trainer.report.charts import (
+    LEFT,
+    PLOT,
+    ChartLine,
+    MarkedTime,
+    ReliabilityCurve,
+    by_color,
+    histogram,
+    stacked_bar,
+    stacked_columns,
+    stacked_rows,
+)
+
+
+def test_texts_and_attributes_are_escaped_and_elements_are_not() -> None:
+    inner = charts.element("tspan", "<b>")
+    assert (
+        charts.element("text", inner, "&", class_='"x"')
+        == '<text class="&#34;x&#34;"><tspan>&lt;b&gt;</tspan>&amp;</text>'
+    )
+    assert isinstance(inner, Markup)
+
+
+def test_attributes_are_written_as_svg_has_them() -> None:
+    drawn = charts.element("rect", x=1.26, stroke_width=3, viewBox="0 0 1 1", aria_label="a", opacity=None)
+    assert drawn == '<rect x="1.3" stroke-width="3" viewBox="0 0 1 1" aria-label="a"></rect>'
+
+
+def test_a_hint_is_the_elements_title() -> None:
+    assert charts.rectangle(0, 0, 1, 1, "bar", "3 < 4") == (
+        '<rect x="0.0" y="0.0" width="1.0" height="1.0" class="bar"><title>3 &lt; 4</title></rect>'
+    )
+    assert "<title>" not in charts.rectangle(0, 0, 1, 1, "bar")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "count", "expected"),
+    [(0, 1, 5, [0, 0.2, 0.4, 0.6, 0.8, 1]), (0, 97, 4, [0, 50]), (3, 3, 4, [3]), (-1, 1, 2, [-1, 0, 1])],
+)
+def test_ticks_are_round(low: float, high: float, count: int, expected: list[float]) -> None:
+    assert charts.ticks(low, high, count) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("keep_end", [True, False])
+@pytest.mark.parametrize("label", ["x" * 200, "W" * 30, "BLACK BEAR " * 3, "猫" * 40, "قطة صغيرة جدا " * 5, "a猫" * 20])
+def test_a_label_that_is_too_long_is_cut_to_what_fits(label: str, keep_end: bool) -> None:
+    shown = charts.fitted(label, keep_end=keep_end)
+    assert 18 <= formatting.columns(shown) <= 22
+    assert label.endswith(shown[1:]) if keep_end else label.startswith(shown[:-1])
+    assert charts.fitted("a cat") == "a cat"
+
+
+@pytest.mark.parametrize("name", PHASE_LABELS.values())
+def test_the_labels_of_phases_are_whole(name: str) -> None:
+    assert charts.fitted(name) == name
+
+
+def test_a_label_that_was_cut_is_whole_in_its_hint() -> None:
+    label = "a class with a rather long name"
+    assert f"<title>{label}</title>" in charts.row_label(0, 0, label)
+    assert "<title>" not in charts.row_label(0, 0, "short")
+
+
+def test_a_chart_with_text_is_scrolled_before_its_text_gets_too_small() -> None:
+    assert "--least: 800px" in charts.drawing(10, title="it", width=1000)
+    assert "--least: 0px" in charts.drawing(10, title="it", width=1000, shrinks=True)
+    assert 'role="img" aria-label="it"' in charts.drawing(10, title="it")
+
+
+def widths(drawn: str) -> list[float]:
+    return [float(value) for value in re.findall(r'<rect [^>]*width="([\d.]+)"', drawn)]
+
+
+def test_a_stacked_bar_is_divided_by_shares() -> None:
+    names = {"data": "waiting", "mine": "<mine>"}
+    drawn = stacked_bar({"data": 0.25, "mine": 0.75}, "shares", spoken=names.__getitem__)
+    assert widths(drawn) == [259, 779]
+    assert "<title>waiting: 25.0 %</title>" in drawn
+    assert "<title>&lt;mine&gt;: 75.0 %</title>" in drawn
+    assert re.findall(r'class="(f-\w+)"', drawn) == ["f-data", "f-named"]
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_rows_are_on_one_scale_and_many_of_them_have_no_hints(rows: int) -> None:
+    given = [(f"rank {row}", {"waiting": 10 / (row + 1)}, "") for row in range(rows)]
+    drawn = stacked_rows(given, "ms", "ranks", spoken=str)
+    first, *others = widths(drawn)
+    assert others == pytest.approx([(first + 0.5) / (row + 1) - 0.5 for row in range(1, rows)], abs=0.1)
+    assert ("<title>waiting: 10 ms</title>" in drawn) == (rows == 1)
+
+
+def test_rows_without_any_amount_are_drawn() -> None:
+    assert widths(stacked_rows([("none", {"data": 0.0}, "")], "s", "bill", spoken=str)) == [0]
+
+
+def test_amounts_without_a_color_of_their_own_are_summed() -> None:
+    assert by_color({"data": 1.0, "mine": 2.0, "yours": 3.0}) == {"data": 1.0, "named": 5.0}
+    assert by_color({"data": 1.0, "mine": 2.0}) == {"data": 1.0, "mine": 2.0}
+
+
+def test_a_histogram_counts_every_value() -> None:
+    values = np.array([*np.arange(1.0, 100.0), 5000.0])
+    drawn = histogram(values, [(50.0, "median")], "ms", "steps")
+    assert sum(int(count) for count in re.findall(r"<title>[^<]* ms: (\d+)</title>", drawn)) == 100
+
+
+def test_columns_are_sorted_and_say_their_parts() -> None:
+    drawn = stacked_columns(["few", "many"], [("train", [1, 1200]), ("test", [2, 300])], "classes")
+    assert re.findall(r"<title>([^<]*)</title>", drawn) == ["many: 1,200 train, 300 test", "few: 1 train, 2 test"]
+    assert re.findall(r">([\d,]+)</text>", drawn) == ["1,500"]
+
+
+TEACHER = ReliabilityCurve(name="teacher", confidence=[None, 0.75], accuracy=[None, 0.5], counts=[0, 4])
+STUDENT = ReliabilityCurve(name="student", confidence=[0.25, 0.75], accuracy=[0.0, 1.0], counts=[1, 3])
+
+
+def dots(drawn: str) -> list[tuple[str, float, float]]:
+    """Hint and place of each."""
+    found = re.findall(r'<g><title>([^<]*)</title><circle cx="([\d.]+)" cy="([\d.]+)"', drawn)
+    return [(hint, float(x), float(y)) for hint, x, y in found]
+
+
+def test_reliability_shows_both_models_and_leaves_out_empty_bins() -> None:
+    drawn = charts.reliability([TEACHER, STUDENT], "calibration")
+    assert dots(drawn) == [
+        ("teacher: of 4 images with a confidence of about 75 %, 50 % are right", 315.0, 210.0),
+        ("student: of 1 images with a confidence of about 25 %, 0 % are right", 105.0, 420.0),
+        ("student: of 3 images with a confidence of about 75 %, 100 % are right", 315.0, 0.0),
+    ]
+    assert charts.reliability([STUDENT], "calibration") != drawn
+
+
+def test_recalls_are_sorted_by_the_last_model_and_unknown_ones_are_left_out() -> None:
+    given: Mapping[str, np.ndarray] = {"teacher": np.array([1, np.nan, 0.5]), "student": np.array([0.9, 0.2, np.nan])}
+    drawn = charts.recalls(given, ["a", "b", "<c>"], "recall")
+    assert [hint for hint, *_ in dots(drawn)] == [
+        "b: student 20 %",
+        "a: teacher 100 %",
+        "a: student 90 %",
+        "&lt;c&gt;: teacher 50 %",
+    ]
+
+
+def test_recalls_grow_with_the_classes_and_stop_growing() -> None:
+    def height(classes: int) -> float:
+        values = np.linspace(0, 1, classes)
+        values[0] = np.nan
+        drawn = charts.recalls({"student": values}, [str(index) for index in range(classes)], "recall")
+        return float(re.findall(r'viewBox="\S+ \S+ \S+ (\S+)"', drawn)[0])
+
+    assert height(5) < height(81) < height(100)
+    assert height(100) == height(1000)
+
+
+@pytest.mark.parametrize("most", [0, 4])
+def test_outlines_share_one_scale_and_say_their_counts(most: int) -> None:
+    drawn = charts.outlines({"a": [0, most], "b": [most // 2, 0]}, ["low", "high"], ["0", "1", "2"], "note", "title")
+    lines = re.findall(r'class="line s\d" d="([^"]*)"', drawn)
+    if most:
+        assert lines == [
+            "M0.0 160.0L360.0 160.0L360.0 0.0L720.0 0.0",
+            "M0.0 80.0L360.0 80.0L360.0 160.0L720.0 160.0",
+        ]
+    assert f"<title>high: {most} at a, 0 at b</title>" in drawn
+
+
+NAME = "A class with a rather long name {}"
+
+
+@pytest.mark.parametrize(
+    ("classes", "counts", "names"), [(2, True, True), (10, True, True), (81, False, True), (300, False, False)]
+)
+def test_confusion_matrix_is_drawn_for_few_and_many_classes(classes: int, counts: bool, names: bool) -> None:
+    generator = np.random.default_rng(classes)
+    matrix = generator.integers(0, 3, (classes, classes)) + 20 * np.eye(classes, dtype=np.int64)
+    drawn = charts.confusion(matrix, [NAME.format(index) for index in range(classes)], "confusion")
+    assert len(drawn) < 400_000
+    assert ("taken for A class with a rather long name 1: " in drawn) == counts
+    assert (f"<title>{NAME.format(classes - 1)}</title>" in drawn) == names
+    width, height = map(float, re.findall(r'viewBox="0 0 (\S+) (\S+)"', drawn)[0])
+    assert 150 < height < 1400
+    assert 300 < width < 1400
+
+
+def test_each_cell_says_its_count_and_share() -> None:
+    drawn = charts.confusion(np.array([[3, 1], [0, 0]]), ["cat", "<dog>"], "confusion")
+    assert "<title>cat taken for cat: 3 (75 % of the class)</title>" in drawn
+    assert "<title>cat taken for &lt;dog&gt;: 1 (25 % of the class)</title>" in drawn
+    assert "&lt;dog&gt; taken for" not in drawn
+    assert re.findall(r'opacity="(0\.\d\d)"', drawn) == ["0.75", "0.25"]
+
+
+def test_of_many_classes_each_row_says_what_it_is_taken_for() -> None:
+    matrix = 8 * np.eye(30, dtype=np.int64)
+    matrix[3, 7] = 2
+    drawn = charts.confusion(matrix, [f"c{index}" for index in range(30)], "confusion")
+    assert "<title>c3: 8 of 10 right, most often taken for c7 (2)</title>" in drawn
+    assert "<title>c4: 8 of 8 right</title>" in drawn
+
+
+def test_a_cell_of_a_small_share_is_drawn_too() -> None:
+    matrix = 99 * np.eye(150, dtype=np.int64)
+    matrix[149, 0] = 1
+    drawn = charts.confusion(matrix, [""] * 150, "confusion")
+    [faint] = re.findall(r'<path class="heat" opacity="0.1"[^>]*d="([^"]*)"', drawn)
+    assert faint == f"M0 {149.5 * 800 / 150:g}h1"
+
+
+def test_only_the_largest_of_very_many_cells_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charts, "MOST_CELLS", 150)
+    matrix = 9 * np.eye(150, dtype=np.int64)
+    matrix[0, 100:] = 1
+    drawn = charts.confusion(matrix, [""] * 150, "confusion")
+    assert sum(map(int, re.findall(r"M\d+ [\d.]+h(\d+)", drawn))) == 150
+
+
+def drawn(lane: charts.Lane) -> str:
+    return "".join(lane.content)
+
+
+def test_a_line_has_a_gap_where_a_value_is_unknown_and_says_its_range() -> None:
+    seconds = np.array([0.0, 1, 2, 3, 4])
+    curve = ChartLine(style="s0", label="loss", seconds=seconds, values=np.array([2.0, 1.0, np.nan, 0.0, np.nan]))
+    lane = charts.line_lane("Loss", "training", [curve], 4.0, height=100)
+    assert f'd="M0.0 0.0h0L{PLOT / 4:.1f} 50.0M{3 * PLOT / 4:.1f} 100.0h0"' in drawn(lane)
+    assert "<title>loss: 0 to 2 (training)</title>" in drawn(lane)
+    assert lane.labels == []
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "unit"), [(200, "seconds"), (2000, "minutes"), (20_000, "hours"), (2_000_000, "days")]
+)
+def test_the_axis_is_in_a_unit_that_fits(duration_s: float, unit: str) -> None:
+    lane = charts.window_lane("Findings", "when seen", [], duration_s)
+    assert f"time in {unit}</text>" in charts.over_time([lane], duration_s, "over time")
+
+
+def test_a_window_is_marked_at_both_ends_but_not_where_it_is_nearly_all() -> None:
+    windows = [
+        MarkedTime(label="short", style="severe", start_s=25, end_s=50),
+        MarkedTime(label="<all>", style="note", start_s=1, end_s=99),
+    ]
+    chart = charts.over_time([charts.window_lane("Findings", "", windows, 100)], 100, "over time", windows=windows)
+    [(style, ends)] = re.findall(r'<path class="edge (\S+)" d="([^"]*)"', chart)
+    assert style == "e-severe"
+    assert [float(x) for x in re.findall(r"M([\d.]+)", ends)] == pytest.approx(
+        [LEFT + PLOT / 4, LEFT + PLOT / 2], abs=0.1
+    )
+    assert "&lt;all&gt;" in chart
+
+
+def test_shares_are_stacked_and_each_says_what_it_is() -> None:
+    shares = {"data": np.array([0.25, 0.0]), "mine": np.array([0.75, 1.0])}
+    lane = charts.stack_lane("Time", "%", shares, {"data": "waiting for data", "mine": "<mine>"})
+    found = re.findall(r'<path class="(\S+)".*? d="([^"]*)"><title>([^<]*)</title>', drawn(lane))
+    assert found == [
+        ("f-data", "M0 0.750h1v0.250h-1z", "waiting for data"),
+        ("f-named", "M0 0.000h1v0.750h-1zM1 0.000h1v1.000h-1z", "&lt;mine&gt;"),
+    ]
+
+
+def test_many_rows_of_a_heat_map_are_averaged() -> None:
+    lane = charts.heat_lane("CPU cores", "% busy", np.full((96, 2), 100.0))
+    assert lane.unit == "% busy, 2 a row"
+    [runs] = re.findall(r'<path class="heat" opacity="1.0"[^>]* d="([^"]*)"', drawn(lane))
+    assert runs.count("M") == 48

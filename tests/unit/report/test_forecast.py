@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import itertools
+import logging
+
+import numpy as np
+import pytest
+
+from trainer.config import DistillSettings, EvidenceSettings, step_schedule
+from trainer.io.costs import Machines, Price
+from trainer.io.errors import BudgetError
+from trainer.report.forecast import (
+    Measurement,
+    WorkCount,
+    check_budget,
+    epochs_that_fit,
+    forecast,
+    mean_interval,
+    on_nodes,
+    refuse_over_budget,
+    work_of,
+)
+
+PRICE = Price(dollars_an_hour=10.0, date="2026-11", region="us-east-1", source="list")
+SAMPLES = 1000
+SETTINGS = DistillSettings(epochs=100, batch_size=100, validate_every_epochs=10, checkpoint_every=300)
+
+
+def measured(nodes=1, step_s=3.6, price=PRICE, **changes):
+    values = {
+        "place": Machines(pool="gpu", nodes=nodes, price=price),
+        "settings": {},
+        "batch_size": 100,
+        "step_s": step_s,
+        "step_low_s": 0.9 * step_s,
+        "step_high_s": 1.2 * step_s,
+        "steps": 50,
+        "startup_s": 36.0,
+        "validation_s": 7.2,
+        "checkpoint_s": 1.8,
+    }
+    return Measurement(**{**values, **changes})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The interval
+
+
+def noise(generator, correlation, size=400):
+    """Times of steps whose neighbors are alike: an autoregressive series with mean 1."""
+    shocks = generator.normal(0, 0.05, size + 100)
+    values = np.zeros(size + 100)
+    for index in range(1, size + 100):
+        values[index] = correlation * values[index - 1] + shocks[index]
+    return 1 + values[100:]
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.8])
+def test_the_interval_holds_the_true_mean_as_often_as_it_says(correlation):
+    generator = np.random.default_rng(7)
+    held = [low <= 1 <= high for _, low, high in (mean_interval(noise(generator, correlation)) for _ in range(400))]
+    assert 0.91 <= np.mean(held) <= 0.98
+
+
+def test_steps_taken_as_independent_would_claim_too_much():
+    """What the blocks are for: the usual interval of the same series holds far too seldom."""
+    generator = np.random.default_rng(7)
+    series = [noise(generator, 0.8) for _ in range(400)]
+    naive = [abs(one.mean() - 1) < 1.97 * one.std(ddof=1) / np.sqrt(len(one)) for one in series]
+    assert np.mean(naive) < 0.6
+
+
+def test_the_interval_of_few_steps_is_wide_and_of_fewer_is_none():
+    mean, low, high = mean_interval([1.0, 1.2, 0.8, 1.1])
+    assert mean == pytest.approx(1.025)
+    assert low < 0.6
+    assert high > 1.4
+    assert mean_interval([2.0] * 4) == (2.0, 2.0, 2.0)
+    with pytest.raises(ValueError, match="needs 4 steps, got 3"):
+        mean_interval([1.0, 1.0, 1.0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The work, and what it takes
+
+
+@pytest.mark.parametrize(("samples", "size"), [(100, 32), (100, 100), (40, 96)])
+def test_work_is_counted_as_the_loop_does_it(samples, size):
+    for epochs, every, checkpoints in itertools.product((0, 1, 7, 30), (0, 1, 3), (0, 4, 1000)):
+        settings = DistillSettings(
+            epochs=epochs, batch_size=size, validate_every_epochs=every, checkpoint_every=checkpoints
+        )
+        total = step_schedule.step_count(settings, samples)
+        validations, saves = 0, 0
+        for step in range(total):  # said otherwise than in the schedules: by what is complete before and after the step
+            before, after = (seen * size // (every * samples) if every else 0 for seen in (step, step + 1))
+            validations += step + 1 == total or after > before
+            saves += bool(checkpoints) and ((step + 1) % checkpoints == 0 or step + 1 == total)
+        expected = WorkCount(steps=total, validations=validations, checkpoints=saves, windows=int(total > 20))
+        assert work_of(settings, samples) == expected
+
+
+def test_every_part_counts_as_often_as_it_comes():
+    work = work_of(SETTINGS, SAMPLES)
+    assert work == WorkCount(steps=1000, validations=10, checkpoints=4, windows=1)
+    expected = forecast(measured(), work)
+    assert expected.hours == pytest.approx((36 + 1000 * 3.6 + 10 * 7.2 + 4 * 1.8) / 3600)
+    assert expected.hours_low == pytest.approx((36 + 1000 * 0.9 * 3.6 + 10 * 7.2 + 4 * 1.8) / 3600)
+    assert expected.dollars == pytest.approx(10 * expected.hours)
+    assert expected.dollars_high == pytest.approx(10 * expected.hours_high)
+    assert expected.stages == ("distill",)
+    assert expected.assumptions == ()
+    assert str(expected) == "61.9 min (55.9 min to 73.9 min), $10.32 ($9.32 to $12.32)"
+
+
+def test_windows_of_the_profiler_are_counted_where_they_open():
+    def windows(**evidence):
+        return work_of(SETTINGS.model_copy(update={"evidence": EvidenceSettings(**evidence)}), SAMPLES).windows
+
+    assert windows(operators_at=(20, 400, 5000)) == 2
+    assert windows(operators_at=()) == windows(operators_at=(20,), operators_steps=0) == 0
+    work = work_of(SETTINGS, SAMPLES)
+    slower = forecast(measured(window_s=36.0), work)
+    assert slower.hours == pytest.approx(forecast(measured(), work).hours + 0.01)
+
+
+def test_compiling_is_reported_separately():
+    work = work_of(SETTINGS, SAMPLES)
+    expected = forecast(measured(startup_s=336.0, compile_s=300.0), work)
+    assert expected.hours == pytest.approx(forecast(measured(), work).hours + 300 / 3600)
+    assert expected.compile_hours == pytest.approx(300 / 3600)
+    assert str(expected).startswith("66.9 min (60.9 min to 78.9 min, 5 min of it compiling), $")
+
+
+def test_recording_the_teacher_is_part_of_it_where_it_has_to_be_done():
+    work = work_of(SETTINGS, SAMPLES)
+    recorded = forecast(measured(recording_s=3600.0), work)
+    assert recorded.hours == pytest.approx(forecast(measured(), work).hours + 1)
+    assert recorded.stages == ("reinforce", "distill")
+
+
+def test_without_a_price_there_are_no_dollars():
+    expected = forecast(measured(price=None), WorkCount(steps=10, validations=0, checkpoints=0))
+    assert (expected.dollars, expected.dollars_low, expected.dollars_high) == (None, None, None)
+    assert "$" not in str(expected)
+
+
+def test_an_old_price_is_among_the_assumptions():
+    old = PRICE.model_copy(update={"date": "2020-01"})
+    (said,) = forecast(measured(price=old), WorkCount(steps=10, validations=0, checkpoints=0)).assumptions
+    assert "is of 2020-01" in said
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# More nodes
+
+STEPS_ALONE = WorkCount(steps=1000, validations=0, checkpoints=0)
+
+
+def step_s(expected):
+    return (3600 * expected.hours - 36) / 1000
+
+
+def test_more_nodes_are_assumed_and_said_where_one_number_was_measured():
+    expected = on_nodes([measured()], STEPS_ALONE, 4, assumed_efficiency=0.9)
+    assert step_s(expected) == pytest.approx(3.6 / 1.8**2)
+    assert expected.place.nodes == 4
+    assert expected.dollars == pytest.approx(4 * 10 * expected.hours)
+    said = " ".join(expected.assumptions)
+    assert "twice as many nodes are assumed to be 1.8 times as fast; only 1 node measured" in said
+    assert "start-up, validation and checkpoints as on 1 node" in said
+
+
+def test_more_nodes_scale_as_measured():
+    tried = [measured(1, 4.0), measured(2, 2.5), measured(4, 1.6)]
+    assert on_nodes(tried, STEPS_ALONE, 2) == forecast(tried[1], STEPS_ALONE)
+    expected = on_nodes(tried, STEPS_ALONE, 16, assumed_efficiency=1.0)
+    assert step_s(expected) == pytest.approx(1.6 / (2.5 / 1.6) ** 2)  # as from 2 to 4, twice
+    assert "1.56 times as fast, as measured from 2 to 4 nodes, taken to hold for 16 nodes" in expected.assumptions[0]
+    between = on_nodes([measured(1, 4.0), measured(4, 2.0)], STEPS_ALONE, 2)
+    assert step_s(between) == pytest.approx(4.0 / 2**0.5)
+    assert "taken to hold" not in between.assumptions[0]
+
+
+def test_a_speed_up_beyond_the_nodes_share_is_not_believed():
+    expected = on_nodes([measured(1, 4.0), measured(2, 1.0)], STEPS_ALONE, 4)
+    assert step_s(expected) == pytest.approx(0.5)
+
+
+def test_fewer_nodes_take_longer():
+    assert step_s(on_nodes([measured(4, 1.0)], STEPS_ALONE, 2, assumed_efficiency=0.9)) == pytest.approx(1.8)
+
+
+def test_measurements_of_other_machines_are_not_mixed():
+    other = measured().model_copy(update={"place": Machines(pool="cpu")})
+    with pytest.raises(ValueError, match="one pool and one batch size"):
+        on_nodes([measured(), other], STEPS_ALONE, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The budget
+
+
+def test_within_the_budget_nothing_happens(caplog):
+    expected = forecast(measured(), work_of(SETTINGS, SAMPLES))
+    refuse_over_budget(expected, {}, budget_usd=20, budget_hours=2)
+    refuse_over_budget(expected, {}, budget_usd=0, budget_hours=None)
+    assert not caplog.records
+
+
+def test_a_budget_within_the_interval_is_warned_of(caplog):
+    with caplog.at_level(logging.WARNING):
+        refuse_over_budget(forecast(measured(), work_of(SETTINGS, SAMPLES)), {}, budget_usd=11, budget_hours=None)
+    assert "run.budget_usd=11 is near the forecast: 61.9 min (55.9 min to 73.9 min), $10.32" in caplog.text
+
+
+def test_a_refusal_names_forecast_budget_and_alternatives():
+    work = work_of(SETTINGS, SAMPLES)
+    alternatives = {
+        "distill.teacher=recorded": forecast(measured(step_s=1.0), work),
+        "pool gpu-h100": forecast(measured(step_s=3.5), work),
+        "pool gpu-h100-spot": forecast(measured(step_s=0.1, price=None), work),
+    }
+    with pytest.raises(BudgetError) as refused:
+        refuse_over_budget(forecast(measured(), work), alternatives, budget_usd=9, budget_hours=1)
+    assert str(refused.value) == (
+        "the distillation would take 61.9 min (55.9 min to 73.9 min), $10.32 ($9.32 to $12.32) on gpu, but run.budget_usd=9 and "
+        "run.budget_hours=1; it was not started. What would fit: distill.teacher=recorded (18.6 min, $3.10). "
+        "Not within it: pool gpu-h100 (60.3 min, $10.04); pool gpu-h100-spot (3.6 min, price not known). "
+        "Choose one of these, or raise the budget"
+    )
+
+
+def test_dollars_are_not_limited_where_no_price_is_known():
+    for place in (None, Machines(pool="cpu")):
+        check_budget(place, None)
+        check_budget(place, 0)
+        with pytest.raises(BudgetError, match=r"run.budget_usd=50 cannot be kept, since the price of .* TRAINER_PLACE"):
+            check_budget(place, 50)
+    with pytest.raises(BudgetError, match=r"run\.budget_usd=50 cannot be kept"):
+        refuse_over_budget(forecast(measured(price=None), STEPS_ALONE), {}, budget_usd=50, budget_hours=None)
+
+
+@pytest.mark.parametrize(("limits", "epochs"), [((9, None), 87), ((None, 0.5), 47), ((9, 0.5), 47), ((0.1, None), 0)])
+def test_as_many_epochs_as_fit(limits, epochs):
+    usd, hours = limits
+
+    def taken(count):
+        return forecast(measured(), work_of(SETTINGS.model_copy(update={"epochs": count}), SAMPLES))
+
+    assert epochs_that_fit(measured(), SETTINGS, SAMPLES, budget_usd=usd, budget_hours=hours) == epochs
+    if epochs:
+        refuse_over_budget(taken(epochs), {}, budget_usd=usd, budget_hours=hours)
+    with pytest.raises(BudgetError):
+        refuse_over_budget(taken(epochs + 1), {}, budget_usd=usd, budget_hours=hours)
+
+
+def test_no_budget_takes_all_epochs():
+    assert epochs_that_fit(measured(), SETTINGS, SAMPLES, budget_usd=None, budget_hours=0.0) == SETTINGS.epochs

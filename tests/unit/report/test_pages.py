@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from jinja2 import UndefinedError
+from markupsafe import Markup
+
+from trainer.report import pages
+from trainer.report.pages import (
+    Block,
+    BulletList,
+    Details,
+    Figure,
+    FindingCard,
+    Legend,
+    Links,
+    PageSection,
+    Paragraph,
+    Photo,
+    PhotoGrid,
+    Subsection,
+    Table,
+    Tiles,
+    cell,
+)
+
+TEMPLATES = Path(pages.__file__).parent / "templates"
+CARD = FindingCard(
+    number=1,
+    title="Loader workers",
+    severity="warning",
+    place="Distillation",
+    text="Steps wait.",
+    advice="Raise workers.",
+    saving="12 s",
+    saving_reason="the time that steps wait",
+    numbers=[("waiting", "40 %")],
+)
+EVERY = [
+    Paragraph("plain"),
+    Paragraph("good", style="good"),
+    BulletList(["first", "second"]),
+    Table(["what", "how many"], [["images", 1234], ["share", 0.54219]]),
+    Figure(Markup("<svg></svg>"), "a chart"),
+    Photo(b"\x00", "a photo"),
+    PhotoGrid([Photo(b"\x01", "another")]),
+    Legend([("f0", "train")]),
+    Tiles([("12 s", "recorded")]),
+    CARD,
+    Links([("data.html", "Data <card>")]),
+    Details("folded", [Paragraph("inside")]),
+    PageSection("a section", [Subsection("a subsection", [Paragraph("deep"), None])]),
+]
+
+
+def body(*blocks: Block | None) -> str:
+    """What a page has between its lead and its end, without line breaks."""
+    page = pages.render("title", "lead", blocks)
+    return "".join(page.partition('<p class="lead">lead</p>')[2].partition("</body>")[0].splitlines())
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.54219, "0.5422"),
+        (3260.21, "3,260"),
+        (29190.4, "29,190"),
+        (1234567.0, "1,234,567"),
+        (float("inf"), "inf"),
+        (7, "7"),
+        (True, "True"),
+    ],
+)
+def test_numbers_are_shown_as_people_write_them(value: object, shown: str) -> None:
+    assert cell(value) == shown
+
+
+def test_every_kind_of_block_is_shown() -> None:
+    assert {type(block) for block in EVERY} | {Subsection} == {*Block.__subclasses__(), Subsection}
+    assert body(*EVERY) == (
+        "<p>plain</p>"
+        '<p class="good">good</p>'
+        "<ul><li>first</li><li>second</li></ul>"
+        '<div class="scroll"><table><thead><tr><th>what</th><th>how many</th></tr></thead><tbody>'
+        '<tr><td class="short">images</td><td class="number">1,234</td></tr>'
+        '<tr><td class="short">share</td><td class="number">0.5422</td></tr></tbody></table></div>'
+        '<figure><div class="scroll"><svg></svg></div><figcaption>a chart</figcaption></figure>'
+        '<figure><img src="data:image/png;base64,AA==" alt="a photo"><figcaption>a photo</figcaption></figure>'
+        '<div class="photos"><figure><img src="data:image/png;base64,AQ==" alt="another">'
+        "<figcaption>another</figcaption></figure></div>"
+        '<div class="legend"><span><i class="f0"></i>train</span></div>'
+        '<div class="tiles"><div class="tile"><b>12 s</b><span>recorded</span></div></div>'
+        '<article class="finding warning"><h3>1. Loader workers <em class="badge">warning</em></h3>'
+        '<p class="soft">Distillation</p><p>Steps wait.</p><p><b>Do:</b> Raise workers.</p>'
+        "<p><b>Saves about 12 s:</b> the time that steps wait</p>"
+        '<p class="chips"><span>waiting <b>40 %</b></span></p></article>'
+        '<nav><a href="data.html">Data &lt;card&gt;</a></nav>'
+        "<details><summary>folded</summary><p>inside</p></details>"
+        "<section><h2>a section</h2><section><h3>a subsection</h3><p>deep</p></section></section>"
+    )
+
+
+def test_a_table_without_headers_has_no_row_for_them() -> None:
+    assert "<thead>" not in body(Table(["", ""], [["seconds", 3]]))
+    assert "<thead><tr><th></th><th>teacher</th></tr></thead>" in body(Table(["", "teacher"], []))
+
+
+def test_what_is_none_is_left_out() -> None:
+    assert body(None, Details("folded", [None]), None) == "<details><summary>folded</summary></details>"
+
+
+def test_texts_are_escaped_and_charts_are_not() -> None:
+    shown = body(Paragraph("a < b & \"c\" 'd'"), Figure(Markup("<svg>&amp;</svg>"), "<b>"))
+    assert "<p>a &lt; b &amp; &#34;c&#34; &#39;d&#39;</p>" in shown
+    assert "<svg>&amp;</svg>" in shown
+    assert "<figcaption>&lt;b&gt;</figcaption>" in shown
+
+
+def test_a_chart_that_is_plain_text_is_text() -> None:
+    assert "&lt;svg onload=alert(1)&gt;" in body(Figure("<svg onload=alert(1)>"))  # type: ignore[arg-type]
+
+
+def test_no_template_turns_escaping_off() -> None:
+    templates = sorted(TEMPLATES.iterdir())
+    assert {path.name for path in templates} == {"page.html.jinja", "blocks.html.jinja", "style.css.jinja"}
+    for path in templates:
+        assert not re.search(r"\bsafe\b|autoescape|Markup", path.read_text()), path.name
+
+
+def test_a_value_that_a_template_lacks_is_an_error() -> None:
+    template = pages._environment().get_template("page.html.jinja")
+    with pytest.raises(UndefinedError, match="lead"):
+        template.render(title="title", blocks=[])
+
+
+def test_a_page_is_whole_and_refers_to_nothing_outside() -> None:
+    page = pages.render("a <title>", "lead", EVERY)
+    assert page.startswith('<!doctype html>\n<html lang="en">')
+    assert page.endswith("</html>")
+    assert "<title>a &lt;title&gt;</title>" in page
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    assert "prefers-color-scheme: dark" in page
+    assert "@media print" in page
+    assert not re.search(r"https?:|//[a-z]|@import|url\(|<script|<link", page)

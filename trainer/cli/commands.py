@@ -1,0 +1,159 @@
+"""What the command lines share: options that more than one of them has, each declared once, and how a command ends.
+
+They are argparse's. cyclopts and typer would let `python -m trainer --help` take a third and four fifths longer, and the options of the
+stages come from a table, not from signatures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from trainer.io.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, TrainerError
+from trainer.io.host import ended_by_sigterm, ensure_home, escape_what_cannot_be_printed
+from trainer.io.local_files import with_home
+
+Subparsers = argparse._SubParsersAction  # argparse has no public name for it
+Options = argparse._ActionsContainer  # nor for what a parser and a group of options have in common
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that puts the home directory in the place of `~` where no shell does so, as in `--output=~/runs`."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_HOME.sub(_with_home, word) for word in words], namespace)
+
+
+_HOME = re.compile(r"^(--[\w-]+=)?(~[^/]*)(?=/|$)")
+
+
+def _with_home(found: re.Match[str]) -> str:
+    return (found[1] or "") + with_home(found[2])
+
+
+def module_parser(module: str, text: str | None) -> argparse.ArgumentParser:
+    """Make the parser of `python -m MODULE`; its help shows the text as it is."""
+    return CommandParser(
+        prog=f"python -m {module}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def positive(text: str) -> int:
+    """Read a number for argparse, 1 or more."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be >= 1, got {value}")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Read a time for argparse, from 0 to a day."""
+    value = float(text)
+    if not 0 <= value <= 86_400:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 86400, got {text}")
+    return value
+
+
+def fraction(text: str) -> float:
+    """Read a number for argparse, above 0 and up to 1."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and up to 1, got {text}")
+    return value
+
+
+def add_with_default(options: Options, name: str, default: object, text: str, **further: Any) -> None:
+    """Add an option whose help ends with its default."""
+    options.add_argument(name, default=default, help=f"{text} (default: %(default)s)".lstrip(), **further)
+
+
+def add_recipe(
+    options: Options, name: str = "--recipe", *, default: str = "digits", files: bool = True, **further: Any
+) -> None:
+    """Add the recipe: the option `--recipe`, or the argument `recipe`; `files` says whether it may be a file of this machine."""
+    text = "a name (`python -m trainer recipes`)" + (" or the path of a TOML file" if files else "")
+    shown = f" (default: {default or 'the defaults alone'})" if name.startswith("-") or further else ""
+    options.add_argument(name, default=default, help=text + shown, **further)
+
+
+def add_overrides(options: Options) -> None:
+    """Add the settings that differ from the recipe's: `options.overrides`, a list of texts."""
+    text = "change settings, such as distill.temperature=2 (`python -m trainer config RECIPE` lists them)"
+    form: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "KEY=VALUE"}
+    options.add_argument("--set", dest="overrides", default=[], help=text, **form)
+
+
+def add_processes(
+    options: Options, *, where: str = "", default: str = "one for each GPU, or else one", number: Callable[[str], int]
+) -> None:
+    """Add how many processes train (`where`, as in ` on each machine`); 0 where it is not given, which means the default."""
+    text = f"how many processes train{where} (default: {default})"
+    options.add_argument("--processes", type=number, default=0, metavar="N", help=text)
+
+
+def add_place(
+    options: Options, *, pool: str | None = None, processes: str = "the pool's own", number: Callable[[str], int] = int
+) -> None:
+    """Add where the trainings run: a node pool, its nodes, and the processes on each.
+
+    `pool` says what it means to name none, and is None where one has to be named; `processes` says what it means to give no number of them.
+    """
+    text = "node pool of the trainings, from the file TRAINER_POOLS or ours (`python -m components.launch pools` lists them)"
+    text += f" (default: {pool})" if pool else ""
+    options.add_argument("--pool", required=pool is None, default="", metavar="NAME", help=text)
+    add_with_default(options, "--nodes", 1, "machines of the pool", type=number, metavar="N")
+    add_processes(options, where=" on each machine", default=processes, number=number)
+
+
+def add_debug(options: Options, *, default: Any = False) -> None:
+    """Add the option that shows tracebacks; below another command that has it `default` is `argparse.SUPPRESS`, to keep what was given."""
+    options.add_argument("--debug", action="store_true", default=default, help="show the traceback of an error")
+
+
+def add_command(
+    subparsers: Subparsers[argparse.ArgumentParser], command: Callable[[argparse.Namespace], None], text: str
+) -> argparse.ArgumentParser:
+    """Add a command, named as its function, whose docstring describes it; `text` stands in the list of commands."""
+    described = " ".join((command.__doc__ or "").split())
+    parser = subparsers.add_parser(command.__name__.strip("_"), help=text, description=described)
+    add_debug(parser, default=argparse.SUPPRESS)
+    parser.set_defaults(command=command)
+    return parser
+
+
+def as_text(overrides: Iterable[str]) -> str:
+    """Overrides as one text, as the pipeline's parameter has them; each may hold several."""
+    return " ".join(overrides)
+
+
+def exit_code(command: Callable[[], object], *, debug: bool = False, interrupted: str = "interrupted") -> int:
+    """Run a command; an error that the user can mend ends in one message, with a traceback if `debug`."""
+    escape_what_cannot_be_printed()
+    try:
+        with ended_by_sigterm():
+            ensure_home()
+            command()
+    except TrainerError as error:
+        sys.stdout.flush()
+        if debug:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CODE
+    except BrokenPipeError:
+        discard_output()
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return INTERRUPTED_EXIT_CODE
+    return 0
+
+
+def discard_output() -> None:
+    """Send further output nowhere: its reader, such as `head`, is gone, and flushing it would fail when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,203 @@
+"""The node's cache of what was fetched from the store: each content once, for all processes.
+
+Below `TRAINER_CACHE` every content has a folder, named by its key. It is filled beside its final path and moved there when it is whole
+and checked, so what is at that path needs no check. The locks are flocks, which the system drops with the process that held them:
+
+    KEY.lock    held by the process that fills the folder; the others wait for it and then find the folder filled
+    KEY/        held, shared, by every process that made or uses the folder, until it ends
+
+A folder that no process holds may be evicted; `rm -r` of the whole cache is safe while no training runs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainer.io.errors import OutputError, StorageError, make_directory, writing_to
+
+logger = logging.getLogger(__name__)
+
+CACHE_VARIABLE = "TRAINER_CACHE"
+LIMIT_VARIABLE = "TRAINER_CACHE_GIB"
+LIMIT_GIB = 100.0
+"""When the cache holds more, the least recently used folders are evicted, unless a process is using them."""
+
+LOG_INTERVAL_S = 30.0  # seconds between two lines about a wait
+_POLL_S = 0.1
+
+_used: dict[Path, int] = {}  # folder that this process uses -> descriptor that holds its lock
+
+
+def root() -> Path:
+    """Return the folder of the cache: `TRAINER_CACHE`, or one in the user's cache folder; a `StorageError` if neither is known."""
+    named, base = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(named or Path(base or Path.home() / ".cache") / "vit-distillation")
+    except RuntimeError as error:  # a container may run as a user that the system does not know
+        raise StorageError(f"no folder is known for what is fetched ({error}); set {CACHE_VARIABLE} to one") from error
+
+
+def keep(key: str, what: str, fetch: Callable[[Path], None], *, is_whole: Callable[[Path], bool]) -> Path:
+    """Return the folder of a content, fetched unless it is cached. Of several processes one fetches, and the others wait for it.
+
+    Args:
+        key: names the content; equal keys mean equal content.
+        what: names it in messages.
+        fetch: fills a folder, in which an earlier attempt may have left something, and raises unless it is whole and checked.
+        is_whole: checks quickly whether files of the cached folder have gone since.
+    """
+    _limit_bytes()  # raises for a wrong value before the work, not after it
+    place = root() / key
+    fetched = False
+    with _exclusively(key, what):
+        if place.is_dir() and not is_whole(place):
+            logger.warning("%s: is not whole any more; fetching it again", place)
+            shutil.rmtree(place)
+        if not place.is_dir():
+            partial = place.with_name(f"{key}.partial")
+            make_directory(partial)
+            fetch(partial)
+            partial.rename(place)
+            fetched = True
+        _use(place)
+    if fetched:
+        evict()
+    return place
+
+
+def held(key: str, what: str, *, is_whole: Callable[[Path], bool]) -> Path | None:
+    """Return the folder of a content if it is cached and whole, else None; the arguments are as in `keep`."""
+    place = root() / key
+    with _exclusively(key, what):
+        if not place.is_dir() or not is_whole(place):
+            return None
+        _use(place)
+    return place
+
+
+@contextmanager
+def draft() -> Iterator[Path]:
+    """Make a new folder to write into, removed when the block ends unless `adopt` has taken it."""
+    _limit_bytes()  # likewise
+    name = f"draft-{uuid.uuid4().hex}"
+    place = root() / name
+    with _exclusively(name, name):
+        make_directory(place)
+        try:
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)  # after a failure others may still write; `evict` takes the rest
+            place.with_name(f"{name}.lock").unlink(missing_ok=True)
+
+
+def adopt(folder: Path, key: str) -> None:
+    """Make a draft, which is whole and checked, the folder of a content; it is in use from then on."""
+    place = root() / key
+    with _exclusively(key, folder.name):
+        if not place.is_dir():
+            folder.rename(place)
+        _use(place)
+    evict()
+
+
+def evict() -> None:
+    """Remove the least recently used folders until the cache is within its limit; folders in use stay."""
+    limit = _limit_bytes()
+    folders: list[tuple[int, int, Path]] = []  # time of last use, bytes, path
+    for folder in root().iterdir():
+        try:
+            if folder.is_dir():
+                used = folder.stat().st_mtime_ns
+                size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+                folders.append((used, size, folder))
+        except FileNotFoundError:  # another process has just moved, filled or removed it
+            continue
+    total = sum(size for _, size, _ in folders)
+    for _, size, folder in sorted(folders):
+        if total <= limit:
+            return
+        if _remove_unused(folder):
+            logger.info("cache: removed %s (%.1f GiB)", folder, size / 2**30)
+            total -= size
+
+
+def _remove_unused(folder: Path) -> bool:
+    """Remove a folder unless a process fills or uses it; returns whether it is gone."""
+    lock, user = _open(folder.with_name(f"{folder.name.removesuffix('.partial')}.lock")), None
+    try:
+        if not _locks(lock):
+            return False
+        if folder.is_dir():
+            user = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            if not _locks(user):
+                return False
+            shutil.rmtree(folder)
+        return True
+    finally:
+        if user is not None:
+            os.close(user)
+        os.close(lock)
+
+
+@contextmanager
+def _exclusively(key: str, what: str) -> Iterator[None]:
+    """Hold the lock of a key; waits for the process that holds it, whose own waits are bounded."""
+    try:
+        make_directory(root())
+        with writing_to(root()):
+            descriptor = _open(root() / f"{key}.lock")
+    except OutputError as error:
+        raise OutputError(f"{error} ({CACHE_VARIABLE} names the folder for what is fetched)") from error
+    try:
+        start = said = time.monotonic()
+        while not _locks(descriptor):
+            if time.monotonic() - said >= LOG_INTERVAL_S:
+                said = time.monotonic()
+                logger.info("waiting for another process of this machine, which fetches %s: %.0f s", what, said - start)
+            time.sleep(_POLL_S)
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough where a forked process has a copy
+        os.close(descriptor)
+
+
+def _locks(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _open(lock: Path) -> int:
+    return os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def _use(folder: Path) -> None:
+    """Hold a folder for as long as this process lives, and update its time of use."""
+    held = _used.get(folder)
+    if held is None or os.fstat(held).st_ino != folder.stat().st_ino:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        _used[folder] = descriptor
+        if held is not None:
+            os.close(held)
+    os.utime(folder)
+
+
+def _limit_bytes() -> float:
+    text = os.environ.get(LIMIT_VARIABLE) or str(LIMIT_GIB)
+    try:
+        if (limit := float(text)) >= 0:
+            return limit * 2**30
+        raise ValueError("is negative, or no number")
+    except ValueError as error:
+        raise StorageError(f"{LIMIT_VARIABLE}={text}: must be a number of GiB; correct it or unset it") from error

@@ -1,0 +1,1 @@
+"""Networks: made, loaded, and packed to travel."""

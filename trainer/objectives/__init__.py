@@ -1,0 +1,1 @@
+"""What is trained: the masked autoencoder of the pretraining, and the distillation."""

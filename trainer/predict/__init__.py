@@ -1,0 +1,1 @@
+"""Answers for photos: one, a folder, or a server."""

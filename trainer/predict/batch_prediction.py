@@ -1,0 +1,190 @@
+"""Predictions for all photos of a folder or a bucket, in Parquet files, that a stopped run continues.
+
+The photos are sorted by name and cut into files of the same number of photos. A file is written whole or not at all, and its name has the
+digest of what it depends on: the model, the names, how many labels. So the files that are there are the progress, and nothing else is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trainer.data.sources.folder_files import SourceFile, list_files
+from trainer.data.sources.source import read_file
+from trainer.io import limits, storage
+from trainer.io.artifacts import digest
+from trainer.io.errors import DataError, ObjectTooLargeError, SettingsError
+from trainer.models.served_student.preprocessing import BadImageError
+
+if TYPE_CHECKING:
+    from trainer.models.prediction import Prediction
+    from trainer.predict.photo_classifier import PhotoClassifier
+
+logger = logging.getLogger(__name__)
+
+SUMMARY = "_predictions.json"
+"""Written last: what was asked, and how many photos were answered. Readers of a folder of Parquet files pass over such a name."""
+PHOTOS_PER_FILE = 2048
+_STUDENT = "student"
+_BATCH, _READERS = 64, 8
+_LOG_SECONDS = 30.0
+
+
+def predict_folder(
+    model: PhotoClassifier, source: str, output: str, *, top: int = 5, photos_per_file: int = PHOTOS_PER_FILE
+) -> dict[str, Any]:
+    """Classify every photo of a folder; each file of predictions that is there already is kept.
+
+    Args:
+        model: what `photo_classifier.load_model` gives.
+        source: a folder, here or in a store; the log counts the files that are passed over.
+        output: the folder to write, here or in a store. `part-00000-DIGEST.parquet` has a row a photo, in the order of their names:
+            `photo`, `label` and `probability` of the most probable class, `labels` and `probabilities` of the `top` most probable,
+            `answer`, `confidence` and `attributes` where the model has tags, `named` and lists of the attributes of each of these where a
+            photo may have several labels, and `error`, which is empty but for a photo that cannot be read, and then nothing else is there.
+            Each file's metadata, and `_predictions.json`, have the `student`: its fingerprint.
+        top: how many labels each photo gets.
+        photos_per_file: how many rows each file has, but for the last.
+
+    Returns:
+        The content of `_predictions.json`.
+
+    Raises:
+        DataError: the folder cannot be listed or holds no photo.
+        SettingsError: the output has predictions of another model, other photos or another number of labels.
+        StorageError: the store does not answer or refuses.
+        OutputError: the output cannot be written.
+    """
+    found = list_files(source, "refuse")
+    photos = found.photos
+    if not photos:
+        raise DataError(f"folder {source}: holds no photo; give a folder with image files, such as .jpg or .png")
+    asked = {
+        "model": model.fingerprint,
+        "tags": digest(asdict(model.tags)) if model.tags else None,
+        "temperature": model.temperature,
+        **({"threshold": model.threshold} if model.threshold is not None else {}),
+        "source": source,
+        "top": top,
+        "photos_per_file": photos_per_file,
+    }
+    plan = digest([asked, [file.name for file in photos]])[:12]
+    names = [f"part-{number:05d}-{plan}.parquet" for number in range(-(-len(photos) // photos_per_file))]
+    there = set(storage.files(output))
+    if others := sorted(name for name in there - set(names) if name.startswith("part-")):
+        raise SettingsError(
+            f"--output {output}: holds {others[0]} of another model, of other photos or of another --top; give an empty folder"
+        )
+    if kept := len(there & set(names)):
+        logger.info("%d of %d files of predictions are there already", kept, len(names))
+    done, shown = 0, time.monotonic()
+    for number, name in enumerate(names):
+        if name in there:
+            continue
+        wanted = photos[number * photos_per_file : (number + 1) * photos_per_file]
+        rows: list[dict[str, Any]] = []
+        for start in range(0, len(wanted), _BATCH):
+            rows += _rows(model, wanted[start : start + _BATCH], top)
+            done += len(wanted[start : start + _BATCH])
+            if time.monotonic() - shown > _LOG_SECONDS:
+                shown = time.monotonic()
+                logger.info("%s photos classified", f"{done:,}")
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.Table.from_pylist(rows, schema=_schema(model)), sink, compression="zstd")
+        storage.write_bytes(storage.join(output, name), sink.getvalue().to_pybytes())
+    unreadable = sum(_unreadable(storage.read_bytes(storage.join(output, name))) for name in names)
+    counts = {"photos": len(photos), "unreadable": unreadable}
+    summary = asked | {"student": model.student, "labels": list(model.labels), **counts, "files": names}
+    text = json.dumps(summary, indent=2, ensure_ascii=False)
+    storage.write_bytes(storage.join(output, SUMMARY), f"{text}\n".encode())
+    for remark in found.remarks():
+        logger.warning("%s", remark)
+    return summary
+
+
+def line(made: dict[str, Any], output: str) -> str:
+    """Say in a line what `predict_folder` has predicted."""
+    return f"{made['photos']:,} photos, {made['unreadable']:,} of them unreadable: {output}"
+
+
+def _rows(model: PhotoClassifier, photos: Sequence[SourceFile], top: int) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(_READERS) as readers:  # reading waits for disk or store, and decoding leaves Python's lock
+        read = list(readers.map(lambda photo: _square(model, photo), photos))
+    squares = [one for one in read if not isinstance(one, str)]
+    predictions = iter(model.predictions(squares, top=top) if squares else ())
+    return [
+        {"photo": photo.name, "error": one}
+        if isinstance(one, str)
+        else {"photo": photo.name, **_columns(next(predictions))}
+        for photo, one in zip(photos, read, strict=True)
+    ]
+
+
+def _square(model: PhotoClassifier, photo: SourceFile) -> Any:
+    """Make what the model takes of a photo, uint8 [S, S, 3]; the reason, a text, where that cannot be done."""
+    try:
+        return model.square(read_file(photo.location))
+    except (BadImageError, ObjectTooLargeError, OSError) as error:
+        return limits.printable_name((error.strerror if isinstance(error, OSError) else "") or str(error))
+
+
+def _columns(prediction: Prediction) -> dict[str, Any]:
+    labels, probabilities = list(prediction.labels), list(prediction.labels.values())
+    return {
+        "label": labels[0],
+        "probability": probabilities[0],
+        "labels": labels,
+        "probabilities": probabilities,
+        "answer": prediction.answer,
+        "confidence": prediction.confidence,
+        "attributes": dict(prediction.attributes or {}) or None,
+        "named": prediction.named,
+    }
+
+
+def _schema(model: PhotoClassifier) -> pa.Schema:
+    fields = [
+        pa.field("photo", pa.string()),
+        pa.field("label", pa.string()),
+        pa.field("probability", pa.float64()),
+        pa.field("labels", pa.list_(pa.string())),
+        pa.field("probabilities", pa.list_(pa.float64())),
+    ]
+    several = model.threshold is not None
+    if several:
+        fields.append(pa.field("named", pa.list_(pa.string())))
+    elif model.tags is not None:
+        fields += [pa.field("answer", pa.string()), pa.field("confidence", pa.float64())]
+    if model.tags is not None and model.tags.attributes:
+        kinds = {name: pa.float64() if model.tags.is_number(name) else pa.string() for name in model.tags.attributes}
+        each = [(name, pa.list_(kind) if several else kind) for name, kind in kinds.items()]
+        fields.append(pa.field("attributes", pa.struct(each)))
+    return pa.schema([*fields, pa.field("error", pa.string())], metadata={_STUDENT: model.student})
+
+
+def student_of(file: str, schema: pa.Schema) -> str:
+    """Return of which student a file of predictions is: its fingerprint; empty where neither the file nor what lies beside it says so.
+
+    Of what an earlier version wrote it is the fingerprint of the model's directory.
+    """
+    if _STUDENT.encode() in (schema.metadata or {}):
+        return str(schema.metadata[_STUDENT.encode()].decode())
+    beside = storage.join(storage.parent(file), SUMMARY)
+    if not storage.exists(beside):
+        return ""
+    summary = storage.read_json(beside)
+    return str(summary.get("student") or summary.get("model", "")) if isinstance(summary, dict) else ""
+
+
+def _unreadable(content: bytes) -> int:
+    """Count the photos of a file that could not be read."""
+    errors = pq.read_table(pa.BufferReader(content), columns=["error"])["error"]
+    return int(len(errors) - errors.null_count)

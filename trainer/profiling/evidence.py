@@ -1,0 +1,422 @@
+"""Evidence: what a training records of itself, and how fast it was by that.
+
+`profiling.recorder` makes it, `profiling.evidence_files` writes and reads it.
+
+Times ending in `_s` are seconds since the rank's recording began, at `began_unix`. On a GPU `seconds` and the ranges are times on the
+device, the `host_` columns times on the host; on a CPU and on XLA `seconds` and `host_seconds` agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BeforeValidator, Field
+
+from trainer.config import EvidenceSettings
+from trainer.graph import SCHEMA_VERSIONS
+from trainer.io.base_models import StrictModel
+from trainer.io.costs import Machines
+from trainer.profiling.series import Rows, Series
+
+SCHEMA_VERSION = SCHEMA_VERSIONS["evidence"]
+
+PHASES = ("data", "to_device", "teacher_forward", "forward", "backward", "optimizer")
+"""The phases that every training loop has, in their order."""
+OTHER = "other"
+"""What remains of a step."""
+BETWEEN = "between"
+"""What remains between steps."""
+STEP_COLUMNS = (
+    "step",
+    "start_s",
+    "seconds",
+    "images",
+    "profiled",
+    "host_seconds",
+    "host_data_seconds",
+    "host_cpu_seconds",
+    "host_delayed_seconds",
+    "host_data_cpu_seconds",
+    "host_data_delayed_seconds",
+    "host_backward_cpu_seconds",
+    "host_backward_delayed_seconds",
+    "host_to_device_seconds",
+    "queued",
+    "transfers",
+)
+"""Columns of the step table before its ranges. `host_`: of the training's thread in the step, in `data`, in `backward`, and in `to_device`
+(`LATER_COLUMNS` are missing in older recordings); `cpu`: while it computed; `delayed`: while it, or the thread that runs the backward pass
+of a GPU, was ready and no core was free, NaN where the kernel does not say. `queued`: batches that the loader processes had ready when the
+step asked for one, NaN where there are none. `transfers`: how often values came from the device to the host, on XLA, where that breaks up
+the step; NaN where it was not counted, as in most steps of a long training."""
+LATER_COLUMNS = {"host_to_device_seconds"}
+SPAN_COLUMNS = ("range", "start_s", "seconds")
+TENSOR_COLUMNS = (
+    "elements",
+    "dimensions",
+    "weight_norm",
+    "weight_mean_abs",
+    "weight_nonfinite",
+    "gradient_norm",
+    "gradient_mean_abs",
+    "gradient_zeros",
+    "gradient_nonfinite",
+    "update_ratio",
+    "unchanged",
+)
+"""Of a tensor of weights in a sample: how many elements and dimensions; norm and mean absolute value of the weights before the step and
+of the gradient before clipping; share of elements that are not finite, or zero; norm of the step's update against the norm of the
+weights, NaN where that is 0; share of elements that the step did not change. What is of the gradient is NaN where there is none."""
+ATTENTION_ENTROPY = "attention_entropy/"
+"""What the names of such metrics begin with; the block's name follows."""
+
+_FORMER_CATEGORIES = {"normalisation": "normalization", "optimiser": "optimizer"}  # as earlier versions wrote them
+Category = Annotated[
+    Literal[
+        "matrix product", "attention", "convolution", "normalization", "copy", "communication", "optimizer", "other"
+    ],
+    BeforeValidator(lambda category: _FORMER_CATEGORIES.get(category, category)),
+]
+"""The kinds of work that operators do."""
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class ProcessRecord(StrictModel):
+    """The process that recorded."""
+
+    pid: int
+    started_unix: float
+    imported_unix: float
+    """When torch and the trainer were loaded."""
+
+
+class StepRecord(StrictModel):
+    """Sums over all steps, also those that the table no longer holds."""
+
+    count: Count
+    kept_of: Annotated[int, Field(ge=1)]
+    """Steps for which each row of the table stands."""
+    lost: Count
+    """Steps that could not be timed because the device was too far behind."""
+    seconds: Seconds
+    images: Count
+    """Over all processes; 0 where the training did not say."""
+    ranges: Mapping[str, Seconds]
+    """Path of each range -> seconds in it and in none of its own ranges."""
+
+
+class OutsideRecord(StrictModel):
+    """All ranges of one name outside of steps."""
+
+    count: Count
+    seconds: Seconds
+
+
+class CompilationRecord(StrictModel):
+    """Graphs that were compiled within one step; those of a validation are not among them."""
+
+    step: Count
+    """Steps that this process had completed."""
+    graphs: Count
+    seconds: Seconds
+
+
+class TransferRecord(StrictModel):
+    """What an XLA device and the host exchanged, between the steps too: losses that are read, validations, checkpoints."""
+
+    from_device: Count
+    from_device_s: Seconds
+    """That the host waited for it."""
+    from_device_bytes: Count
+    to_device_bytes: Count
+    fallbacks: Mapping[str, Count]
+    """Operator that ran on the host within steps -> calls: XLA has it not, or, `aten::_local_scalar_dense`, its result was read."""
+
+
+class CommunicationRecord(StrictModel):
+    """How long gradients travel, as DistributedDataParallel measures it; seconds a step, means over the steps that it looked at."""
+
+    steps: Count
+    backward_s: Seconds
+    """Computing the backward pass."""
+    exchange_s: Seconds
+    """Exchanging gradients."""
+    hidden_s: Seconds
+    """Of that, while the backward pass computed."""
+
+
+class AttemptRecord(StrictModel):
+    """One attempt at this training: a later one resumes from a checkpoint."""
+
+    began_unix: float
+    seen_unix: float
+    """The last sign of life."""
+    first_step: Count
+    steps_seen: Count
+    """Steps that it completed, as far as is known."""
+
+
+class ContextRecord(StrictModel):
+    """What a rule needs to know of the training beside what is measured; none where it is not known."""
+
+    settings: Mapping[str, Any] = {}
+    """Of this training: the section, or the part of it."""
+    total_steps: Count | None = None
+    low_resolution_steps: Count | None = None
+    """The first steps, in which the input is smaller: the one after them compiles again, by plan."""
+    samples: Count | None = None
+    """Training images."""
+    val_samples: Count | None = None
+    """Images of the validation split."""
+    labeled: Count | None = None
+    """Training images whose label is known."""
+    classes: Mapping[str, Count] | None = None
+    """Name of each class -> its training images."""
+    micro_batch: Count | None = None
+    """Images of a process's micro-batch."""
+    parameters: Count | None = None
+    teacher_val_top1: float | None = None
+    teacher_val_map: float | None = None
+    """Mean average precision, where an image may have several labels."""
+    recorded_mass: Mapping[str, float] | None = None
+    """Temperature, as text -> mean probability of the classes that the teacher's recorded outputs hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """All calls of one operator or kernel within the window."""
+
+    name: str
+    kind: Literal["operator", "kernel"]
+    """`operator`: called on the host; `kernel`: what ran on the device (its time is also counted with the operator that called it)."""
+    category: Category
+    calls: int
+    self_cpu_ms: float
+    """Time on the host, without the operators that it calls."""
+    self_device_ms: float
+    """Time on the device of the kernels that it started itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorTable:
+    """What torch.profiler saw."""
+
+    steps: int
+    """Steps in the window."""
+    operators: tuple[Operator, ...]
+    """By time, the longest first."""
+
+
+class RankRecord(StrictModel):
+    """What one process records beside its tables."""
+
+    schema_version: int
+    name: str
+    """The part of the training."""
+    rank: Count
+    world_size: Annotated[int, Field(ge=1)]
+    device: str
+    host: str
+    cores: Annotated[int, Field(ge=1)]
+    """Cores that the process may use."""
+    processor: str = ""
+    """Its model; empty in recordings that were made before this was recorded."""
+    memory_bytes: Count
+    """Memory of the machine."""
+    workers: Count | None = None
+    """Loader processes beside the process; none where nothing was loaded."""
+    process: ProcessRecord
+    place: Machines | None = None
+    """The node pool and its price; None where it is not known."""
+    context: ContextRecord = ContextRecord()
+    attempts: tuple[AttemptRecord, ...] = ()
+    """All attempts, the last one is this; known to rank 0."""
+    failed: str | None = None
+    """Message of the error that ended it; only the first process leaves evidence then."""
+    startup: Mapping[str, Seconds] = {}
+    """Part of the time before the end of the first step -> seconds: `launch` (from the launch of the job on this machine to the start of
+    this process), `imports`, `fetch`, `join`, `preparation`, `compile`, `first_step`. Parts that did not happen are left out, and a later
+    training of the same process begins with its `preparation`."""
+    compilations: tuple[CompilationRecord, ...] = ()
+    compile_beside_s: Seconds = 0.0
+    """Compiling graphs between steps, mostly of validations; known on XLA."""
+    transfers: TransferRecord | None = None
+    """None where the device is not one of XLA."""
+    communication: CommunicationRecord | None = None
+    overhead: Mapping[str, Seconds] = {}
+    """Part of the recorder's own work -> seconds that it cost: `marks` (calibrated), `tensors`, `monitor` (CPU time of its thread),
+    `operators` (opening and closing windows, and their steps' excess over the median), `rules` (judging while it runs)."""
+    began_unix: float
+    """When the recording began."""
+    first_step_s: Seconds | None
+    """End of the first step; none where there was no step."""
+    ended_s: Seconds
+    """End of the recording."""
+    settings: EvidenceSettings
+    steps: StepRecord
+    outside: Mapping[str, OutsideRecord]
+    """Ranges outside of steps; `between` is what no range covers."""
+    system_interval_s: Seconds
+    """Between two samples of the system, at the end."""
+    operators: OperatorTable | None
+    """Of all windows together."""
+    missing: Mapping[str, str]
+    """What could not be recorded -> the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """The points of one metric, in their order."""
+
+    steps: Series
+    seconds: Series
+    """Since the recording began."""
+    values: Series
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spans:
+    """Ranges outside of steps, in their order."""
+
+    names: Sequence[str]
+    start_s: Series
+    seconds: Series
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSamples:
+    """L looks at P tensors of weights, in their order."""
+
+    tensors: Sequence[str]
+    """Their names, [P]."""
+    steps: Series
+    """[L]."""
+    seconds: Series
+    """Since the recording began, [L]."""
+    values: Mapping[str, Series]
+    """Each of `TENSOR_COLUMNS` -> [L, P]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEvidence:
+    """What one process recorded; the columns are described in `trainer.profiling.evidence`."""
+
+    record: RankRecord
+    steps: Mapping[str, Series]
+    """Column -> a value a step."""
+    spans: Spans
+    tensors: TensorSamples
+    system: Mapping[str, Series]
+    """Column -> a value a sample."""
+
+    @property
+    def ranges(self) -> list[str]:
+        """Paths of the ranges, which are columns of `steps`."""
+        return [name for name in self.steps if name not in STEP_COLUMNS]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingEvidence:
+    """One part of a training."""
+
+    name: str
+    ranks: Sequence[RankEvidence]
+    """In the order of the ranks; at least rank 0."""
+    metrics: Mapping[str, Curve]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """The parts of a training, in the order in which they ran; none where nothing was trained."""
+
+    path: Path
+    fingerprint: str
+    trainings: Sequence[TrainingEvidence]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How fast a training is: each measure is defined once, and the page, the rules, the log and a comparison share it.
+#
+# The measured steps are those that torch.profiler did not slow, without the first one, which also warms up. Their times are as they were,
+# with what other programs and the recorder's samples took of them. Rules on speed set what they find against the undisturbed step instead,
+# which is without both (`rules.compared_steps.Steps`), and call it so.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How a quantity is distributed over the steps."""
+
+    p5: float
+    p50: float
+    p95: float
+    mean: float
+    max: float
+
+
+def phase_of(path: str) -> str:
+    """The phase or outermost range that a range's path belongs to."""
+    return path.split("/", 1)[0]
+
+
+def is_core(signal: str) -> bool:
+    """Whether a signal of the system is how busy one core is."""
+    return signal.startswith("cpu") and signal.endswith("_percent")
+
+
+def measured_steps(steps: Mapping[str, Series]) -> Rows:
+    """Rows of a process's step table that are neither the first step nor under the profiler (all rows, if none remain)."""
+    rows = np.arange(len(steps["profiled"]))
+    usual = rows[(rows > 0) & (steps["profiled"] == 0)]
+    return usual if len(usual) else rows
+
+
+def step_ms(rank: RankEvidence) -> Spread | None:
+    """How long the measured steps take; none where there are none."""
+    return quantiles(1000 * rank.steps["seconds"][measured_steps(rank.steps)])
+
+
+def images_per_second(steps: Mapping[str, Series]) -> float | None:
+    """Images of the measured steps, of all processes, by the time of these steps.
+
+    Validation, checkpoints and start-up lie outside of steps and are not counted.
+
+    Args:
+        steps: the columns `profiled`, `images` and `seconds` of a process's step table, as far as it has come.
+
+    Returns:
+        None where there are no steps, or the training did not record its images.
+    """
+    rows = measured_steps(steps)
+    images, seconds = float(steps["images"][rows].sum()), float(steps["seconds"][rows].sum())
+    return images / seconds if images and seconds else None
+
+
+def quantiles(values: Series) -> Spread | None:
+    """Percentiles, mean and maximum; none of no values."""
+    if not len(values):
+        return None
+    p5, p50, p95 = np.percentile(values, [5, 50, 95]).tolist()
+    return Spread(p5=p5, p50=p50, p95=p95, mean=float(values.mean()), max=float(values.max()))
+
+
+def phase_seconds(rank: RankEvidence) -> dict[str, Series]:
+    """Seconds of each phase in each step, user-named ranges counted with the phase around them; phases that never ran are left out."""
+    sums: dict[str, Series] = {}
+    for path in rank.ranges:
+        phase = phase_of(path)
+        sums[phase] = sums[phase] + rank.steps[path] if phase in sums else rank.steps[path]
+    order = [*PHASES, *(name for name in sums if name not in PHASES and name != OTHER), OTHER]
+    return {name: sums[name] for name in order if name in sums and sums[name].any()}
+
+
+def phase_shares(rank: RankEvidence) -> dict[str, float]:
+    """Share of the measured steps' time of each phase."""
+    measured = measured_steps(rank.steps)
+    total = max(float(rank.steps["seconds"][measured].sum()), 1e-12)
+    return {name: float(seconds[measured].sum()) / total for name, seconds in phase_seconds(rank).items()}

@@ -1,0 +1,507 @@
+"""The rules on loading: whether the training waits for its batches, and on what their making waits.
+
+One diagnosis serves these rules, so that one cause has one finding: storage (`io_bottleneck`), too few or too many loader processes for the
+cores (`loader_workers`), or cores that are busy already (`cpu_bottleneck`). Where batches are ready in time, and yet the training has no
+core, `cores_oversubscribed` says who has them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from trainer.config.rules import (
+    CoresOversubscribedThresholds,
+    CpuBottleneckThresholds,
+    IoBottleneckThresholds,
+    LoaderWorkersThresholds,
+)
+from trainer.io import formatting
+from trainer.profiling.evidence import RankEvidence, is_core
+from trainer.profiling.rules.compared_steps import Steps, had_core, winsorized_mean, within_steps
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule
+from trainer.profiling.series import Series
+
+_MARGIN = 1.25
+"""Loader processes together should be this many times as fast as the step, since rates vary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadingWait:
+    """What a process waits for its batches in a usual step; seconds."""
+
+    step_s: float
+    waiting_s: float
+    """For its next batch, or while it makes it itself."""
+    computing_s: float
+    """Of that, while a processor made it."""
+    workers: int
+    """Loader processes beside each training process."""
+    per_core: float
+    """Training and loader processes of the machine for each of its cores."""
+    itself: bool
+    """Whether the processor that trains makes the batches, too."""
+
+    @property
+    def storage_s(self) -> float:
+        """Of the waiting, while nothing was computed."""
+        return self.waiting_s - self.computing_s
+
+    def share(self, seconds: float) -> float:
+        """Return seconds as a share of the step."""
+        return seconds / self.step_s
+
+    def is_for_storage(self, waiting_share: float) -> bool:
+        return self.storage_s > self.computing_s and self.share(self.storage_s) > waiting_share
+
+    def is_for_processor(self, waiting_share: float, own_share: float) -> bool:
+        limit = own_share if self.itself else waiting_share
+        return self.computing_s >= self.storage_s and self.share(self.computing_s) > limit
+
+    def part(self, seconds: float) -> str:
+        """Say how much of a step seconds of loading are."""
+        verb = "goes into batches" if self.itself else "waits for batches"
+        return f"{self.share(seconds):.0%} of each step ({_ms(seconds)} of {_ms(self.step_s)} undisturbed) {verb}"
+
+    @property
+    def processes(self) -> str:
+        """How many processes there are, in words."""
+        beside = f"{self.workers or 'no'} loader process{'es' * (self.workers > 1)}"
+        return f"{beside} beside each training process, {self.per_core:.1f} processes for each core"
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Of a finding on processors."""
+        return {
+            "waiting_share": self.share(self.computing_s),
+            "undisturbed_step_s": self.step_s,
+            "workers": float(self.workers),
+            "processes_per_core": self.per_core,
+        }
+
+    def workers_that_keep_up(self) -> int:
+        """Loader processes beside each training process with which it would not wait, at the present rate."""
+        making_s = self.workers * self.step_s if self.workers else self.waiting_s
+        return max(self.workers + 1, math.ceil(_MARGIN * making_s / max(self.step_s - self.waiting_s, 1e-9)))
+
+
+def diagnose(steps: Steps, *, busy_loader_percent: float) -> LoadingWait:
+    """Diagnose how the process with the median waiting time loads.
+
+    Other programs on the machine slow training and loading alike; their share is left out, as far as the kernel reports it. A loader
+    process that is waited for computes if it takes more than `busy_loader_percent` of a core.
+    """
+    waiting = winsorized_mean(steps.phase("data")) / winsorized_mean(steps.seconds)
+    number = int(np.argsort(waiting)[(len(waiting) - 1) // 2])
+    record = steps.ranks[number].record
+    workers = record.workers or 0
+    split = _beside(steps, number, workers, busy_loader_percent) if workers else _itself(steps, number)
+    training_s, storage_s, computing_s = split
+    return LoadingWait(
+        step_s=max(training_s + storage_s + computing_s, 1e-9),
+        waiting_s=storage_s + computing_s,
+        computing_s=computing_s,
+        workers=workers,
+        per_core=steps.processes_here() * (1 + workers) / record.cores,
+        itself=not workers and not steps.on_gpu,
+    )
+
+
+def _itself(steps: Steps, number: int) -> tuple[float, float, float]:
+    """Split a usual step of a process that loads itself: seconds of training, of waiting for storage, and of computing for its batch."""
+    step_s = float(winsorized_mean((steps.seconds - steps.delayed)[number]))
+    host_s = float(winsorized_mean(steps.column("host_data_seconds")[number]))
+    storage_s = min(host_s, max(0.0, float(winsorized_mean(_blocked(steps)[number]))))
+    if steps.on_gpu:  # whose clock shows less of it than the host's
+        data_s = float(winsorized_mean(steps.phase("data")[number]))
+        storage_s *= data_s / max(host_s, 1e-9)
+    else:
+        data_s = float(winsorized_mean((steps.phase("data") - steps.delayed_in("data"))[number]))
+    return max(0.0, step_s - data_s), storage_s, max(0.0, data_s - storage_s)
+
+
+def _beside(steps: Steps, number: int, workers: int, busy_percent: float) -> tuple[float, float, float]:
+    """Split a usual step: seconds of training, of waiting for loader processes that wait for storage, and for ones that compute.
+
+    A step in which a batch was ready has not waited. Computing they are as far as their own time for a batch is longer than the step.
+    """
+    waiting = steps.phase("data") if steps.on_gpu else _blocked(steps)
+    training_s = float(winsorized_mean((steps.seconds - steps.delayed - waiting)[number]))
+    waiting_s = float(winsorized_mean(np.where(steps.column("queued") > 0, 0.0, waiting)[number]))
+    rank = steps.ranks[number]
+    sampled = rank.system.get("loaders_cpu_percent", np.full(len(rank.system["end_s"]), np.nan))
+    percent = sampled[np.isfinite(sampled) & within_steps(rank)]
+    if not len(percent):
+        return training_s, 0.0, waiting_s
+    busy = float(percent.mean()) / 100 / workers
+    computing_s = min(waiting_s, max(0.0, busy * float(winsorized_mean(steps.seconds[number])) - training_s))
+    wait_themselves = 100 * busy < busy_percent * float(winsorized_mean(had_core(steps)[number]))
+    return training_s, waiting_s - computing_s if wait_themselves else 0.0, computing_s
+
+
+def _blocked(steps: Steps) -> Series:
+    """Compute the seconds in `data` in which the training's thread wanted no core, [R, S]; 0 where its CPU time is not known.
+
+    Single ones may be negative: the kernel counts waiting for a core when it ends.
+    """
+    waited = steps.column("host_data_seconds") - steps.column("host_data_cpu_seconds")
+    return np.nan_to_num(waited) - steps.without_core("host_data")
+
+
+def _gpu_idles_while(rank: RankEvidence, signal: Series | None, above: float, gpu_below: float) -> float:
+    """Compute the share of the samples at steps in which a signal was above a limit and the GPU below another; 0 where either was not
+    sampled.
+    """
+    gpu = rank.system.get("gpu_percent")
+    if signal is None or gpu is None:
+        return 0.0
+    # Not while the first step compiles, for which a core computes and the GPU has nothing to do.
+    within = within_steps(rank) & np.isfinite(signal) & np.isfinite(gpu)
+    return float(np.mean((signal[within] > above) & (gpu[within] < gpu_below))) if within.any() else 0.0
+
+
+class IoBottleneck(SystemRule, IoBottleneckThresholds):
+    """A training that waits for storage.
+
+    Fires when more than `waiting_share` of the steps' time waits for batches while neither the training nor its loader processes compute
+    (those below `loader_percent` of a core do not); or the cores wait for storage (above `iowait_percent`) beside an idle GPU (below
+    `gpu_percent`) in more than `share` of the samples.
+
+    Needs phase `data` of the steps; CPU time of the training's thread and of the loader processes; on a GPU its use, and iowait.
+    Advises more loader processes, which wait at the same time; the data set on a disk of the machine.
+    """
+
+    title: ClassVar = "I/O bottleneck"
+
+    def judge(self, case: Case) -> Outcome:
+        steps = Steps(case)
+        if steps.too_few:
+            return steps.too_few
+        loading = diagnose(steps, busy_loader_percent=self.loader_percent)
+        share = loading.share(loading.storage_s)
+        waits = case.rank.system.get("iowait_percent")
+        sampled = _gpu_idles_while(case.rank, waits, self.iowait_percent, self.gpu_percent)
+        if loading.is_for_storage(self.waiting_share):
+            text = f"{loading.part(loading.storage_s)} that storage has to deliver, and nothing is computed meanwhile."
+        elif sampled > self.share:
+            share = sampled
+            text = f"In {sampled:.0%} of the samples the GPU was idle while the cores waited for storage."
+        else:
+            return Healthy(f"{share:.0%} of a step waits for storage ({_ms(loading.storage_s)}).")
+        return Finding(
+            confidence=0.9 if loading.workers == 0 else 0.8,
+            text=text,
+            advice=(
+                f"Let more loader processes wait at the same time ({case.workers_setting}={loading.workers_that_keep_up()}; waiting needs "
+                "no core), or put the prepared data set on a disk of the machine."
+            ),
+            saving=Saving(share * steps.total_s, "the steps without that waiting"),
+            numbers={"waiting_share": share, "storage_s": loading.storage_s, "undisturbed_step_s": loading.step_s},
+            steps=steps.span,
+        )
+
+
+class LoaderWorkers(SystemRule, LoaderWorkersThresholds):
+    """Too many or too few loader processes.
+
+    Fires when there are more than `most_per_core` training and loader processes for each core; or fewer than `fewest_per_core` while
+    more than `waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains and loads itself).
+
+    Needs how many loader processes and cores there are; phase `data` of the steps; CPU time as for the I/O bottleneck.
+    Advises the number of loader processes that keeps up, as far as there are cores.
+    """
+
+    title: ClassVar = "Loader workers"
+
+    def judge(self, case: Case) -> Outcome:
+        steps, storage = Steps(case), case.rule(IoBottleneck)
+        if steps.too_few:
+            return steps.too_few
+        loading = diagnose(steps, busy_loader_percent=storage.loader_percent)
+        waits = loading.is_for_processor(self.waiting_share, self.own_share)
+        share, waiting = loading.share(loading.computing_s), loading.part(loading.computing_s)
+        if loading.per_core < self.fewest_per_core and waits:
+            keeps_up = loading.workers_that_keep_up()
+            most = int(steps.record.cores // steps.processes_here()) - (0 if loading.itself else 1)
+            wanted = max(loading.workers + 1, min(keeps_up, most))
+            hidden_s = share * steps.total_s * min(1.0, wanted / keeps_up)
+            return Finding(
+                confidence=0.8,
+                text=f"{waiting} that processors make, and cores are free: {loading.processes}.",
+                advice=f"Let more processes load: {case.workers_setting}={wanted}.",
+                saving=Saving(hidden_s, "the waiting that this many loader processes hide, at the present rate"),
+                numbers=loading.numbers,
+                steps=steps.span,
+            )
+        if loading.per_core > self.most_per_core and not loading.is_for_storage(storage.waiting_share):
+            cores = case.rule(CoresOversubscribed)
+            if cores.enabled and not waits and cores.taken_by(case) == "loaders":
+                return case.explained_by(cores)
+            wanted = max(0, steps.record.cores // steps.processes_here() - 1)
+            cause = f"{waiting}, and" if waits else "There are more processes than cores:"
+            return Finding(
+                severity="warning" if waits else "note",
+                confidence=0.7 if waits else 0.5,
+                text=f"{cause} {loading.processes}: they take the cores from one another, and memory.",
+                advice=f"Let fewer processes load: {case.workers_setting}={wanted}, or auto, which measures how many keep up.",
+                saving=Saving(share * steps.total_s, "the waiting for data") if waits else None,
+                numbers=loading.numbers,
+                steps=steps.span,
+            )
+        return Healthy(f"{loading.processes}; {loading.share(loading.waiting_s):.0%} of a step waits for data.")
+
+
+class CpuBottleneck(SystemRule, CpuBottleneckThresholds):
+    """A device that waits while the processor is busy.
+
+    Fires when more than `waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains and
+    loads itself), and the number of loader processes fits the cores; or a core is busy (above `busy_percent`) beside an idle GPU (below
+    `gpu_percent`) in more than `share` of the samples.
+
+    Needs phase `data` of the steps; CPU time as for the I/O bottleneck; use of the cores and of the GPU.
+    Advises views and decoding on the GPU, smaller stored images, more cores.
+    """
+
+    title: ClassVar = "CPU bottleneck"
+
+    def judge(self, case: Case) -> Outcome:
+        steps, processes = Steps(case), case.rule(LoaderWorkers)
+        if steps.too_few:
+            return steps.too_few
+        loading = diagnose(steps, busy_loader_percent=case.rule(IoBottleneck).loader_percent)
+        share = loading.share(loading.computing_s)
+        cores = [values for name, values in case.rank.system.items() if is_core(name)]
+        busiest = np.max(cores, axis=0) if cores else None
+        sampled = _gpu_idles_while(case.rank, busiest, self.busy_percent, self.gpu_percent)
+        if loading.is_for_processor(self.waiting_share, self.own_share):
+            if not processes.fewest_per_core <= loading.per_core <= processes.most_per_core:
+                return NotJudged(f"the number of loader processes comes first (loader_workers): {loading.processes}")
+            text = f"{loading.part(loading.computing_s)} that processors make, and none is free: {loading.processes}."
+        elif sampled > self.share and loading.share(loading.waiting_s) <= self.waiting_share:
+            if other := case.first_cause(CoresOversubscribed):
+                return other
+            share = sampled
+            text = f"In {sampled:.0%} of the samples a core was busy and the GPU idle, though batches were ready."
+        else:
+            return Healthy(
+                f"{share:.0%} of a step waits for batches that processors make ({_ms(loading.computing_s)})."
+            )
+        advice = (
+            "Store smaller images (data.image_size), which are cheaper to decode, or take a machine with more cores."
+        )
+        if steps.on_gpu:
+            advice = (
+                "Let the GPU make the views (data.views_on=device) and decode (data.decode_on=cuda), store smaller images "
+                "(data.image_size), or take machines with more cores for each GPU."
+            )
+        return Finding(
+            confidence=0.8,
+            text=text,
+            advice=advice,
+            saving=Saving(share * steps.total_s, "the steps if batches were always ready"),
+            numbers={**loading.numbers, "waiting_share": share},
+            steps=steps.span,
+        )
+
+
+Taker = Literal["loaders", "threads", "processes", "others"]
+"""Who has the cores: loader processes, threads of the training processes beside the one that trains, more training processes than cores, or
+other programs on the machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreShortage:
+    """How long a training process was ready and had no core, and who had them meanwhile; in cores."""
+
+    number: int
+    """Of the process."""
+    waiting_s: float
+    """In a usual step."""
+    waiting_share: float
+    """Of the steps' time."""
+    idle_share: float
+    """Of the time at steps, in which the GPU idled; 1 where there is none, or its use is not known."""
+    limit: float
+    """Of the share that is lost."""
+    phase: str
+    """In which most of it falls, in words."""
+    busy: bool
+    """Whether cores were at their limit."""
+    processes: int
+    """That train on its machine."""
+    cores: int
+    """That they may use."""
+    training: float
+    loaders: float
+    others: float
+
+    @property
+    def share(self) -> float:
+        """Of the steps' time, which is lost: a GPU that has work continues without its host."""
+        return min(self.waiting_share, self.idle_share)
+
+    @property
+    def is_found(self) -> bool:
+        return self.share > self.limit and self.busy
+
+    @property
+    def taker(self) -> Taker:
+        beyond: dict[Taker, float] = {
+            "loaders": self.loaders,
+            "threads": self.training - self.processes,
+            "processes": float(self.processes - self.cores),
+            "others": self.others,
+        }
+        return max(beyond, key=lambda taker: beyond[taker])
+
+
+class CoresOversubscribed(SystemRule, CoresOversubscribedThresholds):
+    """Loader processes, or others, that have the cores which the training needs.
+
+    Fires when a process that trains was ready and had no core for more than `share` of the steps' time, in whichever phase (`own_share`
+    where a CPU trains, which shares its cores with loading by nature), while cores were busy (above `busy_percent`). On a GPU, which works
+    on meanwhile, no more counts than it idles. It says who had the cores; where that were other programs on the machine it is a note, which
+    spoils no verdict. A training that waits for its batches is for the rules on loading.
+
+    Needs how long the training was ready and had no core, which Linux counts; use of the cores; CPU time of the training and its loaders.
+    Advises fewer loader processes or threads.
+    """
+
+    title: ClassVar = "Cores oversubscribed"
+
+    def judge(self, case: Case) -> Outcome:
+        found = self._shortage(case)
+        if isinstance(found, NotJudged):
+            return found
+        steps = Steps(case)
+        record = steps.ranks[found.number].record
+        waited = f"For {formatting.percent(found.waiting_share)} of a step the training was ready and had no core"
+        if found.idle_share < 1:
+            waited += f", and the GPU idles for {formatting.percent(found.idle_share)}"
+        had = (
+            f"of the {found.cores} cores of {record.host} loader processes take {found.loaders:.1f}, the training "
+            f"{found.training:.1f}, other programs {found.others:.1f}"
+        )
+        if not found.is_found:
+            return Healthy(f"{waited}; {had}.")
+        workers = record.workers or 0
+        who = {
+            "loaders": f"Loader processes take the cores: {workers} beside each training process",
+            "threads": "The training's own threads take the cores from one another",
+            "processes": f"{found.processes} training processes share {found.cores} cores",
+            "others": "Other programs on the machine take the cores",
+        }[found.taker]
+        seconds = found.share * steps.total_s
+        saving = {
+            "loaders": Saving(seconds, "the time without a core, if fewer loader processes still keep up"),
+            "others": Saving(seconds, "the time without a core"),
+        }
+        return Finding(
+            severity="note" if found.taker == "others" else "warning",
+            confidence=0.8,
+            text=f"{who}. {waited}, mostly in {found.phase}, though its batches were there: {had}.",
+            advice=self._advice(case, found, workers),
+            saving=saving.get(found.taker),
+            numbers={
+                "without_core_share": found.waiting_share,
+                "without_core_s": found.waiting_s,
+                "loaders_cores": found.loaders,
+                "training_cores": found.training,
+                "other_cores": found.others,
+                "workers": float(workers),
+            },
+            steps=steps.span,
+        )
+
+    def taken_by(self, case: Case) -> Taker | None:
+        """Return who has the cores that the training lacks; None where it does not lack them, or that is not known."""
+        found = self._shortage(case)
+        return found.taker if isinstance(found, CoreShortage) and found.is_found else None
+
+    def _advice(self, case: Case, found: CoreShortage, workers: int) -> str:
+        each = found.loaders / max(1, workers * found.processes)
+        room = int((found.cores / found.processes - 1) / max(each, 1.0))
+        fewer = max(0, min(workers // 2, room))
+        threads = max(1, found.cores // found.processes)
+        return {
+            "loaders": (
+                f"Let fewer processes load: {case.workers_setting}={fewer} in place of {workers}, and one thread in each "
+                "(OMP_NUM_THREADS=1; libraries that decode have settings of their own)."
+            ),
+            "threads": f"Start fewer threads: OMP_NUM_THREADS={threads} for each of {found.processes} training processes.",
+            "processes": f"Start at most {found.cores} training processes on the machine, or take one with more cores.",
+            "others": "Give the training cores of its own (on Kubernetes requests that equal its limits), or end what else runs there.",
+        }[found.taker]
+
+    def _shortage(self, case: Case) -> CoreShortage | NotJudged:
+        """Measure it for the process with the median time without a core."""
+        steps = Steps(case)
+        if steps.too_few:
+            return steps.too_few
+        delayed = steps.column("host_delayed_seconds")
+        if not np.isfinite(delayed).all():
+            return NotJudged("how long the training was ready and had no core was not recorded")
+        loading, rules = (
+            diagnose(steps, busy_loader_percent=case.rule(IoBottleneck).loader_percent),
+            case.rule(LoaderWorkers),
+        )
+        if loading.is_for_processor(rules.waiting_share, rules.own_share):
+            return NotJudged("the training waits for its batches, which comes first (loader_workers, cpu_bottleneck)")
+        shares = winsorized_mean(delayed) / np.maximum(winsorized_mean(steps.seconds), 1e-9)
+        number = int(np.argsort(shares)[(len(shares) - 1) // 2])
+        rank = steps.ranks[number]
+        here = [each for each in steps.ranks if each.record.host == rank.record.host]
+        cores = next((found for found in map(_core_use, here) if len(found)), None)
+        if cores is None:
+            return NotJudged("the use of the cores was not sampled")
+        processes = max(len(here), steps.processes_here() if len(steps.ranks) < steps.record.world_size else 1)
+        own, of_loaders = (
+            processes * float(np.mean([_mean(each, f"{name}_cpu_percent") for each in here])) / 100
+            for name in ("process", "loaders")
+        )
+        may_use = rank.record.cores
+        # those that are busiest: which ones a process may use is not recorded
+        taken = float(np.sort(cores.mean(axis=1))[-may_use:].sum()) / 100
+        parts = {
+            "`data`": steps.column("host_data_delayed_seconds"),
+            "`backward`": steps.column("host_backward_delayed_seconds"),
+        }
+        spent = {name: float(winsorized_mean(values[number])) for name, values in parts.items()}
+        spent["the other phases"] = float(winsorized_mean(delayed[number])) - sum(spent.values())
+        return CoreShortage(
+            number=number,
+            waiting_s=float(winsorized_mean(delayed[number])),
+            waiting_share=min(1.0, float(shares[number])),
+            idle_share=1 - _mean(rank, "gpu_percent") / 100,
+            limit=self.share if steps.on_gpu or case.is_traced else self.own_share,
+            phase=max(spent, key=lambda name: spent[name]),
+            busy=float(np.median(cores.max(axis=0))) > self.busy_percent
+            or 100 * (own + of_loaders) > self.busy_percent * may_use,
+            processes=processes,
+            cores=may_use,
+            training=own,
+            loaders=of_loaders,
+            others=max(0.0, taken - own - of_loaders),
+        )
+
+
+def _core_use(rank: RankEvidence) -> Series:
+    """Collect how busy each core of a process's machine was at its steps, in percent, [cores, samples]; empty where that is unknown."""
+    cores = [values for name, values in rank.system.items() if is_core(name)]
+    known: Series = np.array(cores)[:, within_steps(rank)] if cores else np.empty((0, 0))
+    known = known[:, np.isfinite(known).all(axis=0)]
+    return known if known.size else np.empty((0, 0))
+
+
+def _mean(rank: RankEvidence, signal: str) -> float:
+    """Average a signal while the process was at its steps; 0 where it was not sampled."""
+    values = rank.system.get(signal, np.full(len(rank.system["end_s"]), np.nan))
+    known = values[np.isfinite(values) & within_steps(rank)]
+    return float(known.mean()) if len(known) else 0.0
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,461 @@
+"""The rules on weights and gradients, from the measurements of every tensor, and on a loss that is no number, which they make.
+
+Shapes: L measurements, P tensors. They are the first process's: all processes hold the same weights.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import ClassVar
+
+import numpy as np
+
+from trainer.config.rules import (
+    ExplodingGradientsThresholds,
+    LossNotFiniteThresholds,
+    PoorInitializationThresholds,
+    UnchangedWeightsThresholds,
+    UpdateRatioThresholds,
+    VanishingGradientsThresholds,
+)
+from trainer.profiling.evidence import Curve, TensorSamples
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, TrainingRule, listed, too_short
+from trainer.profiling.series import Flags, Series
+
+_FEWEST = 3
+"""Fewer measurements show no trend."""
+_ALIKE = 0.999
+"""Mean absolute value against root mean square: 1 where all weights have the same size, 0.8 in a normal distribution."""
+_USUAL_UPDATE = 0.01
+"""Of the middle matrix against its own norm, at the peak of a learning rate that serves."""
+_SMALL_NORM = 1e-3
+"""What grows from a smaller norm of the gradient does not explode."""
+_WARM = 0.1
+"""Share of the peak learning rate from which on a step is meant to move the weights."""
+_ROUNDING_S = 1e-3
+"""By which the start of a range may be rounded to before the end of the step before it."""
+_SMALLEST_SCALE = 1e-3
+"""The update of weights with a smaller root mean square (tokens that start near zero) does not show the step's size."""
+
+
+def _scales(history: TensorSamples) -> Series:
+    """Compute the root mean square of the weights, [L, P]."""
+    return history.values["weight_norm"] / np.sqrt(history.values["elements"])
+
+
+def _matrices(history: TensorSamples) -> Flags:
+    """Mark the tensors that multiply a signal, [L, P]: biases and norms have one dimension, tokens and positions three."""
+    dimensions = history.values["dimensions"]
+    return np.asarray((dimensions >= 2) & (dimensions != 3))
+
+
+def _update_ratios(history: TensorSamples) -> Series:
+    """Compute the median matrix's update relative to its weights, [L]; NaN where no matrix is large enough."""
+    large = (_scales(history) >= _SMALLEST_SCALE) & _matrices(history)
+    ratios = np.where(large, history.values["update_ratio"], np.nan)
+    known = np.isfinite(ratios).any(1)
+    medians = np.full(len(ratios), np.nan)
+    medians[known] = np.nanmedian(ratios[known], axis=1)
+    return medians
+
+
+def _few(history: TensorSamples, needed: int) -> NotJudged | None:
+    count = len(history.steps)
+    reason = f"{count} measurements of the weights were recorded, and {needed} are needed (evidence.tensors_every, evidence.tensors_budget)"
+    # The first step is always measured, unless measurements are turned off.
+    return None if count >= needed else NotJudged(reason, too_short=count > 0)
+
+
+def _chosen(history: TensorSamples, flags: Flags) -> list[str]:
+    """List the tensors that flags [P] choose."""
+    return [name for name, is_chosen in zip(history.tensors, flags, strict=True) if is_chosen]
+
+
+class PoorInitialization(TrainingRule, PoorInitializationThresholds):
+    """Weights that start alike, or far from the usual scale.
+
+    Fires when a matrix has weights of one size only; or stretches a signal more than `largest_gain` times (root mean square x the fourth
+    root of its elements); or its root mean square differs more than `largest_ratio` times from that of the same matrix in another block.
+    Matrices of a single weight are left out.
+
+    Needs the measurement at the first step, before its update.
+    Advises drawing these weights as timm does, or starting from trained ones.
+    """
+
+    title: ClassVar = "Poor initialization"
+
+    def judge(self, case: Case) -> Outcome:
+        history = case.rank.tensors
+        if answer := _few(history, 1) or case.start_unseen:
+            return answer
+        # a single weight says nothing of how it was drawn
+        compared = _matrices(history)[0] & (history.values["elements"][0] > 1)
+        scales = np.where(compared & np.isfinite(_scales(history)[0]), _scales(history)[0], 0.0)
+        alike = (scales > 0) & (history.values["weight_mean_abs"][0] > _ALIKE * scales)
+        gains = scales * history.values["elements"][0] ** 0.25
+        # among tensors whose names differ in numbers only, the two whose scales are furthest apart
+        kinds: dict[str, list[int]] = {}
+        for number in np.flatnonzero(scales > 0).tolist():
+            kinds.setdefault(re.sub(r"\d+", "N", history.tensors[number]), []).append(number)
+        pairs = [(min(kind, key=scales.__getitem__), max(kind, key=scales.__getitem__)) for kind in kinds.values()]
+        least, most = max(pairs, key=lambda pair: float(scales[pair[1]] / scales[pair[0]]), default=(0, 0))
+        uneven = scales[most] / scales[least] if scales[least] else 1.0
+        if alike.any():
+            chosen, confidence = alike, 0.95
+            what = "start with all weights of the same size, so that their units learn the same thing"
+        elif gains.max() > self.largest_gain:
+            chosen, confidence = gains > self.largest_gain, 0.9
+            gain = f"{gains.max():.3g} times (limit {self.largest_gain:g})"
+            what = f"start far too large: they stretch a signal up to {gain}"
+        elif uneven > self.largest_ratio:
+            chosen, confidence = np.isin(range(len(scales)), (least, most)), 0.8
+            what = f"start {uneven:.3g} times apart (limit {self.largest_ratio:g}): {scales[least]:.2g} and {scales[most]:.2g}"
+        else:
+            return Healthy(
+                f"matrices stretch a signal {gains.max():.2g} times at most, and those of a kind differ {uneven:.2g} times at most"
+            )
+        names = _chosen(history, chosen)
+        return Finding(
+            severity="severe",
+            confidence=confidence,
+            text=f"{len(names)} of {len(history.tensors)} tensors of weights ({listed(names)}) {what}.",
+            advice=(
+                "Draw them as timm does (normal, standard deviation 0.02), or start from weights that were trained "
+                "(pretrain.weights, pretrain.mae.epochs)."
+            ),
+            numbers={"tensors": float(len(names))},
+            steps=(0, 0),
+        )
+
+
+class VanishingGradients(TrainingRule, VanishingGradientsThresholds):
+    """Gradients too small to learn from.
+
+    Fires when more than `share` of all measurements of tensors have a mean absolute gradient below `mean_abs`.
+
+    Needs {_FEWEST} measurements of the gradients.
+    Advises finding what shrinks the loss or its gradient: weights of its terms near 0, a detached tensor, saturated units.
+    """
+
+    title: ClassVar = "Vanishing gradients"
+
+    def judge(self, case: Case) -> Outcome:
+        history = case.rank.tensors
+        if answer := _few(history, _FEWEST) or case.first_cause(PoorInitialization):
+            return answer
+        sizes = history.values["gradient_mean_abs"]
+        seen, small = ~np.isnan(sizes), sizes < self.mean_abs
+        if not seen.any():
+            return NotJudged("no tensor had a gradient")
+        share, typical = small.sum() / seen.sum(), float(np.nanmedian(sizes))
+        if share <= self.share:
+            small_ones = f"{share:.0%} of measurements are below {self.mean_abs:g}"
+            return Healthy(f"the middle tensor's mean absolute gradient is {typical:.2g}; {small_ones}")
+        names = _chosen(history, small.mean(0) > self.share)
+        return Finding(
+            severity="severe",
+            confidence=0.9,
+            text=(
+                f"Gradients are too small to learn from: {share:.0%} of the measurements of tensors have a mean absolute gradient below "
+                f"{self.mean_abs:g} (the middle one {typical:.2g}), such as those of {listed(names)}."
+            ),
+            advice=(
+                "Look for what shrinks the loss or its gradient: weights of the loss terms near 0, a detached tensor, saturated units; "
+                "AdamW's epsilon of 1e-8 swallows such gradients."
+            ),
+            saving=case.saving_after(float(history.seconds[0]), "little is learned"),
+            numbers={"looks_share": float(share), "median_mean_abs": typical},
+        )
+
+
+class ExplodingGradients(TrainingRule, ExplodingGradientsThresholds):
+    """Gradients or weights that are not finite, or grow without bound.
+
+    Fires when a gradient or a tensor of weights holds a number that is not finite; or the norm of the whole gradient is in two
+    measurements in a row more than `growth` times both its first one and its median before.
+
+    Needs measurements of the weights and gradients; {_FEWEST} of them for growth.
+    Advises a lower learning rate, a smaller clip_norm, or precision=fp32; continuing from an earlier checkpoint.
+    """
+
+    title: ClassVar = "Exploding gradients"
+
+    def judge(self, case: Case) -> Outcome:
+        history, ended_s = case.rank.tensors, case.record.ended_s
+        norms = history.values["gradient_norm"]
+        broken = (history.values["gradient_nonfinite"] > 0) | (history.values["weight_nonfinite"] > 0) | np.isinf(norms)
+        if broken.any():
+            first = int(broken.any(1).argmax())
+            if answer := loss_is_lost(case, before=int(history.steps[first])):
+                return answer
+            names, seconds = _chosen(history, broken[first]), float(history.seconds[first])
+            return Finding(
+                severity="severe",
+                confidence=1.0,
+                text=(
+                    f"At step {history.steps[first] + 1:.0f} {len(names)} of {len(history.tensors)} tensors ({listed(names)}) have "
+                    f"gradients or weights that are not finite{_moved(history)}."
+                ),
+                advice=_calm(case, history, before=int(history.steps[first])),
+                saving=case.saving_after(seconds, "nothing is learned"),
+                numbers={"tensors": float(len(names))},
+                window_s=(seconds, ended_s),
+                steps=(int(history.steps[first]), int(history.steps[-1])),
+            )
+        if answer := _few(history, _FEWEST) or case.first_cause(PoorInitialization):
+            return answer
+        limit, norms = self.growth, np.sqrt(np.nansum(norms**2, axis=1))
+        usual = np.array([max(norms[0], np.median(norms[:index]), _SMALL_NORM) for index in range(1, len(norms))])
+        growth = norms[1:] / usual
+        lasting = np.minimum(growth[:-1], growth[1:])
+        worst = int(lasting.argmax())
+        if lasting[worst] <= limit:
+            grew = f"the gradient's norm grew {growth.max():.3g} times at most"
+            return Healthy(f"all gradients and weights are finite; {grew}")
+        seconds = float(history.seconds[worst + 1])
+        return Finding(
+            severity="severe",
+            confidence=0.9,
+            text=(
+                f"The gradient's norm grew from {usual[worst]:.3g} to {norms[worst + 1]:.3g} at step {history.steps[worst + 1] + 1:.0f} "
+                f"and stayed {lasting[worst]:.3g} times as large (limit {limit:g}){_moved(history)}."
+            ),
+            advice=_calm(case, history, before=int(history.steps[worst + 1])),
+            saving=case.saving_after(seconds, "the weights are being destroyed"),
+            numbers={"growth": float(lasting[worst])},
+            window_s=(seconds, ended_s),
+            steps=(int(history.steps[worst + 1]), int(history.steps[-1])),
+        )
+
+
+def _moved(history: TensorSamples) -> str:
+    ratio = _largest_update(history)
+    return f"; steps moved the middle matrix by up to {ratio:.2g} times its own norm" if ratio else ""
+
+
+def _largest_update(history: TensorSamples) -> float:
+    """Return the largest update of the median matrix relative to its norm; 0 where it is not known."""
+    ratios = _update_ratios(history)
+    return float(ratios[np.isfinite(ratios)].max(initial=0.0))
+
+
+def _calm(case: Case, history: TensorSamples, *, before: int) -> str:
+    """Advise what makes steps smaller, and from which checkpoint of the time before a step to continue."""
+    rate, clip = case.settings.get("base_learning_rate"), case.settings.get("clip_norm")
+    factor = min(0.1, _USUAL_UPDATE / max(_largest_update(history), _USUAL_UPDATE))
+    lower = f" from {rate:g} to {rate * factor:.2g}" if isinstance(rate, int | float) else ""
+    limited = f", set {case.setting('clip_norm')}=1" if clip == 0 else ""
+    saved = _checkpoint_before(case, before)
+    place = "an earlier checkpoint, or start again"
+    if saved is not None:
+        place = f"the checkpoint written after step {saved + 1}"
+    return f"Lower {case.setting('base_learning_rate')}{lower}{limited}, or try precision=fp32; continue from {place}."
+
+
+class LossNotFinite(TrainingRule, LossNotFiniteThresholds):
+    """A training loss that is no number.
+
+    Fires when the last `lasting` points of the loss, or the last one of a training that failed, are not finite. Single ones are a note,
+    up to `share` of all points; no other rule counts points of any curve that are not finite.
+
+    Needs a curve named `loss`, or another that ends so and is not of the validation.
+    Advises a lower learning rate or precision=fp32, and from which checkpoint to continue.
+    """
+
+    title: ClassVar = "Loss not finite"
+
+    def judge(self, case: Case) -> Outcome:
+        curve = self._curve(case)
+        if curve is None or not len(curve.values):
+            return NotJudged("no loss was recorded")
+        bad = ~np.isfinite(curve.values)
+        if not bad.any():
+            return Healthy(f"all {len(bad)} points of the loss are finite")
+        if self.since(case) is None:
+            return self._single(curve, bad)
+        return case.first_cause(PoorInitialization, ExplodingGradients) or self._lost(case, curve, bad)
+
+    def _single(self, curve: Curve, bad: Flags) -> Finding:
+        first, *_, last = [*curve.steps[bad], *curve.steps[bad][-1:]]
+        until = f" and last at step {last + 1:.0f}" if last > first else ""
+        return Finding(
+            severity="note" if bad.mean() <= self.share else "warning",
+            confidence=0.9,
+            text=(
+                f"{bad.sum()} of {len(bad)} points of the loss {'is' if bad.sum() == 1 else 'are'} not finite (first at step "
+                f"{first + 1:.0f}{until}); other rules leave such points out."
+            ),
+            advice="Look at the images of such a step; where it happens again, limit gradients (clip_norm=1) or use precision=fp32.",
+            numbers={"points": float(bad.sum())},
+            steps=(int(first), int(last)),
+        )
+
+    def _lost(self, case: Case, curve: Curve, bad: Flags) -> Finding:
+        row = _first_lost(curve)
+        since, seconds, numbers = int(curve.steps[row]), float(curve.seconds[row]), {"points": float(len(bad) - row)}
+        before = "none was finite before"
+        if row:
+            numbers["last_finite"] = float(curve.values[row - 1])
+            before = f"the last finite one was {curve.values[row - 1]:.4g} at step {curve.steps[row - 1] + 1:.0f}"
+        return Finding(
+            severity="severe",
+            confidence=1.0,
+            text=f"The loss is not finite from step {since + 1} on; {before}.",
+            advice=_calm(case, case.rank.tensors, before=since),
+            saving=case.saving_after(seconds, "nothing is learned"),
+            numbers=numbers,
+            window_s=(seconds, case.record.ended_s),
+            steps=(since, int(curve.steps[-1])),
+        )
+
+    def since(self, case: Case) -> int | None:
+        """Return the step of the first point since which the loss is not finite; None where it is, or came back."""
+        curve = self._curve(case)
+        if curve is None:
+            return None
+        row = _first_lost(curve)
+        count = len(curve.values) - row
+        ended = count > 0 and case.record.failed is not None
+        return int(curve.steps[row]) if count >= self.lasting or ended else None
+
+    def _curve(self, case: Case) -> Curve | None:
+        metrics = case.training.metrics
+        names = [name for name in metrics if name.endswith("loss") and not name.startswith("val")]
+        return metrics["loss"] if "loss" in names else metrics[names[0]] if names else None
+
+
+def loss_is_lost(case: Case, *, before: float = math.inf) -> NotJudged | None:
+    """Return the answer of another rule where the loss is not finite since a step before the given one; None where it is, or came back."""
+    rule = case.rule(LossNotFinite)
+    since = rule.since(case) if rule.enabled else None
+    return None if since is None or since >= before else case.explained_by(rule)
+
+
+def _first_lost(curve: Curve) -> int:
+    """Return the row after the last finite value of a curve."""
+    return int(np.max(np.flatnonzero(np.isfinite(curve.values)), initial=-1)) + 1
+
+
+def _checkpoint_before(case: Case, step: int) -> int | None:
+    """Return the step after which the last checkpoint before a step was written; None where none was seen."""
+    steps, spans = case.rank.steps, case.rank.spans
+    begins = spans.start_s[[name == "checkpoint" for name in spans.names]]
+    rows = np.searchsorted(steps["start_s"] + steps["seconds"], begins + _ROUNDING_S) - 1
+    within = steps["step"][steps.get("checkpoint", np.zeros(len(steps["step"]))) > 0]  # as in a loop of one's own
+    saved = np.append(steps["step"][rows[rows >= 0]], within)
+    return int(np.max(saved[saved < step], initial=-1)) if (saved < step).any() else None
+
+
+class UpdateRatio(TrainingRule, UpdateRatioThresholds):
+    """Steps too large or too small for the weights.
+
+    Fires when a step's update of the middle matrix (by norm of the update against norm of the weights) is above `largest`, or none near
+    the peak learning rate is above `smallest`.
+
+    Needs measurements of weights and their updates, and the learning rate; {_FEWEST} of them near the peak learning rate for the lower
+    limit.
+    Advises a lower learning rate, or a higher one.
+    """
+
+    title: ClassVar = "Update ratio"
+
+    def judge(self, case: Case) -> Outcome:
+        history = case.rank.tensors
+        if answer := _few(history, 1) or case.first_cause(PoorInitialization, ExplodingGradients) or loss_is_lost(case):
+            return answer
+        ratios = _update_ratios(history)
+        if not np.isfinite(ratios).any():
+            return NotJudged("no matrix was large enough for its update to be compared with it")
+        worst = int(np.nanargmax(ratios))
+        largest, step = float(ratios[worst]), int(history.steps[worst])
+        if largest > self.largest:
+            return Finding(
+                severity="severe",
+                confidence=0.9,
+                text=(
+                    f"Step {step + 1} moved the middle matrix by {largest:.3g} times its own norm (limit "
+                    f"{self.largest:g}); 0.001 is usual."
+                ),
+                advice=_calm(case, history, before=step),
+                numbers={"update_ratio": largest},
+                steps=(step, step),
+            )
+        warm = _is_warm(case, history.steps) & np.isfinite(ratios)
+        if warm.sum() < _FEWEST:
+            return too_short(
+                f"{warm.sum()} measurements were at a learning rate near its peak, and {_FEWEST} are needed"
+            )
+        if cause := case.first_cause(VanishingGradients):
+            return cause
+        ratio = float(ratios[warm].max())
+        if ratio >= self.smallest:
+            return Healthy(f"steps move the middle matrix by {ratio:.2g} times its own norm at most")
+        if ratio == 0:
+            return NotJudged("no step changed the middle matrix at all")
+        return Finding(
+            severity="severe",
+            confidence=0.8,
+            text=f"No step moved the middle matrix by more than {ratio:.2g} times its own norm (limit {self.smallest:g}); 0.001 is usual.",
+            advice=(
+                f"Raise {case.setting('base_learning_rate')} a thousand times or more: such steps are lost in the rounding of the "
+                "weights."
+            ),
+            saving=case.saving_after(float(history.seconds[0]), "next to nothing changes"),
+            numbers={"update_ratio": ratio},
+        )
+
+
+def _is_warm(case: Case, steps: Series) -> Flags:
+    """Mark the steps whose learning rate is near its peak; all where it was not recorded."""
+    curve = case.curves.get("learning_rate")
+    if curve is None:
+        return np.ones(len(steps), bool)
+    peak = case.settings.get("base_learning_rate", 0) * case.settings.get("batch_size", 0) / 256
+    return np.asarray(np.interp(steps, curve.steps, curve.values) >= _WARM * max(peak, curve.values.max()))
+
+
+class UnchangedWeights(TrainingRule, UnchangedWeightsThresholds):
+    """Weights that no step changes.
+
+    Fires when in `looks` measurements in a row no step changed an element of a tensor.
+
+    Needs `looks` measurements of the weights.
+    Advises letting the tensors be trained; a larger learning rate where none of them changes.
+    """
+
+    title: ClassVar = "Unchanged weights"
+
+    def judge(self, case: Case) -> Outcome:
+        needed, history = self.looks, case.rank.tensors
+        if answer := _few(history, needed) or case.first_cause(PoorInitialization, VanishingGradients):
+            return answer
+        still = history.values["unchanged"] >= 1
+        runs = np.stack([still[start : start + needed].all(0) for start in range(len(history.steps) - needed + 1)])
+        frozen: Flags = np.any(runs, axis=0)
+        if not frozen.any():
+            return Healthy(f"each of {len(history.tensors)} tensors changed at least once in {needed} measurements")
+        matrices = _matrices(history)[0]
+        if frozen[matrices].all():
+            return Finding(
+                severity="severe",
+                confidence=0.95,
+                text=(
+                    f"No step changed any of {int(matrices.sum())} matrices of weights in {needed} measurements in a row: nothing is "
+                    "learned."
+                ),
+                advice=f"Raise {case.setting('base_learning_rate')}: its steps are 0, or lost in the rounding of the weights.",
+                saving=case.saving_after(float(history.seconds[int(runs.any(1).argmax())]), "nothing changes"),
+            )
+        if answer := case.first_cause(UpdateRatio):
+            return answer
+        names = _chosen(history, frozen)
+        return Finding(
+            confidence=0.95,
+            text=(
+                f"{len(names)} of {len(history.tensors)} tensors of weights ({listed(names)}) did not change in {needed} measurements in a "
+                "row, while others did."
+            ),
+            advice="Let them be trained (requires_grad, a learning rate above 0 in their group), or leave them out of the model.",
+            numbers={"tensors": float(len(names))},
+        )

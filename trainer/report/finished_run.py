@@ -1,0 +1,488 @@
+"""A finished run: its `summary.json`, the table and the front page of that, where its artifacts are, and runs side by side.
+
+The keys of `summary.json` are a contract: tests, reports and people read the same file; keys are added and never renamed. The directory of
+a run may be from `python -m trainer run` or from `make run`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from trainer.graph import DATASET, EVALUATION, EXPORTED, STAGES, STUDENT, ArtifactSpec
+from trainer.io import artifacts, limits, storage
+from trainer.io.artifacts import Manifest
+from trainer.io.base_models import what_is_wrong
+from trainer.io.costs import Machines, dollars_text
+from trainer.io.errors import ArtifactError, ObjectNotFoundError, writing_to
+from trainer.io.formatting import aligned, duration, isolated, ratio
+from trainer.io.local_files import located
+from trainer.models.served_student.class_tags import TAGS, ClassTags
+from trainer.report import billing, pages, scores, tracking
+from trainer.report.billing import Bill
+from trainer.report.forecast import Forecast
+from trainer.report.pages import Block, BulletList, Links, PageSection, Paragraph, Photo, Table
+
+SUMMARY = "summary.json"
+INDEX = "index.html"
+TITLES = {
+    "evaluation": "Evaluation",
+    "export": "Export",
+    "profile": "Profile of the trainings",
+    "data": "Data card",
+    "reinforce": "Recorded outputs",
+}
+"""What the page of a run calls the others, the most asked for first."""
+CAPTIONS = {"reconstructions": "Masked autoencoder: images, what it saw of them, what it made of that"}
+PRICED = ("warm_up", "reinforce", "distill")  # stages that count as the distillation where runs stand side by side
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registered:
+    """Where MLflow keeps a run and its student; None where nothing is tracked."""
+
+    tracking_uri: str | None = None
+    run_id: str | None = None
+    model_name: str | None = None
+    model_version: str | None = None
+    alias_stays: str | None = None
+    """Why the alias did not move to a version that passed."""
+
+
+def build_summary(
+    *,
+    recipe: str,
+    settings: Mapping[str, Any],
+    bill: Bill,
+    dataset: Mapping[str, Any],
+    recording: Mapping[str, Any] | None,
+    profile: Mapping[str, Any],
+    evaluation: Mapping[str, Any],
+    exported: Mapping[str, Any] | None,
+    registered: Registered,
+    reports: Mapping[str, str],
+) -> dict[str, Any]:
+    """Build the content of `summary.json` from the figures of the artifacts.
+
+    `recording` is None where the teacher ran in every step, `exported` where nothing was exported.
+    """
+    teacher, student = evaluation["teacher"], evaluation["student"]
+    of_dataset = ("train", "val", "test", "unlabeled", "classes", "quarantined")
+    of_teacher = ("architecture", "title", "parameters", "latency_ms", *(("head",) if "head" in teacher else ()))
+    of_student = ("architecture", "title", "parameters", "test", "latency_ms", "size_bytes")
+    return {
+        "recipe": recipe,
+        "settings": dict(settings),
+        "stages": {one.stage: {"seconds": round(one.seconds, 3)} for one in bill.stages},
+        "bill": bill.model_dump(mode="json"),
+        "dataset": {key: dataset[key] for key in of_dataset},
+        **({"teacher_outputs": dict(recording)} if recording is not None else {}),
+        "teacher": {
+            **{key: teacher[key] for key in of_teacher},
+            "test": {scores.name(teacher["test"]): scores.score(teacher["test"])},
+        },
+        "student": {key: student[key] for key in of_student},
+        "profile": {key: profile.get(key, "") for key in ("verdict", "outcome")},
+        "verdict": dict(evaluation["verdict"]),
+        **({"export": dict(exported)} if exported is not None else {}),
+        "mlflow": {key: value for key, value in asdict(registered).items() if key != "alias_stays" or value},
+        "reports": dict(reports),
+    }
+
+
+def table(summary: Mapping[str, Any], page: Path) -> str:
+    """Format a summary as text: the stages, what they cost, teacher against student, the verdict, and where to look: its page."""
+    verdict = ["The student passed every condition of the gate."]
+    if not summary["verdict"]["passed"]:
+        reasons = summary["verdict"]["reasons"]
+        verdict = ["The student did not pass the gate:", *(f"  - {reason}" for reason in reasons)]
+    places, mlflow = [("all of it", str(page))], summary["mlflow"]
+    if stays := mlflow.get("alias_stays"):
+        verdict.append(f"It was not promoted: {stays}; {tracking.ALIAS_ADVICE}.")
+    if mlflow["tracking_uri"]:
+        pages = "" if tracking.is_server(mlflow["tracking_uri"]) else "; `python -m trainer ui` shows it"
+        places.append(("mlflow", f"{mlflow['tracking_uri']} (run {mlflow['run_id']}){pages}"))
+    parts = [
+        _stages(summary),
+        bill_table(Bill.model_validate(summary["bill"])),
+        aligned(_comparison(summary), right={1, 2}),
+        verdict,
+        ["Where to look:", *(f"  {line}" for line in aligned(places))],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def bill_table(bill: Bill) -> list[str]:
+    """Format a bill as lines: what each stage took and cost, forecast against actual, and what the total leaves out."""
+    return [*aligned(billing.rows(bill), right={2, 3}), *(f"  - {text}" for text in _notes(bill))]
+
+
+def _notes(bill: Bill) -> list[str]:
+    return [text for text in (billing.forecast_text(bill), *bill.notes) if text]
+
+
+def _stages(summary: Mapping[str, Any]) -> list[str]:
+    data, teacher, student, verdict = (summary[key] for key in ("dataset", "teacher", "student", "verdict"))
+    version = summary["mlflow"]["model_version"]
+    promoted = "promoted" if verdict["passed"] else "not promoted"
+    promoted = "not promoted (other classes)" if summary["mlflow"].get("alias_stays") else promoted
+    named = f"{summary['mlflow']['model_name']} version {version}, {promoted}"
+    forecast, outputs = summary["bill"]["forecast"], summary.get("teacher_outputs")
+    exported = summary.get("export", {})
+    title, agreement = scores.title(student["test"]), student["test"]["agreement"]
+    probe = f" ({teacher['head']}: it has no head)" if "head" in teacher else ""
+    figures = {
+        "prepare": f"{data['train']:,} train, {data['val']:,} val, {data['test']:,} test images of {data['classes']:,} classes",
+        "pretrain": f"teacher {scores.score(teacher['test']):.1%} test {title}{probe}",
+        "distill": f"student {scores.score(student['test']):.1%} test {title}, agrees with the teacher on {agreement:.1%}",
+        "tune": f"forecast {Forecast.model_validate(forecast)}" if forecast else "",
+        "profile": summary["profile"]["verdict"] or summary["reports"].get("profile", ""),
+        "evaluate": "gate passed" if verdict["passed"] else "gate not passed",
+        "register": named if version else "nothing is tracked",
+    }
+    if chosen := exported.get("chosen"):
+        own, served = (exported["candidates"][name] for name in ("torch", chosen))
+        tested = served.get("test", served)  # exports of older versions have no more than the test images' figures
+        figures["export"] = (
+            f"{chosen}: {scores.score(tested):.1%} test {title}, p50 {served['p50_ms']:.2f} ms (torch {own['p50_ms']:.2f} ms)"
+        )
+    elif exported:
+        figures["export"] = "no ONNX file: the registered model runs on torch"
+    if outputs is not None:
+        if "mass" in outputs:
+            mass = outputs["mass"]["t1"]["mean"]
+            held = f"{outputs['top_k']} logits a view hold {mass:.2%} of the probability"
+        else:
+            embedding = f"an embedding of {outputs['features']:,} numbers"
+            kept = [embedding] if outputs["features"] or "tokens" not in outputs else []
+            if "tokens" in outputs:
+                height, width, numbers = outputs["tokens"]
+                kept.append(f"{height} x {width} patch tokens of {numbers:,} numbers")
+            held = f"{' and '.join(kept)} a view"
+        figures["reinforce"] = (
+            f"{outputs['views']:,} views of {outputs['samples']:,} images in {outputs['mib']:,.1f} MiB, {held}"
+        )
+    rows = [(name, f"{stage['seconds']:.1f}", figures.get(name, "")) for name, stage in summary["stages"].items()]
+    return aligned([("stage", "seconds", "main figure"), *rows], right={1})
+
+
+def _comparison(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return a heading and a row for each figure of the teacher and the student: name, teacher's, student's, the difference."""
+    teacher, student = summary["teacher"], summary["student"]
+    theirs, ours = (scores.score(model["test"]) for model in (teacher, student))
+    p50 = [model["latency_ms"]["p50"] for model in (teacher, student)]
+    size = [model["parameters"] for model in (teacher, student)]
+    return [
+        ("", "teacher", "student", ""),
+        ("model", teacher["title"], student["title"], ""),
+        (
+            f"test {scores.title(student['test'])}",
+            f"{theirs:.2%}",
+            f"{ours:.2%}",
+            f"{100 * (ours - theirs):+.2f} points",
+        ),
+        ("parameters", f"{size[0]:,}", f"{size[1]:,}", ratio(size[0], size[1], "smaller", "larger")),
+        ("latency p50 (CPU)", f"{p50[0]:.2f} ms", f"{p50[1]:.2f} ms", ratio(p50[0], p50[1], "faster", "slower")),
+    ]
+
+
+def write_front_page(directory: Path, content: Mapping[str, Any]) -> Path:
+    """Write the front page of a run from its `summary.json`, copy the pages that it leads to beside it, and return the file."""
+    reports = {name: Path(place) for name, place in content["reports"].items()}
+    links: list[tuple[str, str]] = []
+    photos: list[Photo] = []
+    with writing_to(directory):
+        for name, place in sorted(reports.items(), key=lambda item: [*TITLES, item[0]].index(item[0])):
+            if place.suffix == ".html":
+                # A copy, since the run that made a page that came from the cache may be deleted.
+                shutil.copyfile(place, directory / f"{name}.html")
+                links.append((f"{name}.html", TITLES.get(name, name)))
+            else:
+                photos.append(Photo(place.read_bytes(), CAPTIONS.get(name, name)))
+        file = directory / INDEX
+        file.write_text(_page(directory.resolve().name, content, links, photos), encoding="utf-8")
+    return file
+
+
+def _page(name: str, content: Mapping[str, Any], links: list[tuple[str, str]], photos: list[Photo]) -> str:
+    passed, reasons = content["verdict"]["passed"], content["verdict"]["reasons"]
+    bill = Bill.model_validate(content["bill"])
+    heading, *bill_rows = billing.rows(bill)
+    compared, *rows = _comparison(content)
+    verdict: list[Block] = [Paragraph("The student passed every condition of the gate.", "good")]
+    if not passed:
+        verdict = [Paragraph("The student did not pass the gate:", "bad"), BulletList(reasons)]
+    notes = _notes(bill)
+    mlflow, student = content["mlflow"], content["student"]["test"]
+    tracked = (
+        f"{mlflow['tracking_uri']}, run {mlflow['run_id']}, {mlflow['model_name']} version {mlflow['model_version']}"
+    )
+    if stays := mlflow.get("alias_stays"):
+        tracked += f"; not promoted: {isolated(stays)}; {tracking.ALIAS_ADVICE}"
+    return pages.render(
+        f"Run {isolated(name)}: the student {'passed' if passed else 'did not pass'}",
+        f"{scores.score(student):.1%} test {scores.title(student)}, the teacher {scores.score(content['teacher']['test']):.1%}; "
+        f"recipe {isolated(content['recipe'])}",
+        [
+            Links(links),
+            PageSection("Verdict", verdict),
+            PageSection("Teacher and student", [Table(compared, rows)]),
+            PageSection("Profile", [Paragraph(content["profile"]["verdict"] or "Nothing was trained in this run.")]),
+            PageSection("Bill", [Table(heading, bill_rows), BulletList(notes) if notes else None]),
+            PageSection("Pictures", photos) if photos else None,
+            PageSection("MLflow", [Paragraph(tracked)]) if mlflow["tracking_uri"] else None,
+        ],
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where its artifacts are
+
+
+def find(run: str, artifact: ArtifactSpec) -> str:
+    """Return where a run, whose directory is here or in a store, has an artifact; an `ArtifactError` if it has none."""
+    places = _places(run, artifact)
+    for place in places:
+        if artifacts.exists(place):
+            return place
+    raise ArtifactError(
+        f"{located(run)}: no {artifact.name} at {' nor at '.join(places)}; give the directory of a completed run, or that of a model"
+    )
+
+
+def _places(run: str, artifact: ArtifactSpec) -> list[str]:
+    """List where a run may have an artifact, the likeliest first."""
+    stage, keyword = next(
+        (one.name, keyword) for one in STAGES.values() for keyword, made in one.makes.items() if made == artifact
+    )
+    folder = artifact.task_folder or keyword
+    return [storage.join(run, artifact.folder), *(storage.join(tasks, stage, folder) for tasks in _pipelines(run))]
+
+
+def _pipelines(run: str) -> Iterator[str]:
+    """Yield the folders in which a run of `make run` has one for each task."""
+    file = storage.join(run, SUMMARY)
+    if storage.exists(file):
+        try:
+            pages = storage.read_json(file)["reports"]
+            # A task whose result was taken from the cache stays with the run that made it, and so does what it had read.
+            found = [str(pages[name]) for name in ("evaluation", "profile", "data") if name in pages]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ArtifactError(
+                f"{file}: is not the summary of a run ({error}); give the directory of a model"
+            ) from error
+        yield from dict.fromkeys(storage.parent(storage.parent(storage.parent(page))) for page in found)
+    if not storage.is_remote(run):
+        # kfp.local names a folder for each run of the pipeline.
+        yield from sorted(map(str, Path(run).glob("pipeline/*")), reverse=True)
+
+
+def evaluation_of_student(run: str) -> Manifest | None:
+    """Return the manifest of a run's evaluation; None where its student was not judged, an `ArtifactError` if it has none."""
+    student = artifacts.manifest(find(run, STUDENT), "model").fingerprint
+    place = next(filter(artifacts.exists, _places(run, EVALUATION)), None)
+    evaluation = artifacts.manifest(place, "evaluation") if place else None
+    # It may be that of an earlier student.
+    return evaluation if evaluation is not None and evaluation.parents.get("student") == student else None
+
+
+def names_of_student(run: str) -> set[str]:
+    """Return the fingerprints by which predictions may name a run's student: its own, and those of the run's exports of it."""
+    student = artifacts.manifest(find(run, STUDENT), "model").fingerprint
+    exports = [artifacts.manifest(place, "export") for place in _places(run, EXPORTED) if artifacts.exists(place)]
+    return {student, *(one.fingerprint for one in exports if one.parents.get("student") == student)}
+
+
+def export_of_student(run: str) -> str:
+    """Return where a run has the export of its student; an `ArtifactError` if it has none."""
+    found = find(run, EXPORTED)
+    if not any(map(artifacts.exists, _places(run, STUDENT))):
+        raise ArtifactError(
+            f"{run}: has no student, so nothing tells whether the export at {found} is of this run's; give that directory "
+            "to take it all the same"
+        )
+    student = artifacts.manifest(find(run, STUDENT), "model").fingerprint
+    for place in filter(artifacts.exists, _places(run, EXPORTED)):
+        if artifacts.manifest(place, "export").parents.get("student") == student:
+            return place
+    raise ArtifactError(
+        f"{run}: its student was not exported, and the export at {found} is of another one; export the student "
+        f"(`python -m trainer export {run} --output DIR`) and give that directory"
+    )
+
+
+def tags(run: str, evaluation: Manifest) -> ClassTags | None:
+    """Return what a run's student, of which this is the evaluation, knows of its classes, as it would be registered with it.
+
+    Of the data set nothing but its tags is read; None where it has none, or where it is gone.
+    """
+    place = next(filter(artifacts.exists, _places(run, DATASET)), None)
+    if place is None or TAGS not in artifacts.manifest(place, "dataset").files:
+        return None
+    file = storage.join(place, TAGS)
+    try:
+        known = ClassTags.of(storage.read_json(file))
+    except ValueError as error:
+        raise ArtifactError(
+            f"{file}: does not describe classes ({limits.cut(str(error), 500)}); prepare the data set again"
+        ) from error
+    return served_tags(known, evaluation.figures)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Accuracy and speed of runs against their cost, side by side
+#
+# Time and dollars are those of the distillation from the start of its processes, start-up and compilation included, and of the recording of
+# the teacher's outputs and the compilation beforehand where there were any. Rates are of the training alone.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricedRun:
+    """A run in the table; None for what is not known of it."""
+
+    name: str
+    place: Machines | None
+    seconds: float  # billed wall time
+    iterations_per_second: float | None = None
+    images_per_second: float | None = None
+    accuracy: float | None = None  # as a fraction
+    epochs: float | None = None
+
+    @property
+    def dollars(self) -> float | None:
+        return self.place.dollars(self.seconds) if self.place else None
+
+    @property
+    def epoch_s(self) -> float | None:
+        return self.seconds / self.epochs if self.epochs else None
+
+
+def read_run(run: str | Path) -> tuple[PricedRun, Bill]:
+    """Read a run by its directory, by its registration, or by its `summary.json`."""
+    path = str(run) if str(run).endswith(".json") else storage.join(run, SUMMARY)
+    try:
+        content = storage.read_json(path)
+        if isinstance(content, dict) and "bill" not in content:
+            raise ArtifactError(
+                f"{path}: has no bill, as those of an earlier version; register the run again, or leave it out"
+            )
+        bill = Bill.model_validate(content["bill"])
+        accuracy, epochs = scores.score(content["student"]["test"]), float(content["settings"]["distill"]["epochs"])
+    except ObjectNotFoundError as error:
+        raise ArtifactError(
+            f"{located(run)}: has no {SUMMARY}; give the directory of a finished run (`python -m trainer run` prints it)"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"{path}: is not the summary of a run ({error}); give the directory of a run") from error
+    # The name of the run's directory, also where its registration or a link to it was given.
+    folder = path.rpartition("/")[0] if storage.is_remote(path) else str(storage.local_path(path).resolve().parent)
+    name = folder.removesuffix("/registration").rpartition("/")[2]
+    return priced_run(name, bill, accuracy=accuracy, epochs=epochs), bill
+
+
+def read_experiment(name: str) -> list[PricedRun]:
+    """Read the finished runs of an MLflow experiment."""
+    runs = tracking.billed_runs(name)
+    if not runs:
+        raise ArtifactError(
+            f"experiment {name}: no run of it has a bill yet; a run has one when its stage register is done"
+        )
+    priced = []
+    for run in runs:
+        try:
+            bill = Bill.model_validate_json(run.bill)
+        except ValidationError as error:
+            raise ArtifactError(
+                f"experiment {name}: {run.name}: {tracking.BILL} is not one of this version ({what_is_wrong(error)}); "
+                "delete that run in MLflow, or name the directories of the runs"
+            ) from error
+        accuracy = run.metrics.get("student/test/top1", run.metrics.get("student/test/map"))
+        epochs = float(run.params["distill.epochs"]) if "distill.epochs" in run.params else None
+        priced.append(priced_run(run.name, bill, accuracy=accuracy, epochs=epochs))
+    return priced
+
+
+def priced_run(name: str, bill: Bill, *, accuracy: float | None, epochs: float | None) -> PricedRun:
+    """Make a row of the table from the bill of a run."""
+    distill = bill.stage("distill")
+    if distill is None:
+        raise ArtifactError(f"{name}: its bill has no distillation; leave it out")
+    return PricedRun(
+        name=name,
+        place=distill.place,
+        seconds=sum(one.seconds for one in bill.stages if one.stage in PRICED),
+        iterations_per_second=distill.iterations_per_second,
+        images_per_second=distill.images_per_second,
+        accuracy=accuracy,
+        epochs=epochs,
+    )
+
+
+def price_rows(entries: Sequence[PricedRun]) -> list[tuple[str, ...]]:
+    """Return a heading and a row for each run, without columns of which nothing is known.
+
+    Speeds are relative to the first run. The last column names the cheapest, the fastest and the most accurate run.
+    """
+    first = entries[0]
+    known = {
+        "cheapest": [(one.dollars, one) for one in entries if one.dollars is not None],
+        "fastest": [(one.seconds, one) for one in entries],
+        "most accurate": [(-one.accuracy, one) for one in entries if one.accuracy is not None],
+    }
+    winners = {
+        title: min(pairs, key=lambda pair: pair[0])[1]
+        for title, pairs in known.items()
+        if len({value for value, _ in pairs}) > 1  # where runs differ
+    }
+    columns: Mapping[str, Callable[[PricedRun], str]] = {
+        "run": lambda one: one.name,
+        "where": lambda one: str(one.place or ""),
+        "it/s": lambda one: _number(one.iterations_per_second, ",.2f"),
+        "images/s": lambda one: _number(one.images_per_second, ",.0f"),
+        "accuracy": lambda one: _number(one.accuracy, ".2%"),
+        "epochs": lambda one: _number(one.epochs, ",g"),
+        "an epoch": lambda one: "" if one.epoch_s is None else duration(one.epoch_s),
+        "epoch speed": lambda one: _number(
+            first.epoch_s / one.epoch_s if first.epoch_s and one.epoch_s else None, ".2f", "x"
+        ),
+        "time": lambda one: duration(one.seconds),
+        "dollars": lambda one: dollars_text(one.dollars),
+        "$/point": lambda one: _number(
+            one.dollars / (100 * one.accuracy) if one.dollars is not None and one.accuracy else None, ",.4f"
+        ),
+        "price of": lambda one: one.place.price.date if one.place and one.place.price else "",
+        "": lambda one: ", ".join(title for title, best in winners.items() if one is best),
+    }
+    shown = {title: [cell(one) for one in entries] for title, cell in columns.items()}
+    kept = {title: cells for title, cells in shown.items() if any(cells)}
+    return [tuple(kept), *(tuple(cells[index] for cells in kept.values()) for index in range(len(entries)))]
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "" if value is None else f"{value:{form}}{unit}"
+
+
+def price_table(entries: Sequence[PricedRun]) -> list[str]:
+    """Format the table as text, with a note on what it covers and doubts about the prices."""
+    doubts = dict.fromkeys(one.place.price.doubt() for one in entries if one.place and one.place.price)
+    table = price_rows(entries)
+    text = ("run", "where", "price of", "")
+    return [
+        *aligned(table, right={index for index, title in enumerate(table[0]) if title not in text}),
+        "",
+        f"Time and dollars: {', '.join(PRICED)}, with start-up and compilation. Rates: while it trained.",
+        *(f"  - {doubt}" for doubt in doubts if doubt),
+    ]
+
+
+def served_tags(tags: ClassTags | None, evaluation: Mapping[str, Any]) -> ClassTags | None:
+    """Give what is known of the classes the threshold that `evaluate` has chosen for the student's answers, if its figures have one."""
+    answers = evaluation["student"]["test"].get("answers")
+    if tags is None or answers is None:
+        return tags
+    return tags.answering(risk=answers["risk"], threshold=answers["threshold"])

@@ -1,0 +1,273 @@
+"""Forecasts of a distillation's hours and dollars, from a short measurement on the machines where it will run.
+
+Only what was measured is forecast. Where a number is assumed, such as the speed-up of nodes without a measurement, the forecast says so.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+from scipy import special
+
+from trainer.config import DistillSettings, step_schedule
+from trainer.io.base_models import StrictModel
+from trainer.io.costs import THIS_MACHINE, Machines, dollars_text
+from trainer.io.errors import BudgetError
+from trainer.io.formatting import duration
+
+logger = logging.getLogger(__name__)
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+
+CONFIDENCE = 0.95
+MOST_BLOCKS = 10
+"""Most blocks of consecutive steps whose means are taken as independent; few and long, since a slow moment spans several steps."""
+LEAST_STEPS = 4  # fewer steps give no interval
+
+
+class Measurement(StrictModel):
+    """A short trial of a distillation."""
+
+    place: Machines
+    settings: Mapping[str, Any]
+    """The section `distill` that was measured."""
+    batch_size: Annotated[int, Field(ge=1)]
+    """Images a step, over all processes."""
+    step_s: Seconds
+    """Mean time of a step, with what lies between two steps."""
+    step_low_s: Seconds
+    step_high_s: Seconds
+    """95 % interval of that mean (`mean_interval`)."""
+    steps: Count
+    startup_s: Seconds
+    """From the start of the job to the end of the first step (fetch, import, compile), and what is compiled later."""
+    compile_s: Seconds = 0.0
+    """Part of it in the compiler; a cache of compiled graphs saves it in the distillation itself."""
+    validation_s: Seconds
+    """One pass over the validation split."""
+    checkpoint_s: Seconds
+    """Writing one checkpoint."""
+    window_s: Seconds = 0.0
+    """Time of a window of the operators' profiler."""
+    recording_s: Seconds | None = None
+    """Recording the teacher's outputs, where the distillation reads them and they are not recorded yet."""
+
+
+class WorkCount(StrictModel):
+    """How often a distillation does each part of its work."""
+
+    steps: Count
+    validations: Count
+    checkpoints: Count
+    windows: Count = 0
+    """Of the operators' profiler."""
+
+
+class Forecast(StrictModel):
+    """Hours and dollars of a distillation, with the interval from the measurement."""
+
+    place: Machines
+    hours: float
+    hours_low: float
+    hours_high: float
+    dollars: float | None
+    """None where the price is not known, as is the interval then."""
+    dollars_low: float | None
+    dollars_high: float | None
+    stages: tuple[str, ...] = ("distill",)
+    compile_hours: float = 0.0
+    """Part of `hours` in the compiler."""
+    assumptions: tuple[str, ...] = ()
+    """What was assumed and not measured, and doubts about the price."""
+
+    def __str__(self) -> str:
+        """Format it: `3.20 h (3.11 h to 3.34 h, 12.0 min of it compiling), $281.06 ($273.16 to $293.35)`."""
+        compiling = f", {_hours(self.compile_hours)} of it compiling" if self.compile_hours else ""
+        hours = f"{_hours(self.hours)} ({_hours(self.hours_low)} to {_hours(self.hours_high)}{compiling})"
+        if self.dollars is None or self.dollars_low is None or self.dollars_high is None:
+            return hours
+        return f"{hours}, {dollars_text(self.dollars)} ({dollars_text(self.dollars_low)} to {dollars_text(self.dollars_high)})"
+
+
+def _hours(hours: float) -> str:
+    return duration(3600 * hours)
+
+
+def mean_interval(seconds: Sequence[float]) -> tuple[float, float, float]:
+    """Compute the mean of the times of consecutive steps and its 95 % interval.
+
+    Neighboring steps are correlated (a busy neighbor, a slow disk, a warming machine), so the interval is Student's t of the means of
+    up to ten blocks of consecutive steps (batch means; Law & Kelton). It covers how much the mean moves while it is measured, not that
+    the job may run on another machine tomorrow.
+
+    Args:
+        seconds: [n], in their order, with n >= 4.
+
+    Returns:
+        Mean, lower and upper bound, not below 0.
+    """
+    if len(seconds) < LEAST_STEPS:
+        raise ValueError(f"an interval needs {LEAST_STEPS} steps, got {len(seconds)}")
+    count = min(MOST_BLOCKS, len(seconds) // 2)
+    means = np.array([block.mean() for block in np.array_split(np.asarray(seconds, dtype=np.float64), count)])
+    mean = float(np.mean(seconds))
+    half = float(special.stdtrit(count - 1, (1 + CONFIDENCE) / 2) * means.std(ddof=1) / math.sqrt(count))
+    return mean, max(0.0, mean - half), mean + half
+
+
+def work_of(settings: DistillSettings, samples: int) -> WorkCount:
+    """Count the work of a distillation with these settings on so many training images."""
+    steps, evidence = step_schedule.step_count(settings, samples), settings.evidence
+    return WorkCount(
+        steps=steps,
+        validations=step_schedule.validation_count(settings, samples),
+        checkpoints=step_schedule.checkpoint_count(settings, samples),
+        windows=sum(first < steps for first in evidence.operators_at) if evidence.operators_steps else 0,
+    )
+
+
+def forecast(measurement: Measurement, work: WorkCount, assumptions: Sequence[str] = ()) -> Forecast:
+    """Add up the measured time of each part of a whole distillation. The interval is that of the step; the rest was measured once."""
+    beside_s = (
+        measurement.startup_s
+        + (measurement.recording_s or 0.0)
+        + work.validations * measurement.validation_s
+        + work.checkpoints * measurement.checkpoint_s
+        + work.windows * measurement.window_s
+    )
+    steps_s = (measurement.step_s, measurement.step_low_s, measurement.step_high_s)
+    expected, low, high = ((beside_s + work.steps * step_s) / 3600 for step_s in steps_s)
+    place = measurement.place
+    doubt = place.price.doubt() if place.price else ""
+    return Forecast(
+        place=place,
+        hours=expected,
+        hours_low=low,
+        hours_high=high,
+        compile_hours=measurement.compile_s / 3600,
+        dollars=place.dollars(3600 * expected),
+        dollars_low=place.dollars(3600 * low),
+        dollars_high=place.dollars(3600 * high),
+        stages=("distill",) if measurement.recording_s is None else ("reinforce", "distill"),
+        assumptions=(*assumptions, *([doubt] if doubt else [])),
+    )
+
+
+def on_nodes(
+    measurements: Sequence[Measurement], work: WorkCount, nodes: int, *, assumed_efficiency: float = 0.9
+) -> Forecast:
+    """Forecast the same distillation on another number of nodes of the same pool.
+
+    The step's time comes from the measurement with the nearest number of nodes. Each doubling from there divides it by twice the
+    efficiency: the measured one, where there are measurements with several numbers of nodes, or else the assumed one. Start-up,
+    validation and checkpoints stay as measured. All measurements are of one pool and one batch size.
+    """
+    if len({(one.place.pool, one.batch_size) for one in measurements}) != 1:
+        raise ValueError("measurements of one pool and one batch size are needed")
+    by_nodes = {one.place.nodes: one for one in measurements}
+    nearest = by_nodes[min(by_nodes, key=lambda known: abs(math.log2(known / nodes)))]
+    if nearest.place.nodes == nodes:
+        return forecast(nearest, work)
+    efficiency, source = _efficiency(by_nodes, nodes, assumed_efficiency)
+    speedup = (2 * efficiency) ** math.log2(nodes / nearest.place.nodes)
+    scaled = nearest.model_copy(
+        update={
+            "place": nearest.place.model_copy(update={"nodes": nodes}),
+            **{name: getattr(nearest, name) / speedup for name in ("step_s", "step_low_s", "step_high_s")},
+            "recording_s": None if nearest.recording_s is None else nearest.recording_s / speedup,
+        }
+    )
+    return forecast(scaled, work, (source, f"start-up, validation and checkpoints as on {_nodes(nearest.place.nodes)}"))
+
+
+def _efficiency(by_nodes: Mapping[int, Measurement], nodes: int, assumed: float) -> tuple[float, str]:
+    """Return the speed-up of a doubling as a share of 2, and its source: the two measurements nearest to the wanted number of nodes."""
+    if len(by_nodes) == 1:
+        faster = f"assumed to be {2 * assumed:.3g} times as fast"
+        return assumed, f"twice as many nodes are {faster}; only {_nodes(*by_nodes)} measured"
+    low, high = sorted(sorted(by_nodes, key=lambda known: abs(math.log2(known / nodes)))[:2])
+    speedup = by_nodes[low].step_s / by_nodes[high].step_s
+    measured = speedup ** (1 / math.log2(high / low)) / 2
+    efficiency = min(1.0, measured)  # a speed-up above the number of machines is luck, and is not extrapolated
+    held = "" if low < nodes < high else f", taken to hold for {_nodes(nodes)}"
+    source = (
+        f"twice as many nodes are {2 * efficiency:.3g} times as fast, as measured from {low} to {_nodes(high)}{held}"
+    )
+    return efficiency, source
+
+
+def _nodes(count: int) -> str:
+    return "1 node" if count == 1 else f"{count} nodes"
+
+
+def check_budget(place: Machines | None, budget_usd: float | None) -> None:
+    """Make sure, before anything is measured, that the price of the machines is known where dollars are limited."""
+    if budget_usd and (place is None or place.price is None):
+        where = place or THIS_MACHINE
+        raise BudgetError(
+            f"run.budget_usd={budget_usd:g} cannot be kept, since the price of {where} is not known; give the pool a price in pools.toml "
+            "(this machine: TRAINER_PLACE), or set run.budget_hours in its place"
+        )
+
+
+def epochs_that_fit(
+    measurement: Measurement,
+    settings: DistillSettings,
+    samples: int,
+    *,
+    budget_usd: float | None,
+    budget_hours: float | None,
+) -> int:
+    """Find the most epochs, up to those of the settings, whose forecast is within the budget; 0 where not even one is. 0 sets no limit."""
+
+    def is_over(epochs: int) -> bool:
+        expected = forecast(measurement, work_of(settings.model_copy(update={"epochs": epochs}), samples))
+        return not _is_within(expected, budget_usd=budget_usd, budget_hours=budget_hours)
+
+    return bisect.bisect(range(1, settings.epochs + 1), False, key=is_over)
+
+
+def refuse_over_budget(
+    expected: Forecast, alternatives: Mapping[str, Forecast], *, budget_usd: float | None, budget_hours: float | None
+) -> None:
+    """Stop before the money is spent; a budget within the forecast's interval is only warned of.
+
+    Args:
+        alternatives: what to change, in the user's words such as `distill.teacher=recorded` or `pool gpu-a10g` -> its own forecast.
+        budget_usd: most dollars; none or 0 sets no limit.
+        budget_hours: most hours; none or 0 sets no limit.
+    """
+    check_budget(expected.place, budget_usd)
+    limits = {"budget_usd": budget_usd, "budget_hours": budget_hours}
+    said = " and ".join(f"run.{name}={limit:g}" for name, limit in limits.items() if limit)
+    if _is_within(expected, **limits):
+        at_worst = expected.model_copy(update={"hours": expected.hours_high, "dollars": expected.dollars_high})
+        if not _is_within(at_worst, **limits):
+            logger.warning("%s is near the forecast: %s on %s", said, expected, expected.place)
+        return
+    fitting = [_option(name, one) for name, one in alternatives.items() if _is_within(one, **limits)]
+    other = [_option(name, one) for name, one in alternatives.items() if not _is_within(one, **limits)]
+    assumed = f" (assuming that {'; '.join(expected.assumptions)})" if expected.assumptions else ""
+    raise BudgetError(
+        f"the distillation would take {expected} on {expected.place}{assumed}, but {said}; it was not started. "
+        + (f"What would fit: {'; '.join(fitting)}. " if fitting else "Nothing that was measured would fit. ")
+        + (f"Not within it: {'; '.join(other)}. " if other else "")
+        + ("Choose one of these, or raise the budget" if fitting else "Raise the budget, or train on less")
+    )
+
+
+def _is_within(one: Forecast, *, budget_usd: float | None, budget_hours: float | None) -> bool:
+    """Return whether a forecast is within the budget; unknown dollars are within no budget of dollars."""
+    costs_too_much = bool(budget_usd) and (one.dollars is None or one.dollars > (budget_usd or 0.0))
+    return not costs_too_much and not (budget_hours and one.hours > budget_hours)
+
+
+def _option(name: str, one: Forecast) -> str:
+    return f"{name} ({_hours(one.hours)}, {dollars_text(one.dollars) or 'price not known'})"

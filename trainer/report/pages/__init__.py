@@ -1,0 +1,168 @@
+"""Self-contained HTML pages: no network, no storage, readable in a sandboxed frame, in light and dark, on a phone, and in print.
+
+The stages say what a page holds, as blocks of plain values; the templates beside this module turn each kind of block into HTML, and
+escape every text. Only charts come as `Markup` (`trainer.report.charts`), and no template or stage marks anything else as safe.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from trainer.report.charts import COLORS
+
+_SHORT = 28
+"""Characters of a cell that is not broken into lines."""
+
+
+class Block:
+    """A part of a page; the template has a macro for each kind."""
+
+
+@dataclass(frozen=True)
+class Paragraph(Block):
+    """A text; `style` is soft, good or bad."""
+
+    text: str
+    style: str = ""
+
+
+@dataclass(frozen=True)
+class BulletList(Block):
+    """Short texts below one another."""
+
+    texts: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Table(Block):
+    """Plain values; numbers are right-aligned. The title is for a page or a terminal that shows several tables."""
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Figure(Block):
+    """A chart; on a narrow screen it is scrolled rather than shrunk."""
+
+    chart: Markup
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Photo(Block):
+    """An image file, inlined."""
+
+    content: bytes
+    caption: str
+    media_type: str = "image/png"
+
+    @property
+    def base64(self) -> str:
+        return base64.b64encode(self.content).decode()
+
+
+@dataclass(frozen=True)
+class PhotoGrid(Block):
+    """Photos side by side, as many as fit."""
+
+    photos: Sequence[Photo]
+
+
+@dataclass(frozen=True)
+class Legend(Block):
+    """Style class and label of each color of the charts that follow."""
+
+    entries: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Tiles(Block):
+    """Main numbers: (value, what it is)."""
+
+    entries: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindingCard(Block):
+    """Something that slows or spoils a training; `severity` is note, warning or severe."""
+
+    number: int
+    title: str
+    severity: str
+    place: str
+    text: str
+    advice: str
+    saving: str
+    """Empty where none is known."""
+    saving_reason: str
+    numbers: Sequence[tuple[str, str]]
+    """(name, value)."""
+
+
+@dataclass(frozen=True)
+class Links(Block):
+    """Links to other pages in the same folder: (file, what it is called)."""
+
+    entries: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Details(Block):
+    """Blocks that are folded below their title; in print they are unfolded."""
+
+    title: str
+    blocks: Sequence[Block | None]
+
+
+@dataclass(frozen=True)
+class PageSection(Block):
+    """A heading with blocks below it; those that are None are left out."""
+
+    title: str
+    blocks: Sequence[Block | None] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True)
+class Subsection(PageSection):
+    """The same with a smaller heading."""
+
+
+def render(title: str, lead: str, blocks: Sequence[Block | None]) -> str:
+    """Render a whole page: its heading, a sentence below it with what matters most, and the blocks that are not None."""
+    return _environment().get_template("page.html.jinja").render(title=title, lead=lead, blocks=blocks)
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals["colors"] = COLORS
+    environment.filters |= {"kind": lambda block: type(block).__name__, "cell": cell, "cell_style": _cell_style}
+    return environment
+
+
+def cell(value: object) -> str:
+    """Write a value of a table; a number with four digits, but for more before the point."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:,.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _cell_style(value: object) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "number"
+    return "short" if len(str(value)) <= _SHORT else ""

@@ -1,0 +1,1 @@
+"""Runs stages on this machine, and the processes of a training."""

@@ -1,0 +1,249 @@
+"""What the stage tune leaves in `tuning.json`: every trial, what was chosen and why, and the forecast. Imports no torch.
+
+And what a distillation takes on every pool where it was tuned, and on other numbers of nodes: `python -m trainer forecast`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from trainer.config import Compile, DistillSettings, Precision, Workers
+from trainer.io import artifacts, storage
+from trainer.io.base_models import StrictModel, what_is_wrong
+from trainer.io.costs import Machines, dollars_text
+from trainer.io.errors import ArtifactError
+from trainer.io.formatting import aligned, duration
+from trainer.report.forecast import Forecast, Measurement, WorkCount, on_nodes
+
+FILE = "tuning.json"
+
+
+class Candidate(StrictModel):
+    """The settings of a distillation that a search may change; each means what it means there."""
+
+    workers: Workers
+    batch_size: int
+    accumulation: int
+    precision: Precision
+    compile: Compile
+    zero: bool
+    gradient_compression: Literal["none", "bf16"]
+    teacher: Literal["online", "recorded"]
+
+    @classmethod
+    def of(cls, settings: DistillSettings) -> Candidate:
+        """What a distillation has of them."""
+        values = {name: getattr(settings, name) for name in cls.model_fields}
+        return cls.model_validate({name: "auto" if value is None else value for name, value in values.items()})
+
+    def applied(self, settings: DistillSettings) -> DistillSettings:
+        return settings.model_copy(update=self.model_dump())
+
+    @property
+    def held(self) -> int:
+        """Images that all processes together hold in memory at once."""
+        return self.batch_size // self.accumulation
+
+
+class Trial(StrictModel):
+    """A candidate, measured."""
+
+    candidate: Candidate
+    ended: Literal["measured", "outrun", "out of memory", "not compiled", "not finite"]
+    """`outrun`: stopped as soon as it was clear that it would not be the best; `not compiled`: nothing was, where something should be;
+    `not finite`: weights were no numbers at its end."""
+    images_per_second: float = 0.0
+    """Median over the trial's laps, of all processes together; 0 where the trial failed."""
+    low: float = 0.0
+    high: float = 0.0
+    """95 % interval of that median."""
+    steps: int = 0
+    """Steps that were measured, after those that warm up."""
+    startup_s: float = 0.0
+    """From the beginning of the trial to the end of its first step: model, loader, compilation."""
+    seconds: float
+    """How long the trial took."""
+    shares: Mapping[str, float] = {}
+    """Range -> its share of the steps' time."""
+    workers: int = 0
+    """Loader processes beside each training process; those that `auto` chose."""
+    advised_workers: int = 0
+    """So many as keep up with this step by the measured time that loading takes."""
+    memory_bytes: int = 0
+    """Most that a process used: of its GPU, or else of the machine."""
+    fixed_bytes: int = 0
+    """What it used before the first step, which does not grow with the images: on a GPU with the teacher."""
+
+    @property
+    def failed(self) -> bool:
+        return self.ended in ("out of memory", "not compiled", "not finite")
+
+
+class TriedCandidate(StrictModel):
+    """A step of the search."""
+
+    trial: Trial
+    idea: str
+    """What was changed, and why that might help."""
+    run_s: float | None
+    """Seconds of the whole distillation at this rate; none where the trial failed."""
+    gain: float | None
+    """How many times shorter the distillation is than with the best settings before; none likewise."""
+    taken: bool
+    verdict: str
+    """Why it was taken, or not."""
+
+
+class Tuning(StrictModel):
+    """What was tried, what was found, and what the distillation will take."""
+
+    place: Machines
+    given: Mapping[str, Any]
+    """Section `distill` before."""
+    chosen: Mapping[str, Any]
+    """The same with what was found."""
+    applied: bool
+    """Whether the distillation uses what was found (`tune.apply`)."""
+    tried: tuple[TriedCandidate, ...]
+    """The trials, in their order; the first one is of the given settings."""
+    untried: Mapping[str, str]
+    """What was left out -> why."""
+    reasons: tuple[str, ...]
+    """What was changed, in words, with what it brought."""
+    stopped: str
+    """Why the search ended."""
+    search_s: float
+    """How long it took."""
+    measurement: Measurement
+    """Of the settings that the distillation uses."""
+    work: WorkCount
+    forecast: Forecast
+    """Of the settings that the distillation uses."""
+    alternatives: Mapping[str, Forecast]
+    """What else could be done -> what that would take."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return self.chosen if self.applied else self.given
+
+    @property
+    def reads_recording(self) -> bool:
+        """Whether the stage reinforce has to run before that distillation."""
+        return DistillSettings.model_validate(self.settings).reads_recording
+
+
+def read_tuning(uri: str | Path) -> Tuning:
+    """Read and check what tune left.
+
+    Raises:
+        ArtifactError: it is missing, damaged, or of another version.
+        StorageError: the store does not answer or refuses.
+    """
+    content = (artifacts.read(uri, "tuning").path / FILE).read_bytes()
+    try:
+        return Tuning.model_validate_json(content)
+    except ValidationError as error:
+        again = f"{FILE} is not one of this version ({what_is_wrong(error)}); run the stage tune again"
+        raise ArtifactError(f"tuning {uri}: {again}") from error
+
+
+def from_trial(
+    measured: Measurement, trial: Trial, settings: DistillSettings, recording_s: float | None
+) -> Measurement:
+    """Estimate what other settings of a measured distillation take, by their trial; what lies beside the steps is as it was measured.
+
+    If `settings` need the teacher's outputs recorded, that takes `recording_s`.
+    """
+    images = trial.candidate.batch_size
+    return measured.model_copy(
+        update={
+            "settings": settings.model_dump(mode="json"),
+            "batch_size": images,
+            "step_s": images / trial.images_per_second,
+            "step_low_s": images / trial.high,
+            "step_high_s": images / trial.low,
+            "steps": trial.steps,
+            "recording_s": recording_s,
+        }
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On several pools. One that was not tried is left out: peak figures say little of what a training reaches.
+
+Subject = Mapping[str, object]
+"""What is distilled: name -> what distinguishes it from others."""
+
+
+def read_tunings(places: Iterable[str | Path], like: Subject | None = None) -> list[Tuning]:
+    """Tunings of one distillation (that of the first where `like` is not given), by the URIs of their directories or their runs'.
+
+    Raises:
+        ArtifactError: one is missing, damaged, or of another distillation.
+        StorageError: the store does not answer or refuses.
+    """
+    found: list[Tuning] = []
+    for place in places:
+        inside = storage.join(place, "tuning")
+        uri = next((one for one in (inside, str(place)) if artifacts.exists(one)), "")
+        if not uri:
+            raise ArtifactError(f"{place}: there is no tuning, nor in {inside}; a run has one with tune.enabled=true")
+        tuning = read_tuning(uri)
+        subject = subject_of(artifacts.manifest(uri, "tuning").parents, tuning.settings)
+        like = like or subject
+        other = [name for name, value in subject.items() if value != like[name]]
+        if other:
+            raise ArtifactError(f"tuning {uri}: is of another {' and '.join(other)}; leave it out")
+        found.append(tuning)
+    return found
+
+
+def subject_of(parents: Mapping[str, str], settings: Mapping[str, Any]) -> Subject:
+    """What has to be the same in tunings that are compared, by the fingerprints of their inputs and their section `distill`."""
+    return {
+        "data set": parents["dataset"],
+        "teacher": parents["teacher"],
+        "student": settings["student"],
+        "number of epochs": settings["epochs"],
+        "choice of images (distill.unlabeled)": settings.get("unlabeled", True),
+    }
+
+
+def forecast_table(tunings: Sequence[Tuning], nodes: Sequence[int], *, assumed_efficiency: float) -> list[Forecast]:
+    """A forecast for each pool and number of nodes, the cheapest first, those without a price last.
+
+    Args:
+        tunings: of one distillation.
+        nodes: how many; empty: those that were tried.
+        assumed_efficiency: speed-up of twice as many nodes, as a share of 2, where only one number was tried.
+    """
+    pools: dict[tuple[str, int], list[Tuning]] = {}
+    for tuning in tunings:
+        pools.setdefault((tuning.place.pool, tuning.measurement.batch_size), []).append(tuning)
+    forecasts = [
+        on_nodes([one.measurement for one in tried], tried[-1].work, count, assumed_efficiency=assumed_efficiency)
+        for tried in pools.values()
+        for count in (nodes or sorted({one.place.nodes for one in tried}))
+    ]
+    return sorted(forecasts, key=lambda one: (one.dollars is None, one.dollars or one.hours))
+
+
+def table_lines(forecasts: Sequence[Forecast]) -> list[str]:
+    """The table, with what was assumed below it."""
+    rows = [
+        (
+            str(one.place),
+            duration(3600 * one.hours),
+            f"{duration(3600 * one.hours_low)} to {duration(3600 * one.hours_high)}",
+            dollars_text(one.dollars),
+            "" if one.dollars is None else f"{dollars_text(one.dollars_low)} to {dollars_text(one.dollars_high)}",
+        )
+        for one in forecasts
+    ]
+    heading = ("where", "time", "95 % interval", "dollars", "95 % interval")
+    notes = [f"  - {one.place}: {text}" for one in forecasts for text in one.assumptions]
+    return [*aligned([heading, *rows], right={1, 3}), *notes]
