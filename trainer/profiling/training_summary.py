@@ -184,7 +184,7 @@ class TrainingSummary:
     processor: str = ""
     """Its model; empty where it was not recorded."""
     communication_share: float | None = None
-    """Share of the undisturbed step that waits for gradients that travel, as the rule on communication has it; none where it cannot say."""
+    """Share of a step that waits for gradients that travel, as the rule on communication has it; none where it cannot say."""
 
     @property
     def cores_percent(self) -> list[float]:
@@ -377,7 +377,6 @@ PHASE_LABELS = {
 }
 _SIGNALS = {
     "iowait_percent": "waiting for storage",
-    "stolen_percent": "core taken by the host",
     "memory_used_bytes": "memory of the machine",
     "disk_read_bytes_per_s": "disk, read",
     "disk_write_bytes_per_s": "disk, written",

@@ -21,7 +21,7 @@ from trainer.config.rules import (
 )
 from trainer.io import formatting
 from trainer.profiling.evidence import RankEvidence, is_core
-from trainer.profiling.rules.compared_steps import Steps, had_core, winsorized_mean, within_steps
+from trainer.profiling.rules.compared_steps import Steps, winsorized_mean, within_steps
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule
 from trainer.profiling.series import Series
 
@@ -64,7 +64,7 @@ class LoadingWait:
     def part(self, seconds: float) -> str:
         """Say how much of a step seconds of loading are."""
         verb = "goes into batches" if self.itself else "waits for batches"
-        return f"{self.share(seconds):.0%} of each step ({_ms(seconds)} of {_ms(self.step_s)} undisturbed) {verb}"
+        return f"{self.share(seconds):.0%} of each step ({_ms(seconds)} of {_ms(self.step_s)}) {verb}"
 
     @property
     def processes(self) -> str:
@@ -77,7 +77,7 @@ class LoadingWait:
         """Of a finding on processors."""
         return {
             "waiting_share": self.share(self.computing_s),
-            "undisturbed_step_s": self.step_s,
+            "step_s": self.step_s,
             "workers": float(self.workers),
             "processes_per_core": self.per_core,
         }
@@ -91,8 +91,8 @@ class LoadingWait:
 def diagnose(steps: Steps, *, busy_loader_percent: float) -> LoadingWait:
     """Diagnose how the process with the median waiting time loads.
 
-    Other programs on the machine slow training and loading alike; their share is left out, as far as the kernel reports it. A loader
-    process that is waited for computes if it takes more than `busy_loader_percent` of a core.
+    Other programs on the machine slow training and loading alike, so the shares hold beside them. A loader process that is waited for
+    computes if it takes more than `busy_loader_percent` of a core.
     """
     waiting = winsorized_mean(steps.phase("data")) / winsorized_mean(steps.seconds)
     number = int(np.argsort(waiting)[(len(waiting) - 1) // 2])
@@ -112,14 +112,12 @@ def diagnose(steps: Steps, *, busy_loader_percent: float) -> LoadingWait:
 
 def _itself(steps: Steps, number: int) -> tuple[float, float, float]:
     """Split a usual step of a process that loads itself: seconds of training, of waiting for storage, and of computing for its batch."""
-    step_s = float(winsorized_mean((steps.seconds - steps.delayed)[number]))
+    step_s = float(winsorized_mean(steps.seconds[number]))
     host_s = float(winsorized_mean(steps.column("host_data_seconds")[number]))
+    data_s = float(winsorized_mean(steps.phase("data")[number]))
     storage_s = min(host_s, max(0.0, float(winsorized_mean(_blocked(steps)[number]))))
     if steps.on_gpu:  # whose clock shows less of it than the host's
-        data_s = float(winsorized_mean(steps.phase("data")[number]))
         storage_s *= data_s / max(host_s, 1e-9)
-    else:
-        data_s = float(winsorized_mean((steps.phase("data") - steps.delayed_in("data"))[number]))
     return max(0.0, step_s - data_s), storage_s, max(0.0, data_s - storage_s)
 
 
@@ -129,7 +127,7 @@ def _beside(steps: Steps, number: int, workers: int, busy_percent: float) -> tup
     A step in which a batch was ready has not waited. Computing they are as far as their own time for a batch is longer than the step.
     """
     waiting = steps.phase("data") if steps.on_gpu else _blocked(steps)
-    training_s = float(winsorized_mean((steps.seconds - steps.delayed - waiting)[number]))
+    training_s = float(winsorized_mean((steps.seconds - waiting)[number]))
     waiting_s = float(winsorized_mean(np.where(steps.column("queued") > 0, 0.0, waiting)[number]))
     rank = steps.ranks[number]
     sampled = rank.system.get("loaders_cpu_percent", np.full(len(rank.system["end_s"]), np.nan))
@@ -138,7 +136,12 @@ def _beside(steps: Steps, number: int, workers: int, busy_percent: float) -> tup
         return training_s, 0.0, waiting_s
     busy = float(percent.mean()) / 100 / workers
     computing_s = min(waiting_s, max(0.0, busy * float(winsorized_mean(steps.seconds[number])) - training_s))
-    wait_themselves = 100 * busy < busy_percent * float(winsorized_mean(had_core(steps)[number]))
+    # where other programs leave the training a part of a core, they leave a loader process no more
+    computed_s, delayed_s = (
+        float(np.nan_to_num(steps.column(f"host_{name}_seconds")[number]).mean()) for name in ("cpu", "delayed")
+    )
+    had_core = 1.0 if steps.on_gpu or not computed_s else computed_s / (computed_s + delayed_s)
+    wait_themselves = 100 * busy < busy_percent * had_core
     return training_s, waiting_s - computing_s if wait_themselves else 0.0, computing_s
 
 
@@ -199,7 +202,7 @@ class IoBottleneck(SystemRule, IoBottleneckThresholds):
                 "no core), or put the prepared data set on a disk of the machine."
             ),
             saving=Saving(share * steps.total_s, "the steps without that waiting"),
-            numbers={"waiting_share": share, "storage_s": loading.storage_s, "undisturbed_step_s": loading.step_s},
+            numbers={"waiting_share": share, "storage_s": loading.storage_s, "step_s": loading.step_s},
             steps=steps.span,
         )
 
