@@ -22,7 +22,7 @@ from trainer.runner import local_run
 
 
 def main() -> None:
-    """Run, and print forecast, interval, actual and their ratio."""
+    """Run, and print forecast, actual and their ratio."""
     parser = argparse.ArgumentParser(description="Compare a forecast with what the distillation then takes.")
     parser.add_argument("recipe", nargs="?", default="digits", help="default: %(default)s")
     parser.add_argument("--set", dest="overrides", action="extend", nargs="+", default=[], metavar="KEY=VALUE")
@@ -47,10 +47,8 @@ def comparison(bill: Bill) -> list[str]:
     """Forecast against actual."""
     expected, actual = bill.forecast, bill.actual_hours
     assert expected is not None, "the run had a stage tune"
-    hours = (expected.hours, expected.hours_low, expected.hours_high, actual)
-    row = [*(duration(3600 * one) for one in hours), f"{expected.hours / actual:.3f}"]
-    within = "yes" if expected.hours_low <= actual <= expected.hours_high else "no"
-    return aligned([("forecast", "low", "high", "actual", "forecast/actual", "within"), (*row, within)], right=range(6))
+    row = (duration(3600 * expected.hours), duration(3600 * actual), f"{expected.hours / actual:.3f}")
+    return aligned([("forecast", "actual", "forecast/actual"), row], right=range(3))
 
 
 if __name__ == "__main__":

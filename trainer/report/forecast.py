@@ -6,13 +6,12 @@ Only what was measured is forecast. Where a number is assumed, such as the speed
 from __future__ import annotations
 
 import bisect
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 from scipy import special
 
 from trainer.config import DistillSettings, step_schedule
@@ -20,8 +19,6 @@ from trainer.io.base_models import StrictModel
 from trainer.io.costs import THIS_MACHINE, Machines, dollars_text
 from trainer.io.errors import BudgetError
 from trainer.io.formatting import duration
-
-logger = logging.getLogger(__name__)
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
@@ -32,7 +29,18 @@ MOST_BLOCKS = 10
 LEAST_STEPS = 4  # fewer steps give no interval
 
 
-class Measurement(StrictModel):
+class _Expected(StrictModel):
+    @model_validator(mode="before")
+    @classmethod
+    def _without_intervals(cls, values: Any) -> Any:
+        """Drop the bounds that earlier versions wrote."""
+        if not isinstance(values, Mapping):
+            return values
+        bounds = {f"{name}_{bound}" for name in ("hours", "dollars") for bound in ("low", "high")}
+        return {name: value for name, value in values.items() if name not in {*bounds, "step_low_s", "step_high_s"}}
+
+
+class Measurement(_Expected):
     """A short trial of a distillation."""
 
     place: Machines
@@ -42,9 +50,6 @@ class Measurement(StrictModel):
     """Images a step, over all processes."""
     step_s: Seconds
     """Mean time of a step, with what lies between two steps."""
-    step_low_s: Seconds
-    step_high_s: Seconds
-    """95 % interval of that mean (`mean_interval`)."""
     steps: Count
     startup_s: Seconds
     """From the start of the job to the end of the first step (fetch, import, compile), and what is compiled later."""
@@ -70,17 +75,15 @@ class WorkCount(StrictModel):
     """Of the operators' profiler."""
 
 
-class Forecast(StrictModel):
-    """Hours and dollars of a distillation, with the interval from the measurement."""
+class Forecast(_Expected):
+    """Hours and dollars of a distillation."""
 
     place: Machines
     hours: float
-    hours_low: float
-    hours_high: float
     dollars: float | None
-    """None where the price is not known, as is the interval then."""
-    dollars_low: float | None
-    dollars_high: float | None
+    """None where the price is not known."""
+    basis: str = ""
+    """What it was measured by."""
     stages: tuple[str, ...] = ("distill",)
     compile_hours: float = 0.0
     """Part of `hours` in the compiler."""
@@ -88,12 +91,10 @@ class Forecast(StrictModel):
     """What was assumed and not measured, and doubts about the price."""
 
     def __str__(self) -> str:
-        """Format it: `3.20 h (3.11 h to 3.34 h, 12.0 min of it compiling), $281.06 ($273.16 to $293.35)`."""
-        compiling = f", {_hours(self.compile_hours)} of it compiling" if self.compile_hours else ""
-        hours = f"{_hours(self.hours)} ({_hours(self.hours_low)} to {_hours(self.hours_high)}{compiling})"
-        if self.dollars is None or self.dollars_low is None or self.dollars_high is None:
-            return hours
-        return f"{hours}, {dollars_text(self.dollars)} ({dollars_text(self.dollars_low)} to {dollars_text(self.dollars_high)})"
+        """Format it: `3.20 h (12.0 min of it compiling), $281.06, by 50 steps of 3.6 s`."""
+        compiling = f" ({_hours(self.compile_hours)} of it compiling)" if self.compile_hours else ""
+        dollars = "" if self.dollars is None else f", {dollars_text(self.dollars)}"
+        return f"{_hours(self.hours)}{compiling}{dollars}{f', by {self.basis}' if self.basis else ''}"
 
 
 def _hours(hours: float) -> str:
@@ -134,7 +135,7 @@ def work_of(settings: DistillSettings, samples: int) -> WorkCount:
 
 
 def forecast(measurement: Measurement, work: WorkCount, assumptions: Sequence[str] = ()) -> Forecast:
-    """Add up the measured time of each part of a whole distillation. The interval is that of the step; the rest was measured once."""
+    """Add up the measured time of each part of a whole distillation."""
     beside_s = (
         measurement.startup_s
         + (measurement.recording_s or 0.0)
@@ -142,19 +143,15 @@ def forecast(measurement: Measurement, work: WorkCount, assumptions: Sequence[st
         + work.checkpoints * measurement.checkpoint_s
         + work.windows * measurement.window_s
     )
-    steps_s = (measurement.step_s, measurement.step_low_s, measurement.step_high_s)
-    expected, low, high = ((beside_s + work.steps * step_s) / 3600 for step_s in steps_s)
+    seconds = beside_s + work.steps * measurement.step_s
     place = measurement.place
     doubt = place.price.doubt() if place.price else ""
     return Forecast(
         place=place,
-        hours=expected,
-        hours_low=low,
-        hours_high=high,
+        hours=seconds / 3600,
+        dollars=place.dollars(seconds),
+        basis=f"{measurement.steps} steps of {duration(measurement.step_s)}",
         compile_hours=measurement.compile_s / 3600,
-        dollars=place.dollars(3600 * expected),
-        dollars_low=place.dollars(3600 * low),
-        dollars_high=place.dollars(3600 * high),
         stages=("distill",) if measurement.recording_s is None else ("reinforce", "distill"),
         assumptions=(*assumptions, *([doubt] if doubt else [])),
     )
@@ -180,11 +177,13 @@ def on_nodes(
     scaled = nearest.model_copy(
         update={
             "place": nearest.place.model_copy(update={"nodes": nodes}),
-            **{name: getattr(nearest, name) / speedup for name in ("step_s", "step_low_s", "step_high_s")},
+            "step_s": nearest.step_s / speedup,
             "recording_s": None if nearest.recording_s is None else nearest.recording_s / speedup,
         }
     )
-    return forecast(scaled, work, (source, f"start-up, validation and checkpoints as on {_nodes(nearest.place.nodes)}"))
+    assumptions = (source, f"start-up, validation and checkpoints as on {_nodes(nearest.place.nodes)}")
+    measured = f"{nearest.steps} steps of {duration(nearest.step_s)} on {_nodes(nearest.place.nodes)}"
+    return forecast(scaled, work, assumptions).model_copy(update={"basis": measured})
 
 
 def _efficiency(by_nodes: Mapping[int, Measurement], nodes: int, assumed: float) -> tuple[float, str]:
@@ -237,7 +236,7 @@ def epochs_that_fit(
 def refuse_over_budget(
     expected: Forecast, alternatives: Mapping[str, Forecast], *, budget_usd: float | None, budget_hours: float | None
 ) -> None:
-    """Stop before the money is spent; a budget within the forecast's interval is only warned of.
+    """Stop before the money is spent.
 
     Args:
         alternatives: what to change, in the user's words such as `distill.teacher=recorded` or `pool gpu-a10g` -> its own forecast.
@@ -248,9 +247,6 @@ def refuse_over_budget(
     limits = {"budget_usd": budget_usd, "budget_hours": budget_hours}
     said = " and ".join(f"run.{name}={limit:g}" for name, limit in limits.items() if limit)
     if _is_within(expected, **limits):
-        at_worst = expected.model_copy(update={"hours": expected.hours_high, "dollars": expected.dollars_high})
-        if not _is_within(at_worst, **limits):
-            logger.warning("%s is near the forecast: %s on %s", said, expected, expected.place)
         return
     fitting = [_option(name, one) for name, one in alternatives.items() if _is_within(one, **limits)]
     other = [_option(name, one) for name, one in alternatives.items() if not _is_within(one, **limits)]

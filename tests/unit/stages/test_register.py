@@ -595,7 +595,7 @@ def tuning(tmp_path):
     """A trial that found something better, and a forecast of what it makes of the distillation."""
     with artifacts.create(tmp_path / "tuning", "tuning", settings={}) as draft:
         measurement = Measurement(
-            place=PRICED, settings={}, batch_size=32, step_s=0.1, step_low_s=0.09, step_high_s=0.12, steps=20,
+            place=PRICED, settings={}, batch_size=32, step_s=0.1, steps=20,
             startup_s=1.0, validation_s=0.1, checkpoint_s=0.1,
         )  # fmt: skip
         work = WorkCount(steps=90, validations=0, checkpoints=0)

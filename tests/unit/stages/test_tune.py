@@ -88,11 +88,10 @@ def test_a_measurement_without_a_search(tuned, tmp_path):
     assert made.work.model_dump() == {"steps": 8, "validations": 1, "checkpoints": 2, "windows": 0}
     measured = made.measurement
     assert measured.settings == made.given
-    assert measured.step_low_s < measured.step_s < measured.step_high_s
+    assert measured.step_s > 0
     assert measured.steps >= 4
     assert min(measured.startup_s, measured.validation_s, measured.checkpoint_s) > 0
     assert measured.recording_s is None
-    assert made.forecast.hours_low < made.forecast.hours < made.forecast.hours_high
     assert 3600 * made.forecast.hours > measured.startup_s + 8 * measured.step_s
     manifest = artifacts.read(tmp_path / "tuning", "tuning")
     assert set(manifest.parents) == {"dataset", "teacher"}

@@ -422,14 +422,12 @@ def measure_training(
         training.checkpoints.remove()
     record = trainer.recorder.snapshot().ranks[0].record
     late_s = validations[0] - validations[-1] + sum(one.seconds for one in record.compilations if one.step)
-    mean, low, high = timer.step_s
+    mean, _, _ = timer.step_s
     measured = Measurement(
         place=place_of(processes),
         settings=settings.model_dump(mode="json"),
         batch_size=settings.batch_size,
         step_s=mean,
-        step_low_s=low,
-        step_high_s=high,
         steps=timer.steps,
         startup_s=ready_s + made_s + first_step_s + max(0.0, late_s),
         compile_s=max(0.0, late_s) + sum(one.seconds for one in record.compilations if not one.step),

@@ -164,8 +164,6 @@ def from_trial(
             "settings": settings.model_dump(mode="json"),
             "batch_size": images,
             "step_s": images / trial.images_per_second,
-            "step_low_s": images / trial.high,
-            "step_high_s": images / trial.low,
             "steps": trial.steps,
             "recording_s": recording_s,
         }
@@ -238,12 +236,11 @@ def table_lines(forecasts: Sequence[Forecast]) -> list[str]:
         (
             str(one.place),
             duration(3600 * one.hours),
-            f"{duration(3600 * one.hours_low)} to {duration(3600 * one.hours_high)}",
             dollars_text(one.dollars),
-            "" if one.dollars is None else f"{dollars_text(one.dollars_low)} to {dollars_text(one.dollars_high)}",
+            one.basis,
         )
         for one in forecasts
     ]
-    heading = ("where", "time", "95 % interval", "dollars", "95 % interval")
+    heading = ("where", "time", "dollars", "measured")
     notes = [f"  - {one.place}: {text}" for one in forecasts for text in one.assumptions]
-    return [*aligned([heading, *rows], right={1, 3}), *notes]
+    return [*aligned([heading, *rows], right={1, 2}), *notes]
