@@ -19,17 +19,14 @@ import torch
 from PIL import Image
 
 from components.launch import pools
-from tests.hostile.targets import SIZE, TARGETS, _make_dataset, _make_model, _make_recording, sign
+from tests.hostile.targets import SIZE, TARGETS, _make_model, sign
 from trainer import config
 from trainer.data.dataset import decode_square
 from trainer.data.sources import list_source, read_file
 from trainer.io import artifacts, limits
 from trainer.io.host import environment_variables
-from trainer.io.storage import transfers
 from trainer.models import networks
 from trainer.models.served_student.preprocessing import decode
-from trainer.objectives.distillation import recording
-from trainer.objectives.distillation.recording import describe
 
 MAX_PIXELS = 10_000_000
 MEMORY_BYTES = 400 * 2**20
@@ -54,7 +51,7 @@ def main() -> None:
 def warm_up(folder: Path) -> None:
     """Load what is loaded on demand."""
     Image.init()
-    for name in ("image", "stored square", "recipe"):
+    for name in ("image", "recipe"):
         for seed in TARGETS[name].seeds():
             TARGETS[name].read(seed, folder)
 
@@ -189,7 +186,6 @@ def _artifacts(folder: Path) -> Iterator[tuple[str, Bomb]]:
     huge = made(folder / "huge manifest", _make_model)
     os.truncate(huge / artifacts.MANIFEST, HUGE)
     yield "huge manifest", lambda: artifacts.read(huge, "model")
-    yield "manifest of many files", lambda: artifacts.read(_many_files(folder / "many files"), "model")
     wide = made(folder / "wide model", _make_model)
     change(
         wide / networks.CONFIG, args={"img_size": 16, "patch_size": 8, "embed_dim": 16_000, "depth": 64, "num_heads": 1}
@@ -200,14 +196,6 @@ def _artifacts(folder: Path) -> Iterator[tuple[str, Bomb]]:
     (promise / networks.WEIGHTS).write_bytes(struct.pack("<Q", 2**40) + b"{}")
     sign(promise, "model")
     yield "long header of weights", lambda: networks.load(promise)
-    long = made(folder / "recording", _make_recording)
-    change(long / recording.DESCRIPTION, samples=10**12, views=10**12)
-    sign(long, "teacher_outputs")
-    yield "recording of many views", lambda: describe(long)
-    tall = made(folder / "data set", _make_dataset)
-    change(tall / "dataset.json", image_size=10**9)
-    sign(tall, "dataset")
-    yield "data set of large images", lambda: TARGETS["data set"].read((tall / "dataset.json").read_bytes(), tall)
 
 
 def made(folder: Path, make: Callable[[Path], object]) -> Path:
@@ -218,21 +206,6 @@ def made(folder: Path, make: Callable[[Path], object]) -> Path:
 
 def change(file: Path, **changes: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes), encoding="utf-8")
-
-
-def _many_files(folder: Path) -> Path:
-    """A manifest of as many bytes as it may have, of files with short names."""
-    folder.mkdir()
-    record: transfers.FileRecord = {"size": 0, "sha256": "0" * 64}
-    content = {"kind": "model", "schema_version": 1, "settings": {}, "parents": {}}
-    files = {f"{number:x}": record for number in range(limits.ARTIFACT_FILES + 1)}
-    whole = content | {"files": files, "fingerprint": artifacts.digest(content | {"files": files})}
-    text = json.dumps(
-        whole | {"created": "2026-11-21T00:00:00+00:00", "seconds": 1.0, "figures": {}}, separators=(",", ":")
-    )
-    assert len(text) <= limits.JSON_BYTES
-    (folder / artifacts.MANIFEST).write_text(text)
-    return folder
 
 
 if __name__ == "__main__":

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import datasets
 import numpy as np
-import pyarrow as pa
 import safetensors.torch
 from PIL import Image
 
@@ -24,19 +21,13 @@ from components.launch import pools
 from trainer import config
 from trainer.config import DataSettings, ModelSettings
 from trainer.data.class_tables import read_tags
-from trainer.data.dataset import decode_square, open_dataset
-from trainer.data.dataset_schema import SPLITS, DatasetDescription, features
-from trainer.data.preparation import encode_square
 from trainer.data.sources import SourceListing, list_source
 from trainer.graph import Kind
 from trainer.io import artifacts, limits, storage
 from trainer.io.errors import TrainerError
 from trainer.io.host import environment_variables
 from trainer.models import networks
-from trainer.models.served_student.class_tags import TAGS, ClassTags
 from trainer.models.served_student.preprocessing import BadImageError, decode
-from trainer.objectives.distillation import recording, shards
-from trainer.objectives.distillation.recording import open_recording
 
 MAX_PIXELS = 1_000_000
 SIZE = 16
@@ -113,18 +104,6 @@ def _file(image: Image.Image, kind: str, **options: object) -> bytes:
 
 def _read_image(content: bytes, folder: Path) -> None:
     decode(content, max_pixels=MAX_PIXELS, min_edge=4)
-
-
-@functools.cache
-def _squares() -> tuple[bytes, ...]:
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8))
-    return encode_square(image, "jpeg", 90), encode_square(image, "png", 90)
-
-
-def _read_square(content: bytes, folder: Path) -> None:
-    if content:
-        decode_square(content, SIZE)
-        decode_square(content, SIZE, out=np.empty((SIZE, SIZE, 3), dtype=np.uint8))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -239,34 +218,6 @@ def sign(folder: Path, kind: Kind) -> None:
         pass
 
 
-def _manifests() -> tuple[bytes, ...]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "sub").mkdir()
-        (folder / "sub" / "weights.bin").write_bytes(b"weights")
-        sign(folder, "model")
-        return ((folder / artifacts.MANIFEST).read_bytes(),)
-
-
-def _read_manifest(content: bytes, folder: Path) -> None:
-    (folder / "sub").mkdir(exist_ok=True)
-    (folder / "sub" / "weights.bin").write_bytes(b"weights")
-    (folder / artifacts.MANIFEST).write_bytes(content)
-    artifact = artifacts.read(folder, "model")
-    assert all((folder / name).resolve().is_relative_to(folder.resolve()) for name in artifact.files)
-
-
-def _read_signed_manifest(content: bytes, folder: Path) -> None:
-    """With the fingerprint that fits, where it can have one."""
-    try:
-        manifest = json.loads(content)
-        manifest["fingerprint"] = artifacts.digest({key: manifest[key] for key in artifacts._COVERED})
-        content = json.dumps(manifest).encode()
-    except (ValueError, TypeError, KeyError, RecursionError):
-        pass
-    _read_manifest(content, folder)
-
-
 def _one_file(kind: Kind, file: str, make: Callable[[Path], object], open_: Callable[[Path], object]) -> Target:
     """A target that is one file of an artifact, whose other files are right and whose manifest fits."""
 
@@ -289,67 +240,10 @@ def _find(folder: Path, pattern: str) -> Path:
     return min(folder.glob(pattern))
 
 
-def _make_recording(folder: Path) -> None:
-    description = recording.RecordingDescription(
-        samples=5,
-        views=2,
-        block=3,
-        classes=12,
-        top_k=4,
-        features=0,
-        seed=0,
-        view_size=SIZE,
-        augmentation={"flip": True},
-        decoder="pillow",
-        teacher="vit",
-        precision="fp32",
-        dataset={},
-    )
-    (folder / shards.FOLDER).mkdir()
-    for unit in shards.units(2, samples=5, size=3):
-        records = np.zeros(unit.count, dtype=description.record)
-        (folder / unit.name).write_bytes(shards.encode(unit, records, artifacts.digest("plan")))
-    recording.write_description(folder, description, np.arange(5, dtype=np.uint64))
-    sign(folder, "teacher_outputs")
-
-
-def _open_recording(folder: Path) -> None:
-    opened = open_recording(folder)
-    last = np.array([opened.description.samples - 1]), np.array([opened.description.views - 1])
-    opened.read(*last)
-
-
 def _make_model(folder: Path) -> None:
     args = {"img_size": SIZE, "patch_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 1}
     networks.save(networks.create(ModelSettings(architecture="vit_tiny_patch16_224", args=args), ["a", "b"]), folder)
     sign(folder, "model")
-
-
-def _make_dataset(folder: Path) -> None:
-    rows = [
-        {"image": {"bytes": _squares()[0], "path": None}, "label": label, "key": f"{label + 1:064x}", "source": "a"}
-        for label in (0, 1)
-    ]
-    for split in SPLITS:
-        chosen = rows if split == "train" else []
-        table = pa.Table.from_pylist(chosen, schema=features().arrow_schema)
-        datasets.disable_progress_bars()
-        datasets.Dataset(table).cast(features()).save_to_disk(str(folder / split))
-    images = {split: 2 if split == "train" else 0 for split in SPLITS}
-    DatasetDescription(classes=("a", "b"), image_size=SIZE, images=images).write(folder)
-    sign(folder, "dataset")
-
-
-def _make_tagged_dataset(folder: Path) -> None:
-    attributes, parents = {"energy": (1.0, None), "note": ("x", "y")}, {"a": "all", "b": "all"}
-    ClassTags(labels=("a", "b"), attributes=attributes, parents=parents).write(folder)
-    _make_dataset(folder)
-
-
-def _open_dataset(folder: Path) -> None:
-    split = open_dataset(folder).split("train")
-    split.read(range(len(split)))
-    assert len(split.sources) == len(split.names) == len(split)
 
 
 def _tensors() -> tuple[bytes, ...]:
@@ -367,23 +261,13 @@ def _read_tensors(content: bytes, folder: Path) -> None:
 
 TARGETS = {
     "image": Target(_images, _read_image, (BadImageError,)),
-    "stored square": Target(_squares, _read_square, (BadImageError,)),
     "list of images": Target(_lists, _read_list),
     "table of classes": Target(_tables, _read_tables),
     "recipe": Target(_recipes, _read_recipe),
     "overrides": Target(_overrides, _read_overrides),
     "pools": Target(_pools, _read_pools),
     "URI": Target(_uris, _read_uri),
-    "manifest": Target(_manifests, _read_manifest),
-    "signed manifest": Target(_manifests, _read_signed_manifest),
-    "recording": _one_file("teacher_outputs", recording.DESCRIPTION, _make_recording, _open_recording),
-    "records": _one_file("teacher_outputs", "records/*.bin", _make_recording, _open_recording),
     "model's config": _one_file("model", networks.CONFIG, _make_model, networks.load),
     "weights": _one_file("model", networks.WEIGHTS, _make_model, networks.load),
     "safetensors": Target(_tensors, _read_tensors, (TrainerError, ValueError, OSError, safetensors.SafetensorError)),
-    "data set": _one_file("dataset", "dataset.json", _make_dataset, _open_dataset),
-    "data set's tags": _one_file("dataset", TAGS, _make_tagged_dataset, _open_dataset),
-    "data set's state": _one_file("dataset", "train/state.json", _make_dataset, _open_dataset),
-    "data set's columns": _one_file("dataset", "train/dataset_info.json", _make_dataset, _open_dataset),
-    "data set's rows": _one_file("dataset", "train/*.arrow", _make_dataset, _open_dataset),
 }

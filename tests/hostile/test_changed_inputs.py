@@ -7,7 +7,7 @@ import pytest
 from tests.hostile.mutation import mutate
 from tests.hostile.targets import TARGETS, try_out
 
-INPUTS = {"model's config": 15, "weights": 10, "image": 150, "stored square": 200, "recipe": 40, "overrides": 40}
+INPUTS = {"model's config": 15, "weights": 10, "image": 150, "recipe": 40, "overrides": 40}
 """Target -> changed inputs, where it is not `USUAL`."""
 USUAL = 60
 

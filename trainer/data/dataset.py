@@ -61,8 +61,6 @@ class Split:
         self._memory: SharedBytes | None = None
         self._decoded: Tensor | None = None  # uint8 [N, S, S, 3]; in that memory, where there is such
         columns = self._table.data
-        if any(columns.column(column).null_count for column in ("image", "label", "key")):
-            raise ValueError("a row lacks its image, label or key")
         self._files = _files(self._table)
         self.labels: npt.NDArray[np.int64] = columns.column("label").to_numpy()
         """Of each image: index of its class, or of its set of classes; -1 where it has none, [N]."""
@@ -175,10 +173,7 @@ class Split:
 
 def _files(table: datasets.Dataset) -> pa.ChunkedArray:
     """Return the image files of a split's table, without a copy."""
-    files = pyarrow.compute.struct_field(table.data.column("image"), "bytes")
-    if files.null_count:
-        raise ValueError("a row lacks its image")
-    return files
+    return pyarrow.compute.struct_field(table.data.column("image"), "bytes")
 
 
 def decoder_of(encoded: bytes | memoryview) -> str:
@@ -352,12 +347,6 @@ class PreparedDataset:
             raise ArtifactError(
                 f"dataset {directory}: split {name} cannot be opened ({limits.cut(str(error), 500)}); prepare it again"
             ) from error
-        known = len(self.classes if self.targets is None else self.targets)
-        if len(split) and not -1 <= split.labels.min() <= split.labels.max() < known:
-            raise ArtifactError(
-                f"dataset {directory}: split {name} has the labels {split.labels.min()} to {split.labels.max()}, but {DESCRIPTION} "
-                f"names {known} {'classes' if self.targets is None else 'sets of them'}; prepare it again"
-            )
         split.targets = self.targets
         return split
 

@@ -80,7 +80,7 @@ class DatasetDescription:
             ArtifactError: it is not the description of a data set.
         """
         try:
-            content = storage.read_limited(directory / DESCRIPTION, limits.JSON_BYTES)
+            content = storage.read_bytes(directory / DESCRIPTION)
             return TypeAdapter(cls).validate_json(content, strict=True)
         except (StorageError, ValueError) as error:
             what = limits.cut(what_is_wrong(error), 500)

@@ -15,17 +15,15 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-JSON_BYTES = 32 * 2**20  # a manifest, or any other JSON file
+JSON_BYTES = 32 * 2**20  # a JSON file, such as a model's description
 TOML_BYTES = 256 * 2**10  # a recipe, or a file of node pools
 CSV_BYTES = 2**30  # a list of images
 TABLE_BYTES = 8 * 2**20  # a table of classes: `data.attributes` or `data.hierarchy`
 IMAGE_BYTES = 256 * 2**20  # an image file; `data.max_pixels` limits what is in it
 WEIGHTS_HEADER_BYTES = 8 * 2**20  # the header of a safetensors file, which says what tensors there are
-FILE_BYTES = 2**40  # a file of an artifact, which travels in 10,000 parts at most, eight at a time, each in memory
 
 NESTING = 32  # depth of nested lists and groups in JSON, in TOML and in the name of a setting
 DOTS_IN_A_LINE = 1000  # of a TOML file: the time of Python's parser grows with the square of the parts of a name
-ARTIFACT_FILES = 200_000
 SOURCE_IMAGES = 20_000_000  # images of `data.source`; each takes about 500 bytes
 FOLDER_DEPTH = 32  # depth of folders below `data.source`
 FOLDERS = 1_000_000  # folders below `data.source`; one that several links lead to counts for each

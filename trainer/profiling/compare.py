@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from trainer.config import flattened
 from trainer.config.rules import RuleSettings
-from trainer.io import artifacts, limits, storage
+from trainer.io import artifacts, storage
 from trainer.io.base_models import what_is_wrong
 from trainer.io.costs import dollars_text
 from trainer.io.errors import ArtifactError
@@ -104,9 +104,7 @@ def read_compared_run(uri: str) -> ComparedRun:
 
 def _read_report(uri: str) -> ComparedRun:
     report = artifacts.read(uri, "report")
-    content, answers = (
-        storage.read_limited(report.path / name, limits.JSON_BYTES) for name in (SUMMARY, findings.FINDINGS)
-    )
+    content, answers = ((report.path / name).read_bytes() for name in (SUMMARY, findings.FINDINGS))
     try:
         trainings = TypeAdapter(dict[str, TrainingSummary]).validate_json(content)
     except ValidationError as error:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trainer.io import limits
 from trainer.io.errors import SettingsError
-from trainer.io.limits import FILE_BYTES, NESTING, parse_json, parse_toml, printable, printable_name
+from trainer.io.limits import NESTING, parse_json, parse_toml, printable, printable_name
 
 VALUES = st.recursive(
     st.none()
@@ -97,12 +97,6 @@ def test_a_message_and_a_line_of_the_log_cannot_steer_a_terminal(caplog):
     assert len(str(SettingsError("x" * 10**6))) < limits.MESSAGE_CHARACTERS + 100
     record = logging.LogRecord("a", logging.INFO, "a.py", 1, "found %s", ("\x1b[31m.jpg",), None)
     assert limits.PrintableFormatter("%(message)s").format(record) == "found \\x1b[31m.jpg"
-
-
-def test_a_file_of_an_artifact_travels_in_parts_that_fit_into_memory():
-    from trainer.io.storage import transfers
-
-    assert 8 * transfers._part_bytes(FILE_BYTES) < 2**30
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from tests.distillations import TINY
 from tests.trained_digits import write_tagged_dataset
 from trainer import cli, config, load_model
 from trainer.data.dataset import open_dataset
-from trainer.io import artifacts, limits
-from trainer.io.errors import EXIT_CODE, ArtifactError, ModelError, SettingsError, TrainerError
+from trainer.io import artifacts
+from trainer.io.errors import EXIT_CODE, ArtifactError, ModelError, SettingsError
 from trainer.models import networks
 from trainer.models.onnx_student import ExportedClassifier
 from trainer.models.served_student.class_tags import ClassTags
@@ -125,17 +125,6 @@ def test_an_export_is_asked_as_its_run_is_with_the_temperature_that_a_directory_
     monkeypatch.setattr(photo_classifier, "find_spec", lambda name: None if name == "onnxruntime" else found(name))
     with pytest.raises(SettingsError, match="is an ONNX file, which needs the package onnxruntime"):
         load_model(exported)
-
-
-@pytest.mark.parametrize("name", ["card.json", "tags.json"])
-def test_a_card_or_tags_of_an_export_beyond_the_limit_are_not_read(exported, name, tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "JSON_BYTES", 100_000)
-    with artifacts.create(tmp_path / "export", "export", settings={}) as draft:
-        shutil.copytree(exported, draft.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
-        (draft.path / name).write_text((draft.path / name).read_text() + " " * 100_000)
-    for load in (ExportedClassifier, load_model):
-        with pytest.raises(TrainerError, match=rf"{name}: has more than 100,000 bytes"):
-            load(tmp_path / "export")
 
 
 @pytest.mark.parametrize("damage", ["no labels", "no graph"])

@@ -24,8 +24,7 @@ from mlflow.utils import validation
 
 from trainer import config
 from trainer.config import TrackingSettings
-from trainer.io import limits
-from trainer.io.errors import PreemptedError, SettingsError, StorageError, TrackingAwayError, TrackingError
+from trainer.io.errors import PreemptedError, SettingsError, TrackingAwayError, TrackingError
 from trainer.report import tracking
 from trainer.report.tracking import stage_runs
 from trainer.report.tracking.stage_runs import STAGE_TAG, UNSENT, stage_run
@@ -615,9 +614,6 @@ def test_all_billed_runs_of_an_experiment_are_listed_however_many_fit_on_a_page(
     for search in ("search_runs", "search_experiments"):
         monkeypatch.setattr(MlflowClient, search, partialmethod(getattr(MlflowClient, search), max_results=2))
     assert [run.name for run in tracking.billed_runs("bills")] == [f"bills {number}" for number in range(1, 5)]
-    monkeypatch.setattr(limits, "JSON_BYTES", 1)
-    with pytest.raises(StorageError, match=r"bill\.json of run bills 1 in MLflow: has more than 1 bytes"):
-        tracking.billed_runs("bills")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -38,12 +38,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.config import TrackingSettings
-from trainer.io import limits
+from trainer.io import limits as limits
 from trainer.io.base_models import holds_secret
 from trainer.io.errors import TrackingAwayError, TrackingError, refused_to_write
 from trainer.io.formatting import listed
 from trainer.io.host import environment_variables
-from trainer.io.local_files import check_size
 from trainer.io.retry import Retry
 
 if TYPE_CHECKING:
@@ -654,7 +653,6 @@ def billed_runs(experiment: str) -> list[BilledRun]:
         billed = []
         for run in found:
             bill = Path(mlflow.download_artifacts(run.info.run_id, BILL, folder))
-            check_size(bill.stat().st_size, limits.JSON_BYTES, f"{BILL} of run {run.info.run_name} in MLflow")
             billed.append(
                 BilledRun(
                     name=str(run.info.run_name),
