@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,13 +13,10 @@ Flags = NDArray[np.bool_]
 
 
 class ThinnedTable:
-    """Rows of numbers, at most `capacity` (even) of them, spread evenly over everything that was appended.
+    """Rows of numbers, at most `capacity` (even) of them: every `stride`-th of those appended.
 
-    All rows are kept until the table is full. Then one of every two neighbors is dropped and from there on only one of every
-    two appended rows is kept, then one of four, and so on (`stride`). Which one is drawn at random: a fixed choice would fall in with
-    anything periodic in the training, such as a log line every tenth step. The draw depends only on how many rows were appended, so
-    all ranks keep the same steps, and it does not touch the training's generators. The very first row always stays, for rules and reports
-    count from it.
+    The stride is 1 until the table is full, and doubles whenever it is: every second row is dropped then. All ranks keep the same steps,
+    and the first row, from which rules and reports count.
     """
 
     def __init__(self, columns: Sequence[str], capacity: int) -> None:
@@ -30,8 +26,6 @@ class ThinnedTable:
         """Appended rows for each row that is kept."""
         self.appended = 0
         self._kept = 0
-        self._wanted = 0
-        self._draw = random.Random(0)
         self._values = np.zeros((capacity, len(self.columns)))
 
     def __len__(self) -> int:
@@ -47,19 +41,15 @@ class ThinnedTable:
 
     def append(self, row: Sequence[float]) -> None:
         """Append one value for each column, or drop the row where the table is being thinned."""
-        if self.appended == self._wanted:
+        if self.appended % self.stride == 0:
             if self._kept == self.capacity:
-                half = self.capacity // 2
-                chosen = [0, *(2 * pair + self._draw.randrange(2) for pair in range(1, half))]
-                self._values[:half] = self._values[chosen]
-                self._values[half:] = 0
-                self._kept = half
+                self._kept //= 2
+                self._values[: self._kept] = self._values[::2].copy()
+                self._values[self._kept :] = 0
                 self.stride *= 2
             self._values[self._kept, : len(row)] = row
             self._kept += 1
         self.appended += 1
-        if self.appended % self.stride == 0:
-            self._wanted = self.appended + (self._draw.randrange(self.stride) if self.stride > 1 else 0)
 
     def array(self) -> Series:
         """A copy of the kept rows, [rows, columns]."""
