@@ -40,7 +40,7 @@ from trainer import config
 from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import SPLITS
 from trainer.io import artifacts
-from trainer.report.scores import score, val_score
+from trainer.report.scores import score, val_name
 
 Scores = Mapping[str, Sequence[tuple[float, float]]]
 """Variant -> test and validation score of each seed, in percent."""
@@ -126,9 +126,10 @@ class Bench:
         made = f"{name}-evaluation"
         folder = self.stage("evaluate", made, dataset=dataset, teacher=teacher, student=name, evaluation=made)
         metrics = json.loads((folder / "metrics.json").read_text())
-        val = val_score(artifacts.manifest(self.output / name, "model").figures)
-        assert val is not None, "a model with a head is measured when it is kept"
-        return 100 * score(metrics["student"]["test"]), 100 * val
+        figures = artifacts.manifest(self.output / name, "model").figures
+        measured = val_name(figures)
+        assert measured is not None, "a model with a head is measured when it is kept"
+        return 100 * score(metrics["student"]["test"]), 100 * figures[measured]
 
     def scores(self, variants: Mapping[str, Callable[[int], tuple[float, float]]]) -> Scores:
         """Train and measure each variant with each seed."""

@@ -338,7 +338,7 @@ class TrainingSettings(Section):
     checkpoint_every: NonNegative = 500
     """Steps between two checkpoints; 0 writes none."""
     checkpoint_keep: Positive = 2
-    """How many of the newest checkpoints to keep; the one that was best on the validation split is kept too."""
+    """How many of the newest checkpoints to keep."""
     validate_every_epochs: NonNegative = 10
     """Epochs between two validations; 0 validates at the end only."""
     low_resolution: Annotated[LowResolutionSettings, Field(exclude_if=lambda value: not value.epochs)] = (

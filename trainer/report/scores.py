@@ -32,8 +32,3 @@ def score(figures: Mapping[str, Any]) -> float:
 def val_name(figures: Mapping[str, Any]) -> str | None:
     """Return the name of the score on the validation split, such as `val_top1`; None where it was not measured."""
     return next((name for name in VAL_TITLES if name in figures), None)
-
-
-def val_score(figures: Mapping[str, float] | None) -> float | None:
-    """Return the score on the validation split; None where it was not measured."""
-    return next((figures[name] for name in VAL_TITLES if name in figures), None) if figures else None

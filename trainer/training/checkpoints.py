@@ -1,4 +1,4 @@
-"""The checkpoints of one training: written in the background, the newest and the best kept, the newest valid one found again.
+"""The checkpoints of one training: written in the background, the newest kept, the newest valid one found again.
 
 A checkpoint is an artifact of safetensors and one JSON file (`trainer.training.training_state`). The order of samples, the views, the
 schedule and what the generators draw in a step are functions of the number of steps and of the settings, which the manifest holds with the
@@ -48,8 +48,6 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
 """How long a step waits for a checkpoint that is on its way to a store; then the one that is due is passed over."""
-SCORE = "val_top1"
-"""Figure of a checkpoint: its score on the validation split, by which the best is kept; the name is that of the most common one."""
 
 CHANGEABLE_ON_RESUME = frozenset(
     {
@@ -130,7 +128,7 @@ class Checkpoints:
         Args:
             settings: of which those that decide what is learned name the folder.
             section: of the settings, for their full names in messages.
-            keep: newest checkpoints that are kept, beside the best.
+            keep: newest checkpoints that are kept.
             shared: whether other runs' checkpoints may stand there; if not, those of a training of this name are this one's.
             output: the artifact that the training is for: where it is complete, a later attempt has ended.
             before_write: is called in the background before each checkpoint is written, for what has to be there when it is.
@@ -143,8 +141,8 @@ class Checkpoints:
         key = artifacts.digest({"settings": compatible(settings), "parents": parents})[:16]
         self.uri = storage.join(root, f"{name}-{key}")
         self._generation: Lease | None = None
-        self._whole: dict[CheckpointEntry, float | None] = {}
-        """Complete ones, not known to be damaged -> top-1 accuracy of those that were measured."""
+        self._whole: set[CheckpointEntry] = set()
+        """Complete ones, not known to be damaged."""
         self._snapshot, self._writer = Snapshot(), BackgroundWriter(name)
         self._passed_over = False
         """Whether the last one that was due was passed over."""
@@ -168,10 +166,9 @@ class Checkpoints:
             if not artifacts.exists(self._uri(entry)):
                 storage.remove(self._uri(entry))
                 continue
-            try:
-                self._whole[entry] = artifacts.manifest(self._uri(entry), "checkpoint").figures.get(SCORE)
-            except ArtifactError:  # `read` reports it
-                continue
+            with suppress(ArtifactError):  # `read` reports it
+                artifacts.manifest(self._uri(entry), "checkpoint")
+                self._whole.add(entry)
         for name in storage.children(self.uri):
             if name.startswith(_DRAFT):
                 storage.remove(storage.join(self.uri, name))
@@ -204,11 +201,6 @@ class Checkpoints:
     # -----------------------------------------------------------------------------------------------------------------
     # Reading
 
-    @property
-    def best(self) -> float | None:
-        """Highest score of those that this attempt has found or written."""
-        return max((score for score in self._whole.values() if score is not None), default=None)
-
     def entries(self) -> list[CheckpointEntry]:
         """List all that seem to be there, the one that counts most first."""
         return _entries(self.uri)
@@ -233,7 +225,7 @@ class Checkpoints:
             return read_state(artifact.path, uri)
         except ArtifactError as error:
             logger.warning("%s  passing over a checkpoint: %s", self._name, error)
-            self._whole.pop(entry, None)
+            self._whole.discard(entry)
             return None
 
     def _uri(self, entry: CheckpointEntry) -> str:
@@ -242,13 +234,12 @@ class Checkpoints:
     # -----------------------------------------------------------------------------------------------------------------
     # Writing
 
-    def save(self, state: TrainingState, *, score: float | None = None, needed: bool = False) -> None:
+    def save(self, state: TrainingState, *, needed: bool = False) -> None:
         """Copy a state, unless this attempt has written that step, and write it in the background; waits for the write before.
 
         Where a store holds that one up, the state is passed over: the training continues, and has another one to keep soon.
 
         Args:
-            score: its score on the validation split, where it was measured.
             needed: whether no step follows, so that it is not passed over.
 
         Raises:
@@ -274,7 +265,7 @@ class Checkpoints:
         if self._generation is not None and CheckpointEntry(self._generation.number, state.step) in self._whole:
             return
         self._snapshot.take(state)
-        self._writer.start(partial(self._write, state.step, score), "a checkpoint could not be written", counts=True)
+        self._writer.start(partial(self._write, state.step), "a checkpoint could not be written", counts=True)
 
     def check_failures(self) -> None:
         """Raise what the background thread has met that ends the training, as `save` does; takes no time."""
@@ -338,7 +329,7 @@ class Checkpoints:
         left = f"the same command resumes from {self._uri(last)}, which is whole" if last else "there is no other one"
         raise kind(f"{self._name}: {what}: {error}; {left}") from error
 
-    def _write(self, step: int, score: float | None) -> None:
+    def _write(self, step: int) -> None:
         """In the background: write the snapshot, then drop old ones."""
         assert self._generation is not None, "an attempt begins before something is saved"
         self.check_ours()
@@ -346,11 +337,11 @@ class Checkpoints:
         entry = CheckpointEntry(self._generation.number, step)
         figures = {"step": step, **(self.dealing._asdict() if self.dealing else {})}
         try:
-            self._write_snapshot(self._uri(entry), figures if score is None else {**figures, SCORE: score})
+            self._write_snapshot(self._uri(entry), figures)
         except TRANSIENT:
             self.check_ours()  # a later attempt removes what this one has half-written
             raise
-        self._whole[entry] = score
+        self._whole.add(entry)
         try:
             self._drop_old(self._generation.number)
         except (OutputError, StorageError) as error:  # when the next one is written it is tried again
@@ -377,18 +368,14 @@ class Checkpoints:
             self._snapshot.write(draft.path)
 
     def _drop_old(self, generation: int) -> None:
-        """Keep the newest ones and the best; of a later attempt nothing is touched."""
+        """Keep the newest ones; of a later attempt nothing is touched."""
         present = self.entries()
-        self._whole = {
-            entry: score for entry, score in self._whole.items() if entry in present
-        }  # a store may lose some
-        kept = set(sorted(self._whole, reverse=True)[: self._keep])
-        measured = [(score, entry) for entry, score in self._whole.items() if score is not None]
-        kept |= {max(measured)[1]} if measured else set()
+        self._whole &= set(present)  # a store may lose some
+        kept = sorted(self._whole, reverse=True)[: self._keep]
         for entry in present:
             if entry not in kept and entry.generation <= generation:
                 artifacts.remove(self._uri(entry))
-                self._whole.pop(entry, None)
+                self._whole.discard(entry)
 
 
 def newest(checkpoints: Checkpoints, processes: Processes) -> TrainingState | None:

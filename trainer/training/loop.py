@@ -28,7 +28,6 @@ from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.live_rules import LiveRules
 from trainer.profiling.recorder import LoaderStats, Recorder, Sources, Startup
 from trainer.profiling.timeline import span
-from trainer.report.scores import val_score
 from trainer.report.tracking.stage_runs import Tracker
 from trainer.training.attempts import AttemptLog
 from trainer.training.checkpoints import newest
@@ -94,7 +93,6 @@ class Trainer:
         self._optimizer = make_optimizer(groups, settings, processes)
         self._ema = AveragedModel(self.model, settings.ema_decay, processes.device) if settings.ema_decay else None
         self._statistics = running_statistics(self.model) if processes.world_size > 1 else []
-        self._best: float | None = None
         self.measured: Mapping[str, float] = {}
         """What the last validation measured."""
         checkpoints = training.checkpoints
@@ -149,7 +147,7 @@ class Trainer:
         attempt = self._attempts.resumed_at(first_step)
         with attempt, recorder, progress, rules, checkpoints, Preemption(processes) as preemption:
             if VALIDATION in pending:  # the attempt before was asked to stop in the middle of it
-                self._save(first_step - 1, self._validate(first_step - 1, metrics), metrics, due=False)
+                self._validate(first_step - 1, metrics)
             with self.prefetch(first_step) as batches:
                 for step in range(first_step, training.total_steps):
                     with (
@@ -164,7 +162,8 @@ class Trainer:
                     scores = self._validate(step, metrics, preemption) if validates else {}
                     if preemption.should_stop(f"step {step + 1}"):
                         self._stop(step, scores, metrics)
-                    self._save(step, scores, metrics, due=is_checkpoint_step(step, settings, len(training.samples)))
+                    if is_checkpoint_step(step, settings, len(training.samples)):
+                        self._save(step, metrics)
             metrics.flush()
             if preemption.should_stop("the end of the training", wait=True):
                 self._stop(last_step, {}, metrics)
@@ -311,34 +310,25 @@ class Trainer:
                 metrics.metrics(step, scores)
         return scores
 
-    def is_best(self, score: float | None) -> bool:
-        """Return whether a score is the highest so far; the same on every process."""
-        return score is not None and (self._best is None or score > self._best)
-
-    def _save(self, step: int, scores: Mapping[str, float] | None, metrics: MetricLogger, *, due: bool) -> None:
-        """Keep the state after `step` if that is due; or if it is the best so far, in a training that keeps checkpoints."""
-        score = val_score(scores)
-        if due or (self.settings.checkpoint_every and self.is_best(score)):
-            metrics.flush()  # a loss that is not finite ends the training before its weights are kept
-            with span("checkpoint"):
-                needed = step == self.training.total_steps - 1
-                self.save_checkpoint(step + 1, score=score, needed=needed)
+    def _save(self, step: int, metrics: MetricLogger) -> None:
+        """Save a checkpoint of the state after `step`."""
+        metrics.flush()  # a loss that is not finite ends the training before its weights are kept
+        with span("checkpoint"):
+            self.save_checkpoint(step + 1, needed=step == self.training.total_steps - 1)
 
     def _stop(self, step: int, scores: Mapping[str, float] | None, metrics: MetricLogger) -> None:
         """Write the last checkpoint after `step`, and end this attempt by `PreemptedError`."""
         metrics.flush()
         with span("checkpoint"):
             pending = (VALIDATION,) if scores is None else ()
-            self.save_checkpoint(step + 1, score=val_score(scores), pending=pending, needed=True)
+            self.save_checkpoint(step + 1, pending=pending, needed=True)
             self.training.checkpoints.finish(needed=True)
         raise PreemptedError(
             f"{self.training.name}: was asked to end after step {step + 1}; its checkpoint is written, and the same command continues "
             "from there"
         )
 
-    def save_checkpoint(
-        self, steps: int, *, score: float | None = None, pending: tuple[str, ...] = (), needed: bool = False
-    ) -> None:
+    def save_checkpoint(self, steps: int, *, pending: tuple[str, ...] = (), needed: bool = False) -> None:
         """Copy the state after `steps` steps, which is then written in the background; all processes take part, the first one writes.
 
         The arguments are those of `capture` and `Checkpoints.save`, as are the errors; besides, weights that are not finite are refused.
@@ -355,10 +345,8 @@ class Trainer:
                 f"{name}: weights are not finite after step {steps} ({shown}), so no checkpoint of them is kept; lower {name} "
                 "base_learning_rate or clip_norm, or use precision=fp32"
             )
-        if self.is_best(score):
-            self._best = score
         if self.processes.is_first:
-            self.training.checkpoints.save(state, score=score, needed=needed)
+            self.training.checkpoints.save(state, needed=needed)
 
     def load_checkpoint(self) -> tuple[int, tuple[str, ...]]:
         """Take over the newest checkpoint that is valid on all processes.
@@ -370,9 +358,7 @@ class Trainer:
             ArtifactError: it does not fit the model.
             TrainerError: as `checkpoints.newest`.
         """
-        checkpoints = self.training.checkpoints
-        state = newest(checkpoints, self.processes)
-        self._best = self.processes.gather(checkpoints.best, "the best score so far")[0]
+        state = newest(self.training.checkpoints, self.processes)
         if state is None:
             return 0, ()
         restore(state, self.model, self._optimizer, self._ema.model if self._ema else None)
