@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,22 @@ from trainer.io import artifacts, storage
 from trainer.io.base_models import what_is_wrong
 from trainer.io.costs import dollars_text
 from trainer.io.errors import ArtifactError
-from trainer.io.formatting import aligned, clipped, duration, milliseconds, percent, ratio, short
+from trainer.io.formatting import aligned, clipped, duration, ratio, short
 from trainer.io.local_files import located
 from trainer.profiling import findings, over_time
-from trainer.profiling.evidence import TrainingEvidence, is_core
+from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.evidence_files import read_evidence
 from trainer.profiling.findings import Answer
 from trainer.profiling.profile_report import stacked
 from trainer.profiling.rules.outcomes import Finding, NotJudged
-from trainer.profiling.training_summary import TrainingSummary, named_number, phase_label, summarize, training_label
+from trainer.profiling.training_summary import (
+    SIGNALS,
+    TrainingSummary,
+    named_number,
+    phase_label,
+    summarize,
+    training_label,
+)
 from trainer.report import pages, scores
 from trainer.report.finished_run import SUMMARY
 from trainer.report.pages import Block, PageSection, Paragraph, Subsection, Table
@@ -334,7 +341,9 @@ def _tables(pair: Pair) -> Iterator[Table]:
         else:  # what a device computes is not set against what a host hands over
             clocks = f"operators by kind of work, on the {a.clock} before and on the {b.clock} after"
             yield _times(clocks, pair, _kind_ms, changed=lambda _before, _after: "")
-    yield _use(pair)
+    used = [one.use for one in (pair.before, pair.after)]
+    rows = list(_signals({**used[0], **used[1]}, *used))
+    yield Table(("mean, memory: most", *_SIDES), rows, title="use of the machine")
 
 
 def _overview(pair: Pair) -> Table:
@@ -347,20 +356,17 @@ def _overview(pair: Pair) -> Table:
         _row("images a step", short, a.images_a_step, b.images_a_step),
     ]
     rows = [row for row in facts if row[1] != row[2]]
-    for title, shown, value in _OVERVIEW:
-        rows += _numbers(title, shown, value(a), value(b))
+    rows += _signals([name for name, signal in SIGNALS.items() if signal.compared], a.figures, b.figures)
     return Table(("", *_SIDES), rows, title="in short")
 
 
-_OVERVIEW: Sequence[tuple[str, Callable[[float], str], Callable[[TrainingSummary], float | None]]] = (
-    ("step (median)", milliseconds, lambda one: one.step_ms.p50 if one.step_ms else None),
-    ("step (95 %)", milliseconds, lambda one: one.step_ms.p95 if one.step_ms else None),
-    ("images a second", short, lambda one: one.images_per_second),
-    ("waits for gradients", percent, lambda one: one.communication_share),
-    ("steps", short, lambda one: one.steps),
-    ("recorded", duration, lambda one: one.recorded_s),
-    ("dollars", dollars_text, lambda one: one.place.dollars(one.recorded_s) if one.place else None),
-)
+def _signals(names: Iterable[str], before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[Row]:
+    """Compare numbers of `SIGNALS` that at least one side recorded."""
+    for name in names:
+        if name in before or name in after:
+            a, b = before.get(name), after.get(name)
+            shown = ["not recorded" if value is None else named_number(name, value)[1] for value in (a, b)]
+            yield (named_number(name, 0.0)[0], *shown, change(a, b))
 
 
 def _row(title: str, shown: Callable[[Any], str], before: Any, after: Any, changed: str = "") -> Row:
@@ -393,25 +399,6 @@ def _times(
         a, b = sum(before.values()), sum(after.values())
         rows.append(("together", short(a), short(b), changed(a, b)))
     return Table((pair.unit, *_SIDES), rows, title=title)
-
-
-def _use(pair: Pair) -> Table:
-    """Compare how much of the machine was used: means, and the largest memory."""
-    rows: list[Row] = []
-    before, after = _signals(pair.before), _signals(pair.after)
-    for name in {**before, **after}:
-        a, b = before.get(name), after.get(name)
-        title, _ = named_number(name, 0.0)
-        shown = ["not recorded" if value is None else named_number(name, value)[1] for value in (a, b)]
-        rows.append((title, *shown, change(a, b)))
-    return Table(("mean, memory: most", *_SIDES), rows, title="use of the machine")
-
-
-def _signals(one: TrainingSummary) -> dict[str, float]:
-    cores = one.cores_percent
-    first = {"cores_percent": sum(cores) / len(cores), "busiest_core_percent": max(cores)} if cores else {}
-    others = {name: signal for name, signal in one.system.items() if not is_core(name)}
-    return first | {name: signal.max if name.endswith("_bytes") else signal.mean for name, signal in others.items()}
 
 
 def _score_name(side: ComparedRun) -> str:

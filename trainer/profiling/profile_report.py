@@ -14,6 +14,7 @@ from trainer.profiling.evidence import Operator, TrainingEvidence, is_core, meas
 from trainer.profiling.findings import Answer, RankedFinding, ranked_findings, saving_text, verdict
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
 from trainer.profiling.training_summary import (
+    SIGNALS,
     OperatorSummary,
     SlowStep,
     TrainingSummary,
@@ -237,20 +238,11 @@ def _place(summary: TrainingSummary) -> Paragraph:
 
 
 def _tiles(summary: TrainingSummary) -> Tiles:
-    step, data, cores, system = summary.step_ms, summary.phases.get("data"), summary.cores_percent, summary.system
-    gpu, gpu_memory, memory = map(system.get, ("gpu_percent", "gpu_memory_used_bytes", "process_rss_bytes"))
-    entries = [
-        (duration(summary.recorded_s), "recorded"),
-        (dollars_text(summary.place.dollars(summary.recorded_s)) if summary.place else "", "for that time"),
-        (milliseconds(step.p50) if step else "", "a step (median)"),
-        (f"{summary.images_per_second:,.0f}" if summary.images_per_second else "", "images a second"),
-        (percent(data.share) if data else "", "of a step waits for data"),
-        (percent(sum(cores) / len(cores) / 100) if cores else "", f"of {len(cores)} cores busy (mean)"),
-        (percent(gpu.mean / 100) if gpu else "", "GPU utilization (mean)"),
-        (size(gpu_memory.max) if gpu_memory else "", "GPU memory (peak)"),
-        (size(memory.max) if memory and not gpu_memory else "", "memory of a process (peak)"),
-    ]
-    return Tiles([(value, label) for value, label in entries if value])
+    values = summary.figures | summary.use
+    if "gpu_memory_used_bytes" in values:
+        values.pop("process_rss_bytes", None)
+    shown = [(name, signal.tile) for name, signal in SIGNALS.items() if signal.tile and name in values]
+    return Tiles([(named_number(name, values[name])[1], tile) for name, tile in shown])
 
 
 def _recording(summary: TrainingSummary) -> Subsection:

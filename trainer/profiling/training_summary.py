@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trainer.config.rules import RuleSettings
 from trainer.io import formatting
-from trainer.io.costs import Machines
+from trainer.io.costs import Machines, dollars_text
 from trainer.profiling.evidence import (
     BETWEEN,
     OTHER,
@@ -190,6 +190,32 @@ class TrainingSummary:
     def cores_percent(self) -> list[float]:
         """Mean use of each core."""
         return [signal.mean for name, signal in self.system.items() if is_core(name)]
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The training's numbers among `SIGNALS`, as far as they are known."""
+        step, data = self.step_ms, self.phases.get("data")
+        values = {
+            "recorded_s": self.recorded_s,
+            "dollars": self.place.dollars(self.recorded_s) if self.place else None,
+            "steps": float(self.steps),
+            "step_p50_ms": step.p50 if step else None,
+            "step_p95_ms": step.p95 if step else None,
+            "images_per_second": self.images_per_second,
+            "data_share": data.share if data else None,
+            "communication_share": self.communication_share,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def use(self) -> dict[str, float]:
+        """How much of the machine was used: the mean of each signal, of memory the most; the cores as one."""
+        cores = self.cores_percent
+        values = {"cores_percent": sum(cores) / len(cores), "busiest_core_percent": max(cores)} if cores else {}
+        for name, signal in self.system.items():
+            if not is_core(name):
+                values[name] = signal.max if name.endswith("_bytes") else signal.mean
+        return values
 
 
 def summarize(training: TrainingEvidence, rules: RuleSettings | None = None) -> TrainingSummary:
@@ -375,28 +401,49 @@ PHASE_LABELS = {
     "between": "between steps",
     "named": "named ranges",
 }
-_SIGNALS = {
-    "iowait_percent": "waiting for storage",
-    "memory_used_bytes": "memory of the machine",
-    "disk_read_bytes_per_s": "disk, read",
-    "disk_write_bytes_per_s": "disk, written",
-    "swap_in_bytes_per_s": "swapped in",
-    "swap_out_bytes_per_s": "swapped out",
-    "network_received_bytes_per_s": "network, received",
-    "network_sent_bytes_per_s": "network, sent",
-    "process_rss_bytes": "memory of the process",
-    "process_private_bytes": "of that, its own",
-    "process_cpu_percent": "processor, this process",
-    "loaders_cpu_percent": "processor, its loaders",
-    "gpu_percent": "GPU",
-    "gpu_memory_used_bytes": "GPU memory",
-    "gpu_memory_allocated_bytes": "GPU memory, tensors",
-    "gpu_memory_total_bytes": "GPU memory there is",
-    "device_memory_used_bytes": "memory of the device",
-    "device_memory_total_bytes": "memory that the device has",
-    "cores_percent": "cores",
-    "busiest_core_percent": "busiest core",
+
+
+class Signal(NamedTuple):
+    """What a measured number is called, and where it is shown; the end of its name is its unit."""
+
+    label: str
+    tile: str = ""
+    """Its caption among the tiles of the report; empty: it has none."""
+    compared: bool = False
+    """Whether a comparison of two trainings begins with it; the use of the machine has a table of its own."""
+
+
+SIGNALS: Mapping[str, Signal] = {
+    "recorded_s": Signal("recorded", tile="recorded", compared=True),
+    "dollars": Signal("dollars", tile="for that time", compared=True),
+    "steps": Signal("steps", compared=True),
+    "step_p50_ms": Signal("step (median)", tile="a step (median)", compared=True),
+    "step_p95_ms": Signal("step (95 %)", compared=True),
+    "images_per_second": Signal("images a second", tile="images a second", compared=True),
+    "data_share": Signal("waits for data", tile="of a step waits for data"),
+    "communication_share": Signal("waits for gradients", compared=True),
+    "cores_percent": Signal("cores", tile="of the cores busy (mean)"),
+    "busiest_core_percent": Signal("busiest core"),
+    "iowait_percent": Signal("waiting for storage"),
+    "memory_used_bytes": Signal("memory of the machine"),
+    "disk_read_bytes_per_s": Signal("disk, read"),
+    "disk_write_bytes_per_s": Signal("disk, written"),
+    "swap_in_bytes_per_s": Signal("swapped in"),
+    "swap_out_bytes_per_s": Signal("swapped out"),
+    "network_received_bytes_per_s": Signal("network, received"),
+    "network_sent_bytes_per_s": Signal("network, sent"),
+    "process_rss_bytes": Signal("memory of the process", tile="memory of a process (peak)"),
+    "process_private_bytes": Signal("of that, its own"),
+    "process_cpu_percent": Signal("processor, this process"),
+    "loaders_cpu_percent": Signal("processor, its loaders"),
+    "gpu_percent": Signal("GPU", tile="GPU utilization (mean)"),
+    "gpu_memory_used_bytes": Signal("GPU memory", tile="GPU memory (peak)"),
+    "gpu_memory_allocated_bytes": Signal("GPU memory, tensors"),
+    "gpu_memory_total_bytes": Signal("GPU memory there is"),
+    "device_memory_used_bytes": Signal("memory of the device"),
+    "device_memory_total_bytes": Signal("memory that the device has"),
 }
+"""What report and comparison loop over: the numbers of `TrainingSummary.figures` and `TrainingSummary.use`, by name."""
 _UNITS: Mapping[str, Callable[[float], str]] = {
     "_bytes_per_s": lambda value: f"{formatting.size(value)}/s",
     "_bytes": formatting.size,
@@ -404,6 +451,7 @@ _UNITS: Mapping[str, Callable[[float], str]] = {
     "_share": formatting.percent,
     "_ms": formatting.milliseconds,
     "_s": formatting.duration,
+    "dollars": dollars_text,
 }
 
 
@@ -419,8 +467,6 @@ def phase_label(name: str) -> str:
 
 def named_number(name: str, value: float) -> tuple[str, str]:
     """Split the unit off a number's name: `waiting_share`, 0.4 -> waiting share, 40 %."""
-    for suffix, shown in _UNITS.items():
-        if name.endswith(suffix):
-            bare = name if suffix == "_share" else name.removesuffix(suffix)
-            return _SIGNALS.get(name, bare.replace("_", " ")), shown(value)
-    return name.replace("_", " "), formatting.short(value)
+    suffix, shown = next(((end, unit) for end, unit in _UNITS.items() if name.endswith(end)), ("", formatting.short))
+    bare = name if suffix in ("_share", "dollars") else name.removesuffix(suffix)
+    return SIGNALS[name].label if name in SIGNALS else bare.replace("_", " "), shown(value)

@@ -38,7 +38,7 @@ def test_images_a_second_are_the_same_in_the_log_and_on_the_page(
     assert recorder.images_per_second() == shown
     assert shown is not None
     assert f"  {shown:.0f} images/s  " in caplog.messages[0]
-    assert f"<b>{shown:,.0f}</b><span>images a second" in page_of(training).replace("\n", "")
+    assert f"<b>{formatting.short(shown)}</b><span>images a second" in page_of(training).replace("\n", "")
 
 
 def test_the_first_step_and_those_of_the_profiler_are_not_measured() -> None:
