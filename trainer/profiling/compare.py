@@ -276,22 +276,21 @@ def _differences(same_data: bool | None, pairs: Sequence[Pair]) -> list[str]:
         differences.append("Whether both sides are of the same data was not recorded.")
     elif not same_data:
         differences.append("Other data: the two sides are of different data sets, so their accuracy is not compared.")
-    hardware = dict.fromkeys(_hardware(pair) for pair in pairs)
-    differences += [f"Other hardware: {text}." for text in hardware if text]
+    hardware: list[str] = []
+    for pair in pairs:
+        facts = []
+        for one in (pair.before, pair.after):
+            kind, _, model = one.device.partition(" ")  # `cuda:0 (NVIDIA A100-SXM4-40GB)`, shown without its index
+            device = f"{kind.partition(':')[0]} {model}".rstrip()
+            facts.append((device, f"{one.cores} cores", one.processor, one.place.instance if one.place else ""))
+        machines = "{} before, {} after".format(*(", ".join(filter(None, fact)) for fact in facts))
+        is_alike = all(a == b or not a or not b for a, b in zip(*facts, strict=True))  # unless a side did not record it
+        if not is_alike and machines not in hardware:
+            hardware.append(machines)
+    differences += [f"Other hardware: {machines}." for machines in hardware]
     processes = dict.fromkeys((pair.before.world_size, pair.after.world_size) for pair in pairs)
     differences += [f"Other processes: {a} before, {b} after." for a, b in processes if a != b]
     return differences
-
-
-def _hardware(pair: Pair) -> str:
-    """Describe the machines if they differ; what one side did not record is not compared."""
-    facts = []
-    for one in (pair.before, pair.after):
-        kind, _, model = one.device.partition(" ")  # `cuda:0 (NVIDIA A100-SXM4-40GB)`, shown without its index
-        device = f"{kind.partition(':')[0]} {model}".rstrip()
-        facts.append((device, f"{one.cores} cores", one.processor, one.place.instance if one.place else ""))
-    alike = all(a == b or not a or not b for a, b in zip(*facts, strict=True))
-    return "" if alike else "{} before, {} after".format(*(", ".join(filter(None, fact)) for fact in facts))
 
 
 def _verdict(pair: Pair, accuracy: str) -> str:

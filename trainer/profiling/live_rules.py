@@ -124,7 +124,13 @@ class LiveRules:
         self._due = self._began + self._settings.interval_s
         if self._active and stalled.enabled:
             ends = stalled.name in self._settings.stop_on
-            watchdog = HangWatchdog(stalled.seconds, paused=self._is_paused, on_hang=self._hangs, ends=ends)
+            recorder, timeline = self._recorder, self._recorder.timeline
+            watchdog = HangWatchdog(
+                stalled.seconds,
+                paused=lambda: timeline.first_step_s is None or timeline.is_beside_steps or recorder.is_compiling,
+                on_hang=lambda seconds, place: self._report(stalled, hanging(seconds, self._step, place)),
+                ends=ends,
+            )
             self._watchdog = self._open.enter_context(watchdog)
         return self
 
@@ -176,10 +182,3 @@ class LiveRules:
         self._tracker.metrics(step, {f"{name}/finding/{rule.name}": 1.0})
         self._tracker.tag(f"trainer.finding.{name}.{rule.name}", text)
         return f"{name}: stopped after step {step + 1}, as profile.stop_on has {rule.name}: {text.removesuffix('.')}"
-
-    def _is_paused(self) -> bool:
-        timeline = self._recorder.timeline
-        return timeline.first_step_s is None or timeline.is_beside_steps or self._recorder.is_compiling
-
-    def _hangs(self, seconds: float, place: str) -> str:
-        return self._report(StalledTraining.of(self._settings.rules), hanging(seconds, self._step, place))

@@ -114,11 +114,6 @@ def _gpu_signal(
     return Signal(columns, lambda: read(device))
 
 
-def _gpu_utilization(device: torch.device) -> Sequence[float]:
-    """Share of the last sampling period of NVML in which a kernel ran, in percent."""
-    return (float(torch.cuda.utilization(device)),)
-
-
 _DEVICE_MEMORY = ("device_memory_used_bytes", "device_memory_total_bytes")
 _GPU_MEMORY = ("gpu_memory_used_bytes", "gpu_memory_total_bytes", "gpu_memory_allocated_bytes")
 
@@ -127,12 +122,6 @@ def _gpu_memory(device: torch.device) -> Sequence[float]:
     """In bytes: used by any process, there is, held by this process's tensors."""
     free, total = torch.cuda.mem_get_info(device)
     return (float(total - free), float(total), float(torch.cuda.memory_allocated(device)))
-
-
-def _memory() -> Sequence[float]:
-    """Memory of the machine that is in use and cannot be freed, in bytes."""
-    memory = psutil.virtual_memory()
-    return (memory.total - memory.available,)
 
 
 def _disk_counters() -> Sequence[float]:
@@ -163,17 +152,23 @@ def signals(
     of_process: dict[str, Callable[[], Signal]] = {
         "process": process_signal,
         "loaders": lambda: loaders_signal(loaders),
-        "gpu_utilization": lambda: _gpu_signal(device, ("gpu_percent",), _gpu_utilization),
+        # the share of NVML's last sampling period in which a kernel ran
+        "gpu_utilization": lambda: _gpu_signal(device, ("gpu_percent",), lambda gpu: (torch.cuda.utilization(gpu),)),
         "gpu_memory": lambda: _gpu_signal(device, _GPU_MEMORY, _gpu_memory),
     }
     if device.type == "xla":
         from trainer.profiling.xla_counters import memory_of
 
         of_process["device_memory"] = lambda: Signal(_DEVICE_MEMORY, lambda: memory_of(device))
+
+    def used_memory() -> Sequence[float]:
+        memory = psutil.virtual_memory()
+        return (memory.total - memory.available,)
+
     network = ("network_received_bytes_per_s", "network_sent_bytes_per_s")
     of_machine: dict[str, Callable[[], Signal]] = {
         "cpu": cpu_signal,
-        "memory": lambda: Signal(("memory_used_bytes",), _memory),
+        "memory": lambda: Signal(("memory_used_bytes",), used_memory),
         "disk": lambda: Signal(("disk_read_bytes_per_s", "disk_write_bytes_per_s"), _rates(_disk_counters)),
         "swap": lambda: Signal(("swap_in_bytes_per_s", "swap_out_bytes_per_s"), _rates(_swap_counters)),
         "network": lambda: Signal(network, _rates(_network_counters)),

@@ -200,13 +200,20 @@ def _training(
     top_operators: int,
 ) -> PageSection:
     missing = Table(["Signal", "Reason"], list(summary.missing.items()))
+    values = summary.figures | summary.use
+    if "gpu_memory_used_bytes" in values:
+        values.pop("process_rss_bytes", None)
+    tiles = [(name, signal.tile) for name, signal in SIGNALS.items() if signal.tile and name in values]
+    shares, title = summary.recorded_shares, "Shares of the whole recording"
+    legend = [(color_class(name), f"{phase_label(name)} {percent(share)}") for name, share in shares.items()]
+    figure = Figure(stacked_bar(shares, title, spoken=phase_label))
     return PageSection(
         training_label(summary.name),
         [
             Paragraph(f"It ended with an error: {summary.failed}") if summary.failed else None,
             _place(summary),
-            _tiles(summary),
-            _recording(summary),
+            Tiles([(named_number(name, values[name])[1], tile) for name, tile in tiles]),
+            Subsection(f"{title}: {duration(summary.recorded_s)}", [figure, Legend(legend)]),
             phases(summary),
             lengths(evidence, summary),
             over_time.section(evidence, summary, numbered),
@@ -235,22 +242,6 @@ def _place(summary: TrainingSummary) -> Paragraph:
         f"{summary.steps_measured:,} of them measured{thinned}: neither the first nor slowed by the operator window.",
         style="soft",
     )
-
-
-def _tiles(summary: TrainingSummary) -> Tiles:
-    values = summary.figures | summary.use
-    if "gpu_memory_used_bytes" in values:
-        values.pop("process_rss_bytes", None)
-    shown = [(name, signal.tile) for name, signal in SIGNALS.items() if signal.tile and name in values]
-    return Tiles([(named_number(name, values[name])[1], tile) for name, tile in shown])
-
-
-def _recording(summary: TrainingSummary) -> Subsection:
-    """Show the shares of the whole recording."""
-    shares, title = summary.recorded_shares, "Shares of the whole recording"
-    legend = [(color_class(name), f"{phase_label(name)} {percent(share)}") for name, share in shares.items()]
-    figure = Figure(stacked_bar(shares, title, spoken=phase_label))
-    return Subsection(f"{title}: {duration(summary.recorded_s)}", [figure, Legend(legend)])
 
 
 def phases(summary: TrainingSummary) -> Subsection | None:

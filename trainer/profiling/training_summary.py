@@ -230,6 +230,13 @@ def summarize(training: TrainingEvidence, rules: RuleSettings | None = None) -> 
             inner = [path for path in first.ranges if path.startswith(f"{name}/")]
             ranges = {path: float(first.steps[path][measured].sum()) / total for path in inner}
             phases[name] = PhaseSummary(share=shares[name], ms=distribution, ranges=ranges)
+    recorded: dict[str, float] = {}
+    for path, value in record.steps.ranges.items():
+        recorded[phase_of(path)] = recorded.get(phase_of(path), 0.0) + value
+    for name, outside in record.outside.items():
+        recorded[name] = recorded.get(name, 0.0) + outside.seconds
+    whole = max(sum(recorded.values()), 1e-12)
+    order = [*PHASES, *(name for name in recorded if name not in (*PHASES, OTHER, BETWEEN)), OTHER, BETWEEN]
     finite = {name: curve.values[np.isfinite(curve.values)] for name, curve in training.metrics.items()}
     return TrainingSummary(
         name=training.name,
@@ -245,7 +252,7 @@ def summarize(training: TrainingEvidence, rules: RuleSettings | None = None) -> 
         images_per_second=images_per_second(first.steps),
         phases=phases,
         slowest=_slowest(first, measured),
-        recorded_shares=_recorded_shares(first),
+        recorded_shares={name: recorded[name] / whole for name in order if recorded.get(name)},
         compiled_graphs=sum(compilation.graphs for compilation in record.compilations),
         compile_s=sum(compilation.seconds for compilation in record.compilations),
         communication_share=communication_share(Case(training=training, rules=rules or RuleSettings())),
@@ -255,17 +262,6 @@ def summarize(training: TrainingEvidence, rules: RuleSettings | None = None) -> 
         system=_system(first),
         last={name: float(values[-1]) for name, values in finite.items() if len(values)},
     )
-
-
-def _recorded_shares(rank: RankEvidence) -> dict[str, float]:
-    seconds: dict[str, float] = {}
-    for path, value in rank.record.steps.ranges.items():
-        seconds[phase_of(path)] = seconds.get(phase_of(path), 0.0) + value
-    for name, outside in rank.record.outside.items():
-        seconds[name] = seconds.get(name, 0.0) + outside.seconds
-    total = max(sum(seconds.values()), 1e-12)
-    order = [*PHASES, *(name for name in seconds if name not in (*PHASES, OTHER, BETWEEN)), OTHER, BETWEEN]
-    return {name: seconds[name] / total for name in order if seconds.get(name)}
 
 
 def _slowest(rank: RankEvidence, measured: Rows) -> list[SlowStep]:
@@ -278,6 +274,13 @@ def _slowest(rank: RankEvidence, measured: Rows) -> list[SlowStep]:
     phases, delayed, queued = phase_seconds(rank), rank.steps["host_delayed_seconds"], rank.steps["queued"]
     completed = number - number[0]  # steps before each, as compilations are counted
     has_queue = bool(np.isfinite(queued).any() and np.nanmedian(queued) > 0)
+    median_s, ends = float(np.median(seconds[measured])), rank.spans.start_s + rank.spans.seconds
+
+    def follows(start_s: float) -> str:
+        """The checkpoint or evaluation that ended less than a usual step before."""
+        near = np.flatnonzero((ends > start_s - median_s) & (ends < start_s + _ROUNDING_S))
+        return next((name for name in (rank.spans.names[index] for index in near[::-1]) if name in _DISTURBING), "")
+
     return [
         SlowStep(
             step=int(number[row]),
@@ -287,18 +290,11 @@ def _slowest(rank: RankEvidence, measured: Rows) -> list[SlowStep]:
             delayed_ms=1000 * float(delayed[row]) if np.isfinite(delayed[row]) else None,
             machine=_machine_between(rank.system, rank.steps["start_s"][row], seconds[row]),
             no_batch_ready=has_queue and bool(queued[row] == 0),
-            follows=_follows(rank, rank.steps["start_s"][row], float(np.median(seconds[measured]))),
+            follows=follows(rank.steps["start_s"][row]),
             graphs=sum(one.graphs for one in rank.record.compilations if one.step == completed[row]),
         )
         for row in chosen.tolist()
     ]
-
-
-def _follows(rank: RankEvidence, start_s: float, step_s: float) -> str:
-    """The checkpoint or evaluation that ended less than a usual step before a step."""
-    ends = rank.spans.start_s + rank.spans.seconds
-    near = np.flatnonzero((ends > start_s - step_s) & (ends < start_s + _ROUNDING_S))
-    return next((name for name in (rank.spans.names[index] for index in near[::-1]) if name in _DISTURBING), "")
 
 
 def _machine_between(system: Mapping[str, Series], start_s: float, seconds: float) -> dict[str, float]:
@@ -403,7 +399,7 @@ PHASE_LABELS = {
 }
 
 
-class Signal(NamedTuple):
+class ShownSignal(NamedTuple):
     """What a measured number is called, and where it is shown; the end of its name is its unit."""
 
     label: str
@@ -413,35 +409,35 @@ class Signal(NamedTuple):
     """Whether a comparison of two trainings begins with it; the use of the machine has a table of its own."""
 
 
-SIGNALS: Mapping[str, Signal] = {
-    "recorded_s": Signal("recorded", tile="recorded", compared=True),
-    "dollars": Signal("dollars", tile="for that time", compared=True),
-    "steps": Signal("steps", compared=True),
-    "step_p50_ms": Signal("step (median)", tile="a step (median)", compared=True),
-    "step_p95_ms": Signal("step (95 %)", compared=True),
-    "images_per_second": Signal("images a second", tile="images a second", compared=True),
-    "data_share": Signal("waits for data", tile="of a step waits for data"),
-    "communication_share": Signal("waits for gradients", compared=True),
-    "cores_percent": Signal("cores", tile="of the cores busy (mean)"),
-    "busiest_core_percent": Signal("busiest core"),
-    "iowait_percent": Signal("waiting for storage"),
-    "memory_used_bytes": Signal("memory of the machine"),
-    "disk_read_bytes_per_s": Signal("disk, read"),
-    "disk_write_bytes_per_s": Signal("disk, written"),
-    "swap_in_bytes_per_s": Signal("swapped in"),
-    "swap_out_bytes_per_s": Signal("swapped out"),
-    "network_received_bytes_per_s": Signal("network, received"),
-    "network_sent_bytes_per_s": Signal("network, sent"),
-    "process_rss_bytes": Signal("memory of the process", tile="memory of a process (peak)"),
-    "process_private_bytes": Signal("of that, its own"),
-    "process_cpu_percent": Signal("processor, this process"),
-    "loaders_cpu_percent": Signal("processor, its loaders"),
-    "gpu_percent": Signal("GPU", tile="GPU utilization (mean)"),
-    "gpu_memory_used_bytes": Signal("GPU memory", tile="GPU memory (peak)"),
-    "gpu_memory_allocated_bytes": Signal("GPU memory, tensors"),
-    "gpu_memory_total_bytes": Signal("GPU memory there is"),
-    "device_memory_used_bytes": Signal("memory of the device"),
-    "device_memory_total_bytes": Signal("memory that the device has"),
+SIGNALS: Mapping[str, ShownSignal] = {
+    "recorded_s": ShownSignal("recorded", tile="recorded", compared=True),
+    "dollars": ShownSignal("dollars", tile="for that time", compared=True),
+    "steps": ShownSignal("steps", compared=True),
+    "step_p50_ms": ShownSignal("step (median)", tile="a step (median)", compared=True),
+    "step_p95_ms": ShownSignal("step (95 %)", compared=True),
+    "images_per_second": ShownSignal("images a second", tile="images a second", compared=True),
+    "data_share": ShownSignal("waits for data", tile="of a step waits for data"),
+    "communication_share": ShownSignal("waits for gradients", compared=True),
+    "cores_percent": ShownSignal("cores", tile="of the cores busy (mean)"),
+    "busiest_core_percent": ShownSignal("busiest core"),
+    "iowait_percent": ShownSignal("waiting for storage"),
+    "memory_used_bytes": ShownSignal("memory of the machine"),
+    "disk_read_bytes_per_s": ShownSignal("disk, read"),
+    "disk_write_bytes_per_s": ShownSignal("disk, written"),
+    "swap_in_bytes_per_s": ShownSignal("swapped in"),
+    "swap_out_bytes_per_s": ShownSignal("swapped out"),
+    "network_received_bytes_per_s": ShownSignal("network, received"),
+    "network_sent_bytes_per_s": ShownSignal("network, sent"),
+    "process_rss_bytes": ShownSignal("memory of the process", tile="memory of a process (peak)"),
+    "process_private_bytes": ShownSignal("of that, its own"),
+    "process_cpu_percent": ShownSignal("processor, this process"),
+    "loaders_cpu_percent": ShownSignal("processor, its loaders"),
+    "gpu_percent": ShownSignal("GPU", tile="GPU utilization (mean)"),
+    "gpu_memory_used_bytes": ShownSignal("GPU memory", tile="GPU memory (peak)"),
+    "gpu_memory_allocated_bytes": ShownSignal("GPU memory, tensors"),
+    "gpu_memory_total_bytes": ShownSignal("GPU memory there is"),
+    "device_memory_used_bytes": ShownSignal("memory of the device"),
+    "device_memory_total_bytes": ShownSignal("memory that the device has"),
 }
 """What report and comparison loop over: the numbers of `TrainingSummary.figures` and `TrainingSummary.use`, by name."""
 _UNITS: Mapping[str, Callable[[float], str]] = {

@@ -18,7 +18,7 @@ from trainer.report.forecast import Forecast, Seconds
 
 if TYPE_CHECKING:
     from trainer.io.artifacts import Manifest
-    from trainer.profiling.evidence import AttemptRecord, Evidence, RankRecord
+    from trainer.profiling.evidence import Evidence, RankRecord
 
 PARTS: Mapping[str, str] = {
     "startup": "start-up",
@@ -115,9 +115,13 @@ def _parts_of_trainings(records: Sequence[RankRecord], manifest: Manifest) -> di
             seconds[part] += spent
     seconds["ending"] = max(0.0, manifest.created.timestamp() - last.began_unix - last.ended_s)
     seconds["startup"] = max(0.0, (manifest.startup_seconds or 0.0) + manifest.seconds - sum(seconds.values()))
-    for record in records:
-        for part, spent in _parts_of_attempts(record.attempts).items():
-            seconds[part] += spent
+    for attempt, following in (pair for record in records for pair in pairwise(record.attempts)):
+        # of an attempt that failed, the part from which the next one could continue was training, the rest is lost
+        took = max(0.0, attempt.seen_unix - attempt.began_unix)
+        kept = min(max(0, following.first_step - attempt.first_step), attempt.steps_seen)
+        share = kept / attempt.steps_seen if attempt.steps_seen else 0.0
+        seconds["training"] += took * share
+        seconds["lost"] += took * (1 - share)
     return {part: spent for part, spent in seconds.items() if spent}
 
 
@@ -133,18 +137,6 @@ def _parts_of_recording(record: RankRecord) -> dict[str, float]:
         "recorder": sum(record.overhead.values()),
     }
     return {**parts, "training": max(0.0, record.ended_s - sum(parts.values()))}
-
-
-def _parts_of_attempts(attempts: Sequence[AttemptRecord]) -> dict[str, float]:
-    """Split the time of every attempt but the last one: what the next one could go on from was training, the rest is lost."""
-    seconds = {"training": 0.0, "lost": 0.0}
-    for attempt, following in pairwise(attempts):
-        took = max(0.0, attempt.seen_unix - attempt.began_unix)
-        kept = min(max(0, following.first_step - attempt.first_step), attempt.steps_seen)
-        share = kept / attempt.steps_seen if attempt.steps_seen else 0.0
-        seconds["training"] += took * share
-        seconds["lost"] += took * (1 - share)
-    return seconds
 
 
 def make_bill(stages: Sequence[StageBill], forecast: Forecast | None = None) -> Bill:

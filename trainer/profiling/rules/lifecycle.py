@@ -179,7 +179,26 @@ class GpuMemoryGrowth(SystemRule, GpuMemoryGrowthThresholds):
         for owner, levels in by_owner.items():
             rises, whole = np.diff(levels), levels[-1] - levels[0]
             if whole > limit * levels[0] and rises.min() > _STEADY * whole / len(rises):
-                return _leak(rank, owner, levels)
+                seconds = 0.75 * (rank.record.ended_s - (rank.record.first_step_s or 0.0)) * (_PARTS - 1) / _PARTS
+                an_hour = whole / max(seconds, 1e-9) * 3600
+                sizes = rank.system.get(_SIZES.get(owner, ""), [rank.record.memory_bytes])
+                left_h = max(0.0, float(sizes[-1]) - float(levels[-1])) / an_hour
+                return Finding(
+                    confidence=0.8,
+                    text=(
+                        f"Memory of {owner} grows all the time, from {_mib(levels[0])} to {_mib(levels[-1])} after the warm-up; at this "
+                        f"rate it is full in {left_h:.1f} h."
+                    ),
+                    advice=(
+                        "Look for what is kept from step to step: losses or outputs with their graphs in a list (detach them), a cache "
+                        "without a limit, tensors on an object that lives on."
+                    ),
+                    numbers={
+                        "first_bytes": float(levels[0]),
+                        "last_bytes": float(levels[-1]),
+                        "hourly_bytes": float(an_hour),
+                    },
+                )
             went.append(f"Memory of {owner} went from {_mib(levels[0])} to {_mib(levels[-1])}.")
         return Healthy(" ".join(went))
 
@@ -196,25 +215,6 @@ def _levels(rank: RankEvidence, name: str) -> Series | None:
         return None
     level = np.min if name in _WITHIN_STEPS else np.median
     return np.array([level(part) for part in parts])
-
-
-def _leak(rank: RankEvidence, owner: str, levels: Series) -> Finding:
-    seconds = 0.75 * (rank.record.ended_s - (rank.record.first_step_s or 0.0)) * (_PARTS - 1) / _PARTS
-    an_hour = (levels[-1] - levels[0]) / max(seconds, 1e-9) * 3600
-    sizes = rank.system.get(_SIZES.get(owner, ""), [rank.record.memory_bytes])
-    left_h = max(0.0, float(sizes[-1]) - float(levels[-1])) / an_hour
-    return Finding(
-        confidence=0.8,
-        text=(
-            f"Memory of {owner} grows all the time, from {_mib(levels[0])} to {_mib(levels[-1])} after the warm-up; at this rate it is "
-            f"full in {left_h:.1f} h."
-        ),
-        advice=(
-            "Look for what is kept from step to step: losses or outputs with their graphs in a list (detach them), a cache without a "
-            "limit, tensors on an object that lives on."
-        ),
-        numbers={"first_bytes": float(levels[0]), "last_bytes": float(levels[-1]), "hourly_bytes": float(an_hour)},
-    )
 
 
 def _mib(value: float) -> str:

@@ -123,7 +123,16 @@ class LoadBalance(SystemRule, LoadBalanceThresholds):
         # in half of the steps at least, less the part in which they wait for the same process
         usual = winsorized_mean(own)
         waiting_s = float(np.median(own.max(axis=0) - own.mean(axis=0)) - (usual.max() - usual.mean()))
-        waiting_s, distance = max(0.0, waiting_s), _distance(steps)
+        waiting_s = max(0.0, waiting_s)
+        samples = [rank.system.get("gpu_percent") for rank in steps.ranks]
+        shares = [
+            np.histogram(values[np.isfinite(values)], bins=_BINS, range=(0, 100))[0] / max(1, np.isfinite(values).sum())
+            for values in samples
+            if values is not None and len(values)
+        ]
+        distance = None
+        if len(shares) > 1:
+            distance = max(float(np.abs(one - other).sum() / 2) for one in shares for other in shares)
         share = waiting_s / steps.step_s
         summary = f"{share:.0%} of each step ({1e3 * waiting_s:.3g} ms) is waiting for the process with the most work"
         if distance is not None:
@@ -141,19 +150,6 @@ class LoadBalance(SystemRule, LoadBalanceThresholds):
             numbers={"waiting_share": share} | ({} if distance is None else {"distance": distance}),
             steps=steps.span,
         )
-
-
-def _distance(steps: Steps) -> float | None:
-    """Largest distance between the histograms of two GPUs' use: half the sum of absolute differences."""
-    samples = [rank.system.get("gpu_percent") for rank in steps.ranks]
-    shares = [
-        np.histogram(values[np.isfinite(values)], bins=_BINS, range=(0, 100))[0] / max(1, np.isfinite(values).sum())
-        for values in samples
-        if values is not None and len(values)
-    ]
-    if len(shares) < 2:
-        return None
-    return max(float(np.abs(one - other).sum() / 2) for one in shares for other in shares)
 
 
 def _exchange_s(case: Case, steps: Steps) -> float | NotJudged:
