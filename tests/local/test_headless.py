@@ -20,7 +20,7 @@ from trainer.data.dataset_schema import SPLITS, DatasetDescription, features
 from trainer.io import artifacts
 from trainer.io.errors import ModelError, SettingsError
 from trainer.models import networks
-from trainer.models.served_student.student import ServedStudent
+from trainer.models.served_student.student import Predictor
 from trainer.profiling.evidence_files import read_evidence
 from trainer.stages import distill, evaluate, pretrain, reinforce
 
@@ -184,7 +184,7 @@ def test_from_recorded_embeddings_to_a_student_that_serves_classes(digits, headl
     photos = test.read(range(40)).permute(0, 2, 3, 1).numpy()
     with torch.no_grad():
         wanted = model(test.read(range(40))).softmax(1).numpy()
-    assert np.allclose(ServedStudent(student).predict(photos).to_numpy(), wanted, atol=1e-5)
+    assert np.allclose(Predictor(student).table(photos).to_numpy(), wanted, atol=1e-5)
 
 
 def relabeled(dataset, directory):

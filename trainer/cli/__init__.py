@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer import __version__, config, stages
 from trainer.cli import commands
@@ -24,9 +24,11 @@ from trainer.graph import flag
 from trainer.io import errors, limits, storage
 from trainer.io.errors import DataError, SettingsError, TrainerError
 from trainer.io.host import Terminated, ended_by_sigterm, ensure_home, escape_what_cannot_be_printed
-from trainer.models.prediction import Prediction
 from trainer.report import tracking
 from trainer.runner import launch
+
+if TYPE_CHECKING:
+    from trainer.models.served_student.student import Prediction
 
 logger = logging.getLogger(__name__)
 
@@ -519,15 +521,12 @@ def _serve(options: argparse.Namespace) -> None:
     for name in ("fastapi", "onnxruntime", "prometheus_client", "uvicorn"):
         if importlib.util.find_spec(name) is None:
             raise SettingsError(f"serve: needs the package {name}; pip install 'vit-distillation-pipeline[serve]'")
-    from trainer.models.onnx_student import ExportedClassifier
     from trainer.predict import photo_classifier
     from trainer.predict.serving import server
 
-    with photo_classifier.export_at(options.export, judged=not options.force) as place:
-        model = ExportedClassifier(place, threads=options.threads, force=options.force)
-    is_registered = options.export.startswith(tracking.REGISTERED)
-    name = options.export if is_registered else storage.with_target(options.export)
-    logger.info("%s", photo_classifier.answering(name, model.created, model.labels))
+    judged = not options.force
+    model = photo_classifier.load_model(options.export, judged=judged, exported=True, threads=options.threads)
+    logger.info("%s", model)
     beside: Callable[[bytes, int], Prediction] | None = None
     if options.beside:
         other = photo_classifier.load_model(options.beside)

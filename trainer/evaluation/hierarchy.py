@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from trainer.evaluation.metrics import Floats, Ints, probabilities
+from trainer.evaluation.metrics import Floats, Ints
 from trainer.models.served_student.class_tags import ClassTags
+from trainer.models.served_student.student import to_probabilities
 
 
 def level_accuracies(tags: ClassTags, logits: Floats, labels: Ints) -> dict[str, float]:
@@ -32,7 +33,7 @@ def choose_threshold(tags: ClassTags, logits: Floats, labels: Ints, risk: float)
     the quantile of split conformal prediction: for one more image like these, the probability of a wrong answer is at most `risk` (Goren
     et al. 2024). Where N is too small for that the threshold is 1, and nothing is ever sure enough. Logits are [N, K], labels int64 [N].
     """
-    confidences = tags.confidences(probabilities(logits))
+    confidences = tags.confidences(to_probabilities(logits))
     right = _right_levels(tags, logits.argmax(axis=1), labels)
     # Levels are right from the topmost one down to some level; the first wrong one must not be sure enough.
     depth, rows = right.sum(axis=1), np.arange(len(labels))
@@ -49,7 +50,7 @@ def answers(tags: ClassTags, logits: Floats, labels: Ints) -> dict[str, Any]:
         Shares of all images: `risk`, which may get a wrong answer, and `wrong`, which do; `named`, whose answer is at each level, `1` being
         the topmost one and a class above the last level counting at the last; and `none`, without an answer. And the `threshold`.
     """
-    chosen = tags.chosen_levels(tags.confidences(probabilities(logits)))
+    chosen = tags.chosen_levels(tags.confidences(to_probabilities(logits)))
     right = _right_levels(tags, logits.argmax(axis=1), labels)
     answered = chosen >= 0
     wrong = answered & ~right[np.arange(len(labels)), chosen]

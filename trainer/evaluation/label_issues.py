@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.dataset import Split
-from trainer.evaluation import metrics
 from trainer.evaluation.embeddings import Embeddings, fit_probe
 from trainer.evaluation.metrics import Floats, Ints
+from trainer.models.served_student.student import to_probabilities
 
 LISTED = 10_000  # most images that are listed, the worst ones
 FOLDS = 5  # parts of a cross-validation
@@ -108,7 +108,7 @@ def _parts(logits: Floats) -> Iterator[tuple[Ints, npt.NDArray[np.float64]]]:
     """Yield the probabilities of some images at a time, with their numbers; at least once."""
     for start in range(0, max(len(logits), 1), _TOGETHER):
         part = logits[start : start + _TOGETHER]
-        yield np.arange(start, start + len(part)), metrics.probabilities(part)
+        yield np.arange(start, start + len(part)), to_probabilities(part)
 
 
 def judge(logits: Floats, judged: Mapping[Split, Ints]) -> JudgedLabels:

@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.config import GateSettings
 from trainer.io.host import processor_name
+from trainer.models.served_student.student import to_probabilities
 
 if TYPE_CHECKING:
     from trainer.data.dataset import Targets
@@ -35,12 +36,6 @@ ConfusionMatrix: TypeAlias = sparse.csr_array
 """How many images of class i were taken for class j, int64 [K, K]; pairs that never happened take no memory."""
 Shares = npt.NDArray[np.float64]
 """Of each class, [K]; NaN where there is nothing of which it would be a share."""
-
-
-def probabilities(logits: Floats) -> npt.NDArray[np.float64]:
-    """Compute the softmax over the classes in double precision: [N, K]."""
-    result: npt.NDArray[np.float64] = scipy.special.softmax(logits.astype(np.float64), axis=1)
-    return result
 
 
 def top_k(logits: Floats, labels: Ints, k: int) -> float:
@@ -124,7 +119,7 @@ def calibration(logits: Floats, labels: Ints, bins: int) -> Calibration:
     """Compute the expected calibration error and its bins (Guo et al., On Calibration of Modern Neural Networks, 2017)."""
     # scikit-learn's calibration_curve bins in the same way, but leaves out empty bins and does not return how many images each bin has,
     # by which the error is weighted.
-    predictions = probabilities(logits)
+    predictions = to_probabilities(logits)
     confidences = predictions.max(axis=1)
     right = predictions.argmax(axis=1) == labels
     which = confidence_bins(confidences, bins)

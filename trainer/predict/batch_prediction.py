@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -25,7 +26,7 @@ from trainer.io.errors import DataError, ObjectTooLargeError, SettingsError
 from trainer.models.served_student.preprocessing import BadImageError
 
 if TYPE_CHECKING:
-    from trainer.models.prediction import Prediction
+    from trainer.models.served_student.student import Prediction
     from trainer.predict.photo_classifier import PhotoClassifier
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ def _rows(model: PhotoClassifier, photos: Sequence[SourceFile], top: int) -> lis
     with ThreadPoolExecutor(_READERS) as readers:  # reading waits for disk or store, and decoding leaves Python's lock
         read = list(readers.map(lambda photo: _square(model, photo), photos))
     squares = [one for one in read if not isinstance(one, str)]
-    predictions = iter(model.predictions(squares, top=top) if squares else ())
+    predictions = iter(model.answers(model.of_squares(np.stack(squares)), top=top) if squares else ())
     return [
         {"photo": photo.name, "error": one}
         if isinstance(one, str)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import scipy.special
 
 from trainer.config import EvaluateSettings, multi_label_gate_mistake
 from trainer.data.dataset import PreparedDataset, Split, open_dataset
@@ -33,6 +32,7 @@ from trainer.io.artifacts import Artifact
 from trainer.io.errors import DataError, ModelError, SettingsError
 from trainer.models import networks
 from trainer.models.networks import Classifier
+from trainer.models.served_student.student import to_probabilities
 from trainer.report import scores, tracking
 from trainer.report.tracking.stage_runs import stage_run
 
@@ -203,11 +203,11 @@ def _evaluate_sets(
             predict(subject.model, part, settings.batch_size, subject.name).astype(np.float64) for part in (split, val)
         )
         temperature = metrics.fit_temperature_by_class(val_logits, val.wanted)
-        probabilities, known = (scipy.special.expit(some / temperature) for some in (logits, val_logits))
+        found, known = (to_probabilities(some / temperature, by_class=True) for some in (logits, val_logits))
         threshold = metrics.choose_threshold(known, val.wanted)
         figures = _about(subject, split, timed[subject.name]) | {"temperature": temperature, "threshold": threshold}
         measured[subject.name] = MeasuredSets(
-            figures=figures, probabilities=probabilities, wanted=split.wanted, latencies=timed[subject.name]
+            figures=figures, probabilities=found, wanted=split.wanted, latencies=timed[subject.name]
         )
     theirs, ours = (one.figures for one in measured.values())
     ours["test"]["agreement"] = metrics.f1(measured["student"].named, measured["teacher"].named)

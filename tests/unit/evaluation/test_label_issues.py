@@ -7,8 +7,9 @@ import pytest
 from sklearn.datasets import load_digits
 
 from tests.trained_digits import change_labels
-from trainer.evaluation import label_issues, metrics
+from trainer.evaluation import label_issues
 from trainer.evaluation.label_issues import contradicted, cross_validated
+from trainer.models.served_student.student import to_probabilities
 
 
 def by_hand(logits, labels):
@@ -68,7 +69,7 @@ def test_contradicted_labels_are_those_of_the_papers_loop(monkeypatch, classes, 
 def test_contradicted_labels_and_their_order_are_cleanlabs(classes):
     filters = pytest.importorskip("cleanlab.filter")  # an environment may be older than requirements/development.txt
     logits, labels = made_up(1500, classes, seed=classes)
-    chances = metrics.probabilities(logits)
+    chances = to_probabilities(logits)
     expected = filters.find_label_issues(
         labels,
         chances,

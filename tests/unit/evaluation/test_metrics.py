@@ -18,6 +18,7 @@ from tests.clocks import Clock
 from trainer.config import GateSettings
 from trainer.evaluation import metrics
 from trainer.evaluation.metrics import judge
+from trainer.models.served_student.student import to_probabilities
 
 
 def random_case(seed: int, images: int = 200, classes: int = 7):
@@ -65,14 +66,14 @@ def test_what_never_happened_has_no_precision_or_recall():
 
 
 def test_probabilities_sum_to_one_for_huge_logits():
-    probabilities = metrics.probabilities(np.array([[1e4, 0, -1e4], [-1e4, -1e4, -1e4]]))
+    probabilities = to_probabilities(np.array([[1e4, 0, -1e4], [-1e4, -1e4, -1e4]]))
     np.testing.assert_allclose(probabilities, [[1, 0, 0], [1 / 3, 1 / 3, 1 / 3]])
 
 
 def test_probabilities_are_the_softmax_bit_by_bit():
     logits, _ = random_case(5)
     exponentials = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
-    np.testing.assert_array_equal(metrics.probabilities(logits), exponentials / exponentials.sum(axis=1, keepdims=True))
+    np.testing.assert_array_equal(to_probabilities(logits), exponentials / exponentials.sum(axis=1, keepdims=True))
 
 
 def logits_of(confidences: list[float]) -> np.ndarray:
@@ -95,7 +96,7 @@ def test_calibration_error_by_hand():
 def test_the_temperature_is_that_by_which_the_logits_were_multiplied():
     generator = np.random.default_rng(0)
     right = generator.normal(0, 2, (20_000, 5))
-    labels = np.array([generator.choice(5, p=one) for one in metrics.probabilities(right)])
+    labels = np.array([generator.choice(5, p=one) for one in to_probabilities(right)])
     for factor in (0.4, 1.0, 3.0):
         assert metrics.fit_temperature(right * factor, labels) == pytest.approx(factor, rel=0.03)
     unknown = np.concatenate([labels, np.full(100, -1)])
@@ -137,7 +138,7 @@ def test_calibration_error_agrees_with_a_slow_loop(bins):
 
 def test_calibration_has_the_bins_of_scikit_learn():
     logits, labels = random_case(11, images=500, classes=2)
-    probabilities, predicted = metrics.probabilities(logits), logits.argmax(axis=1)
+    probabilities, predicted = to_probabilities(logits), logits.argmax(axis=1)
     accuracy, confidence = calibration_curve(predicted == labels, probabilities.max(axis=1), n_bins=15)
     ours = metrics.calibration(logits, labels, 15)
     assert [one for one in ours.confidence if one is not None] == pytest.approx(list(confidence), abs=1e-12)

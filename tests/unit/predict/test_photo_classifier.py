@@ -18,10 +18,8 @@ from trainer.data.dataset import open_dataset
 from trainer.io import artifacts
 from trainer.io.errors import EXIT_CODE, ArtifactError, ModelError, SettingsError
 from trainer.models import networks
-from trainer.models.onnx_student import ExportedClassifier
 from trainer.models.served_student.class_tags import ClassTags
 from trainer.predict import photo_classifier
-from trainer.predict.photo_classifier import export_at
 
 LABELS = tuple("0123456789")
 TAGS = ClassTags(
@@ -117,8 +115,6 @@ def test_an_export_is_asked_as_its_run_is_with_the_temperature_that_a_directory_
     with artifacts.create(tmp_path / "older", "export", settings={}) as draft:
         shutil.copytree(exported, draft.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
         (draft.path / "card.json").write_text(json.dumps(card))
-    older = ExportedClassifier(tmp_path / "older").probabilities(np.stack(images))
-    np.testing.assert_allclose(older, alone, atol=1e-5)
     np.testing.assert_allclose(load_model(tmp_path / "older").probabilities(images), alone, atol=1e-5)
     assert model.predictions(images, top=1)[0].confidence is not None
     found = importlib.util.find_spec
@@ -186,33 +182,21 @@ def test_the_export_of_a_run_that_failed_its_gate_is_served_only_by_force(judged
     for name in ("student", "evaluation"):
         shutil.copytree(judged_run / name, failed / name)
     shutil.copytree(exported, failed / "exported")
-    with export_at(str(failed), judged=True) as directory:
-        assert directory == str(failed / "exported"), "it passed"
+    own = artifacts.manifest(exported, "export").fingerprint
+    assert load_model(failed, judged=True, exported=True).fingerprint == own, "it passed"
     write_evaluation(failed, "accuracy: too low")
-    with (
-        pytest.raises(ModelError, match=r"failed: did not pass its gate \(accuracy: too low\); .* \(--force\)$"),
-        export_at(str(failed), judged=True),
-    ):
-        pass
-    with export_at(str(failed)) as directory:
-        assert directory == str(failed / "exported")
+    with pytest.raises(ModelError, match=r"failed: did not pass its gate \(accuracy: too low\); .* \(--force\)$"):
+        load_model(failed, judged=True, exported=True)
+    assert load_model(failed, exported=True).fingerprint == own
 
 
 def test_an_export_of_a_run_without_a_student_is_taken_by_its_own_directory(judged_run, exported, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(judged_run / "evaluation", run / "evaluation")
     shutil.copytree(exported, run / "exported")
-    for judged in (True, False):
-        with (
-            pytest.raises(
-                ArtifactError,
-                match=r"run: has no student, so nothing tells whether the export at .*/run/exported is of this run's; give that ",
-            ),
-            export_at(str(run), judged=judged),
-        ):
-            pass
-        with export_at(str(run / "exported"), judged=judged) as directory:
-            assert directory == str(run / "exported")
+    with pytest.raises(ArtifactError, match=r"run: has no student, .* the export at .*/run/exported is of this run's"):
+        load_model(run, exported=True)
+    assert load_model(run / "exported", exported=True).runtime == "onnxruntime"
 
 
 def test_the_export_of_a_run_is_that_of_its_student_and_of_no_earlier_one(judged_run, exported, tmp_path):
@@ -223,17 +207,10 @@ def test_the_export_of_a_run_is_that_of_its_student_and_of_no_earlier_one(judged
         again / "exported", "export", settings={}, parents={"student": "of another student"}
     ) as draft:
         shutil.copytree(exported, draft.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
-    with (
-        pytest.raises(
-            ArtifactError,
-            match=r"again: its student was not exported, and the export at .*exported is of another one; ",
-        ),
-        export_at(str(again)),
-    ):
-        pass
+    with pytest.raises(ArtifactError, match=r"again: its student was not exported, and the export at .*exported is of"):
+        load_model(again, exported=True)
     shutil.copytree(exported, tasks / "exported")
-    with export_at(str(again)) as directory:
-        assert directory == str(tasks / "exported")
+    assert load_model(again, exported=True).fingerprint == artifacts.manifest(exported, "export").fingerprint
 
 
 def test_what_cannot_be_asked_or_read_is_one_message(run, photos, tmp_path, capsys):

@@ -15,8 +15,7 @@ from trainer import load_model
 from trainer.config import ExportSettings
 from trainer.io import artifacts
 from trainer.io.errors import ArtifactError, ModelError, SettingsError
-from trainer.models.onnx_student import ExportedClassifier, OnnxStudent
-from trainer.models.served_student.onnx_network import OpenVinoNetwork
+from trainer.models.onnx_student import OnnxStudent
 from trainer.stages import export
 from trainer.stages.onnx_export import exporting, onnx_graph, variants
 
@@ -179,24 +178,22 @@ def test_openvino_is_tried_beside_onnx_runtime(in_openvino, judged_run, trained_
         "fp32-openvino": "openvino",
     }
     assert table["candidates"][2]["difference"] < 1e-3
-    served = ExportedClassifier(in_openvino.path)
+    served = load_model(in_openvino.path)
     assert served.runtime == "openvino"
-    assert isinstance(served._student._network, OpenVinoNetwork)
+    assert "openvino" in sys.modules
     squares = trained_digits.images[:5].permute(0, 2, 3, 1).numpy()
     expected = load_model(judged_run).probabilities(list(squares)).to_numpy()
-    np.testing.assert_allclose(served.probabilities(squares), expected, atol=1e-4)
+    np.testing.assert_allclose(served.of_squares(squares), expected, atol=1e-4)
     with ThreadPoolExecutor(4) as pool:  # each thread its own answer
-        answers = [*pool.map(served.probabilities, np.repeat(squares, 4, axis=0)[:, None])]
+        answers = [*pool.map(served.of_squares, np.repeat(squares, 4, axis=0)[:, None])]
     np.testing.assert_allclose(np.concatenate(answers), np.repeat(expected, 4, axis=0), atol=1e-4)
-    np.testing.assert_allclose(load_model(in_openvino.path).probabilities(list(squares)), expected, atol=1e-4)
+    np.testing.assert_allclose(served.probabilities(list(squares)), expected, atol=1e-4)
 
 
 def test_where_openvino_is_not_installed_what_was_chosen_for_it_is_refused(in_openvino, monkeypatch):
     monkeypatch.setitem(sys.modules, "openvino", None)
-    with pytest.raises(
-        SettingsError, match=r"model\.onnx is for OpenVINO, which needs the package openvino; pip install openvino"
-    ):
-        ExportedClassifier(in_openvino.path)
+    with pytest.raises(SettingsError, match=r"which needs the package openvino; pip install openvino"):
+        load_model(in_openvino.path)
 
 
 def test_a_runtime_that_there_is_not_is_an_error_of_the_card(in_openvino, tmp_path):
@@ -206,11 +203,8 @@ def test_a_runtime_that_there_is_not_is_an_error_of_the_card(in_openvino, tmp_pa
             in_openvino.path, draft.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json")
         )
         (draft.path / "card.json").write_text(json.dumps(card))
-    for load in (ExportedClassifier, load_model):
-        with pytest.raises(
-            ArtifactError, match=r"its card is not readable \(no runtime 'os\.path'\); export the student again"
-        ):
-            load(tmp_path / "other")
+    with pytest.raises(ArtifactError, match=r"its card is not readable \(no runtime 'os\.path'\)"):
+        load_model(tmp_path / "other")
 
 
 def test_a_variant_that_cannot_be_computed_is_noted_and_the_others_stay(judged_run, monkeypatch, tmp_path):

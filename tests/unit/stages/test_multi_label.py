@@ -38,7 +38,7 @@ from trainer.data.dataset import open_dataset
 from trainer.io import artifacts
 from trainer.io.errors import ArtifactError, DataError, ModelError, SettingsError
 from trainer.models import networks
-from trainer.models.prediction import Prediction
+from trainer.models.served_student.student import Prediction
 from trainer.predict import batch_prediction, drift, photo_classifier
 from trainer.profiling.evidence_files import read_evidence
 from trainer.profiling.findings import judged
@@ -247,7 +247,6 @@ def test_an_exported_student_names_what_the_student_names(made, tmp_path, caplog
     pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     from fastapi.testclient import TestClient
 
-    from trainer.models.onnx_student import ExportedClassifier
     from trainer.predict.serving.server import PhotoServer, ServerLimits
 
     settings = ExportSettings(finetune_steps=2, max_accuracy_loss=1, max_shift=1)
@@ -256,12 +255,12 @@ def test_an_exported_student_names_what_the_student_names(made, tmp_path, caplog
     table = json.loads((place / "candidates.json").read_text())["candidates"]
     assert table[0]["test"]["map"] == figures_of(made.evaluation, "evaluation")["student"]["test"]["map"]
     assert {"torch", "fp32", "int8"} <= {one["name"] for one in table}
-    served, itself = ExportedClassifier(place), load_model(place)
+    served = load_model(place)
     photo = (made.list.parent / "7.png").read_bytes()
-    (said,) = served.predictions(served.probabilities(served.read(photo)[None]), top=5)
+    (said,) = served.answers(served.of_squares(served.square(photo)[None]), top=5)
     threshold = figures_of(made.evaluation, "evaluation")["student"]["threshold"]
     assert list(said.named) == sorted(label for label, sure in said.labels.items() if sure > threshold)
-    assert itself.predictions([photo], top=5)[0].named == said.named
+    assert served.predictions([photo], top=5)[0].named == said.named
     assert sum(said.labels.values()) != pytest.approx(1), "each class is by itself"
     with TestClient(PhotoServer(served, name="several", most=ServerLimits())) as client:
         answer = client.post("/predict?top=1", content=photo, headers={"content-type": "image/png"}).json()

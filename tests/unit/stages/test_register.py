@@ -27,9 +27,8 @@ from trainer.io import artifacts
 from trainer.io.costs import PLACE_VARIABLE, Machines, Price
 from trainer.io.errors import EXIT_CODE, ModelError, TrackingAwayError, TrackingError
 from trainer.models import networks
-from trainer.models.onnx_student import ExportedClassifier
+from trainer.models.served_student.student import to_probabilities
 from trainer.objectives.distillation import recording
-from trainer.predict import photo_classifier
 from trainer.report import finished_run, tracking
 from trainer.report.billing import Bill
 from trainer.report.forecast import Measurement, WorkCount, forecast
@@ -198,7 +197,7 @@ def test_registered_model_answers_about_files_what_was_measured_in_a_clean_proce
     values = np.array(answer["values"])
     temperature = evaluation.figures["student"]["temperature"]
     assert abs(temperature - 1) > 0.01
-    np.testing.assert_allclose(values, metrics.probabilities(measured.logits / temperature), atol=1e-5)
+    np.testing.assert_allclose(values, to_probabilities(measured.logits / temperature), atol=1e-5)
     top1 = evaluation.figures["student"]["test"]["top1"]
     assert metrics.top_k(values, measured.labels, 1) == top1 > 0.6
     for asked, values_of_array, values_of_file in zip(
@@ -338,13 +337,12 @@ def test_an_exported_student_is_registered_as_its_onnx_file_without_torch(
     model = load_model("models:/onnx@champion", judged=True)
     with torch.inference_mode():
         logits = networks.load(inputs["student"])(trained_digits.images[:9]).numpy()
-    expected = metrics.probabilities(
+    expected = to_probabilities(
         logits / artifacts.manifest(evaluations[PASSING], "evaluation").figures["student"]["temperature"]
     )
     np.testing.assert_allclose(model.probabilities(list(images)), expected, atol=1e-5)
-    with photo_classifier.export_at("models:/onnx@champion", judged=True) as place:
-        served = ExportedClassifier(place)
-    np.testing.assert_allclose(served.probabilities(images), expected, atol=1e-5)
+    served = load_model("models:/onnx@champion", judged=True, exported=True)
+    np.testing.assert_allclose(served.of_squares(images), expected, atol=1e-5)
     assert served.version == artifacts.manifest(export_of_passing, "export").fingerprint[:12]
 
 

@@ -18,7 +18,7 @@ from tests.unit.stages.photos import KINDS, measure, write_photos
 from trainer.evaluation import metrics
 from trainer.models import networks
 from trainer.models.served_student.preprocessing import BadImageError, decode, from_array
-from trainer.models.served_student.student import BadParameterError, ServedStudent
+from trainer.models.served_student.student import BadParameterError, Predictor, to_probabilities
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +36,15 @@ def test_a_photos_file_gets_the_answer_that_was_measured(trained_digits, files, 
     known = measure(trained_digits.student, files, tmp_path, **settings)
     assert len(known.files) == 300
     assert {file.name.partition("-")[0] for file in known.files} == {kind.__name__.strip("_") for kind in KINDS}
-    served = ServedStudent(known.student).predict(known.files).to_numpy()
-    np.testing.assert_allclose(served, metrics.probabilities(known.logits), atol=1e-5)
+    served = Predictor(known.student).table(known.files).to_numpy()
+    np.testing.assert_allclose(served, to_probabilities(known.logits), atol=1e-5)
     assert metrics.top_k(served, known.labels, 1) == metrics.top_k(known.logits, known.labels, 1) > top1
 
 
 def test_that_squares_were_stored_as_jpeg_changes_no_answer_but_a_draw(trained_digits, files, tmp_path):
     known = measure(trained_digits.student, files, tmp_path, image_size=64, encoding="jpeg")
-    served = ServedStudent(known.student).predict(known.files).to_numpy()
-    probabilities = metrics.probabilities(known.logits)
+    served = Predictor(known.student).table(known.files).to_numpy()
+    probabilities = to_probabilities(known.logits)
     assert 1e-4 < np.abs(served - probabilities).max() < 0.05
     best = np.sort(probabilities, axis=1)
     clear = best[:, -1] - best[:, -2] > 0.02
@@ -54,7 +54,7 @@ def test_that_squares_were_stored_as_jpeg_changes_no_answer_but_a_draw(trained_d
 
 @pytest.fixture(scope="module")
 def student(trained_digits):
-    return ServedStudent(trained_digits.student)
+    return Predictor(trained_digits.student)
 
 
 def one(files, kind):
@@ -66,36 +66,36 @@ def one(files, kind):
 def test_an_array_gets_the_answer_of_the_file_with_its_pixels(student, files, kind):
     path = one(files, kind)
     array = np.asarray(Image.open(path))
-    expected = student.predict([path])
-    assert student.predict(array).equals(expected), "one image without a batch axis"
-    assert student.predict(array[..., None] if array.ndim == 2 else array[None])[:1].equals(expected)
-    assert student.predict(path).equals(expected)
-    assert student.predict(path.read_bytes()).equals(expected)
+    expected = student.table([path])
+    assert student.table(array).equals(expected), "one image without a batch axis"
+    assert student.table(array[..., None] if array.ndim == 2 else array[None])[:1].equals(expected)
+    assert student.table(path).equals(expected)
+    assert student.table(path.read_bytes()).equals(expected)
     assert array.dtype == (np.uint16 if kind == "deep" else np.uint8)
 
 
 def test_the_most_probable_labels_alone(student, files):
     paths = [one(files, kind) for kind in ("wide", "tall", "gray")]
-    every, best = student.predict(paths), student.predict(paths, {"top_k": 3})
+    every, best = student.table(paths), student.table(paths, top_k=3)
     assert list(best.columns) == ["top_labels", "top_probabilities"]
     for (_, row), (_, few) in zip(every.iterrows(), best.iterrows(), strict=True):
         expected = row.sort_values(ascending=False)[:3]
         assert dict(zip(few.top_labels, few.top_probabilities, strict=True)) == expected.to_dict()
         assert few.top_labels == list(expected.index)
-    assert student.predict(paths, {"top_k": 0}).equals(every)
-    assert [len(few) for few in student.predict(paths, {"top_k": 99}).top_labels] == [10] * 3
-    assert student.predict([], {"top_k": 3}).shape == (0, 2)
+    assert student.table(paths, top_k=0).equals(every)
+    assert [len(few) for few in student.table(paths, top_k=99).top_labels] == [10] * 3
+    assert student.table([], top_k=3).shape == (0, 2)
     with pytest.raises(
         BadParameterError, match="top_k: -1; give how many labels are wanted, or 0 for a column of each"
     ):
-        student.predict(paths, {"top_k": -1})
+        student.table(paths, top_k=-1)
 
 
 def test_a_files_bytes_may_come_as_text(student, files):
     path = one(files, "turned")
     text = base64.b64encode(path.read_bytes()).decode()
     for given in (text, [text], np.array([text]), np.array([text], dtype=object)):
-        assert student.predict(given).equals(student.predict(path))
+        assert student.table(given).equals(student.table(path))
 
 
 def test_photos_of_different_shapes_and_kinds_in_one_call(student, files):
@@ -108,10 +108,10 @@ def test_photos_of_different_shapes_and_kinds_in_one_call(student, files):
         else np.asarray(Image.open(path))
         for index, path in enumerate(paths)
     ]
-    alone = np.concatenate([student.predict(path).to_numpy() for path in paths])
+    alone = np.concatenate([student.table(path).to_numpy() for path in paths])
     assert len({tuple(row) for row in alone.round(4)}) > 4
     for given in (mixed, tuple(mixed), as_objects(mixed)):
-        np.testing.assert_allclose(student.predict(given).to_numpy(), alone, atol=1e-6)
+        np.testing.assert_allclose(student.table(given).to_numpy(), alone, atol=1e-6)
 
 
 def as_objects(items):
@@ -126,20 +126,20 @@ def test_a_batch_is_larger_than_what_is_computed_at_once_or_empty(student, train
     assert len(images) > 2 * 128
     with torch.inference_mode():
         expected = networks.load(trained_digits.student)(trained_digits.images).softmax(1)
-    np.testing.assert_allclose(student.predict(images).to_numpy(), expected, atol=1e-5)
-    assert student.predict(images[:0]).shape == (0, 10)
-    assert student.predict([]).shape == (0, 10)
+    np.testing.assert_allclose(student.table(images).to_numpy(), expected, atol=1e-5)
+    assert student.table(images[:0]).shape == (0, 10)
+    assert student.table([]).shape == (0, 10)
 
 
 def test_whole_numbers_of_json_are_pixels(student, trained_digits):
     image = trained_digits.images[0].permute(1, 2, 0).numpy()
-    expected = student.predict(image)
+    expected = student.table(image)
     for given in (
         image.astype(np.int64),
         np.array(image.tolist(), dtype=object),
         np.array([image.tolist()], dtype=object),
     ):
-        assert student.predict(given).equals(expected)
+        assert student.table(given).equals(expected)
 
 
 @pytest.mark.parametrize(
@@ -183,14 +183,14 @@ def test_arrays_become_rgb_as_files_do(pixels, expected):
 )  # fmt: skip
 def test_what_is_no_image_is_named(student, images, message):
     with pytest.raises(BadImageError, match=message):
-        student.predict(images)
+        student.table(images)
 
 
 def test_a_file_with_more_pixels_than_were_prepared_is_not_decoded(student):
     buffer = io.BytesIO()
     Image.new("L", (400, 300)).save(buffer, "PNG")
     with pytest.raises(BadImageError, match=r"image 0: too many pixels: 120000, more than data\.max_pixels=100000"):
-        student.predict(buffer.getvalue())
+        student.table(buffer.getvalue())
 
 
 def test_pillows_limit_is_of_one_thread_at_a_time(files, monkeypatch):

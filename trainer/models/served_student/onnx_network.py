@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,61 +18,45 @@ INPUT, OUTPUT = "images", "logits"
 """Names of the graph's."""
 
 
-class OnnxNetwork(Protocol):
-    """An ONNX file, loaded."""
-
-    def logits(self, images: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-        """Compute the logits [B, K] of squares, uint8 [B, S, S, 3]; from several threads, if so wanted."""
-        ...
+Network: TypeAlias = Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.float32]]
+"""Computes the logits [B, K] of squares, uint8 [B, S, S, 3]; may be called from several threads."""
 
 
-class OnnxRuntimeNetwork:
-    """A session of ONNX Runtime."""
+def _onnx_runtime(file: Path, *, threads: int) -> Network:
+    import onnxruntime
 
-    def __init__(self, file: Path, *, threads: int = 0) -> None:
-        """Load a file; `threads` compute an answer, 0: as many as there are cores. Raises what ONNX Runtime raises."""
-        import onnxruntime
-
-        logging.getLogger("onnxruntime").setLevel(logging.ERROR)
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-        options.log_severity_level = 3
-        # Threads that spin between answers keep the cores from those that decode photos.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        # Without VNNI the default int8 kernels add two products in 16 bits and cut off what is too large; with VNNI this changes nothing.
-        options.add_session_config_entry("session.x64quantprecision", "1")
-        self._session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-
-    def logits(self, images: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-        """Compute the logits [B, K] of squares, uint8 [B, S, S, 3]."""
-        logits: npt.NDArray[np.float32]
-        (logits,) = self._session.run([OUTPUT], {INPUT: images})
-        return logits
+    logging.getLogger("onnxruntime").setLevel(logging.ERROR)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3
+    # Threads that spin between answers keep the cores from decoding photos.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # Without VNNI the default int8 kernels add two products in 16 bits and saturate; with VNNI this changes nothing.
+    options.add_session_config_entry("session.x64quantprecision", "1")
+    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    return lambda images: session.run([OUTPUT], {INPUT: images})[0]
 
 
-class OpenVinoNetwork:
-    """A model that OpenVINO has compiled."""
+def _openvino(file: Path, *, threads: int) -> Network:
+    import openvino
 
-    def __init__(self, file: Path, *, threads: int = 0) -> None:
-        """Load a file; `threads` compute an answer, 0: as many as there are cores. Raises what OpenVINO raises."""
-        import openvino
+    # By default it computes in bf16 if the processor can, which gives other logits.
+    options = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads}
+    request = openvino.Core().compile_model(str(file), "CPU", options).create_infer_request()
+    lock = threading.Lock()
 
-        # By itself it computes in bf16 where the processor can, which gives other logits.
-        options = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads}
-        self._request = openvino.Core().compile_model(str(file), "CPU", options).create_infer_request()
-        self._lock = threading.Lock()
+    def logits(images: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+        with lock:  # a request holds one answer
+            computed: npt.NDArray[np.float32] = request.infer({INPUT: images})[OUTPUT]
+        return computed
 
-    def logits(self, images: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-        """Compute the logits [B, K] of squares, uint8 [B, S, S, 3]."""
-        with self._lock:  # a request holds one answer
-            logits: npt.NDArray[np.float32] = self._request.infer({INPUT: images})[OUTPUT]
-        return logits
+    return logits
 
 
 ONNX_RUNTIME, OPENVINO = "onnxruntime", "openvino"
 """Names of the runtimes, which are those of their packages."""
-RUNTIMES: Mapping[str, Callable[..., OnnxNetwork]] = {ONNX_RUNTIME: OnnxRuntimeNetwork, OPENVINO: OpenVinoNetwork}
-"""What each runtime makes of a file and `threads`."""
+RUNTIMES: Mapping[str, Callable[..., Network]] = {ONNX_RUNTIME: _onnx_runtime, OPENVINO: _openvino}
+"""Loads a file; `threads` compute an answer, 0: one for each core. Raises the runtime's own errors."""
 
 
 def runtime_of(card: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """The student as MLflow loads and asks it.
 
-What cannot be used is refused by MLflow's own error, so that its server answers 400 with one message.
+Unusable input raises MLflow's own error, so that its server answers 400 with one message.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 
 from .preprocessing import BadImageError
-from .student import BadParameterError, Photo, ServedStudent
+from .student import TOP_K, BadParameterError, Photo, Predictor
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,15 +32,19 @@ class UnusableInputError(MlflowException, ValueError):
         return json.dumps({"error_code": self.error_code, "message": str(self)})
 
 
-class RegisteredStudent(ServedStudent):
-    """A student that raises what MLflow's server can tell the client, who would get a traceback for any other exception."""
+class RegisteredStudent(Predictor):
+    """A student by MLflow's interface."""
 
     def predict(self, images: Photo | Sequence[Photo], params: Mapping[str, Any] | None = None) -> pd.DataFrame:
-        """Classify as `ServedStudent.predict` does, but raise an `UnusableInputError` for what cannot be used."""
+        """Classify as `Predictor.table` does, with `top_k` of the parameters; raises an `UnusableInputError` for unusable input."""
         try:
-            return super().predict(images, params)
+            return self.table(images, top_k=int((params or {}).get(TOP_K, 0)))
         except (BadImageError, BadParameterError) as error:
             raise UnusableInputError(str(error)) from error
+
+    def get_raw_model(self) -> RegisteredStudent:
+        """Return the student without MLflow's checks, for `mlflow.pyfunc.PyFuncModel.get_raw_model`: its `predict` takes lists too."""
+        return self
 
 
 def _load_pyfunc(path: str) -> RegisteredStudent:

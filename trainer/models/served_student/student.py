@@ -1,8 +1,8 @@
-"""A student with its preprocessing: photos to a probability for each label.
+"""A model with its preprocessing: from photos to a probability for each label, and what these mean.
 
-A photo is processed like those that the student was measured on: upright 8-bit RGB, a square as `prepare` stores it, the network's input.
-One thing differs: `prepare` stores squares as JPEG files unless `data.encoding` is png, and that loss is absent here. The network is an
-ONNX file if the student was exported; torch is imported only if it was not.
+A photo is processed like the images that the model was measured on: upright 8-bit RGB, a square as `prepare` stores it, then the input.
+One difference: `prepare` stores squares as JPEG files unless `data.encoding` is png, and that loss is absent here. The network is an ONNX
+file if the student was exported; torch is imported only if it was not.
 
 Shapes: B images, H x W pixels of any size, C channels, S the edge of the square, K labels.
 """
@@ -14,26 +14,27 @@ import binascii
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from .class_tags import NAMED, TAGS, TOP_LABELS, TOP_PROBABILITIES, ClassTags
+from .class_tags import ANSWER, CONFIDENCE, NAMED, TAGS, TOP_LABELS, TOP_PROBABILITIES, ClassTags, Floats, Value
 from .preprocessing import BadImageError, Square, from_array, to_pixels, to_square, with_present_names
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from .onnx_network import OnnxNetwork
-    from .torch_network import TorchNetwork
+    from .onnx_network import Network
 
 Photo: TypeAlias = npt.NDArray[np.generic] | bytes | str | os.PathLike[str]
-"""An array [H, W] or [H, W, C] (`preprocessing.from_array`), an image file's bytes, those in base64, or its path."""
+"""An array [H, W] or [H, W, C] (`preprocessing.from_array`), an image file's bytes, base64 of these, or its path."""
+Pixels: TypeAlias = npt.NDArray[np.uint8]
 
 EXPORT_CARD = "card.json"
-"""In what `export` has made: how the ONNX file beside it is fed."""
+"""In an export: how the ONNX file beside it is fed."""
 TOP_K = "top_k"
 """MLflow's parameter of a prediction: how many of the most probable labels it names, 0 for a column of each."""
 
@@ -44,95 +45,131 @@ class BadParameterError(ValueError):
     """A parameter of a prediction that cannot be used; its text names the parameter, its value and what it may be."""
 
 
-class ServedStudent:
-    """A student with its preprocessing."""
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A model's answer to a photo."""
 
-    def __init__(self, directory: Path) -> None:
-        """Load what `export` has made, or else a model directory."""
+    labels: Mapping[str, float]
+    """Class -> probability, the most probable first."""
+    answer: str | None = None
+    """A class, or a group of the hierarchy; None without tags, or if not even a topmost group is sure enough."""
+    confidence: float | None = None
+    """Probability of the answer; None without tags."""
+    attributes: Mapping[str, Value | Sequence[Value]] | None = None
+    """Attributes of the answer, or of each named class in their order; None without tags."""
+    named: Sequence[str] | None = None
+    """Classes with a probability above the threshold, if a photo may have several labels; else None."""
+
+
+class Predictor:
+    """A model on the CPU, in ONNX Runtime, OpenVINO or torch. Methods may be called from several threads."""
+
+    def __init__(self, directory: Path, *, threads: int = 0) -> None:
+        """Load an export, or else a model directory; `threads` compute an answer of an ONNX file, 0: one for each core."""
         exported = (directory / EXPORT_CARD).exists()
         card = json.loads((directory / (EXPORT_CARD if exported else "config.json")).read_text(encoding="utf-8"))
-        self.labels: list[str] = card["labels"]
+        self.labels: tuple[str, ...] = tuple(card["labels"])
+        """Name of each class, in the order of the network's outputs."""
         tags = directory / TAGS
         self.tags = ClassTags.of(json.loads(tags.read_text(encoding="utf-8"))) if tags.exists() else None
-        """Attributes and hierarchy of the labels, if the registered model has any."""
+        """Attributes and hierarchy of the labels, if there are any."""
         self.temperature: float = card.get("temperature") or 1.0
-        """By which the logits are divided for probabilities; 1 where none was fitted."""
+        """Divisor of the logits; 1 if none was fitted."""
         self.threshold: float | None = card.get("threshold")
-        """Probability above which a label is named, where a photo may have several; None where it has one."""
+        """Probability above which a label is named, if a photo may have several labels; else None."""
+        self.architecture: str = card["architecture"]
+        self.variant, self.runtime = card.get("variant", "torch"), "torch"
         self._square = Square(**with_present_names(card["square"]))
-        self._network: OnnxNetwork | TorchNetwork
+        self._network: Network
         if exported:
-            from .onnx_network import RUNTIMES, runtime_of  # either needs packages that the other one does without
+            from .onnx_network import RUNTIMES, runtime_of  # each backend needs packages that the other does without
 
-            self._network = RUNTIMES[runtime_of(card)](directory / card["file"])
+            self.runtime = runtime_of(card)
+            self._network = RUNTIMES[self.runtime](directory / card["file"], threads=threads)
         else:
-            from .torch_network import TorchNetwork
+            from .torch_network import load_network
 
-            self._network = TorchNetwork(directory, card)
+            self._network = load_network(directory, card)
 
-    def get_raw_model(self) -> ServedStudent:
-        """Return the student without MLflow's checks, for `mlflow.pyfunc.PyFuncModel.get_raw_model`: its `predict` takes lists too."""
-        return self
+    @property
+    def size(self) -> int:
+        """Edge S of the square that a photo becomes."""
+        return self._square.size
 
-    def predict(self, images: Photo | Sequence[Photo], params: Mapping[str, Any] | None = None) -> pd.DataFrame:
+    def square(self, content: bytes) -> Pixels:
+        """Decode an image file's bytes to a square, uint8 [S, S, 3]; raises a `BadImageError` if it is no image."""
+        return to_pixels(content, self._square)
+
+    def of_squares(self, squares: Pixels) -> npt.NDArray[np.float64]:
+        """Compute the probability of each label from squares, uint8 [B, S, S, 3] -> [B, K]."""
+        return to_probabilities(self._network(squares) / self.temperature, by_class=self.threshold is not None)
+
+    def of_photos(self, images: Photo | Sequence[Photo]) -> npt.NDArray[np.float64]:
+        """Compute the probability of each label from photos, [B, K]; takes and raises the same as `table`."""
+        photos = _each(images)
+        batches = [np.empty((0, len(self.labels)))]
+        for start in range(0, len(photos), _BATCH_SIZE):
+            batch = enumerate(photos[start : start + _BATCH_SIZE], start)
+            batches.append(self.of_squares(np.stack([self._read(index, photo) for index, photo in batch])))
+        return np.concatenate(batches)
+
+    def answers(self, found: Floats, *, top: int) -> list[Prediction]:
+        """Interpret probabilities [B, K]: the `top` most probable classes, the named classes or the answer, and their attributes."""
+        known, order = self._known(found), _best(found, top)
+        known = {name: values.tolist() if isinstance(values, np.ndarray) else values for name, values in known.items()}
+        fields = (ANSWER, CONFIDENCE) if self.threshold is None else (NAMED,)
+        return [
+            Prediction(
+                labels={self.labels[index]: float(row[index]) for index in best},
+                attributes={name: values[image] for name, values in known.items() if name not in fields}
+                if self.tags is not None
+                else None,
+                **{name: known[name][image] for name in fields if name in known},
+            )
+            for image, (row, best) in enumerate(zip(found, order.tolist(), strict=True))
+        ]
+
+    def table(self, images: Photo | Sequence[Photo], *, top_k: int = 0) -> pd.DataFrame:
         """Classify photos of any size.
 
         Args:
             images: one photo; several in an array [B, H, W, C]; or several of any sizes and kinds in a list or an array of objects [B].
-            params: `top_k`, if not every label is wanted.
+            top_k: how many labels are wanted; 0 for a column of each.
 
         Returns:
             The probability of each label: B rows, K columns named by the labels; or with `top_k` two columns of lists, `top_labels` and
-            `top_probabilities`. Where the model has tags, further columns follow: `answer`, `confidence`, and each attribute
-            (`ClassTags.columns`). Where a photo may have several labels these are columns of lists: `named`, and each attribute of those
-            labels.
+            `top_probabilities`. With tags, further columns follow: `answer`, `confidence`, and each attribute (`ClassTags.columns`). If a
+            photo may have several labels, these are columns of lists: `named`, and each attribute of the named labels.
 
         Raises:
             BadImageError: one of them is not an image, or cannot be used; it is named, and none is classified.
             BadParameterError: `top_k` is below 0.
         """
-        import pandas as pd  # here, because it takes long to import, and not every user of this module predicts
+        import pandas as pd  # here, because it takes long to import, and a server has no use for it
 
-        top_k = int((params or {}).get(TOP_K, 0))
         if top_k < 0:
             raise BadParameterError(f"{TOP_K}: {top_k}; give how many labels are wanted, or 0 for a column of each")
-        table = self.probabilities(images)
-        known: Mapping[str, Any] = {}
-        if self.threshold is not None:
-            members = [np.flatnonzero(row > self.threshold).tolist() for row in table.to_numpy()]
-            known = {NAMED: [[self.labels[index] for index in of_image] for of_image in members]}
-            known |= self.tags.of_classes(members) if self.tags is not None else {}
-        elif self.tags is not None:
-            # With the type of their own; else None would become NaN, which JSON does not have.
-            columns = self.tags.columns(table.to_numpy())
-            known = {name: pd.Series(values, dtype=values.dtype) for name, values in columns.items()}
+        found = self.of_photos(images)
+        table = pd.DataFrame(found, columns=list(self.labels))
         if top_k:
-            best = np.argsort(-table.to_numpy(), axis=1, kind="stable")[:, :top_k]
-            values = np.take_along_axis(table.to_numpy(), best, axis=1)
-            names = [[self.labels[index] for index in row] for row in best.tolist()]
-            table = pd.DataFrame({TOP_LABELS: names, TOP_PROBABILITIES: values.tolist()})
-        for name, values in known.items():
-            table[name] = values
+            order = _best(found, top_k)
+            names = [[self.labels[index] for index in row] for row in order.tolist()]
+            values = np.take_along_axis(found, order, axis=1).tolist()
+            table = pd.DataFrame({TOP_LABELS: names, TOP_PROBABILITIES: values})
+        for name, values in self._known(found).items():
+            # An array keeps its type; otherwise pandas turns None into NaN, which JSON does not have.
+            table[name] = pd.Series(values, dtype=values.dtype) if isinstance(values, np.ndarray) else values
         return table
 
-    def probabilities(self, images: Photo | Sequence[Photo]) -> pd.DataFrame:
-        """Compute the probability of each label alone; takes and raises the same as `predict`."""
-        import pandas as pd  # likewise
+    def _known(self, found: Floats) -> dict[str, Any]:
+        """Look up what probabilities [B, K] mean: column -> a value for each image."""
+        if self.threshold is None:
+            return self.tags.columns(found) if self.tags is not None else {}
+        members = [np.flatnonzero(row > self.threshold).tolist() for row in found]
+        named = [[self.labels[index] for index in of_image] for of_image in members]
+        return {NAMED: named} | (self.tags.of_classes(members) if self.tags is not None else {})
 
-        photos = _each(images)
-        batches = [np.empty((0, len(self.labels)))]
-        for start in range(0, len(photos), _BATCH_SIZE):
-            batch = enumerate(photos[start : start + _BATCH_SIZE], start)
-            squares = np.stack([self._read(index, photo) for index, photo in batch])
-            logits = self._network.logits(squares) / self.temperature
-            batches.append(probabilities(logits, by_class=self.threshold is not None))
-        return pd.DataFrame(np.concatenate(batches), columns=self.labels)
-
-    def square(self, content: bytes) -> npt.NDArray[np.uint8]:
-        """Make a photo's square of an image file's bytes: uint8 [S, S, 3]; raises a `BadImageError` where it is no image."""
-        return to_pixels(content, self._square)
-
-    def _read(self, index: int, photo: Any) -> npt.NDArray[np.uint8]:
+    def _read(self, index: int, photo: Any) -> Pixels:
         """Make a photo's square, uint8 [S, S, 3]."""
         name = f" ({photo})" if isinstance(photo, os.PathLike) else ""
         try:
@@ -141,14 +178,14 @@ class ServedStudent:
             elif isinstance(photo, str):
                 photo = _from_base64(photo)
             if isinstance(photo, bytes):
-                return to_pixels(photo, self._square)
+                return self.square(photo)
             if isinstance(photo, np.ndarray):
                 return np.asarray(to_square(from_array(photo, gray_bits=self._square.gray_bits), self._square))
             kind = type(photo).__name__
             raise BadImageError(f"no image: give an array, the bytes of an image file, or a pathlib.Path, not {kind}")
         except (BadImageError, OSError) as error:
-            said = error.strerror if isinstance(error, OSError) else error
-            raise BadImageError(f"image {index}{name}: {said}") from error
+            why = error.strerror if isinstance(error, OSError) else error
+            raise BadImageError(f"image {index}{name}: {why}") from error
 
 
 def _from_base64(text: str) -> bytes:
@@ -186,8 +223,13 @@ def _each(images: Any) -> Sequence[Any]:
     )
 
 
-def probabilities(logits: npt.NDArray[np.floating], *, by_class: bool = False) -> npt.NDArray[np.float64]:
-    """Turn logits into probabilities, [B, K]: their softmax, or the sigmoid of each where a class says nothing of the others."""
+def _best(found: Floats, top: int) -> npt.NDArray[np.intp]:
+    """Return the indices of the largest probabilities, [B, top]; of equal ones the lower class comes first."""
+    return np.argsort(-found, axis=1, kind="stable")[:, :top]
+
+
+def to_probabilities(logits: npt.NDArray[np.floating], *, by_class: bool = False) -> npt.NDArray[np.float64]:
+    """Turn logits into probabilities in double precision, [B, K]: their softmax, or the sigmoid of each if classes are independent."""
     if by_class:
         each: npt.NDArray[np.float64] = (1 + np.tanh(logits.astype(np.float64) / 2)) / 2
         return each

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .onnx_network import Network
+
 
 class Preprocessing(nn.Module):
     """Turns raw images into a network's input; a module, so that its statistics move to the device with the model that holds it."""
@@ -43,20 +45,16 @@ class Preprocessing(nn.Module):
         return ((pixels - self.mean) / self.std).to(memory_format=self.memory_format)
 
 
-class TorchNetwork:
-    """The network of a model directory."""
-
-    def __init__(self, directory: Path, card: Mapping[str, Any]) -> None:
-        """Load it; `card` is the content of its `config.json`."""
-        self._preprocess = Preprocessing(card["image_size"], card["mean"], card["std"], card["interpolation"])
-        self._network = timm.create_model(card["architecture"], num_classes=len(card["labels"]), **card["args"])
-        self._network.load_state_dict(safetensors.torch.load_file(directory / "model.safetensors"))
-        self._network.eval()
+def load_network(directory: Path, card: Mapping[str, Any]) -> Network:
+    """Load the network of a model directory; `card` is the content of its `config.json`."""
+    preprocess = Preprocessing(card["image_size"], card["mean"], card["std"], card["interpolation"])
+    network = timm.create_model(card["architecture"], num_classes=len(card["labels"]), **card["args"])
+    network.load_state_dict(safetensors.torch.load_file(directory / "model.safetensors"))
+    network.eval()
 
     @torch.inference_mode()
-    def logits(self, images: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-        """Compute the logits [B, K] of squares, uint8 [B, H, W, 3]."""
-        logits: npt.NDArray[np.float32] = self._network(
-            self._preprocess(torch.from_numpy(images).permute(0, 3, 1, 2))
-        ).numpy()
-        return logits
+    def logits(images: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+        computed: npt.NDArray[np.float32] = network(preprocess(torch.from_numpy(images).permute(0, 3, 1, 2))).numpy()
+        return computed
+
+    return logits

@@ -41,9 +41,9 @@ from starlette.types import Message, Receive, Scope, Send
 from trainer.io import limits
 from trainer.io.errors import SettingsError
 from trainer.io.host import usable_cores
-from trainer.models.onnx_student import ExportedClassifier
-from trainer.models.prediction import Prediction
 from trainer.models.served_student.preprocessing import BadImageError
+from trainer.models.served_student.student import Prediction
+from trainer.predict.photo_classifier import PhotoClassifier
 from trainer.predict.serving.micro_batcher import MicroBatcher
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class PredictionLog:
         """Whether a prediction may take as long as a photo takes to write."""
         return self._photos is not None
 
-    def add(self, said: Prediction, model: ExportedClassifier, photo: bytes = b"") -> None:
+    def add(self, said: Prediction, model: PhotoClassifier, photo: bytes = b"") -> None:
         """Write a prediction of a model, if it is drawn; by any thread."""
         if self._chance.random() >= self._share:
             return
@@ -127,7 +127,7 @@ class PredictionLog:
 class Metrics:
     """What `/metrics` shows, in a registry of its own."""
 
-    def __init__(self, model: ExportedClassifier, name: str) -> None:
+    def __init__(self, model: PhotoClassifier, name: str) -> None:
         self.registry = into = prometheus.CollectorRegistry()
         prometheus.ProcessCollector(registry=into)
         self.requests = prometheus.Counter(
@@ -151,7 +151,7 @@ class PhotoServer:
 
     def __init__(
         self,
-        model: ExportedClassifier,
+        model: PhotoClassifier,
         *,
         name: str,
         most: ServerLimits,
@@ -197,7 +197,7 @@ class PhotoServer:
     @asynccontextmanager
     async def _lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
         self._batcher = MicroBatcher(
-            self.model.probabilities,
+            self.model.of_squares,
             most=self.most.batch_size,
             wait_s=self.most.wait_ms / 1000,
             coming=lambda: self._in_flight,
@@ -283,7 +283,7 @@ class PhotoServer:
         return bytes(body)
 
     async def _square(self, content: bytes) -> npt.NDArray[np.uint8]:
-        return await self._decoded(self.model.read, content)
+        return await self._decoded(self.model.square, content)
 
     async def _decoded(self, work: Callable[..., T], *given: Any) -> T:
         """Do what decodes a photo, in a thread."""
@@ -328,7 +328,7 @@ class PhotoServer:
     async def _answer(self, photo: bytes, top: int) -> tuple[Prediction, dict[str, Any]]:
         """Classify one photo and log it; returns also what the client gets."""
         row = await self._batcher.submit(await self._square(photo))
-        (said,) = self.model.predictions(row[None].astype(np.float64), top=top)
+        (said,) = self.model.answers(row[None].astype(np.float64), top=top)
         if self._log is not None and self._log.is_slow:
             await self._decoded(self._log.add, said, self.model, photo)
         elif self._log is not None:
@@ -357,7 +357,7 @@ class PhotoServer:
             asked = _parsed(body)
             squares = await self._asked_squares(asked)
             rows = np.stack(await asyncio.gather(*map(self._batcher.submit, squares))).astype(np.float64)
-            said = self.model.predictions(rows, top=1)
+            said = self.model.answers(rows, top=1)
             if self._log is not None:
                 for one in said:
                     self._log.add(one, self.model)
@@ -384,7 +384,7 @@ class PhotoServer:
         inputs = asked.get("inputs")
         if not isinstance(inputs, list) or len(inputs) != 1 or not isinstance(inputs[0], dict):
             raise RefusedRequestError(400, "inputs: give one tensor, `images` or `photo`")
-        tensor, size, most = inputs[0], self.model.square.size, self.most.batch_size
+        tensor, size, most = inputs[0], self.model.size, self.most.batch_size
         kind, data, shape = (tensor.get(key) for key in ("datatype", "data", "shape"))
         expected = {"images": "UINT8", "photo": "BYTES"}.get(str(tensor.get("name")))
         if expected is None or kind != expected:
@@ -427,7 +427,7 @@ class PhotoServer:
         )
 
     async def _model_metadata(self, name: str, version: str = "") -> Response:
-        size, classes = self.model.square.size, len(self.model.labels)
+        size, classes = self.model.size, len(self.model.labels)
         content: dict[str, Any] = {
             "name": self.name,
             "versions": [self.model.version],

@@ -23,7 +23,7 @@ from trainer.io.formatting import aligned
 from trainer.models.networks import Classifier
 from trainer.models.onnx_student import Logits, OnnxStudent, Pixels
 from trainer.models.served_student.onnx_network import ONNX_RUNTIME
-from trainer.models.served_student.student import probabilities as served_probabilities
+from trainer.models.served_student.student import to_probabilities
 from trainer.report import pages
 from trainer.report.pages import BulletList, PageSection, Paragraph, Table
 from trainer.report.scores import TITLES
@@ -118,7 +118,7 @@ class Scoring:
 
     def probabilities(self, logits: Logits) -> npt.NDArray[np.float64]:
         """Compute the probability of each class, [N, K]."""
-        return served_probabilities(logits / self.temperature, by_class=self.targets is not None)
+        return to_probabilities(logits / self.temperature, by_class=self.targets is not None)
 
     def score(self, logits: Logits) -> float:
         """Compute top-1 accuracy, or mAP."""

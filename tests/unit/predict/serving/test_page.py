@@ -10,8 +10,7 @@ import uvicorn
 from PIL import Image
 
 from trainer import load_model
-from trainer.models.onnx_student import ExportedClassifier
-from trainer.models.prediction import Prediction
+from trainer.models.served_student.student import Prediction
 from trainer.predict.serving.server import PhotoServer, ServerLimits
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -38,7 +37,7 @@ def running(server):
 
 @pytest.fixture(scope="module")
 def address(exported):
-    model = ExportedClassifier(exported, threads=1)
+    model = load_model(exported, threads=1)
     with running(PhotoServer(model, name="student", most=ServerLimits())) as address:
         yield address
 
@@ -84,9 +83,8 @@ def shown(page):
 
 
 def expected(exported, photo):
-    model = ExportedClassifier(exported, threads=1)
-    probabilities = model.probabilities(model.read(photo.read_bytes())[None])
-    return model.predictions(probabilities, top=5)[0]
+    model = load_model(exported, threads=1)
+    return model.predictions([photo], top=5)[0]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +177,7 @@ def test_a_proxy_that_answers_itself_is_reported(browser, address, photo, status
 
 
 def test_a_server_that_is_gone_is_reported(browser, exported, photo):
-    model = ExportedClassifier(exported, threads=1)
+    model = load_model(exported, threads=1)
     with running(PhotoServer(model, name="student", most=ServerLimits())) as address:
         page = browser.new_page()
         page.goto(address)
@@ -191,7 +189,7 @@ def test_a_server_that_is_gone_is_reported(browser, exported, photo):
 
 def test_the_teacher_stands_beside_and_names_are_text(browser, exported, trained_digits, photo):
     hostile = "<img src=x onerror=document.title='hostile'>"
-    model, teacher = ExportedClassifier(exported, threads=1), load_model(trained_digits.teacher)
+    model, teacher = load_model(exported, threads=1), load_model(trained_digits.teacher)
 
     def beside(content, top):
         (said,) = teacher.predictions([content], top=top)

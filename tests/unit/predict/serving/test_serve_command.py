@@ -118,9 +118,9 @@ def test_what_cannot_be_served_is_one_message(exported, trained_digits, tmp_path
             ([exported, "--host", "no.such.host.invalid"], "--host no.such.host.invalid --port 8000: cannot be used ("),
             ([tmp_path / "none"], "none: no exported at "),
             ([trained_digits.student], "is a model, but an export is needed here"),
-            ([changed(exported, tmp_path / "card", square={"fit": "none"})], "its card is not readable ("),
-            ([changed(exported, tmp_path / "file", file="card.json")], "card.json: ONNX Runtime does not take it ("),
-            ([changed(exported, tmp_path / "failed", failed=True)], "did not pass its gate (accuracy: too low); serve another one"),
+            ([changed(exported, tmp_path / "card", square={"fit": "none"})], "card: cannot be loaded ("),
+            ([changed(exported, tmp_path / "file", file="card.json")], "file: cannot be loaded ("),
+            ([changed(exported, tmp_path / "failed", failed=True)], "did not pass its gate (accuracy: too low)"),
             ([exported, "--beside", tmp_path / "none"], "none: no student at "),
             ([exported, "--log", "/proc/none/log"], "cannot write to /proc/none"),
             ([exported, "--log-photos", "/tmp"], "--log-photos: goes with the predictions of --log FILE"),
@@ -148,8 +148,8 @@ def test_without_the_extra_the_message_names_it(exported, monkeypatch, capsys):
 
 def test_neither_torch_nor_timm_is_loaded(exported):
     code = (
-        "import sys; from trainer.predict.serving import server; from trainer.models.onnx_student import ExportedClassifier; "
-        f"ExportedClassifier({str(exported)!r}); print({{'torch', 'timm', 'mlflow', 'sklearn'}} & set(sys.modules))"
+        "import sys; from trainer.predict.serving import server; from trainer import load_model; "
+        f"load_model({str(exported)!r}); print({{'torch', 'timm', 'mlflow', 'sklearn'}} & set(sys.modules))"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout == "set()\n"

@@ -21,7 +21,6 @@ from PIL import Image
 from tests.hostile import bombs
 from tests.unit.stages.photos import KINDS
 from trainer import load_model
-from trainer.models.onnx_student import ExportedClassifier
 from trainer.models.served_student.preprocessing import BadImageError
 from trainer.predict.serving.server import PhotoServer, PredictionLog, ServerLimits
 
@@ -30,7 +29,7 @@ LIMITS = ServerLimits(batch_size=8, wait_ms=0, in_flight=4, body_bytes=1_000_000
 
 @pytest.fixture(scope="module")
 def model(exported):
-    return ExportedClassifier(exported, threads=1)
+    return load_model(exported, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +93,8 @@ def test_the_protocol(client, model):
     asked = {"id": "one", "inputs": [{"name": "photo", "datatype": "BYTES", "shape": [3], "data": texts}]}
     of_photos = client.post(f"{versioned}/infer", json=asked).json()
     assert (of_photos["id"], of_photos["model_name"], of_photos["model_version"]) == ("one", "student", model.version)
-    squares = np.stack([model.read(one) for one in photos])
-    expected = model.probabilities(squares)
+    squares = np.stack([model.square(one) for one in photos])
+    expected = model.of_squares(squares)
     for data in (squares.tolist(), squares.ravel().tolist()):  # the protocol allows both
         of_squares = infer(client, name="images", datatype="UINT8", shape=list(squares.shape), data=data).json()
         assert of_squares["outputs"] == of_photos["outputs"]
@@ -270,10 +269,10 @@ class Held:
     def __getattr__(self, name):
         return getattr(self._model, name)
 
-    def probabilities(self, squares):
+    def of_squares(self, squares):
         self.begun.set()
         assert self.go_on.wait(20)
-        return self._model.probabilities(squares)
+        return self._model.of_squares(squares)
 
 
 def test_more_requests_than_allowed_are_503_and_the_others_are_answered(model):
@@ -314,7 +313,7 @@ def test_a_request_that_takes_too_long_is_503(model):
 
 def test_a_model_that_fails_is_500_and_logged(model, caplog):
     class Broken(Held):
-        def probabilities(self, squares):
+        def of_squares(self, squares):
             raise RuntimeError("the graph is broken")
 
     with TestClient(PhotoServer(Broken(model), name="student", most=LIMITS), raise_server_exceptions=False) as client:
