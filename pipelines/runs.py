@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import logging
 import re
 import sys
 import time
@@ -25,6 +26,9 @@ from pipelines.compile import COMPILED, task_names
 from pipelines.connection import BAD_REQUEST, NOT_FOUND, Api, RefusedError, UnansweredError, every, named
 from trainer.cli import commands
 from trainer.io.errors import DeployError
+from trainer.io.retry import Outage
+
+logger = logging.getLogger(__name__)
 
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 INTERVALS_S = (0.2, 5.0)  # between two looks at a run: at first, and after a while
@@ -113,7 +117,7 @@ class _RunFollower:
     def __init__(self, api: Api, run_id: str, tasks: Collection[str]) -> None:
         self._api, self._run_id, self._tasks = api, run_id, tasks
         self._states: dict[str, str] = {}
-        self._start = self._answered = time.monotonic()
+        self._start, self._outage = time.monotonic(), Outage("Kubeflow Pipelines", logger)
 
     def wait(self, hours: float) -> Any:
         interval, longest = INTERVALS_S
@@ -134,16 +138,14 @@ class _RunFollower:
         try:
             run = self._api.runs.run_service_get_run(self._run_id)
         except UnansweredError as error:
-            if time.monotonic() - self._answered > AWAY_S:
+            if self._outage.failed(f"{error}; asking again") > AWAY_S:
                 raise self._given_up(f"{error}; so for {AWAY_S:.0f} s") from error
-            self._tell("Kubeflow Pipelines", "does not answer; asking again")
             return None
         except RefusedError as error:
             if error.status == NOT_FOUND:
                 raise
             raise self._given_up(str(error)) from error  # such as a token that has expired
-        self._answered = time.monotonic()
-        self._states.pop("Kubeflow Pipelines", None)
+        self._outage.ended()
         return run
 
     def _given_up(self, why: str) -> DeployError:

@@ -13,6 +13,7 @@ from tests.distillations import Distillation, blank_teacher, prepared_digits
 from tests.stand_ins.hub import Hub
 from tests.stand_ins.object_store import ObjectStore
 from trainer.io import storage
+from trainer.io.retry import Outage
 
 LONGEST_FILES = ("tests/local/", "tests/pipelines/", "tests/unit/stages/", "tests/unit/training/")
 """Where the tests are that take longest."""
@@ -92,7 +93,7 @@ def object_store(object_store_server, monkeypatch, tmp_path):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(storage, "RETRY", dataclasses.replace(storage.RETRY, first_s=0.01))
-    monkeypatch.setattr(storage, "outage", storage.Outage())
+    monkeypatch.setattr(storage, "outage", Outage(storage._store, storage.logger))
     return object_store_server
 
 

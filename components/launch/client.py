@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from components.launch.job_manifest import PODS, Resource, default_namespace
 from trainer import __version__
 from trainer.io.errors import LaunchError
 from trainer.io.formatting import duration
-from trainer.io.retry import Retry
+from trainer.io.retry import Outage, Retry
 
 logger = logging.getLogger(__name__)
 
@@ -372,8 +371,9 @@ class ApiRetry:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s, self._stop, self._lock = timeout_s, threading.Event(), threading.Lock()
-        self._failures, self._lost_at, self._back_at = 0, 0.0, -SETTLE_S
+        self._timeout_s, self._stop = timeout_s, threading.Event()
+        # A single failure is often a kept-alive connection that the server has closed; the next request opens another one.
+        self._outage = Outage("the API server", logger, tolerated=1)
         self._authorized = False  # whether the server has accepted the credentials before
 
     def stop(self) -> None:
@@ -383,8 +383,7 @@ class ApiRetry:
     @property
     def settled(self) -> bool:
         """Whether the API server has answered for a while: what its watches have not delivered did not happen."""
-        with self._lock:
-            return self._failures < 2 and time.monotonic() - self._back_at >= SETTLE_S
+        return not self._outage.is_away and self._outage.back_for_s >= SETTLE_S
 
     def wait(self, seconds: float) -> None:
         """Wait; 0 only checks whether to stop, which raises `RetryStopped`."""
@@ -404,27 +403,17 @@ class ApiRetry:
             return request()
 
         result = BACKOFF(attempt, failed=self._count_failure, sleep=self.wait)
-        with self._lock:
-            if self._failures > 1:
-                self._back_at = time.monotonic()
-                logger.warning("the API server answers again after %s", duration(self._back_at - self._lost_at))
-            self._failures, self._authorized = 0, True
+        self._outage.ended()
+        self._authorized = True
         return result
 
     def _count_failure(self, error: Exception, _attempt: int) -> None:
         if not isinstance(error, ApiUnavailableError):
             raise error
-        with self._lock:
-            if isinstance(error, UnauthorizedError) and not self._authorized:
-                raise error
-            self._failures += 1
-            # A single failure is often a kept-alive connection that the server has closed; the next request opens another one.
-            if self._failures == 1:
-                self._lost_at = time.monotonic()
-            elif self._failures == 2:
-                logger.warning("%s; retrying for at most %s", error, duration(self._timeout_s))
-            if time.monotonic() - self._lost_at >= self._timeout_s:
-                raise error
+        if isinstance(error, UnauthorizedError) and not self._authorized:
+            raise error
+        if self._outage.failed(f"{error}; retrying for at most {duration(self._timeout_s)}") >= self._timeout_s:
+            raise error
 
 
 def proxy_to_service(configuration: Any, *, kubeconfig: str | None, namespace: str, service: str, port: str) -> str:

@@ -1,8 +1,10 @@
-"""Retries with exponential back-off, for the object store, MLflow and the API server of Kubernetes alike."""
+"""Retries with exponential back-off and the log of outages, for every server: object store, MLflow, Kubernetes, Kubeflow Pipelines."""
 
 from __future__ import annotations
 
+import logging
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,3 +52,54 @@ class Retry:
             except Exception as error:  # noqa: BLE001  # `failed` decides which errors end the attempts
                 failed(error, attempt)
             (sleep or time.sleep)(self.wait_s(attempt))
+
+
+class Outage:
+    """A server that is away: logged once when it goes and once when it is back, for all threads together."""
+
+    def __init__(self, server: str | Callable[[], str], logger: logging.Logger, *, tolerated: int = 0) -> None:
+        """Name the server for the log, which takes both messages; so many failures in a row are not yet an outage."""
+        self._server, self._logger, self._tolerated = server, logger, tolerated
+        self._lock = threading.Lock()
+        self._failing: set[object] = set()
+        self.failures = 0
+        """Failed attempts since the last answer."""
+        self._since = 0.0
+        self._ended: float | None = None
+
+    @property
+    def is_away(self) -> bool:
+        """Whether more attempts than tolerated have failed since the last answer."""
+        return self.failures > self._tolerated
+
+    @property
+    def back_for_s(self) -> float:
+        """Seconds since the last outage ended; infinite if there was none."""
+        return float("inf") if self._ended is None else time.monotonic() - self._ended
+
+    def failed(self, message: str, request: object = None) -> float:
+        """Count a failed attempt that another may mend; log the message, unless empty, as the outage begins.
+
+        Returns:
+            Seconds since the first failure in a row.
+        """
+        with self._lock:
+            self._failing.add(request)
+            self.failures += 1
+            if self.failures == 1:
+                self._since = time.monotonic()
+            if self.failures == self._tolerated + 1 and message:
+                self._logger.warning("%s", message)
+            return time.monotonic() - self._since
+
+    def ended(self, request: object = None, *, answered: bool = True) -> None:
+        """Note that a request has ended; if it was answered the server is back, unless other requests still fail."""
+        with self._lock:
+            self._failing.discard(request)
+            if not answered or self._failing:
+                return
+            if self.is_away:
+                self._ended = time.monotonic()
+                server = self._server if isinstance(self._server, str) else self._server()
+                self._logger.warning("%s answers again after %.0f s", server, self._ended - self._since)
+            self.failures = 0

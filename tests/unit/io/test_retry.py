@@ -1,8 +1,9 @@
+import logging
 import time
 
 import pytest
 
-from trainer.io.retry import Retry
+from trainer.io.retry import Outage, Retry
 
 
 class Flaky:
@@ -61,3 +62,20 @@ def test_jitter_shortens_waits_at_random_and_the_longest_holds_for_any_number_of
     assert len(waits) > 40
     assert all(0.5 <= wait <= 1 for wait in waits)
     assert 7.5 <= retry.wait_s(100_000) <= 15
+
+
+def test_an_outage_is_logged_when_it_begins_and_when_the_last_failing_request_is_answered(caplog):
+    outage = Outage("the server", logging.getLogger("trainer"), tolerated=1)
+    outage.failed("lost")
+    outage.ended()
+    assert (caplog.messages, outage.back_for_s) == ([], float("inf")), "a single failure is tolerated"
+    for request in "aab":
+        assert outage.failed(f"lost by {request}", request) < 10
+    outage.ended("a")
+    assert outage.is_away, "b still fails"
+    outage.ended("b", answered=False)
+    assert outage.is_away, "nobody was answered since"
+    outage.ended("c")
+    assert not outage.is_away
+    assert outage.back_for_s < 10
+    assert caplog.messages == ["lost by a", "the server answers again after 0 s"]

@@ -41,7 +41,7 @@ from trainer.io.errors import (
     writing_to,
 )
 from trainer.io.local_files import check_size, checked_path, read_file, reading
-from trainer.io.retry import Retry
+from trainer.io.retry import Outage, Retry
 
 logger = logging.getLogger(__name__)
 
@@ -388,41 +388,16 @@ def endpoint() -> str:
     return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
 
 
-class Outage:
-    """Whether the store is away: logged once when it goes and once when it is back, for all threads together."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.since: float | None = None
-        """When a request failed since which the store has not answered; None while it answers."""
-        self._failing: set[object] = set()
-        """Requests whose last attempt has failed."""
-
-    def failed(self, call: object, uri: str, error: Exception, attempts: int) -> None:
-        """Note that an attempt of a request has failed in a way that may pass."""
-        with self._lock:
-            self._failing.add(call)
-            if self.since is None:
-                self.since = time.monotonic()
-                if attempts > 1:  # else the error says it all
-                    text = "%s: %s; %s is away or busy, so requests are tried again, each up to %d times"
-                    logger.warning(text, uri, _describe(error), _store(), attempts)
-
-    def ended(self, call: object, *, answered: bool) -> None:
-        """Note that a request has ended; where it was answered the store is back, unless others still fail."""
-        with self._lock:
-            self._failing.discard(call)
-            if answered and self.since is not None and not self._failing:
-                logger.warning("%s answers again after %.0f s", _store(), time.monotonic() - self.since)
-                self.since = None
+def _store() -> str:
+    return f"the store at {endpoint()}" if endpoint() else "Amazon S3"
 
 
-outage = Outage()
+outage = Outage(_store, logger)
 
 
 def is_away() -> bool:
     """Return whether the store has not answered this process since a request of it failed."""
-    return outage.since is not None
+    return outage.is_away
 
 
 def call(uri: str, request: Callable[[], T]) -> T:
@@ -449,7 +424,8 @@ def call(uri: str, request: Callable[[], T]) -> T:
         if not _passes(error):
             answered = bool(_status(error)) or isinstance(error, FileNotFoundError)
             raise _refusal(uri, error) from error
-        outage.failed(this, uri, error, attempts)
+        text = f"{uri}: {_describe(error)}; {_store()} is away or busy, so requests are tried again, each up to {attempts} times"
+        outage.failed(text if attempts > 1 else "", this)  # of a single attempt the error says it all
         if attempt == attempts:
             raise StorageAwayError(
                 f"{uri}: gave up after {attempts} attempts in {time.monotonic() - start:.0f} s; the last time: {_describe(error)}. See to "
@@ -499,10 +475,6 @@ def _describe(error: Exception) -> str:
         return ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
     texts = (str(_status(error)), _code(error), str(response.get("Error", {}).get("Message", "")))
     return "the store answered " + " ".join(dict.fromkeys(filter(None, texts)))
-
-
-def _store() -> str:
-    return f"the store at {endpoint()}" if endpoint() else "Amazon S3"
 
 
 def _refusal(uri: str, error: Exception) -> StorageError:

@@ -43,7 +43,7 @@ from trainer.io.base_models import holds_secret
 from trainer.io.errors import TrackingAwayError, TrackingError, refused_to_write
 from trainer.io.formatting import listed
 from trainer.io.host import environment_variables
-from trainer.io.retry import Retry
+from trainer.io.retry import Outage, Retry
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -267,16 +267,17 @@ def patiently(action: Callable[[], T]) -> T:
     This holds within a run, whose first task has reached the server. Outside one the first failure is raised, since the address may be
     wrong and somebody is waiting for the message.
     """
-    start = time.monotonic()
+    start, outage = time.monotonic(), Outage("MLflow", logger)
     patience_s = PATIENCE_S if os.environ.get(RUN) or os.environ.get(RUN_ID) else 0.0
 
-    def failed(error: Exception, failures: int) -> None:
+    def failed(error: Exception, _failures: int) -> None:
         if not isinstance(error, TrackingAwayError) or time.monotonic() - start >= patience_s:
             raise error
-        if failures == 1:
-            logger.warning("waiting for MLflow for up to %.0f s: %s", patience_s, error)
+        outage.failed(f"waiting for MLflow for up to {patience_s:.0f} s: {error}")
 
-    return _AWAY(action, failed=failed)
+    result = _AWAY(action, failed=failed)
+    outage.ended()
+    return result
 
 
 def check() -> None:

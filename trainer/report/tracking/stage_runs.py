@@ -16,7 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from trainer.io import storage
 from trainer.io.errors import PreemptedError, TrainerError
-from trainer.io.retry import Retry
+from trainer.io.retry import Outage, Retry
 from trainer.report import tracking
 from trainer.report.tracking import ERROR_TAG, PARAM_LENGTH
 
@@ -206,8 +206,7 @@ class _Sender(threading.Thread):
         self._tags: deque[RunTag] = deque()
         self._closing = threading.Event()
         self._give_up = float("inf")
-        self._failures = 0
-        self._away_since = 0.0
+        self._outage = Outage(f"MLflow run {run_id}: the server", logger)
         self._system: SystemMetricsMonitor | None = None
         self._next_sample = 0.0
         self._samples = samples
@@ -248,9 +247,11 @@ class _Sender(threading.Thread):
         while not self._closing.is_set():
             self._sample_system()
             self._send()
-            self._closing.wait(Retry(first_s=_SEND_INTERVAL_S, longest_s=_LONGEST_WAIT_S).wait_s(self._failures + 1))
+            self._closing.wait(
+                Retry(first_s=_SEND_INTERVAL_S, longest_s=_LONGEST_WAIT_S).wait_s(self._outage.failures + 1)
+            )
         while self._send() and time.monotonic() < self._give_up:
-            if self._failures:
+            if self._outage.is_away:
                 time.sleep(_SEND_INTERVAL_S)
 
     def _send(self) -> bool:
@@ -265,12 +266,8 @@ class _Sender(threading.Thread):
         except Exception as error:  # noqa: BLE001  nothing catches what a thread raises, and the training must continue
             self._failed(error, tags)
         else:
-            if self._failures:
-                waited_s = time.monotonic() - self._away_since
-                logger.warning(
-                    "MLflow run %s: the server answers again after %.0f s, and gets what waited", self._run_id, waited_s
-                )
-            self._batch, self._failures = [], 0
+            self._outage.ended()
+            self._batch = []
             for _ in tags:
                 self._tags.popleft()
         return bool(self._batch or self._waiting or self._tags)
@@ -284,12 +281,8 @@ class _Sender(threading.Thread):
                     self._tags.popleft()
             self._batch = []
             return
-        if self._failures == 0:
-            self._away_since = time.monotonic()
-            logger.warning(
-                "MLflow run %s: metrics wait, the training continues: %s", self._run_id, tracking.reason_of(error)
-            )
-        self._failures += 1
+        reason = tracking.reason_of(error)
+        self._outage.failed(f"MLflow run {self._run_id}: metrics wait, the training continues: {reason}")
 
     def _start_system_metrics(self) -> None:
         """Set up MLflow's own readings, under the names that its pages expect, without its thread, which would wait for the server."""
