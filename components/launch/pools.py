@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails
 
 from trainer.io import limits, storage
-from trainer.io.base_models import nearest
+from trainer.io.base_models import merge, nearest
 from trainer.io.costs import PLACE_VARIABLE, Machines, Price
 from trainer.io.errors import SettingsError, StorageError
 
@@ -276,27 +276,13 @@ def _pool(path: Path, name: str, tables: Mapping[str, dict[str, Any]]) -> Pool:
     layers = [base, own]
     if own.get("spot"):  # its price differs from its base's, and changes
         layers = [{key: value for key, value in base.items() if key != "price"}, tables["spot"], own]
-    values = functools.reduce(_merge, layers, tables["defaults"])
+    values = functools.reduce(functools.partial(merge, extend=True), layers, tables["defaults"])
     values = {key: value for key, value in values.items() if key != "based_on"} | {"name": name}
     try:
         return Pool.model_validate(values)
     except ValidationError as error:
         messages = [f"pools {path}: pool {name}: {_explain(details)}" for details in error.errors()]
         raise SettingsError("\n".join(messages)) from error
-
-
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two layers of a pool: tables key by key, lists one after the other; otherwise the upper layer wins."""
-    merged = dict(below)
-    for key, value in above.items():
-        lower = below.get(key)
-        if isinstance(lower, dict) and isinstance(value, dict):
-            merged[key] = _merge(lower, value)
-        elif isinstance(lower, list) and isinstance(value, list):
-            merged[key] = lower + value
-        else:
-            merged[key] = value
-    return merged
 
 
 def _explain(details: ErrorDetails) -> str:

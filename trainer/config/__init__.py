@@ -64,7 +64,7 @@ from trainer.config.settings import WatchSettings as WatchSettings
 from trainer.config.settings import WeightsSettings as WeightsSettings
 from trainer.config.settings import Workers as Workers
 from trainer.io import limits, local_files
-from trainer.io.base_models import Section, meanings, nearest, texts
+from trainer.io.base_models import Section, meanings, merge, nearest, texts
 from trainer.io.errors import ObjectNotFoundError, SettingsError, StorageError
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -181,7 +181,7 @@ def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
         group[last] = value
     defaults = Settings().model_dump()
     defaults["register"]["model_name"] = student_name(recipe)
-    return _inherit(validate(Settings, _merge(defaults, values)))
+    return _inherit(validate(Settings, merge(defaults, values)))
 
 
 def student_name(recipe: str = "") -> str:
@@ -298,24 +298,6 @@ def recording_mistakes(distill: DistillSettings, reinforce: ReinforceSettings) -
             "leave both out, and they are as data.decode_on"
         )
     return mistakes
-
-
-def _merge(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(defaults)
-    for key, value in changes.items():
-        default = defaults.get(key)
-        both_groups = isinstance(default, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merge(default, value) if both_groups else value  # type: ignore[arg-type]  # checked the line above
-    return merged
-
-
-def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return full name -> value of all settings in nested groups, `{"mae": {"epochs": 4}}` as `{"mae.epochs": 4}`."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        full = f"{prefix}.{name}" if prefix else name
-        flat |= flattened(value, full) if isinstance(value, Mapping) else {full: value}
-    return flat
 
 
 def _inherit(settings: Settings) -> Settings:

@@ -16,12 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 
 from trainer.config import BUNDLED, FOLDERS, RECIPES, DataSettings
-from trainer.data.sources import SourceListing, expand_home
+from trainer.data.sources import SourceListing
 from trainer.data.sources.table_file import TableFile, TableRow, class_name, folded
 from trainer.io import limits
 from trainer.io.artifacts import digest
 from trainer.io.base_models import nearest
 from trainer.io.errors import DataError
+from trainer.io.local_files import with_home
 from trainer.models.served_student.class_tags import (
     ANSWER,
     CONFIDENCE,
@@ -84,7 +85,7 @@ def tables_version(settings: DataSettings) -> str:
 
 
 def _table(setting: str, file: str) -> TableFile:
-    name, location = f"{setting}={file}", expand_home(file)
+    name, location = f"{setting}={file}", with_home(file)
     if file.startswith(BUNDLED):
         known = sorted(path.name for path in RECIPES.glob("*.csv"))
         bundled = file.removeprefix(BUNDLED)

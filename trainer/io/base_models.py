@@ -9,7 +9,7 @@ import inspect
 import logging
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar
 
@@ -107,6 +107,34 @@ def what_is_wrong(error: Exception) -> str:
         return str(error)
     first = error.errors()[0]
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any], *, extend: bool = False) -> dict[str, Any]:
+    """Merge two layers of nested groups, of which the upper one wins; with `extend`, lists are joined instead."""
+    merged = dict(below)
+    for key, value in above.items():
+        lower = below.get(key)
+        if isinstance(lower, Mapping) and isinstance(value, Mapping):
+            merged[key] = merge(lower, value, extend=extend)
+        else:
+            merged[key] = lower + value if extend and isinstance(lower, list) and isinstance(value, list) else value
+    return merged
+
+
+def flatten(
+    values: Mapping[str, Any],
+    prefix: str = "",
+    *,
+    separator: str = ".",
+    keep: Callable[[Mapping[str, Any]], bool] = lambda _group: False,
+) -> dict[str, Any]:
+    """Flatten nested groups, `{"mae": {"epochs": 4}}` to `{"mae.epochs": 4}`; a group that `keep` selects stays one value."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        full = f"{prefix}{separator}{name}" if prefix else str(name)
+        is_group = isinstance(value, Mapping) and not keep(value)
+        flat |= flatten(value, full, separator=separator, keep=keep) if is_group else {full: value}
+    return flat
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

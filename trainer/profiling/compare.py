@@ -9,10 +9,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer.config import flattened
 from trainer.config.rules import RuleSettings
 from trainer.io import artifacts, storage
-from trainer.io.base_models import what_is_wrong
+from trainer.io.base_models import flatten, what_is_wrong
 from trainer.io.costs import dollars_text
 from trainer.io.errors import ArtifactError
 from trainer.io.formatting import aligned, clipped, duration, ratio, short
@@ -443,7 +442,7 @@ def _settings(before: ComparedRun, after: ComparedRun) -> Table:
         sides = [before.run["settings"], after.run["settings"]]
     else:
         sides = [{name: one.settings for name, one in side.trainings.items()} for side in (before, after)]
-    a, b = (flattened(settings) for settings in sides)
+    a, b = (flatten(settings) for settings in sides)
     rows: list[Row] = []
     for name in {**a, **b}:
         repeats = name.removeprefix("tune.distill.") != name  # what tune would start from is distill's

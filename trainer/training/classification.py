@@ -29,7 +29,7 @@ from trainer.evaluation.metrics import mean_average_precision
 LabelLoss = Callable[[Tensor, Tensor, Mixing | None, float, Tensor | None], Tensor]
 """`cross_entropy`, or what is called with the same arguments."""
 
-_FOCUS, _MARGIN = 4, 0.05
+_FOCUS, _SHIFT = 4, 0.05
 """The asymmetric loss' focusing exponent of classes that an image is not of, and the probability that they may have for nothing."""
 
 
@@ -81,7 +81,7 @@ def asymmetric_loss(logits: Tensor, targets: Tensor) -> Tensor:
     exponents are those that the paper takes for MS-COCO; its targets y are 0 or 1, and mixed ones weight the two terms.
     """
     positive = -F.logsigmoid(logits.float())
-    shifted = (logits.float().sigmoid() - _MARGIN).clamp(min=0)
+    shifted = (logits.float().sigmoid() - _SHIFT).clamp(min=0)
     negative = -(shifted**_FOCUS) * (1 - shifted).log()
     return (targets * positive + (1 - targets) * negative).sum(1)
 

@@ -546,7 +546,7 @@ def test_a_group_with_other_members_is_another_setting(store, before, after):
     assert tracking.start_parent(before, {}) == first
     second = tracking.start_parent(after, {})
     assert second != first
-    assert store.get_run(second).data.params == tracking.flatten(after)
+    assert store.get_run(second).data.params == tracking.parameters(after)
     assert tracking.start_parent(after, {}) == second
 
 
@@ -567,7 +567,7 @@ def test_a_start_that_was_killed_while_it_recorded_settings_is_no_other_run(stor
     started = store.get_run(tracking.find_parent(store))
     assert started.data.params == {"distill.args.depth": "2"}
     assert tracking.start_parent(settings, {}) == started.info.run_id
-    assert store.get_run(started.info.run_id).data.params == tracking.flatten(settings)
+    assert store.get_run(started.info.run_id).data.params == tracking.parameters(settings)
 
 
 def test_a_parent_that_another_program_made_keeps_its_first_values(store, monkeypatch, caplog):
@@ -765,7 +765,7 @@ def test_a_group_of_names_that_mlflow_may_refuse_is_one_parameter_and_so_is_an_e
         "pretrain": {"label_map": {"granny smith!": 948, "pear": "n07768694"}, "teacher": {"args": {"depth": 2}}},
         "distill": {"student": {"args": {}}},
     }
-    assert tracking.flatten(settings) == {
+    assert tracking.parameters(settings) == {
         "pretrain.label_map": "{'granny smith!': 948, 'pear': 'n07768694'}",
         "pretrain.teacher.args.depth": "2",
         "distill.student.args": "{}",

@@ -27,13 +27,14 @@ from trainer.data.dataset_schema import UNLABELED
 from trainer.data.sources.hub_dataset import HubDataset
 from trainer.data.sources.image_folder import ImageFolder
 from trainer.data.sources.image_manifest import ImageManifest
-from trainer.data.sources.source import ImageSource, Item, SourceListing, UnknownVersionError, expand_home, read_file
+from trainer.data.sources.source import ImageSource, Item, SourceListing, UnknownVersionError, read_file
 from trainer.io import limits
 from trainer.io.errors import DataError, SettingsError
 from trainer.io.formatting import listed
+from trainer.io.local_files import with_home
 from trainer.models.served_student.class_tags import NAMED
 
-__all__ = ["ImageSource", "Item", "SourceListing", "expand_home", "list_source", "read_file", "source_version"]
+__all__ = ["ImageSource", "Item", "SourceListing", "list_source", "read_file", "source_version"]
 
 logger = logging.getLogger(__name__)
 
@@ -134,4 +135,4 @@ def _open(source: str, outside: Outside, *, multi_label: bool = False) -> ImageS
         raise SettingsError(
             f"data.source must be digits, imagefolder:PATH_OR_URI, manifest:FILE.csv or hub:NAME[:CONFIG], got {source!r}"
         )
-    return _SOURCES[kind](expand_home(name), outside, multi_label=multi_label)
+    return _SOURCES[kind](with_home(name), outside, multi_label=multi_label)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -158,11 +157,6 @@ class ImageSource(ABC):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Files, on this machine or in a store
-
-
-def expand_home(location: str) -> str:
-    """Put the user's home folder in the place of a leading `~`; a URI stays as it is."""
-    return os.path.expanduser(location)  # noqa: PTH111  # a Path would turn s3:// into s3:/
 
 
 def read_file(location: str, limit: int = limits.IMAGE_BYTES) -> bytes:

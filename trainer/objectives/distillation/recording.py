@@ -39,7 +39,7 @@ REPORT = "report.html"
 
 MOST_MAPS = 256  # shards that a process keeps open; each takes a file descriptor
 
-Records = npt.NDArray[np.void]
+Records = shards.Records
 Indices = npt.NDArray[np.int64]
 
 

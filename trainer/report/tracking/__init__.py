@@ -38,8 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.config import TrackingSettings
-from trainer.io import limits as limits
-from trainer.io.base_models import holds_secret
+from trainer.io.base_models import flatten, holds_secret
 from trainer.io.errors import TrackingAwayError, TrackingError, refused_to_write
 from trainer.io.formatting import listed
 from trainer.io.host import environment_variables
@@ -409,7 +408,7 @@ def find_parent(mlflow: MlflowClient, settings: Mapping[str, Any] | None = None,
     if found is None:
         return _new_parent(mlflow, name)
     run_id, is_running = str(found.info.run_id), found.info.status == "RUNNING"
-    known, given = found.data.params, flatten(settings or {})
+    known, given = found.data.params, parameters(settings or {})
     changed = [*_changed(known, given), *_come_or_gone(known, given)]
     if not changed:
         if not is_running:  # a run that was interrupted or failed continues
@@ -455,32 +454,23 @@ def _new_parent(mlflow: MlflowClient, name: str, *, former: str = "") -> str:
 # Settings
 
 
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Flatten nested settings, `{"mae": {"epochs": 4}}` to `{"mae.epochs": "4"}`, with values no longer than MLflow allows.
+def parameters(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Flatten nested settings to parameters of a run, with values no longer than MLflow allows.
 
-    A group whose members have names that MLflow may refuse, such as names of classes, stays one parameter. So does an empty one, `{}`, by
-    which a later start sees that it was empty.
+    A group whose members have names that MLflow may refuse, such as names of classes, stays one parameter. So does an empty one, by which a
+    later start sees that it was empty.
     """
-    flat: dict[str, str] = {}
-    for name, value in settings.items():
-        full = f"{prefix}.{name}" if prefix else str(name)
-        if isinstance(value, Mapping) and value and all(member.isidentifier() for member in value):
-            flat |= flatten(value, full)
-        else:
-            flat[full] = str(value)[:PARAM_LENGTH]
-    return flat
+
+    def is_value(group: Mapping[str, Any]) -> bool:
+        return not group or not all(member.isidentifier() for member in group)
+
+    return {name: str(value)[:PARAM_LENGTH] for name, value in flatten(settings, keep=is_value).items()}
 
 
-def numbers(figures: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+def numbers(figures: Mapping[str, Any]) -> dict[str, float]:
     """Collect every number of nested figures under its full name, such as `student/test/top1`; true is 1."""
-    flat: dict[str, float] = {}
-    for name, value in figures.items():
-        full = f"{prefix}/{name}" if prefix else name
-        if isinstance(value, Mapping):
-            flat |= numbers(value, full)
-        elif isinstance(value, int | float):
-            flat[full] = float(value)
-    return flat
+    values = flatten(figures, separator="/").items()
+    return {name: float(value) for name, value in values if isinstance(value, int | float)}
 
 
 def _changed(known: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
@@ -511,7 +501,7 @@ def record_params(mlflow: MlflowClient, run_id: str, settings: Mapping[str, Any]
     from mlflow.entities import Param
 
     known = mlflow.get_run(run_id).data.params
-    flat = flatten(settings)
+    flat = parameters(settings)
     changed = _changed(known, flat)
     if changed:
         logger.warning("MLflow run %s keeps the first values of %s", run_id, listed(changed, _SHOWN))
