@@ -127,7 +127,9 @@ def take_missing_splits(
         "val": 0.0 if "val" in given else settings.val_fraction,
     }
     taken = [candidate for candidate in candidates if candidate.split == "train"]
-    stratum = _rarest_class(taken, members)
+    counts = count_classes(taken, members)
+    # Of each label the class of it that the fewest images have, -1 for the label of no class.
+    stratum = [min(of_label, key=lambda one: (counts[one], one), default=-1) for of_label in members]
     room: dict[SplitName, dict[int, int]] = {"test": {}, "val": {}}  # split -> label -> images that it still takes
     for label, count in Counter(stratum[one.label] for one in taken).items():
         test, val = (max(round(fractions[split] * count), 1) if fractions[split] else 0 for split in ("test", "val"))
@@ -155,12 +157,6 @@ def take_missing_splits(
         replace(candidate, split=moved.get(candidate.key, "train")) if candidate.split == "train" else candidate
         for candidate in candidates
     ]
-
-
-def _rarest_class(candidates: Iterable[ImageCandidate], members: Members) -> Sequence[int]:
-    """Return of each label the class of it which the fewest images have, -1 for the label of no class."""
-    counts = count_classes(candidates, members)
-    return [min(of_label, key=lambda one: (counts[one], one), default=-1) for of_label in members]
 
 
 def count_classes(candidates: Iterable[ImageCandidate], members: Members) -> Counter[int]:

@@ -61,7 +61,7 @@ from trainer.io.errors import DataError, ObjectTooLargeError, writing_to
 from trainer.io.formatting import clipped, listed
 from trainer.io.host import usable_cores
 from trainer.models.served_student import preprocessing
-from trainer.models.served_student.class_tags import TAGS, ClassTags
+from trainer.models.served_student.class_tags import TAGS
 from trainer.models.served_student.preprocessing import DEEPEST, GRAY_PEAK, BadImageError, Square, is_jpeg
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,10 @@ def prepare(
     listing = list_source(settings.source, outside=settings.outside, multi_label=settings.multi_label)
     tags = read_tags(settings, listing)
     if tags is not None and tags.attributes:
-        _say_attributes(tags)
+        numbers = [name for name in tags.attributes if tags.is_number(name)]
+        texts = [name for name in tags.attributes if name not in numbers]
+        shown = (listed(names, 20) or "none" for names in (numbers, texts))
+        logger.info("prepare: attributes that are numbers: %s; texts: %s", *shown)
     if settings.test_from == "val":
         listing = _with_test(listing, settings)
     for remark in listing.remarks:
@@ -186,16 +189,6 @@ def _summary(listing: SourceListing, splits: Mapping[SplitName, Sequence[ImageCa
         f"{len(classes):,} classes: {listed(classes, 10)}; the smallest is {classes[smallest]} with {counts[smallest]:,} images",
         f"images: {', '.join(sizes)}",
     ]
-
-
-def _say_attributes(tags: ClassTags) -> None:
-    numbers = [name for name in tags.attributes if tags.is_number(name)]
-    texts = [name for name in tags.attributes if name not in numbers]
-    logger.info("prepare: attributes that are numbers: %s; texts: %s", _named(numbers), _named(texts))
-
-
-def _named(names: Sequence[str]) -> str:
-    return listed(names, 20) or "none"
 
 
 def _encoded(squares: Any, row: int) -> bytes:
@@ -422,7 +415,10 @@ def _check_quarantined(
     for kind, images in kinds.most_common(5):
         name, detail = examples[kind].name, examples[kind].reason.partition(":")[2].strip()
         if kind == _MISSING:
-            detail = f"looked for at {_absolute(places[name])}" if name in places else ""
+            place = places.get(name, "")
+            if place and not storage.is_remote(place):
+                place = str(storage.local_path(place).absolute())
+            detail = f"looked for at {place}" if place else ""
             if settings.source.startswith("manifest:"):
                 detail += "; relative paths start at the folder of the list, with / between folders" * bool(detail)
         reasons.append(f"{images} {kind}, such as {name}{f' ({limits.cut(detail, 300)})' if detail else ''}")
@@ -434,10 +430,6 @@ def _check_quarantined(
             f"{file}; mend or remove them, or raise the limit"
         )
     logger.warning("prepare: %s and left out: %s. All are listed in %s", found, "; ".join(reasons), file)
-
-
-def _absolute(location: str) -> str:
-    return location if storage.is_remote(location) else str(storage.local_path(location).absolute())
 
 
 def _split(

@@ -147,7 +147,10 @@ class ImageFolder(ImageSource):
 
     def _check_splits_below(self, groups: Mapping[Group, Sequence[str]], *, has_splits: bool) -> None:
         """Refuse folders named as splits below the topmost ones, since the classes would be parts of splits."""
-        below = _children(groups)
+        below: defaultdict[Group, set[str]] = defaultdict(set)  # folder -> names of the folders in it
+        for group in groups:
+            for depth, part in enumerate(group):
+                below[group[:depth]].add(part)
         for parent, children in below.items():
             words = {child: word for child in children if (word := _split_word(child))}
             inner = all((*parent, child) in below for child in words)
@@ -214,7 +217,8 @@ class ImageFolder(ImageSource):
     ) -> tuple[str, ...]:
         """Refuse classes that would be missing since their folders hold no image that is read; name other folders without one."""
         holding = {part for folder in places for part in _prefixes(folder)}
-        known = {part for split, group in places.values() if split != "unlabeled" for part in _group_prefixes(group)}
+        groups = {group for split, group in places.values() if split != "unlabeled"}
+        known = {group[:number] for group in groups for number in range(1, len(group) + 1)}
         endings: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for file in found.others:
             endings[file.folder][file.suffix or "without an ending"] += 1
@@ -267,23 +271,10 @@ def _remarks(groups: Mapping[Group, Sequence[str]], names: Mapping[Group, str], 
         )
 
 
-def _children(groups: Iterable[Group]) -> dict[Group, set[str]]:
-    """Return the names of the folders in each folder."""
-    children: defaultdict[Group, set[str]] = defaultdict(set)
-    for group in groups:
-        for depth, part in enumerate(group):
-            children[group[:depth]].add(part)
-    return children
-
-
 def _prefixes(folder: str) -> Iterator[str]:
     """Yield a folder and those above it."""
     parts = folder.split("/")
     return ("/".join(parts[:number]) for number in range(1, len(parts) + 1))
-
-
-def _group_prefixes(group: Group) -> Iterator[Group]:
-    return (group[:number] for number in range(1, len(group) + 1))
 
 
 def _split_word(name: str) -> SplitName | None:
