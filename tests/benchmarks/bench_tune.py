@@ -1,8 +1,8 @@
 """Tune against an exhaustive search, from bad settings: `python tests/benchmarks/bench_tune.py [--small] [--photos FOLDER]`.
 
 A distillation is set up as badly as people do it: eight loader processes on a few cores, fp32, batches of 16 images, the teacher in every
-step. An exhaustive search measures every cell of a grid of settings; tune searches from the bad ones. Both measure with the same trials.
-What each found is then measured again, in turns, because the best of many noisy measurements looks better than it is.
+step. An exhaustive search measures every cell of a grid of settings with its loader; tune climbs its ladder from the bad ones. The results
+of both are then measured again, in turns, because the best of many noisy measurements looks better than it is.
 
 Printed are the given settings and those of either search, with images a second and the time of the whole distillation, and how much of the
 best rate tune has reached in how much of the time.
@@ -33,8 +33,7 @@ from trainer.models import networks
 from trainer.profiling.recorder import Startup
 from trainer.stages import prepare
 from trainer.stages.tune import Subject, open_subject
-from trainer.stages.tuning.candidates import Workload
-from trainer.stages.tuning.search import search
+from trainer.stages.tuning.ladder import Ladder, Workload
 from trainer.stages.tuning.trials import Trials
 from trainer.stages.tuning.tuning_schema import Candidate, Trial
 
@@ -92,7 +91,7 @@ def reported(trials: Iterator[Trial], count: int) -> Iterator[Trial]:
 def exhaustive(start: Candidate, job: Workload, trials: Trials, most: int) -> tuple[Trial, float, int]:
     """The best cell, the seconds that it took to find it, and the number of cells."""
     grid = list(cells(start))[:most]
-    measured = list(reported(map(trials.measure, grid), len(grid)))
+    measured = list(reported((trials.measure(cell, loads=True) for cell in grid), len(grid)))
     fitting = [trial for trial in measured if trial.ended == "measured"]
     return min(fitting, key=job.run_s), sum(trial.seconds for trial in measured), len(measured)
 
@@ -104,7 +103,7 @@ def again(
     measured: dict[str, list[Trial]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, candidate in candidates.items():
-            measured[name].append(trials.measure(candidate))
+            measured[name].append(trials.measure(candidate, loads=True))
     return {
         name: (
             statistics.median(trial.images_per_second for trial in each),
@@ -116,12 +115,12 @@ def again(
 
 def compare(subject: Subject, settings: TuneSettings, checkpoints: str, *, rounds: int, most: int) -> None:
     """Search both ways and print what came out."""
-    job, start = subject.job(settings), Candidate.of(subject.settings)
-    make = partial(subject.training, checkpoints)
-    found = search(start, job, Trials(make, subject.settings, subject.processes).measure, limit_s=60 * settings.minutes)
-    trials = Trials(make, subject.settings, subject.processes)
+    trials = Trials(partial(subject.training, checkpoints), subject.settings, subject.processes)
+    job, start = subject.job(settings, trials.memory_limit), Candidate.of(subject.settings)
+    found = Ladder(job=job, measure=trials.measure, limit_s=60 * settings.minutes)
+    found.climb(start)
     best, seconds, count = exhaustive(start, job, trials, most)
-    chosen = {"as given": start, "exhaustive": best.candidate, "tune": found.best.candidate}
+    chosen = {"as given": start, "exhaustive": best.candidate, "tune": found.whole.candidate}
     measured = again(chosen, job, trials, rounds)
     for tried in found.tried:
         print(

@@ -64,8 +64,8 @@ def tune_with_a_fault(values, places):
     os.environ["TRAINER_DEVICE"] = "cpu"
     with (
         on_rank(1, small_memory),
-        patch.object(trials, "LEAST_S", (0.1, 0.1)),
-        patch.object(trials, "LONGEST_S", (0.2, 0.2)),
+        patch.object(trials, "LEAST_S", 0.1),
+        patch.object(trials, "LONGEST_S", 0.2),
     ):
         tune.run(config.validate(config.TuneSettings, values), **places)
 

@@ -889,7 +889,7 @@ class TuneSettings(Section):
     reinforce: ReinforceSettings | None = None
     """How the teacher's outputs would be recorded for it; default: `reinforce`."""
     minutes: Annotated[float, Field(gt=0)] = 10.0
-    """Time limit of the search; it ends earlier when what is left to gain would not pay for more trials."""
+    """Time limit of the search, which skips trials that would take more than a tenth of the distillation."""
     largest_batch_growth: Annotated[float, Field(ge=1)] = 4.0
     """Largest factor on `distill.batch_size`: a larger batch takes fewer steps, and the learning rate grows with it."""
     fewest_steps: Positive = 5_000

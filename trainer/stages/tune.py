@@ -1,4 +1,4 @@
-"""tune: try the distillation on the machines where it will run; the best settings, and a forecast of hours and dollars."""
+"""tune: measure the distillation on the machines where it will run; faster settings, and a forecast of hours and dollars."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,6 @@ from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import MicroBatches, Samples
 from trainer.data.sampler import StatelessSampler
 from trainer.data.views.rendering import mixes
-from trainer.devices import Device
 from trainer.devices.process_group import Processes, join_processes
 from trainer.io import artifacts, storage
 from trainer.io.errors import SettingsError
@@ -40,9 +39,8 @@ from trainer.report import forecast, tracking
 from trainer.report.forecast import Forecast, Measurement
 from trainer.report.tracking.stage_runs import Tracker, stage_run
 from trainer.stages import distill, reinforce
-from trainer.stages.tuning.candidates import Workload
-from trainer.stages.tuning.search import SearchResult, search
-from trainer.stages.tuning.trials import MakeTraining, RecordingTime, TrialLog, Trials, measure_training, place_of
+from trainer.stages.tuning.ladder import Ladder, Workload
+from trainer.stages.tuning.trials import TrialLog, Trials, measure_training, place_of
 from trainer.stages.tuning.tuning_schema import (
     FILE,
     Candidate,
@@ -63,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "tune"  # of the trials, in the log, among the metrics and beside the checkpoints
 _TIMED, _MOST_TIMED, _TIMED_S = 3, 50, 0.5
-"""Batches of a recording that are timed, at least, and at most if they are done within so many seconds; the fastest counts."""
+"""Batches of a recording that are timed, at least, and at most if they take less than so many seconds; the fastest counts."""
 _TEACHER_IMAGES = {"cpu": 8, "cuda": 256, "xla": 256}  # images of each
 _BESIDE_THE_TRIALS = {
     "enabled", "search", "apply", "minutes", "assumed_efficiency", "elsewhere", "budget_usd", "budget_hours",
@@ -79,7 +77,7 @@ def run(
     tuning: str | Path,
     teacher_outputs: str | Path | None = None,
 ) -> None:
-    """Measure, search, forecast; runs in every process of the job.
+    """Measure, climb, forecast; runs in every process of the job.
 
     Recorded outputs of the teacher are given where they are there already.
 
@@ -120,20 +118,19 @@ def run(
             dataset=dataset,
             teacher=teacher,
             teacher_outputs=teacher_outputs,
-            known=trial_log.recording,
+            known_s=trial_log.recording_s,
         )
-        if trial_log.recording is None:
-            trial_log.note_recording(subject.takes)
+        if trial_log.recording_s is None:
+            trial_log.note_recording(subject.recording_s)
         draft = stack.enter_context(shared_artifact(processes, tuning, "tuning", settings=values, parents=parents))
         made = _tune(subject, settings, trial_log, tracker, artifacts.unfinished(tuning), elsewhere)
         if processes.is_first:
             (draft.path / FILE).write_text(made.model_dump_json(indent=2) + "\n", encoding="utf-8")
-            gains = [tried.run_s for tried in made.tried if tried.taken and tried.run_s]
             draft.figures.update(
                 hours=made.forecast.hours,
                 dollars=made.forecast.dollars,
                 images_per_second=made.measurement.batch_size / made.measurement.step_s,
-                gain=gains[0] / gains[-1] if gains else 1.0,
+                gain=made.gain,
                 trials=len(made.tried),
                 search_seconds=made.search_s,
             )
@@ -166,8 +163,8 @@ class Subject:
     """Recorded outputs, or blank ones; none where the distillation could not learn from any."""
     no_recording: str
     """Why it could not."""
-    takes: RecordingTime
-    """What it takes to record them; no time where they are there."""
+    recording_s: float
+    """Seconds that recording them takes; 0 where they are recorded already."""
     ready_s: float
     """From the start of this process until the first trial could begin."""
 
@@ -194,10 +191,10 @@ class Subject:
 
     def recording_s_of(self, settings: DistillSettings) -> float | None:
         """Return the seconds that a forecast counts for recording; none where nothing has to be recorded."""
-        return self.takes.recording_s if settings.reads_recording and self.takes.recording_s else None
+        return self.recording_s if settings.reads_recording and self.recording_s else None
 
-    def job(self, tuned: TuneSettings) -> Workload:
-        """Return what the search may not change."""
+    def job(self, tuned: TuneSettings, memory_limit: float) -> Workload:
+        """Return the fixed part of the tuning; a process may use `memory_limit` bytes."""
         settings, processes = self.settings, self.processes
         images = settings.epochs * len(self.samples)
         limits = {
@@ -214,10 +211,9 @@ class Subject:
             largest_batch_why=tightest,
             device=processes.device,
             world_size=processes.world_size,
-            nodes=max(1, processes.world_size // processes.local_world_size),
             most_workers=max(1, usable_cores() // processes.local_world_size),
-            recording_s=self.takes.recording_s,
-            teacher_s=self.takes.teacher_s,
+            memory_limit=memory_limit,
+            recording_s=self.recording_s,
             no_recording=self.no_recording,
             least_part=smallest_micro_batch(self.student),
             why_parts_count=why_micro_batches_count(settings, self.student),
@@ -234,9 +230,9 @@ def open_subject(
     dataset: str | Path,
     teacher: str | Path,
     teacher_outputs: str | Path | None,
-    known: RecordingTime | None = None,
+    known_s: float | None = None,
 ) -> Subject:
-    """Open what all trials share; blank recorded outputs are made in `folder`. What recording takes is measured unless it is known."""
+    """Open what all trials share; blank recorded outputs are made in `folder`. The time of a recording is measured unless it is known."""
     settings, recorder = tuned.distill or DistillSettings(), tuned.reinforce or ReinforceSettings()
     student, _ = distill.start(settings, data)
     model = distill.load_teachers(settings, teacher, data)[0] if settings.needs_teacher else None
@@ -244,7 +240,7 @@ def open_subject(
     settings = fit_batch("distill", settings, len(samples), processes)
     ready_s = sum(startup.until(time.time()).values())
     recording, hindrance = None, "no loss compares with the teacher"
-    takes = RecordingTime(teacher_s=0.0, recording_s=0.0)
+    recording_s = 0.0
     if model is not None and teacher_outputs is not None:
         check_fits(teacher_outputs, settings, data=data, dataset=dataset, teacher=teacher)
         recording, hindrance = open_recording(teacher_outputs), ""
@@ -254,7 +250,7 @@ def open_subject(
         described = reinforce.describe(recorder, data, dataset, model, recorded, processes.device)
         hindrance = _hindrance(settings, recorder, student, described)
         recording = None if hindrance else placeholder_recording(folder, described)
-        takes = known or _recording_time(model, recorded, recorder, described, processes)
+        recording_s = _recording_s(model, recorded, recorder, described, processes) if known_s is None else known_s
     if settings.reads_recording and hindrance:
         raise SettingsError(f"distill.teacher is recorded, but {hindrance}")
     return Subject(
@@ -266,7 +262,7 @@ def open_subject(
         teacher=model,
         recording=recording,
         no_recording=hindrance,
-        takes=takes,
+        recording_s=recording_s,
         ready_s=max(processes.gather(ready_s)),
     )
 
@@ -288,17 +284,18 @@ def _hindrance(
     return "; ".join(mistakes)
 
 
-def _recording_time(
+def _recording_s(
     model: Classifier,
     samples: Samples,
     recorder: ReinforceSettings,
     described: RecordingDescription,
     processes: Processes,
-) -> RecordingTime:
-    """Measure the teacher's forward pass, what the device makes of stored images, and the loading: a GPU's loaders work beside it, a CPU
-    does all.
+) -> float:
+    """Measure the seconds of a recording: a GPU's loaders work beside the device, a CPU does all.
+
+    The device's part is the teacher's forward pass, and the views where the loader leaves them to the device.
     """
-    device, edge = processes.device, described.view_size
+    device = processes.device
     batch = min(_TEACHER_IMAGES[device.kind], recorder.batch_size)
     frozen = FrozenTeacher(
         copy.deepcopy(model),
@@ -308,45 +305,28 @@ def _recording_time(
         tokens=recorder.tokens,
         compile="off",
     )
-    images = torch.zeros(batch, 3, edge, edge, dtype=torch.uint8, device=device.torch_device)
-    teacher_s = max(processes.gather(_least_s(lambda: frozen(images), device))) / batch / processes.world_size
     views = reinforce.open_views(recorder, described, samples, device)
     order = StatelessSampler(
         len(samples), described.seed, views=described.views, paired=mixes(views.settings), labeled=samples.labeled
     )
     batches = MicroBatches(views, order, count=batch)
-    loading = measure_loading(batches, count(0, batch)).seconds / batch
-    loading_s = max(processes.gather(loading)) / processes.world_size
-    loaded, device_s = batches[0], teacher_s
-    # Where the loader leaves the views to the device, that makes them, and may decode what they are made of, beside the teacher's work.
-    if loaded.views is not None:
-        with closing(make_prefetcher(repeat(loaded), views, device)) as prefetcher:
-
-            def show() -> None:
-                frozen(prefetcher.next().images)
-                prefetcher.preload()  # as in a recording: the next images are decoded while the teacher computes
-
-            device_s = max(processes.gather(_least_s(show, device))) / batch / processes.world_size
-    if device.kind == "cpu":
-        view_s = device_s + loading_s
-    else:
-        view_s = max(device_s, loading_s / max(1, usable_cores() // processes.local_world_size - 1))
-    return RecordingTime(teacher_s=teacher_s, recording_s=view_s * described.samples * described.views)
-
-
-def _least_s(work: Callable[[], object], device: Device) -> float:
-    """Measure the shortest time of some work on the device, in seconds; the first one, which may compile, does not count."""
+    loading_s = measure_loading(batches, count(0, batch)).seconds
     times: list[float] = []
-    while len(times) <= _TIMED or (len(times) <= _MOST_TIMED and sum(times) < _TIMED_S):
-        began = time.perf_counter()
-        work()
-        device.synchronize()
-        times.append(time.perf_counter() - began)
-    return min(times[1:])
+    with closing(make_prefetcher(repeat(batches[0]), views, device)) as prefetcher:
+        while len(times) <= _TIMED or (len(times) <= _MOST_TIMED and sum(times) < _TIMED_S):
+            began = time.perf_counter()
+            frozen(prefetcher.next().images)
+            prefetcher.preload()  # as in a recording: the next images are decoded while the teacher computes
+            device.synchronize()
+            times.append(time.perf_counter() - began)
+    device_s = min(times[1:])  # the first one may compile
+    loaders = max(1, usable_cores() // processes.local_world_size - 1)
+    batch_s = device_s + loading_s if device.kind == "cpu" else max(device_s, loading_s / loaders)
+    return max(processes.gather(batch_s)) / batch / processes.world_size * described.samples * described.views
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is found
+# The result
 
 
 def _tune(
@@ -357,15 +337,25 @@ def _tune(
     root: str,
     elsewhere: Sequence[Tuning],
 ) -> Tuning:
-    """Search, and measure what the distillation will use; the same on every process."""
-    given, make = subject.settings, partial(subject.training, root)
-    found = _search(subject, settings, make, trial_log) if settings.search else None
-    chosen = given
-    if found:
-        best = found.best.candidate
-        if best.workers == found.given.workers:  # what is as it was given stays so, also where that is `auto`
-            best = best.model_copy(update={"workers": given.workers})
+    """Climb the ladder, and measure the settings that the distillation will use; the same on every process."""
+    given, chosen, make = subject.settings, subject.settings, partial(subject.training, root)
+    ladder: Ladder | None = None
+    if settings.search:
+        trials = Trials(make, given, subject.processes)
+
+        def measure(candidate: Candidate, *, loads: bool = False) -> Trial:
+            known = trial_log.trial(candidate, loads=loads)
+            trial = known or trials.measure(candidate, loads=loads)
+            if known is None:
+                trial_log.note(trial)
+            return trial
+
+        ladder = Ladder(job=subject.job(settings, trials.memory_limit), measure=measure, limit_s=60 * settings.minutes)
+        ladder.climb(Candidate.of(given))
+        best = ladder.whole.candidate
         chosen = best.applied(given)
+        if best.workers == ladder.given.candidate.workers:  # the given value stays, also `auto`
+            chosen = chosen.model_copy(update={"workers": given.workers})
     uses = chosen if settings.apply else given
     measured = measure_training(
         make, uses, subject.processes, tracker, ready_s=subject.ready_s, recording_s=subject.recording_s_of(uses)
@@ -376,43 +366,18 @@ def _tune(
         given=given.model_dump(mode="json"),
         chosen=chosen.model_dump(mode="json"),
         applied=settings.apply,
-        tried=tuple(found.tried) if found else (),
-        untried=found.untried if found else {},
-        reasons=tuple(_reasons(found)) if found else (),
-        stopped=found.stopped if found else "nothing was searched for (tune.search=false)",
-        search_s=found.seconds if found else 0.0,
+        tried=tuple(ladder.tried) if ladder else (),
+        untried=ladder.untried if ladder else {},
+        reasons=tuple(ladder.reasons) if ladder else (),
+        stopped=ladder.stopped if ladder else "nothing was searched for (tune.search=false)",
+        search_s=ladder.seconds if ladder else 0.0,
         measurement=measured,
         work=work,
         forecast=forecast.forecast(measured, work),
-        alternatives=dict(_alternatives(subject, settings, measured, uses, chosen, found, elsewhere)),
+        alternatives=dict(
+            _alternatives(subject, settings, measured, uses, chosen, ladder.whole if ladder else None, elsewhere)
+        ),
     )
-
-
-def _search(subject: Subject, settings: TuneSettings, make: MakeTraining, trial_log: TrialLog) -> SearchResult:
-    trials = Trials(make, subject.settings, subject.processes)
-
-    def measure(candidate: Candidate, rate_to_beat: float) -> Trial:
-        if trial := trial_log.trial(candidate):
-            trials.learn(trial)
-        else:
-            trial = trials.measure(candidate, rate_to_beat)
-            trial_log.note(trial)
-        return trial
-
-    return search(Candidate.of(subject.settings), subject.job(settings), measure, limit_s=60 * settings.minutes)
-
-
-def _reasons(found: SearchResult) -> Iterator[str]:
-    for tried in found.tried[1:]:
-        if tried.taken:
-            yield f"{tried.idea}: {tried.verdict}"
-    before, after = found.given.candidate, found.best.candidate
-    if before.batch_size != after.batch_size:
-        factor = after.batch_size / before.batch_size
-        yield (
-            f"the batch has grown from {before.batch_size} to {after.batch_size} images: {factor:g} times fewer steps, with a peak "
-            "learning rate that is as many times larger (linear scaling, Goyal et al. 2017), since distill.base_learning_rate is for 256"
-        )
 
 
 def _alternatives(
@@ -421,13 +386,13 @@ def _alternatives(
     measured: Measurement,
     uses: DistillSettings,
     chosen: DistillSettings,
-    found: SearchResult | None,
+    best: Trial | None,
     elsewhere: Sequence[Tuning],
 ) -> Iterator[tuple[str, Forecast]]:
     """Yield what else could be done -> what that would take."""
     samples = len(subject.samples)
-    if found and chosen not in (uses, subject.settings):
-        tuned = from_trial(measured, found.best, chosen, subject.recording_s_of(chosen))
+    if best and chosen not in (uses, subject.settings):
+        tuned = from_trial(measured, best, chosen, subject.recording_s_of(chosen))
         yield "tune.apply=true", forecast.forecast(tuned, forecast.work_of(chosen, samples))
     if measured.place.price is not None:
         # On more nodes of this pool: as fast as was measured where somebody has, or else as is assumed.

@@ -364,8 +364,8 @@ def test_a_registered_student_names_labels_in_mlflow(made, tmp_path, mlflow_uri,
 
 @pytest.mark.parametrize("asked", ["online", "recorded"])
 def test_a_distillation_is_tuned(made, tmp_path, monkeypatch, asked):
-    monkeypatch.setattr(trials, "LEAST_S", (0.1, 0.2))
-    monkeypatch.setattr(trials, "LONGEST_S", (0.2, 0.4))
+    monkeypatch.setattr(trials, "LEAST_S", 0.1)
+    monkeypatch.setattr(trials, "LONGEST_S", 0.2)
     shape = ModelSettings(architecture=VIT, args=args(32, 1))
     student = DistillSettings(**TRAINING, student=shape, teacher=asked, epochs=60, workers=0, seed=0)
     recorder = ReinforceSettings(views=2, top_k="all", augmentation=student.views, workers=0, seed=0)

@@ -1,4 +1,4 @@
-"""Real steps of the distillation, measured in this group of processes: those of candidates, and of the settings that will be used.
+"""Real steps of the distillation, measured in this group of processes: of candidates, and of the settings that will be used.
 
 All processes take part, and take the decisions of the first one, which it sends them after each lap.
 """
@@ -10,10 +10,11 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import count, cycle
 from typing import Literal, NamedTuple
 
 import torch
@@ -21,22 +22,22 @@ from pydantic import ValidationError
 
 from trainer.config import DistillSettings, LowResolutionSettings
 from trainer.config.step_schedule import step_count
-from trainer.data.loader import PREFETCHED, MicroBatches, micro_batch_size
+from trainer.data.loader import PREFETCHED, MicroBatches, make_loader, micro_batch_size, positions
 from trainer.devices.process_group import Processes
 from trainer.io import storage
 from trainer.io.base_models import StrictModel
 from trainer.io.costs import THIS_MACHINE, Machines, place_here
 from trainer.io.errors import ObjectDamagedError, ObjectNotFoundError
-from trainer.profiling.recorder import Recorder
 from trainer.report.forecast import LEAST_STEPS, Measurement, mean_interval
 from trainer.report.tracking.stage_runs import Tracker
-from trainer.stages.tuning.memory import Memory, gauge_of
+from trainer.stages.tuning.memory import MemoryGauge
 from trainer.stages.tuning.tuning_schema import Candidate, Trial
 from trainer.training import loader_workers
 from trainer.training.classification import validate
 from trainer.training.loader_workers import LoadingTime, measure_loading
 from trainer.training.loop import Trainer
 from trainer.training.metric_logger import MetricLogger, ProgressBar
+from trainer.training.prefetch import Prefetcher, make_prefetcher
 from trainer.training.spec import TrainingSpec
 
 logger = logging.getLogger(__name__)
@@ -47,127 +48,92 @@ WARM_STEPS = 2
 
 THOROUGHNESS = 6.0
 """How many times longer than in a trial the steps are measured of which hours and dollars are computed."""
-
-# How long a trial takes: until it is clear whether the candidate is better than the best so far.
-
 LAP_S = 0.2
 """About how long a lap takes; the host waits for the device once a lap."""
-SHARE_LEAST, SHARE_MOST = 0.01, 0.04
-"""How long a trial is measured at least, unless it is far behind, and at most, as a share of the whole distillation ..."""
-LEAST_S, LONGEST_S = (0.5, 2.0), (1.0, 10.0)
-"""... and in seconds, from and to, unless its steps are so long that the few that an interval needs take longer."""
-FAR_BEHIND = 0.8
-"""A candidate whose fastest lap is below this share of the rate to beat is stopped."""
 PRECISE = 0.02
-"""The interval of a rate is narrow enough at this share of it, each side."""
+"""A trial ends when the interval of its rate is within this share of it, each side; ..."""
+LEAST_S, LONGEST_S, SHARE = 0.5, 10.0, 0.04
+"""... not before so many seconds, and at the latest after so many, or after this share of the whole distillation."""
 
 MakeTraining = Callable[[DistillSettings, Processes], TrainingSpec]
 """Makes a distillation from its beginning, with models of its own."""
 
 
 class Plan(NamedTuple):
-    """What a process would do after a lap; all do what the first one would, and drain if any of them would."""
+    """The next lap, the same on all processes."""
 
-    ended: Literal["", "measured", "outrun"]
     steps: int
-    """Steps of the next lap."""
-    drains: bool = False
-    """Whether to drop the batches that are ready, and to measure again."""
+    """0: the measurement is complete."""
+    drop: int = 0
+    """Micro-batches of each process to drop before it."""
 
 
 class StepTimer:
-    """The times of a trial's steps, lap by lap: first some steps to warm up, each a lap of its own, then laps that count.
+    """The times of a trial's steps, lap by lap: first steps to warm up, each a lap, then laps that count.
 
-    While the first steps compile, the loader processes fill their queue, `PREFETCHED` micro-batches each. A loader that is slower than
-    the step would hide behind this stock for longer than a trial takes. So a trial lasts until every process was handed a new
-    micro-batch, and if the queue is then at most half full, so that all of them are at work, and no fuller than before, the loader is
-    the limit: the stock is dropped, and steps are measured again, in laps in which each process makes the same number of
-    micro-batches. Such a lap may be long, but shorter ones would be either bursts or waits: the processes finish at much the same time.
+    Loader processes prefetch `PREFETCHED` micro-batches each while the first steps compile, and a loader slower than the step would hide
+    behind them. So this stock is dropped after the warm-up, and in each lap all loader processes make the same number of micro-batches:
+    they finish at much the same time, so shorter laps would be either bursts or waits.
     """
 
     def __init__(
-        self,
-        images: int,
-        rate_to_beat: float = 0.0,
-        *,
-        warm_steps: int,
-        total_steps: int,
-        accumulation: int = 1,
-        thoroughness: float = 1.0,
+        self, images: int, *, warm_steps: int, total_steps: int, accumulation: int = 1, thoroughness: float = 1.0
     ) -> None:
-        """Of a candidate with so many images a step.
+        """Time steps of `images` images in `accumulation` micro-batches.
 
         Args:
-            rate_to_beat: images a second below which the candidate cannot be the best.
             warm_steps: steps that are not measured.
-            total_steps: of the whole distillation, whose length says how long a trial may be.
-            accumulation: micro-batches a step.
+            total_steps: of the whole distillation, whose length limits that of a trial.
             thoroughness: how many times longer than a trial.
         """
-        self._images, self._rate_to_beat, self._accumulation = images, rate_to_beat, accumulation
-        self._warm, self._total_steps, self._thoroughness = warm_steps, total_steps, thoroughness
+        self._images, self._accumulation, self._warm = images, accumulation, warm_steps
+        self._total_steps, self._thoroughness = total_steps, thoroughness
         self._seconds: list[float] = []  # of a step, lap by lap
         self._began, self._done = 0.0, 0
-        self._ready = 0.0  # micro-batches in the queue when the laps that count began
-        self._round, self._drained = 1, False  # steps of which each lap has a multiple
-        self.plan = Plan("", 1)
+        self._settles = False
+        self.plan = Plan(1)
 
     def open(self, now: float) -> None:
         self._began, self._done = now, 0
 
     def step(self) -> bool:
-        """A step is done; gives whether that completes the lap."""
+        """Count a step; return whether it completes the lap."""
         self._done += 1
         return self._done >= self.plan.steps
 
-    def close(self, now: float, *, workers: int = 0, ready: float = 0.0) -> Plan:
-        """A lap ends; gives what this process would do next.
+    def close(self, now: float, *, workers: int = 0) -> Plan:
+        """End a lap; return the next one as this process would choose it.
 
         Args:
             workers: loader processes beside this one.
-            ready: micro-batches that they have ready; NaN where that is not known.
         """
         seconds = (now - self._began) / self._done
+        turn = (
+            workers // math.gcd(workers, self._accumulation) if workers else 1
+        )  # steps in which each of them has as much to do
         if self._warm:
-            self._warm, self._ready = self._warm - 1, ready
-            laps = max(1, round(LAP_S / max(seconds * self._round, 1e-9)))
-            return Plan("", self._round if self._warm else self._round * laps)
-        self._seconds.append(seconds)
-        ended = self._ended()
-        if ended != "outrun" and workers and not self._drained:
-            if self.steps * self._accumulation <= workers:
-                return Plan("", self.plan.steps)
-            if not (ready > workers or ready > self._ready):
-                return Plan("", workers // math.gcd(workers, self._accumulation), drains=True)
-        return Plan(ended, self.plan.steps)
+            self._warm -= 1
+            self._settles = not self._warm and workers > 0
+            if self._settles:
+                return Plan(turn, drop=PREFETCHED * workers)
+        elif self._settles:
+            self._settles = False
+        else:
+            self._seconds.append(seconds)
+            return Plan(0) if self._is_enough() else self.plan
+        return Plan(1 if self._warm else turn * max(1, round(LAP_S / max(seconds * turn, 1e-9))))
 
-    def follow(self, plans: Sequence[Plan]) -> Plan:
-        """Take the plan of all processes."""
-        draining = [plan for plan in plans if plan.drains]
-        self.plan = draining[0] if draining else plans[0]
-        if draining:  # the first lap begins with an empty queue, and does not count
-            self._seconds, self._warm, self._round, self._drained = [], 1, self.plan.steps, True
-        return self.plan
-
-    def _ended(self) -> Literal["", "measured", "outrun"]:
-        if len(self._seconds) >= 2 and self._images / min(self._seconds) < FAR_BEHIND * self._rate_to_beat:
-            return "outrun"
-        measured = self.plan.steps * sum(self._seconds)
-        whole = self._total_steps * sum(self._seconds) / len(self._seconds)
-        if len(self._seconds) < LEAST_STEPS or measured < self._limit(SHARE_LEAST * whole, LEAST_S):
-            return ""
+    def _is_enough(self) -> bool:
+        laps, lap_s = len(self._seconds), statistics.mean(self._seconds)
+        measured = self.plan.steps * lap_s * laps / self._thoroughness
+        if laps < LEAST_STEPS or measured < LEAST_S:
+            return False
         rate, low, high = self.rates
-        if high < self._rate_to_beat:
-            return "outrun"
-        is_precise = high - low <= 2 * PRECISE * rate
-        return "measured" if is_precise or measured >= self._limit(SHARE_MOST * whole, LONGEST_S) else ""
-
-    def _limit(self, seconds: float, between: tuple[float, float]) -> float:
-        return self._thoroughness * min(max(seconds, between[0]), between[1])
+        return high - low <= 2 * PRECISE * rate or measured >= min(SHARE * self._total_steps * lap_s, LONGEST_S)
 
     @property
     def steps(self) -> int:
-        return self.plan.steps * len(self._seconds)
+        return self._done * len(self._seconds)
 
     @property
     def step_s(self) -> tuple[float, float, float]:
@@ -193,76 +159,73 @@ class Trials:
     def __init__(self, make: MakeTraining, settings: DistillSettings, processes: Processes) -> None:
         """Of one distillation, which `make` makes with other settings of its section."""
         self._make, self._settings, self._processes = make, settings, processes
-        self._memory = Memory(gauge_of(processes))
-        self._loading: LoadingTime | None = None
+        self._gauge = MemoryGauge(processes)
+        self.memory_limit = min(processes.gather(self._gauge.limit))
+        """Bytes that each process may use."""
+        self._loading: dict[str, LoadingTime] = {}  # of an image, online or recorded
+        self._ran: set[Candidate] = set()
 
-    def measure(self, candidate: Candidate, rate_to_beat: float = 0.0) -> Trial:
-        """Run a trial, the same on every process, stopped early below `rate_to_beat` images a second; raises as `check_batch` does."""
+    def measure(self, candidate: Candidate, *, loads: bool = False) -> Trial:
+        """Run a trial, the same on every process: on batches in memory, or with the loader. Raises as `check_batch` does."""
         began = time.perf_counter()
-        trial = self._run(candidate, rate_to_beat, began) if self._fits(candidate) else None
+        trial = self._run(candidate, loads, began) if self._fits_alone(candidate) else None
         release()
-        trial = trial or Trial(candidate=candidate, ended="out of memory", seconds=time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        trial = trial or Trial(candidate=candidate, loads=loads, ended="out of memory", seconds=seconds)
         everyone = self._processes.gather(trial)
-        most = {name: max(getattr(one, name) for one in everyone) for name in ("memory_bytes", "advised_workers")}
+        most = {
+            name: max(getattr(one, name) for one in everyone) for name in ("memory_bytes", "loading_s", "waiting_s")
+        }
         most["fixed_bytes"] = min(one.fixed_bytes for one in everyone)
-        trial = everyone[0].model_copy(update=most)
-        self.learn(trial)
-        return trial
+        return everyone[0].model_copy(update=most)
 
-    def learn(self, trial: Trial) -> None:
-        """Take what a trial, also one of an earlier attempt, says of the memory that others will need."""
-        if not trial.failed:
-            kind, images = _beside_images(trial.candidate), self._images(trial.candidate)
-            self._memory.learn(kind, images, trial.memory_bytes, fixed=trial.fixed_bytes)
+    def _fits_alone(self, candidate: Candidate) -> bool:
+        """Take two steps of each process alone, where there are several; return whether all had memory enough.
 
-    def _images(self, candidate: Candidate) -> int:
-        return -(-candidate.held // self._processes.world_size)  # of the larger micro-batches
-
-    def _fits(self, candidate: Candidate) -> bool:
-        """Check whether a micro-batch will fit, on all processes: judged by those before it, then by one that each process does alone.
-
-        A process that ran out of memory in a step with the others would let them wait for it.
+        A process that ran out of memory in a step with the others would leave them waiting for it.
         """
-        kind, images = _beside_images(candidate), self._images(candidate)
-        if self._memory.ran(kind, images):
+        processes = self._processes
+        without_loader = candidate.model_copy(update={"workers": 0})
+        if processes.world_size == 1 or without_loader in self._ran:
             return True
-        if not all(self._processes.gather(self._memory.has_room(kind, images))):
-            return False
-        return self._processes.world_size == 1 or all(self._processes.gather(self._fits_alone(candidate, images)))
-
-    def _fits_alone(self, candidate: Candidate, images: int) -> bool:
-        alone = replace(self._processes, rank=0, world_size=1)
+        images = -(-candidate.held // processes.world_size)  # of the larger micro-batches
         part = {"batch_size": images, "accumulation": 1, "workers": 0}
-        training = self._make(endless(candidate.applied(self._settings).model_copy(update=part)), alone)
-        # Two steps: in the second all states are there.
-        timer = StepTimer(images, float("inf"), warm_steps=0, total_steps=0)
+        training = self._make(
+            endless(candidate.applied(self._settings).model_copy(update=part)), replace(processes, rank=0, world_size=1)
+        )
+        fits = True
         try:
-            measure_steps(training, timer)
+            trainer = Trainer(training)
+            with trainer.recorder, at_hand(trainer) as batches:
+                for step in range(2):  # in the second one all states exist
+                    trainer.train_step(step, batches)
+            processes.device.synchronize()
         except RuntimeError as error:
-            if not self._processes.device.is_out_of_memory(error):
+            if not processes.device.is_out_of_memory(error):
                 raise
-            return False
+            fits = False
         finally:
             release()
-        return True
+        fits = all(processes.gather(fits))
+        if fits:
+            self._ran.add(without_loader)
+        return fits
 
-    def _run(self, candidate: Candidate, rate_to_beat: float, began: float) -> Trial | None:
-        """Run a trial; gives none if this process, which is alone, runs out of memory."""
-        settings = endless(candidate.applied(self._settings))
-        training = self._make(settings, self._processes)
-        steps = step_count(candidate.applied(self._settings), len(training.samples))
+    def _run(self, candidate: Candidate, loads: bool, began: float) -> Trial | None:
+        """Run a trial; return none if this process, which is alone, runs out of memory."""
+        processes, settings = self._processes, endless(candidate.applied(self._settings))
+        training = self._make(settings, processes)
         timer = StepTimer(
             candidate.batch_size,
-            rate_to_beat,
-            warm_steps=warm_steps(settings),
-            total_steps=steps,
+            warm_steps=warm_steps(settings) if loads else WARM_STEPS,
+            total_steps=step_count(candidate.applied(self._settings), len(training.samples)),
             accumulation=candidate.accumulation,
         )
-        self._memory.begin()
+        fixed_bytes = self._gauge.begin()
         try:
-            trainer, startup_s = measure_steps(training, timer)
+            trainer, startup_s = measure_steps(training, timer, loads=loads)
         except RuntimeError as error:
-            if self._processes.world_size > 1 or not self._processes.device.is_out_of_memory(error):
+            if processes.world_size > 1 or not processes.device.is_out_of_memory(error):
                 raise
             return None
         failures: dict[Literal["not compiled", "not finite"], bool] = {
@@ -270,43 +233,55 @@ class Trials:
             "not finite": not all(torch.isfinite(weight).all() for weight in trainer.model.parameters()),
         }
         for ended, failed in failures.items():
-            if any(self._processes.gather(failed)):
-                return Trial(candidate=candidate, ended=ended, seconds=time.perf_counter() - began)
+            if any(processes.gather(failed)):
+                return Trial(candidate=candidate, loads=loads, ended=ended, seconds=time.perf_counter() - began)
         rate, low, high = timer.rates
-        shares = shares_of(trainer.recorder, timer.steps)
-        computing_s = (1 - shares["data"]) * candidate.batch_size / rate / candidate.accumulation
-        assert timer.plan.ended, "the steps end when the laps do"
+        loading = self._loading_of(training)
         return Trial(
             candidate=candidate,
-            ended=timer.plan.ended,
+            loads=loads,
+            ended="measured",
             images_per_second=rate,
             low=low,
             high=high,
             steps=timer.steps,
             startup_s=startup_s,
-            shares=shares,
+            loading_s=loading.seconds / processes.world_size,
+            waiting_s=loading.waiting / processes.world_size,
             workers=trainer.loader.workers or 0,
-            advised_workers=self._advise(training, computing_s),
-            memory_bytes=self._memory.peak,
-            fixed_bytes=self._memory.fixed,
+            memory_bytes=self._gauge.peak,
+            fixed_bytes=fixed_bytes,
             seconds=time.perf_counter() - began,
         )
 
-    def _advise(self, training: TrainingSpec, computing_s: float) -> int:
-        """Return as many loader processes as keep up with a micro-batch that takes so many seconds of computing."""
-        images = micro_batch_size(training.settings, self._processes.world_size)
-        if self._loading is None:
+    def _loading_of(self, training: TrainingSpec) -> LoadingTime:
+        """Measure one core's time to load an image, once for each kind of teacher: recorded outputs are loaded too."""
+        kind = "online" if training.teacher_outputs is None else "recorded"
+        if kind not in self._loading:
+            images = micro_batch_size(training.settings, self._processes.world_size)
             recorded = training.teacher_outputs
             batches = MicroBatches(training.views, training.order, count=images, teacher_outputs=recorded)
             measured = measure_loading(batches, count(0, images))
-            self._loading = LoadingTime(measured.seconds / images, measured.waiting / images)
-        scaled = LoadingTime(images * self._loading.seconds, images * self._loading.waiting)
-        return loader_workers.advised_workers(scaled, computing_s, self._processes)
+            self._loading[kind] = LoadingTime(measured.seconds / images, measured.waiting / images)
+        return self._loading[kind]
 
 
-def _beside_images(candidate: Candidate) -> Candidate:
-    """Return what is the same for candidates that differ only in how many images they hold."""
-    return candidate.model_copy(update={"workers": 0, "batch_size": 1, "accumulation": 1})
+@contextmanager
+def at_hand(trainer: Trainer) -> Iterator[Prefetcher]:
+    """Load the micro-batches of this process's first step, and repeat them without end: steps that never wait for a loader."""
+    training, processes = trainer.training, trainer.processes
+    settings, device = training.settings, processes.device
+    batches = MicroBatches(
+        training.views,
+        training.order,
+        count=settings.batch_size,
+        parts=processes.world_size * settings.accumulation,
+        teacher_outputs=training.teacher_outputs,
+    )
+    starts = positions(settings, first_step=0, last_step=1, rank=processes.rank, world_size=processes.world_size)
+    loaded = list(make_loader(batches, starts, workers=0, pin_memory=device.pins_memory))
+    with closing(make_prefetcher(cycle(loaded), training.views, device)) as prefetcher:
+        yield prefetcher
 
 
 def endless(settings: DistillSettings, *, operators_at: tuple[int, ...] = ()) -> DistillSettings:
@@ -323,8 +298,13 @@ def warm_steps(settings: DistillSettings) -> int:
     return WARM_STEPS + finding_out
 
 
-def measure_steps(training: TrainingSpec, timer: StepTimer, tracker: Tracker | None = None) -> tuple[Trainer, float]:
+def measure_steps(
+    training: TrainingSpec, timer: StepTimer, tracker: Tracker | None = None, *, loads: bool = True
+) -> tuple[Trainer, float]:
     """Train from the beginning until the timer's laps end; a `tracker` takes the metrics, which are else not computed.
+
+    Args:
+        loads: whether the steps wait for the loader, or take batches in memory.
 
     Returns:
         The trainer after these steps, and the seconds from the beginning to the end of the first one.
@@ -334,7 +314,7 @@ def measure_steps(training: TrainingSpec, timer: StepTimer, tracker: Tracker | N
     recorder, metrics = trainer.recorder, None
     if tracker is not None:
         metrics = MetricLogger(training, recorder, tracker, ProgressBar.of(training, 0, active=False))
-    with recorder, trainer.prefetch(0) as batches:
+    with recorder, trainer.prefetch(0) if loads else at_hand(trainer) as batches:
         timer.open(time.perf_counter())
         for step in range(training.total_steps):
             with recorder.timeline.step(step, images=training.settings.batch_size):
@@ -344,25 +324,15 @@ def measure_steps(training: TrainingSpec, timer: StepTimer, tracker: Tracker | N
             if not timer.step():
                 continue
             processes.device.synchronize()
-            now, loader = time.perf_counter(), trainer.loader
+            now = time.perf_counter()
             startup_s = startup_s or now - began
-            workers = loader.workers or 0
-            plan = timer.follow(processes.gather(timer.close(now, workers=workers, ready=loader.ready)))
-            if plan.ended:
+            plan = processes.gather(timer.close(now, workers=trainer.loader.workers or 0))[0]
+            if not plan.steps:
                 break
-            if plan.drains:
-                batches.drop(PREFETCHED * workers if math.isnan(loader.ready) else int(loader.ready))
+            timer.plan = plan
+            batches.drop(plan.drop)
             timer.open(time.perf_counter())
     return trainer, startup_s
-
-
-def shares_of(recorder: Recorder, last: int) -> Mapping[str, float]:
-    """Range -> its share of the time of the `last` steps."""
-    recorder.timeline.catch_up()
-    steps = recorder.timeline.steps
-    first = len(steps) - last
-    total = float(steps.column("seconds")[first:].sum())
-    return {name: float(steps.column(name)[first:].sum()) / total for name in recorder.timeline.ranges} if total else {}
 
 
 def release() -> None:
@@ -460,25 +430,17 @@ def _timed(processes: Processes, what: Callable[[], object]) -> float:
 # What was measured before
 
 
-class RecordingTime(StrictModel):
-    """What it would take to record the teacher's outputs."""
-
-    teacher_s: float
-    """Seconds that the teacher needs for an image, on all processes together."""
-    recording_s: float
-    """Seconds that the whole recording takes."""
-
-
 class _Notes(StrictModel):
-    recording: RecordingTime | None = None
+    recording_s: float | None = None
+    """Seconds that recording the teacher's outputs takes."""
     trials: tuple[Trial, ...] = ()
 
 
 class TrialLog:
-    """What a tuning has measured, kept beside the checkpoints until it is complete: one that is started again does not measure it again.
+    """The measurements of a tuning, kept beside the checkpoints until it is complete, so that a restarted tuning does not repeat them.
 
-    The search is a function of what is measured, so with the same measurements it continues where it was, as if it had never been
-    interrupted. Every process has the measurements, the first one writes them down; it raises `StorageError` and `OutputError`.
+    The ladder is a function of its measurements, so with the same ones it resumes where it was interrupted. Every process has them, the
+    first one writes them down; it raises `StorageError` and `OutputError`.
     """
 
     def __init__(self, uri: str, processes: Processes) -> None:
@@ -489,14 +451,14 @@ class TrialLog:
             logger.info("tune  resuming: %d trials were measured by an earlier attempt", len(self._notes.trials))
 
     @property
-    def recording(self) -> RecordingTime | None:
-        return self._notes.recording
+    def recording_s(self) -> float | None:
+        return self._notes.recording_s
 
-    def trial(self, candidate: Candidate) -> Trial | None:
-        return next((trial for trial in self._notes.trials if trial.candidate == candidate), None)
+    def trial(self, candidate: Candidate, *, loads: bool) -> Trial | None:
+        return next((one for one in self._notes.trials if (one.candidate, one.loads) == (candidate, loads)), None)
 
-    def note_recording(self, recording: RecordingTime) -> None:
-        self._write(self._notes.model_copy(update={"recording": recording}))
+    def note_recording(self, seconds: float) -> None:
+        self._write(self._notes.model_copy(update={"recording_s": seconds}))
 
     def note(self, trial: Trial) -> None:
         self._write(self._notes.model_copy(update={"trials": (*self._notes.trials, trial)}))

@@ -30,8 +30,6 @@ class Candidate(StrictModel):
     accumulation: int
     precision: Precision
     compile: Compile
-    zero: bool
-    gradient_compression: Literal["none", "bf16"]
     teacher: Literal["online", "recorded"]
 
     @classmethod
@@ -53,11 +51,12 @@ class Trial(StrictModel):
     """A candidate, measured."""
 
     candidate: Candidate
-    ended: Literal["measured", "outrun", "out of memory", "not compiled", "not finite"]
-    """`outrun`: stopped as soon as it was clear that it would not be the best; `not compiled`: nothing was, where something should be;
-    `not finite`: weights were no numbers at its end."""
+    loads: bool = False
+    """Whether the step was measured with its loader, or else on batches in memory."""
+    ended: Literal["measured", "out of memory", "not compiled", "not finite"]
+    """`not compiled`: nothing was compiled although `compile` asks for it; `not finite`: the weights were not finite at the end."""
     images_per_second: float = 0.0
-    """Median over the trial's laps, of all processes together; 0 where the trial failed."""
+    """Median over the laps, of all processes together; 0 where the trial failed."""
     low: float = 0.0
     high: float = 0.0
     """95 % interval of that median."""
@@ -66,36 +65,41 @@ class Trial(StrictModel):
     startup_s: float = 0.0
     """From the beginning of the trial to the end of its first step: model, loader, compilation."""
     seconds: float
-    """How long the trial took."""
-    shares: Mapping[str, float] = {}
-    """Range -> its share of the steps' time."""
+    """Duration of the trial."""
+    loading_s: float = 0.0
+    """Seconds to load an image on one core of each process, divided by the processes ..."""
+    waiting_s: float = 0.0
+    """... and the part of them in which the core waited for storage."""
     workers: int = 0
     """Loader processes beside each training process; those that `auto` chose."""
-    advised_workers: int = 0
-    """So many as keep up with this step by the measured time that loading takes."""
     memory_bytes: int = 0
-    """Most that a process used: of its GPU, or else of the machine."""
+    """Peak of a process: of its GPU, or else of the host since the process began."""
     fixed_bytes: int = 0
-    """What it used before the first step, which does not grow with the images: on a GPU with the teacher."""
+    """Memory in use before the first step, which does not grow with the images: on a GPU with the teacher."""
 
     @property
     def failed(self) -> bool:
-        return self.ended in ("out of memory", "not compiled", "not finite")
+        return self.ended != "measured"
+
+    @property
+    def noise(self) -> float:
+        """Half the width of the interval, as a share of the rate."""
+        return (self.high - self.low) / 2 / self.images_per_second
 
 
 class TriedCandidate(StrictModel):
-    """A step of the search."""
+    """A step of the ladder."""
 
     trial: Trial
     idea: str
-    """What was changed, and why that might help."""
+    """The change, and why it might help."""
     run_s: float | None
     """Seconds of the whole distillation at this rate; none where the trial failed."""
     gain: float | None
-    """How many times shorter the distillation is than with the best settings before; none likewise."""
+    """How many times shorter the distillation is than with the best settings before; none where there were none, or it failed."""
     taken: bool
     verdict: str
-    """Why it was taken, or not."""
+    """Why it was kept, or not."""
 
 
 class Tuning(StrictModel):
@@ -125,6 +129,12 @@ class Tuning(StrictModel):
     """Of the settings that the distillation uses."""
     alternatives: Mapping[str, Forecast]
     """What else could be done -> what that would take."""
+
+    @property
+    def gain(self) -> float:
+        """How many times shorter the distillation is with the settings that were found, by trials with their loader."""
+        kept = [tried.run_s for tried in self.tried if tried.taken and tried.trial.loads and tried.run_s]
+        return kept[0] / kept[-1] if kept else 1.0
 
     @property
     def settings(self) -> Mapping[str, Any]:
