@@ -60,11 +60,6 @@ def _is_complete(reference: str, kind: Kind, fingerprint: str) -> bool:
     )
 
 
-def is_reference(text: object) -> bool:
-    """Check whether a task's output is a reference."""
-    return isinstance(text, str) and _PATTERN.fullmatch(text) is not None
-
-
 def uri_of(reference: str) -> str:
     """Return where the artifact is."""
     return _parts(reference)["uri"]
@@ -90,12 +85,6 @@ def uris(references: Mapping[str, str]) -> dict[str, str]:
             )
         found[name] = uri
     return found
-
-
-def is_whole(reference: str) -> bool:
-    """Check whether the artifact is still what it was, every file by its checksum; an `ArtifactError` if it is gone or damaged."""
-    parts = _parts(reference)
-    return artifacts.read(parts["uri"], cast("Kind", parts["kind"])).fingerprint == parts["fingerprint"]
 
 
 def _parts(reference: str) -> re.Match[str]:

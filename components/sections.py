@@ -10,7 +10,7 @@ from collections import namedtuple
 
 from components.launching import Placement
 from trainer import config
-from trainer.data import class_tables, sources
+from trainer.data import class_tables
 from trainer.graph import OPTIONAL_STAGES, STAGES, needed_stages
 from trainer.io import artifacts
 from trainer.io.artifacts import canonical_json
@@ -68,10 +68,8 @@ def configure(
     settings = preflight.checked(settings, trains_here=not place.pool, processes=processes, device=device)
     for stage, section in (("pretrain", settings.pretrain), ("distill", settings.distill)):
         place.check_cache(stage, section, {})  # what the run itself makes is checked before each job
-    known = sources.source_version(settings.data.source, outside=settings.data.outside)
     # Where it cannot be known, a text of this run alone, so that no cache has a result for it.
-    images_version = known or f"not known ({uuid.uuid4().hex})"
-    source_version = f"{images_version} {class_tables.tables_version(settings.data)}".rstrip()
+    source_version = class_tables.source_version(settings.data) or f"not known ({uuid.uuid4().hex})"
     resolved, tags = settings.model_dump(mode="json"), {"trainer.source_version": source_version}
     on_cluster = "KFP_RUN_ID" in os.environ
     if on_cluster:  # a link from MLflow to the run of Kubeflow Pipelines

@@ -122,7 +122,7 @@ def _stage(stage: Stage) -> str:
         return ", ".join(f"`{spec.name}` ({spec.kind})" for spec in specs)
 
     reads = [named(stage.reads), f"if made: {named(stage.reads_if_made)}" if stage.reads_if_made else ""]
-    kept = ["in Kubeflow's cache"] * stage.cached + ["in the output of `python -m trainer run`"] * stage.kept
+    kept = ["for other runs"] * stage.cached + ["for a run in the same output"] * stage.kept
     decided = f"; `{stage.decided_by}` may decide so" if stage.decided_by else ""
     rows = {
         "settings": f"[{stage.section}](configuration.md#{stage.section})",

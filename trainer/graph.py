@@ -88,7 +88,7 @@ class Stage:
     decided_by: str = ""
     """The stage that may still decide that this one is needed."""
     cached: bool = True
-    """Whether Kubeflow may take its result from the cache."""
+    """Whether a run may take its result from another one: from Kubeflow's cache, or from a run beside it on this machine."""
     kept: bool = True
     """Whether a local run keeps its result from an earlier run in the same output."""
 
@@ -143,9 +143,6 @@ STAGES: Mapping[str, Stage] = {
             summary="validate, deduplicate, resize, split and describe the images",
             section="data",
             makes={"dataset": DATASET},
-            # The images may have changed, and only preparing them again can tell. On a cluster `configure` has looked at them, and what
-            # they are now is part of the cache's key.
-            kept=False,
         ),
         Stage(
             name="warm_up",

@@ -35,7 +35,16 @@ def store():
 def test_a_laptop_drives_a_pool(store, tmp_path):
     run = f"laptop-{secrets.token_hex(4)}"
     uncached = f"{SHORT} run.seed={secrets.randbelow(2**31)}"
-    command = [sys.executable, "-m", "pipelines.local", "--set", uncached, "--output", str(tmp_path / run)]
+    command = [
+        sys.executable,
+        "-m",
+        "components.pool_run",
+        "digits",
+        "--set",
+        uncached,
+        "--output",
+        str(tmp_path / run),
+    ]
     command += ["--pool", "cpu", "--nodes", "2", "--processes", "1"]
     environment = os.environ | store | {"TRAINER_NAMESPACE": NAMESPACE}
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=2300)

@@ -137,7 +137,7 @@ def test_a_stage_on_a_cluster_writes_into_the_store(object_store, monkeypatch):
     monkeypatch.setattr(artifact_types, "CONTAINER_TASK_ROOT", f"/minio/{object_store.bucket}/v2/prepare")
     (made,) = task.run_stage("prepare", PREPARE, {})
     assert made.startswith(f"minio://{object_store.bucket}/v2/prepare/dataset#dataset=")
-    assert references.is_whole(made)
+    artifacts.read(references.uri_of(made), "dataset")
 
 
 def test_runs_on_a_cluster_that_make_the_same_hand_on_one_reference(object_store, monkeypatch):

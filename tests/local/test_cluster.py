@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +13,8 @@ from kfp.dsl.types import artifact_types
 
 from components import references, task
 from components.launching import Placement
-from tests.pipelines.local_runs import PLAIN, SMALL, happened, start
+from tests.pipelines import local_runs
+from tests.pipelines.local_runs import SMALL
 from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, SECRETS
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn, Node
 from tests.stand_ins.object_store import ObjectStore
@@ -138,20 +140,16 @@ def test_a_job_whose_machine_is_lost_goes_on_from_its_checkpoint_to_the_same_stu
 def test_the_pipeline_on_a_pool_gives_the_student_that_this_machine_gives(cluster, environment, tmp_path):
     overrides = f"{SMALL} tracking.enabled=false distill.teacher=recorded reinforce.views=2"
     students = {}
-    for name, further in {"here": ["--processes", "2"], "pool": ["--pool", "small", "--nodes", "2"]}.items():
+    here, pool = ["trainer", "run"], ["components.pool_run", "--pool", "small", "--nodes", "2"]
+    for name, words in {"here": here, "pool": pool}.items():
         folder = tmp_path / name
         folder.mkdir()
-        ended = start(folder, *further, "--set", overrides, **environment)
+        ended = local_runs.run([sys.executable, "-m", *words, "digits", "--set", overrides], folder, **environment)
         assert ended.returncode == 0, ended.stdout + ended.stderr
-        assert happened(ended.stdout, "done") == PLAIN | {"reinforce"}
-        summary = json.loads((folder / "runs" / "latest" / "summary.json").read_text())
-        students[name] = summary["student"]
-        student, outputs = (
-            next((folder / "runs" / "latest").glob(f"pipeline/*/{place}"))
-            for place in ("distill/student", "reinforce/teacher_outputs")
-        )
-        recorded = artifacts.read(outputs, "teacher_outputs").files
-        students[name] |= {"files": artifacts.read(student, "model").files, "latency_ms": None}
+        latest = folder / "runs" / "latest"
+        students[name] = json.loads((latest / "summary.json").read_text())["student"]
+        recorded = artifacts.read(latest / "teacher-outputs", "teacher_outputs").files
+        students[name] |= {"files": artifacts.read(latest / "student", "model").files, "latency_ms": None}
         students[name] |= {"recorded": {file: record for file, record in recorded.items() if file != REPORT}}
     assert students["pool"] == students["here"]
     jobs = {
@@ -166,5 +164,5 @@ def test_the_pipeline_on_a_pool_gives_the_student_that_this_machine_gives(cluste
         for replica in job["spec"]["pytorchReplicaSpecs"].values()
     }
     assert template == "registry/vit-distillation:mine"
-    (record,) = (tmp_path / "pool" / "runs" / "latest").glob("pipeline/*/distill/job")
+    record = tmp_path / "pool" / "runs" / "latest" / "jobs" / "distill"
     assert {file.name for file in record.glob("logs/*")} == {"master-0.log", "worker-0.log"}

@@ -1,24 +1,24 @@
-"""The bundled recipe as it is, without kfp: what it reaches and what it leaves behind."""
+"""`make run` on the bundled digits: what it reaches, what it leaves behind, and what the next run takes from it."""
 
 import json
-import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.pipelines import local_runs
 from tests.pipelines.local_runs import SMALL
-from trainer import config
 from trainer.io import artifacts
 from trainer.io.costs import Machines
+from trainer.io.errors import INTERRUPTED_EXIT_CODE
 from trainer.report.billing import Bill
-from trainer.runner import local_run
 from trainer.stages import STAGES
 
-ROOT = Path(__file__).parents[2]
 KEYS = {
     "recipe": None,
     "settings": None,
@@ -55,17 +55,21 @@ def missing(keys, values, path=""):
             yield from missing(below, values[key], f"{path}{key}.")
 
 
-def run(folder, *arguments, processes):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "TRAINER_"))}
-    return subprocess.run(
-        [sys.executable, "-m", "trainer", "run", "digits", "--processes", str(processes), *arguments],
-        cwd=folder,
-        env=kept | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=550,
-        check=False,
-    )
+def command(*arguments):
+    return [sys.executable, "-m", "trainer", "run", "digits", *arguments]
+
+
+def run(folder, *arguments):
+    return local_runs.run(command(*arguments), folder)
+
+
+def read_summary(run):
+    return json.loads((run / "summary.json").read_text())
+
+
+def kept(ended):
+    """Stages that were kept from an earlier run -> where it was."""
+    return dict(re.findall(r"(\w+)  kept from an earlier run (.*)", ended.stderr))
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +79,7 @@ def small(tmp_path_factory, empty_mlflow_store):
     folder = tmp_path_factory.mktemp("small")
     (folder / "runs").mkdir()
     shutil.copy(empty_mlflow_store, folder / "runs" / "mlflow.db")
-    ended = run(folder, "--set", *settings, processes=2)
+    ended = run(folder, "--set", *settings)
     assert ended.returncode == 0, ended.stderr
     return settings, folder, ended
 
@@ -111,41 +115,69 @@ def test_a_small_run_leaves_all_that_it_promises(small):
 
 
 @pytest.mark.slow
-def test_the_same_command_again_keeps_what_is_there(small):
+def test_the_same_output_again_keeps_what_is_there(small):
     settings, folder, _ = small
-    summary = json.loads((folder / "runs" / "latest" / "summary.json").read_text())
-    place = str((folder / "runs" / "latest").resolve())
-    again = run(folder, "--output", place, "--set", *settings, processes=2)
+    place = (folder / "runs" / "latest").resolve()
+    summary = read_summary(place)
+    again = run(folder, "--output", str(place), "--set", *settings)
     assert again.returncode == 0, again.stderr
-    for stage in ("pretrain", "reinforce", "distill", "profile", "evaluate", "export"):
-        assert f"{stage}  kept from an earlier run in the same output" in again.stderr
-    repeated = json.loads((folder / "runs" / "latest" / "summary.json").read_text())
+    stages = ("prepare", "pretrain", "reinforce", "distill", "profile", "evaluate", "export")
+    assert kept(again) == dict.fromkeys(stages, "in the same output")
+    repeated = read_summary(place)
     assert repeated["student"] == summary["student"]
     assert repeated["mlflow"]["run_id"] == summary["mlflow"]["run_id"]
 
 
 @pytest.mark.slow
-def test_recorded_outputs_are_kept_for_another_distillation(small, tmp_path):
+def test_the_next_run_takes_what_did_not_change(small):
     settings, folder, _ = small
-    here = shutil.copytree((folder / "runs" / "latest").resolve(), tmp_path / "here")
+    first = (folder / "runs" / "latest").resolve()
+    ended = run(folder, "--set", *settings, "distill.temperature=3")
+    assert ended.returncode == 0, ended.stderr
+    assert kept(ended) == dict.fromkeys(("prepare", "pretrain", "reinforce"), f"({first})")
+    before, after = read_summary(first), read_summary(folder / "runs" / "latest")
+    for name, stage in after["stages"].items():
+        assert stage == (
+            before["stages"][name] | {"cached": True} if name in kept(ended) else {"seconds": stage["seconds"]}
+        )
+    shutil.rmtree(first)
+    for name, kind in (("dataset", "dataset"), ("teacher", "model"), ("teacher-outputs", "teacher_outputs")):
+        artifacts.read(folder / "runs" / "latest" / name, kind)
 
-    def is_kept(stage, overrides):
-        resolved = config.resolve("digits", [*settings, *overrides])
-        places = {keyword: str(here / place) for keyword, place in local_run.folders(STAGES[stage], resolved).items()}
-        return local_run._is_complete(STAGES[stage], resolved.for_stage(stage), places)
 
-    assert is_kept("reinforce", ["distill.temperature=3"])
-    assert is_kept("distill", [])
-    assert not is_kept("reinforce", ["distill.views.min_scale=0.7"])
-    assert not is_kept("distill", ["distill.temperature=3"])
-    assert not is_kept("distill", ["distill.teacher=online"])
-    (here / "student" / "model.safetensors").write_bytes(b"")
-    assert not is_kept("distill", [])
+@pytest.mark.long
+def test_an_interruption_ends_all_processes_and_the_next_run_takes_what_was_made(tmp_path):
+    arguments = command("--set", *SMALL.split(), "pretrain.mae.epochs=100000")
+    with subprocess.Popen(
+        arguments,
+        cwd=tmp_path,
+        env=local_runs.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        seen = []
+        while not seen or "mae  step" not in seen[-1]:
+            seen.append(process.stdout.readline())
+            assert seen[-1], "".join(seen)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED_EXIT_CODE
+    assert rest.splitlines()[-1].startswith("interrupted; ")
+    assert "Traceback" not in rest
+    assert len(family) >= 2
+    assert not [member for member in family if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
+    assert list((tmp_path / "runs" / ".checkpoints").glob("mae-*"))
+    again = run(tmp_path, "--set", *SMALL.split())
+    assert again.returncode == 0, again.stderr
+    assert set(kept(again)) == {"prepare"}
 
 
 @pytest.mark.long
 def test_the_recipe_reaches_its_accuracy(tmp_path):
-    ended = run(tmp_path, processes=1)
+    ended = run(tmp_path)
     assert ended.returncode == 0, ended.stderr
     summary = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())
     assert summary["teacher"]["test"]["top1"] >= 0.95  # 97 % is the mean of three seeds: docs/experiments.md

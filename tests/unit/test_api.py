@@ -133,18 +133,9 @@ def test_a_photo_may_be_given_in_several_ways(model_directory, photo):
         model.probabilities([photo, "no-such.jpg"])
 
 
-@pytest.mark.parametrize("place", ["run/student", "run/pipeline/distillation-1/distill/student"])
-def test_a_runs_student_is_found(model_directory, tmp_path, place):
-    model_directory(place)
+def test_a_runs_student_is_found(model_directory, tmp_path):
+    model_directory("run/student")
     assert trainer.load_model(tmp_path / "run").labels == tuple("0123456789")
-
-
-def test_a_student_from_the_cache_is_found_beside_the_report(model_directory, tmp_path):
-    model_directory("earlier/pipeline/one/distill/student")
-    page = tmp_path / "earlier/pipeline/one/profile/report/report.html"
-    (tmp_path / "later").mkdir()
-    (tmp_path / "later" / "summary.json").write_text(json.dumps({"reports": {"profile": str(page)}}))
-    assert trainer.load_model(tmp_path / "later").labels == tuple("0123456789")
 
 
 def test_what_is_no_run_and_no_model_is_refused(model_directory, tmp_path, digits):
@@ -154,10 +145,6 @@ def test_what_is_no_run_and_no_model_is_refused(model_directory, tmp_path, digit
         trainer.load_model(digits)
     with pytest.raises(ModelError, match=r"model .*older: config\.json does not say how a photo becomes its input"):
         trainer.load_model(model_directory("older", square=None))
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "summary.json").write_text("[]")
-    with pytest.raises(ArtifactError, match=r"summary\.json: is not the summary of a run"):
-        trainer.load_model(tmp_path / "run")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

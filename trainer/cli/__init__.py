@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCRIPT = "vit-distill"  # what the script is called that an installation brings
+INTERRUPTED = "interrupted; what was written is kept, and the same command continues from there"
 
 
 _DESCRIPTION = """Train a vision-transformer teacher, distill it into a student, and prove what was done.
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; gives the exit code. A user's error ends in one message, and `--debug` adds the traceback."""
     options = _parser().parse_args(arguments)
     escape_what_cannot_be_printed()
-    _set_up_logging(quiet=options.worker and os.environ.get("RANK", "0") != "0")
+    set_up_logging(quiet=options.worker and os.environ.get("RANK", "0") != "0")
     try:
         with ended_by_sigterm():
             ensure_home()
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as request:
         if options.worker:
             return errors.PREEMPTED_EXIT_CODE
-        print("interrupted; what was written is kept, and the same command continues from there", file=sys.stderr)
+        print(INTERRUPTED, file=sys.stderr)
         return errors.PREEMPTED_EXIT_CODE if isinstance(request, Terminated) else errors.INTERRUPTED_EXIT_CODE
     except Exception as error:
         if not options.worker and not options.node:
@@ -102,7 +103,8 @@ def _fail(error: TrainerError, options: argparse.Namespace) -> int:
     return errors.CRASHED_NODE_EXIT_CODE if options.node and isinstance(error, errors.CrashError) else code
 
 
-def _set_up_logging(*, quiet: bool) -> None:
+def set_up_logging(*, quiet: bool = False) -> None:
+    """Print the log with times, without the chatter of libraries; `quiet` keeps to warnings."""
     handler = logging.StreamHandler()
     handler.setFormatter(limits.PrintableFormatter("%(asctime)s  %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, handlers=[handler], force=True)
@@ -143,10 +145,8 @@ def _parser(program: str = "") -> argparse.ArgumentParser:
 
 def _add_run(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = commands.add_command(subparsers, _run, "run all stages of a recipe")
-    commands.add_recipe(parser, "recipe")
-    commands.add_overrides(parser)
-    parser.add_argument("--output", metavar="DIR", help="where to write (default: runs/<time>-<recipe>)")
-    commands.add_processes(parser, number=commands.positive)
+    commands.add_run(parser)
+    commands.add_processes(parser, default="one for each GPU, or else two", number=commands.positive)
 
 
 def _add_stage(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -197,8 +197,8 @@ def _add_completion(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    """Run all stages of a recipe on this machine and print what came out. A run that was interrupted goes on where it stood when it is
-    started again with the same --output.
+    """Run all stages of a recipe on this machine and print what came out. What an earlier run made from the same images, settings and code
+    is taken from it, and an interrupted training continues.
     """
     from trainer.report import finished_run
     from trainer.runner import local_run

@@ -90,6 +90,15 @@ def add_overrides(options: Options) -> None:
     options.add_argument("--set", dest="overrides", default=[], help=text, **form)
 
 
+def add_run(options: Options) -> None:
+    """Add the options of a whole run, but for the place of its trainings."""
+    add_recipe(options, "recipe")
+    add_overrides(options)
+    options.add_argument("--output", metavar="DIR", help="where to write (default: runs/<time>-<recipe>)")
+    text = "take nothing from earlier runs beside the output, as run.reuse=false"
+    options.add_argument("--fresh", dest="overrides", action="append_const", const="run.reuse=false", help=text)
+
+
 def add_processes(
     options: Options, *, where: str = "", default: str = "one for each GPU, or else one", number: Callable[[str], int]
 ) -> None:

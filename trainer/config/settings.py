@@ -1056,6 +1056,9 @@ class RunSettings(Section):
     deterministic: bool = False
     """Use only deterministic operations on a GPU, so that a resumed training ends with the same bits. Slower; by how much was not measured.
     A CPU is always deterministic."""
+    reuse: bool = True
+    """Take what an earlier run beside the output made with the same settings, from the same inputs and by the same code. Not on a cluster,
+    where Kubeflow's cache does."""
     budget_usd: NonNegativeFloat = 0.0
     """Most dollars that the distillation may cost; a forecast above it ends the run before the money is spent. 0 sets no limit."""
     budget_hours: NonNegativeFloat = 0.0

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 
 from trainer.config import BUNDLED, FOLDERS, RECIPES, DataSettings
+from trainer.data import sources
 from trainer.data.sources import SourceListing
 from trainer.data.sources.table_file import TableFile, TableRow, class_name, folded
 from trainer.io import limits
@@ -69,15 +70,16 @@ def read_tags(settings: DataSettings, listing: SourceListing | None) -> ClassTag
     return ClassTags(labels=listing.classes, attributes=attributes, parents=parents) if listing else None
 
 
-def tables_version(settings: DataSettings) -> str:
-    """Return a text that changes when the content of a table changes; empty where there is none.
+def source_version(settings: DataSettings) -> str:
+    """Return a text that changes with the images of `data.source` and with these tables; empty where the images' version is not known.
 
     Raises:
-        DataError: a table cannot be read.
+        SettingsError, DataError: as `sources.source_version`; or a table cannot be read.
     """
+    images = sources.source_version(settings.source, outside=settings.outside)
     named = {"attributes": settings.attributes, "hierarchy": settings.hierarchy}
     contents = {name: _table(f"data.{name}", file).text for name, file in named.items() if file and file != FOLDERS}
-    return digest(contents) if contents else ""
+    return f"{images} {digest(contents)}" if images and contents else images
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,13 +9,14 @@ Reading raises an `ArtifactError` that names the artifact, what is wrong with it
 is a `StorageError`, a directory that cannot be written an `OutputError`.
 
 The fingerprint covers kind, schema version, settings, parents and file checksums; it does not cover the time, the duration, the
-place, the device or the figures, so the same input and settings give the same fingerprint.
+place, the device, the code or the figures, so the same input and settings give the same fingerprint.
 
 A reader that needs a few files of a large artifact names them: no others are fetched, and no others are checked.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -80,6 +81,10 @@ class Manifest:
     """On which machines; None where that is not known."""
     device: str | None
     """Kind of the devices that it was trained on, `cpu`, `cuda` or `xla`; none of what no training made."""
+    code: str | None
+    """`code_version` of the process that made it; None in manifests of earlier versions."""
+    source_version: str | None
+    """Version of the images that a data set was prepared from; None where it is not known."""
     figures: Mapping[str, Any]
     """The main numbers of the stage, as `summary.json` shows them."""
 
@@ -103,6 +108,8 @@ class Draft:
     """From the launch of its stage until it was begun."""
     device: str | None = None
     """Kind of the devices that it is trained on."""
+    source_version: str | None = None
+    """Version of the images that a data set is prepared from."""
     remote_files: dict[str, FileRecord] = field(default_factory=dict)
     """Files that `contribute` has sent from other machines."""
 
@@ -117,6 +124,14 @@ def digest(value: object) -> str:
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
+@functools.cache
+def code_version() -> str:
+    """Return a digest of this package's code, templates and recipes."""
+    package = Path(__file__).parent
+    files = sorted(path for path in package.rglob("*") if path.suffix in {".jinja", ".py", ".toml"})
+    return digest({path.relative_to(package).as_posix(): storage.file_digest(path) for path in files})[:12]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Writing
 
@@ -127,10 +142,16 @@ def create(
 ) -> Iterator[Draft]:
     """Make an artifact: `with create(path, "model", settings=..., parents={"dataset": fingerprint}) as draft: ...`.
 
-    A manifest already there is removed first, and the new one is written when the block ends without an exception.
+    A manifest already there is removed first, and the new one is written when the block ends without an exception. Files that another
+    artifact shares as hard links (`copy`) are removed too, so that nothing is written over them.
     """
     place = place_here()
     with folder_for(uri) as path:
+        if not storage.is_remote(uri):
+            with suppress(ArtifactError):  # there is none yet
+                for file in (path / name for name in manifest(uri, kind).files):
+                    if file.exists() and file.stat().st_nlink > 1:
+                        file.unlink()
         storage.remove_file(storage.join(uri, MANIFEST))
         start = time.monotonic()
         draft = Draft(path=path)
@@ -146,22 +167,24 @@ def create(
             "parents": parents or {},
             "files": dict(sorted(files.items())),
         }
-        manifest = content | {
+        sealed = content | {
             "fingerprint": digest(content),
             "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "seconds": round(seconds, 3),
             "startup_seconds": draft.startup_seconds,
             "place": place.model_dump() if place else None,
             "device": draft.device,
+            "code": code_version(),
+            "source_version": draft.source_version,
             "figures": draft.figures,
         }
-        text = json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False).encode()
+        text = json.dumps(sealed, indent=2, ensure_ascii=False, allow_nan=False).encode()
         storage.write_bytes(storage.join(uri, MANIFEST), text)
         if not storage.is_remote(uri):
             storage.flush(path)
         elif kind != "checkpoint" and not draft.remote_files:
             (path / MANIFEST).write_bytes(text)
-            cache.adopt(path, manifest["fingerprint"])  # so that the next stage on this machine need not fetch it
+            cache.adopt(path, sealed["fingerprint"])  # so that the next stage on this machine need not fetch it
 
 
 @contextmanager
@@ -200,8 +223,11 @@ def remove(uri: str | Path) -> None:
     storage.remove(uri)
 
 
-def copy(source: str | Path, target: str | Path, kind: Kind) -> Manifest:
-    """Copy a whole artifact between this machine and a store, its manifest last; nothing is sent where the same one is already."""
+def copy(source: str | Path, target: str | Path, kind: Kind, *, link: bool = False) -> Manifest:
+    """Copy a whole artifact between this machine and a store, its manifest last; nothing is sent where the same one is already.
+
+    With `link`, files of this machine become hard links where the file system has them, which takes neither time nor space.
+    """
     content = manifest(source, kind)
     with suppress(ArtifactError):  # there is none yet
         if manifest(target, kind).fingerprint == content.fingerprint:
@@ -215,6 +241,11 @@ def copy(source: str | Path, target: str | Path, kind: Kind) -> Manifest:
         with writing_to(folder):
             for name in content.files:
                 make_directory((folder / name).parent)
+                (folder / name).unlink(missing_ok=True)  # another artifact may share it
+                if link:
+                    with suppress(OSError):  # another file system, or one without hard links
+                        (folder / name).hardlink_to(path / name)
+                        continue
                 shutil.copyfile(path / name, folder / name)
             _keep_written(folder, content.files)
     storage.write_bytes(storage.join(target, MANIFEST), storage.read_bytes(storage.join(source, MANIFEST)))

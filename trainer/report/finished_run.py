@@ -1,20 +1,19 @@
 """A finished run: its `summary.json`, the table and the front page of that, where its artifacts are, and runs side by side.
 
-The keys of `summary.json` are a contract: tests, reports and people read the same file; keys are added and never renamed. The directory of
-a run may be from `python -m trainer run` or from `make run`.
+The keys of `summary.json` are a contract: tests, reports and people read the same file; keys are added and never renamed.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from trainer.graph import DATASET, EVALUATION, EXPORTED, STAGES, STUDENT, ArtifactSpec
+from trainer.graph import DATASET, EVALUATION, EXPORTED, STUDENT, ArtifactSpec
 from trainer.io import artifacts, limits, storage
 from trainer.io.artifacts import Manifest
 from trainer.io.base_models import what_is_wrong
@@ -199,7 +198,6 @@ def write_front_page(directory: Path, content: Mapping[str, Any]) -> Path:
     with writing_to(directory):
         for name, place in sorted(reports.items(), key=lambda item: [*TITLES, item[0]].index(item[0])):
             if place.suffix == ".html":
-                # A copy, since the run that made a page that came from the cache may be deleted.
                 shutil.copyfile(place, directory / f"{name}.html")
                 links.append((f"{name}.html", TITLES.get(name, name)))
             else:
@@ -246,74 +244,45 @@ def _page(name: str, content: Mapping[str, Any], links: list[tuple[str, str]], p
 
 def find(run: str, artifact: ArtifactSpec) -> str:
     """Return where a run, whose directory is here or in a store, has an artifact; an `ArtifactError` if it has none."""
-    places = _places(run, artifact)
-    for place in places:
-        if artifacts.exists(place):
-            return place
-    raise ArtifactError(
-        f"{located(run)}: no {artifact.name} at {' nor at '.join(places)}; give the directory of a completed run, or that of a model"
-    )
-
-
-def _places(run: str, artifact: ArtifactSpec) -> list[str]:
-    """List where a run may have an artifact, the likeliest first."""
-    stage, keyword = next(
-        (one.name, keyword) for one in STAGES.values() for keyword, made in one.makes.items() if made == artifact
-    )
-    folder = artifact.task_folder or keyword
-    return [storage.join(run, artifact.folder), *(storage.join(tasks, stage, folder) for tasks in _pipelines(run))]
-
-
-def _pipelines(run: str) -> Iterator[str]:
-    """Yield the folders in which a run of `make run` has one for each task."""
-    file = storage.join(run, SUMMARY)
-    if storage.exists(file):
-        try:
-            pages = storage.read_json(file)["reports"]
-            # A task whose result was taken from the cache stays with the run that made it, and so does what it had read.
-            found = [str(pages[name]) for name in ("evaluation", "profile", "data") if name in pages]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ArtifactError(
-                f"{file}: is not the summary of a run ({error}); give the directory of a model"
-            ) from error
-        yield from dict.fromkeys(storage.parent(storage.parent(storage.parent(page))) for page in found)
-    if not storage.is_remote(run):
-        # kfp.local names a folder for each run of the pipeline.
-        yield from sorted(map(str, Path(run).glob("pipeline/*")), reverse=True)
+    place = storage.join(run, artifact.folder)
+    if not artifacts.exists(place):
+        raise ArtifactError(
+            f"{located(run)}: no {artifact.name} at {place}; give the directory of a completed run, or that of a model"
+        )
+    return place
 
 
 def evaluation_of_student(run: str) -> Manifest | None:
     """Return the manifest of a run's evaluation; None where its student was not judged, an `ArtifactError` if it has none."""
     student = artifacts.manifest(find(run, STUDENT), "model").fingerprint
-    place = next(filter(artifacts.exists, _places(run, EVALUATION)), None)
-    evaluation = artifacts.manifest(place, "evaluation") if place else None
+    place = storage.join(run, EVALUATION.folder)
+    evaluation = artifacts.manifest(place, "evaluation") if artifacts.exists(place) else None
     # It may be that of an earlier student.
     return evaluation if evaluation is not None and evaluation.parents.get("student") == student else None
 
 
 def names_of_student(run: str) -> set[str]:
-    """Return the fingerprints by which predictions may name a run's student: its own, and those of the run's exports of it."""
+    """Return the fingerprints by which predictions may name a run's student: its own, and that of the run's export of it."""
     student = artifacts.manifest(find(run, STUDENT), "model").fingerprint
-    exports = [artifacts.manifest(place, "export") for place in _places(run, EXPORTED) if artifacts.exists(place)]
-    return {student, *(one.fingerprint for one in exports if one.parents.get("student") == student)}
+    place = storage.join(run, EXPORTED.folder)
+    export = artifacts.manifest(place, "export") if artifacts.exists(place) else None
+    return {student, export.fingerprint} if export and export.parents.get("student") == student else {student}
 
 
 def export_of_student(run: str) -> str:
     """Return where a run has the export of its student; an `ArtifactError` if it has none."""
-    found = find(run, EXPORTED)
-    if not any(map(artifacts.exists, _places(run, STUDENT))):
+    found, student = find(run, EXPORTED), storage.join(run, STUDENT.folder)
+    if not artifacts.exists(student):
         raise ArtifactError(
             f"{run}: has no student, so nothing tells whether the export at {found} is of this run's; give that directory "
             "to take it all the same"
         )
-    student = artifacts.manifest(find(run, STUDENT), "model").fingerprint
-    for place in filter(artifacts.exists, _places(run, EXPORTED)):
-        if artifacts.manifest(place, "export").parents.get("student") == student:
-            return place
-    raise ArtifactError(
-        f"{run}: its student was not exported, and the export at {found} is of another one; export the student "
-        f"(`python -m trainer export {run} --output DIR`) and give that directory"
-    )
+    if artifacts.manifest(found, "export").parents.get("student") != artifacts.manifest(student, "model").fingerprint:
+        raise ArtifactError(
+            f"{run}: its student was not exported, and the export at {found} is of another one; export the student "
+            f"(`python -m trainer export {run} --output DIR`) and give that directory"
+        )
+    return found
 
 
 def tags(run: str, evaluation: Manifest) -> ClassTags | None:
@@ -321,8 +290,8 @@ def tags(run: str, evaluation: Manifest) -> ClassTags | None:
 
     Of the data set nothing but its tags is read; None where it has none, or where it is gone.
     """
-    place = next(filter(artifacts.exists, _places(run, DATASET)), None)
-    if place is None or TAGS not in artifacts.manifest(place, "dataset").files:
+    place = storage.join(run, DATASET.folder)
+    if not artifacts.exists(place) or TAGS not in artifacts.manifest(place, "dataset").files:
         return None
     file = storage.join(place, TAGS)
     try:

@@ -1,4 +1,4 @@
-"""A whole run on this machine, without kfp: one stage after another, in one directory."""
+"""A whole run on this machine: one stage after another, in one directory, with the results of earlier runs where they serve."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import itertools
 import json
 import logging
 import os
+import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from trainer import config, stages
-from trainer.graph import STAGES, Stage
+from trainer.data import class_tables
+from trainer.graph import STAGES, Kind, Stage
 from trainer.io import artifacts, storage
 from trainer.io.errors import ArtifactError, OutputError, TrackingError, make_directory, writing_to
 from trainer.io.host import environment_variables
@@ -23,6 +25,7 @@ from trainer.io.storage.writers import one_writer
 from trainer.report import finished_run, tracking
 from trainer.report.finished_run import SUMMARY
 from trainer.runner import launch, preflight
+from trainer.runner.launch import JobSpec
 from trainer.stages.tuning.tuning_schema import read_tuning
 
 logger = logging.getLogger(__name__)
@@ -30,6 +33,8 @@ logger = logging.getLogger(__name__)
 RUNS = Path("runs")  # where runs are kept unless an output is given
 LATEST = "latest"
 """Link in `RUNS` to the run that started last, wherever its output is and however it ended."""
+CHECKPOINTS = ".checkpoints"
+"""Folder beside the runs, in which a run finds what an interrupted one with the same settings and inputs left."""
 IDENTITY = ".run-id"  # name of the file in a run's directory by which MLflow's runs of it are known
 
 
@@ -96,46 +101,65 @@ def track_here() -> None:
 
 
 def run(
-    recipe: str, overrides: str | Iterable[str], *, output: str | None, processes: int
+    recipe: str,
+    overrides: str | Iterable[str],
+    *,
+    output: str | None,
+    processes: int,
+    start: Callable[[JobSpec], None] = launch.run_here,
+    device: str = "",
 ) -> tuple[dict[str, Any], Path]:
-    """Run all stages; what an earlier run in the same output completed with the same settings is kept.
+    """Run all stages, except for those whose results are there: in the output, or with `run.reuse` in an earlier run beside it.
 
     Args:
         recipe: its name or path.
+        overrides: settings that differ from it.
         output: the run's directory; None for a new one below `runs/`.
-        processes: how many train; 0: one for each GPU, or else one.
+        processes: how many train; 0: one for each GPU, or else two, which also shows what several do.
+        start: runs a launched stage to its end; by default in processes of this machine.
+        device: kind of the devices that `start` trains on; empty: those of this machine, as `run.device` says.
 
     Returns:
         The content of `summary.json`, and the run's front page.
     """
     settings = config.resolve_run(recipe, overrides)
-    processes = processes or launch.processes_here(settings.run.device)
-    settings = preflight.checked(settings, trains_here=True, processes=processes)
+    if not processes:
+        processes = (launch.gpus() if settings.run.device in {"auto", "cuda"} else 0) or 2
+    settings = preflight.checked(settings, trains_here=not device, processes=processes, device=device)
     directory = new_directory(recipe, output)
     with only_run_in(directory), environment_variables(environment(settings, directory)):
-        return _run_all(recipe, settings, directory, processes)
+        return _run_all(recipe, settings, directory, processes, start, device)
 
 
-def _run_all(recipe: str, settings: config.Settings, directory: Path, processes: int) -> tuple[dict[str, Any], Path]:
+def _run_all(
+    recipe: str,
+    settings: config.Settings,
+    directory: Path,
+    processes: int,
+    start: Callable[[JobSpec], None],
+    device: str,
+) -> tuple[dict[str, Any], Path]:
     """Run the stages in the environment of the run; returns what `run` does."""
     resolved = settings.model_dump(mode="json")
     given = {"recipe": recipe, "resolved": resolved}
     tracking.check()
     preflight.warn_of_other_classes(settings)
     tracking.start_parent(resolved, {"recipe": recipe})
+    reused = []
     try:
         for stage in STAGES.values():
             if not stage.is_needed(settings):
                 continue
-            section = settings.for_stage(stage.name)
             directories = {keyword: str(directory / folder) for keyword, folder in folders(stage, settings).items()}
-            if stage.kept and _is_complete(stage, section, directories):
-                logger.info("%s  kept from an earlier run in the same output", stage.name)
+            if _reuse(stage, settings, directory, device):
+                reused.append(stage.name)
             else:
                 logger.info("%s  starts", stage.name)
-                start = time.monotonic()
-                run_stage(stage, section, directories, processes=processes, given=given)
-                logger.info("%s  done in %.1f s", stage.name, time.monotonic() - start)
+                began = time.monotonic()
+                run_stage(
+                    stage, settings.for_stage(stage.name), directories, processes=processes, given=given, start=start
+                )
+                logger.info("%s  done in %.1f s", stage.name, time.monotonic() - began)
             if stage.name == "tune":  # it chose the settings of the distillation, or was given them
                 chosen = config.DistillSettings.model_validate(read_tuning(directories["tuning"]).settings)
                 settings = settings.model_copy(update={"distill": chosen})
@@ -145,9 +169,10 @@ def _run_all(recipe: str, settings: config.Settings, directory: Path, processes:
         except TrackingError as closing:
             logger.warning("the run stays open in MLflow: %s", closing)
         raise
-    summary = (directory / "registration" / SUMMARY).read_bytes()
-    storage.write_bytes(directory / SUMMARY, summary)
-    content: dict[str, Any] = json.loads(summary)
+    content: dict[str, Any] = json.loads((directory / "registration" / SUMMARY).read_text(encoding="utf-8"))
+    for name in reused:
+        content["stages"][name]["cached"] = True
+    storage.write_bytes(directory / SUMMARY, json.dumps(content, indent=2, ensure_ascii=False).encode())
     return content, finished_run.write_front_page(directory, content)
 
 
@@ -169,7 +194,14 @@ def environment(settings: config.Settings, directory: Path) -> dict[str, str]:
     tracked = tracking.environment(
         settings.tracking, directory=directory.parent.resolve(), run=directory.name, identity=identity
     )
-    return tracked | {config.DEVICE_VARIABLE: settings.run.device}
+    variables = tracked | {config.DEVICE_VARIABLE: settings.run.device}
+    if (
+        settings.run.reuse
+        and not os.environ.get(artifacts.CHECKPOINTS_VARIABLE)
+        and os.access(directory.parent, os.W_OK)
+    ):
+        variables[artifacts.CHECKPOINTS_VARIABLE] = str(directory.resolve().parent / CHECKPOINTS)
+    return variables
 
 
 def run_stage(
@@ -179,38 +211,88 @@ def run_stage(
     *,
     processes: int,
     given: Mapping[str, Any],
+    start: Callable[[JobSpec], None] = launch.run_here,
 ) -> None:
-    """Run a stage on its inputs and outputs; `given` has the `recipe` and all `resolved` settings, for a stage that takes them."""
+    """Run a stage on its inputs and outputs.
+
+    Args:
+        given: the `recipe` and all `resolved` settings, for a stage that takes them.
+        start: runs a launched stage to its end.
+    """
     if stage.launched:
-        launch.run_here(launch.job_of(stage, section, directories, processes))
+        start(launch.job_of(stage, section, directories, processes))
     else:
         stages.call(stage.name, json.dumps(section), directories, **(given if stage.takes_recipe else {}))
 
 
-def _is_complete(stage: Stage, section: Mapping[str, Any], directories: Mapping[str, str]) -> bool:
-    """Check whether all outputs are there, whole, made with these settings from these inputs, by a training on this kind of device."""
+def _reuse(stage: Stage, settings: config.Settings, directory: Path, device: str) -> bool:
+    """Keep a stage's results that are in the output, or take over those of a run beside it; returns whether there are any.
+
+    They are whole and made with the same settings from the same inputs, a training's on the same kind of device, another run's by the same
+    code.
+    """
     from trainer import devices  # here, because it brings in torch
 
-    if not all(artifacts.exists(directories[keyword]) for keyword in stage.outputs):
+    source_version = class_tables.source_version(settings.data) if stage.name == "prepare" else None
+    if not stage.kept or source_version == "":
         return False
-    inputs = {
-        artifacts.read(directories[keyword], kind).fingerprint
-        for keyword, kind in stage.all_inputs.items()
-        if keyword in directories
-    }
+    section, inputs = settings.for_stage(stage.name), _inputs(stage, settings, directory)
+    runs, own = [directory], [directory / spec.folder for spec in stage.makes.values()]
+    if settings.run.reuse and stage.cached and not any(map(Path.exists, own)):
+        beside = (file.parent for file in directory.resolve().parent.glob(f"*/{IDENTITY}"))
+        runs = sorted((run for run in beside if not run.is_symlink()), reverse=True)
+    for run in runs:
+        outputs = {run / spec.folder: spec.kind for spec in stage.makes.values()}
+        if not all(map(artifacts.exists, outputs)):
+            continue
+        fits = run == directory  # another may be of another version
+        try:
+            made = [artifacts.manifest(place, kind) for place, kind in outputs.items()]
+            fits = all(
+                one.settings == section
+                and inputs <= set(one.parents.values())
+                and one.source_version == source_version
+                and (run == directory or one.code == artifacts.code_version())
+                for one in made
+            )
+            if not fits:
+                continue
+            on = made[0].device or "a device that is not known"
+            if stage.launched and on != (device or devices.choose_device().kind):
+                logger.info("%s  is not kept from %s: it was done on %s", stage.name, run, on)
+                continue
+            _take(outputs, directory)
+        except ArtifactError as error:
+            if fits:
+                logger.warning("%s  is not kept from %s: %s", stage.name, run, error)
+            continue
+        where = "in the same output" if run == directory else f"({run})"
+        logger.info("%s  kept from an earlier run %s", stage.name, where)
+        return True
+    for place in filter(Path.is_symlink, own):  # an earlier version of `make run` linked to the artifacts of other runs
+        place.unlink()
+    return False
+
+
+def _inputs(stage: Stage, settings: config.Settings, directory: Path) -> set[str]:
+    """Return the fingerprints of a stage's inputs: of other stages' artifacts, and of what its settings name."""
+    section, places = settings.for_stage(stage.name), folders(stage, settings)
+    given = [(directory / places[keyword], kind) for keyword, kind in stage.all_inputs.items() if keyword in places]
+    given += [(uri, "model") for uri in section.get("further_teachers", ())]
+    given += [(uri, "teacher_outputs") for uri in section.get("further_recordings", ())]
+    found = {artifacts.manifest(uri, kind).fingerprint for uri, kind in given}
     # The section itself names the commit of timm's weights.
-    if version := artifacts.weights_version(section.get("weights", ""), section.get("weights_file", "")):
-        inputs.add(version)
-    inputs |= {artifacts.manifest(uri, "model").fingerprint for uri in section.get("further_teachers", ())}
-    inputs |= {artifacts.manifest(uri, "teacher_outputs").fingerprint for uri in section.get("further_recordings", ())}
-    try:
-        outputs = [artifacts.read(directories[keyword], kind) for keyword, kind in stage.outputs.items()]
-    except ArtifactError as error:
-        logger.warning("%s  is done again: %s", stage.name, error)
-        return False
-    if stage.launched and any(output.device != devices.choose_device().kind for output in outputs):
-        logger.info(
-            "%s  is done again: it was done on %s", stage.name, outputs[0].device or "a device that is not known"
-        )
-        return False
-    return all(output.settings == section and inputs <= set(output.parents.values()) for output in outputs)
+    version = artifacts.weights_version(section.get("weights", ""), section.get("weights_file", ""))
+    return found | {version} if version else found
+
+
+def _take(outputs: Mapping[Path, Kind], directory: Path) -> None:
+    """Check artifacts, and put those of another run into this one as hard links; an `ArtifactError` if one is damaged."""
+    with tempfile.TemporaryDirectory(prefix=".", dir=directory) as draft:
+        for place, kind in outputs.items():
+            if place.parent == directory:
+                artifacts.read(place, kind)
+            else:
+                artifacts.copy(place, Path(draft, place.name), kind, link=True)
+        for copy in Path(draft).iterdir():
+            copy.rename(directory / copy.name)

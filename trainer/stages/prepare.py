@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer.config import LOADING, DataSettings
+from trainer.data.class_tables import source_version
 from trainer.data.preparation import decode_cache_uri, prepare
 from trainer.io import artifacts, storage
 from trainer.io.artifacts import Artifact
@@ -24,6 +25,8 @@ def run(settings: DataSettings, *, dataset: str | Path) -> Artifact:
     values = settings.model_dump(mode="json", exclude=set(LOADING))
     cache_uri = decode_cache_uri(settings, artifacts.unfinished(dataset))
     with stage_run("prepare", values) as tracker, artifacts.create(dataset, "dataset", settings=values) as draft:
+        # Before an image is read, so that one that changes meanwhile is noticed by the next run.
+        draft.source_version = source_version(settings) or None
         draft.figures |= prepare(settings, draft.path, cache_uri=cache_uri)
         tracker.metrics(0, tracking.numbers(draft.figures))
     storage.remove(cache_uri)

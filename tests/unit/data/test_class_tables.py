@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from trainer.config import RECIPES, DataSettings, resolve
-from trainer.data.class_tables import read_tags, tables_version
+from trainer.data import sources
+from trainer.data.class_tables import read_tags, source_version
 from trainer.data.sources import SourceListing, list_source, read_file
 from trainer.io import limits
 from trainer.io.errors import DataError
@@ -239,11 +240,12 @@ def test_a_file_that_is_none_is_named(tmp_path, monkeypatch):
 def test_the_version_is_of_the_content(tmp_path):
     def version(attributes: str = ATTRIBUTES, hierarchy: str = HIERARCHY, **values: object) -> str:
         files = {"attributes": written(tmp_path, attributes), "hierarchy": written(tmp_path, hierarchy, "groups.csv")}
-        return tables_version(settings(**{**files, **values}))
+        return source_version(settings(source="digits", **{**files, **values}))
 
     assert version() == version() != ""
     assert len({version(), version(ATTRIBUTES.replace("61", "62")), version(hierarchy=f"{HIERARCHY}\n")}) == 3
-    assert tables_version(settings()) == tables_version(settings(hierarchy="folders")) == ""
+    assert source_version(settings(source="digits")) == sources.source_version("digits")
+    assert version().startswith(f"{sources.source_version('digits')} ")
 
 
 def test_grocerys_tables_are_of_the_same_classes_and_every_kind_of_fruit_is_one():

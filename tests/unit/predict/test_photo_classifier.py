@@ -201,16 +201,16 @@ def test_an_export_of_a_run_without_a_student_is_taken_by_its_own_directory(judg
 
 def test_the_export_of_a_run_is_that_of_its_student_and_of_no_earlier_one(judged_run, exported, tmp_path):
     """As a second run in the same output leaves them, which makes no export."""
-    again, tasks = tmp_path / "again", tmp_path / "again" / "pipeline" / "distillation-20260101" / "export"
+    again = tmp_path / "again"
     shutil.copytree(judged_run / "student", again / "student")
     with artifacts.create(
         again / "exported", "export", settings={}, parents={"student": "of another student"}
     ) as draft:
         shutil.copytree(exported, draft.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
-    with pytest.raises(ArtifactError, match=r"again: its student was not exported, and the export at .*exported is of"):
+    with pytest.raises(
+        ArtifactError, match=r"again: its student was not exported, and the export at .*exported is of another one; "
+    ):
         load_model(again, exported=True)
-    shutil.copytree(exported, tasks / "exported")
-    assert load_model(again, exported=True).fingerprint == artifacts.manifest(exported, "export").fingerprint
 
 
 def test_what_cannot_be_asked_or_read_is_one_message(run, photos, tmp_path, capsys):
@@ -235,23 +235,3 @@ def test_what_cannot_be_asked_or_read_is_one_message(run, photos, tmp_path, caps
         assert printed.out == ""
         assert message in printed.err
         assert printed.err.count("\n") == 1
-
-
-def test_the_newest_pipeline_of_a_run_is_asked(run, photos, tmp_path):
-    """As `make run` leaves them, with a folder for each time that it ran."""
-    for time, broken in (("20260101", True), ("20260102", False)):
-        tasks = tmp_path / "kfp" / "pipeline" / f"distillation-{time}"
-        shutil.copytree(run / "student", tasks / "distill" / "student")
-        if broken:
-            (tasks / "distill" / "student" / "model.safetensors").write_bytes(b"")
-    assert load_model(tmp_path / "kfp").labels == LABELS
-
-
-def test_the_gate_of_a_pipelines_run_is_heard(run, tmp_path):
-    failed, tasks = tmp_path / "failed", tmp_path / "kfp" / "pipeline" / "distillation-1"
-    shutil.copytree(run, failed)
-    write_evaluation(failed, "accuracy: too low")
-    for made, place in (("student", "distill/student"), ("evaluation", "evaluate/measurements")):
-        shutil.copytree(failed / made, tasks / place)
-    with pytest.raises(ModelError, match=r"did not pass its gate \(accuracy: too low\)"):
-        load_model(tmp_path / "kfp", judged=True)

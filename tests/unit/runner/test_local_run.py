@@ -1,13 +1,16 @@
-"""Where a run is kept, and what it takes over from an earlier one in the same output."""
+"""Where a run is kept, and what it takes from earlier ones."""
 
+import os
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
-from trainer import config, devices, stages
+from trainer import config, devices
+from trainer.graph import STAGES
 from trainer.io import artifacts
-from trainer.runner import local_run
+from trainer.runner import launch, local_run, preflight
 
 
 def test_an_output_is_one_run_also_when_it_is_moved_and_no_other_of_its_name(tmp_path, monkeypatch):
@@ -55,58 +58,187 @@ def test_a_run_goes_on_where_latest_cannot_point_to_it(tmp_path, monkeypatch, ca
     assert [path.name for path in local_run.RUNS.iterdir()] == [local_run.LATEST]
 
 
+@pytest.mark.parametrize(
+    ("gpus", "device", "asked", "expected"),
+    [(1, "auto", 0, 1), (8, "cuda", 0, 8), (0, "auto", 0, 2), (8, "cpu", 0, 2), (8, "auto", 3, 3)],
+)
+def test_one_process_for_each_gpu_and_two_without(monkeypatch, gpus, device, asked, expected):
+    class CheckedError(Exception):
+        pass
+
+    def checked(*_, processes, **__):
+        raise CheckedError(processes)
+
+    monkeypatch.setattr(launch, "gpus", lambda: gpus)
+    monkeypatch.setattr(preflight, "checked", checked)
+    with pytest.raises(CheckedError, match=f"^{expected}$"):
+        local_run.run("digits", [f"run.device={device}"], output=None, processes=asked)
+
+
+def test_the_next_run_finds_the_checkpoints_of_an_interrupted_one(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRAINER_CHECKPOINTS", raising=False)
+
+    def checkpoints(output, *overrides):
+        directory = local_run.new_directory("digits", str(tmp_path / output))
+        return local_run.environment(config.resolve("digits", overrides), directory).get("TRAINER_CHECKPOINTS")
+
+    monkeypatch.chdir(tmp_path)
+    assert checkpoints("one") == checkpoints("another") == str(tmp_path / ".checkpoints")
+    assert checkpoints("one", "run.reuse=false") is None
+    monkeypatch.setenv("TRAINER_CHECKPOINTS", "s3://bucket/x")
+    assert checkpoints("one") is None, "what the environment names stays"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reuse
+
+
+USED = ("run.device=cpu", "distill.teacher=recorded")
+SETTINGS = config.resolve("digits", USED)
+
+
 @pytest.fixture
-def recorded(tmp_path):
-    """Teacher outputs that were recorded on a CPU, with what they were made of."""
-    directories = {name: str(tmp_path / name) for name in ("dataset", "teacher", "teacher_outputs")}
-    parents = {}
-    for name, kind in stages.STAGES["reinforce"].inputs.items():
-        with artifacts.create(directories[name], kind, settings={}):
-            pass
-        parents[name] = artifacts.manifest(directories[name], kind).fingerprint
-    with artifacts.create(
-        directories["teacher_outputs"], "teacher_outputs", settings={"views": 2}, parents=parents
-    ) as draft:
-        draft.device = "cpu"
-    return directories
-
-
-def is_complete(directories, **settings):
-    return local_run._is_complete(stages.STAGES["reinforce"], settings, directories)
-
-
-def test_what_the_same_settings_made_on_the_same_device_is_kept(recorded, monkeypatch):
+def earlier(tmp_path, monkeypatch):
+    """A run with a data set, a teacher, its evidence and recorded outputs, made on a CPU."""
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
-    assert is_complete(recorded, views=2)
-    assert not is_complete(recorded, views=3)
+    directory = tmp_path / "earlier"
+    directory.mkdir()
+    (directory / local_run.IDENTITY).touch()
+    make(directory, "prepare")
+    make(directory, "pretrain")
+    make(directory, "reinforce")
+    return directory
 
 
-def test_what_another_device_made_is_done_again(recorded, monkeypatch, caplog):
+def make(directory, name, settings=SETTINGS, parents=()):
+    """What a stage leaves, in small."""
+    stage = STAGES[name]
+    given = {spec.name: artifacts.manifest(directory / spec.folder, spec.kind).fingerprint for spec in stage.reads}
+    for spec in stage.makes.values():
+        section = settings.for_stage(name)
+        with artifacts.create(
+            directory / spec.folder, spec.kind, settings=section, parents={**given, **dict(parents)}
+        ) as draft:
+            (draft.path / "file").write_text(name)
+            draft.device = "cpu" if stage.launched else None
+            draft.source_version = local_run.class_tables.source_version(settings.data) if name == "prepare" else None
+
+
+def later(earlier, *names):
+    """A run beside the earlier one that has taken over the results of these stages."""
+    directory = earlier.parent / "later"
+    directory.mkdir(exist_ok=True)
+    for name in names:
+        assert reuse(directory, name)
+    return directory
+
+
+def reuse(directory, name, *overrides, device=""):
+    settings = config.resolve("digits", [*USED, *overrides])
+    return local_run._reuse(STAGES[name], settings, directory, device)
+
+
+def test_results_are_taken_from_a_run_beside_the_output_and_survive_it(earlier):
+    directory = later(earlier, "prepare", "pretrain", "reinforce")
+    make(earlier, "pretrain", config.resolve("digits", [*USED, "pretrain.mae.epochs=1"]))
+    (earlier / "dataset" / "file").unlink()
+    assert all(reuse(directory, name) for name in ("prepare", "pretrain", "reinforce")), "they are the later run's own"
+    assert {path.name for path in directory.iterdir()} == {"dataset", "teacher", "pretrain-evidence", "teacher-outputs"}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("reinforce", "reinforce.views=3"),
+        ("pretrain", "pretrain.mae.epochs=7"),
+        ("prepare", "data.image_size=16"),
+        ("pretrain", "run.reuse=false"),
+    ],
+)
+def test_nothing_is_taken_with_other_settings_or_where_reuse_is_off(earlier, name, change):
+    names = ["prepare", "pretrain", "reinforce"]
+    directory = later(earlier, *names[: names.index(name)])
+    assert not reuse(directory, name, change)
+    assert not list(directory.glob(".*"))
+
+
+def test_nothing_is_taken_that_was_made_from_other_inputs(earlier):
+    directory = later(earlier, "prepare", "pretrain")
+    make(directory, "pretrain", parents={"another": "input"})
+    assert not reuse(directory, "reinforce")
+
+
+def test_nothing_is_taken_that_other_code_made_but_the_same_output_keeps_it(earlier, monkeypatch):
+    monkeypatch.setattr(artifacts, "code_version", lambda: "another")
+    directory = earlier.parent / "later"
+    directory.mkdir()
+    assert not reuse(directory, "prepare")
+    assert reuse(earlier, "prepare")
+
+
+def test_nothing_is_taken_from_another_kind_of_device(earlier, monkeypatch, caplog):
     caplog.set_level("INFO")
+    directory = later(earlier, "prepare", "pretrain")
+    assert not reuse(directory, "reinforce", device="cuda")
     monkeypatch.setattr(devices, "choose_device", lambda: replace(devices.HOST, kind="cuda"))
-    assert not is_complete(recorded, views=2)
-    assert "reinforce  is done again: it was done on cpu" in caplog.text
+    assert not reuse(earlier, "reinforce")
+    assert caplog.text.count(f"reinforce  is not kept from {earlier}: it was done on cpu") == 2
 
 
-def test_weights_that_have_changed_where_they_lie_are_taken_again(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+def test_a_damaged_result_is_made_again_with_a_warning(earlier, caplog):
+    (earlier / "teacher" / "file").write_text("weirdos!")  # as long as before
+    directory = later(earlier, "prepare")
+    assert not reuse(directory, "pretrain")
+    assert not reuse(earlier, "pretrain")
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "pretrain  is not kept from" in caplog.text
+    assert "file is damaged (checksum)" in caplog.text
+    assert not (directory / "teacher").exists()
+
+
+def test_images_that_changed_are_prepared_again(earlier, tmp_path, monkeypatch):
+    monkeypatch.setattr(local_run.class_tables, "source_version", lambda _: "changed")
+    assert not reuse(earlier, "prepare")
+    monkeypatch.setattr(local_run.class_tables, "source_version", lambda _: "")
+    make(earlier, "prepare")
+    assert not reuse(earlier, "prepare"), "their version is not known"
+
+
+def test_latency_and_versions_are_never_those_of_another_run(earlier):
+    for spec in [*STAGES["evaluate"].reads, *STAGES["register"].reads]:
+        if not (earlier / spec.folder).exists():
+            with artifacts.create(earlier / spec.folder, spec.kind, settings={}):
+                pass
+    directory = earlier.parent / "later"
+    for name in ("evaluate", "register"):
+        make(earlier, name)
+        for spec in STAGES[name].reads:
+            if not (directory / spec.folder).exists():
+                artifacts.copy(earlier / spec.folder, directory / spec.folder, spec.kind)
+        assert not reuse(directory, name)
+        assert reuse(earlier, name) == STAGES[name].kept
+
+
+def test_weights_that_have_changed_where_they_lie_are_taken_again(earlier, tmp_path):
     weights = str(tmp_path / "given")
-    directories = {name: str(tmp_path / name) for name in ("dataset", "teacher", "evidence")}
+    settings = config.resolve("digits", [*USED, f"pretrain.weights={weights}"])
 
     def give(content):
         with artifacts.create(weights, "model", settings={}) as draft:
             (draft.path / "weights").write_text(content)
+        return artifacts.manifest(weights, "model").fingerprint
 
-    give("one")
-    with artifacts.create(directories["dataset"], "dataset", settings={}):
-        pass
-    parents = {
-        name: artifacts.manifest(uri, kind).fingerprint
-        for name, uri, kind in (("dataset", directories["dataset"], "dataset"), ("weights", weights, "model"))
-    }
-    for name, kind in stages.STAGES["pretrain"].outputs.items():
-        with artifacts.create(directories[name], kind, settings={"weights": weights}, parents=parents) as draft:
-            draft.device = "cpu"
-    assert local_run._is_complete(stages.STAGES["pretrain"], {"weights": weights}, directories)
+    make(earlier, "pretrain", settings, parents={"weights": give("one")})
+    assert reuse(earlier, "pretrain", f"pretrain.weights={weights}")
     give("another")
-    assert not local_run._is_complete(stages.STAGES["pretrain"], {"weights": weights}, directories)
+    assert not reuse(earlier, "pretrain", f"pretrain.weights={weights}")
+
+
+def test_a_link_of_an_earlier_version_is_not_written_through(earlier):
+    (earlier.parent / "kept").mkdir()
+    os.replace(earlier / "teacher", earlier.parent / "kept" / "teacher")
+    (earlier / "teacher").symlink_to(Path("..") / "kept" / "teacher")
+    assert reuse(earlier, "pretrain")
+    assert not reuse(earlier, "pretrain", "pretrain.mae.epochs=7")
+    assert not (earlier / "teacher").exists()
+    artifacts.read(earlier.parent / "kept" / "teacher", "model")
