@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from components import launching, missing_extra
 from components.launching import Placement
-from trainer import cli, config
+from trainer import config
 from trainer.cli import commands
 from trainer.io import artifacts, limits, storage
 from trainer.io.errors import LaunchError, SettingsError
@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_place(parser)
     commands.add_debug(parser)
     options = parser.parse_args(arguments)
-    cli.set_up_logging()
-    return commands.exit_code(lambda: _run(options), debug=options.debug, interrupted=cli.INTERRUPTED)
+    commands.set_up_logging()
+    return commands.exit_code(lambda: _run(options), debug=options.debug, interrupted=commands.INTERRUPTED)
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCRIPT = "vit-distill"  # what the script is called that an installation brings
-INTERRUPTED = "interrupted; what was written is kept, and the same command continues from there"
 
 
 _DESCRIPTION = """Train a vision-transformer teacher, distill it into a student, and prove what was done.
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; gives the exit code. A user's error ends in one message, and `--debug` adds the traceback."""
     options = _parser().parse_args(arguments)
     escape_what_cannot_be_printed()
-    set_up_logging(quiet=options.worker and os.environ.get("RANK", "0") != "0")
+    commands.set_up_logging(quiet=options.worker and os.environ.get("RANK", "0") != "0")
     try:
         with ended_by_sigterm():
             ensure_home()
@@ -69,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as request:
         if options.worker:
             return errors.PREEMPTED_EXIT_CODE
-        print(INTERRUPTED, file=sys.stderr)
+        print(commands.INTERRUPTED, file=sys.stderr)
         return errors.PREEMPTED_EXIT_CODE if isinstance(request, Terminated) else errors.INTERRUPTED_EXIT_CODE
     except Exception as error:
         if not options.worker and not options.node:
@@ -101,16 +100,6 @@ def _fail(error: TrainerError, options: argparse.Namespace) -> int:
         launch.write_termination_message(str(error))
     print(f"{'ended' if preempted else 'error'}: {error}", file=sys.stderr)
     return errors.CRASHED_NODE_EXIT_CODE if options.node and isinstance(error, errors.CrashError) else code
-
-
-def set_up_logging(*, quiet: bool = False) -> None:
-    """Print the log with times, without the chatter of libraries; `quiet` keeps to warnings."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(limits.PrintableFormatter("%(asctime)s  %(message)s", "%H:%M:%S"))
-    logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, handlers=[handler], force=True)
-    hub_and_stores = ("httpx", "urllib3", "fsspec", "aiobotocore", "datasets")
-    for name in (*hub_and_stores, "alembic", "mlflow", "matplotlib", "onnx_ir", "onnxscript"):
-        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _parser(program: str = "") -> argparse.ArgumentParser:

@@ -7,6 +7,7 @@ stages come from a table, not from signatures.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import sys
@@ -14,9 +15,12 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from trainer.io import limits
 from trainer.io.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, TrainerError
 from trainer.io.host import ended_by_sigterm, ensure_home, escape_what_cannot_be_printed
 from trainer.io.local_files import with_home
+
+INTERRUPTED = "interrupted; what was written is kept, and the same command continues from there"
 
 Subparsers = argparse._SubParsersAction  # argparse has no public name for it
 Options = argparse._ActionsContainer  # nor for what a parser and a group of options have in common
@@ -161,6 +165,16 @@ def exit_code(command: Callable[[], object], *, debug: bool = False, interrupted
         print(interrupted, file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
     return 0
+
+
+def set_up_logging(*, quiet: bool = False) -> None:
+    """Print the log with times, without the chatter of libraries; `quiet` keeps to warnings."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(limits.PrintableFormatter("%(asctime)s  %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, handlers=[handler], force=True)
+    hub_and_stores = ("httpx", "urllib3", "fsspec", "aiobotocore", "datasets")
+    for name in (*hub_and_stores, "alembic", "mlflow", "matplotlib", "onnx_ir", "onnxscript"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def discard_output() -> None:

@@ -170,7 +170,7 @@ def _run_all(
             logger.warning("the run stays open in MLflow: %s", closing)
         raise
     content: dict[str, Any] = json.loads((directory / "registration" / SUMMARY).read_text(encoding="utf-8"))
-    for name in reused:
+    for name in content["stages"].keys() & reused:
         content["stages"][name]["cached"] = True
     storage.write_bytes(directory / SUMMARY, json.dumps(content, indent=2, ensure_ascii=False).encode())
     return content, finished_run.write_front_page(directory, content)
@@ -226,7 +226,7 @@ def run_stage(
 
 
 def _reuse(stage: Stage, settings: config.Settings, directory: Path, device: str) -> bool:
-    """Keep a stage's results that are in the output, or take over those of a run beside it; returns whether there are any.
+    """Keep a stage's results that are in the output; where it has none, take over those of a run beside it. Returns whether there are any.
 
     They are whole and made with the same settings from the same inputs, a training's on the same kind of device, another run's by the same
     code.
