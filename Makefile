@@ -26,7 +26,7 @@ help:  ## list the targets
 setup: $(READY)  ## make the environment in .venv alone
 
 run: $(READY)  ## run the pipeline here [RECIPE=digits SET="key=value ..." OUT=dir PROCESSES=2 POOL=name NODES=1 FRESH=1 DEBUG=1]
-	@$(VENV)/python -m $(if $(POOL)$(NODES),components.pool_run --pool "$$POOL",trainer run) "$$RECIPE" --set "$$SET" --output "$$OUT" \
+	@$(VENV)/python -m $(if $(POOL)$(NODES),components.pool_run --pool "$$POOL",trainer run) "$$RECIPE" --overrides "$$SET" --output "$$OUT" \
 		$(if $(NODES),--nodes $(NODES)) $(if $(PROCESSES),--processes $(PROCESSES)) $(if $(FRESH),--fresh) $(if $(DEBUG),--debug)
 
 ui: $(READY)  ## serve MLflow's pages on what was tracked [OUT=dir of a run that had one PORT=5000]

@@ -38,7 +38,7 @@ def main() -> None:
 
 def measured(recipe: str, overrides: Sequence[str], output: str, processes: int) -> Bill:
     """The bill of a run that was forecast."""
-    given = ["tune.enabled=true", "tune.search=false", "tracking.enabled=false", *overrides]
+    given = ["run.reuse=false", "tune.enabled=true", "tune.search=false", "tracking.enabled=false", *overrides]
     summary, _ = local_run.run(recipe, given, output=str(Path(output).resolve()), processes=processes)
     return Bill.model_validate(summary["bill"])
 

@@ -40,7 +40,7 @@ def test_a_laptop_drives_a_pool(store, tmp_path):
         "-m",
         "components.pool_run",
         "digits",
-        "--set",
+        "--overrides",
         uncached,
         "--output",
         str(tmp_path / run),

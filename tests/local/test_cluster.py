@@ -144,7 +144,9 @@ def test_the_pipeline_on_a_pool_gives_the_student_that_this_machine_gives(cluste
     for name, words in {"here": here, "pool": pool}.items():
         folder = tmp_path / name
         folder.mkdir()
-        ended = local_runs.run([sys.executable, "-m", *words, "digits", "--set", overrides], folder, **environment)
+        ended = local_runs.run(
+            [sys.executable, "-m", *words, "digits", "--overrides", overrides], folder, **environment
+        )
         assert ended.returncode == 0, ended.stdout + ended.stderr
         latest = folder / "runs" / "latest"
         students[name] = json.loads((latest / "summary.json").read_text())["student"]

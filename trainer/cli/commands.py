@@ -10,6 +10,7 @@ import argparse
 import logging
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -94,10 +95,19 @@ def add_overrides(options: Options) -> None:
     options.add_argument("--set", dest="overrides", default=[], help=text, **form)
 
 
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}; close the quotation") from error
+
+
 def add_run(options: Options) -> None:
     """Add the options of a whole run, but for the place of its trainings."""
     add_recipe(options, "recipe")
     add_overrides(options)
+    text = "the same in one text, quoted as in a shell, as `make run` and a pipeline's parameter have it"
+    options.add_argument("--overrides", type=_words, action="extend", metavar="TEXT", help=text)
     options.add_argument("--output", metavar="DIR", help="where to write (default: runs/<time>-<recipe>)")
     text = "take nothing from earlier runs beside the output, as run.reuse=false"
     options.add_argument("--fresh", dest="overrides", action="append_const", const="run.reuse=false", help=text)

@@ -183,3 +183,24 @@ def test_the_help_of_a_stage_names_what_it_reads_and_what_it_writes_alike(stage,
     ):
         for keyword, kind in texts.items():
             assert f"--{flag(keyword)} DIR {named.format(kind)} " in f"{shown} "
+
+
+def test_a_run_takes_settings_as_words_and_as_one_text(capsys):
+    parser = commands.module_parser("some.module", "")
+    commands.add_run(parser)
+
+    def given(*words):
+        return parser.parse_args(["digits", *words]).overrides
+
+    assert given("--overrides", "") == given() == []
+    text = "a=1 b='x y'"
+    assert given("--set", "c=x y", "d=2", "--overrides", text, "--fresh") == [
+        "c=x y",
+        "d=2",
+        "a=1",
+        "b=x y",
+        "run.reuse=false",
+    ]
+    with pytest.raises(SystemExit):
+        given("--overrides", "a='x")
+    assert """argument --overrides: "a='x": No closing quotation; close the quotation""" in capsys.readouterr().err
