@@ -1,9 +1,9 @@
 """The pipeline: configure -> prepare -> [warm_up] -> pretrain -> [tune] -> [reinforce] -> distill -> profile, evaluate -> [export] ->
 register; finish in any case.
 
-It is for a cluster; on one machine `trainer/runner/local_run.py` runs the same stages. A task's name is the stage's name; the tasks hand references
-to artifacts to one another (`components/references.py`), and each gets its own section of the settings only, so that a changed distillation
-setting leaves the cached teacher valid.
+It is for a cluster; on one machine `trainer/runner/local_run.py` runs the same stages. A task's name is the stage's name; the tasks hand
+references to artifacts to one another (`components/references.py`), and each gets its own section of the settings only, so that a changed
+distillation setting leaves the cached teacher valid.
 
 The stages in brackets are in the graph where they are asked for. `definition` makes it with those that a run's settings need, because each
 task costs a cluster two pods and some twenty seconds, also one that does nothing; `distillation` has all of them, and there warm_up,
