@@ -160,7 +160,7 @@ sbom: $(AUDIT)  ## write sbom/*.json: the Python packages of the images with the
 
 .PHONY: image manifests kind-up kind-load test-kind kind-down
 IMAGE_NAME = $(or $(IMAGE),$(shell $(VENV)/python -c \
-	'from components import IMAGE; print(IMAGE$(if $(filter neuron serving,$(TARGET)),.replace(":", "-$(TARGET):")))'))
+	'from components.launch import IMAGE; print(IMAGE$(if $(filter neuron serving,$(TARGET)),.replace(":", "-$(TARGET):")))'))
 
 image: $(READY)  ## build and check an image: of tasks and jobs, or of the server [TARGET=cpu|gpu|neuron|serving IMAGE=name:tag]
 	@manifests/images/build.sh "$(or $(TARGET),cpu)" "$(IMAGE_NAME)"

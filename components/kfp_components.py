@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kfp import dsl
 
-from components import IMAGE
+from components.launch import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -395,7 +395,8 @@ def finish(pool: str, status: dsl.PipelineTaskFinalStatus) -> None:
         pool: Node pool that the trainings ran on; empty: none.
         status: How the other tasks ended.
     """
-    from components import finishing, task
+    from components import task
+    from components.launch import finishing
 
     with task.reporting("finish"):
         finishing.finish(pool, status.state, status.error_message)

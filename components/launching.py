@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from components.launch import job_manifest, pools
 from trainer import config
 from trainer.config import DEVICE_VARIABLE, DistillSettings, TuneSettings, WeightsSettings
-from trainer.graph import STAGES, Kind
+from trainer.graph import STAGES, JobSpec, Kind
 from trainer.io import artifacts, storage
 from trainer.io.base_models import Section
 from trainer.io.errors import LaunchError, SettingsError
 from trainer.io.formatting import size
-from trainer.runner.launch import JobSpec, processes_here, run_here
+from trainer.runner.launch import processes_here, run_here
 
 ARTIFACTS = "TRAINER_ARTIFACTS"
 """Environment variable: the folder of an object store through which jobs exchange artifacts with this machine."""

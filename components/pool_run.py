@@ -12,16 +12,16 @@ import os
 import sys
 from collections.abc import Sequence
 
-from components import launching, missing_extra
+from components import launching
+from components.launch import missing_extra
 from components.launching import Placement
 from trainer import config
-from trainer.cli import commands
-from trainer.io import artifacts, limits, storage
+from trainer.graph import JobSpec
+from trainer.io import artifacts, commands, limits, storage
 from trainer.io.errors import LaunchError, SettingsError
 from trainer.io.host import environment_variables
 from trainer.report import finished_run
 from trainer.runner import local_run
-from trainer.runner.launch import JobSpec
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 import sys
 
-from components import missing_extra
+from components.launch import missing_extra
 from trainer.io.errors import EXIT_CODE
 
 if message := missing_extra("the package `pipelines`"):

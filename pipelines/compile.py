@@ -12,10 +12,10 @@ import yaml
 from kfp import compiler
 from kfp.dsl.base_component import BaseComponent
 
-from components import IMAGE_VARIABLE
+from components.launch import IMAGE_VARIABLE
 from pipelines.distillation import NAME, definition
-from trainer.cli import commands
 from trainer.graph import OPTIONAL_STAGES
+from trainer.io import commands
 from trainer.io.errors import DeployError
 
 COMPILED = Path(__file__).parent / "compiled" / f"{NAME}.yaml"

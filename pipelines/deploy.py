@@ -17,12 +17,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from components import IMAGE, sections
+from components import sections
+from components.launch import IMAGE
 from pipelines import compile as compilation
 from pipelines import connection, runs, versions
 from pipelines.distillation import DEFAULT_POOL, SERVICE_ACCOUNT, add_parameters, given_parameters, given_place
-from trainer.cli import commands
 from trainer.graph import OPTIONAL_STAGES, needed_stages
+from trainer.io import commands
 from trainer.io.errors import SettingsError
 
 MLFLOW_UI = "Open http://localhost:5000 after: kubectl --namespace kubeflow port-forward service/mlflow 5000"

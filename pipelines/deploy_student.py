@@ -31,10 +31,10 @@ from typing import Any
 
 import yaml
 
-from components import SERVING_IMAGE
+from components.launch import SERVING_IMAGE
 from components.launch.job_manifest import DEFAULT_NAMESPACE
 from trainer import config
-from trainer.cli import commands
+from trainer.io import commands
 from trainer.io.errors import DeployError, SettingsError
 from trainer.report import tracking
 from trainer.report.tracking import REGISTERED

@@ -26,13 +26,13 @@ from kfp.dsl.base_component import BaseComponent
 from kfp.dsl.pipeline_channel import PipelineParameterChannel
 
 from components import kfp_components
-from components.finishing import RUN_LABEL, WORKFLOW
+from components.launch.finishing import RUN_LABEL, WORKFLOW
 from components.launch.job_manifest import AUTOSCALER_ANNOTATION, KARPENTER_ANNOTATION, USER
 from components.launching import Placement
 from components.sections import KUBEFLOW_UI
 from components.task import RECORDED
-from trainer.cli import commands
 from trainer.graph import OPTIONAL_STAGES, STAGES
+from trainer.io import commands
 
 NAME = "distillation"
 DEFAULT_POOL = "cpu"

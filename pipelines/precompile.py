@@ -20,8 +20,7 @@ from pathlib import Path
 from components import launching, task
 from components.launching import Placement
 from trainer import config, stages
-from trainer.cli import commands
-from trainer.io import storage
+from trainer.io import commands, storage
 from trainer.io.errors import make_directory
 from trainer.runner import local_run
 

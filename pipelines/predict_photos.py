@@ -16,14 +16,14 @@ import kfp_server_api
 import yaml
 from kfp import dsl
 
-from components import IMAGE, kfp_components
+from components import kfp_components
+from components.launch import IMAGE
 from pipelines import compile as compilation
 from pipelines import connection, runs
 from pipelines.deploy_student import ALIAS, pinned
 from pipelines.distillation import SERVICE_ACCOUNT, WORK, on_cluster
 from trainer import config
-from trainer.cli import commands
-from trainer.io import storage
+from trainer.io import commands, storage
 from trainer.io.errors import SettingsError
 from trainer.report.tracking import REGISTERED
 

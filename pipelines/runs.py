@@ -24,7 +24,7 @@ from components import kfp_components
 from pipelines import connection
 from pipelines.compile import COMPILED, task_names
 from pipelines.connection import BAD_REQUEST, NOT_FOUND, Api, RefusedError, UnansweredError, every, named
-from trainer.cli import commands
+from trainer.io import commands
 from trainer.io.errors import DeployError
 from trainer.io.retry import Outage
 

@@ -14,11 +14,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from components import IMAGE
+from components.launch import IMAGE
 from pipelines import connection, versions
 from pipelines.connection import Api
 from pipelines.distillation import NAME
-from trainer.cli import commands
+from trainer.io import commands
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

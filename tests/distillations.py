@@ -11,10 +11,10 @@ from tests import groups
 from trainer import config, stages
 from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import SPLITS, UNLABELED, DatasetDescription, features
+from trainer.graph import JobSpec
 from trainer.io import artifacts
 from trainer.models import networks
 from trainer.profiling.evidence_files import read_evidence
-from trainer.runner.launch import JobSpec
 from trainer.stages import prepare
 
 TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}

@@ -138,7 +138,7 @@ def test_importing_the_pipelines_without_the_extra_names_it(installed):
 
 
 def test_the_message_has_the_names_of_the_project():
-    from components import INSTALL_EXTRA
+    from components.launch import INSTALL_EXTRA
 
     assert f"pip install '{PROJECT['name']}[{next(iter(PROJECT['optional-dependencies']))}]'" == INSTALL_EXTRA
 

@@ -7,10 +7,11 @@ what is below the stages reads it too, such as `artifacts` and `config`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Kind = Literal[
     "dataset",
@@ -245,3 +246,22 @@ def needed_stages(settings: object) -> tuple[str, ...]:
     """List those of `OPTIONAL_STAGES` that a run with these `trainer.config.Settings` needs, or may need once another stage has decided."""
     wanted = {name for name, stage in STAGES.items() if stage.is_needed(settings)}
     return tuple(name for name in OPTIONAL_STAGES if {name, STAGES[name].decided_by} & wanted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """A stage to be run by a group of processes."""
+
+    stage: str
+    settings: Mapping[str, Any]  # the stage's section
+    inputs: Mapping[str, str]  # keyword of each input -> its URI
+    outputs: Mapping[str, str]  # keyword of each output -> its URI
+    processes_per_node: int = 1
+    nodes: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)  # further environment variables of every process
+
+    def arguments(self, role: str = "--worker") -> list[str]:
+        """Return what follows `python` in every process, or with `--node` on every node of a cluster's job, which starts the processes."""
+        places = {**self.inputs, **self.outputs}
+        directories = [text for name, uri in places.items() for text in (f"--{flag(name)}", uri)]
+        return ["-m", "trainer", "stage", self.stage, role, "--settings", json.dumps(self.settings), *directories]

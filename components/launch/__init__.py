@@ -1,5 +1,7 @@
 """The launcher for clusters: runs a stage as a job on a node pool. The only package that knows Kubernetes.
 
+Here are also the names of the images, of jobs and of the server, and the check for the extra `kubeflow`.
+
 From the lowest layer to the highest:
 
     pools           node pools: where a job can run, what it gets there, what that costs
@@ -10,4 +12,23 @@ From the lowest layer to the highest:
     job             the job of a task, created once or adopted; the record that is kept of it
     launcher        submit, follow, explain, retry
     reaper          jobs that are no longer followed
+    finishing       what is left of a run when it has ended
 """
+
+from importlib.util import find_spec
+
+from trainer import __version__
+
+IMAGE_NAME = "vit-distillation"
+IMAGE = f"{IMAGE_NAME}:{__version__}"
+SERVING_IMAGE = f"{IMAGE_NAME}-serving:{__version__}"  # of the server, which has neither torch nor what trains
+IMAGE_VARIABLE = "TRAINER_IMAGE"  # environment variable of a task: the image that it runs on, and its jobs too
+INSTALL_EXTRA = "pip install 'vit-distillation-pipeline[kubeflow]'"
+
+
+def missing_extra(user: str) -> str:
+    """Say what `user` lacks to run and how to get it; empty where all of the extra is installed. Imports none of it."""
+    absent = [name for name in ("kfp", "kubernetes") if find_spec(name) is None]
+    return (
+        f"{user} needs {' and '.join(absent)}, not installed here; install the extra: {INSTALL_EXTRA}" if absent else ""
+    )

@@ -9,16 +9,14 @@ from collections.abc import Mapping, Sequence
 
 import yaml
 
-from components import missing_extra
-from components.launch import pools
+from components.launch import missing_extra, pools
 from components.launch.job_manifest import BACKENDS, DEFAULT_NAMESPACE, Identity, default_namespace
-from trainer import config, stages
-from trainer.cli import commands
-from trainer.cli.commands import Subparsers
-from trainer.graph import flag
+from trainer import config
+from trainer.graph import STAGES, JobSpec, Stage, flag
+from trainer.io import commands
+from trainer.io.commands import Subparsers
 from trainer.io.errors import LaunchError, TrainerError
 from trainer.io.formatting import aligned
-from trainer.runner.launch import JobSpec
 
 _DESCRIPTION = """Show node pools and jobs, and delete jobs that were left over.
 
@@ -27,7 +25,7 @@ _DESCRIPTION = """Show node pools and jobs, and delete jobs that were left over.
   python -m components.launch reap --older-than 2d --dry-run          jobs that were left over on the cluster
   python -m components.launch reap --orphaned                         those whose task's pod has ended"""
 
-LAUNCHED: Mapping[str, stages.Stage] = {name: stage for name, stage in stages.STAGES.items() if stage.launched}
+LAUNCHED: Mapping[str, Stage] = {name: stage for name, stage in STAGES.items() if stage.launched}
 DIRECTORIES = sorted({name for stage in LAUNCHED.values() for name in (*stage.all_inputs, *stage.outputs)})
 
 
@@ -117,8 +115,7 @@ def _render(options: argparse.Namespace) -> None:
 def _reap(options: argparse.Namespace) -> None:
     if message := missing_extra("reap"):
         raise LaunchError(message)
-    from components import finishing
-    from components.launch import reaper
+    from components.launch import finishing, reaper
     from components.launch.client import Cluster
 
     least_s = reaper.parse_age(options.older_than)

@@ -24,11 +24,11 @@ from components.launch.job_manifest import (
 )
 from components.launch.pools import Pool
 from components.launch.readers import LogLine
+from trainer.graph import JobSpec
 from trainer.io import storage
 from trainer.io.artifacts import canonical_json
 from trainer.io.errors import LaunchError, TrainerError
 from trainer.io.formatting import listed
-from trainer.runner.launch import JobSpec
 
 logger = logging.getLogger(__name__)
 

@@ -13,15 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from components import IMAGE, IMAGE_VARIABLE
+from components.launch import IMAGE, IMAGE_VARIABLE
 from components.launch.pools import RESERVED, SECRET, Pool, quantity
 from trainer.config import DEVICE_VARIABLE
+from trainer.graph import JobSpec
 from trainer.io.artifacts import CHECKPOINTS_VARIABLE, digest
 from trainer.io.base_models import holds_secret
 from trainer.io.errors import LaunchError, SettingsError
+from trainer.io.host import SHUTDOWN_TIMEOUT_S
 from trainer.io.storage.cache import CACHE_VARIABLE, LIMIT_VARIABLE
 from trainer.report.tracking import is_server
-from trainer.runner.launch import SHUTDOWN_TIMEOUT_S, JobSpec
 
 RUN_LABEL = "vit-distillation/run"
 TASK_LABEL = "vit-distillation/task"

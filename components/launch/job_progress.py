@@ -16,10 +16,10 @@ from trainer.io.errors import (
     CRASHED_NODE_EXIT_CODE,
     EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
+    MISSED_ANOTHER,
     PREEMPTED_EXIT_CODE,
 )
 from trainer.io.formatting import duration
-from trainer.runner.launch import MISSED_ANOTHER
 
 STUCK_S = 300.0  # how long a replica may wait for what rarely arrives by itself, such as an image of a wrong name
 TAIL_LINES = 10  # last lines of each replica that are kept for messages

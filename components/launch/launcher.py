@@ -30,10 +30,10 @@ from components.launch.job_progress import (
 )
 from components.launch.pools import Pool
 from components.launch.readers import Change, Informer, LogLine, LogReader, ReaderThreads, ThreadEnded
+from trainer.graph import JobSpec
 from trainer.io import storage
 from trainer.io.errors import LaunchError
 from trainer.io.formatting import duration
-from trainer.runner.launch import JobSpec
 
 logger = logging.getLogger(__name__)
 

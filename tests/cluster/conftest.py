@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from components import SERVING_IMAGE
+from components.launch import SERVING_IMAGE
 
 CONTEXT = os.environ.get("TRAINER_TEST_CLUSTER", "")
 """The kubeconfig's context to test on; it is named, so that no test reaches a cluster that somebody works on."""

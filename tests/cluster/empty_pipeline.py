@@ -14,11 +14,11 @@ import kfp_server_api
 import yaml
 from kfp import dsl
 
-from components import IMAGE
+from components.launch import IMAGE
 from pipelines import connection, runs
 from pipelines.compile import with_image, yaml_of
-from trainer.cli import commands
 from trainer.graph import STAGES
+from trainer.io import commands
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)

@@ -11,8 +11,8 @@ from components.launch.job_manifest import Identity
 from components.launch.launcher import ClusterLauncher
 from components.launch.pools import SecretKey
 from tests.cluster.conftest import eventually, kubectl, objects
+from trainer.graph import JobSpec
 from trainer.io.errors import LaunchError
-from trainer.runner.launch import JobSpec
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300, func_only=True)]
 

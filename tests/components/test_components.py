@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from components import IMAGE, kfp_components
+from components import kfp_components
+from components.launch import IMAGE
 from components.launching import Placement
 from trainer.graph import STAGES
 

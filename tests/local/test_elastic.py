@@ -19,8 +19,8 @@ import torch
 
 from trainer.data.dataset import open_dataset
 from trainer.data.sampler import StatelessSampler
+from trainer.graph import JobSpec
 from trainer.io.errors import PREEMPTED_EXIT_CODE
-from trainer.runner import launch
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"epochs": 5, "checkpoint_every": 5, "batch_size": 127}
@@ -68,7 +68,7 @@ class Job:
         self.folder = folder
         folder.mkdir()
         (folder / "sitecustomize.py").write_text(NOTES)
-        self._spec = launch.JobSpec(
+        self._spec = JobSpec(
             stage="distill", settings=distillation.settings, inputs=distillation.inputs, outputs=distillation.outputs
         )
         with socket.socket() as listener:

@@ -24,8 +24,8 @@ from tests.faults.tracking_server import TrackingServer
 from tests.stand_ins.object_store import ACCESS_KEY, SECRET_KEY
 from tests.stand_ins.pipelines_api import PipelinesApi
 from trainer import cli
+from trainer.graph import JobSpec
 from trainer.io.errors import CRASH_EXIT_CODE, EXIT_CODE
-from trainer.runner.launch import JobSpec
 
 ROOT = Path(__file__).parents[2]
 PLANTED = {

@@ -14,11 +14,11 @@ from tests import groups
 from tests.distillations import QUICK
 from tests.pathologies import on_rank, together
 from trainer import config
+from trainer.graph import JobSpec
 from trainer.io.errors import LaunchError
 from trainer.objectives.distillation.objective import DistillObjective
 from trainer.profiling.evidence_files import read_evidence
 from trainer.runner import local_run
-from trainer.runner.launch import JobSpec
 from trainer.stages import tune
 from trainer.stages.tuning import trials
 from trainer.stages.tuning.tuning_schema import read_tuning

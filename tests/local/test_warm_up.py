@@ -8,7 +8,7 @@ from tests import groups
 from tests.distillations import QUICK, TINY
 from trainer import config
 from trainer.config import WarmUpSettings
-from trainer.runner.launch import JobSpec
+from trainer.graph import JobSpec
 from trainer.stages import warm_up
 
 

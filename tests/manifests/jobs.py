@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from components.launch import pools
 from components.launch.job_manifest import BACKENDS, Identity
-from trainer.runner.launch import JobSpec
+from trainer.graph import JobSpec
 
 IDENTITY = Identity(run="run", task="distill")
 

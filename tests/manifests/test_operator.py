@@ -8,7 +8,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from components import IMAGE
+from components.launch import IMAGE
 from tests.manifests.conftest import MANIFESTS
 from tests.manifests.jobs import job, templates
 from tests.manifests.pod_security import violations

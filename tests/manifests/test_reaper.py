@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from components import IMAGE
+from components.launch import IMAGE, reaper
 from components.launch import __main__ as command
-from components.launch import reaper
 from pipelines.compile import COMPILED
 from tests.manifests.jobs import job
 from tests.manifests.workloads import template

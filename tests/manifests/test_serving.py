@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from components import SERVING_IMAGE
+from components.launch import SERVING_IMAGE
 from pipelines import deploy_student
 from tests.manifests.pod_security import violations
 from tests.stand_ins.kubernetes import crds

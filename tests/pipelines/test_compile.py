@@ -12,7 +12,8 @@ import sys
 import pytest
 import yaml
 
-from components import IMAGE, IMAGE_VARIABLE, sections
+from components import sections
+from components.launch import IMAGE, IMAGE_VARIABLE
 from components.launching import Placement
 from pipelines import compile as compilation
 from pipelines import distillation

@@ -13,9 +13,8 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 BACKWARD_THREAD = "pt_autograd_{}"
@@ -86,11 +85,6 @@ def lerp_all(tensors: Sequence[Tensor], ends: Sequence[Tensor], share: float) ->
 def norm_all(tensors: Sequence[Tensor], order: float = 2) -> Tensor:
     """Return the norm of each tensor, float32 [T]; few kernels for all of them."""
     return torch.stack(torch._foreach_norm(list(tensors), order)).float()
-
-
-def batch_norms(model: nn.Module) -> list[_BatchNorm]:
-    """Return a model's batch normalizations, of any number of dimensions."""
-    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
 def loader_processes(batches: Any) -> list[Any]:

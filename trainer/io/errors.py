@@ -22,6 +22,8 @@ CRASHED_NODE_EXIT_CODE = 200
 job's operator starts the node again; the second crash of one kind has `EXIT_CODE`."""
 PREEMPTED_EXIT_CODE = 143
 """Of a process that was asked to end by SIGTERM (128 + 15, as in a shell): start it again, and it continues."""
+MISSED_ANOTHER = "the connection to another process was lost, so another node may have failed first: its log says why"
+"""How the message of a node ends that misses another one; the search for the cause starts elsewhere."""
 
 
 class TrainerError(Exception):

@@ -26,6 +26,8 @@ import psutil
 from trainer.io.errors import OutputError
 
 LAUNCHED_VARIABLE = "TRAINER_LAUNCHED"
+SHUTDOWN_TIMEOUT_S = 30
+"""How long processes have to end after one has failed, or after they were asked to: in that time they write a checkpoint."""
 """Environment variable with the time (Unix) at which a launcher, or the pod of a node, began with the job of this process, or last started
 it again."""
 AGAIN_S = 1.0

@@ -25,10 +25,10 @@ import timm
 import torch
 from pydantic import BeforeValidator, TypeAdapter
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from trainer.config import ModelSettings
-from trainer.devices.torch_private import batch_norms
 from trainer.graph import TIMM
 from trainer.io import artifacts, limits, storage
 from trainer.io.artifacts import Artifact
@@ -713,3 +713,8 @@ def check_kind(model: Classifier, name: str, *, several: bool) -> None:
     raise ModelError(
         f"{name}: {has}, but the data set's images {needed} (data.multi_label); fine-tune it on this data set (pretrain.finetune.epochs)"
     )
+
+
+def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Return a model's batch normalizations, of any number of dimensions."""
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]

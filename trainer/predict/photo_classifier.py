@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from trainer.graph import STUDENT
+from trainer.graph import DATASET, STUDENT
 from trainer.io import artifacts, limits, storage
-from trainer.io.artifacts import Artifact
+from trainer.io.artifacts import Artifact, Manifest
 from trainer.io.errors import ArtifactError, ModelError, SettingsError
 from trainer.io.formatting import aligned, listed
 from trainer.io.formatting import exact as _shown
@@ -256,7 +256,7 @@ def _found(place: str, *, exported: bool) -> Iterator[_Found]:
             name=name,
             directory=where,
             refusals=refusals,
-            tags=finished_run.tags(place, evaluation),
+            tags=_tags(place, evaluation),
             temperature=student.get("temperature", 1.0),
             threshold=student.get("threshold"),
         )
@@ -278,3 +278,21 @@ def lines(prediction: Prediction) -> list[str]:
             rows.append(("answer", f"{answer} ({prediction.confidence:.1%})"))
         rows += [(name, _shown(value)) for name, value in known if value is not None]
     return aligned(rows)
+
+
+def _tags(run: str, evaluation: Manifest) -> ClassTags | None:
+    """Return what a run's student, of which this is the evaluation, knows of its classes, as it would be registered with it.
+
+    Of the data set nothing but its tags is read; None where it has none, or where it is gone.
+    """
+    place = storage.join(run, DATASET.folder)
+    if not artifacts.exists(place) or TAGS not in artifacts.manifest(place, "dataset").files:
+        return None
+    file = storage.join(place, TAGS)
+    try:
+        known = ClassTags.of(storage.read_json(file))
+    except ValueError as error:
+        raise ArtifactError(
+            f"{file}: does not describe classes ({limits.cut(str(error), 500)}); prepare the data set again"
+        ) from error
+    return known.judged(evaluation.figures)

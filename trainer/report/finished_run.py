@@ -13,15 +13,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainer.graph import DATASET, EVALUATION, EXPORTED, STUDENT, ArtifactSpec
-from trainer.io import artifacts, limits, storage
+from trainer.graph import EVALUATION, EXPORTED, STUDENT, ArtifactSpec
+from trainer.io import artifacts, storage
 from trainer.io.artifacts import Manifest
 from trainer.io.base_models import what_is_wrong
 from trainer.io.costs import Machines, dollars_text
 from trainer.io.errors import ArtifactError, ObjectNotFoundError, writing_to
 from trainer.io.formatting import aligned, duration, isolated, ratio
 from trainer.io.local_files import located
-from trainer.models.served_student.class_tags import TAGS, ClassTags
 from trainer.report import billing, pages, scores, tracking
 from trainer.report.billing import Bill
 from trainer.report.forecast import Forecast
@@ -285,24 +284,6 @@ def export_of_student(run: str) -> str:
     return found
 
 
-def tags(run: str, evaluation: Manifest) -> ClassTags | None:
-    """Return what a run's student, of which this is the evaluation, knows of its classes, as it would be registered with it.
-
-    Of the data set nothing but its tags is read; None where it has none, or where it is gone.
-    """
-    place = storage.join(run, DATASET.folder)
-    if not artifacts.exists(place) or TAGS not in artifacts.manifest(place, "dataset").files:
-        return None
-    file = storage.join(place, TAGS)
-    try:
-        known = ClassTags.of(storage.read_json(file))
-    except ValueError as error:
-        raise ArtifactError(
-            f"{file}: does not describe classes ({limits.cut(str(error), 500)}); prepare the data set again"
-        ) from error
-    return served_tags(known, evaluation.figures)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Accuracy and speed of runs against their cost, side by side
 #
@@ -447,11 +428,3 @@ def price_table(entries: Sequence[PricedRun]) -> list[str]:
         f"Time and dollars: {', '.join(PRICED)}, with start-up and compilation. Rates: while it trained.",
         *(f"  - {doubt}" for doubt in doubts if doubt),
     ]
-
-
-def served_tags(tags: ClassTags | None, evaluation: Mapping[str, Any]) -> ClassTags | None:
-    """Give what is known of the classes the threshold that `evaluate` has chosen for the student's answers, if its figures have one."""
-    answers = evaluation["student"]["test"].get("answers")
-    if tags is None or answers is None:
-        return tags
-    return tags.answering(risk=answers["risk"], threshold=answers["threshold"])

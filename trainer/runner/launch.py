@@ -1,6 +1,6 @@
 """Launching: a stage as a group of training processes.
 
-`JobSpec` says what is to run. `run_here` starts torch's elastic agent (what torchrun is made of) on this machine; the launcher for clusters
+`run_here` starts torch's elastic agent (what torchrun is made of) on this machine; the launcher for clusters
 stands in `components/launch`, and its pods start the agent with `join_node`. Both end in the same command in each process:
 `python -m trainer stage NAME --worker ...`.
 """
@@ -19,16 +19,31 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import DEVICE_VARIABLE
-from trainer.graph import Stage, flag
+from trainer.graph import JobSpec, Stage
 from trainer.io.costs import local_place
-from trainer.io.errors import EXIT_CODE, PREEMPTED_EXIT_CODE, CrashError, LaunchError, PreemptedError, TrainerError
-from trainer.io.host import LAUNCHED_VARIABLE, Terminated, environment_variables, started_unix, usable_cores
+from trainer.io.errors import (
+    EXIT_CODE,
+    MISSED_ANOTHER,
+    PREEMPTED_EXIT_CODE,
+    CrashError,
+    LaunchError,
+    PreemptedError,
+    TrainerError,
+)
+from trainer.io.host import (
+    LAUNCHED_VARIABLE,
+    SHUTDOWN_TIMEOUT_S,
+    Terminated,
+    environment_variables,
+    started_unix,
+    usable_cores,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -42,8 +57,6 @@ TERMINATION_LOG_VARIABLE = "TRAINER_TERMINATION_LOG"
 """Environment variable that names the file for a failing node's message; without it Kubernetes' own, where there is one."""
 TERMINATION_LOG = "/dev/termination-log"
 TERMINATION_LOG_BYTES = 4096  # more of it Kubernetes does not keep
-SHUTDOWN_TIMEOUT_S = 30
-"""How long processes have to end after one has failed, or after they were asked to: in that time they write a checkpoint."""
 AT_ONCE_S = 10
 """Processes that fail later after the first one than this were ended by the agent, which gives them longer."""
 
@@ -51,27 +64,6 @@ _LOST_CONNECTION = re.compile(
     r"[Cc]onnection (closed|reset) by peer|Broken pipe|remote process exited|ncclRemoteError|Dist(Backend|Network|Store)Error"
 )
 """What torch says in a process that misses another one."""
-MISSED_ANOTHER = "the connection to another process was lost, so another node may have failed first: its log says why"
-"""How the message of such a node ends; the search for the cause starts elsewhere."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobSpec:
-    """A stage to be run by a group of processes."""
-
-    stage: str
-    settings: Mapping[str, Any]  # the stage's section
-    inputs: Mapping[str, str]  # keyword of each input -> its URI
-    outputs: Mapping[str, str]  # keyword of each output -> its URI
-    processes_per_node: int = 1
-    nodes: int = 1
-    environment: Mapping[str, str] = field(default_factory=dict)  # further environment variables of every process
-
-    def arguments(self, role: str = "--worker") -> list[str]:
-        """Return what follows `python` in every process, or with `--node` on every node of a cluster's job, which starts the processes."""
-        places = {**self.inputs, **self.outputs}
-        directories = [text for name, uri in places.items() for text in (f"--{flag(name)}", uri)]
-        return ["-m", "trainer", "stage", self.stage, role, "--settings", json.dumps(self.settings), *directories]
 
 
 def job_of(stage: Stage, settings: Mapping[str, Any], directories: Mapping[str, str], processes: int) -> JobSpec:

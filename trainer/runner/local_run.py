@@ -17,7 +17,7 @@ from typing import Any
 
 from trainer import config, stages
 from trainer.data import class_tables
-from trainer.graph import STAGES, Kind, Stage
+from trainer.graph import STAGES, JobSpec, Kind, Stage
 from trainer.io import artifacts, storage
 from trainer.io.errors import ArtifactError, OutputError, TrackingError, make_directory, writing_to
 from trainer.io.host import environment_variables
@@ -25,7 +25,6 @@ from trainer.io.storage.writers import one_writer
 from trainer.report import finished_run, tracking
 from trainer.report.finished_run import SUMMARY
 from trainer.runner import launch, preflight
-from trainer.runner.launch import JobSpec
 from trainer.stages.tuning.tuning_schema import read_tuning
 
 logger = logging.getLogger(__name__)

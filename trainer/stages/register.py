@@ -38,7 +38,7 @@ from trainer.objectives.distillation import recording
 from trainer.profiling.evidence_files import read_evidence
 from trainer.report import scores, tracking
 from trainer.report.billing import Bill, StageBill, bill_here, make_bill, stage_bill
-from trainer.report.finished_run import SUMMARY, Registered, build_summary, served_tags
+from trainer.report.finished_run import SUMMARY, Registered, build_summary
 from trainer.report.tracking.stage_runs import stage_run
 from trainer.stages import evaluate, profile
 from trainer.stages.onnx_export import exporting
@@ -364,7 +364,8 @@ def _version(
         "verdict": "passed" if figures["verdict"]["passed"] else "not passed",
         f"test_{scores.name(figures['student']['test'])}": f"{scores.score(figures['student']['test']):.4f}",
     }
-    classes = served_tags(open_dataset(given["dataset"]).tags, figures)
+    known = open_dataset(given["dataset"]).tags
+    classes = known and known.judged(figures)
     if classes is not None and classes.threshold is not None:
         tags["answer_threshold"] = f"{classes.threshold:.6f}"
     for found in client.search_model_versions(f"run_id = '{run_id}'"):

@@ -22,8 +22,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from trainer.config import TrainingSettings
 from trainer.devices import HOST, Device, RowShardedOptimizer
 from trainer.devices.process_group import Processes
-from trainer.devices.torch_private import batch_norms, lerp_all
-from trainer.models.networks import Classifier
+from trainer.devices.torch_private import lerp_all
+from trainer.models.networks import Classifier, batch_norms
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:

@@ -18,9 +18,8 @@ from trainer.data.dataset import Split
 from trainer.data.sampler import StatelessSampler
 from trainer.data.views.rendering import mixes
 from trainer.devices.process_group import Processes
-from trainer.devices.torch_private import batch_norms
 from trainer.io.errors import SettingsError
-from trainer.models.networks import Classifier
+from trainer.models.networks import Classifier, batch_norms
 from trainer.training.checkpoints import Checkpoints
 
 logger = logging.getLogger(__name__)

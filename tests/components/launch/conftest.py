@@ -9,7 +9,7 @@ from components.launch import pools
 from components.launch.client import Cluster
 from components.launch.job_manifest import Identity
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
-from trainer.runner.launch import JobSpec
+from trainer.graph import JobSpec
 
 
 @pytest.fixture(autouse=True)

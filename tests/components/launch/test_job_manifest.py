@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components import IMAGE
-from components.launch import job_manifest, pools
+from components.launch import IMAGE, job_manifest, pools
 from components.launch.job_manifest import BACKENDS, HASH_ANNOTATION, Identity, JobState, Owner
 from tests.manifests.pod_security import violations
 from tests.stand_ins.kubernetes import schemas
+from trainer.graph import JobSpec
 from trainer.io.costs import Machines
 from trainer.io.errors import LaunchError, SettingsError
-from trainer.runner.launch import JobSpec
 
 
 def spec(**changes):

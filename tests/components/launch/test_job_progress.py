@@ -17,7 +17,7 @@ from components.launch.job_progress import (
     first_failure,
     read_replica,
 )
-from trainer.runner.launch import MISSED_ANOTHER
+from trainer.io.errors import MISSED_ANOTHER
 
 LIMITS = JobLimits(queued_s=100, running_s=1000, silent_s=50)
 PENDING, SUSPENDED, RUNNING = JobState(phase="pending"), JobState(phase="suspended"), JobState(phase="running")

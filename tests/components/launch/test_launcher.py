@@ -19,9 +19,8 @@ from components.launch.launcher import ClusterLauncher
 from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, TRAINJOBS
 from tests.stand_ins.kubernetes.stand_in import Script
 from trainer.io.costs import Price
-from trainer.io.errors import CRASHED_NODE_EXIT_CODE, EXIT_CODE, PREEMPTED_EXIT_CODE, LaunchError
+from trainer.io.errors import CRASHED_NODE_EXIT_CODE, EXIT_CODE, MISSED_ANOTHER, PREEMPTED_EXIT_CODE, LaunchError
 from trainer.io.host import ended_by_sigterm
-from trainer.runner.launch import MISSED_ANOTHER
 
 pytestmark = pytest.mark.usefixtures("threads_end")
 

@@ -9,8 +9,8 @@ from components.launch import job_manifest, pools
 from components.launch.__main__ import main
 from tests.stand_ins.kubernetes import schemas
 from trainer import config
+from trainer.graph import JobSpec
 from trainer.io.errors import EXIT_CODE
-from trainer.runner.launch import JobSpec
 
 
 def test_the_printed_manifest_is_what_the_launcher_sends(capsys):

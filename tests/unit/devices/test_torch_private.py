@@ -76,11 +76,6 @@ def test_all_norms_are_those_of_each(order):
     torch.testing.assert_close(torch_private.norm_all(tensors, order), expected)
 
 
-def test_batch_normalizations_are_known_by_their_kind():
-    kinds = [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.SyncBatchNorm(2)]
-    assert torch_private.batch_norms(nn.Sequential(*kinds, nn.LayerNorm(2))) == kinds
-
-
 def test_the_processes_of_a_loader_are_known_counted_and_ended():
     batches = iter(DataLoader(range(8), batch_size=None, num_workers=1, prefetch_factor=2))
     (process,) = torch_private.loader_processes(batches)

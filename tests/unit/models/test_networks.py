@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 
 from trainer.config import ModelSettings
 from trainer.io import artifacts
@@ -324,3 +325,8 @@ def test_the_statistics_of_an_embedding_stand_in_the_card_of_such_a_model_alone(
 def test_statistics_by_which_nothing_can_be_divided_are_refused(mean, std, message):
     with pytest.raises(ValueError, match=message):
         networks.EmbeddingStatistics(mean=tuple(mean), std=tuple(std))
+
+
+def test_batch_normalizations_are_known_by_their_kind():
+    kinds = [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.SyncBatchNorm(2)]
+    assert networks.batch_norms(nn.Sequential(*kinds, nn.LayerNorm(2))) == kinds

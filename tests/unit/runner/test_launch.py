@@ -17,6 +17,7 @@ import torch
 from torch.distributed import TCPStore
 
 from trainer import cli, config, stages
+from trainer.graph import JobSpec
 from trainer.io.costs import PLACE_VARIABLE
 from trainer.io.errors import (
     CRASH_EXIT_CODE,
@@ -30,6 +31,7 @@ from trainer.io.errors import (
     SettingsError,
     StorageAwayError,
 )
+from trainer.io.host import SHUTDOWN_TIMEOUT_S
 from trainer.runner import launch
 
 DIRECTORIES = ["--dataset", "/d", "--teacher", "/t", "--student", "/s", "--evidence", "/e"]
@@ -43,7 +45,7 @@ def spec(**changes):
         "outputs": {"student": "/s", "evidence": "/e"},
         "processes_per_node": 2,
     }
-    return launch.JobSpec(**values | changes)
+    return JobSpec(**values | changes)
 
 
 @pytest.mark.parametrize("name", [name for name, stage in stages.STAGES.items() if stage.launched])
@@ -396,7 +398,7 @@ def test_two_nodes_meet_one_fails_the_other_is_ended(tmp_path, silence):
         errors = failing.communicate(timeout=120)[1].splitlines()
         children = workers(waiting)
         waiting.send_signal(signal.SIGTERM)
-        ended = waiting.communicate(timeout=launch.SHUTDOWN_TIMEOUT_S + 30)[1]
+        ended = waiting.communicate(timeout=SHUTDOWN_TIMEOUT_S + 30)[1]
     expected = f"distill: node 1 of 2: dataset {tmp_path / 'missing'}: no such directory"
     assert failing.returncode == EXIT_CODE
     assert errors[-1].startswith(f"error: {expected}")

@@ -115,6 +115,11 @@ class ClassTags:
         """Return these with a threshold for the answers."""
         return replace(self, risk=risk, threshold=threshold)
 
+    def judged(self, figures: Mapping[str, Any]) -> ClassTags:
+        """Return these with the threshold that `evaluate` has chosen for the student's answers, if its figures have one."""
+        answers = figures["student"]["test"].get("answers")
+        return self.answering(risk=answers["risk"], threshold=answers["threshold"]) if answers else self
+
     @cached_property
     def paths(self) -> tuple[tuple[str, ...], ...]:
         """The groups above each class, the topmost first, and the class itself."""

@@ -180,7 +180,7 @@ def make(
         if chosen is not None:
             shutil.copyfile(Path(folder) / f"{chosen.name.removesuffix(_IN_OPENVINO)}.onnx", draft.path / GRAPH)
             shutil.copyfile(preprocessing.__file__, draft.path / Path(preprocessing.__file__).name)
-            known = finished_run.served_tags(data.tags, judged.figures)
+            known = data.tags and data.tags.judged(judged.figures)
             if known is not None:
                 known.write(draft.path)
             found = contract(card, data.square, chosen, parents, judged.figures["student"], tags=known is not None)

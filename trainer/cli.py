@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer import __version__, config, stages
-from trainer.cli import commands
-from trainer.cli.commands import Subparsers
 from trainer.graph import flag
-from trainer.io import errors, limits, storage
+from trainer.io import commands, errors, limits, storage
+from trainer.io.commands import Subparsers
 from trainer.io.errors import DataError, SettingsError, TrainerError
 from trainer.io.host import Terminated, ended_by_sigterm, ensure_home, escape_what_cannot_be_printed
 from trainer.report import tracking

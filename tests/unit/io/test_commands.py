@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from trainer import cli, config
-from trainer.cli import commands
 from trainer.graph import STAGES, flag
+from trainer.io import commands
 from trainer.io.errors import SettingsError
 
 ROOT = Path(__file__).parents[3]
@@ -100,7 +100,7 @@ def test_other_ends(capsys):
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
-    code = "import sys; from trainer.cli import commands; sys.exit(commands.exit_code(lambda: print('x' * 10**6, flush=True)))"
+    code = "import sys; from trainer.io import commands; sys.exit(commands.exit_code(lambda: print('x' * 10**6, flush=True)))"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.read(10)

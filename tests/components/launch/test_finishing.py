@@ -9,8 +9,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from kfp.local.orchestrator import enhanced_dag_orchestrator
 
-from components import finishing
 from components.launch import __main__ as command
+from components.launch import finishing
 from tests.manifests.jobs import job
 from tests.stand_ins.kubernetes.resources import PYTORCHJOBS, WORKFLOWS
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn
