@@ -248,6 +248,9 @@ def test_few_labels_are_kept_whatever_the_files_format(bench, tmp_path):
             "jpg/apart/a/7.jpg",
             "jpg/apart/b/8.jpg",
         ]
+    options = ("--labels", "all", "--val", "1", "--test", str(apart))
+    printed = bench("few_labels", str(tmp_path / "jpg" / "photos"), str(tmp_path / "few.csv"), *options)
+    assert printed == "2 val, 6 train, 2 test\n"
     (tmp_path / "other.txt").write_text("c/1")
     options = ("--labels", "1", "--val", "1", "--test", str(tmp_path / "other.txt"))
     with pytest.raises(SystemExit, match=r"other\.txt: 1 of its photos are not in .*photos, first c/1"):

@@ -1,4 +1,4 @@
-"""Write a manifest in which few photos keep their label: `python tests/benchmarks/few_labels.py FOLDER MANIFEST [--labels N]`.
+"""Write a manifest in which few photos keep their label: `python tests/benchmarks/few_labels.py FOLDER MANIFEST [--labels N|all]`.
 
 FOLDER holds a folder a class, and lies beside MANIFEST or below. Of each class the photos that `--test` lists, or has in a folder a class,
 are for testing; of the others `--val` are for validation, `--labels` are labeled, and the rest are without a label. The hashes of their
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def rows(folder: Path, held_out: set[str], labels: int, val: int) -> Iterator[tuple[str, str, str]]:
+def rows(folder: Path, held_out: set[str], labels: int | None, val: int) -> Iterator[tuple[str, str, str]]:
     """Yield path, label and split of each photo; `held_out` has the test photos as CLASS/NAME without the suffix."""
     for of_class in sorted(path for path in folder.iterdir() if path.is_dir()):
         files = [*of_class.iterdir()]
@@ -28,10 +28,12 @@ def rows(folder: Path, held_out: set[str], labels: int, val: int) -> Iterator[tu
         for name in sorted(names.keys() & held_out):
             yield str(names[name]), of_class.name, "test"
         rest = sorted(names.keys() - held_out, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
-        if len(rest) < val + labels:
-            raise SystemExit(f"{of_class}: has {len(rest)} photos for --val {val} and --labels {labels}; ask for fewer")
+        last = len(rest) if labels is None else val + labels
+        if len(rest) < max(last, val + 1):
+            wanted = "all" if labels is None else labels
+            raise SystemExit(f"{of_class}: has {len(rest)} photos for --val {val} and --labels {wanted}; ask for fewer")
         for place, name in enumerate(rest):
-            split = "val" if place < val else "train" if place < val + labels else "unlabeled"
+            split = "val" if place < val else "train" if place < last else "unlabeled"
             yield str(names[name]), "" if split == "unlabeled" else of_class.name, split
 
 
@@ -40,7 +42,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Keep the labels of few photos.")
     parser.add_argument("folder", type=Path, help="with a folder a class")
     parser.add_argument("manifest", type=Path, help="CSV file to write")
-    parser.add_argument("--labels", type=int, default=10, help="a class (default: %(default)s)")
+    parser.add_argument(
+        "--labels",
+        type=lambda text: None if text == "all" else int(text),
+        default=10,
+        help="a class, or `all` (default: %(default)s)",
+    )
     parser.add_argument("--val", type=int, default=20, help="photos a class for validation (default: %(default)s)")
     parser.add_argument(
         "--test",
