@@ -455,7 +455,7 @@ def _rank(end: Termination) -> int:
     # has ended.
     if end.reason not in _PLAIN_REASONS:
         return 0
-    # Those that were asked to end, or missed another one, ended because of it; a kill may come from the operator's cleaning up.
+    # Replicas that were terminated or lost a peer are victims, not causes; SIGKILL may be the operator cleaning up.
     if end.asked_to_end:
         return 4
     if end.missed_another:

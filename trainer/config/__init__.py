@@ -285,7 +285,7 @@ def recording_mistakes(distill: DistillSettings, reinforce: ReinforceSettings) -
     if others:
         mistakes.append(
             f"reinforce.augmentation differs from distill.views in {', '.join(others)}, so the student would see other views than the "
-            "teacher; leave it out, and it is as distill.views"
+            "teacher; leave it unset to use distill.views"
         )
     if distill.reads_unlabeled and not reinforce.records_unlabeled:
         mistakes.append(

@@ -61,7 +61,7 @@ LOADING = frozenset({"workers", "views_on", "decode_on"})
 
 
 def _is_unset(value: object) -> bool:
-    """Return whether a setting says nothing. Then it is not written, so that what was made before there was such a setting stays valid."""
+    """Return whether a default is left empty. Such settings are not serialized, so older artifacts keep their fingerprint."""
     return value in ("", 0, None)
 
 

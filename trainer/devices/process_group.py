@@ -34,7 +34,7 @@ DEFAULT_WAIT_S = 600.0
 _KEYS = "trainer/collectives"
 """Where the store keeps who has reached which collective."""
 _DEVICE_PATIENCE = 2
-"""How much longer than the host the device waits for the others: it does not know for whom, and its end takes the process with it."""
+"""NCCL's timeout, as a multiple of the host's: the host names the missing rank and exits cleanly, NCCL aborts the process."""
 _ROLL_CALL_S = 3.0
 """How long a process that has waited in vain waits for the others to say the same."""
 _STORE_S = 10.0
@@ -129,7 +129,7 @@ def join_processes(*, deterministic: bool | None = False) -> Iterator[Processes]
         device.open()
         prove_one_group(processes, expected=world_size)
         yield processes
-    # Not after an exception: the others must not miss this process before it has left its message.
+    # Skipped on an exception: leaving the group would make the other ranks fail first and hide the cause.
     dist.destroy_process_group()
 
 

@@ -136,7 +136,7 @@ class TransferRecord(StrictModel):
     from_device_bytes: Count
     to_device_bytes: Count
     fallbacks: Mapping[str, Count]
-    """Operator that ran on the host within steps -> calls: XLA has it not, or, `aten::_local_scalar_dense`, its result was read."""
+    """Calls of operators that fell back to the host, as XLA lacks them or (`aten::_local_scalar_dense`) Python read a value."""
 
 
 class CommunicationRecord(StrictModel):

@@ -71,7 +71,7 @@ class Compilations:
 
 
 IMPORTED_UNIX = time.time()
-"""When torch and most of the trainer were loaded, by whom this module is loaded last."""
+"""Import time of this module, the last to load: torch and the trainer are imported by then."""
 
 
 class Startup:

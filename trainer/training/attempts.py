@@ -75,7 +75,7 @@ class Lease:
         try:
             claimed = storage.read_bytes(self._marker)
         except ObjectNotFoundError:
-            # What is lost is lost with what is older, so a claim that is there was made after the loss.
+            # If the store lost our marker, it lost older files too; a claim that still exists is therefore newer than ours.
             return "superseded" if any(name.startswith(_CLAIM) for name in names) else "gone"
         return "newest" if claimed == self.token else "superseded"
 

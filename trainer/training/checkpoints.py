@@ -92,7 +92,7 @@ class Dealing(NamedTuple):
 
 
 class CheckpointEntry(NamedTuple):
-    """One of a training's checkpoints; the one that counts more is greater."""
+    """A checkpoint, ordered by (generation, step): the maximum is the one to resume from."""
 
     generation: int
     step: int

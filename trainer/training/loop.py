@@ -61,7 +61,7 @@ _MAX_NAMES = 3
 class Trainer:
     """A model, its optimizer and its recorder, and the loop over the steps, on one of the processes.
 
-    All processes take the same decisions after a step, so none waits for one that has stopped.
+    All processes take the same decisions after a step, so no rank blocks on one that left.
     """
 
     def __init__(

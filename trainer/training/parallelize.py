@@ -36,7 +36,7 @@ WARM_STEPS = 3
 """Steps in which graphs are compiled without a warning."""
 
 _TIMED_FIRST, _TIMED_EVERY = 10, 100
-"""Backward passes that torch times: so many from the first one on, and one of so many later."""
+"""Backward passes that torch times: the first 10, then every 100th."""
 
 
 class ConvolvedLinear(nn.Linear):

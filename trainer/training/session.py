@@ -61,7 +61,7 @@ class Session:
     startup: Startup
     watch: WatchSettings = field(default_factory=WatchSettings)
     _fitted: dict[str, Any] = field(default_factory=dict)
-    """What replaces values of the section because the images were fewer than a batch: a training with that batch is the same one."""
+    """Batch sizes lowered to the number of images. Part of the checkpoint's identity: a run started with the lowered size resumes it."""
     _trainings: list[Checkpoints] = field(default_factory=list)
     _measured: dict[str, float] = field(default_factory=dict)
     """What the last validation measured."""

@@ -83,7 +83,7 @@ def capture(
 ) -> TrainingState:
     """Return the state after `step` steps: the tensors themselves, which the next step changes.
 
-    Where the optimizer is sharded, all `processes` call this, and the first one has the whole state then, the others none of it.
+    A collective if the optimizer is sharded: every rank of `processes` calls it, and rank 0 gets the full state, the others none.
     """
     names, part, what = _names(model), optimizers.local_optimizer(optimizer), f"the checkpoint of step {step}"
     tensors = {
@@ -287,9 +287,9 @@ def read_state(folder: Path, uri: str) -> TrainingState:
     """Read the state in a checkpoint's folder, on the CPU; raises `ArtifactError`, which names `uri`, where a file is damaged."""
     try:
         description = _Description.model_validate_json((folder / DESCRIPTION).read_bytes())
-        # One that every state has is read even where it is missing, so that an error names it.
-        there = [name for name in PARTS if name != "average" or (folder / _file(name)).exists()]
-        parts = {name: safetensors.torch.load_file(folder / _file(name)) for name in there}
+        # Required parts are read unconditionally, so that a missing file is reported by name.
+        present = [name for name in PARTS if name != "average" or (folder / _file(name)).exists()]
+        parts = {name: safetensors.torch.load_file(folder / _file(name)) for name in present}
     except (OSError, ValidationError, safetensors.SafetensorError) as error:
         raise ArtifactError(
             f"checkpoint {uri}: cannot be read ({' '.join(str(error).split())}); remove it to resume from the one before"

@@ -1,8 +1,7 @@
-"""The frozen teacher, made as fast as the device allows without changing what it says.
+"""The frozen teacher, as fast as the device allows without changing its outputs.
 
-One without a head says its embedding and its patch tokens, standardized: with each number's mean and standard deviation over the training
-images, which its card holds (as in UNIC, Sariyildiz et al. 2024, but measured once beforehand). Else the numbers that vary most would be
-all that counts, and a mean that all images share would hide what differs.
+A headless teacher supplies its embedding and patch tokens, standardized per channel over the training set (UNIC, Sariyildiz et al. 2024,
+but measured once beforehand, in its card). Otherwise high-variance channels dominate the loss and the common mean masks differences.
 
 Shapes: B images, D pooled features, C classes, h x w patches; N images of which features are known.
 """

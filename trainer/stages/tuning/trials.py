@@ -157,7 +157,7 @@ class Trials:
     """Measures candidates, one after another."""
 
     def __init__(self, make: MakeTraining, settings: DistillSettings, processes: Processes) -> None:
-        """Of one distillation, which `make` makes with other settings of its section."""
+        """Measure one distillation; `make` builds a training from a `distill` section."""
         self._make, self._settings, self._processes = make, settings, processes
         self._gauge = MemoryGauge(processes)
         self.memory_limit = min(processes.gather(self._gauge.limit))
