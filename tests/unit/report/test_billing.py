@@ -79,6 +79,8 @@ def manifest(**changes):
         "seconds": 104.0,
         "startup_seconds": 9.0,
         "device": "cuda",
+        "code": None,
+        "source_version": None,
         "place": None,
         "figures": {},
     }

@@ -488,7 +488,7 @@ def test_alias_stays_on_a_student_of_other_classes(inputs, evaluations, tracked,
     assert stays.startswith("models:/photos@champion is version 2, whose classes cannot be read (failed (")
     assert champion() == "2"
     tracked.set_registered_model_alias("photos", "champion", "1")
-    monkeypatch.setattr(register.models, "outline", with_labels(("0", "1", "apple", "pear")))
+    monkeypatch.setattr(register.networks, "outline", with_labels(("0", "1", "apple", "pear")))
     caplog.clear()
     summary = registered("others")
     difference = "8 only there (2, 3, 4, 5, 6 and 3 more), 2 only here (apple, pear)"

@@ -48,11 +48,11 @@ NOT_IN_A_STEP = {
 }
 """Where tensors may come to the GPU from pageable memory."""
 WAITS = {
-    "copy to the host in models.py:with_labels",
-    "copy to the host in models.py:save",
+    "copy to the host in networks.py:with_labels",
+    "copy to the host in networks.py:save",
     "copy to the host in loop.py:save_checkpoint",  # of a checkpoint
     "copy to the host in pretraining.py:_png",
-    "a number to the host in models.py:_is_its_answer",
+    "a number to the host in networks.py:_is_its_answer",
 }
 """Where the host may wait."""
 
