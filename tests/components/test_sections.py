@@ -131,7 +131,7 @@ def test_a_distillation_reads_the_views_that_were_recorded_unless_they_are_named
         ),
         (
             "reinforce.augmentation.min_scale=0.5 reinforce.augmentation.flip=false",
-            r"reinforce\.augmentation differs from distill\.views in min_scale \(0\.5, not 0\.6\), so .*; leave it out",
+            r"reinforce\.augmentation differs from distill\.views in min_scale \(0\.5, not 0\.6\), so .*; leave it unset",
         ),
     ],
 )
