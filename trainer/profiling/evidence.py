@@ -343,8 +343,9 @@ class Evidence:
 # ---------------------------------------------------------------------------------------------------------------------
 # How fast a training is: each measure is defined once, and the page, the rules, the log and a comparison share it.
 #
-# The measured steps are those that torch.profiler did not slow, without the first one, which also warms up. Rules on speed compare fewer
-# of them, without the recorder's samples of tensors (`rules.compared_steps.Steps`).
+# The measured steps are those that torch.profiler did not slow, without the first one, which also warms up. Their times are as they were,
+# with what other programs and the recorder's samples took of them. Rules on speed set what they find against the undisturbed step instead,
+# which is without both (`rules.compared_steps.Steps`), and call it so.
 
 
 @dataclass(frozen=True, kw_only=True)

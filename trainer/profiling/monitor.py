@@ -56,11 +56,15 @@ def _rates(counters: Callable[[], Sequence[float]]) -> Callable[[], list[float]]
     return read
 
 
+def _core_seconds() -> Series:
+    """What each core has spent its time on, [cores, kinds of time], without that of guests, which `user` counts already."""
+    return np.array([core[:8] for core in psutil.cpu_times(percpu=True)])
+
+
 def cpu_signal() -> Signal:
     """Share of time each core was busy, and the share of all cores that waited for input or output, in percent."""
-    kinds, cores = psutil.cpu_times()._fields, len(psutil.cpu_times(percpu=True))
-    # seconds that each core has spent on each kind of time, without that of guests, which `user` counts already
-    growth = _growth(lambda: np.array([core[:8] for core in psutil.cpu_times(percpu=True)]))
+    kinds, cores = psutil.cpu_times()._fields, len(_core_seconds())
+    growth = _growth(_core_seconds)
 
     def read() -> list[float]:
         # psutil.cpu_percent keeps its last reading in a global, which anything else in this process would reset.
@@ -82,6 +86,22 @@ def process_signal() -> Signal:
         return (memory.rss, memory.rss - getattr(memory, "shared", 0), 100 * share)
 
     return Signal(("process_rss_bytes", "process_private_bytes", "process_cpu_percent"), read)
+
+
+def stolen_signal() -> Signal:
+    """What the host of a virtual machine takes of the core that the training's thread is on, in percent of the time.
+
+    Linux counts that steal for each core in /proc/stat, and for no thread.
+    """
+    if not psutil.LINUX:
+        raise LookupError("only Linux counts what a virtual machine's host takes")
+    process, steal, growth = psutil.Process(), psutil.cpu_times()._fields.index("steal"), _growth(_core_seconds)
+
+    def read() -> Sequence[float]:
+        spent = growth()[process.cpu_num()]
+        return (100 * float(spent[steal] / max(spent.sum(), 1e-9)),)
+
+    return Signal(("stolen_percent",), read)
 
 
 def loaders_signal(pids: Callable[[], Sequence[int]]) -> Signal:
@@ -151,6 +171,7 @@ def signals(
     """How each signal is set up, by name: of this process, whose loader processes have the ids that `loaders` gives, and of the machine."""
     of_process: dict[str, Callable[[], Signal]] = {
         "process": process_signal,
+        "stolen": stolen_signal,
         "loaders": lambda: loaders_signal(loaders),
         # the share of NVML's last sampling period in which a kernel ran
         "gpu_utilization": lambda: _gpu_signal(device, ("gpu_percent",), lambda gpu: (torch.cuda.utilization(gpu),)),

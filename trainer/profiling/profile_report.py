@@ -258,7 +258,8 @@ def phases(summary: TrainingSummary) -> Subsection | None:
     caption = (
         f"A step takes {milliseconds(summary.step_ms.p50)} (median; 5 % take less than "
         f"{milliseconds(summary.step_ms.p5)}, 5 % more than {milliseconds(summary.step_ms.p95)}). Bars: median of "
-        "each phase; whiskers: 5th to 95th percentile; the percentage is the phase's share of all measured steps."
+        "each phase; whiskers: 5th to 95th percentile; the percentage is the phase's share of all measured steps. These are times as they "
+        "were; findings speak of undisturbed steps, without what other programs and the recorder's tensor statistics took."
     )
     named = [(path, percent(share)) for phase in summary.phases.values() for path, share in phase.ranges.items()]
     table = Table(["Range within a phase", "Share of a step"], named) if named else None
@@ -408,7 +409,9 @@ def _communication(summary: TrainingSummary) -> Paragraph | None:
         )
     if summary.communication_share is not None:
         share = percent(summary.communication_share)
-        sentences.append(f"{share} of a step waits for gradients that travel, as the rule on communication has it.")
+        sentences.append(
+            f"{share} of an undisturbed step waits for gradients that travel, as the rule on communication has it."
+        )
     return Paragraph(" ".join(sentences)) if sentences else None
 
 

@@ -184,7 +184,7 @@ class TrainingSummary:
     processor: str = ""
     """Its model; empty where it was not recorded."""
     communication_share: float | None = None
-    """Share of a step that waits for gradients that travel, as the rule on communication has it; none where it cannot say."""
+    """Share of the undisturbed step that waits for gradients that travel, as the rule on communication has it; none where it cannot say."""
 
     @property
     def cores_percent(self) -> list[float]:
@@ -421,6 +421,7 @@ SIGNALS: Mapping[str, ShownSignal] = {
     "cores_percent": ShownSignal("cores", tile="of the cores busy (mean)"),
     "busiest_core_percent": ShownSignal("busiest core"),
     "iowait_percent": ShownSignal("waiting for storage"),
+    "stolen_percent": ShownSignal("core taken by the host"),
     "memory_used_bytes": ShownSignal("memory of the machine"),
     "disk_read_bytes_per_s": ShownSignal("disk, read"),
     "disk_write_bytes_per_s": ShownSignal("disk, written"),

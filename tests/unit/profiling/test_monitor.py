@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +19,7 @@ from trainer.profiling.monitor import (
     loaders_signal,
     process_signal,
     signals,
+    stolen_signal,
 )
 
 CPU = torch.device("cpu")
@@ -85,6 +87,22 @@ def test_own_cpu_time_and_memory_are_seen() -> None:
     memory, private, cpu = signal.read()
     assert memory > private > block.nbytes
     assert cpu > 5
+
+
+def test_what_the_host_takes_of_the_training_s_core_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def kernel_counts(busy: int, idle: int, steal: int) -> None:
+        """So many hundredths of a second of the second core; the first one, where no training is, loses all its time."""
+        columns = (f"{busy} 0 0 {idle} 0 0 0 {steal} 0 0", f"0 0 0 0 0 0 0 {busy + idle + steal} 0 0")
+        (tmp_path / "stat").write_text("cpu  0 0 0 0 0 0 0 0 0 0\ncpu0 {1}\ncpu1 {0}\n".format(*columns))
+
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(cpu_num=lambda: 1))
+    kernel_counts(busy=1000, idle=2000, steal=300)
+    signal = stolen_signal()
+    kernel_counts(busy=1040, idle=2040, steal=320)
+    assert signal.read() == pytest.approx((20,))
+    kernel_counts(busy=1140, idle=2040, steal=320)
+    assert signal.read() == (0,)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound to a core here")

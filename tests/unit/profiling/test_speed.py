@@ -73,7 +73,7 @@ def test_the_share_of_communication_is_the_same_in_the_rule_and_on_the_page(devi
     found, summary = judge_by(Communication, case), summarize(case.training)
     assert isinstance(found, Finding)
     assert found.numbers["communication_share"] == summary.communication_share == pytest.approx(0.5)
-    assert "50 % of a step waits for gradients that travel" in page_of(case.training)
+    assert "50 % of an undisturbed step waits for gradients that travel" in page_of(case.training)
 
 
 def test_one_process_has_no_share_of_communication() -> None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Literal
 
 import numpy as np
 
 from trainer.profiling.evidence import RankEvidence, phase_of
 from trainer.profiling.rules.outcomes import Case, NotJudged, too_short
 from trainer.profiling.rules.stalled import StalledTraining
-from trainer.profiling.series import Flags, Series
+from trainer.profiling.series import Flags, Rows, Series
 
 FEWEST_STEPS = 30
 """Fewer steps may be an exception."""
@@ -49,6 +50,9 @@ class Steps:
         self._compared = list(zip(self.ranks, common, strict=True))
         self.seconds = self.column("seconds") - self.phase("recorder")
         """Duration without the recorder's measurements of tensors, [R, S]."""
+        self._stolen = np.stack([_stolen(rank, rows) for rank, rows in self._compared])
+        self.delayed = np.minimum(self._delayed("host"), self.seconds)
+        """Of that, while a process was ready and other programs had its core, [R, S]; 0 on a GPU, which works on meanwhile."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -65,9 +69,17 @@ class Steps:
         return self.record.device.startswith("cuda")
 
     @property
+    def undisturbed(self) -> Series:
+        """Duration if other programs had left the cores to the training, [S].
+
+        Who waits for a process that has no core is held up as much, so it is the shortest of the processes' steps less their longest delay.
+        """
+        return np.asarray(np.maximum(self.seconds.min(axis=0) - self.delayed.max(axis=0), 0.0))
+
+    @property
     def step_s(self) -> float:
-        """Mean duration of the fastest process's steps, in seconds; steps above the 95th percentile count as that."""
-        return max(float(winsorized_mean(self.seconds.min(axis=0))), _SHORTEST_S)
+        """How long an undisturbed step usually takes, in seconds."""
+        return max(float(winsorized_mean(self.undisturbed)), _SHORTEST_S)
 
     @property
     def total_s(self) -> float:
@@ -93,13 +105,22 @@ class Steps:
                     total[number] += rank.steps[path][rows]
         return total
 
+    def delayed_in(self, phase: Literal["data", "backward"]) -> Series:
+        """Compute `delayed` within a phase, [R, S]."""
+        return np.minimum(self._delayed(f"host_{phase}"), self.phase(phase))
+
     def without_core(self, part: str) -> Series:
-        """Return the seconds in which a process was ready and had no core, [R, S]; 0 where that was not recorded.
+        """Compute the seconds in which a process was ready and had no core, [R, S]; 0 where it is not known.
 
         Args:
             part: `host` for whole steps, `host_data` and `host_backward` for these phases.
         """
-        return np.nan_to_num(self.column(f"{part}_delayed_seconds"))
+        # Its own kernel counts for no thread what a virtual machine's host takes; that is lost where the thread computes.
+        computed = self.column(f"{part}_cpu_seconds") / np.maximum(self.column("host_cpu_seconds"), _SHORTEST_S)
+        return np.nan_to_num(self.column(f"{part}_delayed_seconds")) + np.nan_to_num(self._stolen * computed)
+
+    def _delayed(self, part: str) -> Series:
+        return np.zeros_like(self.seconds) if self.on_gpu else self.without_core(part)
 
     def processes_here(self) -> int:
         """Training processes on the first one's machine."""
@@ -109,9 +130,30 @@ class Steps:
         return place.processes_per_node if place is not None else self.record.world_size
 
 
+def _stolen(rank: RankEvidence, rows: Rows) -> Series:
+    """Compute the seconds of steps that the host of a virtual machine took of a process's core, [S]; 0 where it was not sampled."""
+    percent = rank.system.get("stolen_percent")
+    if percent is None:
+        return np.zeros(len(rows))
+    times = np.append(0.0, rank.system["end_s"])
+    until = np.append(0.0, np.cumsum(np.nan_to_num(percent) / 100 * np.diff(times)))
+    starts = rank.steps["start_s"][rows]
+    ends = starts + rank.steps["seconds"][rows]
+    return np.asarray(np.interp(ends, times, until) - np.interp(starts, times, until))
+
+
 def winsorized_mean(values: Series) -> Series:
     """Mean of each row, [R, S] to [R], in which no single step weighs much: steps above the 95th percentile count as that."""
     return np.asarray(np.minimum(values, np.percentile(values, 95, axis=-1, keepdims=True)).mean(axis=-1))
+
+
+def had_core(steps: Steps) -> Series:
+    """Compute the share in which a process's training had a core, of the time in which it wanted one, [R, S]; 1 where it is not known.
+
+    Other programs on the machine make it small; waiting for something else does not.
+    """
+    computed = np.nan_to_num(steps.column("host_cpu_seconds"))
+    return np.asarray(np.where(computed > 0, computed / np.maximum(computed + steps.delayed, _SHORTEST_S), 1.0))
 
 
 def within_steps(rank: RankEvidence) -> Flags:

@@ -191,7 +191,7 @@ class HostToDevice(SystemRule, HostToDeviceThresholds):
             spent = np.maximum(spent - np.nan_to_num(steps.column("host_to_device_seconds")), 0.0)
         seconds = float(np.median(winsorized_mean(spent)))
         share = seconds / steps.step_s
-        summary = f"{share:.0%} of each step ({1e3 * seconds:.3g} of {1e3 * steps.step_s:.3g} ms)"
+        summary = f"{share:.0%} of each step ({1e3 * seconds:.3g} of {1e3 * steps.step_s:.3g} ms undisturbed)"
         if share <= limit:
             return Healthy(f"{summary} goes into copies to the GPU and views made there.")
         return Finding(
@@ -202,7 +202,7 @@ class HostToDevice(SystemRule, HostToDeviceThresholds):
                 "send smaller stored images (data.image_size); let the GPU decode (data.decode_on=cuda), so that compressed files travel."
             ),
             saving=Saving(share * steps.total_s, "the steps without them"),
-            numbers={"to_device_share": share, "to_device_s": seconds, "step_s": steps.step_s},
+            numbers={"to_device_share": share, "to_device_s": seconds, "undisturbed_step_s": steps.step_s},
             steps=steps.span,
         )
 

@@ -115,9 +115,7 @@ class StepOutliers(SystemRule, StepOutliersThresholds):
         steps = Steps(case, ignored=self.ignored)
         if steps.too_few:
             return steps.too_few
-        seconds = steps.seconds.min(axis=0)
-        if not steps.on_gpu:  # a process without a core holds up those that wait for it, too
-            seconds = np.maximum(seconds - steps.without_core("host").max(axis=0), 0.0)
+        seconds = steps.undisturbed
         median, limit = float(np.median(seconds)), float(seconds.mean() + self.sigmas * seconds.std())
         far = np.flatnonzero(seconds > limit)
         excess_s = float((seconds[far] - median).sum()) * steps.record.steps.kept_of
@@ -145,7 +143,7 @@ class StepOutliers(SystemRule, StepOutliersThresholds):
                 "Look at what else happened at these steps: storage, other programs on the machine, garbage collection, or what "
                 f"`{phase}` does now and then."
             ),
-            saving=Saving(excess_s, "these steps' time above the median"),
+            saving=Saving(excess_s, "these steps' time above the median of the undisturbed ones"),
             numbers={"outliers": float(len(far)), "limit_s": limit, "median_step_ms": usual.p50, "excess_s": excess_s},
             steps=(int(steps.numbers[far[0]]), int(steps.numbers[far[-1]])),
         )

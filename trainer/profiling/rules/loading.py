@@ -21,7 +21,7 @@ from trainer.config.rules import (
 )
 from trainer.io import formatting
 from trainer.profiling.evidence import RankEvidence, is_core
-from trainer.profiling.rules.compared_steps import Steps, winsorized_mean, within_steps
+from trainer.profiling.rules.compared_steps import Steps, had_core, winsorized_mean, within_steps
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule
 from trainer.profiling.series import Series
 
@@ -64,7 +64,7 @@ class LoadingWait:
     def part(self, seconds: float) -> str:
         """Say how much of a step seconds of loading are."""
         verb = "goes into batches" if self.itself else "waits for batches"
-        return f"{self.share(seconds):.0%} of each step ({_ms(seconds)} of {_ms(self.step_s)}) {verb}"
+        return f"{self.share(seconds):.0%} of each step ({_ms(seconds)} of {_ms(self.step_s)} undisturbed) {verb}"
 
     @property
     def processes(self) -> str:
@@ -77,7 +77,7 @@ class LoadingWait:
         """Of a finding on processors."""
         return {
             "waiting_share": self.share(self.computing_s),
-            "step_s": self.step_s,
+            "undisturbed_step_s": self.step_s,
             "workers": float(self.workers),
             "processes_per_core": self.per_core,
         }
@@ -91,47 +91,55 @@ class LoadingWait:
 def diagnose(steps: Steps, *, busy_loader_percent: float) -> LoadingWait:
     """Diagnose how the process with the median waiting time loads.
 
-    Other programs on the machine slow training and loading alike, so the shares hold beside them. A loader process that is waited for
-    computes if it takes more than `busy_loader_percent` of a core.
+    Other programs on the machine slow training and loading alike; their share is left out, as far as the kernel reports it. A loader
+    process that is waited for computes if it takes more than `busy_loader_percent` of a core.
     """
-    shares = winsorized_mean(steps.phase("data")) / winsorized_mean(steps.seconds)
-    number = int(np.argsort(shares)[(len(shares) - 1) // 2])
-    rank = steps.ranks[number]
-    workers = rank.record.workers or 0
-    step_s = float(winsorized_mean(steps.seconds[number]))
-    if workers:
-        waiting = steps.phase("data") if steps.on_gpu else _blocked(steps)
-        training_s = float(winsorized_mean((steps.seconds - waiting)[number]))
-        # a step in which a batch was ready has not waited
-        waiting_s = float(winsorized_mean(np.where(steps.column("queued") > 0, 0.0, waiting)[number]))
-        storage_s, computing_s = 0.0, waiting_s
-        sampled = rank.system.get("loaders_cpu_percent", np.full(len(rank.system["end_s"]), np.nan))
-        percent = sampled[np.isfinite(sampled) & within_steps(rank)]
-        if len(percent):
-            # they compute as far as their own time for a batch is longer than the step
-            busy = float(percent.mean()) / 100 / workers
-            computing_s = min(waiting_s, max(0.0, busy * step_s - training_s))
-            # where other programs leave the training a part of a core, they leave a loader process no more
-            computed_s, delayed_s = (
-                float(np.nan_to_num(steps.column(f"host_{name}_seconds")[number]).mean()) for name in ("cpu", "delayed")
-            )
-            had_core = 1.0 if steps.on_gpu or not computed_s else computed_s / (computed_s + delayed_s)
-            storage_s = waiting_s - computing_s if 100 * busy < busy_loader_percent * had_core else 0.0
-    else:
-        host_s = float(winsorized_mean(steps.column("host_data_seconds")[number]))
-        data_s = float(winsorized_mean(steps.phase("data")[number]))
-        storage_s = min(host_s, max(0.0, float(winsorized_mean(_blocked(steps)[number]))))
-        if steps.on_gpu:  # whose clock shows less of it than the host's
-            storage_s *= data_s / max(host_s, 1e-9)
-        training_s, computing_s = max(0.0, step_s - data_s), max(0.0, data_s - storage_s)
+    waiting = winsorized_mean(steps.phase("data")) / winsorized_mean(steps.seconds)
+    number = int(np.argsort(waiting)[(len(waiting) - 1) // 2])
+    record = steps.ranks[number].record
+    workers = record.workers or 0
+    split = _beside(steps, number, workers, busy_loader_percent) if workers else _itself(steps, number)
+    training_s, storage_s, computing_s = split
     return LoadingWait(
         step_s=max(training_s + storage_s + computing_s, 1e-9),
         waiting_s=storage_s + computing_s,
         computing_s=computing_s,
         workers=workers,
-        per_core=steps.processes_here() * (1 + workers) / rank.record.cores,
+        per_core=steps.processes_here() * (1 + workers) / record.cores,
         itself=not workers and not steps.on_gpu,
     )
+
+
+def _itself(steps: Steps, number: int) -> tuple[float, float, float]:
+    """Split a usual step of a process that loads itself: seconds of training, of waiting for storage, and of computing for its batch."""
+    step_s = float(winsorized_mean((steps.seconds - steps.delayed)[number]))
+    host_s = float(winsorized_mean(steps.column("host_data_seconds")[number]))
+    storage_s = min(host_s, max(0.0, float(winsorized_mean(_blocked(steps)[number]))))
+    if steps.on_gpu:  # whose clock shows less of it than the host's
+        data_s = float(winsorized_mean(steps.phase("data")[number]))
+        storage_s *= data_s / max(host_s, 1e-9)
+    else:
+        data_s = float(winsorized_mean((steps.phase("data") - steps.delayed_in("data"))[number]))
+    return max(0.0, step_s - data_s), storage_s, max(0.0, data_s - storage_s)
+
+
+def _beside(steps: Steps, number: int, workers: int, busy_percent: float) -> tuple[float, float, float]:
+    """Split a usual step: seconds of training, of waiting for loader processes that wait for storage, and for ones that compute.
+
+    A step in which a batch was ready has not waited. Computing they are as far as their own time for a batch is longer than the step.
+    """
+    waiting = steps.phase("data") if steps.on_gpu else _blocked(steps)
+    training_s = float(winsorized_mean((steps.seconds - steps.delayed - waiting)[number]))
+    waiting_s = float(winsorized_mean(np.where(steps.column("queued") > 0, 0.0, waiting)[number]))
+    rank = steps.ranks[number]
+    sampled = rank.system.get("loaders_cpu_percent", np.full(len(rank.system["end_s"]), np.nan))
+    percent = sampled[np.isfinite(sampled) & within_steps(rank)]
+    if not len(percent):
+        return training_s, 0.0, waiting_s
+    busy = float(percent.mean()) / 100 / workers
+    computing_s = min(waiting_s, max(0.0, busy * float(winsorized_mean(steps.seconds[number])) - training_s))
+    wait_themselves = 100 * busy < busy_percent * float(winsorized_mean(had_core(steps)[number]))
+    return training_s, waiting_s - computing_s if wait_themselves else 0.0, computing_s
 
 
 def _blocked(steps: Steps) -> Series:
@@ -191,7 +199,7 @@ class IoBottleneck(SystemRule, IoBottleneckThresholds):
                 "no core), or put the prepared data set on a disk of the machine."
             ),
             saving=Saving(share * steps.total_s, "the steps without that waiting"),
-            numbers={"waiting_share": share, "storage_s": loading.storage_s, "step_s": loading.step_s},
+            numbers={"waiting_share": share, "storage_s": loading.storage_s, "undisturbed_step_s": loading.step_s},
             steps=steps.span,
         )
 
@@ -379,37 +387,24 @@ class CoresOversubscribed(SystemRule, CoresOversubscribedThresholds):
         )
         if not found.is_found:
             return Healthy(f"{waited}; {had}.")
-        workers, seconds = record.workers or 0, found.share * steps.total_s
-        saving = None
-        match found.taker:
-            case "loaders":
-                who = f"Loader processes take the cores: {workers} beside each training process"
-                each = found.loaders / max(1, workers * found.processes)
-                room = int((found.cores / found.processes - 1) / max(each, 1.0))
-                advice = (
-                    f"Let fewer processes load: {case.workers_setting}={max(0, min(workers // 2, room))} in place of {workers}, and one "
-                    "thread in each (OMP_NUM_THREADS=1; libraries that decode have settings of their own)."
-                )
-                saving = Saving(seconds, "the time without a core, if fewer loader processes still keep up")
-            case "threads":
-                who = "The training's own threads take the cores from one another"
-                threads = max(1, found.cores // found.processes)
-                advice = (
-                    f"Start fewer threads: OMP_NUM_THREADS={threads} for each of {found.processes} training processes."
-                )
-            case "processes":
-                who = f"{found.processes} training processes share {found.cores} cores"
-                advice = f"Start at most {found.cores} training processes on the machine, or take one with more cores."
-            case "others":
-                who = "Other programs on the machine take the cores"
-                advice = "Give the training cores of its own (on Kubernetes requests that equal its limits), or end what else runs there."
-                saving = Saving(seconds, "the time without a core")
+        workers = record.workers or 0
+        who = {
+            "loaders": f"Loader processes take the cores: {workers} beside each training process",
+            "threads": "The training's own threads take the cores from one another",
+            "processes": f"{found.processes} training processes share {found.cores} cores",
+            "others": "Other programs on the machine take the cores",
+        }[found.taker]
+        seconds = found.share * steps.total_s
+        saving = {
+            "loaders": Saving(seconds, "the time without a core, if fewer loader processes still keep up"),
+            "others": Saving(seconds, "the time without a core"),
+        }
         return Finding(
             severity="note" if found.taker == "others" else "warning",
             confidence=0.8,
             text=f"{who}. {waited}, mostly in {found.phase}, though its batches were there: {had}.",
-            advice=advice,
-            saving=saving,
+            advice=self._advice(case, found, workers),
+            saving=saving.get(found.taker),
             numbers={
                 "without_core_share": found.waiting_share,
                 "without_core_s": found.waiting_s,
@@ -425,6 +420,21 @@ class CoresOversubscribed(SystemRule, CoresOversubscribedThresholds):
         """Return who has the cores that the training lacks; None where it does not lack them, or that is not known."""
         found = self._shortage(case)
         return found.taker if isinstance(found, CoreShortage) and found.is_found else None
+
+    def _advice(self, case: Case, found: CoreShortage, workers: int) -> str:
+        each = found.loaders / max(1, workers * found.processes)
+        room = int((found.cores / found.processes - 1) / max(each, 1.0))
+        fewer = max(0, min(workers // 2, room))
+        threads = max(1, found.cores // found.processes)
+        return {
+            "loaders": (
+                f"Let fewer processes load: {case.workers_setting}={fewer} in place of {workers}, and one thread in each "
+                "(OMP_NUM_THREADS=1; libraries that decode have settings of their own)."
+            ),
+            "threads": f"Start fewer threads: OMP_NUM_THREADS={threads} for each of {found.processes} training processes.",
+            "processes": f"Start at most {found.cores} training processes on the machine, or take one with more cores.",
+            "others": "Give the training cores of its own (on Kubernetes requests that equal its limits), or end what else runs there.",
+        }[found.taker]
 
     def _shortage(self, case: Case) -> CoreShortage | NotJudged:
         """Measure it for the process with the median time without a core."""

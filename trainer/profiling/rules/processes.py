@@ -19,8 +19,8 @@ from trainer.profiling.series import Series
 _BLOCKS = 5
 """Parts of the training, in all but one of which a straggler is slower."""
 _BINS = 10
-_QUIET = 20
-"""Percentile of a process's work over the steps that is compared: other programs on the machine disturb the longer ones."""
+_UNCERTAIN = 0.1
+"""Of the time in which a process had no core, so much may be counted in a neighboring phase: the kernel counts it when it ends."""
 
 
 def _unjudgeable(case: Case, steps: Steps) -> NotJudged | None:
@@ -29,24 +29,22 @@ def _unjudgeable(case: Case, steps: Steps) -> NotJudged | None:
         return NotJudged("one process trains alone")
     if case.live:
         return NotJudged("while a training runs, only one process's record is at hand")
-    # on a CPU the time without a core is left out of each process's work
-    if steps.on_gpu and (other := case.first_cause(CoresOversubscribed)):
+    if steps.on_gpu and (
+        other := case.first_cause(CoresOversubscribed)
+    ):  # on a CPU what it takes is left out of each process's work
         return other
     return steps.too_few
 
 
 def own_work(steps: Steps) -> Series:
-    """Compute the seconds of each process's own work in each step, [R, S]; on a CPU without the time in which it had no core.
+    """Compute the seconds of each process's own work in each step, [R, S], as if no other program had taken its core.
 
     On XLA the host waits for the device, and so for the others, where it hands over the step's graph.
     """
     waiting = ["backward", "dispatch"]
     if steps.record.context.settings.get("zero"):  # then processes exchange weights in the optimizer, too
         waiting.append("optimizer")
-    own = steps.seconds - steps.phase(*waiting)
-    if not steps.on_gpu:
-        own = own - (steps.without_core("host") - steps.without_core("host_backward"))
-    return np.asarray(own)
+    return np.asarray(steps.seconds - steps.phase(*waiting) - steps.delayed + steps.delayed_in("backward"))
 
 
 class Stragglers(SystemRule, StragglersThresholds):
@@ -67,15 +65,15 @@ class Stragglers(SystemRule, StragglersThresholds):
         if unjudgeable := _unjudgeable(case, steps):
             return unjudgeable
         limit, own = self.slower, own_work(steps)
-        usual = np.percentile(own, _QUIET, axis=1)
-        slowest = int(usual.argmax())
-        behind_s = max(0.0, _behind(own, slowest))
+        means = winsorized_mean(own)
+        slowest = int(means.argmax())
+        behind_s = max(0.0, _behind(own, slowest) - _uncertain_s(steps))
         share = behind_s / steps.step_s
         blocks = [_behind(block, slowest) > limit / 2 * steps.step_s for block in np.array_split(own, _BLOCKS, axis=1)]
         record = steps.ranks[slowest].record
         summary = (
-            f"process {slowest} on {record.host} takes {1e3 * usual[slowest]:.3g} ms a step for its own work, the others "
-            f"{1e3 * (usual[slowest] - behind_s):.3g} ms: {share:.0%} of the step"
+            f"process {slowest} on {record.host} takes {1e3 * means[slowest]:.3g} ms a step for its own work, the others "
+            f"{1e3 * (means[slowest] - behind_s):.3g} ms: {share:.0%} of the step"
         )
         if share <= limit or sum(blocks) < _BLOCKS - 1:
             return Healthy(f"Slowest: {summary}.")
@@ -89,15 +87,20 @@ class Stragglers(SystemRule, StragglersThresholds):
                 "pools to machines of one kind."
             ),
             saving=Saving(share * steps.total_s, "the time that the others wait in each step"),
-            numbers={"rank": float(slowest), "behind_s": behind_s, "step_s": steps.step_s},
+            numbers={"rank": float(slowest), "behind_s": behind_s, "undisturbed_step_s": steps.step_s},
             steps=steps.span,
         )
 
 
 def _behind(own: Series, number: int) -> float:
     """Compute by how many seconds a process is slower than the others' median, in a usual step."""
-    usual = np.percentile(own, _QUIET, axis=1)
-    return float(usual[number] - np.median(np.delete(usual, number)))
+    means = winsorized_mean(own)
+    return float(means[number] - np.median(np.delete(means, number)))
+
+
+def _uncertain_s(steps: Steps) -> float:
+    """Estimate by how many seconds of a usual step own work may be miscounted on a machine with other work."""
+    return _UNCERTAIN * float(winsorized_mean(steps.delayed).max())
 
 
 class LoadBalance(SystemRule, LoadBalanceThresholds):
@@ -120,19 +123,10 @@ class LoadBalance(SystemRule, LoadBalanceThresholds):
         if isinstance(case.rule(Stragglers).judge(case), Finding):
             return NotJudged("one process is slower than the others, which comes first (stragglers)")
         own = own_work(steps)
-        # in half of the steps at least, less the part in which they wait for the same process
-        usual = winsorized_mean(own)
-        waiting_s = float(np.median(own.max(axis=0) - own.mean(axis=0)) - (usual.max() - usual.mean()))
-        waiting_s = max(0.0, waiting_s)
-        samples = [rank.system.get("gpu_percent") for rank in steps.ranks]
-        shares = [
-            np.histogram(values[np.isfinite(values)], bins=_BINS, range=(0, 100))[0] / max(1, np.isfinite(values).sum())
-            for values in samples
-            if values is not None and len(values)
-        ]
-        distance = None
-        if len(shares) > 1:
-            distance = max(float(np.abs(one - other).sum() / 2) for one in shares for other in shares)
+        own = np.minimum(own, np.percentile(own, 95, axis=1, keepdims=True))
+        # in which they wait for one that is not always the same
+        alternating_s = float(own.max(axis=0).mean() - own.mean(axis=1).max())
+        waiting_s, distance = max(0.0, alternating_s - _uncertain_s(steps)), _distance(steps)
         share = waiting_s / steps.step_s
         summary = f"{share:.0%} of each step ({1e3 * waiting_s:.3g} ms) is waiting for the process with the most work"
         if distance is not None:
@@ -152,6 +146,19 @@ class LoadBalance(SystemRule, LoadBalanceThresholds):
         )
 
 
+def _distance(steps: Steps) -> float | None:
+    """Largest distance between the histograms of two GPUs' use: half the sum of absolute differences."""
+    samples = [rank.system.get("gpu_percent") for rank in steps.ranks]
+    shares = [
+        np.histogram(values[np.isfinite(values)], bins=_BINS, range=(0, 100))[0] / max(1, np.isfinite(values).sum())
+        for values in samples
+        if values is not None and len(values)
+    ]
+    if len(shares) < 2:
+        return None
+    return max(float(np.abs(one - other).sum() / 2) for one in shares for other in shares)
+
+
 def _exchange_s(case: Case, steps: Steps) -> float | NotJudged:
     """Measure the seconds of a step in which gradients travel and nothing is computed, without the waiting for slower processes."""
     if unjudgeable := _unjudgeable(case, steps):
@@ -159,10 +166,10 @@ def _exchange_s(case: Case, steps: Steps) -> float | NotJudged:
     if case.is_traced:
         return NotJudged("XLA exchanges gradients within its graphs, where no clock of the host sees them")
     if not steps.on_gpu:
-        # in which no process could continue its backward pass; threads that exchange gradients may lack a core, too
-        waited = steps.phase("backward") - steps.column("host_backward_cpu_seconds")
-        blocked = waited - steps.without_core("host_backward")
-        return max(0.0, float(np.percentile(blocked.min(axis=0), _QUIET)))
+        # Of a median step, in which no process could continue its backward pass. The threads that exchange gradients lack a core, too,
+        # where the training's thread does; what that may have cost is left out.
+        blocked = steps.phase("backward") - steps.column("host_backward_cpu_seconds") - steps.delayed_in("backward")
+        return max(0.0, float(np.median(blocked.min(axis=0))) - 2 * _uncertain_s(steps))
     measured = [rank.record.communication for rank in steps.ranks]
     exposed = [max(0.0, record.exchange_s - record.hidden_s) for record in measured if record is not None]
     if len(exposed) < len(measured):
@@ -174,7 +181,7 @@ def _exchange_s(case: Case, steps: Steps) -> float | NotJudged:
 
 
 def communication_share(case: Case) -> float | None:
-    """Compute the share of a step in which gradients travel and nothing is computed; None where it was not measured."""
+    """Compute the share of an undisturbed step in which gradients travel and nothing is computed; None where it was not measured."""
     steps = Steps(case)
     seconds = _exchange_s(case, steps)
     return None if isinstance(seconds, NotJudged) else seconds / steps.step_s
@@ -199,7 +206,7 @@ class Communication(SystemRule, CommunicationThresholds):
         if isinstance(seconds, NotJudged):
             return seconds
         share = seconds / steps.step_s
-        summary = f"{share:.0%} of each step ({1e3 * seconds:.3g} of {1e3 * steps.step_s:.3g} ms)"
+        summary = f"{share:.0%} of each step ({1e3 * seconds:.3g} of {1e3 * steps.step_s:.3g} ms undisturbed)"
         if share <= limit:
             return Healthy(f"{summary} waits for gradients that travel.")
         return Finding(
@@ -213,6 +220,6 @@ class Communication(SystemRule, CommunicationThresholds):
                 "memory), or train on fewer nodes, or ones with a faster network."
             ),
             saving=Saving(share * steps.total_s, "the steps if computation hid the exchange"),
-            numbers={"communication_share": share, "exposed_s": seconds, "step_s": steps.step_s},
+            numbers={"communication_share": share, "exposed_s": seconds, "undisturbed_step_s": steps.step_s},
             steps=steps.span,
         )

@@ -131,7 +131,7 @@ def test_too_many_workers_are_a_note_until_the_training_waits() -> None:
 
 def test_what_waiting_costs_is_reported() -> None:
     slow = finding(IoBottleneck, rank_of(steps_of(data=11, host_cpu_seconds=9, host_data_cpu_seconds=0)))
-    assert slow.text.startswith("55% of each step (11 ms of 20 ms)")
+    assert slow.text.startswith("55% of each step (11 ms of 20 ms undisturbed)")
     assert slow.saving is not None
     assert slow.saving.seconds == pytest.approx(110 * 0.011)
 

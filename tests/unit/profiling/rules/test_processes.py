@@ -54,6 +54,21 @@ def test_a_process_whose_core_others_use_is_no_straggler() -> None:
     ]  # there its clock is the device's
 
 
+def test_a_process_whose_core_the_host_takes_is_no_straggler() -> None:
+    """A virtual machine's kernel counts that for the core, not for the thread: half of the time of the slow process."""
+    slow = steps_of(data=2, teacher_forward=8, forward=4, optimizer=2, backward=4, host_backward_cpu_seconds=4)
+
+    def ranks(percent: float) -> list[RankEvidence]:
+        tables = {0.0: steps_of(backward=12), percent: slow}
+        return [
+            rank_of(table, rank=rank, world_size=2, system={"stolen_percent": stolen})
+            for rank, (stolen, table) in enumerate(tables.items())
+        ]
+
+    assert fired(ranks(percent=50)) == []
+    assert fired(ranks(percent=5)) == ["stragglers"]
+
+
 def test_processes_that_are_slow_by_turns() -> None:
     def balanced(milliseconds: float) -> list[RankEvidence]:
         mine, other = milliseconds * TURNS, milliseconds * (1 - TURNS)
