@@ -30,6 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import trainer
 from trainer.graph import MODULE, PACKAGE, SCHEMA_VERSIONS, TIMM, TRANSFORMERS, Kind
 from trainer.io import storage
 from trainer.io.costs import Machines, place_here
@@ -127,7 +128,7 @@ def digest(value: object) -> str:
 @functools.cache
 def code_version() -> str:
     """Return a digest of this package's code, templates and recipes."""
-    package = Path(__file__).parent
+    package = Path(trainer.__file__).parent
     files = sorted(path for path in package.rglob("*") if path.suffix in {".jinja", ".py", ".toml"})
     return digest({path.relative_to(package).as_posix(): storage.file_digest(path) for path in files})[:12]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import trainer
 from trainer.io import artifacts, storage
 from trainer.io.costs import PLACE_VARIABLE, Machines, Price
 from trainer.io.errors import ArtifactError, OutputError, StorageError, TrainerError, writing_to
@@ -338,7 +339,7 @@ def start():
     with ExitStack() as stack:
 
         def start(code, uri):
-            environment = os.environ | {"PYTHONPATH": str(Path(artifacts.__file__).parent.parent)}
+            environment = os.environ | {"PYTHONPATH": str(Path(trainer.__file__).parents[1])}
             command = [sys.executable, "-c", code, uri]
             process = stack.enter_context(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
             stack.callback(process.kill)
@@ -419,3 +420,23 @@ def test_the_version_of_given_weights_is_that_of_their_content(tmp_path):
     file.write_bytes(b"another")
     assert artifacts.weights_version("timm:vit_base_patch16_224.mae", str(file)) != first
     assert artifacts.weights_version("timm:vit_base_patch16_224.mae", "/nowhere/weights.safetensors") == ""
+
+
+def test_the_code_version_changes_with_every_part_of_the_package(tmp_path):
+    """On it depends what a run takes from an earlier one."""
+    shutil.copytree(Path(trainer.__file__).parent, tmp_path / "trainer", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-c", "from trainer.io import artifacts; print(artifacts.code_version())"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+
+    def version():
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    versions = [artifacts.code_version(), version()]
+    assert versions[0] == versions[1]
+    for name in ("training/loop.py", "config/recipes/digits.toml", "report/pages/templates/page.html.jinja", "cli.py"):
+        with (tmp_path / "trainer" / name).open("a") as file:
+            file.write("\n")
+        versions.append(version())
+    assert len(set(versions)) == 5
