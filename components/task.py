@@ -39,8 +39,6 @@ MOST_CONFUSED_CLASSES = 200
 """Of a confusion matrix in Kubeflow's UI, which keeps it whole in the run's metadata: 40,000 numbers are some 400 kB there."""
 RECORDED, ONLINE = "recorded", "online"
 """Where a distillation takes the teacher's outputs from: a recording, or the teacher itself in every step."""
-ERROR_FILE = "TRAINER_ERROR_FILE"
-"""Environment variable that names the file for the message, for whoever shows it; else it is printed."""
 
 
 def log_plainly() -> None:
@@ -68,11 +66,7 @@ def reporting(name: str) -> Iterator[None]:
             yield
     except TrainerError as error:
         message = str(error) if str(error).startswith(f"{name}: ") else f"{name}: {error}"
-        file = os.environ.get(ERROR_FILE)
-        if file:
-            Path(file).write_text(message, encoding="utf-8")
-        else:
-            print(f"error: {message}", file=sys.stderr, flush=True)  # noqa: T201  # the message is what the task says last
+        print(f"error: {message}", file=sys.stderr, flush=True)  # noqa: T201  # the message is what the task says last
         # Argo reads these, and tries a task again unless they begin with `error: ` (manifests/kfp).
         write_termination_message(f"{'for now' if error.is_transient else 'error'}: {message}")
         if os.environ.get(DEBUG):

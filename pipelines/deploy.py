@@ -21,7 +21,7 @@ from components import sections
 from components.launch import IMAGE
 from pipelines import compile as compilation
 from pipelines import connection, runs, versions
-from pipelines.distillation import DEFAULT_POOL, SERVICE_ACCOUNT, add_parameters, given_parameters, given_place
+from pipelines.distillation import SERVICE_ACCOUNT, add_parameters, given_parameters, given_place
 from trainer.graph import OPTIONAL_STAGES, needed_stages
 from trainer.io import commands
 from trainer.io.errors import SettingsError
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     start.add_argument("--service-account", default=SERVICE_ACCOUNT, metavar="NAME", help="default: %(default)s")
     group = parser.add_argument_group("the pipeline's parameters")
-    add_parameters(group, files=False, pool=DEFAULT_POOL, processes="the pool's own")
+    add_parameters(group)
     connection.add_arguments(parser)
     options = parser.parse_args(arguments)
     return commands.exit_code(lambda: deploy(options))
@@ -63,7 +63,7 @@ def deploy(options: argparse.Namespace) -> None:
             f"recipe {options.recipe} is a file of this machine, which a cluster's tasks cannot read; "
             "put it into trainer/config/recipes and build an image with it, or give its settings with SET"
         )
-    place, parameters = given_place(options, default_pool=DEFAULT_POOL), given_parameters(options)
+    place, parameters = given_place(options), given_parameters(options)
     place.check()
     settings = sections.resolve(**parameters)
     cron = versions.cron_of(options.cron) if options.cron else ""

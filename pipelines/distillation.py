@@ -187,12 +187,9 @@ def on_cluster(task: dsl.PipelineTask, size: Size) -> dsl.PipelineTask:
 distillation = definition()
 
 
-def add_parameters(options: commands.Options, *, files: bool, pool: str, processes: str) -> None:
-    """Add an option for each parameter of the pipeline.
-
-    `files` says whether the recipe may be a file of this machine, `pool` and `processes` what it means to name none and to give no number.
-    """
-    commands.add_recipe(options, files=files)
+def add_parameters(options: commands.Options) -> None:
+    """Add an option for each parameter of the pipeline."""
+    commands.add_recipe(options, files=False)  # a cluster's tasks cannot read a file of this machine
     commands.add_overrides(options)
     options.add_argument("--dataset", default="", help="images, instead of the recipe's data.source")
     options.add_argument(
@@ -201,9 +198,9 @@ def add_parameters(options: commands.Options, *, files: bool, pool: str, process
     options.add_argument(
         "--experiment",
         default="",
-        help="of MLflow, and of KFP on a cluster, instead of the recipe's tracking.experiment",
+        help="of MLflow and KFP, instead of the recipe's tracking.experiment",
     )
-    commands.add_place(options, pool=pool, processes=processes)
+    commands.add_place(options, pool=DEFAULT_POOL)
 
 
 def given_parameters(options: argparse.Namespace) -> dict[str, str]:
@@ -212,6 +209,6 @@ def given_parameters(options: argparse.Namespace) -> dict[str, str]:
     return {**named, "overrides": commands.as_text(options.overrides)}
 
 
-def given_place(options: argparse.Namespace, *, default_pool: str = "") -> Placement:
+def given_place(options: argparse.Namespace) -> Placement:
     """Return where the trainings run; not checked."""
-    return Placement(pool=options.pool or default_pool, nodes=options.nodes, processes_per_node=options.processes)
+    return Placement(pool=options.pool or DEFAULT_POOL, nodes=options.nodes, processes_per_node=options.processes)

@@ -252,10 +252,10 @@ def test_a_run_with_the_defaults_of_kubeflows_form_passes_all_checks_on_a_cluste
     assert given.keys() == inputs.keys()
     place = {name: given.pop(name) for name in ("pool", "nodes", "processes_per_node")}
     parser = argparse.ArgumentParser()
-    distillation.add_parameters(parser, files=False, pool=distillation.DEFAULT_POOL, processes="")
+    distillation.add_parameters(parser)
     options = parser.parse_args([])
     assert given == distillation.given_parameters(options)
-    deployed = distillation.given_place(options, default_pool=distillation.DEFAULT_POOL)
+    deployed = distillation.given_place(options)
     assert Placement(**{name: type(getattr(deployed, name))(value) for name, value in place.items()}) == deployed
     monkeypatch.setenv("KFP_POD_NAME", "configure")
     deployed.check()
@@ -279,7 +279,7 @@ def test_a_task_that_only_launches_asks_for_little_and_all_have_limits(compiled)
 @pytest.fixture
 def parse():
     parser = argparse.ArgumentParser()
-    distillation.add_parameters(parser, files=True, pool="here", processes="one")
+    distillation.add_parameters(parser)
     return lambda *arguments: parser.parse_args(arguments)
 
 
@@ -289,8 +289,8 @@ def test_every_parameter_of_the_pipeline_is_an_option(parse):
     wanted = distillation.definition(OPTIONAL_STAGES, "").component_spec.inputs
     assert {*distillation.given_parameters(options), *place} == {*wanted}
     assert {**distillation.given_parameters(options), **place} == {
-        **dict.fromkeys(("overrides", "dataset", "teacher", "experiment", "pool"), ""),
-        "recipe": "digits", "nodes": 1, "processes_per_node": 0,
+        **dict.fromkeys(("overrides", "dataset", "teacher", "experiment"), ""),
+        "recipe": "digits", "pool": "cpu", "nodes": 1, "processes_per_node": 0,
     }  # fmt: skip
 
 
@@ -300,5 +300,5 @@ def test_settings_that_are_given_twice_are_one_text(parse):
 
 
 def test_a_pool_may_have_a_default(parse):
-    assert distillation.given_place(parse(), default_pool="cpu").pool == "cpu"
-    assert distillation.given_place(parse("--pool", "other"), default_pool="cpu").pool == "other"
+    assert distillation.given_place(parse()).pool == "cpu"
+    assert distillation.given_place(parse("--pool", "other")).pool == "other"

@@ -43,9 +43,8 @@ from trainer.io.storage.writers import LOCK
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-CHECKPOINTS_VARIABLE = (
-    "TRAINER_CHECKPOINTS"  # environment variable with the URI where interrupted stages keep their state
-)
+CHECKPOINTS_VARIABLE = "TRAINER_CHECKPOINTS"
+"""Environment variable with the URI where interrupted stages keep their state; without it that lies beside the output."""
 _WITHOUT_CACHE = "on a cluster, where KFP's cache takes that stage for done, start a run without the cache: make deploy-pipeline FRESH=1"
 
 _COMPARED_ELSEWHERE = ("teacher", "pretrain_evidence", "teacher_outputs")

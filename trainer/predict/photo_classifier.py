@@ -184,9 +184,8 @@ def _exported(found: _Found, *, judged: bool, threads: int) -> PhotoClassifier:
         if TAGS in export.files:  # which the predictor reads without a limit, as it travels without this package
             storage.read_json(export.path / TAGS)
         loaded = PhotoClassifier(export, found.name, threads=threads)
-        loaded.of_squares(
-            np.zeros((1, loaded.size, loaded.size, 3), np.uint8)
-        )  # so that the first request is no slower
+        # An answer beforehand, so that the first request is no slower.
+        loaded.of_squares(np.zeros((1, loaded.size, loaded.size, 3), np.uint8))
     except Exception as error:  # the runtimes have classes of their own
         why = limits.cut(" ".join(str(error).split()), 300)
         raise ArtifactError(f"export {directory}: cannot be loaded ({why}); export the student again") from error
@@ -237,9 +236,8 @@ def _found(place: str, *, exported: bool) -> Iterator[_Found]:
                 raise ModelError(f"model {place}: holds no student; name one that the stage register has registered")
             name = place if place == version else f"{place} ({version})"
             yield _Found(name=name, directory=str(directory), refusals=() if passed else ("its MLflow run says why",))
-    elif artifacts.exists(place) or (
-        exported and not _reads_runs()
-    ):  # what is missing is then named as a missing export
+    elif artifacts.exists(place) or (exported and not _reads_runs()):
+        # A server without torch reads no runs, so what is missing there is named as a missing export.
         yield _Found(name=storage.with_target(place), directory=place)
     else:
         from trainer.report import finished_run

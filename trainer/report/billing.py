@@ -116,7 +116,7 @@ def _parts_of_trainings(records: Sequence[RankRecord], manifest: Manifest) -> di
     seconds["ending"] = max(0.0, manifest.created.timestamp() - last.began_unix - last.ended_s)
     seconds["startup"] = max(0.0, (manifest.startup_seconds or 0.0) + manifest.seconds - sum(seconds.values()))
     for attempt, following in (pair for record in records for pair in pairwise(record.attempts)):
-        # of an attempt that failed, the part from which the next one could continue was training, the rest is lost
+        # Of an attempt that failed, the part from which the next one could continue was training; the rest is lost.
         took = max(0.0, attempt.seen_unix - attempt.began_unix)
         kept = min(max(0, following.first_step - attempt.first_step), attempt.steps_seen)
         share = kept / attempt.steps_seen if attempt.steps_seen else 0.0

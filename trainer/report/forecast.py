@@ -10,9 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import Field, model_validator
-from scipy import special
 
 from trainer.config import DistillSettings, step_schedule
 from trainer.io.base_models import StrictModel
@@ -22,11 +20,6 @@ from trainer.io.formatting import duration
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
-
-CONFIDENCE = 0.95
-MOST_BLOCKS = 10
-"""Most blocks of consecutive steps whose means are taken as independent; few and long, since a slow moment spans several steps."""
-LEAST_STEPS = 4  # fewer steps give no interval
 
 
 class _Expected(StrictModel):
@@ -99,28 +92,6 @@ class Forecast(_Expected):
 
 def _hours(hours: float) -> str:
     return duration(3600 * hours)
-
-
-def mean_interval(seconds: Sequence[float]) -> tuple[float, float, float]:
-    """Compute the mean of the times of consecutive steps and its 95 % interval.
-
-    Neighboring steps are correlated (a busy neighbor, a slow disk, a warming machine), so the interval is Student's t of the means of
-    up to ten blocks of consecutive steps (batch means; Law & Kelton). It covers how much the mean moves while it is measured, not that
-    the job may run on another machine tomorrow.
-
-    Args:
-        seconds: [n], in their order, with n >= 4.
-
-    Returns:
-        Mean, lower and upper bound, not below 0.
-    """
-    if len(seconds) < LEAST_STEPS:
-        raise ValueError(f"an interval needs {LEAST_STEPS} steps, got {len(seconds)}")
-    count = min(MOST_BLOCKS, len(seconds) // 2)
-    means = np.array([block.mean() for block in np.array_split(np.asarray(seconds, dtype=np.float64), count)])
-    mean = float(np.mean(seconds))
-    half = float(special.stdtrit(count - 1, (1 + CONFIDENCE) / 2) * means.std(ddof=1) / math.sqrt(count))
-    return mean, max(0.0, mean - half), mean + half
 
 
 def work_of(settings: DistillSettings, samples: int) -> WorkCount:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 
 from trainer.config import DistillSettings, EvidenceSettings, step_schedule
@@ -15,7 +14,6 @@ from trainer.report.forecast import (
     check_budget,
     epochs_that_fit,
     forecast,
-    mean_interval,
     on_nodes,
     refuse_over_budget,
     work_of,
@@ -38,44 +36,6 @@ def measured(nodes=1, step_s=3.6, price=PRICE, **changes):
         "checkpoint_s": 1.8,
     }
     return Measurement(**{**values, **changes})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The interval
-
-
-def noise(generator, correlation, size=400):
-    """Times of steps whose neighbors are alike: an autoregressive series with mean 1."""
-    shocks = generator.normal(0, 0.05, size + 100)
-    values = np.zeros(size + 100)
-    for index in range(1, size + 100):
-        values[index] = correlation * values[index - 1] + shocks[index]
-    return 1 + values[100:]
-
-
-@pytest.mark.parametrize("correlation", [0.0, 0.8])
-def test_the_interval_holds_the_true_mean_as_often_as_it_says(correlation):
-    generator = np.random.default_rng(7)
-    held = [low <= 1 <= high for _, low, high in (mean_interval(noise(generator, correlation)) for _ in range(400))]
-    assert 0.91 <= np.mean(held) <= 0.98
-
-
-def test_steps_taken_as_independent_would_claim_too_much():
-    """What the blocks are for: the usual interval of the same series holds far too seldom."""
-    generator = np.random.default_rng(7)
-    series = [noise(generator, 0.8) for _ in range(400)]
-    naive = [abs(one.mean() - 1) < 1.97 * one.std(ddof=1) / np.sqrt(len(one)) for one in series]
-    assert np.mean(naive) < 0.6
-
-
-def test_the_interval_of_few_steps_is_wide_and_of_fewer_is_none():
-    mean, low, high = mean_interval([1.0, 1.2, 0.8, 1.1])
-    assert mean == pytest.approx(1.025)
-    assert low < 0.6
-    assert high > 1.4
-    assert mean_interval([2.0] * 4) == (2.0, 2.0, 2.0)
-    with pytest.raises(ValueError, match="needs 4 steps, got 3"):
-        mean_interval([1.0, 1.0, 1.0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from trainer.io import storage
 from trainer.io.base_models import StrictModel
 from trainer.io.costs import THIS_MACHINE, Machines, place_here
 from trainer.io.errors import ObjectDamagedError, ObjectNotFoundError
-from trainer.report.forecast import LEAST_STEPS, Measurement, mean_interval
+from trainer.report.forecast import Measurement
 from trainer.report.tracking.stage_runs import Tracker
 from trainer.stages.tuning.memory import MemoryGauge
 from trainer.stages.tuning.tuning_schema import Candidate, Trial
@@ -52,6 +52,7 @@ LAP_S = 0.2
 """About how long a lap takes; the host waits for the device once a lap."""
 PRECISE = 0.02
 """A trial ends when the interval of its rate is within this share of it, each side; ..."""
+LEAST_LAPS = 4  # of fewer the rate has no interval
 LEAST_S, LONGEST_S, SHARE = 0.5, 10.0, 0.04
 """... not before so many seconds, and at the latest after so many, or after this share of the whole distillation."""
 
@@ -108,9 +109,8 @@ class StepTimer:
             workers: loader processes beside this one.
         """
         seconds = (now - self._began) / self._done
-        turn = (
-            workers // math.gcd(workers, self._accumulation) if workers else 1
-        )  # steps in which each of them has as much to do
+        # Steps in which each of them has as much to do.
+        turn = workers // math.gcd(workers, self._accumulation) if workers else 1
         if self._warm:
             self._warm -= 1
             self._settles = not self._warm and workers > 0
@@ -126,7 +126,7 @@ class StepTimer:
     def _is_enough(self) -> bool:
         laps, lap_s = len(self._seconds), statistics.mean(self._seconds)
         measured = self.plan.steps * lap_s * laps / self._thoroughness
-        if laps < LEAST_STEPS or measured < LEAST_S:
+        if laps < LEAST_LAPS or measured < LEAST_S:
             return False
         rate, low, high = self.rates
         return high - low <= 2 * PRECISE * rate or measured >= min(SHARE * self._total_steps * lap_s, LONGEST_S)
@@ -136,9 +136,9 @@ class StepTimer:
         return self._done * len(self._seconds)
 
     @property
-    def step_s(self) -> tuple[float, float, float]:
-        """Mean time of a step, and its 95 % interval: what many steps take, with all that disturbs them."""
-        return mean_interval(self._seconds)
+    def step_s(self) -> float:
+        """Mean time of a step: many steps take so long, with all that disturbs them."""
+        return statistics.mean(self._seconds)
 
     @property
     def rates(self) -> tuple[float, float, float]:
@@ -392,12 +392,11 @@ def measure_training(
         training.checkpoints.remove()
     record = trainer.recorder.snapshot().ranks[0].record
     late_s = validations[0] - validations[-1] + sum(one.seconds for one in record.compilations if one.step)
-    mean, _, _ = timer.step_s
     measured = Measurement(
         place=place_of(processes),
         settings=settings.model_dump(mode="json"),
         batch_size=settings.batch_size,
-        step_s=mean,
+        step_s=timer.step_s,
         steps=timer.steps,
         startup_s=ready_s + made_s + first_step_s + max(0.0, late_s),
         compile_s=max(0.0, late_s) + sum(one.seconds for one in record.compilations if not one.step),
