@@ -25,8 +25,9 @@ def run(settings: DataSettings, *, dataset: str | Path) -> Artifact:
     values = settings.model_dump(mode="json", exclude=set(LOADING))
     cache_uri = decode_cache_uri(settings, artifacts.unfinished(dataset))
     with stage_run("prepare", values) as tracker, artifacts.create(dataset, "dataset", settings=values) as draft:
-        if not storage.is_remote(dataset):  # a run on this machine may reuse it; on a cluster Kubeflow's cache has its own key
-            # Before an image is read, so that one that changes meanwhile is noticed by the next run.
+        if not storage.is_remote(dataset):
+            # A run on this machine may reuse it (on a cluster Kubeflow's cache has its own key). The version is read
+            # before the images, so that one that changes meanwhile is noticed by the next run.
             draft.source_version = source_version(settings) or None
         draft.figures |= prepare(settings, draft.path, cache_uri=cache_uri)
         tracker.metrics(0, tracking.numbers(draft.figures))
