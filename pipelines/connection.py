@@ -95,13 +95,31 @@ def find(host: str, namespace: str, environment: Mapping[str, str]) -> Location:
         found = "the service in this cluster"
     else:
         return _through_kubeconfig(configuration, namespace, environment, ui)
+    token = environment.get(TOKEN_VARIABLE, "").strip()
+    file = environment.get(TOKEN_FILE_VARIABLE) or TOKEN_FILE
+    used = []
+    if token:
+        configuration.api_key["authorization"] = token
+        used.append(f"the token of {TOKEN_VARIABLE}")
+    elif Path(file).is_file():
+
+        def read_token(changed: kfp_server_api.Configuration) -> None:
+            changed.api_key["authorization"] = Path(file).read_text(encoding="utf-8").strip()
+
+        read_token(configuration)
+        # Before each request: the kubelet renews it while we wait for a run.
+        configuration.refresh_api_key_hook = read_token
+        used.append(f"the token in {file}")
+    configuration.api_key_prefix["authorization"] = "Bearer"
+    if environment.get(COOKIES_VARIABLE):
+        used.append(f"the cookies of {COOKIES_VARIABLE}")
     return Location(
         configuration=configuration,
         address=configuration.host,
         found=found,
         namespace=namespace,
         ui=ui,
-        credentials=_authenticate(configuration, environment),
+        credentials=f"with {' and '.join(used)}" if used else "without token or cookies",
         cookies=environment.get(COOKIES_VARIABLE) or None,
     )
 
@@ -131,29 +149,6 @@ def _through_kubeconfig(
         credentials="as kubeconfig's user",
         proxied=True,
     )
-
-
-def _authenticate(configuration: kfp_server_api.Configuration, environment: Mapping[str, str]) -> str:
-    """Set the token; gives in words as whom we ask."""
-    token = environment.get(TOKEN_VARIABLE, "").strip()
-    file = environment.get(TOKEN_FILE_VARIABLE) or TOKEN_FILE
-    used = []
-    if token:
-        configuration.api_key["authorization"] = token
-        used.append(f"the token of {TOKEN_VARIABLE}")
-    elif Path(file).is_file():
-
-        def read_token(changed: kfp_server_api.Configuration) -> None:
-            changed.api_key["authorization"] = Path(file).read_text(encoding="utf-8").strip()
-
-        read_token(configuration)
-        # Before each request: the kubelet renews it while we wait for a run.
-        configuration.refresh_api_key_hook = read_token
-        used.append(f"the token in {file}")
-    configuration.api_key_prefix["authorization"] = "Bearer"
-    if environment.get(COOKIES_VARIABLE):
-        used.append(f"the cookies of {COOKIES_VARIABLE}")
-    return f"with {' and '.join(used)}" if used else "without token or cookies"
 
 
 class Api(kfp_server_api.ApiClient):  # type: ignore[misc]  # it has no types

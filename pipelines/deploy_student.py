@@ -40,12 +40,10 @@ from trainer.report import tracking
 from trainer.report.tracking import REGISTERED
 
 MANIFESTS = Path(__file__).parents[1] / "manifests"
-NAME = config.student_name()
-"""Of the objects in `manifests/serving`, and of an export that is in no registry."""
+NAME = config.student_name()  # of the objects in `manifests/serving`, and of an export that is in no registry
 ALIAS = "champion"
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,28}[a-z0-9])?")
-_NAMES = 63 - len("--predictor")
-"""Most characters of name and alias together."""
+_NAMES = 63 - len("--predictor")  # most characters of name and alias together
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

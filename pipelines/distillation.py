@@ -41,8 +41,7 @@ SERVICE_ACCOUNT = "vit-distillation"
 DESCRIPTION = (
     f"Distill a vision transformer. In the form for a run give the service account {SERVICE_ACCOUNT}: Kubeflow's default (pipeline-runner, "
     "or default-editor for several users) may lack the rights to training jobs and an identity for the object store."
-)
-"""Shown in Kubeflow's UI where a pipeline and its version are chosen."""
+)  # shown in Kubeflow's UI where a pipeline and its version are chosen
 KEPT_S = 7 * 24 * 3600  # how long the pods of a run and their logs stay on the cluster after its end
 
 # The names of the ConfigMaps and Secrets are those of `manifests/base`.
@@ -55,8 +54,7 @@ ENVIRONMENT = (
     "TRAINER_CHECKPOINTS",
     "NEURON_COMPILE_CACHE_URL",
     KUBEFLOW_UI,
-)
-"""Keys of `CONFIG_MAP` that every task finds in its environment."""
+)  # keys of `CONFIG_MAP` that every task finds in its environment
 POOLS_CONFIG_MAP = "vit-distillation-pools"
 POOLS_FOLDER = "/etc/vit-distillation"
 STORE_SECRET = "vit-distillation-store"

@@ -137,8 +137,7 @@ POD_SECURITY: dict[str, Any] = {
     "runAsGroup": USER,
     "fsGroup": USER,
     "seccompProfile": {"type": "RuntimeDefault"},
-}
-"""With `CONTAINER_SECURITY`, what Pod Security requires of a pod at its level `restricted`."""
+}  # with `CONTAINER_SECURITY`, what Pod Security requires of a pod at its level `restricted`
 CONTAINER_SECURITY: dict[str, Any] = {
     "allowPrivilegeEscalation": False,
     "readOnlyRootFilesystem": True,
@@ -335,16 +334,13 @@ class Backend:
 
     resource: Resource
     kind: str
-    container: str
-    """The name of the training container in a job's pods."""
+    container: str  # the name of the training container in a job's pods
     renderer: Callable[[JobSpec, Pool, Identity], dict[str, Any]]
     """A pure function; `render` adds the launching process's environment and image."""
     phases: Mapping[str, JobPhase]
     """Type of a condition in a job's status -> phase; where several are true, the first one here decides."""
-    pod_selector: Callable[[str], str]
-    """A job's name -> the label selector of its pods."""
-    replica: Callable[[Mapping[str, str]], str]
-    """A pod's labels -> its replica's name, such as `worker-3`."""
+    pod_selector: Callable[[str], str]  # a job's name -> the label selector of its pods
+    replica: Callable[[Mapping[str, str]], str]  # a pod's labels -> its replica's name, such as `worker-3`
 
     def render(self, spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
         """Render the manifest of a job as it is sent, with the environment and the image that this process forwards.
@@ -503,5 +499,4 @@ BACKENDS: Mapping[str, Backend] = {
         pod_selector=f"jobset.sigs.k8s.io/jobset-name={{}},jobset.sigs.k8s.io/replicatedjob-name={TRAINJOB_NODE}".format,
         replica=f"{TRAINJOB_NODE}-{{0[batch.kubernetes.io/job-completion-index]}}".format,
     ),
-}
-"""Name of a pool's backend -> the backend."""
+}  # name of a pool's backend -> the backend

@@ -31,16 +31,14 @@ _STUCK_REASONS = {
     "CreateContainerConfigError",
     "CreateContainerError",
     "RunContainerError",
-}
-"""Reasons of a waiting container that rarely resolve by themselves."""
+}  # reasons of a waiting container that rarely resolve by themselves
 _DISRUPTION_REASONS = {
     "PreemptionByScheduler",
     "DeletionByTaintManager",
     "EvictionByEvictionAPI",
     "DeletionByPodGC",
     "TerminationByKubelet",
-}
-"""Reasons of the pod condition DisruptionTarget: Kubernetes has taken the machine away."""
+}  # reasons of the pod condition DisruptionTarget: Kubernetes has taken the machine away
 _NORMAL_PROBLEMS = {"Preempted", "TaintManagerEviction"}  # events of type Normal that are a problem for the job
 _UNSCHEDULED = {"FailedScheduling", "Unschedulable"}
 """Events of a pod that waits for a machine; out of date once its replica has one."""
@@ -149,12 +147,9 @@ def _termination(name: str, status: Mapping[str, Any], own: Mapping[str, Any]) -
 class JobLimits:
     """How long a job may take, in seconds."""
 
-    queued_s: float
-    """From the start of the wait for machines until all replicas run."""
-    running_s: float
-    """All replicas running, all periods together."""
-    silent_s: float
-    """Running without a line of output."""
+    queued_s: float  # from the start of the wait for machines until all replicas run
+    running_s: float  # all replicas running, all periods together
+    silent_s: float  # running without a line of output
     retries: int = 0
     """Failures that a replica may have if the operator restarts it; 0: the operator itself fails the job."""
 

@@ -34,8 +34,7 @@ PROCESSES_PER_ACCELERATOR: Mapping[str, int] = {"cuda": 1, "xla": 2}
 RESERVED = re.compile(
     r"PET_\w+|MASTER_(ADDR|PORT)|WORLD_SIZE|RANK|TRAINER_(DEVICE|CACHE|CACHE_GIB|FAILURES|LAUNCHED)|"
     r"NEURON_PJRT_\w+|NEURON_RT_(NUM_CORES|VISIBLE_CORES|ROOT_COMM_ID)|" + PLACE_VARIABLE
-)
-"""Environment variables that the operator, the launcher, or Neuron's runtime in torchrun's processes sets."""
+)  # environment variables that the operator, the launcher, or Neuron's runtime in torchrun's processes sets
 SECRET = re.compile(r"(_|\b)(KEY|KEY_ID|SECRET\w*|TOKEN|PASSWORD|USERNAME)$")
 """Environment variables whose values belong in a Secret."""
 

@@ -55,21 +55,16 @@ class Batch(NamedTuple):
     """Views, uint8 [b + x, 3, V, V], the first b the samples' own. Where `views` says which views the device still has to make: stored
     images [b + x, 3, S, S], or their JPEG files one after another, uint8 [bytes], if `lengths` says where each ends. Once on the device:
     views, mixed, [b, 3, V, V]."""
-    labels: Tensor
-    """int64 [b]; -1 for a sample without label."""
-    keys: Tensor
-    """Sample keys, the bits of a uint64 as int64 [b]; on the CPU, where random numbers are drawn."""
-    numbers: Tensor
-    """View numbers, int64 [b]; on the CPU."""
+    labels: Tensor  # int64 [b]; -1 for a sample without label
+    keys: Tensor  # sample keys, the bits of a uint64 as int64 [b]; on the CPU, where random numbers are drawn
+    numbers: Tensor  # view numbers, int64 [b]; on the CPU
     views: ViewParameters | None = None
     """The b + x views that the device still has to make of stored images, or None where the loader made them; on the CPU, like the
     random numbers that they were drawn from."""
-    mixing: Mixing | None = None
-    """How the images are mixed, or None."""
+    mixing: Mixing | None = None  # how the images are mixed, or None
     lengths: Tensor | None = None
     """Bytes of each JPEG file that the device still has to decode, int64 [b + x], on the CPU; or None."""
-    recorded: Recorded | None = None
-    """The teacher's recorded outputs, or None."""
+    recorded: Recorded | None = None  # the teacher's recorded outputs, or None
     label_weights: Tensor | None = None
     """Weight of each sample in a loss of labels, float32 [b]: 0 without a label, else the step's images divided by those with a label. So
     the mean over the step's images, in whatever micro-batches, is the mean over those with a label. None where all have one."""

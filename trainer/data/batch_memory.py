@@ -35,8 +35,7 @@ class SharedBytes:
             os.ftruncate(descriptor, size)
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
-        self.tensor = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
-        """uint8 [size]."""
+        self.tensor = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)  # uint8 [size]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _mapped, (len(self.tensor), reduction.DupFd(self._descriptor))

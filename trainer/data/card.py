@@ -74,6 +74,18 @@ def data_card(
         ("left out: equal to one of val or test (leakage)", leaks),
     ]
     fitting = [text] if (text := listing.fitting_recipe()) else []
+    kinds = Counter(one.reason.split(":")[0] for one in quarantined).most_common()
+    copies = [
+        (_cut(drop.name), drop.split, _cut(drop.kept_name), drop.kept_split, "leakage" if drop.is_leakage else "copy")
+        for drop in sorted(dropped, key=lambda drop: not drop.is_leakage)
+    ]
+    blocks: list[Block] = []
+    if quarantined:
+        listed = _listed(["image", "reason"], [(_cut(one.name), _cut(one.reason)) for one in quarantined], QUARANTINE)
+        blocks.append(Subsection("Quarantined", [Table(["reason", "images"], kinds), *listed]))
+    if dropped:
+        listed = _listed(["left out", "of", "kept", "of", ""], copies, DROPPED)
+        blocks.append(Subsection("Equal to one that is kept", listed))
     sections = [
         PageSection("Images", [Table(["", "images"], rows), *map(Paragraph, [*fitting, *listing.notes])]),
         _samples(classes, of_labels, splits, read),
@@ -81,7 +93,7 @@ def data_card(
         _known(tags) if tags is not None else None,
         _sizes([member for members in splits.values() for member in members], settings.image_size),
         _near_duplicates(near, settings, listing.label_names, read) if near is not None and near.pairs else None,
-        _left_out(quarantined, dropped),
+        PageSection("Left out", blocks or [Paragraph("Nothing.")]),
     ]
     return pages.render("Data card", lead, sections)
 
@@ -228,22 +240,6 @@ def _near_duplicates(
     many = "Of some looks there are so many images that not all of them were compared with one another."
     notes = [Paragraph(small) if near.skipped else None, None if near.complete else Paragraph(many)]
     return PageSection("Near-duplicates", [Paragraph(text), table, PhotoGrid(photos), *notes])
-
-
-def _left_out(quarantined: Sequence[Quarantined], dropped: Sequence[Dropped]) -> PageSection:
-    kinds = Counter(one.reason.split(":")[0] for one in quarantined).most_common()
-    copies = [
-        (_cut(drop.name), drop.split, _cut(drop.kept_name), drop.kept_split, "leakage" if drop.is_leakage else "copy")
-        for drop in sorted(dropped, key=lambda drop: not drop.is_leakage)
-    ]
-    blocks: list[Block] = []
-    if quarantined:
-        listed = _listed(["image", "reason"], [(_cut(one.name), _cut(one.reason)) for one in quarantined], QUARANTINE)
-        blocks.append(Subsection("Quarantined", [Table(["reason", "images"], kinds), *listed]))
-    if dropped:
-        listed = _listed(["left out", "of", "kept", "of", ""], copies, DROPPED)
-        blocks.append(Subsection("Equal to one that is kept", listed))
-    return PageSection("Left out", blocks or [Paragraph("Nothing.")])
 
 
 def _cut(text: str) -> str:

@@ -17,8 +17,7 @@ from trainer.data.dataset_schema import UNLABELED, SplitName
 from trainer.io.errors import DataError
 from trainer.io.formatting import listed
 
-Members: TypeAlias = Sequence[Sequence[int]]
-"""The classes of each label (`SourceListing.members`)."""
+Members: TypeAlias = Sequence[Sequence[int]]  # the classes of each label (`SourceListing.members`)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,8 +64,7 @@ class Split:
         self._files = _files(self._table)
         self.labels: npt.NDArray[np.int64] = columns.column("label").to_numpy()
         """Of each image: index of its class, or of its set of classes; -1 where it has none, [N]."""
-        self.targets: Targets | None = None
-        """As `PreparedDataset.targets`, which is where it comes from."""
+        self.targets: Targets | None = None  # as `PreparedDataset.targets`, which is where it comes from
         keys = (int(key[:16], 16) for key in columns.column("key").to_pylist())
         self.keys: npt.NDArray[np.uint64] = np.fromiter(keys, dtype=np.uint64, count=len(self))
         """The first 8 bytes of each image's content key, [N]."""
@@ -240,8 +239,7 @@ class PreparedDataset:
             for row, members in zip(self.targets, description.label_sets, strict=True):
                 row[list(members)] = 1
         self.image_size = description.image_size
-        self.tags = tags
-        """Attributes and hierarchy of the classes; None where `prepare` was given neither."""
+        self.tags = tags  # attributes and hierarchy of the classes; None where `prepare` was given neither
         self._uri, self._artifact, self._images = uri, artifact, description.images
         self._directories: dict[
             SplitName, Path

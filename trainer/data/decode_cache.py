@@ -41,24 +41,20 @@ class _Image(StrictModel):
 
     name: str
     label: int
-    content: str
-    """SHA-256 of its file, or why it cannot be read."""
-    reason: str = ""
-    """Why it is quarantined; empty for a good one, which has the rest."""
+    content: str  # SHA-256 of its file, or why it cannot be read
+    reason: str = ""  # why it is quarantined; empty for a good one, which has the rest
     key: str = ""
     width: int = 0
     height: int = 0
     gray_peak: int = 0
-    appearance: str | None = None
-    """None in a record of an older version, which did not look."""
+    appearance: str | None = None  # None in a record of an older version, which did not look
 
 
 class _Chunk(StrictModel):
     """The record of a chunk."""
 
     way: str
-    squares: str
-    """SHA-256 of the file with the squares."""
+    squares: str  # SHA-256 of the file with the squares
     images: tuple[_Image, ...]
 
 

@@ -41,8 +41,7 @@ from trainer.io.child_processes import SERVED, end_with_parent
 from trainer.io.errors import DataError, LostProcessError, SettingsError, TrainerError, TrainingError
 
 PREFETCHED = 2  # micro-batches that each loader process prefetches
-_POLL_S = 0.5
-"""Seconds between two checks of whether a batch takes too long."""
+_POLL_S = 0.5  # seconds between two checks of whether a batch takes too long
 
 
 class RecordedOutputs(Protocol):

@@ -81,8 +81,7 @@ _DECIDING = {
 }
 """Settings about which decoded images are kept where, and what is known of classes; not about how images are decoded."""
 
-_MISSING = "no such file"
-"""Reason of an image that is not where the source says."""
+_MISSING = "no such file"  # reason of an image that is not where the source says
 
 Read: TypeAlias = Callable[[str], bytes]
 DecodedChunk: TypeAlias = tuple[list[Outcome], bool]  # and whether an earlier attempt has decoded it

@@ -171,6 +171,15 @@ def render_sets(
 ) -> str:
     """Build the whole page where images may have several labels, with test images of at most `shown` classes."""
     both = {"teacher": teacher, "student": student}
+    # the classes of the lowest average precision, with the images whose class has the lowest probability
+    missed, blocks = (student.wanted > 0) & ~student.named, list[Block]()
+    known = np.flatnonzero(missed.any(axis=0))
+    for one in known[np.argsort(student.average_precisions[known], kind="stable")][:shown].tolist():
+        images = np.flatnonzero(missed[:, one])
+        images = images[np.argsort(student.probabilities[images, one], kind="stable")]
+        count = int(student.wanted[:, one].sum())
+        caption = f"{isolated(classes[one])} is missed in {len(images)} of its {count} test images"
+        blocks.append(Photo(strip(split.read(images[:_MISSED].tolist()).numpy()), caption))
     return _page(
         both,
         f"{len(split):,} test images, {len(classes)} classes, {student.wanted.sum(axis=1).mean():.2f} labels an image",
@@ -178,7 +187,7 @@ def render_sets(
         verdict,
         [_comparison_of_sets(teacher.figures, student.figures)],
         [
-            _missed(student, classes, split, shown),
+            PageSection("What the student misses", blocks or [Paragraph("Nothing.")]),
             _classes(both, classes, student.wanted.sum(axis=0), "average_precision"),
         ],
     )
@@ -384,19 +393,6 @@ def _label_issues(judged: JudgedLabels, teacher: Measured, classes: Sequence[str
         "Labels that the teacher contradicts",
         [Paragraph(text), table, Paragraph(by_heart) if by_heart else None, PhotoGrid(photos)],
     )
-
-
-def _missed(student: MeasuredSets, classes: Sequence[str], split: Split, shown: int) -> PageSection:
-    """Show test images in which the student misses a class, of those classes that it finds worst."""
-    missed, blocks = (student.wanted > 0) & ~student.named, list[Block]()
-    known = np.flatnonzero(missed.any(axis=0))
-    for one in known[np.argsort(student.average_precisions[known], kind="stable")][:shown].tolist():
-        images = np.flatnonzero(missed[:, one])
-        images = images[np.argsort(student.probabilities[images, one], kind="stable")]
-        count = int(student.wanted[:, one].sum())
-        caption = f"{isolated(classes[one])} is missed in {len(images)} of its {count} test images"
-        blocks.append(Photo(strip(split.read(images[:_MISSED].tolist()).numpy()), caption))
-    return PageSection("What the student misses", blocks or [Paragraph("Nothing.")])
 
 
 def strip(images: npt.NDArray[np.uint8], edge: int = 96) -> bytes:

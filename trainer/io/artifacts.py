@@ -56,8 +56,7 @@ _MEMBERS = {
     int: ("schema_version",),
     int | float: ("seconds",),
     dict: ("settings", "parents", "files", "figures"),
-}
-"""Type -> the members of it that a manifest must have."""
+}  # type -> the members of it that a manifest must have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,27 +65,21 @@ class Manifest:
 
     kind: Kind
     settings: Mapping[str, Any]
-    parents: Mapping[str, str]
-    """Name of each parent -> its fingerprint."""
+    parents: Mapping[str, str]  # name of each parent -> its fingerprint
     files: Mapping[str, FileRecord]
     """Name of each file, relative to the artifact, with / -> its size and checksum."""
     fingerprint: str
-    created: datetime
-    """When it was completed."""
-    seconds: float
-    """How long the stage took to make it."""
+    created: datetime  # when it was completed
+    seconds: float  # how long the stage took to make it
     startup_seconds: float | None
     """From the launch of its stage until it was begun; None for a stage that is not launched."""
-    place: Machines | None
-    """On which machines; None where that is not known."""
+    place: Machines | None  # on which machines; None where that is not known
     device: str | None
     """Kind of the devices that it was trained on, `cpu`, `cuda` or `xla`; none of what no training made."""
-    code: str | None
-    """`code_version` of the process that made it; None in manifests of earlier versions."""
+    code: str | None  # `code_version` of the process that made it; None in manifests of earlier versions
     source_version: str | None
     """Version of the images that a data set was prepared from; None where it is not known."""
-    figures: Mapping[str, Any]
-    """The main numbers of the stage, as `summary.json` shows them."""
+    figures: Mapping[str, Any]  # the main numbers of the stage, as `summary.json` shows them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +97,9 @@ class Draft:
 
     path: Path
     figures: dict[str, Any] = field(default_factory=dict)
-    startup_seconds: float | None = None
-    """From the launch of its stage until it was begun."""
-    device: str | None = None
-    """Kind of the devices that it is trained on."""
-    source_version: str | None = None
-    """Version of the images that a data set is prepared from."""
+    startup_seconds: float | None = None  # from the launch of its stage until it was begun
+    device: str | None = None  # kind of the devices that it is trained on
+    source_version: str | None = None  # version of the images that a data set is prepared from
     remote_files: dict[str, FileRecord] = field(default_factory=dict)
     """Files that `contribute` has sent from other machines."""
 
@@ -330,7 +320,21 @@ def _fetch(uri: str, content: Manifest, files: Mapping[str, FileRecord]) -> Path
 def manifest(uri: str | Path, kind: Kind) -> Manifest:
     """Read an artifact's manifest; its files are neither fetched nor checked."""
     content = _load_manifest(uri, kind)
-    _check_manifest(uri, kind, content)
+    if content["kind"] != kind:
+        there, needed = (
+            f"{'an' if name.startswith(tuple('aeiou')) else 'a'} {name}" for name in (str(content["kind"]), kind)
+        )
+        raise ArtifactError(f"{uri}: is {there}, but {needed} is needed here; give the right directory")
+    if content["schema_version"] != SCHEMA_VERSIONS[kind]:
+        raise ArtifactError(
+            f"{kind} {uri}: schema version {content['schema_version']}, but this version of the project reads "
+            f"{SCHEMA_VERSIONS[kind]}; make it again with the stage that made it"
+        )
+    if digest({key: content[key] for key in _COVERED}) != content["fingerprint"]:
+        raise ArtifactError(f"{kind} {uri}: {MANIFEST} was altered (its fingerprint does not fit); make it again")
+    for name in content["files"]:
+        if name.startswith("/") or ".." in name.split("/"):
+            raise ArtifactError(f"{kind} {uri}: its manifest names the file {name!r} outside of it; do not use it")
     members: dict[str, Any] = {one.name: content.get(one.name) for one in fields(Manifest)}
     try:
         place = None if members["place"] is None else Machines.model_validate(members["place"])
@@ -404,21 +408,3 @@ def _load_manifest(uri: str | Path, kind: Kind) -> dict[str, Any]:
     ):
         raise ArtifactError(f"{kind} {uri}: {MANIFEST} is not the manifest of an artifact; make it again")
     return content
-
-
-def _check_manifest(uri: str | Path, kind: Kind, content: Mapping[str, Any]) -> None:
-    if content["kind"] != kind:
-        there, needed = (
-            f"{'an' if name.startswith(tuple('aeiou')) else 'a'} {name}" for name in (str(content["kind"]), kind)
-        )
-        raise ArtifactError(f"{uri}: is {there}, but {needed} is needed here; give the right directory")
-    if content["schema_version"] != SCHEMA_VERSIONS[kind]:
-        raise ArtifactError(
-            f"{kind} {uri}: schema version {content['schema_version']}, but this version of the project reads "
-            f"{SCHEMA_VERSIONS[kind]}; make it again with the stage that made it"
-        )
-    if digest({key: content[key] for key in _COVERED}) != content["fingerprint"]:
-        raise ArtifactError(f"{kind} {uri}: {MANIFEST} was altered (its fingerprint does not fit); make it again")
-    for name in content["files"]:
-        if name.startswith("/") or ".." in name.split("/"):
-            raise ArtifactError(f"{kind} {uri}: its manifest names the file {name!r} outside of it; do not use it")

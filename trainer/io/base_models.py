@@ -75,8 +75,7 @@ class Section(StrictModel):
     """A frozen group of settings; the text below a field is its meaning, shown by `python -m trainer config`."""
 
     model_config = ConfigDict(validate_default=True, allow_inf_nan=False)
-    former_names: ClassVar[Mapping[str, str]] = {}
-    """Name in the last version -> name of the setting now."""
+    former_names: ClassVar[Mapping[str, str]] = {}  # name in the last version -> name of the setting now
 
     @model_validator(mode="before")
     @classmethod

@@ -49,8 +49,7 @@ SPAWNED = _Spawning()
 """For `ProcessPoolExecutor`, `DataLoader` and whatever else takes a context of multiprocessing; each process imports what it needs."""
 
 
-PRELOADED = ["trainer.io.child_processes", "trainer.data.loader"]
-"""What the fork server imports."""
+PRELOADED = ["trainer.io.child_processes", "trainer.data.loader"]  # what the fork server imports
 
 
 class ServedProcess(ForkServerProcess):

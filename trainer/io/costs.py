@@ -48,8 +48,7 @@ class Price(_Group):
         str,
         BeforeValidator(lambda given: given.isoformat() if isinstance(given, datetime.date) else given),  # TOML's
         AfterValidator(_month_or_day),
-    ]
-    """The month or the day when it was so, such as 2026-11."""
+    ]  # the month or the day when it was so, such as 2026-11
     region: Annotated[str, Field(min_length=1)]
     source: Annotated[str, Field(min_length=1)]
 
@@ -71,14 +70,11 @@ class Price(_Group):
 class Machines(_Group):
     """Machines of one kind on which something runs."""
 
-    pool: Annotated[str, Field(min_length=1)]
-    """Name of the node pool; `this machine` without one."""
+    pool: Annotated[str, Field(min_length=1)]  # name of the node pool; `this machine` without one
     instance: str = ""
-    nodes: Annotated[int, Field(ge=1)] = 1
-    """How many were asked for."""
+    nodes: Annotated[int, Field(ge=1)] = 1  # how many were asked for
     processes_per_node: Annotated[int, Field(ge=1)] = 1
-    price: Price | None = None
-    """Of one node; none where it is not known, or varies as that of a spot pool."""
+    price: Price | None = None  # of one node; none where it is not known, or varies as that of a spot pool
 
     def __str__(self) -> str:
         """Name them, as `4 nodes of gpu-a100 (p4d.24xlarge)`."""

@@ -17,10 +17,8 @@ T = TypeVar("T")
 class Retry:
     """How long to wait between attempts: twice as long after each failure."""
 
-    first_s: float
-    """Longest wait after the first failure, in seconds."""
-    longest_s: float
-    """No wait is longer, in seconds."""
+    first_s: float  # longest wait after the first failure, in seconds
+    longest_s: float  # no wait is longer, in seconds
     jitter: float = 0.0
     """Share of a wait that is drawn at random, so that many clients do not come back at the same moment."""
 
@@ -62,8 +60,7 @@ class Outage:
         self._server, self._logger, self._tolerated = server, logger, tolerated
         self._lock = threading.Lock()
         self._failing: set[object] = set()
-        self.failures = 0
-        """Failed attempts since the last answer."""
+        self.failures = 0  # failed attempts since the last answer
         self._since = 0.0
         self._ended: float | None = None
 

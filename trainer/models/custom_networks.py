@@ -68,8 +68,7 @@ class CustomModel:
     image_size: int | None
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
-    revision: str = ""
-    """Commit on the Hub."""
+    revision: str = ""  # commit on the Hub
 
 
 def is_custom(architecture: str) -> bool:

@@ -86,18 +86,14 @@ class ModelCard:
     args: Mapping[str, int | float | str | bool]
     labels: tuple[str, ...]
     """Name of each class, in the order of the logits; empty for a model without a head."""
-    image_size: int
-    """Edge of the network's input, in pixels."""
-    mean: tuple[float, float, float]
-    """Mean of each channel of the normalized input, with pixels in [0, 1]."""
-    std: tuple[float, float, float]
-    """Standard deviation of each channel, with pixels in [0, 1]."""
+    image_size: int  # edge of the network's input, in pixels
+    mean: tuple[float, float, float]  # mean of each channel of the normalized input, with pixels in [0, 1]
+    std: tuple[float, float, float]  # standard deviation of each channel, with pixels in [0, 1]
     interpolation: Literal["bilinear"] = "bilinear"
     """How a square is resized to the network's input, with antialiasing; older directories lack it, and mean this one."""
     square: Annotated[Square | None, BeforeValidator(with_present_names)] = None
     """How a photo becomes the square that the model was trained and measured on; None before that, and in older directories."""
-    origin: Origin | None = None
-    """The weights that its training began with; None where it began from scratch."""
+    origin: Origin | None = None  # the weights that its training began with; None where it began from scratch
     embedding: EmbeddingStatistics | None = None
     """Of a teacher without a head, so that its embedding can be standardized; left out of the file where there is none."""
     tokens: EmbeddingStatistics | None = None

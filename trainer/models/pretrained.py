@@ -22,7 +22,6 @@ import timm
 import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.models import PretrainedCfg
-from torch import Tensor
 
 from trainer.config import (
     ClassReference,
@@ -93,8 +92,7 @@ WEIGHTS_PACKAGES = {
             "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
         )
     )
-}
-"""timm's name of a model -> its weights. All were trained on ImageNet-1k."""
+}  # timm's name of a model -> its weights. All were trained on ImageNet-1k.
 
 
 OPEN_LICENSES = frozenset({"apache-2.0", "mit", "bsd-3-clause", "cc-by-4.0"})
@@ -213,7 +211,15 @@ def load(weights: NamedWeights, model: ModelSettings, file: str = "") -> Classif
     license_name: str | None
     if isinstance(weights, PackageWeights):
         package = _package(weights)
-        overlay = {"state_dict": _in_order(package.read(), weights, args), "custom_load": False}
+        # a package's file names its tensors as JAX does: they stand in the order of timm's model, whose names they get
+        tensors = torch.load(io.BytesIO(package.read()), map_location="cpu", weights_only=True)
+        with torch.device("meta"):
+            names = timm.create_model(weights.name, **args).state_dict()
+        if len(names) != len(tensors):
+            raise ModelError(
+                f"{weights} cannot be built with the arguments {dict(args)}: it has {len(tensors)} tensors, and the model {len(names)}"
+            )
+        overlay = {"state_dict": dict(zip(names, tensors.values(), strict=True)), "custom_load": False}
         repository, revision, license_name = package.url, package.sha256, package.license
         advice = "check that the arguments leave all weights as they are"
     elif file:
@@ -285,18 +291,6 @@ def _package(weights: PackageWeights) -> WeightsPackage:
             f"{weights}: no package has such weights; known: {PACKAGE}{f', {PACKAGE}'.join(WEIGHTS_PACKAGES)}"
         )
     return WEIGHTS_PACKAGES[weights.name]
-
-
-def _in_order(content: bytes, weights: PackageWeights, args: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Give the tensors of a package's file the names that timm's model has for them: they stand in the same order."""
-    tensors = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    with torch.device("meta"):
-        names = timm.create_model(weights.name, **args).state_dict()
-    if len(names) != len(tensors):
-        raise ModelError(
-            f"{weights} cannot be built with the arguments {dict(args)}: it has {len(tensors)} tensors, and the model {len(names)}"
-        )
-    return dict(zip(names, tensors.values(), strict=True))
 
 
 def _check_file(uri: str) -> None:

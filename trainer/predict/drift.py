@@ -34,10 +34,8 @@ from trainer.report.pages import Figure, PageSection, Paragraph, Table
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
-FEWEST = 50
-"""Fewest predictions from which anything is said."""
-CHANCE = 0.01
-"""A distance that chance alone gives less often than this is a drift, if it is large enough."""
+FEWEST = 50  # fewest predictions from which anything is said
+CHANCE = 0.01  # a distance that chance alone gives less often than this is a drift, if it is large enough
 _DRAWS = 9_999
 _NONE = "no class is named"
 _SHOWN = 20
@@ -48,12 +46,9 @@ class Shift:
     """Two distributions over the same K classes or bins."""
 
     names: Sequence[str]
-    before: Ints
-    """Of the test photos, [K]."""
-    now: Ints
-    """Of the new photos, [K]."""
-    distance: float
-    """Total variation distance of the two, from 0 to 1."""
+    before: Ints  # of the test photos, [K]
+    now: Ints  # of the new photos, [K]
+    distance: float  # total variation distance of the two, from 0 to 1
     chance: float
     """How often samples of these sizes from one distribution are as far from one another (p-value)."""
 
@@ -64,14 +59,11 @@ class Drift:
 
     labels: Shift
     confidence: Shift
-    limit: float
-    """Smallest distance that counts."""
-    unreadable: int
-    """New photos that could not be read."""
+    limit: float  # smallest distance that counts
+    unreadable: int  # new photos that could not be read
     left_out: Mapping[str, int]
     """Fingerprint of each other student -> how many of the predictions are of it, and were not compared."""
-    unnamed: int
-    """Predictions that were compared although they do not say of which student they are."""
+    unnamed: int  # predictions that were compared although they do not say of which student they are
 
     @property
     def reasons(self) -> list[str]:

@@ -43,10 +43,8 @@ class PhotoClassifier(Predictor):
         """Load a model directory or an export; `name` is for messages. `load_model` makes these."""
         super().__init__(files.path, threads=threads)
         self._name, self._created = name, files.created
-        self.fingerprint = files.fingerprint
-        """Of the model directory."""
-        self.version = files.fingerprint[:12]
-        """Changes with every file of it."""
+        self.fingerprint = files.fingerprint  # of the model directory
+        self.version = files.fingerprint[:12]  # changes with every file of it
         self.student = files.parents.get("student", files.fingerprint)
         """Fingerprint of the student: of this model, or of the one that was exported or registered as it."""
 
@@ -208,17 +206,12 @@ def _refuse(place: str | Path, reasons: Sequence[object]) -> None:
 class _Found:
     """Where a model is, and what is known of it."""
 
-    name: str
-    """As messages name it."""
+    name: str  # as messages name it
     directory: str
-    refusals: Sequence[object] = ()
-    """Conditions of the gate that it did not meet."""
-    tags: ClassTags | None = None
-    """What is known of its classes, where the directory does not say it."""
-    temperature: float = 1.0
-    """By which its logits are divided, where the directory does not say it."""
-    threshold: float | None = None
-    """Probability above which a class is named, where the evaluation says it."""
+    refusals: Sequence[object] = ()  # conditions of the gate that it did not meet
+    tags: ClassTags | None = None  # what is known of its classes, where the directory does not say it
+    temperature: float = 1.0  # by which its logits are divided, where the directory does not say it
+    threshold: float | None = None  # probability above which a class is named, where the evaluation says it
 
 
 @contextmanager

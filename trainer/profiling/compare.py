@@ -42,8 +42,7 @@ _TASKS = ("pretrain/evidence", "distill/evidence")
 """Where it lies beside the folder of the task that made the report, in a run of the pipeline."""
 _CHOICE = "give the directory of a run, or of its report, or of evidence"
 _MOVERS = 10
-_ALIKE = 0.005
-"""A smaller relative change is shown as none."""
+_ALIKE = 0.005  # a smaller relative change is shown as none
 _SAME_BATCH = 0.01
 _SIDES = ("before", "after", "change")
 _KIND_COLORS = {
@@ -55,8 +54,7 @@ _KIND_COLORS = {
     "communication": "checkpoint",
     "optimizer": "optimizer",
     "other": "other",
-}
-"""Kind of work of an operator -> the phase or range whose color it has."""
+}  # kind of work of an operator -> the phase or range whose color it has
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -74,8 +72,7 @@ class ComparedRun:
     """What the trainings recorded, as far as it is at hand."""
     run: Mapping[str, Any] | None = None
     """The run's `summary.json`; none where a training is compared and not a run."""
-    dataset: str | None = None
-    """Fingerprint of the data set; none where it was not recorded."""
+    dataset: str | None = None  # fingerprint of the data set; none where it was not recorded
 
 
 def read_compared_run(uri: str) -> ComparedRun:
@@ -199,10 +196,8 @@ class Comparison:
     differences: Sequence[str]
     """Why not everything can be compared, a sentence each: other data, hardware, or numbers of processes."""
     verdict: str
-    general: Sequence[Table]
-    """Of the runs as wholes."""
-    tables: Mapping[str, Sequence[Table]]
-    """Name of a training -> its tables."""
+    general: Sequence[Table]  # of the runs as wholes
+    tables: Mapping[str, Sequence[Table]]  # name of a training -> its tables
 
 
 def compare(before: ComparedRun, after: ComparedRun) -> Comparison:

@@ -26,10 +26,8 @@ SCHEMA_VERSION = SCHEMA_VERSIONS["evidence"]
 
 PHASES = ("data", "to_device", "teacher_forward", "forward", "backward", "optimizer")
 """The phases that every training loop has, in their order."""
-OTHER = "other"
-"""What remains of a step."""
-BETWEEN = "between"
-"""What remains between steps."""
+OTHER = "other"  # what remains of a step
+BETWEEN = "between"  # what remains between steps
 STEP_COLUMNS = (
     "step",
     "start_s",
@@ -80,8 +78,7 @@ Category = Annotated[
         "matrix product", "attention", "convolution", "normalization", "copy", "communication", "optimizer", "other"
     ],
     BeforeValidator(lambda category: _FORMER_CATEGORIES.get(category, category)),
-]
-"""The kinds of work that operators do."""
+]  # the kinds of work that operators do
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
@@ -92,23 +89,18 @@ class ProcessRecord(StrictModel):
 
     pid: int
     started_unix: float
-    imported_unix: float
-    """When torch and the trainer were loaded."""
+    imported_unix: float  # when torch and the trainer were loaded
 
 
 class StepRecord(StrictModel):
     """Sums over all steps, also those that the table no longer holds."""
 
     count: Count
-    kept_of: Annotated[int, Field(ge=1)]
-    """Steps for which each row of the table stands."""
-    lost: Count
-    """Steps that could not be timed because the device was too far behind."""
+    kept_of: Annotated[int, Field(ge=1)]  # steps for which each row of the table stands
+    lost: Count  # steps that could not be timed because the device was too far behind
     seconds: Seconds
-    images: Count
-    """Over all processes; 0 where the training did not say."""
-    ranges: Mapping[str, Seconds]
-    """Path of each range -> seconds in it and in none of its own ranges."""
+    images: Count  # over all processes; 0 where the training did not say
+    ranges: Mapping[str, Seconds]  # path of each range -> seconds in it and in none of its own ranges
 
 
 class OutsideRecord(StrictModel):
@@ -121,8 +113,7 @@ class OutsideRecord(StrictModel):
 class CompilationRecord(StrictModel):
     """Graphs that were compiled within one step; those of a validation are not among them."""
 
-    step: Count
-    """Steps that this process had completed."""
+    step: Count  # steps that this process had completed
     graphs: Count
     seconds: Seconds
 
@@ -131,8 +122,7 @@ class TransferRecord(StrictModel):
     """What an XLA device and the host exchanged, between the steps too: losses that are read, validations, checkpoints."""
 
     from_device: Count
-    from_device_s: Seconds
-    """That the host waited for it."""
+    from_device_s: Seconds  # that the host waited for it
     from_device_bytes: Count
     to_device_bytes: Count
     fallbacks: Mapping[str, Count]
@@ -143,47 +133,35 @@ class CommunicationRecord(StrictModel):
     """How long gradients travel, as DistributedDataParallel measures it; seconds a step, means over the steps that it looked at."""
 
     steps: Count
-    backward_s: Seconds
-    """Computing the backward pass."""
-    exchange_s: Seconds
-    """Exchanging gradients."""
-    hidden_s: Seconds
-    """Of that, while the backward pass computed."""
+    backward_s: Seconds  # computing the backward pass
+    exchange_s: Seconds  # exchanging gradients
+    hidden_s: Seconds  # of that, while the backward pass computed
 
 
 class AttemptRecord(StrictModel):
     """One attempt at this training: a later one resumes from a checkpoint."""
 
     began_unix: float
-    seen_unix: float
-    """The last sign of life."""
+    seen_unix: float  # the last sign of life
     first_step: Count
-    steps_seen: Count
-    """Steps that it completed, as far as is known."""
+    steps_seen: Count  # steps that it completed, as far as is known
 
 
 class ContextRecord(StrictModel):
     """What a rule needs to know of the training beside what is measured; none where it is not known."""
 
-    settings: Mapping[str, Any] = {}
-    """Of this training: the section, or the part of it."""
+    settings: Mapping[str, Any] = {}  # of this training: the section, or the part of it
     total_steps: Count | None = None
     low_resolution_steps: Count | None = None
     """The first steps, in which the input is smaller: the one after them compiles again, by plan."""
-    samples: Count | None = None
-    """Training images."""
-    val_samples: Count | None = None
-    """Images of the validation split."""
-    labeled: Count | None = None
-    """Training images whose label is known."""
-    classes: Mapping[str, Count] | None = None
-    """Name of each class -> its training images."""
-    micro_batch: Count | None = None
-    """Images of a process's micro-batch."""
+    samples: Count | None = None  # training images
+    val_samples: Count | None = None  # images of the validation split
+    labeled: Count | None = None  # training images whose label is known
+    classes: Mapping[str, Count] | None = None  # name of each class -> its training images
+    micro_batch: Count | None = None  # images of a process's micro-batch
     parameters: Count | None = None
     teacher_val_top1: float | None = None
-    teacher_val_map: float | None = None
-    """Mean average precision, where an image may have several labels."""
+    teacher_val_map: float | None = None  # mean average precision, where an image may have several labels
     recorded_mass: Mapping[str, float] | None = None
     """Temperature, as text -> mean probability of the classes that the teacher's recorded outputs hold."""
 
@@ -197,46 +175,35 @@ class Operator:
     """`operator`: called on the host; `kernel`: what ran on the device (its time is also counted with the operator that called it)."""
     category: Category
     calls: int
-    self_cpu_ms: float
-    """Time on the host, without the operators that it calls."""
-    self_device_ms: float
-    """Time on the device of the kernels that it started itself."""
+    self_cpu_ms: float  # time on the host, without the operators that it calls
+    self_device_ms: float  # time on the device of the kernels that it started itself
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorTable:
     """What torch.profiler saw."""
 
-    steps: int
-    """Steps in the window."""
-    operators: tuple[Operator, ...]
-    """By time, the longest first."""
+    steps: int  # steps in the window
+    operators: tuple[Operator, ...]  # by time, the longest first
 
 
 class RankRecord(StrictModel):
     """What one process records beside its tables."""
 
     schema_version: int
-    name: str
-    """The part of the training."""
+    name: str  # the part of the training
     rank: Count
     world_size: Annotated[int, Field(ge=1)]
     device: str
     host: str
-    cores: Annotated[int, Field(ge=1)]
-    """Cores that the process may use."""
-    processor: str = ""
-    """Its model; empty in recordings that were made before this was recorded."""
-    memory_bytes: Count
-    """Memory of the machine."""
-    workers: Count | None = None
-    """Loader processes beside the process; none where nothing was loaded."""
+    cores: Annotated[int, Field(ge=1)]  # cores that the process may use
+    processor: str = ""  # its model; empty in recordings that were made before this was recorded
+    memory_bytes: Count  # memory of the machine
+    workers: Count | None = None  # loader processes beside the process; none where nothing was loaded
     process: ProcessRecord
-    place: Machines | None = None
-    """The node pool and its price; None where it is not known."""
+    place: Machines | None = None  # the node pool and its price; None where it is not known
     context: ContextRecord = ContextRecord()
-    attempts: tuple[AttemptRecord, ...] = ()
-    """All attempts, the last one is this; known to rank 0."""
+    attempts: tuple[AttemptRecord, ...] = ()  # all attempts, the last one is this; known to rank 0
     failed: str | None = None
     """Message of the error that ended it; only the first process leaves evidence then."""
     startup: Mapping[str, Seconds] = {}
@@ -244,30 +211,21 @@ class RankRecord(StrictModel):
     this process), `imports`, `fetch`, `join`, `preparation`, `compile`, `first_step`. Parts that did not happen are left out, and a later
     training of the same process begins with its `preparation`."""
     compilations: tuple[CompilationRecord, ...] = ()
-    compile_beside_s: Seconds = 0.0
-    """Compiling graphs between steps, mostly of validations; known on XLA."""
-    transfers: TransferRecord | None = None
-    """None where the device is not one of XLA."""
+    compile_beside_s: Seconds = 0.0  # compiling graphs between steps, mostly of validations; known on XLA
+    transfers: TransferRecord | None = None  # None where the device is not one of XLA
     communication: CommunicationRecord | None = None
     overhead: Mapping[str, Seconds] = {}
     """Part of the recorder's own work -> seconds that it cost: `marks` (calibrated), `tensors`, `monitor` (CPU time of its thread),
     `operators` (opening and closing windows, and their steps' excess over the median), `rules` (judging while it runs)."""
-    began_unix: float
-    """When the recording began."""
-    first_step_s: Seconds | None
-    """End of the first step; none where there was no step."""
-    ended_s: Seconds
-    """End of the recording."""
+    began_unix: float  # when the recording began
+    first_step_s: Seconds | None  # end of the first step; none where there was no step
+    ended_s: Seconds  # end of the recording
     settings: EvidenceSettings
     steps: StepRecord
-    outside: Mapping[str, OutsideRecord]
-    """Ranges outside of steps; `between` is what no range covers."""
-    system_interval_s: Seconds
-    """Between two samples of the system, at the end."""
-    operators: OperatorTable | None
-    """Of all windows together."""
-    missing: Mapping[str, str]
-    """What could not be recorded -> the reason."""
+    outside: Mapping[str, OutsideRecord]  # ranges outside of steps; `between` is what no range covers
+    system_interval_s: Seconds  # between two samples of the system, at the end
+    operators: OperatorTable | None  # of all windows together
+    missing: Mapping[str, str]  # what could not be recorded -> the reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,8 +233,7 @@ class Curve:
     """The points of one metric, in their order."""
 
     steps: Series
-    seconds: Series
-    """Since the recording began."""
+    seconds: Series  # since the recording began
     values: Series
 
 
@@ -293,14 +250,10 @@ class Spans:
 class TensorSamples:
     """L looks at P tensors of weights, in their order."""
 
-    tensors: Sequence[str]
-    """Their names, [P]."""
-    steps: Series
-    """[L]."""
-    seconds: Series
-    """Since the recording began, [L]."""
-    values: Mapping[str, Series]
-    """Each of `TENSOR_COLUMNS` -> [L, P]."""
+    tensors: Sequence[str]  # their names, [P]
+    steps: Series  # [L]
+    seconds: Series  # since the recording began, [L]
+    values: Mapping[str, Series]  # each of `TENSOR_COLUMNS` -> [L, P]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,12 +261,10 @@ class RankEvidence:
     """What one process recorded; the columns are described in `trainer.profiling.evidence`."""
 
     record: RankRecord
-    steps: Mapping[str, Series]
-    """Column -> a value a step."""
+    steps: Mapping[str, Series]  # column -> a value a step
     spans: Spans
     tensors: TensorSamples
-    system: Mapping[str, Series]
-    """Column -> a value a sample."""
+    system: Mapping[str, Series]  # column -> a value a sample
 
     @property
     def ranges(self) -> list[str]:
@@ -326,8 +277,7 @@ class TrainingEvidence:
     """One part of a training."""
 
     name: str
-    ranks: Sequence[RankEvidence]
-    """In the order of the ranks; at least rank 0."""
+    ranks: Sequence[RankEvidence]  # in the order of the ranks; at least rank 0
     metrics: Mapping[str, Curve]
 
 

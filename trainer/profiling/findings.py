@@ -19,8 +19,7 @@ from trainer.profiling.rules import judge
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule, setting_of
 from trainer.profiling.training_summary import TrainingSummary, training_label
 
-FINDINGS = "findings.json"
-"""What every rule answered on every training, in a report."""
+FINDINGS = "findings.json"  # what every rule answered on every training, in a report
 _OUTCOMES: Mapping[str, type[Outcome]] = {kind.__name__: kind for kind in (Finding, Healthy, NotJudged)}
 _SEVERITIES = ("note", "warning", "severe")
 
@@ -38,8 +37,7 @@ class Answer:
     """What the finding's saving comes to; none where no price is known, or nothing to save."""
 
 
-RankedFinding = tuple[Answer, Finding]
-"""An answer that is a finding, with that."""
+RankedFinding = tuple[Answer, Finding]  # an answer that is a finding, with that
 
 
 def judged(evidence: Evidence, rules: RuleSettings) -> list[Answer]:

@@ -208,12 +208,9 @@ class Monitor:
         origin_ns: int,
         samples_kept: int = SAMPLES_KEPT,
     ) -> None:
-        self.missing: dict[str, str] = {}
-        """Name of each signal that could not be read -> the reason."""
-        self.interval_s = interval_s
-        """Seconds between two samples; grows when the table was full."""
-        self.spent_s = 0.0
-        """CPU time of the thread."""
+        self.missing: dict[str, str] = {}  # name of each signal that could not be read -> the reason
+        self.interval_s = interval_s  # seconds between two samples; grows when the table was full
+        self.spent_s = 0.0  # CPU time of the thread
         self._origin_ns = origin_ns
         self._signals: dict[str, Signal] = {}
         for name, setup in setups.items():

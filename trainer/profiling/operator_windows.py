@@ -35,8 +35,7 @@ class OperatorWindows:
     def __init__(self, starts: Sequence[int], length: int, device: torch.device) -> None:
         self.steps = frozenset(step for start in starts for step in range(start, start + length))
         """Counted from the start of the recording."""
-        self.active = False
-        """Whether steps are slowed by it now."""
+        self.active = False  # whether steps are slowed by it now
         self.missing = "" if self.steps else "turned off (operators_steps is 0, or operators_at empty)"
         self._device = device
         self._profile: profile | None = None

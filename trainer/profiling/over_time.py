@@ -33,8 +33,7 @@ _METRICS = (
     ("val_top1", "Top-1", "%, validation", 100.0),
     ("val_map", "mAP", "%, validation", 100.0),
     ("agreement", "Agreement", "% with the teacher", 100.0),
-)
-"""Name, title, unit, factor."""
+)  # name, title, unit, factor
 _MACHINE: Sequence[tuple[str, str, float, float, Mapping[str, str]]] = (
     ("GPU", "% busy", 1.0, 100.0, {"busy": "gpu_percent"}),
     ("GPU memory", "GB", 1e-9, 1.0, {"used": "gpu_memory_used_bytes", "by tensors": "gpu_memory_allocated_bytes"}),
@@ -43,8 +42,7 @@ _MACHINE: Sequence[tuple[str, str, float, float, Mapping[str, str]]] = (
     ("Storage", "% of cores wait", 1.0, 10.0, {"wait": "iowait_percent"}),
     ("Disk", "MB/s", 1e-6, 1.0, {"read": "disk_read_bytes_per_s", "written": "disk_write_bytes_per_s"}),
     ("Network", "MB/s", 1e-6, 1.0, {"received": "network_received_bytes_per_s", "sent": "network_sent_bytes_per_s"}),
-)
-"""Title, unit, factor, least upper end of the axis, and label -> column of each line."""
+)  # title, unit, factor, least upper end of the axis, and label -> column of each line
 _MOST_LAYERS = 40
 _MOST_COLUMNS = 64
 _MEASURES = (
@@ -176,12 +174,10 @@ class Layers:
     """Tensor statistics, brought together by layer."""
 
     names: Sequence[str]
-    steps: Series
-    """[looks]."""
+    steps: Series  # [looks]
     values: Mapping[str, Series]
     """Measure -> [layers, looks]: norms over the whole layer, NaN where there is none."""
-    broken: Flags
-    """[layers, looks]: a weight or a gradient is not finite."""
+    broken: Flags  # [layers, looks]: a weight or a gradient is not finite
 
 
 def layers(evidence: TrainingEvidence) -> Subsection | None:

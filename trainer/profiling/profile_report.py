@@ -40,16 +40,12 @@ from trainer.report.pages import (
 
 _FEWEST_DRAWN = 20
 _MOST_RANKS_DRAWN = 64
-_UNUSUAL = 1.5
-"""Times what is usual."""
-_DELAYED = 0.1
-"""Share of a slow step from which on a lack of cores can have made it slow."""
-_FULL_PERCENT = 90.0
-"""Use of the cores from which on other programs take them from the training."""
+_UNUSUAL = 1.5  # times what is usual
+_DELAYED = 0.1  # share of a slow step from which on a lack of cores can have made it slow
+_FULL_PERCENT = 90.0  # use of the cores from which on other programs take them from the training
 _MORE_PERCENT = 5.0
 """Points above what is usual below which waiting for storage, or other programs, explain no slow step."""
-_SWAP_BYTES_PER_S = 1e6
-"""Less swapping than this explains no slow step."""
+_SWAP_BYTES_PER_S = 1e6  # less swapping than this explains no slow step
 _NAMESPACES = re.compile(r"^void |at::native::|\(anonymous namespace\)::|c10::")
 """What names of kernels begin with that says nothing of them, and leaves no room for the rest."""
 _AFTER = {"checkpoint": "just after a checkpoint", "evaluate": "just after an evaluation"}
@@ -79,8 +75,7 @@ _COLORS = {
     "recorder": "recorder",
     "lost": "lost",
     "ending": "other",
-}
-"""Part of the bill -> color."""
+}  # part of the bill -> color
 
 
 def build(

@@ -52,8 +52,7 @@ class Compilations:
     """Counts and times what torch compiles within the steps of a recording, backward passes too."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self.records: dict[int, CompilationRecord] = {}
-        """Of each step that compiled something."""
+        self.records: dict[int, CompilationRecord] = {}  # of each step that compiled something
         self._timeline = timeline
         self._began = 0.0
         hooks = CompileHooks(self._started, self._ended)
@@ -109,20 +108,16 @@ class Startup:
         self._parts, self._counted, self._began_unix = {}, 0.0, time.time()
 
 
-METRIC_POINTS_KEPT = 4096
-"""Points of each metric; a longer curve is thinned evenly."""
+METRIC_POINTS_KEPT = 4096  # points of each metric; a longer curve is thinned evenly
 
 
 @dataclass
 class LoaderStats:
     """What the loader of a training says of itself while it runs."""
 
-    workers: int | None = None
-    """Loader processes beside this process; none where nothing is loaded yet."""
-    pids: tuple[int, ...] = ()
-    """Of those that run."""
-    ready: float = math.nan
-    """Batches that they had ready when the training last asked for one."""
+    workers: int | None = None  # loader processes beside this process; none where nothing is loaded yet
+    pids: tuple[int, ...] = ()  # of those that run
+    ready: float = math.nan  # batches that they had ready when the training last asked for one
 
     def loader_processes(self, pids: Sequence[int]) -> None:
         self.pids = tuple(pids)
@@ -139,8 +134,7 @@ class Sources(SampledModel):
     loader: LoaderStats = field(default_factory=LoaderStats)
     attempts: Callable[[], tuple[AttemptRecord, ...]] = tuple
     """All attempts of the training, the last one is this."""
-    communication: Callable[[], CommunicationRecord | None] | None = None
-    """How long gradients travel."""
+    communication: Callable[[], CommunicationRecord | None] | None = None  # how long gradients travel
 
 
 class Recorder:

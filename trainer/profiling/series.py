@@ -22,8 +22,7 @@ class ThinnedTable:
     def __init__(self, columns: Sequence[str], capacity: int) -> None:
         self.columns = list(columns)
         self.capacity = capacity
-        self.stride = 1
-        """Appended rows for each row that is kept."""
+        self.stride = 1  # appended rows for each row that is kept
         self.appended = 0
         self._kept = 0
         self._values = np.zeros((capacity, len(self.columns)))

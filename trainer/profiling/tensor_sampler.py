@@ -24,8 +24,7 @@ from trainer.profiling.evidence import ATTENTION_ENTROPY, TENSOR_COLUMNS, Tensor
 from trainer.profiling.series import ThinnedTable
 from trainer.profiling.timeline import RECORDER, Timeline
 
-SAMPLED = 1024
-"""Most elements of a tensor in its sample."""
+SAMPLED = 1024  # most elements of a tensor in its sample
 
 
 class TensorStats:
@@ -129,8 +128,7 @@ class AttentionEntropy:
         self._modules = {
             name.removesuffix(".attn"): module for name, module in model.named_modules() if type(module) is Attention
         }
-        self.metrics = [f"{ATTENTION_ENTROPY}{name}" for name in self._modules]
-        """Name of each block's metric."""
+        self.metrics = [f"{ATTENTION_ENTROPY}{name}" for name in self._modules]  # name of each block's metric
 
     @torch.no_grad()
     def measure(self, forward: Callable[[], object]) -> Tensor:
@@ -162,8 +160,7 @@ class AttentionEntropy:
         return torch.stack(entropies)
 
 
-TENSOR_SAMPLES_KEPT = 256
-"""Samples that are kept; more of them are thinned evenly."""
+TENSOR_SAMPLES_KEPT = 256  # samples that are kept; more of them are thinned evenly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +169,8 @@ class SampledModel:
 
     model: nn.Module | None = None
     """What is trained, on its device, neither compiled nor wrapped: its weights, gradients and attention are sampled."""
-    left_out: Collection[str] = ()
-    """Names of weights that are not trained on purpose."""
-    attention: bool = True
-    """Whether to sample attention too."""
+    left_out: Collection[str] = ()  # names of weights that are not trained on purpose
+    attention: bool = True  # whether to sample attention too
     agree: Callable[[bool], bool] | None = None
     """From whether this process would sample a step to whether all do; None where each may decide by itself."""
 
@@ -209,8 +204,7 @@ class TensorSampler:
         self._last_step: int | None = None
         self._agree = sampled.agree
         self._host_s = 0.0
-        self.missing: dict[str, str] = {}
-        """What is not sampled -> the reason."""
+        self.missing: dict[str, str] = {}  # what is not sampled -> the reason
         model = sampled.model
         if model is None:
             return

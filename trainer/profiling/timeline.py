@@ -102,19 +102,13 @@ class CudaClock(HostClock):
         return BACKWARD_THREAD.format(self._device.index or 0)
 
 
-INTERRUPTED = "interrupted"
-"""A step that ended with an exception."""
-PROFILER = "profiler"
-"""Opening and closing the window."""
-RECORDER = "recorder"
-"""Sampling weights, gradients and attention, inside of steps."""
+INTERRUPTED = "interrupted"  # a step that ended with an exception
+PROFILER = "profiler"  # opening and closing the window
+RECORDER = "recorder"  # sampling weights, gradients and attention, inside of steps
 
-STEPS_KEPT = 16384
-"""Rows of the step table; a longer training keeps this many to half of it, evenly spread."""
-SPANS_KEPT = 4096
-"""Ranges outside of steps whose place in time is kept; their sums are always exact."""
-MOST_RANGES = 64
-"""Different columns; ranges with further names count for the range around them."""
+STEPS_KEPT = 16384  # rows of the step table; a longer training keeps this many to half of it, evenly spread
+SPANS_KEPT = 4096  # ranges outside of steps whose place in time is kept; their sums are always exact
+MOST_RANGES = 64  # different columns; ranges with further names count for the range around them
 MOST_PENDING = 4096
 """Steps whose events may be on their way through the device; older ones are given up and counted."""
 
@@ -161,15 +155,11 @@ class StepTotals:
     steps: int = 0
     seconds: float = 0.0
     images: int = 0
-    profiled: int = 0
-    """Steps in a window."""
+    profiled: int = 0  # steps in a window
     profiled_seconds: float = 0.0
-    marks: int = 0
-    """Marks of the clock, those outside of steps too."""
-    lost: int = 0
-    """Steps given up because the device was too far behind."""
-    ranges: list[float] = field(default_factory=list)
-    """Seconds of each column of `Timeline.ranges`."""
+    marks: int = 0  # marks of the clock, those outside of steps too
+    lost: int = 0  # steps given up because the device was too far behind
+    ranges: list[float] = field(default_factory=list)  # seconds of each column of `Timeline.ranges`
 
 
 class _Span:
@@ -209,16 +199,14 @@ class Timeline:
 
         What opening and closing `windows` costs counts outside of the steps.
         """
-        self.ranges = [OTHER, *PHASES]
-        """Columns of time inside of steps, by their path."""
+        self.ranges = [OTHER, *PHASES]  # columns of time inside of steps, by their path
         self.steps = ThinnedTable([*STEP_COLUMNS, *self.ranges], steps_kept)
         """One row a step: `STEP_COLUMNS`, then seconds of each of `ranges`."""
         self.spans = ThinnedTable(SPAN_COLUMNS, spans_kept)
         """Ranges outside of steps; `range` is the position in `outside`."""
         self.outside: dict[str, OutsideTotal] = {BETWEEN: OutsideTotal()}
         self.totals = StepTotals(ranges=[0.0] * len(self.ranges))
-        self.origin_ns = 0
-        """When the recording began, by the host's clock."""
+        self.origin_ns = 0  # when the recording began, by the host's clock
         self.first_step_s: float | None = None
         """End of the first step, by the host's clock since the recording began."""
         self.clock = clock
@@ -226,8 +214,7 @@ class Timeline:
         self._windows = windows
         self._counter = counter
         self._queued = queued
-        self.steps_completed = 0
-        """By the host, since the recording began."""
+        self.steps_completed = 0  # by the host, since the recording began
         self._span_objects: dict[str, _Span] = {}
         self._columns: dict[tuple[int, str], int] = {}
         self._pending: deque[_Segment] = deque()

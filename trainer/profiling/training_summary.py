@@ -39,23 +39,20 @@ from trainer.profiling.rules.processes import communication_share
 from trainer.profiling.series import Rows, Series, mean_in_bins
 
 _SLOWEST_STEPS = 8
-_SLOW = 1.25
-"""Times the median."""
+_SLOW = 1.25  # times the median
 _DISTURBING = ("checkpoint", "evaluate")
 """Ranges between steps after which the next one may be slow: files are still written, caches hold other data."""
 _AS_RECORDED = ["world_size", "device", "host", "cores", "memory_bytes", "workers", "place", "processor", "failed"]
 _AS_RECORDED += ["startup", "overhead", "communication", "missing"]
 """Fields of a summary that the first process's record has too."""
-_ROUNDING_S = 1e-3
-"""By how much a kept range may seem to end after the step that follows it."""
+_ROUNDING_S = 1e-3  # by how much a kept range may seem to end after the step that follows it
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSummary:
     """A phase of the step."""
 
-    share: float
-    """Of the measured steps' time."""
+    share: float  # of the measured steps' time
     ms: Spread
     ranges: Mapping[str, float]
     """Ranges that users named within it -> their share of the measured steps' time."""
@@ -73,12 +70,9 @@ class SlowStep:
     """How long the training's thread was ready and had no core; none where the kernel does not tell."""
     machine: Mapping[str, float]
     """Signal of the system -> its mean while the step ran, as far as the samples tell; `cores_percent` is the mean of all cores."""
-    no_batch_ready: bool = False
-    """Whether the loader processes had none ready, though they usually had."""
-    follows: str = ""
-    """`checkpoint` or `evaluate`, where that lay between this step and the one before."""
-    graphs: int = 0
-    """Compiled in this step."""
+    no_batch_ready: bool = False  # whether the loader processes had none ready, though they usually had
+    follows: str = ""  # `checkpoint` or `evaluate`, where that lay between this step and the one before
+    graphs: int = 0  # compiled in this step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +84,8 @@ class SignalSummary:
     mean: float
     p95: float
     max: float
-    first: float
-    """Mean of the first tenth."""
-    last: float
-    """Mean of the last tenth."""
+    first: float  # mean of the first tenth
+    last: float  # mean of the last tenth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,16 +96,11 @@ class RankSummary:
     host: str
     device: str
     step_ms: Spread | None
-    phase_ms: Mapping[str, float]
-    """Median of each phase."""
-    memory_bytes: float | None
-    """Largest resident memory."""
-    gpu_memory_bytes: float | None
-    """Largest memory in use on its GPU."""
-    gpu_percent: float | None
-    """Mean use of its GPU."""
-    cores_percent: float | None
-    """Mean use of its machine's cores; known to the first process of each machine."""
+    phase_ms: Mapping[str, float]  # median of each phase
+    memory_bytes: float | None  # largest resident memory
+    gpu_memory_bytes: float | None  # largest memory in use on its GPU
+    gpu_percent: float | None  # mean use of its GPU
+    cores_percent: float | None  # mean use of its machine's cores; known to the first process of each machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +108,9 @@ class OperatorSummary:
     """The operators of the windows."""
 
     steps: int
-    clock: str
-    """`device` where a device computed, `cpu` where the host did: whose time is compared."""
-    categories: Mapping[str, float]
-    """Category -> milliseconds a step, the largest first."""
-    operators: Sequence[Operator]
-    """The longest first."""
+    clock: str  # `device` where a device computed, `cpu` where the host did: whose time is compared
+    categories: Mapping[str, float]  # category -> milliseconds a step, the largest first
+    operators: Sequence[Operator]  # the longest first
     kernels: Sequence[Operator]
 
     def ms(self, operator: Operator) -> float:
@@ -143,46 +127,35 @@ class TrainingSummary:
     device: str
     host: str
     cores: int
-    memory_bytes: int
-    """Of the machine."""
-    workers: int | None
-    """Loader processes beside each process."""
+    memory_bytes: int  # of the machine
+    workers: int | None  # loader processes beside each process
     place: Machines | None
-    settings: Mapping[str, Any]
-    """Of this training, as far as they were recorded."""
+    settings: Mapping[str, Any]  # of this training, as far as they were recorded
     parameters: int | None
-    failed: str | None
-    """The message of the error that ended it; none where it came to its end."""
+    failed: str | None  # the message of the error that ended it; none where it came to its end
     recorded_s: float
     steps: int
     steps_measured: int
     steps_kept_of: int
-    step_ms: Spread | None
-    """None where there were no steps to measure."""
-    images_a_step: float | None
-    """Over all processes; none where the training did not tell its images."""
-    images_per_second: float | None
-    """Over all processes, within the measured steps; none as above."""
+    step_ms: Spread | None  # None where there were no steps to measure
+    images_a_step: float | None  # over all processes; none where the training did not tell its images
+    images_per_second: float | None  # over all processes, within the measured steps; none as above
     phases: Mapping[str, PhaseSummary]
     slowest: Sequence[SlowStep]
     recorded_shares: Mapping[str, float]
     """Each phase, and each range outside of steps -> share of the whole recording."""
-    startup: Mapping[str, float]
-    """Part of the time before the end of the first step -> seconds."""
+    startup: Mapping[str, float]  # part of the time before the end of the first step -> seconds
     compiled_graphs: int
     compile_s: float
     communication: CommunicationRecord | None
-    overhead: Mapping[str, float]
-    """Part of the recorder's own work -> seconds."""
+    overhead: Mapping[str, float]  # part of the recorder's own work -> seconds
     attempts: Sequence[AttemptRecord]
     ranks: Sequence[RankSummary]
     operators: OperatorSummary | None
     system: Mapping[str, SignalSummary]
-    last: Mapping[str, float]
-    """Each curve -> its last value, of those that are finite."""
+    last: Mapping[str, float]  # each curve -> its last value, of those that are finite
     missing: Mapping[str, str]
-    processor: str = ""
-    """Its model; empty where it was not recorded."""
+    processor: str = ""  # its model; empty where it was not recorded
     communication_share: float | None = None
     """Share of the undisturbed step that waits for gradients that travel, as the rule on communication has it; none where it cannot say."""
 
@@ -403,8 +376,7 @@ class ShownSignal(NamedTuple):
     """What a measured number is called, and where it is shown; the end of its name is its unit."""
 
     label: str
-    tile: str = ""
-    """Its caption among the tiles of the report; empty: it has none."""
+    tile: str = ""  # its caption among the tiles of the report; empty: it has none
     compared: bool = False
     """Whether a comparison of two trainings begins with it; the use of the machine has a table of its own."""
 

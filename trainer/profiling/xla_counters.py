@@ -24,8 +24,7 @@ from trainer.profiling.evidence import CompilationRecord, TransferRecord
 COUNTED_STEPS = 256
 """In so many first steps transfers are counted, and then in one of `COUNTED_EVERY`: torch_xla copies the last thousand measurements of a
 metric for whoever reads it, which takes 40 us."""
-COUNTED_EVERY = 17
-"""A prime, not to fall in with what happens every so many steps."""
+COUNTED_EVERY = 17  # a prime, not to fall in with what happens every so many steps
 
 _COMPILED = "UncachedCompile"
 _COMPILE_TIME = "CompileTime"
@@ -43,10 +42,8 @@ class XlaCounters:
     """Counts what is compiled, transferred and computed on the host within the steps of a recording."""
 
     def __init__(self) -> None:
-        self.records: dict[int, CompilationRecord] = {}
-        """Of each step that compiled something."""
-        self.beside_s = 0.0
-        """Seconds in the compiler between the steps."""
+        self.records: dict[int, CompilationRecord] = {}  # of each step that compiled something
+        self.beside_s = 0.0  # seconds in the compiler between the steps
         self._fallbacks: Counter[str] = Counter()
         self._compiled = _counter(_COMPILED), _sum(_COMPILE_TIME) * 1e-9
         self._fallbacks_before: Mapping[str, int] = {}

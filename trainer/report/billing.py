@@ -39,14 +39,11 @@ class StageBill(StrictModel):
     """What a stage took."""
 
     stage: str
-    seconds: Seconds
-    """Wall time."""
+    seconds: Seconds  # wall time
     parts: Mapping[str, Seconds] = {}
     """Each of `PARTS` that there was -> its share of the time; empty where only the total is known."""
-    place: Machines | None = None
-    """None if it was not recorded."""
-    dollars: float | None = None
-    """None where the price is not known."""
+    place: Machines | None = None  # None if it was not recorded
+    dollars: float | None = None  # None where the price is not known
     iterations_per_second: float | None = None
     """Optimizer steps, while it trained; none for a stage that does not train."""
     images_per_second: float | None = None
@@ -57,14 +54,10 @@ class Bill(StrictModel):
     """What a run took."""
 
     stages: tuple[StageBill, ...]
-    seconds: Seconds
-    """Of all stages."""
-    dollars: float | None
-    """Of the stages with a known price; none where no price is known."""
-    forecast: Forecast | None = None
-    """What was expected before the distillation."""
-    notes: tuple[str, ...] = ()
-    """What the total leaves out, and what speaks against a price."""
+    seconds: Seconds  # of all stages
+    dollars: float | None  # of the stages with a known price; none where no price is known
+    forecast: Forecast | None = None  # what was expected before the distillation
+    notes: tuple[str, ...] = ()  # what the total leaves out, and what speaks against a price
 
     def stage(self, name: str) -> StageBill | None:
         return next((one for one in self.stages if one.stage == name), None)

@@ -24,10 +24,8 @@ Flags = NDArray[np.bool_]
 WIDTH = 1040
 LEFT = 164
 _RIGHT = 16
-PLOT = WIDTH - LEFT - _RIGHT
-"""Width of the part with data in charts that have labels on the left."""
-_COLUMNS, _SMALL_COLUMNS = 22, 26
-"""Letters that fit on the left, of either size."""
+PLOT = WIDTH - LEFT - _RIGHT  # width of the part with data in charts that have labels on the left
+_COLUMNS, _SMALL_COLUMNS = 22, 26  # letters that fit on the left, of either size
 
 COLORS: Mapping[str, tuple[str, str]] = {
     "data": ("#e08214", "#f2a65a"),
@@ -56,20 +54,16 @@ _COLUMNS_WIDTH, _COLUMNS_HEIGHT, _COLUMNS_TOP = 720, 140, 16
 Amount = TypeVar("Amount", float, Floats)
 _MOST_CLASSES = 100
 _LEVELS = 10
-_WITH_GAPS = 8
-"""Rows of cells that are higher are drawn apart from one another."""
+_WITH_GAPS = 8  # rows of cells that are higher are drawn apart from one another
 _CLASSES_WITH_COUNTS = 25
 _CLASSES_WITH_NAMES = 100
 MOST_CELLS = 40_000
 """Of a confusion matrix: more would make the page larger than a browser or the UI of a pipeline likes."""
-MOST_CONFUSED_CLASSES = 800
-"""Of a confusion matrix that is drawn: each has at least a pixel."""
-BINS = 240
-"""Most points of a line, and bins of a band: longer series are reduced to as many first."""
+MOST_CONFUSED_CLASSES = 800  # of a confusion matrix that is drawn: each has at least a pixel
+BINS = 240  # most points of a line, and bins of a band: longer series are reduced to as many first
 
 _MOST_HEAT_ROWS = 48
-_WHOLE = 0.9
-"""Share of the time from which on a window is not marked."""
+_WHOLE = 0.9  # share of the time from which on a window is not marked
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -333,11 +327,9 @@ class ReliabilityCurve:
     """How often the predictions of a model are right, by their confidence."""
 
     name: str
-    confidence: Sequence[float | None]
-    """Mean of each bin; None where it is empty."""
+    confidence: Sequence[float | None]  # mean of each bin; None where it is empty
     accuracy: Sequence[float | None]
-    counts: Sequence[int]
-    """Images in each bin; the bins divide 0 to 1 evenly."""
+    counts: Sequence[int]  # images in each bin; the bins divide 0 to 1 evenly
 
 
 def reliability(models: Sequence[ReliabilityCurve], title: str) -> Markup:
@@ -584,8 +576,7 @@ class Lane:
     unit: str
     height: float
     content: Sequence[Markup]
-    labels: Sequence[tuple[str, str]] = ()
-    """Style and label of each line."""
+    labels: Sequence[tuple[str, str]] = ()  # style and label of each line
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,8 +34,7 @@ TITLES = {
     "profile": "Profile of the trainings",
     "data": "Data card",
     "reinforce": "Recorded outputs",
-}
-"""What the page of a run calls the others, the most asked for first."""
+}  # what the page of a run calls the others, the most asked for first
 CAPTIONS = {"reconstructions": "Masked autoencoder: images, what it saw of them, what it made of that"}
 PRICED = ("warm_up", "reinforce", "distill")  # stages that count as the distillation where runs stand side by side
 
@@ -48,8 +47,7 @@ class Registered:
     run_id: str | None = None
     model_name: str | None = None
     model_version: str | None = None
-    alias_stays: str | None = None
-    """Why the alias did not move to a version that passed."""
+    alias_stays: str | None = None  # why the alias did not move to a version that passed
 
 
 def build_summary(

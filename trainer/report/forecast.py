@@ -37,23 +37,17 @@ class Measurement(_Expected):
     """A short trial of a distillation."""
 
     place: Machines
-    settings: Mapping[str, Any]
-    """The section `distill` that was measured."""
-    batch_size: Annotated[int, Field(ge=1)]
-    """Images a step, over all processes."""
-    step_s: Seconds
-    """Mean time of a step, with what lies between two steps."""
+    settings: Mapping[str, Any]  # the section `distill` that was measured
+    batch_size: Annotated[int, Field(ge=1)]  # images a step, over all processes
+    step_s: Seconds  # mean time of a step, with what lies between two steps
     steps: Count
     startup_s: Seconds
     """From the start of the job to the end of the first step (fetch, import, compile), and what is compiled later."""
     compile_s: Seconds = 0.0
     """Part of it in the compiler; a cache of compiled graphs saves it in the distillation itself."""
-    validation_s: Seconds
-    """One pass over the validation split."""
-    checkpoint_s: Seconds
-    """Writing one checkpoint."""
-    window_s: Seconds = 0.0
-    """Time of a window of the operators' profiler."""
+    validation_s: Seconds  # one pass over the validation split
+    checkpoint_s: Seconds  # writing one checkpoint
+    window_s: Seconds = 0.0  # time of a window of the operators' profiler
     recording_s: Seconds | None = None
     """Recording the teacher's outputs, where the distillation reads them and they are not recorded yet."""
 
@@ -64,8 +58,7 @@ class WorkCount(StrictModel):
     steps: Count
     validations: Count
     checkpoints: Count
-    windows: Count = 0
-    """Of the operators' profiler."""
+    windows: Count = 0  # of the operators' profiler
 
 
 class Forecast(_Expected):
@@ -73,15 +66,11 @@ class Forecast(_Expected):
 
     place: Machines
     hours: float
-    dollars: float | None
-    """None where the price is not known."""
-    basis: str = ""
-    """What it was measured by."""
+    dollars: float | None  # None where the price is not known
+    basis: str = ""  # what it was measured by
     stages: tuple[str, ...] = ("distill",)
-    compile_hours: float = 0.0
-    """Part of `hours` in the compiler."""
-    assumptions: tuple[str, ...] = ()
-    """What was assumed and not measured, and doubts about the price."""
+    compile_hours: float = 0.0  # part of `hours` in the compiler
+    assumptions: tuple[str, ...] = ()  # what was assumed and not measured, and doubts about the price
 
     def __str__(self) -> str:
         """Format it: `3.20 h (12.0 min of it compiling), $281.06, by 50 steps of 3.6 s`."""

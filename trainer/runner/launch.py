@@ -62,8 +62,7 @@ AT_ONCE_S = 10
 
 _LOST_CONNECTION = re.compile(
     r"[Cc]onnection (closed|reset) by peer|Broken pipe|remote process exited|ncclRemoteError|Dist(Backend|Network|Store)Error"
-)
-"""What torch says in a process that misses another one."""
+)  # what torch says in a process that misses another one
 
 
 def job_of(stage: Stage, settings: Mapping[str, Any], directories: Mapping[str, str], processes: int) -> JobSpec:

@@ -30,8 +30,7 @@ from trainer.stages.tuning.tuning_schema import read_tuning
 logger = logging.getLogger(__name__)
 
 RUNS = Path("runs")  # where runs are kept unless an output is given
-LATEST = "latest"
-"""Link in `RUNS` to the run that started last, wherever its output is and however it ended."""
+LATEST = "latest"  # link in `RUNS` to the run that started last, wherever its output is and however it ended
 CHECKPOINTS = ".checkpoints"
 """Folder beside the runs, in which a run finds what an interrupted one with the same settings and inputs left."""
 IDENTITY = ".run-id"  # name of the file in a run's directory by which MLflow's runs of it are known

@@ -25,8 +25,7 @@ from trainer.evaluation.embeddings import (
     nearest_neighbors,
 )
 from trainer.evaluation.label_issues import JudgedLabels
-from trainer.evaluation.metrics import ConfusionMatrix
-from trainer.evaluation.report import Example, Measured, MeasuredSets
+from trainer.evaluation.report import Measured, MeasuredSets
 from trainer.io import artifacts
 from trainer.io.artifacts import Artifact
 from trainer.io.errors import DataError, ModelError, SettingsError
@@ -88,8 +87,7 @@ class _Evaluated:
     fingerprint: str
     knn_top1: float | None = None
     """Accuracy of its nearest neighbors on the test split, where it was asked for."""
-    probed: bool = False
-    """Whether its head is a linear probe that was fitted here."""
+    probed: bool = False  # whether its head is a linear probe that was fitted here
     embedded: Mapping[str, Embeddings] = field(default_factory=dict)
     """Name of a split -> what was already embedded of it, where the embedding was asked for."""
 
@@ -171,8 +169,16 @@ def _evaluate(
         details["label_issues"] = {name: asdict(count) for name, count in judged.counts.items()}
         label_issues.write(directory / LABEL_ISSUES, judged.issues, classes)
     _write(directory / METRICS, {**details, "machine": asdict(machine), "verdict": verdict})
-    _write_confusions(directory / CONFUSION, matrix, classes)
-    examples = _examples(settings, split, logits["student"], matrix)
+    pairs = matrix.tocoo()
+    rows = np.stack([pairs.row, pairs.col, pairs.data], axis=1).tolist()
+    (directory / CONFUSION).write_text(
+        json.dumps({"labels": list(classes), "pairs": rows}, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    predicted = logits["student"].argmax(axis=1)
+    examples = []
+    for confusion in metrics.worst_confusions(matrix, settings.worst_confusions):
+        shown = np.flatnonzero((split.labels == confusion.truth) & (predicted == confusion.predicted))
+        examples.append((confusion, split.read(shown[:_IMAGES_A_CONFUSION].tolist()).numpy()))
     page = report.render(
         classes=classes, **measured, machine=machine, verdict=verdict, examples=examples, tags=tags, judged=judged
     )
@@ -238,13 +244,6 @@ def _verdict(settings: EvaluateSettings, teacher: Mapping[str, Any], student: Ma
 def _write(file: Path, content: Mapping[str, Any]) -> None:
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
     file.write_text(text + "\n", encoding="utf-8")
-
-
-def _write_confusions(file: Path, matrix: ConfusionMatrix, classes: Sequence[str]) -> None:
-    """Write the names of the classes, and [class, taken for, images] of each pair that happened."""
-    pairs = matrix.tocoo()
-    rows = np.stack([pairs.row, pairs.col, pairs.data], axis=1).tolist()
-    file.write_text(json.dumps({"labels": list(classes), "pairs": rows}, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _timed(
@@ -325,12 +324,3 @@ def _about(subject: _Evaluated, split: Split, latencies: Sequence[metrics.Latenc
         "latency_ms": {"p50": latencies[0].p50_ms, "p95": latencies[0].p95_ms},
         "throughput": max(timed.images_per_second for timed in latencies),
     }
-
-
-def _examples(settings: EvaluateSettings, split: Split, logits: Logits, matrix: ConfusionMatrix) -> list[Example]:
-    predicted = logits.argmax(axis=1)
-    examples = []
-    for confusion in metrics.worst_confusions(matrix, settings.worst_confusions):
-        shown = np.flatnonzero((split.labels == confusion.truth) & (predicted == confusion.predicted))
-        examples.append((confusion, split.read(shown[:_IMAGES_A_CONFUSION].tolist()).numpy()))
-    return examples

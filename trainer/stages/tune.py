@@ -155,18 +155,13 @@ class Subject:
     data: PreparedDataset
     samples: Samples
     processes: Processes
-    student: Classifier
-    """As every trial begins with it."""
-    teacher: Classifier | None
-    """None where no loss compares with it."""
+    student: Classifier  # as every trial begins with it
+    teacher: Classifier | None  # None where no loss compares with it
     recording: Recording | None
     """Recorded outputs, or blank ones; none where the distillation could not learn from any."""
-    no_recording: str
-    """Why it could not."""
-    recording_s: float
-    """Seconds that recording them takes; 0 where they are recorded already."""
-    ready_s: float
-    """From the start of this process until the first trial could begin."""
+    no_recording: str  # why it could not
+    recording_s: float  # seconds that recording them takes; 0 where they are recorded already
+    ready_s: float  # from the start of this process until the first trial could begin
 
     def training(self, root: str, settings: DistillSettings, processes: Processes) -> TrainingSpec:
         """Make the distillation from its beginning, with other settings; `root` is the place of checkpoints."""

@@ -54,15 +54,13 @@ Part = TypeVar("Part", bound=TrainingSettings)
 class Warmed(StrictModel):
     """What the first steps of one training compiled; of several processes, the most."""
 
-    training: str
-    """`mae`, `finetune` or `distill`."""
+    training: str  # `mae`, `finetune` or `distill`
     steps: Annotated[int, Field(ge=1)]
     graphs: Annotated[int, Field(ge=0)]
     """Compiled within the steps; of those that the cache had, torch's compiler still counts some."""
     compile_s: Annotated[float, Field(ge=0)]
     """Seconds until they were there, on XLA with those of the validation."""
-    seconds: Annotated[float, Field(ge=0)]
-    """Of all of it, with a checkpoint and a validation."""
+    seconds: Annotated[float, Field(ge=0)]  # of all of it, with a checkpoint and a validation
 
 
 def run(settings: WarmUpSettings, *, dataset: str | Path, warmed: str | Path) -> None:

@@ -30,16 +30,14 @@ Group: TypeAlias = tuple[str, ...]
 _TEXTS = frozenset(
     {".txt", ".csv", ".tsv", ".json", ".jsonl", ".xml", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".log", ".md"}
     | {".rst", ".htm", ".html", ".pdf", ".py", ".ipynb", ".mat", ".npy", ".npz", ".pkl", ".parquet"}
-)
-"""Endings of files that nobody takes for photos: a folder of them alone was not meant to be a class."""
+)  # endings of files that nobody takes for photos: a folder of them alone was not meant to be a class
 _SPLIT_WORD = re.compile(
     r"(?:^|[\W\d_])(train|training|val|valid|validation|dev|test|testing)(?:set|data|images?|imgs?|split)?(?:$|[\W\d_])"
 )
 _PART = re.compile(
     r"(?:batch|part|session|day|week|visit|fold|chunk|shard|roll|camera|cam|burst|run|shoot|upload|import|set|folder)[\W_]*\d+"
     r"|new folder(?: ?\(\d+\))?|untitled folder(?: \d+)?|dcim|\d{3}[a-z_]{5}|(?:19|20)\d\d[-_. ]?(?:0[1-9]|1[0-2])(?:[-_. ]?[0-3]\d)?"
-)
-"""Names, in lower case, of folders that tell when or how photos were taken, not what they show."""
+)  # names, in lower case, of folders that tell when or how photos were taken, not what they show
 
 
 class ImageFolder(ImageSource):

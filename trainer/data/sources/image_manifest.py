@@ -33,8 +33,7 @@ from trainer.io.artifacts import digest
 from trainer.io.errors import DataError, StorageError
 from trainer.io.formatting import listed
 
-SEPARATOR = "|"
-"""Between the labels of an image that may have several; alone it is an image of no class."""
+SEPARATOR = "|"  # between the labels of an image that may have several; alone it is an image of no class
 LISTED_PER_IMAGE, LISTED_AT_LEAST = 20, 100_000
 """Objects of a store that are listed for the version of a manifest, per image of it, and in all: what is listed may hold other objects."""
 
@@ -48,8 +47,7 @@ _HEADINGS: Mapping[str, frozenset[str]] = {
         {"labels", "class", "classes", "class_name", "category", "categories", "target", "tag", "tags", "y"}
     ),
     "split": frozenset({"splits", "set", "subset", "partition", "fold", "usage", "phase"}),
-}
-"""Columns, and headings that others give them: named in a message, not taken for them."""
+}  # columns, and headings that others give them: named in a message, not taken for them
 _MOSTLY_SPLITS = frozenset({"eval", "evaluation", "holdout", "hold-out", "held out", "held_out", "trainval", "testdev"})
 """Values that no column but that of the split has, although they are none of ours."""
 
@@ -70,8 +68,7 @@ class _Columns:
     path: int
     label: int
     split: int | None
-    notes: tuple[str, ...]
-    """What was guessed, and what is not used."""
+    notes: tuple[str, ...]  # what was guessed, and what is not used
 
     def cells(self, row: TableRow) -> tuple[str, str, str]:
         """Return path, label and split of a row; empty where it ends before them."""

@@ -24,8 +24,7 @@ logger = logging.getLogger(__name__)
 
 _LOG_EVERY = 500_000  # listed objects between two lines of the log
 
-NO_CLASS = "no class"
-"""Name of the label of an image that is of no class."""
+NO_CLASS = "no class"  # name of the label of an image that is of no class
 SPLIT_NAMES: Mapping[str, SplitName] = {
     "train": "train",
     "training": "train",
@@ -39,8 +38,7 @@ SPLIT_NAMES: Mapping[str, SplitName] = {
     "unlabeled": "unlabeled",
     "unlabelled": "unlabeled",
     "unsupervised": "unlabeled",
-}
-"""Names that sources give their splits, in lower case."""
+}  # names that sources give their splits, in lower case
 
 
 def split_of(name: str) -> SplitName | None:

@@ -27,16 +27,14 @@ _OTHER_FILES = {
     b"\xd0\xcf\x11\xe0": "an old Excel workbook",
     b"\x1f\x8b": "a gzip archive",
     b"PAR1": "a Parquet file",
-}
-"""First bytes -> what a file is instead of text."""
+}  # first bytes -> what a file is instead of text
 
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
     """A line of a table."""
 
-    line: int
-    """Number of its first line in the file."""
+    line: int  # number of its first line in the file
     cells: Sequence[str]
 
 

@@ -44,8 +44,7 @@ OPERATIONS = (
     "solarize",
     "autocontrast",
     "equalize",
-)
-"""RandAugment's operations (Cubuk et al. 2020), in torchvision's order; an operation's number is its place."""
+)  # randAugment's operations (Cubuk et al. 2020), in torchvision's order; an operation's number is its place.
 
 ERASED_AREA, ERASED_ASPECT = (0.02, 1 / 3), 10 / 3
 """Shares of a view that a rectangle may erase, and the largest ratio of its sides (Zhong et al. 2020)."""

@@ -224,8 +224,7 @@ _FAMILIES: tuple[tuple[set[str], Callable[[Tensor, list[str], list[float]], Tens
     ({"autocontrast"}, _autocontrast),
     # Give each channel's levels equal shares, by Pillow's rule; a channel with hardly more than one level stays.
     ({"equalize"}, lambda views, _, __: torchvision.equalize(views)),
-)
-"""Operations that are applied together, and by what."""
+)  # operations that are applied together, and by what
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,11 +26,9 @@ NAMED = "named"
 """Column of a prediction where a photo may have several labels: those whose probability is above the threshold."""
 TOP_LABELS, TOP_PROBABILITIES = "top_labels", "top_probabilities"
 """Columns of a prediction that was asked for so many labels, instead of one for each class: lists, the most probable first."""
-LEVELS = 32
-"""Most levels of a hierarchy."""
+LEVELS = 32  # most levels of a hierarchy
 
-Value: TypeAlias = float | str | None
-"""Of an attribute: a number, a text, or None where it is not known."""
+Value: TypeAlias = float | str | None  # of an attribute: a number, a text, or None where it is not known
 Floats: TypeAlias = npt.NDArray[np.floating]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -44,10 +42,8 @@ def columns_of_predictions(*, several: bool) -> set[str]:
 class HierarchyLevel:
     """A level of the hierarchy: a class that ends above it stands for itself there."""
 
-    names: tuple[str, ...]
-    """Groups, and classes that end here or above."""
-    of_class: Ints
-    """Index in `names` of what each class belongs to, [K]."""
+    names: tuple[str, ...]  # groups, and classes that end here or above
+    of_class: Ints  # index in `names` of what each class belongs to, [K]
 
     def sums(self, probabilities: Floats) -> npt.NDArray[np.float64]:
         """Sum the probabilities [B, K] of the classes below each name: [B, names]."""
@@ -61,8 +57,7 @@ class HierarchyLevel:
 class ClassTags:
     """Attributes and hierarchy of the classes of a data set or a model; each may be missing."""
 
-    labels: tuple[str, ...]
-    """Name of each class, in the order of the model's outputs."""
+    labels: tuple[str, ...]  # name of each class, in the order of the model's outputs
     attributes: Mapping[str, Sequence[Value]] = field(default_factory=dict)
     """Name of each attribute -> its value for each class, in the order of the labels: numbers, or texts."""
     parents: Mapping[str, str] = field(default_factory=dict)

@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-INPUT, OUTPUT = "images", "logits"
-"""Names of the graph's."""
+INPUT, OUTPUT = "images", "logits"  # names of the graph's
 
 
 Network: TypeAlias = Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.float32]]
@@ -53,8 +52,7 @@ def _openvino(file: Path, *, threads: int) -> Network:
     return logits
 
 
-ONNX_RUNTIME, OPENVINO = "onnxruntime", "openvino"
-"""Names of the runtimes, which are those of their packages."""
+ONNX_RUNTIME, OPENVINO = "onnxruntime", "openvino"  # names of the runtimes, which are those of their packages
 RUNTIMES: Mapping[str, Callable[..., Network]] = {ONNX_RUNTIME: _onnx_runtime, OPENVINO: _openvino}
 """Loads a file; `threads` compute an answer, 0: one for each core. Raises the runtime's own errors."""
 

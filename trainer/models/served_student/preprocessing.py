@@ -28,16 +28,13 @@ from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "ICO", "AVIF", "HEIF")
 """Formats that are read: those of Pillow that have a signature and start no other program (as EPS would), and HEIC with pillow-heif."""
 
-DEEPEST = 16
-"""Bits of the deepest grays."""
-GRAY_PEAK = "gray_peak"
-"""Key in `info` of a decoded picture whose grays had 16 bits: the largest of them."""
+DEEPEST = 16  # bits of the deepest grays
+GRAY_PEAK = "gray_peak"  # key in `info` of a decoded picture whose grays had 16 bits: the largest of them
 
 JPEG_SCANS = 500
 """Most scans of a JPEG file: an ordinary one has up to ten, and each costs the time of a whole picture."""
 
-LARGEST_SQUARE = 2048
-"""Longest edge of a square, in pixels."""
+LARGEST_SQUARE = 2048  # longest edge of a square, in pixels
 
 Fit: TypeAlias = Literal["crop", "stretch"]
 Interpolation: TypeAlias = Literal["bicubic"]
@@ -50,19 +47,15 @@ _TURNS = {
     6: Image.Transpose.ROTATE_270,
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
-}
-"""EXIF orientation -> what makes the picture upright."""
+}  # EXIF orientation -> what makes the picture upright
 
-_JPEG_SCAN = b"\xff\xda"
-"""First bytes of a scan; they occur nowhere else in a JPEG file."""
-_LONGEST_REASON = 200
-"""Most characters of a decoder's message."""
+_JPEG_SCAN = b"\xff\xda"  # first bytes of a scan; they occur nowhere else in a JPEG file
+_LONGEST_REASON = 200  # most characters of a decoder's message
 _DEEP = "32-bit pixels: their range is not known, so save the image with 8 or 16 bits"
 _UNKNOWN_RANGE = "floating-point pixels: their range is not known, so save the image with 8 or 16 bits"
 
 _PNG = b"\x89PNG\r\n\x1a\n"
-_PNG_DEPTH = 24
-"""Where the bits of a channel stand in a PNG file."""
+_PNG_DEPTH = 24  # where the bits of a channel stand in a PNG file
 _WITH_PIXELS = (b"tRNS", b"eXIf", b"acTL", b"fcTL", b"fdAT")
 """Chunks of a PNG file beside the critical ones that say something of its pixels; the others are notes."""
 _HEIC_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1", b"heif"})
@@ -79,8 +72,7 @@ _OTHER_FILES = {
     b"pk\x03\x04": f"{_NO_IMAGE}: a zip archive",
     b"\xff\x0a": f"{_NO_IMAGE}: JPEG XL",
     b"\0\0\0\x0cjxl ": f"{_NO_IMAGE}: JPEG XL",
-}
-"""First bytes, in lower case -> why a file is no image that can be read."""
+}  # first bytes, in lower case -> why a file is no image that can be read
 
 
 class BadImageError(ValueError):
@@ -91,16 +83,11 @@ class BadImageError(ValueError):
 class Square:
     """How an upright RGB picture becomes a square."""
 
-    fit: Fit
-    """Cut the longer side's ends off, or stretch."""
-    size: int
-    """Edge, in pixels."""
-    interpolation: Interpolation = "bicubic"
-    """With antialiasing."""
-    max_pixels: int
-    """A file with more pixels is not decoded."""
-    gray_bits: int = DEEPEST
-    """How many of their 16 bits deep grays use, from the lowest one."""
+    fit: Fit  # cut the longer side's ends off, or stretch
+    size: int  # edge, in pixels
+    interpolation: Interpolation = "bicubic"  # with antialiasing
+    max_pixels: int  # a file with more pixels is not decoded
+    gray_bits: int = DEEPEST  # how many of their 16 bits deep grays use, from the lowest one
 
     def __post_init__(self) -> None:
         """Check the members, since they may come from a file."""
@@ -161,7 +148,15 @@ def decode(content: bytes, *, max_pixels: int, min_edge: int = 1, gray_bits: int
         with _PILLOW.at_most(max_pixels), Image.open(io.BytesIO(content), formats=known) as image:
             _check_size(image, max_pixels, min_edge)
             image.load()
-            _check_depth(image, content)
+            # refuse what Pillow's modes do not tell: 32 bits whose range is not known, and 16-bit
+            # colors that would be nearly black
+            bits = content[_PNG_DEPTH] if content.startswith(_PNG) else 0
+            if isinstance(image, TiffImagePlugin.TiffImageFile):
+                bits = int(max(image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,))))
+            if bits == 32 and image.mode == "I":
+                raise BadImageError(_DEEP)
+            if bits == 16 and image.mode in ("RGB", "RGBA", "LA") and _is_nearly_black(image):
+                raise BadImageError("16-bit colors of which the upper 4 bits are unused: save the image with 8 bits")
             turn = _TURNS.get(_orientation(image))
             return _to_rgb(image if turn is None else image.transpose(turn), gray_bits)
     except (BadImageError, MemoryError):
@@ -236,17 +231,6 @@ def _check_size(image: Image.Image, max_pixels: int, min_edge: int) -> None:
         raise BadImageError(f"too many pixels: in a tile, more than data.max_pixels={max_pixels}")
     if min(width, height) < min_edge:
         raise BadImageError(f"too small: {width} x {height} pixels, below data.min_edge={min_edge}")
-
-
-def _check_depth(image: Image.Image, content: bytes) -> None:
-    """Refuse what Pillow's modes do not tell: 32 bits whose range is not known, and 16-bit colors that would be nearly black."""
-    bits = content[_PNG_DEPTH] if content.startswith(_PNG) else 0
-    if isinstance(image, TiffImagePlugin.TiffImageFile):
-        bits = int(max(image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,))))
-    if bits == 32 and image.mode == "I":
-        raise BadImageError(_DEEP)
-    if bits == 16 and image.mode in ("RGB", "RGBA", "LA") and _is_nearly_black(image):
-        raise BadImageError("16-bit colors of which the upper 4 bits are unused: save the image with 8 bits")
 
 
 def _is_nearly_black(image: Image.Image) -> bool:

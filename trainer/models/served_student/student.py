@@ -33,8 +33,7 @@ Photo: TypeAlias = npt.NDArray[np.generic] | bytes | str | os.PathLike[str]
 """An array [H, W] or [H, W, C] (`preprocessing.from_array`), an image file's bytes, base64 of these, or its path."""
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 
-EXPORT_CARD = "card.json"
-"""In an export: how the ONNX file beside it is fed."""
+EXPORT_CARD = "card.json"  # in an export: how the ONNX file beside it is fed
 TOP_K = "top_k"
 """MLflow's parameter of a prediction: how many of the most probable labels it names, 0 for a column of each."""
 
@@ -49,12 +48,10 @@ class BadParameterError(ValueError):
 class Prediction:
     """A model's answer to a photo."""
 
-    labels: Mapping[str, float]
-    """Class -> probability, the most probable first."""
+    labels: Mapping[str, float]  # class -> probability, the most probable first
     answer: str | None = None
     """A class, or a group of the hierarchy; None without tags, or if not even a topmost group is sure enough."""
-    confidence: float | None = None
-    """Probability of the answer; None without tags."""
+    confidence: float | None = None  # probability of the answer; None without tags
     attributes: Mapping[str, Value | Sequence[Value]] | None = None
     """Attributes of the answer, or of each named class in their order; None without tags."""
     named: Sequence[str] | None = None

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Square = npt.NDArray[np.uint8]
-Row = npt.NDArray[np.float64]
-"""Of the results."""
+Row = npt.NDArray[np.float64]  # of the results
 
 
 class MicroBatcher:

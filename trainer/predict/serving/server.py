@@ -60,8 +60,7 @@ _HEADERS = [
 _CONNECTIONS = 4096
 """Further ones are refused and closed by uvicorn itself, health checks too: each may hold up to 64 KiB of a photo."""
 _BACKLOG = 2048
-_FIELD_BYTES = 16 * 2**10
-"""Of a form's field that is no file, which nothing here reads."""
+_FIELD_BYTES = 16 * 2**10  # of a form's field that is no file, which nothing here reads
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -69,15 +68,12 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 class ServerLimits:
     """What a server takes; beyond, it refuses."""
 
-    batch_size: int = 16
-    """Photos that are computed together, at most."""
+    batch_size: int = 16  # photos that are computed together, at most
     wait_ms: float = 2.0
     """How long the first photo of a batch waits, on an idle server, for others that are being read."""
-    in_flight: int = 64
-    """Requests that are read, decoded or waiting; a further one is refused with 503."""
+    in_flight: int = 64  # requests that are read, decoded or waiting; a further one is refused with 503
     body_bytes: int = 16 * 2**20
-    timeout_s: float = 10.0
-    """From the first byte of a request to its answer."""
+    timeout_s: float = 10.0  # from the first byte of a request to its answer
     drain_s: float = 0.0
     """From a request to end until no more connections are taken; meanwhile the server is alive and not ready."""
 

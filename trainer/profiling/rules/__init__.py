@@ -56,8 +56,7 @@ RULES: tuple[type[Rule], ...] = (
     WeakTeacher,
     VanishingLossTerm,
     LowRecordedMass,
-)
-"""In the order of docs/rules.md."""
+)  # in the order of docs/rules.md
 
 
 def judge(case: Case) -> dict[Rule, Outcome]:

@@ -16,10 +16,8 @@ from trainer.profiling.rules.outcomes import Case, NotJudged, too_short
 from trainer.profiling.rules.stalled import StalledTraining
 from trainer.profiling.series import Flags, Rows, Series
 
-FEWEST_STEPS = 30
-"""Fewer steps may be an exception."""
-IGNORED = 10
-"""First steps of a process, in which caches fill and the number of loader processes is measured."""
+FEWEST_STEPS = 30  # fewer steps may be an exception
+IGNORED = 10  # first steps of a process, in which caches fill and the number of loader processes is measured
 _SHORTEST_S = 1e-9
 XLA_DEBUG = "PT_XLA_DEBUG_LEVEL=2 in the environment prints the line of the program that {}"
 
@@ -44,8 +42,7 @@ class Steps:
                 compared &= number < total - 1
             rows.append(np.flatnonzero(compared))
         numbers = [rank.steps["step"][own] for rank, own in zip(self.ranks, rows, strict=True)]
-        self.numbers: Series = reduce(np.intersect1d, numbers)
-        """Which steps they are, [S]."""
+        self.numbers: Series = reduce(np.intersect1d, numbers)  # which steps they are, [S]
         common = [own[np.isin(number, self.numbers)] for own, number in zip(rows, numbers, strict=True)]
         self._compared = list(zip(self.ranks, common, strict=True))
         self.seconds = self.column("seconds") - self.phase("recorder")

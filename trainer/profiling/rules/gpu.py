@@ -33,10 +33,8 @@ from trainer.profiling.rules.outcomes import (
 from trainer.profiling.rules.processes import Communication, LoadBalance, Stragglers
 from trainer.profiling.series import Series
 
-FEWEST_SAMPLES = 20
-"""Fewer samples of the system may be an exception."""
-_FEWEST_COUNTED = 10
-"""Fewer steps with counted transfers may be an exception."""
+FEWEST_SAMPLES = 20  # fewer samples of the system may be an exception
+_FEWEST_COUNTED = 10  # fewer steps with counted transfers may be an exception
 _WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 _READ = "aten::_local_scalar_dense"
 """What torch calls the reading of a value: `.item()`, `float()`, an `if` on a tensor."""

@@ -30,19 +30,14 @@ from trainer.profiling.rules.weights import (
 )
 from trainer.report.scores import VAL_TITLES, val_name
 
-_PARTS = 3
-"""A term that vanishes because it was learned had a share in the first part of the training."""
+_PARTS = 3  # a term that vanishes because it was learned had a share in the first part of the training
 _FEWEST_POINTS = 6
 _SOFTENED = ("kl", "dkd")
 """Logit losses that are multiplied by the temperature's square, as is their rounding error."""
-_POINTS = 10
-"""Fewer points of a curve show no trend."""
-_FIRST = 3
-"""Points that are a curve's start."""
-_LOST = 0.5
-"""Share of what the loss had fallen by, which it may rise again."""
-_MEASUREMENTS = 3
-"""Fewer measurements on the validation split show no trend."""
+_POINTS = 10  # fewer points of a curve show no trend
+_FIRST = 3  # points that are a curve's start
+_LOST = 0.5  # share of what the loss had fallen by, which it may rise again
+_MEASUREMENTS = 3  # fewer measurements on the validation split show no trend
 _TINY = float(np.finfo(np.float64).tiny)
 
 
@@ -248,8 +243,7 @@ _CAUSES = (
     UpdateRatio,
     WeakTeacher,
     VanishingLossTerm,
-)
-"""What keeps a loss from falling, and says more than that it does not fall."""
+)  # what keeps a loss from falling, and says more than that it does not fall
 
 
 class LossNotFalling(TrainingRule, LossNotFallingThresholds):

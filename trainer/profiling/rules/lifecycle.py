@@ -25,25 +25,20 @@ from trainer.profiling.series import Series
 _AVOIDABLE: Mapping[str, str] = {
     "compile": "keep compiled graphs between runs (TORCHINDUCTOR_CACHE_DIR on a volume that stays), or set compile=off",
     "fetch": "keep inputs where the training runs (TRAINER_CACHE on a volume that stays), or in a nearer object store",
-}
-"""Part of the start-up that need not be -> what makes it short."""
+}  # part of the start-up that need not be -> what makes it short
 _ON_XLA: Mapping[str, str] = {
     **_AVOIDABLE,
     "compile": "keep compiled graphs between runs (NEURON_COMPILE_CACHE_URL), and compile them beforehand (make neuron-warm-up)",
 }
-_PARTS = 6
-"""Parts of a training in each of which a leak shows."""
-_FEWEST_SAMPLES = 3
-"""In each of them."""
-_STEADY = 0.2
-"""In each of them memory grows by at least this share of what it grows on average."""
+_PARTS = 6  # parts of a training in each of which a leak shows
+_FEWEST_SAMPLES = 3  # in each of them
+_STEADY = 0.2  # in each of them memory grows by at least this share of what it grows on average
 _MEMORY: Mapping[str, str] = {
     "gpu_memory_allocated_bytes": "the GPU",
     "device_memory_used_bytes": "the device",
     "process_private_bytes": "the process",
     "process_rss_bytes": "the process",
-}
-"""Signal of memory that a training holds -> whose; the first of each owner that was recorded counts."""
+}  # signal of memory that a training holds -> whose; the first of each owner that was recorded counts
 _WITHIN_STEPS = {"gpu_memory_allocated_bytes"}
 """Those that rise and fall several times over within each step, where samples are taken anywhere: what is kept raises the lowest ones."""
 _SIZES: Mapping[str, str] = {"the GPU": "gpu_memory_total_bytes", "the device": "device_memory_total_bytes"}

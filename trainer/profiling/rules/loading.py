@@ -25,8 +25,7 @@ from trainer.profiling.rules.compared_steps import Steps, had_core, winsorized_m
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule
 from trainer.profiling.series import Series
 
-_MARGIN = 1.25
-"""Loader processes together should be this many times as fast as the step, since rates vary."""
+_MARGIN = 1.25  # loader processes together should be this many times as fast as the step, since rates vary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +33,11 @@ class LoadingWait:
     """What a process waits for its batches in a usual step; seconds."""
 
     step_s: float
-    waiting_s: float
-    """For its next batch, or while it makes it itself."""
-    computing_s: float
-    """Of that, while a processor made it."""
-    workers: int
-    """Loader processes beside each training process."""
-    per_core: float
-    """Training and loader processes of the machine for each of its cores."""
-    itself: bool
-    """Whether the processor that trains makes the batches, too."""
+    waiting_s: float  # for its next batch, or while it makes it itself
+    computing_s: float  # of that, while a processor made it
+    workers: int  # loader processes beside each training process
+    per_core: float  # training and loader processes of the machine for each of its cores
+    itself: bool  # whether the processor that trains makes the batches, too
 
     @property
     def storage_s(self) -> float:
@@ -316,24 +310,16 @@ other programs on the machine."""
 class CoreShortage:
     """How long a training process was ready and had no core, and who had them meanwhile; in cores."""
 
-    number: int
-    """Of the process."""
-    waiting_s: float
-    """In a usual step."""
-    waiting_share: float
-    """Of the steps' time."""
+    number: int  # of the process
+    waiting_s: float  # in a usual step
+    waiting_share: float  # of the steps' time
     idle_share: float
     """Of the time at steps, in which the GPU idled; 1 where there is none, or its use is not known."""
-    limit: float
-    """Of the share that is lost."""
-    phase: str
-    """In which most of it falls, in words."""
-    busy: bool
-    """Whether cores were at their limit."""
-    processes: int
-    """That train on its machine."""
-    cores: int
-    """That they may use."""
+    limit: float  # of the share that is lost
+    phase: str  # in which most of it falls, in words
+    busy: bool  # whether cores were at their limit
+    processes: int  # that train on its machine
+    cores: int  # that they may use
     training: float
     loaders: float
     others: float

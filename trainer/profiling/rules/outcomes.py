@@ -34,8 +34,7 @@ class Case:
     rules: RuleSettings
     stage_s: float | None = None
     """From the start of the stage's processes to the end of its last training; None while it runs."""
-    live: bool = False
-    """Whether the training still runs, and only this process's record is at hand."""
+    live: bool = False  # whether the training still runs, and only this process's record is at hand
 
     @property
     def rank(self) -> RankEvidence:
@@ -130,10 +129,8 @@ class Case:
 class Saving:
     """Time that curing a finding would save."""
 
-    seconds: float
-    """Of the training's wall time."""
-    reason: str
-    """How that was estimated."""
+    seconds: float  # of the training's wall time
+    reason: str  # how that was estimated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +139,9 @@ class Finding:
 
     severity: Literal["note", "warning", "severe"] = "warning"
     """`note`: good to know; `warning`: costs time, money or accuracy; `severe`: the rest of the training is of no use."""
-    confidence: float
-    """From 0 to 1: how sure the evidence makes it."""
-    text: str
-    """What was found, with its numbers, in a sentence or two."""
-    advice: str
-    """What to do, naming settings with their values."""
+    confidence: float  # from 0 to 1: how sure the evidence makes it
+    text: str  # what was found, with its numbers, in a sentence or two
+    advice: str  # what to do, naming settings with their values
     saving: Saving | None = None
     """None where the cure changes what is learned and not how long it takes, or where it is not known."""
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -162,18 +156,15 @@ class Finding:
 class Healthy:
     """The rule was judged and does not fire."""
 
-    text: str
-    """What the evidence shows, with its numbers."""
+    text: str  # what the evidence shows, with its numbers
 
 
 @dataclass(frozen=True)
 class NotJudged:
     """The rule cannot be judged."""
 
-    reason: str
-    """What is missing."""
-    too_short: bool = False
-    """Whether a longer training would let the rule judge."""
+    reason: str  # what is missing
+    too_short: bool = False  # whether a longer training would let the rule judge
 
 
 Outcome = Finding | Healthy | NotJudged
@@ -191,11 +182,9 @@ class Rule(Thresholds):
     what it `Advises`. Names in braces there are constants of its module.
     """
 
-    name: ClassVar[str]
-    """The class's, in snake_case: its field of `RuleSettings`."""
+    name: ClassVar[str]  # the class's, in snake_case: its field of `RuleSettings`
     title: ClassVar[str]
-    live: ClassVar[bool] = True
-    """Whether it can be judged while the training runs."""
+    live: ClassVar[bool] = True  # whether it can be judged while the training runs
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -16,8 +16,7 @@ from trainer.profiling.rules.loading import CoresOversubscribed
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule
 from trainer.profiling.series import Series
 
-_BLOCKS = 5
-"""Parts of the training, in all but one of which a straggler is slower."""
+_BLOCKS = 5  # parts of the training, in all but one of which a straggler is slower
 _BINS = 10
 _UNCERTAIN = 0.1
 """Of the time in which a process had no core, so much may be counted in a neighboring phase: the kernel counts it when it ends."""

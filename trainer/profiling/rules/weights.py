@@ -23,18 +23,13 @@ from trainer.profiling.evidence import Curve, TensorSamples
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, TrainingRule, listed, too_short
 from trainer.profiling.series import Flags, Series
 
-_FEWEST = 3
-"""Fewer measurements show no trend."""
+_FEWEST = 3  # fewer measurements show no trend
 _ALIKE = 0.999
 """Mean absolute value against root mean square: 1 where all weights have the same size, 0.8 in a normal distribution."""
-_USUAL_UPDATE = 0.01
-"""Of the middle matrix against its own norm, at the peak of a learning rate that serves."""
-_SMALL_NORM = 1e-3
-"""What grows from a smaller norm of the gradient does not explode."""
-_WARM = 0.1
-"""Share of the peak learning rate from which on a step is meant to move the weights."""
-_ROUNDING_S = 1e-3
-"""By which the start of a range may be rounded to before the end of the step before it."""
+_USUAL_UPDATE = 0.01  # of the middle matrix against its own norm, at the peak of a learning rate that serves
+_SMALL_NORM = 1e-3  # what grows from a smaller norm of the gradient does not explode
+_WARM = 0.1  # share of the peak learning rate from which on a step is meant to move the weights
+_ROUNDING_S = 1e-3  # by which the start of a range may be rounded to before the end of the step before it
 _SMALLEST_SCALE = 1e-3
 """The update of weights with a smaller root mean square (tokens that start near zero) does not show the step's size."""
 

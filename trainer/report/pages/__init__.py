@@ -17,8 +17,7 @@ from markupsafe import Markup
 
 from trainer.report.charts import COLORS
 
-_SHORT = 28
-"""Characters of a cell that is not broken into lines."""
+_SHORT = 28  # characters of a cell that is not broken into lines
 
 
 class Block:
@@ -101,11 +100,9 @@ class FindingCard(Block):
     place: str
     text: str
     advice: str
-    saving: str
-    """Empty where none is known."""
+    saving: str  # empty where none is known
     saving_reason: str
-    numbers: Sequence[tuple[str, str]]
-    """(name, value)."""
+    numbers: Sequence[tuple[str, str]]  # (name, value)
 
 
 @dataclass(frozen=True)

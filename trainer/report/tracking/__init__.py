@@ -52,8 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-REGISTERED = "models:/"
-"""How a place in the registry begins: `models:/NAME@ALIAS`, or `models:/NAME/VERSION`."""
+REGISTERED = "models:/"  # how a place in the registry begins: `models:/NAME@ALIAS`, or `models:/NAME/VERSION`
 URI = "MLFLOW_TRACKING_URI"
 EXPERIMENT_ID = "MLFLOW_EXPERIMENT_ID"
 EXPERIMENT_NAME = "MLFLOW_EXPERIMENT_NAME"
@@ -78,10 +77,8 @@ ALIAS_ADVICE = (
     "set register.model_name to a name for these classes, or register.same_classes=false to move the alias all the same"
 )
 ERROR_TAG = "trainer.error"
-NOTE_TAG = "mlflow.note.content"
-"""What MLflow shows as a run's description, in Markdown."""
-BILL = "bill.json"
-"""Name under which register leaves a run's bill with its parent run."""
+NOTE_TAG = "mlflow.note.content"  # what MLflow shows as a run's description, in Markdown
+BILL = "bill.json"  # name under which register leaves a run's bill with its parent run
 
 PATIENCE_S = 300.0
 """How long a stage of a run waits for a server that does not answer, in seconds; less than processes wait for each other (600)."""
@@ -90,8 +87,7 @@ _AWAY = Retry(first_s=1.0, longest_s=15.0)
 PARAM_LENGTH = 6000  # MLflow's limit
 _PARAMS_A_BATCH = 100  # likewise
 _RUN_NAME_LENGTH = 250  # that of its databases
-_SHOWN = 5
-"""Most changed settings that a line of the log names."""
+_SHOWN = 5  # most changed settings that a line of the log names
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -623,8 +619,7 @@ class BilledRun:
     name: str
     params: Mapping[str, str]
     metrics: Mapping[str, float]
-    bill: bytes
-    """The content of its `bill.json`."""
+    bill: bytes  # the content of its `bill.json`
 
 
 def billed_runs(experiment: str) -> list[BilledRun]:

@@ -48,8 +48,7 @@ _POINTS_A_BATCH, _TAGS_A_BATCH = 1000, 100  # MLflow's limits
 class Tracker:
     """Records what a stage measures while it works; this one records nothing."""
 
-    run_id: str | None = None
-    """MLflow's id of the stage's run; None if nothing is tracked."""
+    run_id: str | None = None  # MLflow's id of the stage's run; None if nothing is tracked
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record values at a step; takes microseconds, never waits for a server and never raises."""

@@ -39,8 +39,7 @@ from trainer.stages.onnx_export.variants import FLOAT, FinalFigures, Scoring, Se
 
 logger = logging.getLogger(__name__)
 
-_LITTLE = 0.005
-"""Score on the validation images that an int8 variant may lose without being fine-tuned."""
+_LITTLE = 0.005  # score on the validation images that an int8 variant may lose without being fine-tuned
 _IN_OPENVINO = f"-{OPENVINO}"  # ends the names of what it computes
 GRAPH, CARD, CANDIDATES, PAGE = "model.onnx", EXPORT_CARD, "candidates.json", "export.html"
 
@@ -52,8 +51,7 @@ class ExportedStudent:
     directory: Path
     candidates: Sequence[ServingCandidate]
     """The student itself and its variants, as measured; none where there is no ONNX file of it."""
-    chosen: str | None
-    """The variant that `GRAPH` is; None where there is none."""
+    chosen: str | None  # the variant that `GRAPH` is; None where there is none
 
 
 class _Images:
@@ -82,12 +80,9 @@ class _Variants:
     """A student, and the files that were made of it."""
 
     model: Classifier
-    size_bytes: int
-    """Of its weights."""
-    students: Mapping[str, OnnxStudent]
-    """Name of a variant -> it."""
-    logits: Mapping[str, Logits]
-    """What the student (`torch`) and each variant answered the validation images."""
+    size_bytes: int  # of its weights
+    students: Mapping[str, OnnxStudent]  # name of a variant -> it
+    logits: Mapping[str, Logits]  # what the student (`torch`) and each variant answered the validation images
 
 
 def export(

@@ -36,17 +36,14 @@ from trainer.stages.onnx_export.onnx_graph import RESIZING
 
 logger = logging.getLogger(__name__)
 
-LAYERS = ("Conv", "Gemm", "MatMul")
-"""Kinds of ONNX operators that are quantized where they have weights."""
+LAYERS = ("Conv", "Gemm", "MatMul")  # kinds of ONNX operators that are quantized where they have weights
 CLIPPING = ("Clip", "Relu")
 """Kinds that cut off a part of what a layer gives: where one follows, the steps are those of what is left, and it becomes a part of the
 layer. Otherwise most steps would go to what is cut off."""
 
 BATCH_SIZE = 32
-LEARNING_RATE = 3e-4
-"""Adam's in the first step; it falls to 0 along a cosine."""
-_OLD = 0.9
-"""Share of an input's range that stays from one batch to the next."""
+LEARNING_RATE = 3e-4  # Adam's in the first step; it falls to 0 along a cosine
+_OLD = 0.9  # share of an input's range that stays from one batch to the next
 
 
 def weighted_layers(file: Path) -> list[str]:

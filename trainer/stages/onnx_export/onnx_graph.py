@@ -23,8 +23,7 @@ from trainer.io.errors import ModelError
 from trainer.models.networks import Classifier
 from trainer.models.served_student.onnx_network import INPUT, OUTPUT
 
-OPSET = 20
-"""Of ONNX's operators: ONNX Runtime's tools for int8 know them."""
+OPSET = 20  # of ONNX's operators: ONNX Runtime's tools for int8 know them
 RESIZING = ("shrink_rows", "shrink_columns")
 """Names of the constants by which squares are resized, float32 [s, S] and [S, s]."""
 

@@ -28,12 +28,9 @@ from trainer.report import pages
 from trainer.report.pages import BulletList, PageSection, Paragraph, Table
 from trainer.report.scores import TITLES
 
-FLOAT = "fp32"
-"""The candidate that must give the student's own logits."""
-TOLERANCE = 1e-3
-"""Largest difference of its logits, absolute and relative to the logit."""
-ALIKE = 0.05
-"""Share by which times differ from one measurement to the next."""
+FLOAT = "fp32"  # the candidate that must give the student's own logits
+TOLERANCE = 1e-3  # largest difference of its logits, absolute and relative to the logit
+ALIKE = 0.05  # share by which times differ from one measurement to the next
 _BATCH = 64
 
 
@@ -42,10 +39,8 @@ class FinalFigures:
     """What the test images show of a candidate after the choice: nothing is chosen by them."""
 
     score: float
-    same: float
-    """As `ServingCandidate.same`."""
-    shift: float
-    """As `ServingCandidate.shift`."""
+    same: float  # as `ServingCandidate.same`
+    shift: float  # as `ServingCandidate.shift`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,24 +49,18 @@ class ServingCandidate:
 
     name: str
     size_bytes: int
-    measure: str
-    """Name of its score (`scores.TITLES`)."""
-    score: float
-    """On the validation images."""
+    measure: str  # name of its score (`scores.TITLES`)
+    score: float  # on the validation images
     same: float
     """Share of the images with the student's own first class; F1 against what it names where images may have several."""
-    difference: float
-    """Largest difference of a logit from the student's own."""
+    difference: float  # largest difference of a logit from the student's own
     shift: float
     """Total variation distance of its probabilities from the student's own: half the sum of the differences, in the mean over the images;
     where images may have several classes the largest difference of a class's."""
     latencies: Sequence[Latency]
-    reasons: Sequence[str] = ()
-    """Why it is not to be chosen; empty where it passes."""
-    runtime: str = ONNX_RUNTIME
-    """Which computes it."""
-    test: FinalFigures | None = None
-    """Of the student itself and of what was chosen; None for the others."""
+    reasons: Sequence[str] = ()  # why it is not to be chosen; empty where it passes
+    runtime: str = ONNX_RUNTIME  # which computes it
+    test: FinalFigures | None = None  # of the student itself and of what was chosen; None for the others
 
 
 def squares(split: Split, indices: Sequence[int]) -> Pixels:
@@ -102,14 +91,11 @@ def answering(model: Classifier) -> Callable[[Pixels], Logits]:
 class Scoring:
     """What answers on N images of a split are measured by; answers are logits, [N, K]."""
 
-    labels: npt.NDArray[np.int64]
-    """Index of each image's class, or of its set of classes, [N]."""
-    temperature: float
-    """By which logits are divided for probabilities."""
+    labels: npt.NDArray[np.int64]  # index of each image's class, or of its set of classes, [N]
+    temperature: float  # by which logits are divided for probabilities
     targets: Targets | None = None
     """`PreparedDataset.targets`: where images may have several labels each class is judged by itself."""
-    threshold: float = 0.5
-    """Probability above which a class is then named."""
+    threshold: float = 0.5  # probability above which a class is then named
 
     @property
     def measure(self) -> str:

@@ -19,21 +19,16 @@ from trainer.io.errors import SettingsError
 from trainer.stages.tuning.tuning_schema import Candidate, Trial, TriedCandidate
 from trainer.training.loader_workers import MARGIN, NEGLIGIBLE
 
-LEAST_GAIN = 1.01
-"""A smaller gain is not kept, however precise the rates are: most changes have a price."""
-KEEPS_UP = 0.95
-"""A loader keeps up if the step with it reaches this share of its rate on batches in memory."""
-MOST_OF_THE_RUN = 0.1
-"""A rung is skipped where its trial would take a larger share of the distillation."""
-BATCH_STEPS = 16
-"""The batch grows in steps of the given batch divided by this."""
+LEAST_GAIN = 1.01  # a smaller gain is not kept, however precise the rates are: most changes have a price
+KEEPS_UP = 0.95  # a loader keeps up if the step with it reaches this share of its rate on batches in memory
+MOST_OF_THE_RUN = 0.1  # a rung is skipped where its trial would take a larger share of the distillation
+BATCH_STEPS = 16  # the batch grows in steps of the given batch divided by this
 
 FAILURES = {
     "out of memory": "does not fit into memory",
     "not compiled": "nothing of the model was compiled, so it does not show how fast these settings are",
     "not finite": "the student's weights are not finite after it",
-}
-"""How a trial without a rate ended -> the verdict."""
+}  # how a trial without a rate ended -> the verdict
 
 
 class Measure(Protocol):
@@ -46,21 +41,16 @@ class Measure(Protocol):
 class Workload:
     """The fixed part of a tuning: the images to train on, the machines, and their limits."""
 
-    images: int
-    """Images that the whole distillation sees."""
+    images: int  # images that the whole distillation sees
     largest_batch: int
-    largest_batch_why: str
-    """The limit that sets `largest_batch`."""
+    largest_batch_why: str  # the limit that sets `largest_batch`
     device: Device
     world_size: int
-    most_workers: int
-    """Loader processes beside each training process for which the machine has cores."""
-    memory_limit: float = math.inf
-    """Bytes that a process may use."""
+    most_workers: int  # loader processes beside each training process for which the machine has cores
+    memory_limit: float = math.inf  # bytes that a process may use
     recording_s: float = 0.0
     """Seconds that recording the teacher's outputs takes; 0 where they are recorded already."""
-    no_recording: str = ""
-    """Why the distillation cannot learn from recorded outputs; empty if it can."""
+    no_recording: str = ""  # why the distillation cannot learn from recorded outputs; empty if it can
     least_part: int = 1
     """Fewest images in a micro-batch of a process; two where the student normalizes batches."""
     why_parts_count: str = ""
@@ -96,16 +86,12 @@ class Ladder:
 
     job: Workload
     measure: Measure
-    limit_s: float
-    """Longest time of all trials together."""
+    limit_s: float  # longest time of all trials together
     tried: list[TriedCandidate] = field(default_factory=list)
-    untried: dict[str, str] = field(default_factory=dict)
-    """A change that was left out -> why."""
+    untried: dict[str, str] = field(default_factory=dict)  # a change that was left out -> why
     stopped: str = "every rung was climbed"
-    step: Trial = field(init=False)
-    """The best settings on batches in memory."""
-    whole: Trial = field(init=False)
-    """The best settings with their loader."""
+    step: Trial = field(init=False)  # the best settings on batches in memory
+    whole: Trial = field(init=False)  # the best settings with their loader
     given: Trial = field(init=False)
     """The given settings with their loader, in as many parts as it took for them to fit."""
 

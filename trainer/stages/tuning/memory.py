@@ -28,8 +28,7 @@ class MemoryGauge:
         else:
             self._before = torch.cuda.memory_allocated(self._gpu)
             unused = torch.cuda.mem_get_info(self._gpu)[0]  # the context of this process is counted already
-        self.limit = self._before + SHARE * unused
-        """Bytes that this process may use."""
+        self.limit = self._before + SHARE * unused  # bytes that this process may use
 
     def begin(self) -> int:
         """Begin a trial; return the bytes in use: on a GPU with the teacher, on a host those before the first trial.

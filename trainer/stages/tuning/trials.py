@@ -43,15 +43,12 @@ from trainer.training.spec import TrainingSpec
 logger = logging.getLogger(__name__)
 
 LOG_FILE = "trials.jsonl"
-WARM_STEPS = 2
-"""Steps that may compile, fill caches or start loader processes, and are not measured."""
+WARM_STEPS = 2  # steps that may compile, fill caches or start loader processes, and are not measured
 
 THOROUGHNESS = 6.0
 """How many times longer than in a trial the steps are measured of which hours and dollars are computed."""
-LAP_S = 0.2
-"""About how long a lap takes; the host waits for the device once a lap."""
-PRECISE = 0.02
-"""A trial ends when the interval of its rate is within this share of it, each side; ..."""
+LAP_S = 0.2  # about how long a lap takes; the host waits for the device once a lap
+PRECISE = 0.02  # a trial ends when the interval of its rate is within this share of it, each side; ..
 LEAST_LAPS = 4  # of fewer the rate has no interval
 LEAST_S, LONGEST_S, SHARE = 0.5, 10.0, 0.04
 """... not before so many seconds, and at the latest after so many, or after this share of the whole distillation."""
@@ -63,10 +60,8 @@ MakeTraining = Callable[[DistillSettings, Processes], TrainingSpec]
 class Plan(NamedTuple):
     """The next lap, the same on all processes."""
 
-    steps: int
-    """0: the measurement is complete."""
-    drop: int = 0
-    """Micro-batches of each process to drop before it."""
+    steps: int  # 0: the measurement is complete
+    drop: int = 0  # micro-batches of each process to drop before it
 
 
 class StepTimer:
@@ -160,8 +155,7 @@ class Trials:
         """Measure one distillation; `make` builds a training from a `distill` section."""
         self._make, self._settings, self._processes = make, settings, processes
         self._gauge = MemoryGauge(processes)
-        self.memory_limit = min(processes.gather(self._gauge.limit))
-        """Bytes that each process may use."""
+        self.memory_limit = min(processes.gather(self._gauge.limit))  # bytes that each process may use
         self._loading: dict[str, LoadingTime] = {}  # of an image, online or recorded
         self._ran: set[Candidate] = set()
 
@@ -236,7 +230,15 @@ class Trials:
             if any(processes.gather(failed)):
                 return Trial(candidate=candidate, loads=loads, ended=ended, seconds=time.perf_counter() - began)
         rate, low, high = timer.rates
-        loading = self._loading_of(training)
+        # one core's time to load an image, once for each kind of teacher: recorded outputs are loaded too
+        kind = "online" if training.teacher_outputs is None else "recorded"
+        if kind not in self._loading:
+            images = micro_batch_size(training.settings, self._processes.world_size)
+            recorded = training.teacher_outputs
+            batches = MicroBatches(training.views, training.order, count=images, teacher_outputs=recorded)
+            measured = measure_loading(batches, count(0, images))
+            self._loading[kind] = LoadingTime(measured.seconds / images, measured.waiting / images)
+        loading = self._loading[kind]
         return Trial(
             candidate=candidate,
             loads=loads,
@@ -253,17 +255,6 @@ class Trials:
             fixed_bytes=fixed_bytes,
             seconds=time.perf_counter() - began,
         )
-
-    def _loading_of(self, training: TrainingSpec) -> LoadingTime:
-        """Measure one core's time to load an image, once for each kind of teacher: recorded outputs are loaded too."""
-        kind = "online" if training.teacher_outputs is None else "recorded"
-        if kind not in self._loading:
-            images = micro_batch_size(training.settings, self._processes.world_size)
-            recorded = training.teacher_outputs
-            batches = MicroBatches(training.views, training.order, count=images, teacher_outputs=recorded)
-            measured = measure_loading(batches, count(0, images))
-            self._loading[kind] = LoadingTime(measured.seconds / images, measured.waiting / images)
-        return self._loading[kind]
 
 
 @contextmanager
@@ -430,8 +421,7 @@ def _timed(processes: Processes, what: Callable[[], object]) -> float:
 
 
 class _Notes(StrictModel):
-    recording_s: float | None = None
-    """Seconds that recording the teacher's outputs takes."""
+    recording_s: float | None = None  # seconds that recording the teacher's outputs takes
     trials: tuple[Trial, ...] = ()
 
 

@@ -51,29 +51,22 @@ class Trial(StrictModel):
     """A candidate, measured."""
 
     candidate: Candidate
-    loads: bool = False
-    """Whether the step was measured with its loader, or else on batches in memory."""
+    loads: bool = False  # whether the step was measured with its loader, or else on batches in memory
     ended: Literal["measured", "out of memory", "not compiled", "not finite"]
     """`not compiled`: nothing was compiled although `compile` asks for it; `not finite`: the weights were not finite at the end."""
     images_per_second: float = 0.0
     """Median over the laps, of all processes together; 0 where the trial failed."""
     low: float = 0.0
-    high: float = 0.0
-    """95 % interval of that median."""
-    steps: int = 0
-    """Steps that were measured, after those that warm up."""
+    high: float = 0.0  # 95 % interval of that median
+    steps: int = 0  # steps that were measured, after those that warm up
     startup_s: float = 0.0
     """From the beginning of the trial to the end of its first step: model, loader, compilation."""
-    seconds: float
-    """Duration of the trial."""
+    seconds: float  # duration of the trial
     loading_s: float = 0.0
     """Seconds to load an image on one core of each process, divided by the processes ..."""
-    waiting_s: float = 0.0
-    """... and the part of them in which the core waited for storage."""
-    workers: int = 0
-    """Loader processes beside each training process; those that `auto` chose."""
-    memory_bytes: int = 0
-    """Peak of a process: of its GPU, or else of the host since the process began."""
+    waiting_s: float = 0.0  # ... and the part of them in which the core waited for storage.
+    workers: int = 0  # loader processes beside each training process; those that `auto` chose
+    memory_bytes: int = 0  # peak of a process: of its GPU, or else of the host since the process began
     fixed_bytes: int = 0
     """Memory in use before the first step, which does not grow with the images: on a GPU with the teacher."""
 
@@ -91,44 +84,30 @@ class TriedCandidate(StrictModel):
     """A step of the ladder."""
 
     trial: Trial
-    idea: str
-    """The change, and why it might help."""
-    run_s: float | None
-    """Seconds of the whole distillation at this rate; none where the trial failed."""
+    idea: str  # the change, and why it might help
+    run_s: float | None  # seconds of the whole distillation at this rate; none where the trial failed
     gain: float | None
     """How many times shorter the distillation is than with the best settings before; none where there were none, or it failed."""
     taken: bool
-    verdict: str
-    """Why it was kept, or not."""
+    verdict: str  # why it was kept, or not
 
 
 class Tuning(StrictModel):
     """What was tried, what was found, and what the distillation will take."""
 
     place: Machines
-    given: Mapping[str, Any]
-    """Section `distill` before."""
-    chosen: Mapping[str, Any]
-    """The same with what was found."""
-    applied: bool
-    """Whether the distillation uses what was found (`tune.apply`)."""
-    tried: tuple[TriedCandidate, ...]
-    """The trials, in their order; the first one is of the given settings."""
-    untried: Mapping[str, str]
-    """What was left out -> why."""
-    reasons: tuple[str, ...]
-    """What was changed, in words, with what it brought."""
-    stopped: str
-    """Why the search ended."""
-    search_s: float
-    """How long it took."""
-    measurement: Measurement
-    """Of the settings that the distillation uses."""
+    given: Mapping[str, Any]  # section `distill` before
+    chosen: Mapping[str, Any]  # the same with what was found
+    applied: bool  # whether the distillation uses what was found (`tune.apply`)
+    tried: tuple[TriedCandidate, ...]  # the trials, in their order; the first one is of the given settings
+    untried: Mapping[str, str]  # what was left out -> why
+    reasons: tuple[str, ...]  # what was changed, in words, with what it brought
+    stopped: str  # why the search ended
+    search_s: float  # how long it took
+    measurement: Measurement  # of the settings that the distillation uses
     work: WorkCount
-    forecast: Forecast
-    """Of the settings that the distillation uses."""
-    alternatives: Mapping[str, Forecast]
-    """What else could be done -> what that would take."""
+    forecast: Forecast  # of the settings that the distillation uses
+    alternatives: Mapping[str, Forecast]  # what else could be done -> what that would take
 
     @property
     def gain(self) -> float:
@@ -183,8 +162,7 @@ def from_trial(
 # ---------------------------------------------------------------------------------------------------------------------
 # On several pools. One that was not tried is left out: peak figures say little of what a training reaches.
 
-Subject = Mapping[str, object]
-"""What is distilled: name -> what distinguishes it from others."""
+Subject = Mapping[str, object]  # what is distilled: name -> what distinguishes it from others
 
 
 def read_tunings(places: Iterable[str | Path], like: Subject | None = None) -> list[Tuning]:
