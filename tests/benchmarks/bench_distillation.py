@@ -69,11 +69,14 @@ from trainer.objectives.distillation.recording import Recording, open_recording
 from trainer.objectives.distillation.reinforcement import UnitBatches, batches_of_units, record_batches
 from trainer.objectives.distillation.shards import Unit
 from trainer.profiling.recorder import LoaderStats
-from trainer.report.tracking.stage_runs import stage_run
+from trainer.report.tracking.stage_runs import Tracker
 from trainer.stages import prepare, reinforce
+from trainer.training.checkpointing import Checkpointing
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.classification import cross_entropy
+from trainer.training.hooks import Trace
 from trainer.training.loop import Trainer
+from trainer.training.metric_logger import MetricLogger
 from trainer.training.optimizers import make_optimizer, parameter_groups
 from trainer.training.parallelize import use_fast_kernels
 from trainer.training.prefetch import Prefetcher
@@ -196,8 +199,6 @@ class Bench:
             settings=settings,
             loading=LoadingSettings(workers=self.workers, decode_on=self.case.decode_on),
             processes=self.processes,
-            # A folder of its own: in a shared one it is noted that the training before was ended, by the same error at the same step.
-            checkpoints=Checkpoints(tempfile.mkdtemp(dir=self.folder), "distill", settings={}, parents={}),
             teacher_outputs=recording,
         )
 
@@ -282,10 +283,14 @@ def our_loop(
     """Seconds of the timed steps in the real loop."""
     training = bench.training(settings, teacher, recording)
     stopwatch = Stopwatch(bench.device, bench.case.steps)
-    trainer = Trainer(replace(training, objective=TimedObjective(training.objective, stopwatch)))
+    trace, tracker = Trace(), Tracker()
+    # A folder of its own: in a shared one it is noted that the training before was ended, by the same error at the same step.
+    checkpoints = Checkpoints(tempfile.mkdtemp(dir=bench.folder), "distill", settings={}, parents={})
+    hooks = [MetricLogger(trace, tracker), trace, Checkpointing(checkpoints, tracker)]
+    trainer = Trainer(replace(training, objective=TimedObjective(training.objective, stopwatch)), hooks)
     stopwatch.loader = trainer.loader
-    with stage_run("distill", {}, active=False) as tracker, suppress(EnoughError):
-        trainer.train(tracker)
+    with suppress(EnoughError):
+        trainer.train()
     return stopwatch.seconds
 
 

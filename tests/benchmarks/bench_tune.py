@@ -18,7 +18,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -115,7 +114,7 @@ def again(
 
 def compare(subject: Subject, settings: TuneSettings, checkpoints: str, *, rounds: int, most: int) -> None:
     """Search both ways and print what came out."""
-    trials = Trials(partial(subject.training, checkpoints), subject.settings, subject.processes)
+    trials = Trials(subject.training, subject.settings, subject.processes)
     job, start = subject.job(settings, trials.memory_limit), Candidate.of(subject.settings)
     found = Ladder(job=job, measure=trials.measure, limit_s=60 * settings.minutes)
     found.climb(start)

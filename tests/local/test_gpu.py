@@ -19,11 +19,14 @@ from trainer.models import networks
 from trainer.objectives.distillation.frozen_teacher import GRAPH_BATCH, FrozenTeacher
 from trainer.objectives.distillation.objective import DistillObjective
 from trainer.profiling.evidence_files import read_evidence
-from trainer.report.tracking.stage_runs import stage_run
+from trainer.report.tracking.stage_runs import Tracker
 from trainer.stages import prepare
 from trainer.training import loop
+from trainer.training.checkpointing import Checkpointing
 from trainer.training.checkpoints import Checkpoints
+from trainer.training.hooks import Trace
 from trainer.training.loop import Trainer
+from trainer.training.metric_logger import MetricLogger
 from trainer.training.spec import TrainingSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_a_gpu")]
@@ -142,7 +145,6 @@ def test_a_step_makes_the_host_wait_for_nothing(
         settings=settings,
         loading=config.LoadingSettings(workers=1, views_on=views_on),
         processes=processes,
-        checkpoints=Checkpoints(tmp_path, "distill", settings={}, parents={}),
         val_split=data.split("val"),
     )
 
@@ -151,8 +153,9 @@ def test_a_step_makes_the_host_wait_for_nothing(
         return {}
 
     monkeypatch.setattr(loop, "validate", after_the_last_step)
-    with stage_run("distill", {}, active=False) as tracker:
-        Trainer(training).train(tracker)
+    trace, tracker = Trace(), Tracker()
+    checkpointing = Checkpointing(Checkpoints(tmp_path, "distill", settings={}, parents={}), tracker)
+    Trainer(training, [MetricLogger(trace, tracker), trace, checkpointing]).train()
     assert objective.steps == training.total_steps > 3 * WARM_STEPS
     assert not [message for message in caplog.messages if "compiled" in message]
 

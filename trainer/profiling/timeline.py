@@ -491,6 +491,11 @@ def span(name: str) -> AbstractContextManager[None]:
     return _NO_SPAN if timeline is None else timeline.span(name)
 
 
+def current_timeline() -> Timeline | None:
+    """Return the timeline that records in this context, if there is one."""
+    return _recording.get()
+
+
 @contextmanager
 def recording_to(timeline: Timeline) -> Iterator[None]:
     """Let the spans of a block, which this thread runs, count for `timeline`."""

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 from itertools import count, repeat
 from pathlib import Path
 
@@ -163,8 +162,8 @@ class Subject:
     recording_s: float  # seconds that recording them takes; 0 where they are recorded already
     ready_s: float  # from the start of this process until the first trial could begin
 
-    def training(self, root: str, settings: DistillSettings, processes: Processes) -> TrainingSpec:
-        """Make the distillation from its beginning, with other settings; `root` is the place of checkpoints."""
+    def training(self, settings: DistillSettings, processes: Processes) -> TrainingSpec:
+        """Make the distillation from its beginning, with other settings."""
         recording = self.recording if settings.reads_recording else None
         teachers = [copy.deepcopy(self.teacher)] if self.teacher and recording is None else []
         student = copy.deepcopy(self.student)
@@ -178,7 +177,6 @@ class Subject:
             settings=settings,
             loading=settings,
             processes=processes,
-            checkpoints=Checkpoints(root, NAME, settings={}, parents={"dataset": self.data.fingerprint}),
             teacher_outputs=recording,
             labeled_share=settings.labeled_share,
             val_split=self.data.split("val") if settings.head == "trained" else None,
@@ -333,10 +331,10 @@ def _tune(
     elsewhere: Sequence[Tuning],
 ) -> Tuning:
     """Climb the ladder, and measure the settings that the distillation will use; the same on every process."""
-    given, chosen, make = subject.settings, subject.settings, partial(subject.training, root)
+    given, chosen = subject.settings, subject.settings
     ladder: Ladder | None = None
     if settings.search:
-        trials = Trials(make, given, subject.processes)
+        trials = Trials(subject.training, given, subject.processes)
 
         def measure(candidate: Candidate, *, loads: bool = False) -> Trial:
             known = trial_log.trial(candidate, loads=loads)
@@ -353,7 +351,13 @@ def _tune(
             chosen = chosen.model_copy(update={"workers": given.workers})
     uses = chosen if settings.apply else given
     measured = measure_training(
-        make, uses, subject.processes, tracker, ready_s=subject.ready_s, recording_s=subject.recording_s_of(uses)
+        subject.training,
+        uses,
+        subject.processes,
+        tracker,
+        Checkpoints(root, NAME, settings={}, parents={"dataset": subject.data.fingerprint}),
+        ready_s=subject.ready_s,
+        recording_s=subject.recording_s_of(uses),
     )
     work = forecast.work_of(uses, len(subject.samples))
     return Tuning(

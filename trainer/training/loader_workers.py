@@ -71,7 +71,7 @@ class MicroBatchLoader:
     """The micro-batches of one training process; which they are does not depend on who loads them.
 
     `auto` loads in the training process until the step's time is known, and then in as many processes as keep up with it. Where the
-    device traces, as many load as there are cores for.
+    device traces, or no `timeline` records the steps, as many load as there are cores for.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class MicroBatchLoader:
         accumulation: int,
         workers: Workers,
         processes: Processes,
-        timeline: Timeline,
+        timeline: Timeline | None,
         stats: LoaderStats,
     ) -> None:
         self._name, self._batches, self._starts, self._accumulation = name, batches, starts, accumulation
@@ -125,6 +125,8 @@ class MicroBatchLoader:
 
     def _step_seconds(self) -> float:
         """Return the median time of a step, for each micro-batch, without the wait for its data."""
+        if self._timeline is None:
+            return 0.0
         self._timeline.catch_up()
         steps = self._timeline.steps
         return float(np.median((steps.column("seconds") - steps.column("data"))[WARM_STEPS:])) / self._accumulation

@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -20,10 +21,13 @@ from trainer.devices import ReadBack
 from trainer.devices.process_group import Processes
 from trainer.io.errors import TrainingError
 from trainer.io.formatting import listed
-from trainer.profiling.recorder import Recorder
 from trainer.report.scores import VAL_TITLES, val_name
 from trainer.report.tracking.stage_runs import Tracker
-from trainer.training.spec import TrainingSpec
+from trainer.training.hooks import Hook, Trace
+from trainer.training.spec import Losses, TrainingSpec
+
+if TYPE_CHECKING:
+    from trainer.training.loop import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -115,40 +119,55 @@ class ProgressBar:
         logger.info("%s  step %d/%d  %s  %s  %.0f s left", self._name, done, self._total, text, speed, left_s)
 
 
-class MetricLogger:
+class MetricLogger(Hook):
     """Logs losses every `log_every` steps; raises `TrainingError` where one that arrived is not finite.
 
     The losses of an interval leave the device together, those of all processes, and are taken in when they have arrived: at once on a CPU,
     on a GPU during the next interval. So the host waits for them only at the end, and before a checkpoint.
     """
 
-    def __init__(self, training: TrainingSpec, recorder: Recorder, tracker: Tracker, progress: ProgressBar) -> None:
-        self._training, self._name, self._processes = training, training.name, training.processes
-        self._recorder, self._tracker, self._progress = recorder, tracker, progress
+    def __init__(self, trace: Trace, tracker: Tracker, *, shown: bool = True) -> None:
+        """Log to the curves of a trace, to a tracker, and, where it is `shown`, by a progress bar."""
+        self._trace, self._tracker, self._shown = trace, tracker, shown
         self._waiting: list[tuple[int, Mapping[str, Tensor]]] = []
         self._sent: _Losses | None = None
 
-    def log(self, step: int, losses: Mapping[str, Tensor]) -> None:
-        """Take a step's losses, scalars on the device; at the end of an interval they are sent."""
+    @contextmanager
+    def running(self, trainer: Trainer) -> Iterator[None]:
+        self._spec, self._processes = trainer.spec, trainer.processes
+        with ProgressBar.of(trainer.spec, trainer.first_step, active=self._shown) as self._progress:
+            yield
+
+    def after_step(self, step: int, losses: Losses) -> None:
+        """Receive the losses of a step; at the end of an interval they are sent."""
         self._waiting.append((step, losses))
         if self._sent is not None and self._sent.arrived:
             self._publish()
-        if (step + 1) % self._training.settings.log_every == 0:
+        if (step + 1) % self._spec.settings.log_every == 0:
             self._send()
 
-    def flush(self) -> None:
-        """Before a checkpoint: wait for all losses, and pass them on."""
+    def before_checkpoint(self) -> None:
+        """Wait for all losses, and log them: a loss that is not finite ends the training before its weights are kept."""
         if self._waiting:
             # A GPU could not say who is missing.
             self._processes.barrier(f"the losses of step {self._waiting[-1][0] + 1}")
             self._send()
         self._publish()
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        self._recorder.metrics(step, values)
-        self._tracker.metrics(step, {f"{self._name}/{name}": value for name, value in values.items()})
-        if name := val_name(values):
-            self._progress.say(f"{self._name}  step {step + 1}  validation {VAL_TITLES[name]} {values[name]:.2%}")
+    after_last_step = before_checkpoint
+
+    def after_validation(self, step: int, scores: Mapping[str, float]) -> None:
+        self._log(step, scores)
+        if name := val_name(scores):
+            self.say(f"{self._spec.name}  step {step + 1}  validation {VAL_TITLES[name]} {scores[name]:.2%}")
+
+    def say(self, text: str) -> None:
+        """Show a line above the progress bar."""
+        self._progress.say(text)
+
+    def _log(self, step: int, values: Mapping[str, float]) -> None:
+        self._trace.recorder.metrics(step, values)
+        self._tracker.metrics(step, {f"{self._spec.name}/{name}": value for name, value in values.items()})
 
     def _send(self) -> None:
         self._publish()
@@ -166,21 +185,21 @@ class MetricLogger:
         if bad.any():
             row = int(bad.any(0).nonzero()[0])
             ranks = bad[:, row].nonzero().flatten().tolist()
-            names = [name for rank in ranks for name in self._training.names(sent.steps[row], rank)]
+            names = [name for rank in ranks for name in self._spec.names(sent.steps[row], rank)]
             shown = listed(names, _MAX_NAMES)
             for at in range(
                 max(0, row - 1), row + 1
             ):  # the last step whose losses are finite, and the first whose are not
                 values = dict(zip(sent.names, table[:, at].mean(0).tolist(), strict=True))
-                self._recorder.metrics(sent.steps[at], values)
+                self._trace.recorder.metrics(sent.steps[at], values)
             raise TrainingError(
-                f"{self._name}: the loss is not finite at step {sent.steps[row] + 1} (process {', '.join(map(str, ranks))}; samples "
-                f"{shown}); lower {self._name} base_learning_rate or clip_norm, use precision=fp32, or look at these samples"
+                f"{self._spec.name}: the loss is not finite at step {sent.steps[row] + 1} (process {', '.join(map(str, ranks))}; samples "
+                f"{shown}); lower {self._spec.name} base_learning_rate or clip_norm, use precision=fp32, or look at these samples"
             )
         step, means = sent.steps[-1], table.mean((0, 1)).tolist()
-        values = dict(zip(sent.names, means, strict=True)) | {"learning_rate": self._training.learning_rate(step)}
-        self._progress.show(step, values, self._recorder.images_per_second)
-        self.metrics(step, values)
+        values = dict(zip(sent.names, means, strict=True)) | {"learning_rate": self._spec.learning_rate(step)}
+        self._progress.show(step, values, self._trace.recorder.images_per_second)
+        self._log(step, values)
 
 
 class _Losses:

@@ -27,9 +27,13 @@ from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.recorder import Recorder, Startup
 from trainer.report.scores import val_name
 from trainer.report.tracking.stage_runs import Tracker, stage_run
+from trainer.training.checkpointing import Checkpointing
 from trainer.training.checkpoints import Checkpoints, Dealing, compatible, root_is_shared
 from trainer.training.classification import validate
+from trainer.training.hooks import Trace
+from trainer.training.live_rules import LiveRules
 from trainer.training.loop import Trainer
+from trainer.training.metric_logger import MetricLogger
 from trainer.training.spec import Objective, TrainingSpec, fit_batch, keep_micro_batches, why_micro_batches_count
 
 logger = logging.getLogger(__name__)
@@ -125,7 +129,7 @@ class Session:
         if because := why_micro_batches_count(self.settings, objective.model):
             settings = keep_micro_batches(section, settings, checkpoints, self.processes, because=because)
         checkpoints.dealing = Dealing(self.processes.world_size * settings.accumulation, asked)
-        training = TrainingSpec(
+        spec = TrainingSpec(
             name=name,
             objective=objective,
             samples=samples,
@@ -133,35 +137,40 @@ class Session:
             settings=settings,
             loading=self.settings,
             processes=self.processes,
-            checkpoints=checkpoints,
             layer_decay=layer_decay,
             teacher_outputs=teacher_outputs,
             val_split=self.data.split("val") if labeled else None,
-            watch=self.watch,
             labeled_share=labeled_share,
         )
-        trainer = Trainer(training, context=self._context(training, context or ContextRecord()), startup=self.startup)
+        is_first = self.processes.is_first
+        checkpointing = Checkpointing(checkpoints, self.tracker, rank=self.processes.rank)
+        trace = Trace(
+            context=self._context(spec, context or ContextRecord()),
+            startup=self.startup,
+            attempts=checkpointing.attempts.records,
+        )
+        metrics = MetricLogger(trace, self.tracker)
+        rules = LiveRules(trace, self.watch, tracker=self.tracker, say=metrics.say, active=is_first)
+        trainer = Trainer(spec, [metrics, rules, trace, checkpointing])
         kept = storage.join(checkpoints.uri, FAILED)
         try:
-            trained = trainer.train(self.tracker)
+            trained = trainer.train()
         except (PreemptedError, SupersededError):
             raise  # it resumes, here or in the later attempt, whose evidence would stand there
         except BaseException as error:
-            if not self._keep_evidence(trainer.recorder, kept):
+            if not (is_first and trace.has_begun and self._keep_evidence(trace.recorder, kept)):
                 raise
             logger.warning("%s  ended early; what it recorded is at %s", name, kept)
             if isinstance(error, TrainerError):
                 raise type(error)(f"{error}; what it recorded is at {kept}") from error
             raise
         self._measured.update(trainer.measured)
-        trainer.recorder.write(self.evidence.path)
+        trace.recorder.write(self.evidence.path)
         self.startup.begin_again()
         return trained
 
     def _keep_evidence(self, recorder: Recorder, uri: str) -> bool:
         """Keep what was recorded of a training that fails, and return whether that is so."""
-        if not self.processes.is_first or not recorder.has_begun:
-            return False
         try:
             artifacts.remove(uri)
             with artifacts.create(uri, "evidence", settings=self.values, parents=self.parents) as draft:
@@ -172,21 +181,21 @@ class Session:
             return False
         return True
 
-    def _context(self, training: TrainingSpec, known: ContextRecord) -> ContextRecord:
-        labels, targets = training.samples.labels, self.data.targets
+    def _context(self, spec: TrainingSpec, known: ContextRecord) -> ContextRecord:
+        labels, targets = spec.samples.labels, self.data.targets
         found = np.bincount(labels[labels >= 0], minlength=len(self.data.classes if targets is None else targets))
         counts: list[int] = (found if targets is None else found @ targets).tolist()
         return known.model_copy(
             update={
-                "settings": training.settings.model_dump(mode="json"),
-                "total_steps": training.total_steps,
-                "low_resolution_steps": training.low_resolution[0],
-                "samples": len(training.samples),
+                "settings": spec.settings.model_dump(mode="json"),
+                "total_steps": spec.total_steps,
+                "low_resolution_steps": spec.low_resolution[0],
+                "samples": len(spec.samples),
                 "val_samples": len(self.data.split("val")),
                 "labeled": int(found.sum()),
                 "classes": dict(zip(self.data.classes, counts, strict=True)) if any(counts) else None,
-                "micro_batch": micro_batch_size(training.settings, self.processes.world_size),
-                "parameters": networks.parameter_count(training.objective.model),
+                "micro_batch": micro_batch_size(spec.settings, self.processes.world_size),
+                "parameters": networks.parameter_count(spec.objective.model),
             }
         )
 

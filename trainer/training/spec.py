@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from trainer.config import DistillSettings, LoadingSettings, TrainingSettings, WatchSettings
+from trainer.config import DistillSettings, LoadingSettings, TrainingSettings
 from trainer.config.step_schedule import learning_rate_at, low_resolution_steps, step_count
 from trainer.data import loader
 from trainer.data.batch import Batch
@@ -20,7 +20,9 @@ from trainer.data.views.rendering import mixes
 from trainer.devices.process_group import Processes
 from trainer.io.errors import SettingsError
 from trainer.models.networks import Classifier, batch_norms
-from trainer.training.checkpoints import Checkpoints
+
+if TYPE_CHECKING:
+    from trainer.training.checkpoints import Checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -65,14 +67,11 @@ class TrainingSpec:
     loading: LoadingSettings
     """The seed of all draws; how many processes load, and where images are decoded and views made."""
     processes: Processes
-    checkpoints: Checkpoints
     layer_decay: float = 1.0
     teacher_outputs: loader.RecordedOutputs | None = None
     """Recorded outputs, which travel with the batches; their views are seen again. None: a new view each epoch, drawn from `seed`."""
     val_split: Split | None = None
     """Where the model's accuracy is measured; None where it is no classifier."""
-    watch: WatchSettings = field(default_factory=WatchSettings)
-    """Which rules judge it while it runs."""
     labeled_share: float = 0.0
     """Share of labeled images in each step, where there are others too; 0: they come as all do."""
 

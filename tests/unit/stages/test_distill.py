@@ -21,6 +21,7 @@ from trainer.stages import distill, reinforce
 from trainer.training import loop
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.loop import Trainer
+from trainer.training.metric_logger import ProgressBar
 
 VIEWS = QUICK["views"]
 TEN_STEPS = QUICK | {"epochs": 2, "batch_size": 204}
@@ -123,9 +124,9 @@ def test_the_first_epochs_are_seen_smaller_and_each_validation_at_full_size(
 ):
     caplog.set_level(logging.INFO)
     sizes, validated, work = seen_sizes(monkeypatch), [], []
-    start = loop.ProgressBar.of
+    start = ProgressBar.of
     monkeypatch.setattr(
-        loop.ProgressBar, "of", lambda training, first: (work.append(training.work), start(training, first))[1]
+        ProgressBar, "of", lambda spec, first, **named: (work.append(spec.work), start(spec, first, **named))[1]
     )
     validate = loop.validate
     monkeypatch.setattr(

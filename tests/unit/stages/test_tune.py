@@ -8,7 +8,6 @@ import math
 import re
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -305,7 +304,7 @@ def trials(opened, tmp_path):
 
     def make(**settings):
         subject = opened(section(settings))
-        return Trials(partial(subject.training, str(tmp_path)), subject.settings, subject.processes)
+        return Trials(subject.training, subject.settings, subject.processes)
 
     return make
 

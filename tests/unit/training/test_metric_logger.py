@@ -1,5 +1,6 @@
 import io
 import logging
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -44,6 +45,7 @@ def sink():
 @pytest.fixture
 def make(monkeypatch, sink):
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
+    monkeypatch.setattr(ProgressBar, "of", lambda *_, **__: nullcontext(sink))
     alone = Processes(rank=0, world_size=1, local_rank=0, device=choose_device())
 
     def report(log_every=4):
@@ -54,9 +56,12 @@ def make(monkeypatch, sink):
             learning_rate=lambda step: step / 100,
             names=lambda step, rank: [f"{step}:{rank}:{n}" for n in range(10)],
         )
-        return MetricLogger(training, sink, Sink(), sink)
+        metrics = MetricLogger(SimpleNamespace(recorder=sink), Sink())
+        stack.enter_context(metrics.running(SimpleNamespace(spec=training, processes=alone, first_step=0)))
+        return metrics
 
-    return report
+    with ExitStack() as stack:
+        yield report
 
 
 def losses(value):
@@ -66,10 +71,10 @@ def losses(value):
 def test_each_interval_gives_one_point_of_means_at_its_last_step(make, sink):
     report = make()
     for step in range(10):
-        report.log(step, losses(step))
+        report.after_step(step, losses(step))
     assert sink.shown == [3, 7]
-    report.flush()
-    report.flush()
+    report.before_checkpoint()
+    report.before_checkpoint()
     assert sink.metrics_seen == [
         (3, {"loss": 1.5, "label": 3.0, "learning_rate": 0.03}),
         (7, {"loss": 5.5, "label": 11.0, "learning_rate": 0.07}),
@@ -80,10 +85,10 @@ def test_each_interval_gives_one_point_of_means_at_its_last_step(make, sink):
 def test_after_a_flush_the_next_interval_holds_the_steps_since(make, sink):
     report = make()
     for step in range(2):
-        report.log(step, losses(step))
-    report.flush()
+        report.after_step(step, losses(step))
+    report.before_checkpoint()
     for step in range(2, 4):
-        report.log(step, losses(step))
+        report.after_step(step, losses(step))
     assert [(step, values["loss"]) for step, values in sink.metrics_seen] == [(1, 0.5), (3, 2.5)]
 
 
@@ -92,9 +97,9 @@ def test_the_first_step_that_is_not_finite_is_named_with_its_samples(make, sink,
     report = make(log_every=8)
     message = r"distill: the loss is not finite at step 3 \(process 0; samples 2:0:0, .*2:0:7 and 2 more\); lower distill base"
     for step in range(7):
-        report.log(step, losses(bad if step in {2, 5} else 1.0))
+        report.after_step(step, losses(bad if step in {2, 5} else 1.0))
     with pytest.raises(TrainingError, match=message):
-        report.log(7, losses(1.0))
+        report.after_step(7, losses(1.0))
     assert sink.shown == []
     (last, known), (first, unknown) = sink.metrics_seen  # for the rule that says when it was last well
     assert (last, known, first) == (1, {"loss": 1.0, "label": 2.0}, 2)
@@ -103,13 +108,13 @@ def test_the_first_step_that_is_not_finite_is_named_with_its_samples(make, sink,
 
 def test_a_flush_before_a_checkpoint_checks_too(make):
     report = make(log_every=100)
-    report.log(0, losses(float("nan")))
+    report.after_step(0, losses(float("nan")))
     with pytest.raises(TrainingError, match="step 1 "):
-        report.flush()
+        report.before_checkpoint()
 
 
 def test_validation_is_said(make, sink):
-    make().metrics(4, {"val_top1": 0.5})
+    make().after_validation(4, {"val_top1": 0.5})
     assert sink.said == ["distill  step 5  validation top-1 50.00%"]
     assert sink.metrics_seen == [(4, {"val_top1": 0.5})]
 

@@ -50,7 +50,7 @@ NOT_IN_A_STEP = {
 WAITS = {
     "copy to the host in networks.py:with_labels",
     "copy to the host in networks.py:save",
-    "copy to the host in loop.py:save_checkpoint",  # of a checkpoint
+    "copy to the host in checkpointing.py:save",  # of a checkpoint
     "copy to the host in pretraining.py:_png",
     "a number to the host in networks.py:_is_its_answer",
 }

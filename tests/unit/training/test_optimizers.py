@@ -128,8 +128,6 @@ from trainer.data.dataset import open_dataset
 from trainer.data.loader import Samples
 from trainer.models.networks import Classifier, ModelCard
 from trainer.objectives.pretraining import FinetuneObjective
-from trainer.report.tracking.stage_runs import stage_run
-from trainer.training.checkpoints import Checkpoints
 from trainer.devices import Device
 from trainer.training.loop import Trainer
 from trainer.devices.process_group import join_processes
@@ -156,10 +154,9 @@ with join_processes() as processes:
     training = TrainingSpec(
         name="finetune", objective=FinetuneObjective(Classifier(network, card), label_smoothing=0.0),
         samples=Samples([open_dataset(digits).split("train")]), view_size=16, settings=settings, loading=LoadingSettings(workers=0),
-        processes=processes, checkpoints=Checkpoints(folder, "finetune", settings={}, parents={}),
+        processes=processes,
     )
-    with stage_run("pretrain", {}, active=False) as tracker:
-        trained = Trainer(training).train(tracker)
+    trained = Trainer(training).train()
     models.save(trained, folder)
     held = {name: buffer.tolist() for name, buffer in trained.network.named_buffers()}
     print(json.dumps([before, held, {name: part.tolist() for name, part in network.named_buffers()}]))

@@ -10,7 +10,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,10 +33,13 @@ from trainer.report.tracking.stage_runs import Tracker
 from trainer.stages.tuning.memory import MemoryGauge
 from trainer.stages.tuning.tuning_schema import Candidate, Trial
 from trainer.training import loader_workers
+from trainer.training.checkpointing import save
+from trainer.training.checkpoints import Checkpoints
 from trainer.training.classification import validate
+from trainer.training.hooks import Hook, Trace
 from trainer.training.loader_workers import LoadingTime, measure_loading
 from trainer.training.loop import Trainer
-from trainer.training.metric_logger import MetricLogger, ProgressBar
+from trainer.training.metric_logger import MetricLogger
 from trainer.training.prefetch import Prefetcher, make_prefetcher
 from trainer.training.spec import TrainingSpec
 
@@ -190,7 +193,7 @@ class Trials:
         fits = True
         try:
             trainer = Trainer(training)
-            with trainer.recorder, at_hand(trainer) as batches:
+            with at_hand(trainer) as batches:
                 for step in range(2):  # in the second one all states exist
                     trainer.train_step(step, batches)
             processes.device.synchronize()
@@ -217,7 +220,7 @@ class Trials:
         )
         fixed_bytes = self._gauge.begin()
         try:
-            trainer, startup_s = measure_steps(training, timer, loads=loads)
+            trainer, startup_s = measure_steps(training, timer, [Trace()], loads=loads)
         except RuntimeError as error:
             if processes.world_size > 1 or not processes.device.is_out_of_memory(error):
                 raise
@@ -260,7 +263,7 @@ class Trials:
 @contextmanager
 def at_hand(trainer: Trainer) -> Iterator[Prefetcher]:
     """Load the micro-batches of this process's first step, and repeat them without end: steps that never wait for a loader."""
-    training, processes = trainer.training, trainer.processes
+    training, processes = trainer.spec, trainer.processes
     settings, device = training.settings, processes.device
     batches = MicroBatches(
         training.views,
@@ -290,9 +293,9 @@ def warm_steps(settings: DistillSettings) -> int:
 
 
 def measure_steps(
-    training: TrainingSpec, timer: StepTimer, tracker: Tracker | None = None, *, loads: bool = True
+    training: TrainingSpec, timer: StepTimer, hooks: Sequence[Hook], *, loads: bool = True
 ) -> tuple[Trainer, float]:
-    """Train from the beginning until the timer's laps end; a `tracker` takes the metrics, which are else not computed.
+    """Train from the beginning until the timer's laps end.
 
     Args:
         loads: whether the steps wait for the loader, or take batches in memory.
@@ -301,17 +304,13 @@ def measure_steps(
         The trainer after these steps, and the seconds from the beginning to the end of the first one.
     """
     processes, began, startup_s = training.processes, time.perf_counter(), 0.0
-    trainer = Trainer(training)
-    recorder, metrics = trainer.recorder, None
-    if tracker is not None:
-        metrics = MetricLogger(training, recorder, tracker, ProgressBar.of(training, 0, active=False))
-    with recorder, trainer.prefetch(0) if loads else at_hand(trainer) as batches:
+    trainer = Trainer(training, hooks)
+    with trainer.running(), trainer.prefetch(0) if loads else at_hand(trainer) as batches:
         timer.open(time.perf_counter())
         for step in range(training.total_steps):
-            with recorder.timeline.step(step, images=training.settings.batch_size):
-                losses = trainer.train_step(step, batches)
-            if metrics is not None:
-                metrics.log(step, losses)
+            losses = trainer.take_step(step, batches)
+            for hook in hooks:
+                hook.after_step(step, losses)
             if not timer.step():
                 continue
             processes.device.synchronize()
@@ -343,6 +342,7 @@ def measure_training(
     settings: DistillSettings,
     processes: Processes,
     tracker: Tracker,
+    checkpoints: Checkpoints,
     *,
     ready_s: float,
     recording_s: float | None,
@@ -351,6 +351,7 @@ def measure_training(
 
     Args:
         tracker: takes metrics, as it does in a whole training.
+        checkpoints: the place of the one that is timed; it is removed.
         ready_s: seconds from the start of the process until a distillation could be made.
         recording_s: seconds that it takes to record the teacher's outputs; none where the distillation reads none, or they are there.
     """
@@ -368,7 +369,8 @@ def measure_training(
         thoroughness=THOROUGHNESS,
     )
     made_s = time.perf_counter() - began
-    trainer, first_step_s = measure_steps(training, timer, tracker)
+    trace = Trace()
+    trainer, first_step_s = measure_steps(training, timer, [MetricLogger(trace, tracker, shown=False), trace])
     if not trainer.is_compiled:
         what = "nothing of the model was compiled, so what is forecast is an uncompiled training"
         logger.warning("%s  %s", training.name, what)
@@ -377,11 +379,13 @@ def measure_training(
         validated = partial(validate, trainer.result, split, processes, training.settings, workers=workers)
         passes = 2 if processes.device.is_lazy else 1  # the first one compiles, too
         validations = [_timed(processes, validated) for _ in range(passes)]
-    checkpoint_s = _timed(processes, lambda: trainer.save_checkpoint(timer.steps)) if settings.checkpoint_every else 0.0
+    checkpoint_s = 0.0
+    if settings.checkpoint_every:
+        checkpoint_s = _timed(processes, lambda: save(trainer, checkpoints, timer.steps))
     if processes.is_first:
-        training.checkpoints.finish()
-        training.checkpoints.remove()
-    record = trainer.recorder.snapshot().ranks[0].record
+        checkpoints.finish()
+        checkpoints.remove()
+    record = trace.recorder.snapshot().ranks[0].record
     late_s = validations[0] - validations[-1] + sum(one.seconds for one in record.compilations if one.step)
     measured = Measurement(
         place=place_of(processes),

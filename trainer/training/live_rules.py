@@ -8,19 +8,23 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from trainer.config import WatchSettings
 from trainer.io.errors import TrainingError
-from trainer.profiling.recorder import Recorder
 from trainer.profiling.rules import judge
 from trainer.profiling.rules.outcomes import Case, Finding, Rule
 from trainer.profiling.rules.stalled import StalledTraining, hanging
 from trainer.profiling.timeline import span
 from trainer.report.tracking.stage_runs import Tracker
+from trainer.training.hooks import Hook, Trace
+from trainer.training.spec import Losses
+
+if TYPE_CHECKING:
+    from trainer.training.loop import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -93,52 +97,46 @@ def _place(thread: threading.Thread) -> str:
     return f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname} (line {frame.f_lineno})"
 
 
-class LiveRules:
+class LiveRules(Hook):
     """Judges what the first process has recorded so far, every now and then; reports each rule's finding once.
 
     What is judged, and when, changes nothing that is trained.
-
-    with watch:
-        for step in ...:
-            watch.check(step)
     """
 
     def __init__(
-        self, recorder: Recorder, settings: WatchSettings, *, tracker: Tracker, say: Callable[[str], None], active: bool
+        self, trace: Trace, settings: WatchSettings, *, tracker: Tracker, say: Callable[[str], None], active: bool
     ) -> None:
-        """Judge the training that `recorder` records, which also takes what that costs; `say` shows a line.
+        """Judge what `trace` records, which also takes what that costs; `say` shows a line.
 
         One `active` process is enough.
         """
-        self._recorder, self._settings = recorder, settings
+        self._trace, self._settings = trace, settings
         self._tracker, self._say, self._active = tracker, say, active
         self._began = self._due = self._spent = 0.0
         self._step = 0
         self._reported: set[str] = set()
         self._watchdog: HangWatchdog | None = None
-        self._open = ExitStack()
 
-    def __enter__(self) -> Self:
+    @contextmanager
+    def running(self, trainer: Trainer) -> Iterator[None]:  # noqa: ARG002
         stalled = StalledTraining.of(self._settings.rules)
         self._began = time.perf_counter()
         self._due = self._began + self._settings.interval_s
-        if self._active and stalled.enabled:
-            ends = stalled.name in self._settings.stop_on
-            recorder, timeline = self._recorder, self._recorder.timeline
-            watchdog = HangWatchdog(
-                stalled.seconds,
-                paused=lambda: timeline.first_step_s is None or timeline.is_beside_steps or recorder.is_compiling,
-                on_hang=lambda seconds, place: self._report(stalled, hanging(seconds, self._step, place)),
-                ends=ends,
-            )
-            self._watchdog = self._open.enter_context(watchdog)
-        return self
+        with ExitStack() as stack:
+            if self._active and stalled.enabled:
+                recorder = self._trace.recorder
+                timeline = recorder.timeline
+                watchdog = HangWatchdog(
+                    stalled.seconds,
+                    paused=lambda: timeline.first_step_s is None or timeline.is_beside_steps or recorder.is_compiling,
+                    on_hang=lambda seconds, place: self._report(stalled, hanging(seconds, self._step, place)),
+                    ends=stalled.name in self._settings.stop_on,
+                )
+                self._watchdog = stack.enter_context(watchdog)
+            yield
 
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
-    def check(self, step: int) -> None:
-        """After a step: judge, if it is time.
+    def after_step(self, step: int, losses: Losses) -> None:  # noqa: ARG002
+        """Judge, if it is time.
 
         Raises:
             TrainingError: a rule of `stop_on` has a finding.
@@ -160,15 +158,17 @@ class LiveRules:
         began = time.perf_counter()
         try:
             with span("rules"):
-                case = Case(training=self._recorder.snapshot(), rules=self._settings.rules, live=True)
+                case = Case(training=self._trace.recorder.snapshot(), rules=self._settings.rules, live=True)
                 answers = judge(case)
         except Exception:  # a rule that fails must not cost the training that it is to save
-            logger.warning("%s  is no longer judged while it runs, for that failed", self._recorder.name, exc_info=True)
+            logger.warning(
+                "%s  is no longer judged while it runs, for that failed", self._trace.recorder.name, exc_info=True
+            )
             self._due = math.inf
             return []
         now = time.perf_counter()
         self._spent += now - began
-        self._recorder.cost("rules", now - began)
+        self._trace.recorder.cost("rules", now - began)
         self._due = max(now + self._settings.interval_s, self._began + self._spent / max(self._settings.budget, 1e-9))
         found = [(rule, outcome) for rule, outcome in answers.items() if isinstance(outcome, Finding)]
         new = [(rule, finding) for rule, finding in found if rule.name not in self._reported]
@@ -176,7 +176,7 @@ class LiveRules:
 
     def _report(self, rule: Rule, finding: Finding) -> str:
         """Pass a finding on; gives the message for a training that it ends."""
-        name, step, text = self._recorder.name, self._step, f"{finding.text} {finding.advice}"
+        name, step, text = self._trace.recorder.name, self._step, f"{finding.text} {finding.advice}"
         self._reported.add(rule.name)
         self._say(f"{name}  step {step + 1}  {finding.severity}: {rule.title}. {text}")
         self._tracker.metrics(step, {f"{name}/finding/{rule.name}": 1.0})

@@ -14,11 +14,12 @@ import torch
 
 from trainer.config import EvidenceSettings, WatchSettings
 from trainer.io.errors import TrainingError
-from trainer.profiling import live_rules
 from trainer.profiling.evidence import ContextRecord
-from trainer.profiling.live_rules import HangWatchdog, LiveRules
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.rules.outcomes import Case
+from trainer.training import live_rules
+from trainer.training.hooks import Trace
+from trainer.training.live_rules import HangWatchdog, LiveRules
 
 UNEVEN = ContextRecord(classes={"apple": 100, "quince": 1})
 """What the rule class_imbalance fires on."""
@@ -58,12 +59,14 @@ def train(
         world_size=1,
         context=context,
     )
-    judged = LiveRules(recorder, WatchSettings(**settings), tracker=sink, say=sink.said.append, active=active)
-    with recorder, judged:
+    trace = Trace()
+    trace.recorder = recorder
+    judged = LiveRules(trace, WatchSettings(**settings), tracker=sink, say=sink.said.append, active=active)
+    with recorder, judged.running(None):
         for step in range(steps):
             with recorder.timeline.step(step):
                 pass
-            judged.check(step)
+            judged.after_step(step, {})
     return sink, recorder
 
 
