@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
 
 from trainer.io import limits, storage
-from trainer.io.base_models import merge, nearest
+from trainer.io.base_models import explain, merge, nearest
 from trainer.io.costs import PLACE_VARIABLE, Machines, Price
 from trainer.io.errors import SettingsError, StorageError
 
@@ -48,7 +47,7 @@ def quantity(text: str) -> float:
     match = _QUANTITY.fullmatch(text)
     number = float(match[1]) * _SUFFIXES[match[2] or ""] if match else 0.0
     if number <= 0:
-        raise ValueError("must be a quantity above 0, such as 8, 500m or 64Gi")
+        raise ValueError(f"must be a quantity above 0, such as 8, 500m or 64Gi, got {text!r}")
     return number
 
 
@@ -200,11 +199,7 @@ class Pool(_PoolTable):
         return requested or self.processes_per_node
 
     def place(self, nodes: int, processes_per_node: int = 0) -> Machines:
-        """Return the machines of a training here, with their price.
-
-        Raises:
-            SettingsError: the node has too few devices, or nodes of this kind cannot train together.
-        """
+        """Return the machines of a training here, with their price; a `SettingsError` if they lack devices or cannot train together."""
         if nodes > 1 and not self.joins_nodes:
             raise SettingsError(
                 f"nodes = {nodes}, but the nodes of pool {self.name} have no EFA, without which Neuron devices of several nodes cannot "
@@ -280,18 +275,7 @@ def _pool(path: Path, name: str, tables: Mapping[str, dict[str, Any]]) -> Pool:
     try:
         return Pool.model_validate(values)
     except ValidationError as error:
-        messages = [f"pools {path}: pool {name}: {_explain(details)}" for details in error.errors()]
-        raise SettingsError("\n".join(messages)) from error
-
-
-def _explain(details: ErrorDetails) -> str:
-    field = ".".join(str(part) for part in details["loc"])
-    if details["type"] == "extra_forbidden":
         fields = [known for known in Pool.model_fields if known != "name"]
-        return f"unknown field {field}{nearest(field, fields)}; known: {', '.join([*fields, 'based_on'])}"
-    if details["type"] == "missing":
-        return f"{field} is missing; give it here or under [defaults]"
-    what = str(details["ctx"]["error"]) if details["type"] == "value_error" else details["msg"]
-    value = details["input"]
-    shown = "" if isinstance(value, dict) else f" = {value!r}"
-    return f"{field}{shown}: {what}" if field else what
+        listed, missing = f"known: {', '.join([*fields, 'based_on'])}", "; give it here or under [defaults]"
+        messages = explain(error, noun="field", known=fields, listed=listed, missing=missing)
+        raise SettingsError("\n".join(f"pools {path}: pool {name}: {message}" for message in messages)) from error

@@ -11,12 +11,10 @@ import functools
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from trainer.config.loss_terms import RECORDED_BY
 from trainer.config.settings import BUNDLED as BUNDLED
@@ -64,7 +62,7 @@ from trainer.config.settings import WatchSettings as WatchSettings
 from trainer.config.settings import WeightsSettings as WeightsSettings
 from trainer.config.settings import Workers as Workers
 from trainer.io import limits, local_files
-from trainer.io.base_models import Section, meanings, merge, nearest, texts
+from trainer.io.base_models import Section, explain, meanings, merge, nearest, texts
 from trainer.io.errors import ObjectNotFoundError, SettingsError, StorageError
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -342,10 +340,6 @@ def _filled(section: AnySection, values: Mapping[str, Any]) -> AnySection:
 
 AnySection = TypeVar("AnySection", bound=Section)
 
-_MOST_EXPLAINED = 30  # wrong settings that a message explains
-_ALTERNATIVE = re.compile(r"(constrained-)?(int|float|str|bool)|literal\[.*\]")
-"""What pydantic adds to the location of an error in a setting that has alternatives, such as a whole number or auto."""
-
 
 def validate(section: type[AnySection], values: Mapping[str, Any], *, prefix: str = "") -> AnySection:
     """Check the values of a section; a `SettingsError` has every wrong value with its full name, itself, and what is allowed."""
@@ -359,70 +353,14 @@ def validate(section: type[AnySection], values: Mapping[str, Any], *, prefix: st
     try:
         return section.model_validate(dict(values))
     except ValidationError as error:
-        # One setting may have several errors, one for each alternative that it has, of which none is met.
-        wrong: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
-        for details in error.errors():
-            location = details["loc"]
-            if len(location) > 1 and _ALTERNATIVE.fullmatch(str(location[-1])):
-                details["loc"] = location[:-1]
-            wrong.setdefault(details["loc"], []).append(details)
-        explained = list(wrong.values())[:_MOST_EXPLAINED]
-        messages = [_explain(section, alternatives, prefix) for alternatives in explained]
-        more = [f"and {len(wrong) - _MOST_EXPLAINED} more"] if len(wrong) > _MOST_EXPLAINED else []
-        raise SettingsError("\n".join(messages + more)) from error
+        known, listed = (full for full, *_ in walk(section, prefix)), "`python -m trainer config RECIPE` lists all"
+        raise SettingsError("\n".join(explain(error, prefix, known=known, listed=listed))) from error
 
 
 def validate_section(name: str, values: Mapping[str, Any]) -> Section:
     """Check the values of a section of `Settings`; raises as `validate`."""
     section: type[Section] = type(Settings.model_fields[name].get_default())
     return validate(section, values, prefix=name)
-
-
-_COMPARISONS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-_TYPE_NAMES = {
-    **dict.fromkeys(("int_parsing", "int_from_float", "int_type"), "a whole number"),
-    **dict.fromkeys(("float_parsing", "float_type"), "a number"),
-    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
-    "finite_number": "a finite number",
-    "string_type": "text",
-    "tuple_type": "a list",
-    "too_short": "a list that is not empty",
-    "dict_type": "a group, such as {NAME=VALUE}",
-}
-
-
-def _explain(section: type[Section], alternatives: Sequence[ErrorDetails], prefix: str) -> str:
-    """Make the message for a setting; of the errors there is one for each alternative that it has."""
-    details = alternatives[0]
-    name = ".".join(([prefix] if prefix else []) + [str(part) for part in details["loc"]])
-    kind, value = details["type"], details.get("input")
-    if kind == "extra_forbidden":
-        known = [full for full, *_ in walk(section, prefix)]
-        return f"unknown setting {name}{nearest(name, known)}; `python -m trainer config RECIPE` lists all"
-    allowed = [text for one in alternatives if (text := _allowed(one))]
-    if kind == "string_type" and isinstance(value, (int, float, date)):
-        return f'{name} must be text, got {value}; quote it: "{value}"'
-    if allowed:
-        return f"{name} must be {' or '.join(allowed)}, got {value!r}"
-    if kind == "model_type":
-        return (
-            f"{name} is a group of settings and cannot be {value!r}; set one of its members, such as {name}.NAME=VALUE"
-        )
-    if kind == "value_error":
-        return f"{name}: {details['ctx']['error']}"
-    return f"{name}: {details['msg']}, got {value!r}"
-
-
-def _allowed(details: ErrorDetails) -> str:
-    """Return what a value must be; empty where that is not what the error is about."""
-    kind, context = details["type"], details.get("ctx", {})
-    for name, sign in _COMPARISONS.items():
-        if name in context:
-            return f"{sign} {context[name]}"
-    if kind == "literal_error":
-        expected: str = context["expected"]
-        return expected.strip("'") if expected.count("'") == 2 else expected  # a single one is quoted for no reason
-    return _TYPE_NAMES.get(kind, "")
 
 
 def walk(section: type[Section] | Section, prefix: str = "") -> Iterator[tuple[str, Any, str, str]]:

@@ -10,10 +10,12 @@ import logging
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import date
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
 logger = logging.getLogger(__name__)
 
@@ -100,12 +102,86 @@ class Section(StrictModel):
         return value
 
 
+_MOST_EXPLAINED = 30  # wrong fields that a message explains
+_ALTERNATIVE = re.compile(r"(constrained-)?(int|float|str|bool)|literal\[.*\]")
+"""What pydantic adds to the location of an error in a field that has alternatives, such as a whole number or auto."""
+_COMPARISONS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_TYPE_NAMES = {
+    **dict.fromkeys(("int_parsing", "int_from_float", "int_type"), "a whole number"),
+    **dict.fromkeys(("float_parsing", "float_type"), "a number"),
+    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "too_short": "a list that is not empty",
+    "dict_type": "a group, such as {NAME=VALUE}",
+}
+
+
+def explain(
+    error: ValidationError,
+    prefix: str = "",
+    *,
+    noun: str = "setting",
+    known: Iterable[str] = (),
+    listed: str = "",
+    missing: str = "",
+) -> list[str]:
+    """Explain every wrong field with its full name, its value and what is allowed.
+
+    Args:
+        error: what pydantic raised.
+        prefix: the section that was validated.
+        noun: what the fields are to their user.
+        known: the full names of all fields, of which the nearest ones are suggested for an unknown name.
+        listed: where the user finds all names.
+        missing: advice for a missing field.
+    """
+    # a field has one error for each alternative of its type
+    wrong: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
+    for details in error.errors():
+        location = details["loc"]
+        if len(location) > 1 and _ALTERNATIVE.fullmatch(str(location[-1])):
+            location = location[:-1]
+        wrong.setdefault(location, []).append(details)
+    messages, names = [], list(known)
+    for location, alternatives in list(wrong.items())[:_MOST_EXPLAINED]:
+        name = ".".join([*([prefix] if prefix else []), *map(str, location)])
+        kind, value = alternatives[0]["type"], alternatives[0].get("input")
+        allowed = list(filter(None, map(_allowed, alternatives)))
+        if kind == "extra_forbidden":
+            messages.append(f"unknown {noun} {name}{nearest(name, names)}{f'; {listed}' if listed else ''}")
+        elif kind == "missing":
+            messages.append(f"{name} is missing{missing}")
+        elif kind == "string_type" and isinstance(value, (int, float, date)):
+            messages.append(f'{name} must be text, got {value}; quote it: "{value}"')
+        elif allowed:
+            messages.append(f"{name} must be {' or '.join(allowed)}, got {value!r}")
+        elif kind == "model_type":
+            group = f"is a group of {noun}s and cannot be {value!r}; set one of its members, such as {name}.NAME=VALUE"
+            messages.append(f"{name} {group}")
+        elif kind == "value_error":
+            messages.append(f"{name}: {alternatives[0]['ctx']['error']}".removeprefix(": "))
+        else:
+            messages.append(f"{name}: {alternatives[0]['msg']}, got {value!r}".removeprefix(": "))
+    return messages + ([f"and {len(wrong) - _MOST_EXPLAINED} more"] if len(wrong) > _MOST_EXPLAINED else [])
+
+
+def _allowed(details: ErrorDetails) -> str:
+    """Return what a value must be; empty where that is not what the error is about."""
+    kind, context = details["type"], details.get("ctx", {})
+    for name, sign in _COMPARISONS.items():
+        if name in context:
+            return f"{sign} {context[name]}"
+    if kind == "literal_error":
+        expected: str = context["expected"]
+        return expected.strip("'") if expected.count("'") == 2 else expected  # a single one is quoted for no reason
+    return _TYPE_NAMES.get(kind, "")
+
+
 def what_is_wrong(error: Exception) -> str:
-    """Say why a content was refused; of pydantic's error it is the first field, `place.price: Field required`."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+    """Explain the first fault of a content that was refused."""
+    return explain(error, noun="field")[0] if isinstance(error, ValidationError) else str(error)
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any], *, extend: bool = False) -> dict[str, Any]:

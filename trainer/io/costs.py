@@ -28,7 +28,7 @@ def _month_or_day(text: str) -> str:
     try:
         _first_day(text)
     except ValueError:
-        raise ValueError("must be a month or a day, such as 2026-11 or 2026-11-21") from None
+        raise ValueError(f"must be a month or a day, such as 2026-11 or 2026-11-21, got {text!r}") from None
     return text
 
 

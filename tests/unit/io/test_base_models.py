@@ -59,7 +59,7 @@ def test_what_is_wrong_is_the_first_field_and_its_fault():
             Price.model_validate_json(text)
         return what_is_wrong(refused.value)
 
-    assert said('{"dollars_an_hour": 1, "date": "2026-11", "source": "list"}') == "region: Field required"
+    assert said('{"dollars_an_hour": 1, "date": "2026-11", "source": "list"}') == "region is missing"
     assert said("{").startswith("Invalid JSON: ")
     assert what_is_wrong(ValueError("no classes")) == "no classes"
 

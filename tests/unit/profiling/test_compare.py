@@ -438,7 +438,7 @@ def test_what_is_nothing_to_compare_is_refused_in_one_message(run_directory: Pat
         str(copy): "its report is not at .*/copy/report; give the directory of the report",
         changed_report(
             run_directory / "report", tmp_path / "a", "summary.json", '{"distill": {}}'
-        ): "distill.name: Field required",
+        ): "distill.name is missing",
         changed_report(
             run_directory / "report", tmp_path / "b", "findings.json", "[1]"
         ): "b: findings.json: does not hold the answers",

@@ -75,7 +75,7 @@ def test_several_nodes_are_refused_here():
 
 def test_a_wrong_place_is_refused_before_anything_starts(monkeypatch):
     monkeypatch.setenv(PLACE_VARIABLE, '{"pool": "workstation", "price": 0.35}')
-    with pytest.raises(SettingsError, match=r"TRAINER_PLACE=.*: price: Input should be an object"):
+    with pytest.raises(SettingsError, match=r"TRAINER_PLACE=.*: price is a group of fields"):
         launch.run_here(spec())
 
 
