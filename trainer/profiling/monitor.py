@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import torch
 
+from trainer.profiling.evidence import is_core
 from trainer.profiling.series import Series
 
 SAMPLES_KEPT = 8192
@@ -89,10 +90,7 @@ def process_signal() -> Signal:
 
 
 def stolen_signal() -> Signal:
-    """What the host of a virtual machine takes of the core that the training's thread is on, in percent of the time.
-
-    Linux counts that steal for each core in /proc/stat, and for no thread.
-    """
+    """Time that the host of a virtual machine takes of the training thread's core, in percent; Linux counts it by core, not by thread."""
     if not psutil.LINUX:
         raise LookupError("only Linux counts what a virtual machine's host takes")
     process, steal, growth = psutil.Process(), psutil.cpu_times()._fields.index("steal"), _growth(_core_seconds)
@@ -135,6 +133,7 @@ def _gpu_signal(
 
 
 _DEVICE_MEMORY = ("device_memory_used_bytes", "device_memory_total_bytes")
+_NETWORK = ("network_received_bytes_per_s", "network_sent_bytes_per_s")
 _GPU_MEMORY = ("gpu_memory_used_bytes", "gpu_memory_total_bytes", "gpu_memory_allocated_bytes")
 
 
@@ -186,13 +185,12 @@ def signals(
         memory = psutil.virtual_memory()
         return (memory.total - memory.available,)
 
-    network = ("network_received_bytes_per_s", "network_sent_bytes_per_s")
     of_machine: dict[str, Callable[[], Signal]] = {
         "cpu": cpu_signal,
         "memory": lambda: Signal(("memory_used_bytes",), used_memory),
         "disk": lambda: Signal(("disk_read_bytes_per_s", "disk_write_bytes_per_s"), _rates(_disk_counters)),
         "swap": lambda: Signal(("swap_in_bytes_per_s", "swap_out_bytes_per_s"), _rates(_swap_counters)),
-        "network": lambda: Signal(network, _rates(_network_counters)),
+        "network": lambda: Signal(_NETWORK, _rates(_network_counters)),
     }
     return (of_machine if machine else {}) | of_process
 
@@ -240,6 +238,30 @@ class Monitor:
         """The kept samples, [samples, columns]; `end_s` is the end of the time that a sample covers, since the recording began."""
         with self._table:
             return self._values[: self._kept].copy()
+
+    def for_mlflow(self, since_s: float) -> dict[str, float]:
+        """Average the samples since a moment of the recording, under the names that MLflow's page of system metrics expects."""
+        rows = self.samples()
+        columns = dict(zip(self.columns, rows.T, strict=True))
+        recent = {name: values[columns["end_s"] > since_s] for name, values in columns.items()}
+        means = {name: float(values.mean()) for name, values in recent.items() if len(values)}
+        cores = [mean for name, mean in means.items() if is_core(name)]
+        used, total = (means.get(f"gpu_memory_{name}_bytes", math.nan) for name in ("used", "total"))
+        memory, seconds = means.get("memory_used_bytes", math.nan), np.diff(columns["end_s"], prepend=0.0)
+        received, sent = (
+            float(np.nansum(columns[name] * seconds)) if name in columns else math.nan for name in _NETWORK
+        )
+        figures = {
+            "cpu_utilization_percentage": sum(cores) / len(cores) if cores else math.nan,
+            "system_memory_usage_megabytes": memory / 1e6,
+            "system_memory_usage_percentage": 100 * memory / psutil.virtual_memory().total,
+            "network_receive_megabytes": received / 1e6,  # since the recording began, as MLflow counts
+            "network_transmit_megabytes": sent / 1e6,
+            "gpu_0_utilization_percentage": means.get("gpu_percent", math.nan),
+            "gpu_0_memory_usage_megabytes": used / 1e6,
+            "gpu_0_memory_usage_percentage": 100 * used / total,
+        }
+        return {f"system/{name}": value for name, value in figures.items() if math.isfinite(value)}
 
     def _run(self) -> None:
         while not self._stopping.wait(self.interval_s):

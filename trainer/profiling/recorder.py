@@ -52,7 +52,7 @@ class Compilations:
     """Counts and times what torch compiles within the steps of a recording, backward passes too."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self.records: dict[int, CompilationRecord] = {}  # of each step that compiled something
+        self.records: dict[int, CompilationRecord] = {}  # by step, of those that compiled something
         self._timeline = timeline
         self._began = 0.0
         hooks = CompileHooks(self._started, self._ended)
@@ -69,8 +69,7 @@ class Compilations:
             self.records[step] = CompilationRecord(step=step, graphs=graphs, seconds=seconds)
 
 
-IMPORTED_UNIX = time.time()
-"""Import time of this module, the last to load: torch and the trainer are imported by then."""
+IMPORTED_UNIX = time.time()  # import time of this module, the last to load: torch and the trainer are imported by then
 
 
 class Startup:
@@ -116,8 +115,8 @@ class LoaderStats:
     """What the loader of a training says of itself while it runs."""
 
     workers: int | None = None  # loader processes beside this process; none where nothing is loaded yet
-    pids: tuple[int, ...] = ()  # of those that run
-    ready: float = math.nan  # batches that they had ready when the training last asked for one
+    pids: tuple[int, ...] = ()  # ids of the running loader processes
+    ready: float = math.nan  # batches that were ready when the training last asked for one
 
     def loader_processes(self, pids: Sequence[int]) -> None:
         self.pids = tuple(pids)
@@ -132,9 +131,8 @@ class Sources(SampledModel):
     """What a recorder reads of a training, beside its own timeline and monitor."""
 
     loader: LoaderStats = field(default_factory=LoaderStats)
-    attempts: Callable[[], tuple[AttemptRecord, ...]] = tuple
-    """All attempts of the training, the last one is this."""
-    communication: Callable[[], CommunicationRecord | None] | None = None  # how long gradients travel
+    attempts: Callable[[], tuple[AttemptRecord, ...]] = tuple  # all attempts of the training, the last one is this
+    communication: Callable[[], CommunicationRecord | None] | None = None  # duration of the gradient exchange
 
 
 class Recorder:
@@ -189,7 +187,7 @@ class Recorder:
         columns = ["step", "seconds", "value"]
         self._metrics: dict[str, ThinnedTable] = defaultdict(lambda: ThinnedTable(columns, METRIC_POINTS_KEPT))
         self._costs: dict[str, float] = {}
-        self._monitor: Monitor | None = None
+        self.monitor: Monitor | None = None  # from the beginning of the recording on
         self._began_unix = 0.0
         self._ended_s = 0.0
         self._failed: str | None = None
@@ -201,23 +199,23 @@ class Recorder:
         self._startup_s = self._startup.until(self._began_unix) if self._startup else {}
         self.timeline.start()
         machine = int(os.environ.get("LOCAL_RANK", self._rank)) == 0
-        self._monitor = Monitor(
+        self.monitor = Monitor(
             signals(self._device, machine=machine, loaders=lambda: self._sources.loader.pids),
             self._settings.system_interval_s,
             origin_ns=self.timeline.origin_ns,
         )
         if not machine:
-            self._monitor.missing["machine"] = "recorded by the first process of the machine only"
-        self._monitor.start()
+            self.monitor.missing["machine"] = "recorded by the first process of the machine only"
+        self.monitor.start()
         self._compilations.start()
         self._open.enter_context(recording_to(self.timeline))
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        assert self._monitor is not None
+        assert self.monitor is not None
         self._open.close()
         self._compilations.stop()
-        self._monitor.stop()
+        self.monitor.stop()
         if error is None:
             self.timeline.finish()
             self.tensor_sampler.finish()
@@ -228,7 +226,7 @@ class Recorder:
 
     @property
     def has_begun(self) -> bool:
-        return self._monitor is not None
+        return self.monitor is not None
 
     @property
     def is_compiling(self) -> bool:
@@ -253,13 +251,13 @@ class Recorder:
 
     def snapshot(self) -> TrainingEvidence:
         """What this process has recorded so far; for the training's thread, while it records or afterward."""
-        if self._monitor is None:
+        if self.monitor is None:
             raise RuntimeError("nothing was recorded; use `with recorder:` first")
         self.tensor_sampler.take_in()
-        steps, samples = self.timeline.steps, self._monitor.samples()
+        steps, samples = self.timeline.steps, self.monitor.samples()
         names, spans = list(self.timeline.outside), self.timeline.spans
         rank = RankEvidence(
-            record=self._record(self._monitor),
+            record=self._record(self.monitor),
             steps=dict(zip(steps.columns, steps.array().T, strict=True)),
             spans=Spans(
                 names=[names[int(index)] for index in spans.column("range")],
@@ -267,7 +265,7 @@ class Recorder:
                 seconds=spans.column("seconds"),
             ),
             tensors=self.tensor_sampler.samples(),
-            system=dict(zip(self._monitor.columns, samples.T, strict=True)),
+            system=dict(zip(self.monitor.columns, samples.T, strict=True)),
         )
         curves = {}
         for name, table in self._metrics.items():
@@ -276,11 +274,7 @@ class Recorder:
         return TrainingEvidence(name=self.name, ranks=[rank], metrics=curves)
 
     def write(self, directory: str | Path) -> None:
-        """Write this rank's files below `directory`/NAME, an evidence artifact in the making.
-
-        Raises:
-            OutputError: the directory cannot be written.
-        """
+        """Write this rank's files below `directory`/NAME, an evidence artifact in the making."""
         write_rank(directory, self.snapshot())
 
     def _record(self, monitor: Monitor) -> RankRecord:

@@ -30,22 +30,23 @@ logger = logging.getLogger(__name__)
 
 _SIGNAL = signal.SIGUSR1
 _OWN = "trainer."
+_SYSTEM_INTERVAL_S = 5.0  # between two points of the machine's use in MLflow
 
 
 class HangWatchdog:
-    """Calls `on_hang` once if it was not reset for too long; a thread of its own waits for that.
+    """A thread that calls `on_hang` once if `reset` was not called for too long.
 
-    It can end what hangs where Python waits, for a loader process, a file or a lock: a signal interrupts the main thread. Where torch
-    waits, for a device or another process, torch's own limits end it.
+    It can end a training that hangs in Python, waiting for a loader process, a file or a lock: a signal interrupts the main thread. Where
+    torch waits, for a device or another process, torch's own limits end it.
     """
 
     def __init__(
         self, seconds: float, *, paused: Callable[[], bool], on_hang: Callable[[float, str], str], ends: bool
     ) -> None:
-        """Watch what the current thread does; `paused` tells whether the time does not count at the moment.
+        """Watch the current thread; time does not count while `paused()`.
 
-        `on_hang` takes the seconds since the last reset and where the thread is, in the thread of the watchdog, and gives the message for
-        the end of what hangs, if it `ends`; only the main thread can be ended.
+        The watchdog's thread calls `on_hang` with the seconds since the last reset and the place in the code, and raises the message that
+        it returns in the main thread if it `ends`.
         """
         self._seconds, self._paused, self._on_hang = seconds, paused, on_hang
         self._watched = threading.current_thread()
@@ -98,7 +99,7 @@ def _place(thread: threading.Thread) -> str:
 
 
 class LiveRules(Hook):
-    """Judges what the first process has recorded so far, every now and then; reports each rule's finding once.
+    """Judges the recording of the first process at intervals, reports each rule's finding once, and logs the machine's use.
 
     What is judged, and when, changes nothing that is trained.
     """
@@ -106,13 +107,10 @@ class LiveRules(Hook):
     def __init__(
         self, trace: Trace, settings: WatchSettings, *, tracker: Tracker, say: Callable[[str], None], active: bool
     ) -> None:
-        """Judge what `trace` records, which also takes what that costs; `say` shows a line.
-
-        One `active` process is enough.
-        """
+        """Judge the recording of `trace`, which records the cost of that too; `say` shows a line. One `active` process is enough."""
         self._trace, self._settings = trace, settings
         self._tracker, self._say, self._active = tracker, say, active
-        self._began = self._due = self._spent = 0.0
+        self._began = self._due = self._spent = self._logged_s = 0.0
         self._step = 0
         self._reported: set[str] = set()
         self._watchdog: HangWatchdog | None = None
@@ -136,16 +134,16 @@ class LiveRules(Hook):
             yield
 
     def after_step(self, step: int, losses: Losses) -> None:  # noqa: ARG002
-        """Judge, if it is time.
-
-        Raises:
-            TrainingError: a rule of `stop_on` has a finding.
-        """
+        """Judge, if it is time; a `TrainingError` if a rule of `stop_on` has a finding."""
         if not self._active:
             return
         self._step = step
         if self._watchdog is not None:
             self._watchdog.reset()
+        now_s, monitor = self._trace.recorder.timeline.now_s(), self._trace.recorder.monitor
+        if monitor is not None and now_s >= self._logged_s + _SYSTEM_INTERVAL_S:
+            self._tracker.metrics(step, monitor.for_mlflow(self._logged_s))
+            self._logged_s = now_s
         if time.perf_counter() < self._due:
             return
         for rule, finding in self._judge():

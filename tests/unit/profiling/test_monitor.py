@@ -210,3 +210,29 @@ def test_cores_are_counted_where_their_times_are_read(monkeypatch: pytest.Monkey
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 64)
     signal = cpu_signal()
     assert len(signal.read()) == len(signal.columns) == len(psutil.cpu_times(percpu=True)) + 1
+
+
+def test_mlflow_gets_the_means_since_a_moment_in_its_units() -> None:
+    use = (
+        "memory_used_bytes",
+        "gpu_percent",
+        "gpu_memory_used_bytes",
+        "gpu_memory_total_bytes",
+        "cpu0_percent",
+        "cpu1_percent",
+    )
+    signal = Signal((*use, "network_received_bytes_per_s"), lambda: (2e9, 40.0, 2e9, 8e9, 20.0, 60.0, 1e6))
+    monitor = monitor_of(("made", lambda: signal))
+    seconds = sampled(monitor, 0.1)["end_s"][-1]
+    assert monitor.for_mlflow(0.0) == pytest.approx(
+        {
+            "system/cpu_utilization_percentage": 40.0,
+            "system/system_memory_usage_megabytes": 2000.0,
+            "system/system_memory_usage_percentage": 2e11 / psutil.virtual_memory().total,
+            "system/network_receive_megabytes": seconds,
+            "system/gpu_0_utilization_percentage": 40.0,
+            "system/gpu_0_memory_usage_megabytes": 2000.0,
+            "system/gpu_0_memory_usage_percentage": 25.0,
+        }
+    )
+    assert list(monitor.for_mlflow(seconds)) == ["system/network_receive_megabytes"]

@@ -70,6 +70,13 @@ def train(
     return sink, recorder
 
 
+def test_the_use_of_the_machine_goes_to_mlflow_under_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_rules, "_SYSTEM_INTERVAL_S", 0.0)
+    sink, _ = train(interval_s=1e9)
+    assert [step for step, _ in sink.points] == [0, 1, 2, 3, 4]
+    assert all(name.startswith("system/") for _, values in sink.points for name in values)
+
+
 def test_a_finding_is_reported_once_in_the_log_and_in_mlflow() -> None:
     sink, _ = train(**ALWAYS)
     (line,) = sink.said

@@ -71,7 +71,6 @@ def mlflow(monkeypatch):
             stage_runs, "_start_stage", lambda *_: stage_runs._RunTracker(tracking.client(), "1" * 32, {})
         )
         monkeypatch.setattr(stage_runs, "_SEND_INTERVAL_S", 0.01)
-        monkeypatch.setattr(stage_runs._Sender, "_start_system_metrics", lambda self: None)
         yield server
         server.shutdown()
 

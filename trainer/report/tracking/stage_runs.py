@@ -22,14 +22,12 @@ from trainer.report.tracking import ERROR_TAG, PARAM_LENGTH
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric, Run, RunTag
-    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
     from mlflow.tracking import MlflowClient
 
 logger = logging.getLogger(__name__)
 
 STAGE_TAG = "trainer.stage"
-TRAINING_TAG = "trainer.training"
-"""Identity of the training of a stage's run, by which a later attempt finds the run."""
+TRAINING_TAG = "trainer.training"  # identity of the training of a stage's run, by which a later attempt finds the run
 
 UNSENT = "unsent-metrics.json"
 """Name of the file beside a training's checkpoints with the points that the server lacked when the last one was written."""
@@ -39,8 +37,6 @@ _POINTS = TypeAdapter(tuple[tuple[str, float, int, int], ...], config=ConfigDict
 _SEND_INTERVAL_S = 1.0
 _LONGEST_WAIT_S = 30.0
 _EXIT_S = 10.0
-_SYSTEM = "system/"
-_SYSTEM_INTERVAL_S = 5.0
 _POINTS_KEPT = 100_000
 _POINTS_A_BATCH, _TAGS_A_BATCH = 1000, 100  # MLflow's limits
 
@@ -72,8 +68,7 @@ class _RunTracker(Tracker):
     def __init__(self, mlflow: MlflowClient, run_id: str, last_steps: Mapping[str, int]) -> None:
         """Record to a run; `last_steps` maps each metric that it has already to its last step."""
         self._mlflow = mlflow
-        system_steps = [step for name, step in last_steps.items() if name.startswith(_SYSTEM)]
-        self._sender = _Sender(mlflow, run_id, samples=1 + max(system_steps, default=-1))
+        self._sender = _Sender(mlflow, run_id)
         self._sender.start()
         self._last_steps = dict(last_steps)
         self._kept_at = ""
@@ -135,15 +130,12 @@ def _warned(consequence: str) -> Iterator[None]:
 def stage_run(stage: str, settings: Mapping[str, Any], *, active: bool = True, training: str = "") -> Iterator[Tracker]:
     """Open a stage's run, nested in the parent run; it ends FINISHED, or FAILED by an exception, or KILLED by an interruption.
 
+    A `TrackingError` at the start only, once `tracking.patiently` gives up; later failures are warnings.
+
     Args:
-        stage: its name is that of its run.
-        settings: are recorded as parameters.
+        settings: recorded as parameters.
         active: False on every process but the first of a group; these get a tracker that does nothing.
         training: identity of the stage's work; an unfinished run with the same identity is continued. Empty: a new run.
-
-    Raises:
-        TrackingError: MLflow refuses when the stage starts, or does not answer for as long as `tracking.patiently` waits. Later failures
-            are warnings.
     """
     if not active or tracking.uri() is None:
         yield Tracker()
@@ -193,10 +185,9 @@ def _start_stage(stage: str, settings: Mapping[str, Any], training: str) -> _Run
 
 
 class _Sender(threading.Thread):
-    """Sends points in batches, and system samples every few seconds; retries while the server is away."""
+    """Sends points in batches; retries while the server is away."""
 
-    def __init__(self, mlflow: MlflowClient, run_id: str, *, samples: int) -> None:
-        """Begin with nothing to send; `samples` is the number of system samples that the run has already."""
+    def __init__(self, mlflow: MlflowClient, run_id: str) -> None:
         super().__init__(name="tracking", daemon=True)  # a hanging request must not keep the process alive
         self._mlflow = mlflow
         self._run_id = run_id
@@ -206,9 +197,6 @@ class _Sender(threading.Thread):
         self._closing = threading.Event()
         self._give_up = float("inf")
         self._outage = Outage(f"MLflow run {run_id}: the server", logger)
-        self._system: SystemMetricsMonitor | None = None
-        self._next_sample = 0.0
-        self._samples = samples
 
     def add(self, step: int, values: Mapping[str, float], time_ms: int | None = None) -> None:
         from mlflow.entities import Metric
@@ -217,13 +205,12 @@ class _Sender(threading.Thread):
         self._waiting.extend(Metric(name, value, time_ms, step) for name, value in values.items())
 
     def unsent(self) -> list[tuple[str, float, int, int]]:
-        """List name, value, time in ms and step of the points that the server may lack, without system samples."""
+        """List name, value, time in ms and step of the points that the server may lack."""
         # In this order a point that is moved meanwhile is not missed.
         points = [*list(self._waiting), *list(self._batch)]
         return [
             (point.key, point.value, point.timestamp, point.step)
             for point in sorted(points, key=lambda point: (point.timestamp, point.step))
-            if not point.key.startswith(_SYSTEM)
         ]
 
     def add_tag(self, name: str, text: str) -> None:
@@ -242,9 +229,7 @@ class _Sender(threading.Thread):
             logger.warning(lost, self._run_id, left)
 
     def run(self) -> None:
-        self._start_system_metrics()
         while not self._closing.is_set():
-            self._sample_system()
             self._send()
             self._closing.wait(
                 Retry(first_s=_SEND_INTERVAL_S, longest_s=_LONGEST_WAIT_S).wait_s(self._outage.failures + 1)
@@ -282,23 +267,3 @@ class _Sender(threading.Thread):
             return
         reason = tracking.reason_of(error)
         self._outage.failed(f"MLflow run {self._run_id}: metrics wait, the training continues: {reason}")
-
-    def _start_system_metrics(self) -> None:
-        """Set up MLflow's own readings, under the names that its pages expect, without its thread, which would wait for the server."""
-        with _warned("the system metrics are not recorded in MLflow"):
-            from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-
-            self._system = SystemMetricsMonitor(self._run_id, tracking_uri=tracking.uri())
-
-    def _sample_system(self) -> None:
-        if self._system is None or time.monotonic() < self._next_sample:
-            return
-        system, self._system = self._system, None  # a reading that fails is not repeated
-        with _warned("no further system metrics are recorded in MLflow"):
-            system.collect_metrics()
-            self.add(self._samples, {f"{_SYSTEM}{name}": value for name, value in system.aggregate_metrics().items()})
-            for part in system.monitors:
-                part.clear_metrics()
-            self._system = system
-        self._next_sample = time.monotonic() + _SYSTEM_INTERVAL_S
-        self._samples += 1
