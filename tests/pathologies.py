@@ -29,7 +29,8 @@ from trainer.data.loader import MicroBatches
 from trainer.objectives.distillation.objective import DistillObjective
 from trainer.profiling.evidence import TrainingEvidence
 from trainer.profiling.evidence_files import read_evidence
-from trainer.profiling.rules import OwnOverhead, judge
+from trainer.profiling.rules import judge
+from trainer.profiling.rules.lifecycle import OwnOverhead
 from trainer.profiling.rules.outcomes import Case, Finding, Outcome
 from trainer.stages import distill, pretrain
 from trainer.training import loop

@@ -21,7 +21,7 @@ from tests.pathologies import before_batch, before_each, before_forward, compute
 from trainer import config
 from trainer.config.rules import RuleSettings
 from trainer.objectives.distillation.objective import DistillObjective
-from trainer.profiling.rules import OwnOverhead, StartUp
+from trainer.profiling.rules.lifecycle import OwnOverhead, StartUp
 from trainer.profiling.rules.outcomes import Finding, NotJudged
 from trainer.stages import distill, reinforce
 from trainer.training import parallelize

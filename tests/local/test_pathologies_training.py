@@ -31,8 +31,8 @@ from trainer.models import networks
 from trainer.models.served_student.torch_network import Preprocessing
 from trainer.objectives.distillation.objective import DistillObjective
 from trainer.profiling.evidence_files import read_evidence
-from trainer.profiling.rules import StalledTraining
 from trainer.profiling.rules.outcomes import TrainingRule
+from trainer.profiling.rules.stalled import StalledTraining
 from trainer.stages import prepare, pretrain, reinforce
 from trainer.training.loop import Trainer
 

@@ -70,18 +70,12 @@ class ComparedRun:
     answers: Sequence[Answer]
     evidence: Mapping[str, TrainingEvidence] = field(default_factory=dict)
     """What the trainings recorded, as far as it is at hand."""
-    run: Mapping[str, Any] | None = None
-    """The run's `summary.json`; none where a training is compared and not a run."""
+    run: Mapping[str, Any] | None = None  # the run's `summary.json`; none where a training is compared and not a run
     dataset: str | None = None  # fingerprint of the data set; none where it was not recorded
 
 
 def read_compared_run(uri: str) -> ComparedRun:
-    """Read a run's directory, a report or evidence.
-
-    Raises:
-        ArtifactError: it is none of these, or damaged.
-        StorageError: the store does not answer or refuses.
-    """
+    """Read a run's directory, a report or evidence; an `ArtifactError` for anything else."""
     if artifacts.exists(uri):
         kind = _json(storage.join(uri, artifacts.MANIFEST)).get("kind")
         if kind == "report":
@@ -122,7 +116,7 @@ def _read_run(uri: str) -> ComparedRun:
     content = _json(storage.join(uri, SUMMARY))
     if not {"settings", "stages", "student", "teacher", "reports"} <= content.keys():
         raise ArtifactError(f"{storage.join(uri, SUMMARY)}: is not the summary of a run; {_CHOICE}")
-    page = str(content["reports"].get("profile", ""))  # where the run says that it was
+    page = str(content["reports"].get("profile", ""))  # the page's place at the time of the run
     reports = [storage.join(uri, "report"), *([storage.parent(page)] if page else [])]
     report = next(filter(artifacts.exists, reports), None)
     if report is None:
@@ -139,7 +133,6 @@ def _read_run(uri: str) -> ComparedRun:
 
 
 def _dataset_of(places: Sequence[str]) -> str | None:
-    """Read the fingerprint of the data set that the evidence is of."""
     known = [artifacts.manifest(place, "evidence").parents.get("dataset") for place in places]
     return next(filter(None, known), None)
 
@@ -196,16 +189,12 @@ class Comparison:
     differences: Sequence[str]
     """Why not everything can be compared, a sentence each: other data, hardware, or numbers of processes."""
     verdict: str
-    general: Sequence[Table]  # of the runs as wholes
+    general: Sequence[Table]  # tables on the whole runs
     tables: Mapping[str, Sequence[Table]]  # name of a training -> its tables
 
 
 def compare(before: ComparedRun, after: ComparedRun) -> Comparison:
-    """Compare two sides.
-
-    Raises:
-        ArtifactError: they have no training in common.
-    """
+    """Compare two sides; an `ArtifactError` if they have no training in common."""
     names = [name for name in before.trainings if name in after.trainings]
     if not names:
         held = [", ".join(side.trainings) or "no training" for side in (before, after)]
@@ -215,7 +204,7 @@ def compare(before: ComparedRun, after: ComparedRun) -> Comparison:
         )
     pairs = [Pair(name=name, before=before.trainings[name], after=after.trainings[name]) for name in names]
     counts = [side.run.get("dataset") if side.run else None for side in (before, after)]
-    same_data = False if all(counts) and counts[0] != counts[1] else None  # None: nothing tells
+    same_data = False if all(counts) and counts[0] != counts[1] else None  # None: unknown
     if before.dataset and after.dataset:
         same_data = before.dataset == after.dataset
     accuracy = ""
@@ -395,7 +384,6 @@ def _times(
 
 
 def _score_name(side: ComparedRun) -> str:
-    """Return the name of the score by which a run's student was judged."""
     return next((name for name in scores.TITLES if _at(side.run, ("student", "test", name)) is not None), "top1")
 
 
@@ -432,7 +420,6 @@ def _at(content: Mapping[str, Any] | None, keys: Sequence[str]) -> float | None:
 
 
 def _settings(before: ComparedRun, after: ComparedRun) -> Table:
-    """List the settings that differ."""
     if before.run is not None and after.run is not None:
         sides = [before.run["settings"], after.run["settings"]]
     else:
@@ -440,14 +427,13 @@ def _settings(before: ComparedRun, after: ComparedRun) -> Table:
     a, b = (flatten(settings) for settings in sides)
     rows: list[Row] = []
     for name in {**a, **b}:
-        repeats = name.removeprefix("tune.distill.") != name  # what tune would start from is distill's
+        repeats = name.removeprefix("tune.distill.") != name  # tune starts from the settings of distill
         if a.get(name) != b.get(name) and not repeats:
             rows.append((name, *(str(values[name]) if name in values else "not there" for values in (a, b))))
     return Table(("setting", "before", "after"), rows, title="Settings that differ")
 
 
 def _findings(before: ComparedRun, after: ComparedRun) -> Table:
-    """List what the rules found on one side or both."""
     a, b = _found(before.answers), _found(after.answers)
     judged = [
         {(one.rule, one.training) for one in side.answers if not isinstance(one.outcome, NotJudged)}

@@ -26,8 +26,8 @@ SCHEMA_VERSION = SCHEMA_VERSIONS["evidence"]
 
 PHASES = ("data", "to_device", "teacher_forward", "forward", "backward", "optimizer")
 """The phases that every training loop has, in their order."""
-OTHER = "other"  # what remains of a step
-BETWEEN = "between"  # what remains between steps
+OTHER = "other"  # time of a step outside of all ranges
+BETWEEN = "between"  # time between steps outside of all ranges
 STEP_COLUMNS = (
     "step",
     "start_s",
@@ -69,8 +69,7 @@ TENSOR_COLUMNS = (
 """Of a tensor of weights in a sample: how many elements and dimensions; norm and mean absolute value of the weights before the step and
 of the gradient before clipping; share of elements that are not finite, or zero; norm of the step's update against the norm of the
 weights, NaN where that is 0; share of elements that the step did not change. What is of the gradient is NaN where there is none."""
-ATTENTION_ENTROPY = "attention_entropy/"
-"""What the names of such metrics begin with; the block's name follows."""
+ATTENTION_ENTROPY = "attention_entropy/"  # what the names of such metrics begin with; the block's name follows
 
 _FORMER_CATEGORIES = {"normalisation": "normalization", "optimiser": "optimizer"}  # as earlier versions wrote them
 Category = Annotated[
@@ -99,8 +98,8 @@ class StepRecord(StrictModel):
     kept_of: Annotated[int, Field(ge=1)]  # steps for which each row of the table stands
     lost: Count  # steps that could not be timed because the device was too far behind
     seconds: Seconds
-    images: Count  # over all processes; 0 where the training did not say
-    ranges: Mapping[str, Seconds]  # path of each range -> seconds in it and in none of its own ranges
+    images: Count  # over all processes; 0 if unknown
+    ranges: Mapping[str, Seconds]  # path of each range -> its seconds, without those of ranges within it
 
 
 class OutsideRecord(StrictModel):
@@ -122,7 +121,7 @@ class TransferRecord(StrictModel):
     """What an XLA device and the host exchanged, between the steps too: losses that are read, validations, checkpoints."""
 
     from_device: Count
-    from_device_s: Seconds  # that the host waited for it
+    from_device_s: Seconds  # time that the host waited for these transfers
     from_device_bytes: Count
     to_device_bytes: Count
     fallbacks: Mapping[str, Count]
@@ -135,22 +134,22 @@ class CommunicationRecord(StrictModel):
     steps: Count
     backward_s: Seconds  # computing the backward pass
     exchange_s: Seconds  # exchanging gradients
-    hidden_s: Seconds  # of that, while the backward pass computed
+    hidden_s: Seconds  # part of the exchange that overlaps with the backward pass
 
 
 class AttemptRecord(StrictModel):
     """One attempt at this training: a later one resumes from a checkpoint."""
 
     began_unix: float
-    seen_unix: float  # the last sign of life
+    seen_unix: float  # last sign of life
     first_step: Count
-    steps_seen: Count  # steps that it completed, as far as is known
+    steps_seen: Count  # completed steps, as far as is known
 
 
 class ContextRecord(StrictModel):
     """What a rule needs to know of the training beside what is measured; none where it is not known."""
 
-    settings: Mapping[str, Any] = {}  # of this training: the section, or the part of it
+    settings: Mapping[str, Any] = {}  # the training's section, or its part of a section
     total_steps: Count | None = None
     low_resolution_steps: Count | None = None
     """The first steps, in which the input is smaller: the one after them compiles again, by plan."""
@@ -191,28 +190,27 @@ class RankRecord(StrictModel):
     """What one process records beside its tables."""
 
     schema_version: int
-    name: str  # the part of the training
+    name: str  # of the training: mae, finetune or distill
     rank: Count
     world_size: Annotated[int, Field(ge=1)]
     device: str
     host: str
     cores: Annotated[int, Field(ge=1)]  # cores that the process may use
-    processor: str = ""  # its model; empty in recordings that were made before this was recorded
+    processor: str = ""  # model of the processor; empty in older recordings
     memory_bytes: Count  # memory of the machine
     workers: Count | None = None  # loader processes beside the process; none where nothing was loaded
     process: ProcessRecord
     place: Machines | None = None  # the node pool and its price; None where it is not known
     context: ContextRecord = ContextRecord()
-    attempts: tuple[AttemptRecord, ...] = ()  # all attempts, the last one is this; known to rank 0
-    failed: str | None = None
-    """Message of the error that ended it; only the first process leaves evidence then."""
+    attempts: tuple[AttemptRecord, ...] = ()  # all attempts, this one last; known to rank 0
+    failed: str | None = None  # message of the error that ended it; only the first process leaves evidence then
     startup: Mapping[str, Seconds] = {}
     """Part of the time before the end of the first step -> seconds: `launch` (from the launch of the job on this machine to the start of
     this process), `imports`, `fetch`, `join`, `preparation`, `compile`, `first_step`. Parts that did not happen are left out, and a later
     training of the same process begins with its `preparation`."""
     compilations: tuple[CompilationRecord, ...] = ()
     compile_beside_s: Seconds = 0.0  # compiling graphs between steps, mostly of validations; known on XLA
-    transfers: TransferRecord | None = None  # None where the device is not one of XLA
+    transfers: TransferRecord | None = None  # None without XLA
     communication: CommunicationRecord | None = None
     overhead: Mapping[str, Seconds] = {}
     """Part of the recorder's own work -> seconds that it cost: `marks` (calibrated), `tensors`, `monitor` (CPU time of its thread),
@@ -223,8 +221,8 @@ class RankRecord(StrictModel):
     settings: EvidenceSettings
     steps: StepRecord
     outside: Mapping[str, OutsideRecord]  # ranges outside of steps; `between` is what no range covers
-    system_interval_s: Seconds  # between two samples of the system, at the end
-    operators: OperatorTable | None  # of all windows together
+    system_interval_s: Seconds  # between two samples of the machine, at the end of the recording
+    operators: OperatorTable | None  # over all windows
     missing: Mapping[str, str]  # what could not be recorded -> the reason
 
 
@@ -332,15 +330,9 @@ def step_ms(rank: RankEvidence) -> Spread | None:
 
 
 def images_per_second(steps: Mapping[str, Series]) -> float | None:
-    """Images of the measured steps, of all processes, by the time of these steps.
+    """Return the rate of all processes within the measured steps; None without steps or where the number of images is unknown.
 
-    Validation, checkpoints and start-up lie outside of steps and are not counted.
-
-    Args:
-        steps: the columns `profiled`, `images` and `seconds` of a process's step table, as far as it has come.
-
-    Returns:
-        None where there are no steps, or the training did not record its images.
+    Validation, checkpoints and start-up lie outside of steps. `steps` is the table so far: `profiled`, `images` and `seconds`.
     """
     rows = measured_steps(steps)
     images, seconds = float(steps["images"][rows].sum()), float(steps["seconds"][rows].sum())

@@ -49,15 +49,7 @@ _EXACT = {"start_s", "end_s", "step", "images"}
 
 
 def write_rank(directory: str | Path, training: TrainingEvidence) -> None:
-    """Write what one process recorded below `directory`/NAME, an evidence artifact in the making.
-
-    Args:
-        directory: of all trainings.
-        training: with the evidence of this process only; the first one writes the curves too.
-
-    Raises:
-        OutputError: the directory cannot be written.
-    """
+    """Write one process's evidence below `directory`/NAME, an evidence artifact in the making; rank 0 writes the curves too."""
     (rank,) = training.ranks
     path = Path(directory) / training.name
     prefix = f"rank{rank.record.rank}"
@@ -114,11 +106,7 @@ def _write_arrow(path: Path, columns: Mapping[str, pa.Array]) -> None:
 
 
 def read_evidence(uri: str | Path) -> Evidence:
-    """Read and check an evidence artifact.
-
-    Raises:
-        ArtifactError: it is missing, damaged, of another version, or does not hold what the schema says.
-    """
+    """Read an evidence artifact; an `ArtifactError` if it is missing, damaged, of another version, or does not fit the schema."""
     artifact = artifacts.read(uri, "evidence")
     directories = sorted({path.parent for path in artifact.path.glob("*/rank*.json")})
     trainings = [_read_training(directory) for directory in directories]

@@ -19,7 +19,7 @@ from trainer.profiling.rules import judge
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule, setting_of
 from trainer.profiling.training_summary import TrainingSummary, training_label
 
-FINDINGS = "findings.json"  # what every rule answered on every training, in a report
+FINDINGS = "findings.json"  # the file of a report with every rule's answer on every training
 _OUTCOMES: Mapping[str, type[Outcome]] = {kind.__name__: kind for kind in (Finding, Healthy, NotJudged)}
 _SEVERITIES = ("note", "warning", "severe")
 
@@ -33,11 +33,10 @@ class Answer:
     kind: Literal["system", "training"]
     training: str
     outcome: Outcome
-    dollars: float | None = None
-    """What the finding's saving comes to; none where no price is known, or nothing to save."""
+    dollars: float | None = None  # what the finding's saving comes to; none where no price is known, or nothing to save
 
 
-RankedFinding = tuple[Answer, Finding]  # an answer that is a finding, with that
+RankedFinding = tuple[Answer, Finding]  # an answer and its finding
 
 
 def judged(evidence: Evidence, rules: RuleSettings) -> list[Answer]:
@@ -169,11 +168,7 @@ def _plain(value: Any) -> Any:
 
 
 def from_json(content: str | bytes, source: str) -> list[Answer]:
-    """Read what `to_json` wrote.
-
-    Raises:
-        ArtifactError: it is something else; names `source`.
-    """
+    """Read what `to_json` wrote; for anything else, an `ArtifactError` that names `source`."""
     try:
         rows = TypeAdapter(list[dict[str, Any]]).validate_json(content)
         outcomes = [TypeAdapter(_OUTCOMES[row.pop("outcome")]).validate_python(row.pop("told")) for row in rows]

@@ -22,8 +22,7 @@ _CATEGORIES: Mapping[Category, str] = {
     "normalization": r"(layer|batch|group|rms|instance)_?norm|GammaBetaBackward",
     "matrix product": r"^aten::((add|b|baddb)?mm|linear|matmul|dot|mv|addmv|einsum)(_|$)|gemm|mkldnn_linear|cutlass|nvjet|splitKreduce",
     "copy": r"copy|clone|contiguous|memcpy|memset|^aten::(cat|stack|to|fill_|zero_|pad|index_select)$|CatArray",
-}
-"""The first pattern that fits, in letters of any case, decides: NCCL's kernels are communication although they copy."""
+}  # the first pattern that fits, in letters of any case, decides: NCCL's kernels are communication although they copy
 
 
 class OperatorWindows:
@@ -94,7 +93,6 @@ class OperatorWindows:
         return profiled
 
     def _add(self, row: Any) -> None:
-        """Add a row of torch.profiler's averages, whose class has no public name."""
         name = str(row.key)
         kind: Literal["operator", "kernel"] = "operator" if row.device_type.name == "CPU" else "kernel"
         cpu_ms, device_ms = float(row.self_cpu_time_total) / 1000, float(row.self_device_time_total) / 1000

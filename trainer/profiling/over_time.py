@@ -139,13 +139,9 @@ def _machine_lanes(system: Mapping[str, Series], edges: Series, duration: float)
 
 
 def phase_shares(rank: RankEvidence, edges: Series) -> Mapping[str, Series]:
-    """Compute the share of each bin's time that every phase, and every range outside of steps, took.
+    """Compute each phase's and outside range's share of every bin's time: name -> [bins], together at most 1.
 
-    Where the table of steps, or that of ranges outside of them, was thinned, what lies between kept ones is unknown, and the shares are
-    those of the known time.
-
-    Returns:
-        Name -> [bins]; together at most 1.
+    Where a table was thinned, the time between kept rows is unknown, and the shares are those of the known time.
     """
     amounts, starts = {}, rank.steps["start_s"]
     if len(starts):
@@ -175,8 +171,7 @@ class Layers:
 
     names: Sequence[str]
     steps: Series  # [looks]
-    values: Mapping[str, Series]
-    """Measure -> [layers, looks]: norms over the whole layer, NaN where there is none."""
+    values: Mapping[str, Series]  # measure -> [layers, looks]: norms over the whole layer, NaN where there is none
     broken: Flags  # [layers, looks]: a weight or a gradient is not finite
 
 

@@ -40,7 +40,7 @@ from trainer.report.pages import (
 
 _FEWEST_DRAWN = 20
 _MOST_RANKS_DRAWN = 64
-_UNUSUAL = 1.5  # times what is usual
+_UNUSUAL = 1.5  # an unusual value is this many times the usual one
 _DELAYED = 0.1  # share of a slow step from which on a lack of cores can have made it slow
 _FULL_PERCENT = 90.0  # use of the cores from which on other programs take them from the training
 _MORE_PERCENT = 5.0
@@ -85,14 +85,7 @@ def build(
     *,
     top_operators: int,
 ) -> str:
-    """Build the page: HTML below 2 MB without references to anything outside of it.
-
-    Args:
-        trainings: evidence and its numbers, in the order in which they ran; may be empty.
-        answers: of the rules, on all of them.
-        bill: of the stages that trained.
-        top_operators: rows of the operator tables.
-    """
+    """Build the page: self-contained HTML below 2 MB, with `top_operators` rows in the tables of operators."""
     summaries = [summary for _, summary in trainings]
     blocks: list[Block | None] = [Paragraph(facts(summaries))]
     if summaries:
@@ -359,7 +352,6 @@ def _table(kind: str, rows: Sequence[Operator], summary: OperatorSummary, total:
 
 
 def _ranks(summary: TrainingSummary) -> Subsection | None:
-    """Show the phases of each process, on one scale."""
     drawn = [rank for rank in summary.ranks if rank.step_ms is not None][:_MOST_RANKS_DRAWN]
     if len(drawn) < 2:
         return None
@@ -424,7 +416,6 @@ def _hosts(summary: TrainingSummary) -> Details:
 
 
 def _use(summary: TrainingSummary) -> Subsection | None:
-    """Show every signal of the machine: how much of it was used; the cores as one."""
     rows = []
     for name, signal in summary.system.items():
         if not is_core(name):
@@ -443,7 +434,6 @@ def _use(summary: TrainingSummary) -> Subsection | None:
 
 
 def _bill(bill: Bill) -> PageSection | None:
-    """Show wall time and dollars of each stage, and what they went for."""
     if not bill.stages:
         return None
     rows = []
@@ -458,7 +448,6 @@ def _bill(bill: Bill) -> PageSection | None:
 
 
 def _startup(summary: TrainingSummary) -> Subsection | None:
-    """Show the time before the end of the first step, split."""
     rows = []
     for key, (name, note) in _STARTUP.items():
         if seconds := summary.startup.get(key):
@@ -475,7 +464,6 @@ def _startup(summary: TrainingSummary) -> Subsection | None:
 
 
 def _overhead(summary: TrainingSummary) -> Subsection | None:
-    """Show what recording all this cost."""
     if not summary.overhead or not summary.recorded_s:
         return None
     total = sum(summary.overhead.values())
@@ -488,7 +476,6 @@ def _overhead(summary: TrainingSummary) -> Subsection | None:
 
 
 def _attempts(summary: TrainingSummary) -> Subsection | None:
-    """Show each attempt of a training that was interrupted."""
     if len(summary.attempts) < 2:
         return None
     rows = []

@@ -13,10 +13,10 @@ Flags = NDArray[np.bool_]
 
 
 class ThinnedTable:
-    """Rows of numbers, at most `capacity` (even) of them: every `stride`-th of those appended.
+    """Rows of numbers, at most `capacity` (even) of them: every `stride`-th appended row.
 
-    The stride is 1 until the table is full, and doubles whenever it is: every second row is dropped then. All ranks keep the same steps,
-    and the first row, from which rules and reports count.
+    A full table drops every second row and doubles the stride. All ranks keep the same steps, and the first row, from which rules and
+    reports count.
     """
 
     def __init__(self, columns: Sequence[str], capacity: int) -> None:
@@ -60,15 +60,12 @@ class ThinnedTable:
 
 
 def mean_in_bins(ends: Series, values: Series, edges: Series) -> Series:
-    """Average a signal within each bin.
+    """Average a signal within each bin, [bins]; NaN where nothing is known.
 
     Args:
-        ends: end of the time that each value stands for, which began at the end of the one before it, [samples].
+        ends: end of the interval of each value, which began at the end of the previous one, [samples].
         values: the signal, NaN where unknown, [samples].
         edges: of the bins, [bins + 1].
-
-    Returns:
-        [bins]; NaN where nothing is known.
     """
     spent = np.diff(ends, prepend=0.0)
     known = np.isfinite(values)

@@ -24,7 +24,7 @@ from trainer.profiling.evidence import ATTENTION_ENTROPY, TENSOR_COLUMNS, Tensor
 from trainer.profiling.series import ThinnedTable
 from trainer.profiling.timeline import RECORDER, Timeline
 
-SAMPLED = 1024  # most elements of a tensor in its sample
+SAMPLED = 1024  # largest number of sampled elements of a tensor
 
 
 class TensorStats:
@@ -132,10 +132,9 @@ class AttentionEntropy:
 
     @torch.no_grad()
     def measure(self, forward: Callable[[], object]) -> Tensor:
-        """The entropy of each block, [K], NaN where `forward` did not come: it sends some images through the model.
+        """Measure the entropy of each block, [K], as `forward` sends images through the model; NaN for blocks that it does not reach.
 
-        The model is in evaluation mode meanwhile, so that nothing is drawn. What is compiled of it runs uncompiled, else the compiler
-        would be asked for graphs of these shapes too.
+        The model is in evaluation mode, so nothing is drawn, and runs uncompiled: the compiler would be asked for graphs of these shapes.
         """
         modules, training = list(self._modules.values()), self._model.training
         entropies = [torch.full((), math.nan, device=module.proj.weight.device) for module in modules]
@@ -178,8 +177,8 @@ class SampledModel:
 class TensorSampler:
     """Samples a model in the first step of a process and then in multiples of `tensors_every` steps, as far as the budget allows.
 
-    They are multiples, so that processes, each of which decides on its own, mostly sample the same steps. Where a device traces, a sample
-    is a part of the step's graph, which all processes must have alike: they agree, and all sample attention.
+    With multiples, processes that decide alone mostly sample the same steps. On a lazy device a sample is part of the step's graph, which
+    must be equal on all processes: they agree, and all sample attention.
     """
 
     def __init__(
@@ -191,10 +190,7 @@ class TensorSampler:
         *,
         apart: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Sample a model, if there is one; `apart` stands around the sampler's own work.
-
-        `metrics` takes points of curves: the step, values by name, seconds since the recording began.
-        """
+        """Sample a model, if there is one, within the context `apart`; `metrics` takes step, values by name, seconds of the recording."""
         self._settings, self._timeline, self._metrics, self._apart = settings, timeline, metrics, apart
         self._tensors: TensorStats | None = None
         self._attention: AttentionEntropy | None = None

@@ -103,14 +103,13 @@ class CudaClock(HostClock):
 
 
 INTERRUPTED = "interrupted"  # a step that ended with an exception
-PROFILER = "profiler"  # opening and closing the window
+PROFILER = "profiler"  # opening and closing a profiler window
 RECORDER = "recorder"  # sampling weights, gradients and attention, inside of steps
 
 STEPS_KEPT = 16384  # rows of the step table; a longer training keeps this many to half of it, evenly spread
 SPANS_KEPT = 4096  # ranges outside of steps whose place in time is kept; their sums are always exact
 MOST_RANGES = 64  # different columns; ranges with further names count for the range around them
-MOST_PENDING = 4096
-"""Steps whose events may be on their way through the device; older ones are given up and counted."""
+MOST_PENDING = 4096  # steps whose events may be on their way through the device; older ones are given up and counted
 
 _OTHER_COLUMN = 0
 _DATA_COLUMN = 1 + PHASES.index("data")
@@ -155,9 +154,9 @@ class StepTotals:
     steps: int = 0
     seconds: float = 0.0
     images: int = 0
-    profiled: int = 0  # steps in a window
+    profiled: int = 0  # steps within a profiler window
     profiled_seconds: float = 0.0
-    marks: int = 0  # marks of the clock, those outside of steps too
+    marks: int = 0  # marks of the clock, within steps and between them
     lost: int = 0  # steps given up because the device was too far behind
     ranges: list[float] = field(default_factory=list)  # seconds of each column of `Timeline.ranges`
 
@@ -179,9 +178,9 @@ class _Span:
 
 
 class Timeline:
-    """Records the steps of one training in one process; see the module's text for what counts where.
+    """Records the steps of one training in one process, for one thread; the module's docstring defines what counts where.
 
-    It is used by one thread. A step costs some ten microseconds, and memory is bounded by `steps_kept` rows.
+    A step costs some ten microseconds, and memory is bounded by `steps_kept` rows.
     """
 
     def __init__(
@@ -207,8 +206,7 @@ class Timeline:
         self.outside: dict[str, OutsideTotal] = {BETWEEN: OutsideTotal()}
         self.totals = StepTotals(ranges=[0.0] * len(self.ranges))
         self.origin_ns = 0  # when the recording began, by the host's clock
-        self.first_step_s: float | None = None
-        """End of the first step, by the host's clock since the recording began."""
+        self.first_step_s: float | None = None  # end of the first step, by the host's clock since the recording began
         self.clock = clock
         self._nanoseconds = nanoseconds
         self._windows = windows
@@ -244,14 +242,27 @@ class Timeline:
             yield
             completed = True
         finally:
-            self._end_step(completed=completed)
+            segment = self._current()
+            if self._counter is not None:
+                segment.transfers = self._counter.end(self.steps_completed)
+            mark = self.clock.mark()
+            self._count_thread(segment, _OTHER_COLUMN, 1)
+            segment.queued = self._queued()
+            if not completed:
+                owners = [self._outside_index(INTERRUPTED)]
+                segment = _Segment(marks=segment.marks[:1], owners=owners, start_ns=segment.start_ns)
+            self._hand_over(segment, mark)
+            self._begin_outside(mark)
+            if completed:
+                if self.first_step_s is None:
+                    self.first_step_s = self.now_s()
+                    self._find_backward_thread()
+                self._at_window(opens=False)
+                self.steps_completed += 1
+            self._take_in_passed()
 
     def span(self, name: str) -> _Span:
-        """Return a named range as a context, inside or outside of a step; most code calls `span` instead.
-
-        Raises:
-            ValueError: the name is reserved or holds a slash.
-        """
+        """Return a named range as a context, in or outside of a step; most code calls `span` instead. A `ValueError` for reserved names."""
         if name in self._span_objects:
             return self._span_objects[name]
         if name in (OTHER, BETWEEN, INTERRUPTED) or "/" in name or not name:
@@ -306,26 +317,6 @@ class Timeline:
 
     def _begin_outside(self, mark: Any) -> None:
         self._segment = _Segment(marks=[mark], owners=[0], start_ns=self._nanoseconds())
-
-    def _end_step(self, *, completed: bool) -> None:
-        segment = self._current()
-        if self._counter is not None:
-            segment.transfers = self._counter.end(self.steps_completed)
-        mark = self.clock.mark()
-        self._count_thread(segment, _OTHER_COLUMN, 1)
-        segment.queued = self._queued()
-        if not completed:
-            owners = [self._outside_index(INTERRUPTED)]
-            segment = _Segment(marks=segment.marks[:1], owners=owners, start_ns=segment.start_ns)
-        self._hand_over(segment, mark)
-        self._begin_outside(mark)
-        if completed:
-            if self.first_step_s is None:
-                self.first_step_s = self.now_s()
-                self._find_backward_thread()
-            self._at_window(opens=False)
-            self.steps_completed += 1
-        self._take_in_passed()
 
     def _enter(self, name: str) -> None:
         segment = self._segment or self._current()

@@ -39,7 +39,7 @@ from trainer.profiling.rules.processes import communication_share
 from trainer.profiling.series import Rows, Series, mean_in_bins
 
 _SLOWEST_STEPS = 8
-_SLOW = 1.25  # times the median
+_SLOW = 1.25  # a slow step takes this many times the median
 _DISTURBING = ("checkpoint", "evaluate")
 """Ranges between steps after which the next one may be slow: files are still written, caches hold other data."""
 _AS_RECORDED = ["world_size", "device", "host", "cores", "memory_bytes", "workers", "place", "processor", "failed"]
@@ -52,10 +52,9 @@ _ROUNDING_S = 1e-3  # by how much a kept range may seem to end after the step th
 class PhaseSummary:
     """A phase of the step."""
 
-    share: float  # of the measured steps' time
+    share: float  # of the time of the measured steps
     ms: Spread
-    ranges: Mapping[str, float]
-    """Ranges that users named within it -> their share of the measured steps' time."""
+    ranges: Mapping[str, float]  # ranges that users named within it -> their share of the measured steps' time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +69,9 @@ class SlowStep:
     """How long the training's thread was ready and had no core; none where the kernel does not tell."""
     machine: Mapping[str, float]
     """Signal of the system -> its mean while the step ran, as far as the samples tell; `cores_percent` is the mean of all cores."""
-    no_batch_ready: bool = False  # whether the loader processes had none ready, though they usually had
-    follows: str = ""  # `checkpoint` or `evaluate`, where that lay between this step and the one before
-    graphs: int = 0  # compiled in this step
+    no_batch_ready: bool = False  # whether no batch was ready, though usually one is
+    follows: str = ""  # `checkpoint` or `evaluate`, if one lay between this step and the previous step
+    graphs: int = 0  # graphs compiled in this step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +107,7 @@ class OperatorSummary:
     """The operators of the windows."""
 
     steps: int
-    clock: str  # `device` where a device computed, `cpu` where the host did: whose time is compared
+    clock: str  # whose time is compared: `device`, or `cpu` where the host computes
     categories: Mapping[str, float]  # category -> milliseconds a step, the largest first
     operators: Sequence[Operator]  # the longest first
     kernels: Sequence[Operator]
@@ -127,23 +126,22 @@ class TrainingSummary:
     device: str
     host: str
     cores: int
-    memory_bytes: int  # of the machine
+    memory_bytes: int  # memory of the machine
     workers: int | None  # loader processes beside each process
     place: Machines | None
     settings: Mapping[str, Any]  # of this training, as far as they were recorded
     parameters: int | None
-    failed: str | None  # the message of the error that ended it; none where it came to its end
+    failed: str | None  # message of the error that ended the training; None if it completed
     recorded_s: float
     steps: int
     steps_measured: int
     steps_kept_of: int
-    step_ms: Spread | None  # None where there were no steps to measure
-    images_a_step: float | None  # over all processes; none where the training did not tell its images
-    images_per_second: float | None  # over all processes, within the measured steps; none as above
+    step_ms: Spread | None  # None without measured steps
+    images_a_step: float | None  # over all processes; None if the number of images is unknown
+    images_per_second: float | None  # over all processes, within the measured steps; None if unknown
     phases: Mapping[str, PhaseSummary]
     slowest: Sequence[SlowStep]
-    recorded_shares: Mapping[str, float]
-    """Each phase, and each range outside of steps -> share of the whole recording."""
+    recorded_shares: Mapping[str, float]  # each phase, and each range outside of steps -> share of the whole recording
     startup: Mapping[str, float]  # part of the time before the end of the first step -> seconds
     compiled_graphs: int
     compile_s: float
@@ -153,9 +151,9 @@ class TrainingSummary:
     ranks: Sequence[RankSummary]
     operators: OperatorSummary | None
     system: Mapping[str, SignalSummary]
-    last: Mapping[str, float]  # each curve -> its last value, of those that are finite
+    last: Mapping[str, float]  # each curve -> its last finite value
     missing: Mapping[str, str]
-    processor: str = ""  # its model; empty where it was not recorded
+    processor: str = ""  # model of the processor; empty if not recorded
     communication_share: float | None = None
     """Share of the undisturbed step that waits for gradients that travel, as the rule on communication has it; none where it cannot say."""
 
@@ -376,7 +374,7 @@ class ShownSignal(NamedTuple):
     """What a measured number is called, and where it is shown; the end of its name is its unit."""
 
     label: str
-    tile: str = ""  # its caption among the tiles of the report; empty: it has none
+    tile: str = ""  # caption of its tile in the report; empty for no tile
     compared: bool = False
     """Whether a comparison of two trainings begins with it; the use of the machine has a table of its own."""
 
@@ -411,8 +409,7 @@ SIGNALS: Mapping[str, ShownSignal] = {
     "gpu_memory_total_bytes": ShownSignal("GPU memory there is"),
     "device_memory_used_bytes": ShownSignal("memory of the device"),
     "device_memory_total_bytes": ShownSignal("memory that the device has"),
-}
-"""What report and comparison loop over: the numbers of `TrainingSummary.figures` and `TrainingSummary.use`, by name."""
+}  # what report and comparison loop over: the numbers of `TrainingSummary.figures` and `TrainingSummary.use`, by name
 _UNITS: Mapping[str, Callable[[float], str]] = {
     "_bytes_per_s": lambda value: f"{formatting.size(value)}/s",
     "_bytes": formatting.size,

@@ -2,61 +2,18 @@
 
 from __future__ import annotations
 
-from trainer.profiling.rules.gpu import BatchSize, GpuUtilization, HostSyncs, HostToDevice, TeacherShare
-from trainer.profiling.rules.learning import (
-    ClassImbalance,
-    LossNotFalling,
-    LowRecordedMass,
-    Overfitting,
-    VanishingLossTerm,
-    WeakTeacher,
-)
-from trainer.profiling.rules.lifecycle import GpuMemoryGrowth, OwnOverhead, Recompilation, StartUp, StepOutliers
-from trainer.profiling.rules.loading import CoresOversubscribed, CpuBottleneck, IoBottleneck, LoaderWorkers
-from trainer.profiling.rules.outcomes import Case, NotJudged, Outcome, Rule
-from trainer.profiling.rules.processes import Communication, LoadBalance, Stragglers
-from trainer.profiling.rules.stalled import StalledTraining
-from trainer.profiling.rules.weights import (
-    ExplodingGradients,
-    LossNotFinite,
-    PoorInitialization,
-    UnchangedWeights,
-    UpdateRatio,
-    VanishingGradients,
-)
+from trainer.config.rules import RuleSettings
+from trainer.profiling.rules import gpu, learning, lifecycle, loading, processes, stalled, weights
+from trainer.profiling.rules.outcomes import Case, NotJudged, Outcome, Rule, SystemRule, TrainingRule
 
-RULES: tuple[type[Rule], ...] = (
-    IoBottleneck,
-    LoaderWorkers,
-    CpuBottleneck,
-    CoresOversubscribed,
-    HostToDevice,
-    HostSyncs,
-    Communication,
-    Stragglers,
-    LoadBalance,
-    BatchSize,
-    GpuUtilization,
-    TeacherShare,
-    GpuMemoryGrowth,
-    StartUp,
-    Recompilation,
-    StepOutliers,
-    OwnOverhead,
-    PoorInitialization,
-    ExplodingGradients,
-    LossNotFinite,
-    VanishingGradients,
-    UpdateRatio,
-    UnchangedWeights,
-    LossNotFalling,
-    Overfitting,
-    StalledTraining,
-    ClassImbalance,
-    WeakTeacher,
-    VanishingLossTerm,
-    LowRecordedMass,
-)  # in the order of docs/rules.md
+_MODULES = (gpu, learning, lifecycle, loading, processes, stalled, weights)
+_BY_NAME = {
+    rule.name: rule
+    for module in _MODULES
+    for rule in vars(module).values()
+    if isinstance(rule, type) and issubclass(rule, Rule) and rule not in (Rule, SystemRule, TrainingRule)
+}
+RULES: tuple[type[Rule], ...] = tuple(_BY_NAME[name] for name in RuleSettings.model_fields)  # as in docs/rules.md
 
 
 def judge(case: Case) -> dict[Rule, Outcome]:

@@ -23,10 +23,7 @@ XLA_DEBUG = "PT_XLA_DEBUG_LEVEL=2 in the environment prints the line of the prog
 
 
 class Steps:
-    """The steps that all processes recorded, without the first ones, the very last, those that torch.profiler slowed, and stalls.
-
-    The step in which the input grows to its full size is left out too, for it compiles.
-    """
+    """The steps that all processes recorded, without warm-up, last step, profiled steps, stalls, and the recompiling step of full size."""
 
     def __init__(self, case: Case, *, ignored: int = IGNORED) -> None:
         self.ranks: Sequence[RankEvidence] = case.training.ranks
@@ -42,7 +39,7 @@ class Steps:
                 compared &= number < total - 1
             rows.append(np.flatnonzero(compared))
         numbers = [rank.steps["step"][own] for rank, own in zip(self.ranks, rows, strict=True)]
-        self.numbers: Series = reduce(np.intersect1d, numbers)  # which steps they are, [S]
+        self.numbers: Series = reduce(np.intersect1d, numbers)  # numbers of the steps, [S]
         common = [own[np.isin(number, self.numbers)] for own, number in zip(rows, numbers, strict=True)]
         self._compared = list(zip(self.ranks, common, strict=True))
         self.seconds = self.column("seconds") - self.phase("recorder")
@@ -67,10 +64,7 @@ class Steps:
 
     @property
     def undisturbed(self) -> Series:
-        """Duration if other programs had left the cores to the training, [S].
-
-        Who waits for a process that has no core is held up as much, so it is the shortest of the processes' steps less their longest delay.
-        """
+        """Duration without other programs, [S]: the shortest of the processes' steps less their longest delay, since all wait for it."""
         return np.asarray(np.maximum(self.seconds.min(axis=0) - self.delayed.max(axis=0), 0.0))
 
     @property
@@ -107,11 +101,7 @@ class Steps:
         return np.minimum(self._delayed(f"host_{phase}"), self.phase(phase))
 
     def without_core(self, part: str) -> Series:
-        """Compute the seconds in which a process was ready and had no core, [R, S]; 0 where it is not known.
-
-        Args:
-            part: `host` for whole steps, `host_data` and `host_backward` for these phases.
-        """
+        """Compute the seconds in which a process was ready without a core, [R, S]; 0 if unknown. `part`: host, host_data, host_backward."""
         # Its own kernel counts for no thread what a virtual machine's host takes; that is lost where the thread computes.
         computed = self.column(f"{part}_cpu_seconds") / np.maximum(self.column("host_cpu_seconds"), _SHORTEST_S)
         return np.nan_to_num(self.column(f"{part}_delayed_seconds")) + np.nan_to_num(self._stolen * computed)
@@ -145,10 +135,7 @@ def winsorized_mean(values: Series) -> Series:
 
 
 def had_core(steps: Steps) -> Series:
-    """Compute the share in which a process's training had a core, of the time in which it wanted one, [R, S]; 1 where it is not known.
-
-    Other programs on the machine make it small; waiting for something else does not.
-    """
+    """Compute the share of the wanted time in which a process had a core, [R, S]; 1 if unknown. Only other programs make it small."""
     computed = np.nan_to_num(steps.column("host_cpu_seconds"))
     return np.asarray(np.where(computed > 0, computed / np.maximum(computed + steps.delayed, _SHORTEST_S), 1.0))
 

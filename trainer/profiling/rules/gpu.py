@@ -7,14 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from trainer.config import rules
 from trainer.config.loss_terms import RECORDED_BY, RECORDED_VIEWS
-from trainer.config.rules import (
-    BatchSizeThresholds,
-    GpuUtilizationThresholds,
-    HostSyncsThresholds,
-    HostToDeviceThresholds,
-    TeacherShareThresholds,
-)
 from trainer.io import formatting
 from trainer.profiling.evidence import TransferRecord, is_core, phase_shares
 from trainer.profiling.rules.compared_steps import IGNORED, XLA_DEBUG, Steps, winsorized_mean, within_steps
@@ -70,7 +64,7 @@ def _use(case: Case) -> Mapping[str, Series] | NotJudged:
     return use
 
 
-class BatchSize(SystemRule, BatchSizeThresholds):
+class BatchSize(SystemRule, rules.BatchSizeThresholds):
     """A batch that leaves the machine idle.
 
     Fires when the 95th percentiles of all three lie below `largest_percent`, and no finding says what the GPU waits for.
@@ -78,8 +72,6 @@ class BatchSize(SystemRule, BatchSizeThresholds):
     Needs use of the cores, of the GPU and of its memory.
     Advises a larger batch, or a smaller machine.
     """
-
-    title: ClassVar = "Batch size"
 
     def judge(self, case: Case) -> Outcome:
         use, limit = _use(case), self.largest_percent
@@ -107,7 +99,7 @@ class BatchSize(SystemRule, BatchSizeThresholds):
         )
 
 
-class GpuUtilization(SystemRule, GpuUtilizationThresholds):
+class GpuUtilization(SystemRule, rules.GpuUtilizationThresholds):
     """A GPU that is little used, or by fits and starts.
 
     Fires when its 95th percentile lies below `low_percent`, or its 5th below `idle_percent` (by fits and starts), and neither the batch
@@ -163,7 +155,7 @@ def _if_used(case: Case, gpu: Series, percent: float) -> Saving:
     return Saving(seconds, f"the same work with the GPU used at {percent:.0f} % instead of {mean:.0f} % on average")
 
 
-class HostToDevice(SystemRule, HostToDeviceThresholds):
+class HostToDevice(SystemRule, rules.HostToDeviceThresholds):
     """A step that waits for copies to the device.
 
     Fires when copies to the GPU and views made there take more than `share` of the steps' time. Where the GPU is often idle, the time
@@ -172,8 +164,6 @@ class HostToDevice(SystemRule, HostToDeviceThresholds):
     Needs phase `to_device` of the steps, on a GPU, and the host's time in it; the use of the GPU.
     Advises fewer bytes, or views made by the loader processes.
     """
-
-    title: ClassVar = "Host to device"
 
     def judge(self, case: Case) -> Outcome:
         steps, limit = Steps(case), self.share
@@ -205,7 +195,7 @@ class HostToDevice(SystemRule, HostToDeviceThresholds):
         )
 
 
-class HostSyncs(SystemRule, HostSyncsThresholds):
+class HostSyncs(SystemRule, rules.HostSyncsThresholds):
     """Reading values back from the device in each step.
 
     Fires when a step waits for the device more than `most_per_step` times; on a CPU, where nothing waits: reads more values one by one,
@@ -214,8 +204,6 @@ class HostSyncs(SystemRule, HostSyncsThresholds):
     Needs a window of operators; on a CPU a measurement of the weights, too; on XLA its own counters.
     Advises keeping values on the device; on XLA the operators that it lacks.
     """
-
-    title: ClassVar = "Host syncs"
 
     def judge(self, case: Case) -> Outcome:
         rank, limit = case.rank, self.most_per_step
@@ -310,7 +298,7 @@ class HostSyncs(SystemRule, HostSyncsThresholds):
         )
 
 
-class TeacherShare(SystemRule, TeacherShareThresholds):
+class TeacherShare(SystemRule, rules.TeacherShareThresholds):
     """A teacher that takes much of each step, which recorded outputs would save.
 
     Fires when the teacher's forward pass takes more than `share` of the steps' time; this is a note, which spoils no verdict. The saving

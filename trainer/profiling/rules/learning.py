@@ -5,20 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from functools import reduce
-from typing import ClassVar
 
 import numpy as np
 
+from trainer.config import rules
 from trainer.config.loss_terms import TAUGHT, TERMS
-from trainer.config.rules import (
-    FEW_LABELS,
-    ClassImbalanceThresholds,
-    LossNotFallingThresholds,
-    LowRecordedMassThresholds,
-    OverfittingThresholds,
-    VanishingLossTermThresholds,
-    WeakTeacherThresholds,
-)
+from trainer.config.rules import FEW_LABELS
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, TrainingRule, too_short
 from trainer.profiling.rules.weights import (
     ExplodingGradients,
@@ -30,18 +22,17 @@ from trainer.profiling.rules.weights import (
 )
 from trainer.report.scores import VAL_TITLES, val_name
 
-_PARTS = 3  # a term that vanishes because it was learned had a share in the first part of the training
+_PARTS = 3  # a term that vanished by being learned has a share in the first of these parts
 _FEWEST_POINTS = 6
-_SOFTENED = ("kl", "dkd")
-"""Logit losses that are multiplied by the temperature's square, as is their rounding error."""
+_SOFTENED = ("kl", "dkd")  # logit losses that are multiplied by the temperature's square, as is their rounding error
 _POINTS = 10  # fewer points of a curve show no trend
-_FIRST = 3  # points that are a curve's start
-_LOST = 0.5  # share of what the loss had fallen by, which it may rise again
+_FIRST = 3  # points that count as the start of a curve
+_LOST = 0.5  # share of its fall by which the loss may rise again
 _MEASUREMENTS = 3  # fewer measurements on the validation split show no trend
 _TINY = float(np.finfo(np.float64).tiny)
 
 
-class ClassImbalance(TrainingRule, ClassImbalanceThresholds):
+class ClassImbalance(TrainingRule, rules.ClassImbalanceThresholds):
     """Classes of very different sizes.
 
     Fires when the largest class has more than `ratio` times the images of the smallest.
@@ -49,8 +40,6 @@ class ClassImbalance(TrainingRule, ClassImbalanceThresholds):
     Needs the number of training images of each class.
     Advises more images of the small classes, or fewer of the large ones.
     """
-
-    title: ClassVar = "Class imbalance"
 
     def judge(self, case: Case) -> Outcome:
         limit, classes = self.ratio, case.record.context.classes
@@ -72,7 +61,7 @@ class ClassImbalance(TrainingRule, ClassImbalanceThresholds):
         )
 
 
-class WeakTeacher(TrainingRule, WeakTeacherThresholds):
+class WeakTeacher(TrainingRule, rules.WeakTeacherThresholds):
     """A teacher that hardly knows more than chance, or no more than its student.
 
     Fires when the teacher is near chance: its validation score is at most `chance_times` that of a guess which knows only how frequent
@@ -82,8 +71,6 @@ class WeakTeacher(TrainingRule, WeakTeacherThresholds):
     Needs the teacher's validation score, which the stage pretrain measures, and the student's.
     Advises a better teacher, with few labels a class a linear probe of public weights, or more weight for the labels.
     """
-
-    title: ClassVar = "Weak teacher"
 
     def judge(self, case: Case) -> Outcome:
         context = case.record.context
@@ -115,7 +102,9 @@ class WeakTeacher(TrainingRule, WeakTeacherThresholds):
                 0.95,
                 labels_a_class,
             )
-        chance = weight * case.accuracy_noise(guess) / math.sqrt(2)  # of one score, not of a difference
+        chance = (
+            weight * case.accuracy_noise(guess) / math.sqrt(2)
+        )  # the standard error of one score, not of a difference
         if teacher <= guess + chance:
             measured = f"on {context.val_samples} validation images the teacher's {score}, {teacher:.1%}"
             return NotJudged(f"{measured}, may be chance ({guess:.1%})")
@@ -143,7 +132,7 @@ def _weak(text: str, confidence: float, labels_a_class: float) -> Finding:
     return Finding(confidence=confidence, text=text, advice=advice)
 
 
-class LowRecordedMass(TrainingRule, LowRecordedMassThresholds):
+class LowRecordedMass(TrainingRule, rules.LowRecordedMassThresholds):
     """Recorded outputs that hold too little of the teacher's distribution.
 
     Fires when the recorded classes hold less than `mass` of the teacher's probability in the mean, at the temperature nearest to the
@@ -152,8 +141,6 @@ class LowRecordedMass(TrainingRule, LowRecordedMassThresholds):
     Needs the coverage of the teacher's recorded outputs.
     Advises recording more classes of each view, or asking the teacher in every step.
     """
-
-    title: ClassVar = "Low recorded mass"
 
     def judge(self, case: Case) -> Outcome:
         context, limit = case.record.context, self.mass
@@ -176,7 +163,7 @@ class LowRecordedMass(TrainingRule, LowRecordedMassThresholds):
         )
 
 
-class VanishingLossTerm(TrainingRule, VanishingLossTermThresholds):
+class VanishingLossTerm(TrainingRule, rules.VanishingLossTermThresholds):
     """A weighted loss term that makes no difference.
 
     Fires when a term with a weight has less than `share` of the weighted loss in each third of the training; or the temperature is so
@@ -185,8 +172,6 @@ class VanishingLossTerm(TrainingRule, VanishingLossTermThresholds):
     Needs {_FEWEST_POINTS} points of each term of the distillation's loss, and their weights.
     Advises a larger weight or another temperature; or none, to save the term's work.
     """
-
-    title: ClassVar = "Vanishing loss term"
 
     def judge(self, case: Case) -> Outcome:
         settings, metrics = case.settings, case.curves
@@ -246,7 +231,7 @@ _CAUSES = (
 )  # what keeps a loss from falling, and says more than that it does not fall
 
 
-class LossNotFalling(TrainingRule, LossNotFallingThresholds):
+class LossNotFalling(TrainingRule, rules.LossNotFallingThresholds):
     """A loss that stays where it is.
 
     Fires when the middle loss in the last `window` of the training is not below its first {_FIRST} points by `fall`; or the loss has
@@ -255,8 +240,6 @@ class LossNotFalling(TrainingRule, LossNotFallingThresholds):
     Needs {_POINTS} points of the loss; while the training runs, the share `window` of its steps.
     Advises checking whether images and labels belong together; another learning rate.
     """
-
-    title: ClassVar = "Loss not falling"
 
     def judge(self, case: Case) -> Outcome:
         curve = case.curves.get("loss")
@@ -307,7 +290,7 @@ class LossNotFalling(TrainingRule, LossNotFallingThresholds):
         )
 
 
-class Overfitting(TrainingRule, OverfittingThresholds):
+class Overfitting(TrainingRule, rules.OverfittingThresholds):
     """A validation loss that leaves the training loss behind.
 
     Fires when the validation loss is above its lowest by more than `ratio`, and above the training loss with labels by as much, which
@@ -316,8 +299,6 @@ class Overfitting(TrainingRule, OverfittingThresholds):
     Needs {_MEASUREMENTS} measurements on the validation split, and a training loss with labels (`label_weight` above 0).
     Advises looking for wrong labels; more augmentation or regularization, more images, or fewer epochs.
     """
-
-    title: ClassVar = "Overfitting"
 
     def judge(self, case: Case) -> Outcome:
         metrics, limit = case.curves, self.ratio

@@ -8,13 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from trainer.config.rules import (
-    GpuMemoryGrowthThresholds,
-    OwnOverheadThresholds,
-    RecompilationThresholds,
-    StartUpThresholds,
-    StepOutliersThresholds,
-)
+from trainer.config import rules
 from trainer.io.formatting import duration
 from trainer.profiling.evidence import CompilationRecord, RankEvidence, phase_of, step_ms
 from trainer.profiling.rules.compared_steps import XLA_DEBUG, Steps, within_steps
@@ -30,9 +24,9 @@ _ON_XLA: Mapping[str, str] = {
     **_AVOIDABLE,
     "compile": "keep compiled graphs between runs (NEURON_COMPILE_CACHE_URL), and compile them beforehand (make neuron-warm-up)",
 }
-_PARTS = 6  # parts of a training in each of which a leak shows
-_FEWEST_SAMPLES = 3  # in each of them
-_STEADY = 0.2  # in each of them memory grows by at least this share of what it grows on average
+_PARTS = 6  # a leak shows in each of this many parts of a training
+_FEWEST_SAMPLES = 3  # samples in each part
+_STEADY = 0.2  # least growth of memory in each part, as a share of the average growth
 _MEMORY: Mapping[str, str] = {
     "gpu_memory_allocated_bytes": "the GPU",
     "device_memory_used_bytes": "the device",
@@ -40,16 +34,16 @@ _MEMORY: Mapping[str, str] = {
     "process_rss_bytes": "the process",
 }  # signal of memory that a training holds -> whose; the first of each owner that was recorded counts
 _WITHIN_STEPS = {"gpu_memory_allocated_bytes"}
-"""Those that rise and fall several times over within each step, where samples are taken anywhere: what is kept raises the lowest ones."""
+"""Signals that rise and fall within each step: a leak raises their lowest samples, so the minimum counts in place of the median."""
 _SIZES: Mapping[str, str] = {"the GPU": "gpu_memory_total_bytes", "the device": "device_memory_total_bytes"}
-"""Owner -> signal of how much it has; the machine's memory where there is none."""
+"""Owner -> signal of its total memory; without one, the memory of the machine."""
 _KEEP_GRAPHS = (
     "Keep shapes and Python values that the model reads the same from step to step (TORCH_LOGS=recompiles names the one that changed), "
     "or set compile=off."
 )
 
 
-class StartUp(SystemRule, StartUpThresholds):
+class StartUp(SystemRule, rules.StartUpThresholds):
     """A long time before the first step.
 
     Fires when the first step ended later than `largest_minutes` after the process began, or after the end of the training before it; or,
@@ -94,7 +88,7 @@ class StartUp(SystemRule, StartUpThresholds):
         )
 
 
-class StepOutliers(SystemRule, StepOutliersThresholds):
+class StepOutliers(SystemRule, rules.StepOutliersThresholds):
     """Single steps that take far longer than the others.
 
     Fires when steps after the first `ignored` that took longer than `sigmas` standard deviations above the mean cost more than `share`
@@ -103,8 +97,6 @@ class StepOutliers(SystemRule, StepOutliersThresholds):
     Needs the duration of the steps, and how long the training's thread had no core.
     Advises what to look for, and in which phase.
     """
-
-    title: ClassVar = "Step outliers"
 
     def judge(self, case: Case) -> Outcome:
         steps = Steps(case, ignored=self.ignored)
@@ -123,7 +115,7 @@ class StepOutliers(SystemRule, StepOutliersThresholds):
         )
         if share <= self.share:
             return Healthy(f"{summary}.")
-        on_gpu = [CoresOversubscribed] if steps.on_gpu else []  # on a CPU what it takes is left out above
+        on_gpu = [CoresOversubscribed] if steps.on_gpu else []  # on a CPU their share is subtracted above
         if other := case.first_cause(IoBottleneck, LoaderWorkers, CpuBottleneck, Recompilation, *on_gpu):
             return other
         excess = {}
@@ -144,7 +136,7 @@ class StepOutliers(SystemRule, StepOutliersThresholds):
         )
 
 
-class GpuMemoryGrowth(SystemRule, GpuMemoryGrowthThresholds):
+class GpuMemoryGrowth(SystemRule, rules.GpuMemoryGrowthThresholds):
     """Memory that grows from step to step.
 
     Fires when either grows by more than `growth` after the first quarter of the training, and in every part of the rest.
@@ -214,7 +206,7 @@ def _mib(value: float) -> str:
     return f"{value / 2**20:.0f} MiB"
 
 
-class Recompilation(SystemRule, RecompilationThresholds):
+class Recompilation(SystemRule, rules.RecompilationThresholds):
     """Graphs that are compiled repeatedly.
 
     Fires when a graph was compiled after more than `after_steps` steps, but for the step in which the input grows to its full size
@@ -223,8 +215,6 @@ class Recompilation(SystemRule, RecompilationThresholds):
     Needs when graphs were compiled.
     Advises shapes and values that stay the same, or no compilation; on XLA it names what probably changed.
     """
-
-    title: ClassVar = "Recompilation"
 
     def judge(self, case: Case) -> Outcome:
         compilations, after = case.record.compilations, self.after_steps
@@ -285,7 +275,7 @@ def _what_changed(rank: RankEvidence, late: Sequence[CompilationRecord]) -> tupl
     return unknown
 
 
-class OwnOverhead(SystemRule, OwnOverheadThresholds):
+class OwnOverhead(SystemRule, rules.OwnOverheadThresholds):
     """What watching costs.
 
     Fires when recording takes more than `share` of the training's time, without the windows of operators, which are opened once.
@@ -293,8 +283,6 @@ class OwnOverhead(SystemRule, OwnOverheadThresholds):
     Needs what the recorder measures of itself, in recordings of at least `fewest_seconds`.
     Advises rarer measurements of tensors.
     """
-
-    title: ClassVar = "Own overhead"
 
     def judge(self, case: Case) -> Outcome:
         record = case.record

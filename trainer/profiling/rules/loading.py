@@ -13,19 +13,14 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from trainer.config.rules import (
-    CoresOversubscribedThresholds,
-    CpuBottleneckThresholds,
-    IoBottleneckThresholds,
-    LoaderWorkersThresholds,
-)
+from trainer.config import rules
 from trainer.io import formatting
 from trainer.profiling.evidence import RankEvidence, is_core
 from trainer.profiling.rules.compared_steps import Steps, had_core, winsorized_mean, within_steps
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule
 from trainer.profiling.series import Series
 
-_MARGIN = 1.25  # loader processes together should be this many times as fast as the step, since rates vary
+_MARGIN = 1.25  # loaders should be faster than the step by this factor, since rates vary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +28,8 @@ class LoadingWait:
     """What a process waits for its batches in a usual step; seconds."""
 
     step_s: float
-    waiting_s: float  # for its next batch, or while it makes it itself
-    computing_s: float  # of that, while a processor made it
+    waiting_s: float  # for the next batch, or while the process makes the batch itself
+    computing_s: float  # part of the waiting in which a processor made the batch
     workers: int  # loader processes beside each training process
     per_core: float  # training and loader processes of the machine for each of its cores
     itself: bool  # whether the processor that trains makes the batches, too
@@ -85,8 +80,8 @@ class LoadingWait:
 def diagnose(steps: Steps, *, busy_loader_percent: float) -> LoadingWait:
     """Diagnose how the process with the median waiting time loads.
 
-    Other programs on the machine slow training and loading alike; their share is left out, as far as the kernel reports it. A loader
-    process that is waited for computes if it takes more than `busy_loader_percent` of a core.
+    The share of other programs, which slow training and loading alike, is left out as far as the kernel reports it. A loader process that
+    is waited for computes if it takes more than `busy_loader_percent` of a core.
     """
     waiting = winsorized_mean(steps.phase("data")) / winsorized_mean(steps.seconds)
     number = int(np.argsort(waiting)[(len(waiting) - 1) // 2])
@@ -118,9 +113,9 @@ def _itself(steps: Steps, number: int) -> tuple[float, float, float]:
 
 
 def _beside(steps: Steps, number: int, workers: int, busy_percent: float) -> tuple[float, float, float]:
-    """Split a usual step: seconds of training, of waiting for loader processes that wait for storage, and for ones that compute.
+    """Split a usual step: seconds of training, of waiting for loaders that wait for storage, and of waiting for loaders that compute.
 
-    A step in which a batch was ready has not waited. Computing they are as far as their own time for a batch is longer than the step.
+    A step with a ready batch did not wait. Loaders compute as far as their own time for a batch exceeds the step.
     """
     waiting = steps.phase("data") if steps.on_gpu else _blocked(steps)
     training_s = float(winsorized_mean((steps.seconds - steps.delayed - waiting)[number]))
@@ -137,9 +132,9 @@ def _beside(steps: Steps, number: int, workers: int, busy_percent: float) -> tup
 
 
 def _blocked(steps: Steps) -> Series:
-    """Compute the seconds in `data` in which the training's thread wanted no core, [R, S]; 0 where its CPU time is not known.
+    """Compute the seconds in `data` in which the training's thread wanted no core, [R, S]; 0 if its CPU time is unknown.
 
-    Single ones may be negative: the kernel counts waiting for a core when it ends.
+    A value may be negative: the kernel counts a wait for a core when the wait ends.
     """
     waited = steps.column("host_data_seconds") - steps.column("host_data_cpu_seconds")
     return np.nan_to_num(waited) - steps.without_core("host_data")
@@ -157,7 +152,7 @@ def _gpu_idles_while(rank: RankEvidence, signal: Series | None, above: float, gp
     return float(np.mean((signal[within] > above) & (gpu[within] < gpu_below))) if within.any() else 0.0
 
 
-class IoBottleneck(SystemRule, IoBottleneckThresholds):
+class IoBottleneck(SystemRule, rules.IoBottleneckThresholds):
     """A training that waits for storage.
 
     Fires when more than `waiting_share` of the steps' time waits for batches while neither the training nor its loader processes compute
@@ -198,7 +193,7 @@ class IoBottleneck(SystemRule, IoBottleneckThresholds):
         )
 
 
-class LoaderWorkers(SystemRule, LoaderWorkersThresholds):
+class LoaderWorkers(SystemRule, rules.LoaderWorkersThresholds):
     """Too many or too few loader processes.
 
     Fires when there are more than `most_per_core` training and loader processes for each core; or fewer than `fewest_per_core` while
@@ -207,8 +202,6 @@ class LoaderWorkers(SystemRule, LoaderWorkersThresholds):
     Needs how many loader processes and cores there are; phase `data` of the steps; CPU time as for the I/O bottleneck.
     Advises the number of loader processes that keeps up, as far as there are cores.
     """
-
-    title: ClassVar = "Loader workers"
 
     def judge(self, case: Case) -> Outcome:
         steps, storage = Steps(case), case.rule(IoBottleneck)
@@ -248,7 +241,7 @@ class LoaderWorkers(SystemRule, LoaderWorkersThresholds):
         return Healthy(f"{loading.processes}; {loading.share(loading.waiting_s):.0%} of a step waits for data.")
 
 
-class CpuBottleneck(SystemRule, CpuBottleneckThresholds):
+class CpuBottleneck(SystemRule, rules.CpuBottleneckThresholds):
     """A device that waits while the processor is busy.
 
     Fires when more than `waiting_share` of the steps' time waits for batches that processors make (`own_share` where a CPU trains and
@@ -308,30 +301,24 @@ other programs on the machine."""
 
 @dataclass(frozen=True, kw_only=True)
 class CoreShortage:
-    """How long a training process was ready and had no core, and who had them meanwhile; in cores."""
+    """How long the training process with the median shortage was ready and had no core, and who had the cores meanwhile."""
 
     number: int  # of the process
     waiting_s: float  # in a usual step
     waiting_share: float  # of the steps' time
-    idle_share: float
-    """Of the time at steps, in which the GPU idled; 1 where there is none, or its use is not known."""
-    limit: float  # of the share that is lost
-    phase: str  # in which most of it falls, in words
-    busy: bool  # whether cores were at their limit
-    processes: int  # that train on its machine
-    cores: int  # that they may use
-    training: float
+    idle_share: float  # of the time at steps in which the GPU idled; 1 without a GPU, or where its use is not known
+    is_found: bool  # whether the shortage exceeds the limit while cores are busy
+    phase: str  # the phase with most of the shortage, in words
+    processes: int  # training processes on the machine
+    cores: int  # cores that they may use
+    training: float  # cores in use by the training
     loaders: float
     others: float
 
     @property
     def share(self) -> float:
-        """Of the steps' time, which is lost: a GPU that has work continues without its host."""
+        """Share of the steps' time that is lost: a GPU that has work continues without its host."""
         return min(self.waiting_share, self.idle_share)
-
-    @property
-    def is_found(self) -> bool:
-        return self.share > self.limit and self.busy
 
     @property
     def taker(self) -> Taker:
@@ -344,7 +331,7 @@ class CoreShortage:
         return max(beyond, key=lambda taker: beyond[taker])
 
 
-class CoresOversubscribed(SystemRule, CoresOversubscribedThresholds):
+class CoresOversubscribed(SystemRule, rules.CoresOversubscribedThresholds):
     """Loader processes, or others, that have the cores which the training needs.
 
     Fires when a process that trains was ready and had no core for more than `share` of the steps' time, in whichever phase (`own_share`
@@ -355,8 +342,6 @@ class CoresOversubscribed(SystemRule, CoresOversubscribedThresholds):
     Needs how long the training was ready and had no core, which Linux counts; use of the cores; CPU time of the training and its loaders.
     Advises fewer loader processes or threads.
     """
-
-    title: ClassVar = "Cores oversubscribed"
 
     def judge(self, case: Case) -> Outcome:
         found = self._shortage(case)
@@ -373,24 +358,41 @@ class CoresOversubscribed(SystemRule, CoresOversubscribedThresholds):
         )
         if not found.is_found:
             return Healthy(f"{waited}; {had}.")
-        workers = record.workers or 0
-        who = {
-            "loaders": f"Loader processes take the cores: {workers} beside each training process",
-            "threads": "The training's own threads take the cores from one another",
-            "processes": f"{found.processes} training processes share {found.cores} cores",
-            "others": "Other programs on the machine take the cores",
+        workers, setting, seconds = record.workers or 0, case.workers_setting, found.share * steps.total_s
+        each = found.loaders / max(1, workers * found.processes)
+        fewer = max(0, min(workers // 2, int((found.cores / found.processes - 1) / max(each, 1.0))))
+        threads = max(1, found.cores // found.processes)
+        who, advice, reason = {
+            "loaders": (
+                f"Loader processes take the cores: {workers} beside each training process",
+                (
+                    f"Let fewer processes load: {setting}={fewer} in place of {workers}, one thread in each (OMP_NUM_THREADS=1; "
+                    "libraries that decode have settings of their own)."
+                ),
+                "the time without a core, if fewer loader processes still keep up",
+            ),
+            "threads": (
+                "The training's own threads take the cores from one another",
+                f"Start fewer threads: OMP_NUM_THREADS={threads} for each of {found.processes} training processes.",
+                "",
+            ),
+            "processes": (
+                f"{found.processes} training processes share {found.cores} cores",
+                f"Start at most {found.cores} training processes on the machine, or take one with more cores.",
+                "",
+            ),
+            "others": (
+                "Other programs on the machine take the cores",
+                "Give the training cores of its own (on Kubernetes requests that equal its limits), or end what else runs there.",
+                "the time without a core",
+            ),
         }[found.taker]
-        seconds = found.share * steps.total_s
-        saving = {
-            "loaders": Saving(seconds, "the time without a core, if fewer loader processes still keep up"),
-            "others": Saving(seconds, "the time without a core"),
-        }
         return Finding(
             severity="note" if found.taker == "others" else "warning",
             confidence=0.8,
             text=f"{who}. {waited}, mostly in {found.phase}, though its batches were there: {had}.",
-            advice=self._advice(case, found, workers),
-            saving=saving.get(found.taker),
+            advice=advice,
+            saving=Saving(seconds, reason) if reason else None,
             numbers={
                 "without_core_share": found.waiting_share,
                 "without_core_s": found.waiting_s,
@@ -407,34 +409,16 @@ class CoresOversubscribed(SystemRule, CoresOversubscribedThresholds):
         found = self._shortage(case)
         return found.taker if isinstance(found, CoreShortage) and found.is_found else None
 
-    def _advice(self, case: Case, found: CoreShortage, workers: int) -> str:
-        each = found.loaders / max(1, workers * found.processes)
-        room = int((found.cores / found.processes - 1) / max(each, 1.0))
-        fewer = max(0, min(workers // 2, room))
-        threads = max(1, found.cores // found.processes)
-        return {
-            "loaders": (
-                f"Let fewer processes load: {case.workers_setting}={fewer} in place of {workers}, and one thread in each "
-                "(OMP_NUM_THREADS=1; libraries that decode have settings of their own)."
-            ),
-            "threads": f"Start fewer threads: OMP_NUM_THREADS={threads} for each of {found.processes} training processes.",
-            "processes": f"Start at most {found.cores} training processes on the machine, or take one with more cores.",
-            "others": "Give the training cores of its own (on Kubernetes requests that equal its limits), or end what else runs there.",
-        }[found.taker]
-
     def _shortage(self, case: Case) -> CoreShortage | NotJudged:
-        """Measure it for the process with the median time without a core."""
         steps = Steps(case)
         if steps.too_few:
             return steps.too_few
         delayed = steps.column("host_delayed_seconds")
         if not np.isfinite(delayed).all():
             return NotJudged("how long the training was ready and had no core was not recorded")
-        loading, rules = (
-            diagnose(steps, busy_loader_percent=case.rule(IoBottleneck).loader_percent),
-            case.rule(LoaderWorkers),
-        )
-        if loading.is_for_processor(rules.waiting_share, rules.own_share):
+        workers = case.rule(LoaderWorkers)
+        loading = diagnose(steps, busy_loader_percent=case.rule(IoBottleneck).loader_percent)
+        if loading.is_for_processor(workers.waiting_share, workers.own_share):
             return NotJudged("the training waits for its batches, which comes first (loader_workers, cpu_bottleneck)")
         shares = winsorized_mean(delayed) / np.maximum(winsorized_mean(steps.seconds), 1e-9)
         number = int(np.argsort(shares)[(len(shares) - 1) // 2])
@@ -457,15 +441,17 @@ class CoresOversubscribed(SystemRule, CoresOversubscribedThresholds):
         }
         spent = {name: float(winsorized_mean(values[number])) for name, values in parts.items()}
         spent["the other phases"] = float(winsorized_mean(delayed[number])) - sum(spent.values())
+        waiting_share, idle_share = min(1.0, float(shares[number])), 1 - _mean(rank, "gpu_percent") / 100
+        limit = self.share if steps.on_gpu or case.is_traced else self.own_share
+        busiest, of_training = float(np.median(cores.max(axis=0))), 100 * (own + of_loaders)
+        is_busy = busiest > self.busy_percent or of_training > self.busy_percent * may_use
         return CoreShortage(
             number=number,
             waiting_s=float(winsorized_mean(delayed[number])),
-            waiting_share=min(1.0, float(shares[number])),
-            idle_share=1 - _mean(rank, "gpu_percent") / 100,
-            limit=self.share if steps.on_gpu or case.is_traced else self.own_share,
+            waiting_share=waiting_share,
+            idle_share=idle_share,
+            is_found=is_busy and min(waiting_share, idle_share) > limit,
             phase=max(spent, key=lambda name: spent[name]),
-            busy=float(np.median(cores.max(axis=0))) > self.busy_percent
-            or 100 * (own + of_loaders) > self.busy_percent * may_use,
             processes=processes,
             cores=may_use,
             training=own,

@@ -20,8 +20,7 @@ from trainer.profiling.evidence import Curve, RankEvidence, RankRecord, Training
 
 AnyRule = TypeVar("AnyRule", bound="Rule")
 
-listed = partial(formatting.listed, most=3)
-"""Joins the first names of a text, and says how many more there are."""
+listed = partial(formatting.listed, most=3)  # joins the first names of a text, and says how many more there are
 _SECTIONS = {"mae": "pretrain.mae", "finetune": "pretrain.finetune", "distill": "distill"}
 """Training of this project -> the section of its settings."""
 
@@ -34,7 +33,7 @@ class Case:
     rules: RuleSettings
     stage_s: float | None = None
     """From the start of the stage's processes to the end of its last training; None while it runs."""
-    live: bool = False  # whether the training still runs, and only this process's record is at hand
+    live: bool = False  # whether the training still runs: only this process's record exists then
 
     @property
     def rank(self) -> RankEvidence:
@@ -129,8 +128,8 @@ class Case:
 class Saving:
     """Time that curing a finding would save."""
 
-    seconds: float  # of the training's wall time
-    reason: str  # how that was estimated
+    seconds: float  # wall time of the training that the cure would save
+    reason: str  # how the seconds were estimated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,13 +181,14 @@ class Rule(Thresholds):
     what it `Advises`. Names in braces there are constants of its module.
     """
 
-    name: ClassVar[str]  # the class's, in snake_case: its field of `RuleSettings`
+    name: ClassVar[str]  # the class name in snake_case: its field of `RuleSettings`
     title: ClassVar[str]
     live: ClassVar[bool] = True  # whether it can be judged while the training runs
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+        cls.title = vars(cls).get("title", cls.name.replace("_", " ").capitalize())
 
     @classmethod
     def of(cls, settings: RuleSettings) -> Self:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from trainer.config.rules import CommunicationThresholds, LoadBalanceThresholds, StragglersThresholds
+from trainer.config import rules
 from trainer.profiling.rules.compared_steps import Steps, winsorized_mean
 from trainer.profiling.rules.loading import CoresOversubscribed
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule
@@ -36,9 +36,9 @@ def _unjudgeable(case: Case, steps: Steps) -> NotJudged | None:
 
 
 def own_work(steps: Steps) -> Series:
-    """Compute the seconds of each process's own work in each step, [R, S], as if no other program had taken its core.
+    """Compute the seconds of each process's own work in each step, [R, S], without the time that other programs took.
 
-    On XLA the host waits for the device, and so for the others, where it hands over the step's graph.
+    On XLA the host waits for the device, and so for the other processes, where it hands over the step's graph.
     """
     waiting = ["backward", "dispatch"]
     if steps.record.context.settings.get("zero"):  # then processes exchange weights in the optimizer, too
@@ -46,7 +46,7 @@ def own_work(steps: Steps) -> Series:
     return np.asarray(steps.seconds - steps.phase(*waiting) - steps.delayed + steps.delayed_in("backward"))
 
 
-class Stragglers(SystemRule, StragglersThresholds):
+class Stragglers(SystemRule, rules.StragglersThresholds):
     """A process that is slower than the others, which wait for it.
 
     Fires when a process's own work (all but the backward pass) takes longer than that of the others, by more than `slower` of the step,
@@ -56,7 +56,6 @@ class Stragglers(SystemRule, StragglersThresholds):
     Advises another node; the phase that is slower.
     """
 
-    title: ClassVar = "Stragglers"
     live: ClassVar = False
 
     def judge(self, case: Case) -> Outcome:
@@ -102,7 +101,7 @@ def _uncertain_s(steps: Steps) -> float:
     return _UNCERTAIN * float(winsorized_mean(steps.delayed).max())
 
 
-class LoadBalance(SystemRule, LoadBalanceThresholds):
+class LoadBalance(SystemRule, rules.LoadBalanceThresholds):
     """Processes with unequal work.
 
     Fires when waiting for the process with the most work takes more than `waiting_share` of the step, or the histograms of two GPUs' use
@@ -112,7 +111,6 @@ class LoadBalance(SystemRule, LoadBalanceThresholds):
     Advises the same work for every process.
     """
 
-    title: ClassVar = "Load balance"
     live: ClassVar = False
 
     def judge(self, case: Case) -> Outcome:
@@ -186,7 +184,7 @@ def communication_share(case: Case) -> float | None:
     return None if isinstance(seconds, NotJudged) else seconds / steps.step_s
 
 
-class Communication(SystemRule, CommunicationThresholds):
+class Communication(SystemRule, rules.CommunicationThresholds):
     """A step that waits for gradients of other processes.
 
     Fires when the exchange that no computation hides takes more than `share` of the steps' time, without the waiting for slower
@@ -196,7 +194,6 @@ class Communication(SystemRule, CommunicationThresholds):
     Advises fewer bytes, fewer exchanges, a faster network.
     """
 
-    title: ClassVar = "Communication"
     live: ClassVar = False
 
     def judge(self, case: Case) -> Outcome:

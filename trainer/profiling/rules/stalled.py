@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 
-from trainer.config.rules import StalledTrainingThresholds
+from trainer.config import rules
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, Outcome, Saving, TrainingRule, too_short
 
 _STALL_ADVICE = (
@@ -15,7 +13,7 @@ _STALL_ADVICE = (
 )
 
 
-class StalledTraining(TrainingRule, StalledTrainingThresholds):
+class StalledTraining(TrainingRule, rules.StalledTrainingThresholds):
     """A training in which nothing happens.
 
     Fires when for longer than `seconds` no step ends, compilation, validation, checkpoints and other named ranges taken off. While the
@@ -24,8 +22,6 @@ class StalledTraining(TrainingRule, StalledTrainingThresholds):
     Needs two steps.
     Advises looking at the storage, the loader processes and the other processes of the job.
     """
-
-    title: ClassVar = "Stalled training"
 
     def judge(self, case: Case) -> Outcome:
         rank, limit = case.rank, self.seconds
@@ -65,10 +61,7 @@ class StalledTraining(TrainingRule, StalledTrainingThresholds):
 
 
 def hanging(seconds: float, step: int, place: str) -> Finding:
-    """Return the finding on a training in which no step has ended for so long since `step`, reported while that lasts.
-
-    `place` is where in the code the training is.
-    """
+    """Return the finding on a training in which no step has ended for so long since `step`; `place` is its place in the code."""
     return Finding(
         severity="severe",
         confidence=0.9,

@@ -7,18 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-from typing import ClassVar
 
 import numpy as np
 
-from trainer.config.rules import (
-    ExplodingGradientsThresholds,
-    LossNotFiniteThresholds,
-    PoorInitializationThresholds,
-    UnchangedWeightsThresholds,
-    UpdateRatioThresholds,
-    VanishingGradientsThresholds,
-)
+from trainer.config import rules
 from trainer.profiling.evidence import Curve, TensorSamples
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, TrainingRule, listed, too_short
 from trainer.profiling.series import Flags, Series
@@ -26,10 +18,10 @@ from trainer.profiling.series import Flags, Series
 _FEWEST = 3  # fewer measurements show no trend
 _ALIKE = 0.999
 """Mean absolute value against root mean square: 1 where all weights have the same size, 0.8 in a normal distribution."""
-_USUAL_UPDATE = 0.01  # of the middle matrix against its own norm, at the peak of a learning rate that serves
-_SMALL_NORM = 1e-3  # what grows from a smaller norm of the gradient does not explode
-_WARM = 0.1  # share of the peak learning rate from which on a step is meant to move the weights
-_ROUNDING_S = 1e-3  # by which the start of a range may be rounded to before the end of the step before it
+_USUAL_UPDATE = 0.01  # usual update of the middle matrix, relative to its norm, at the peak learning rate
+_SMALL_NORM = 1e-3  # growth from a smaller gradient norm is no explosion
+_WARM = 0.1  # share of the peak learning rate above which steps should move the weights
+_ROUNDING_S = 1e-3  # rounding may move the start of a range before the end of the previous step
 _SMALLEST_SCALE = 1e-3
 """The update of weights with a smaller root mean square (tokens that start near zero) does not show the step's size."""
 
@@ -63,11 +55,10 @@ def _few(history: TensorSamples, needed: int) -> NotJudged | None:
 
 
 def _chosen(history: TensorSamples, flags: Flags) -> list[str]:
-    """List the tensors that flags [P] choose."""
     return [name for name, is_chosen in zip(history.tensors, flags, strict=True) if is_chosen]
 
 
-class PoorInitialization(TrainingRule, PoorInitializationThresholds):
+class PoorInitialization(TrainingRule, rules.PoorInitializationThresholds):
     """Weights that start alike, or far from the usual scale.
 
     Fires when a matrix has weights of one size only; or stretches a signal more than `largest_gain` times (root mean square x the fourth
@@ -77,8 +68,6 @@ class PoorInitialization(TrainingRule, PoorInitializationThresholds):
     Needs the measurement at the first step, before its update.
     Advises drawing these weights as timm does, or starting from trained ones.
     """
-
-    title: ClassVar = "Poor initialization"
 
     def judge(self, case: Case) -> Outcome:
         history = case.rank.tensors
@@ -124,7 +113,7 @@ class PoorInitialization(TrainingRule, PoorInitializationThresholds):
         )
 
 
-class VanishingGradients(TrainingRule, VanishingGradientsThresholds):
+class VanishingGradients(TrainingRule, rules.VanishingGradientsThresholds):
     """Gradients too small to learn from.
 
     Fires when more than `share` of all measurements of tensors have a mean absolute gradient below `mean_abs`.
@@ -132,8 +121,6 @@ class VanishingGradients(TrainingRule, VanishingGradientsThresholds):
     Needs {_FEWEST} measurements of the gradients.
     Advises finding what shrinks the loss or its gradient: weights of its terms near 0, a detached tensor, saturated units.
     """
-
-    title: ClassVar = "Vanishing gradients"
 
     def judge(self, case: Case) -> Outcome:
         history = case.rank.tensors
@@ -164,7 +151,7 @@ class VanishingGradients(TrainingRule, VanishingGradientsThresholds):
         )
 
 
-class ExplodingGradients(TrainingRule, ExplodingGradientsThresholds):
+class ExplodingGradients(TrainingRule, rules.ExplodingGradientsThresholds):
     """Gradients or weights that are not finite, or grow without bound.
 
     Fires when a gradient or a tensor of weights holds a number that is not finite; or the norm of the whole gradient is in two
@@ -173,8 +160,6 @@ class ExplodingGradients(TrainingRule, ExplodingGradientsThresholds):
     Needs measurements of the weights and gradients; {_FEWEST} of them for growth.
     Advises a lower learning rate, a smaller clip_norm, or precision=fp32; continuing from an earlier checkpoint.
     """
-
-    title: ClassVar = "Exploding gradients"
 
     def judge(self, case: Case) -> Outcome:
         history, ended_s = case.rank.tensors, case.record.ended_s
@@ -248,7 +233,7 @@ def _calm(case: Case, history: TensorSamples, *, before: int) -> str:
     return f"Lower {case.setting('base_learning_rate')}{lower}{limited}, or try precision=fp32; continue from {place}."
 
 
-class LossNotFinite(TrainingRule, LossNotFiniteThresholds):
+class LossNotFinite(TrainingRule, rules.LossNotFiniteThresholds):
     """A training loss that is no number.
 
     Fires when the last `lasting` points of the loss, or the last one of a training that failed, are not finite. Single ones are a note,
@@ -258,8 +243,6 @@ class LossNotFinite(TrainingRule, LossNotFiniteThresholds):
     Advises a lower learning rate or precision=fp32, and from which checkpoint to continue.
     """
 
-    title: ClassVar = "Loss not finite"
-
     def judge(self, case: Case) -> Outcome:
         curve = self._curve(case)
         if curve is None or not len(curve.values):
@@ -268,23 +251,20 @@ class LossNotFinite(TrainingRule, LossNotFiniteThresholds):
         if not bad.any():
             return Healthy(f"all {len(bad)} points of the loss are finite")
         if self.since(case) is None:
-            return self._single(curve, bad)
+            first, *_, last = [*curve.steps[bad], *curve.steps[bad][-1:]]
+            until = f" and last at step {last + 1:.0f}" if last > first else ""
+            return Finding(
+                severity="note" if bad.mean() <= self.share else "warning",
+                confidence=0.9,
+                text=(
+                    f"{bad.sum()} of {len(bad)} points of the loss {'is' if bad.sum() == 1 else 'are'} not finite (first at step "
+                    f"{first + 1:.0f}{until}); other rules leave such points out."
+                ),
+                advice="Look at the images of such a step; where it happens again, limit gradients (clip_norm=1) or use precision=fp32.",
+                numbers={"points": float(bad.sum())},
+                steps=(int(first), int(last)),
+            )
         return case.first_cause(PoorInitialization, ExplodingGradients) or self._lost(case, curve, bad)
-
-    def _single(self, curve: Curve, bad: Flags) -> Finding:
-        first, *_, last = [*curve.steps[bad], *curve.steps[bad][-1:]]
-        until = f" and last at step {last + 1:.0f}" if last > first else ""
-        return Finding(
-            severity="note" if bad.mean() <= self.share else "warning",
-            confidence=0.9,
-            text=(
-                f"{bad.sum()} of {len(bad)} points of the loss {'is' if bad.sum() == 1 else 'are'} not finite (first at step "
-                f"{first + 1:.0f}{until}); other rules leave such points out."
-            ),
-            advice="Look at the images of such a step; where it happens again, limit gradients (clip_norm=1) or use precision=fp32.",
-            numbers={"points": float(bad.sum())},
-            steps=(int(first), int(last)),
-        )
 
     def _lost(self, case: Case, curve: Curve, bad: Flags) -> Finding:
         row = _first_lost(curve)
@@ -337,12 +317,14 @@ def _checkpoint_before(case: Case, step: int) -> int | None:
     steps, spans = case.rank.steps, case.rank.spans
     begins = spans.start_s[[name == "checkpoint" for name in spans.names]]
     rows = np.searchsorted(steps["start_s"] + steps["seconds"], begins + _ROUNDING_S) - 1
-    within = steps["step"][steps.get("checkpoint", np.zeros(len(steps["step"]))) > 0]  # as in a loop of one's own
+    within = steps["step"][
+        steps.get("checkpoint", np.zeros(len(steps["step"]))) > 0
+    ]  # in a user's own loop checkpoints lie within steps
     saved = np.append(steps["step"][rows[rows >= 0]], within)
     return int(np.max(saved[saved < step], initial=-1)) if (saved < step).any() else None
 
 
-class UpdateRatio(TrainingRule, UpdateRatioThresholds):
+class UpdateRatio(TrainingRule, rules.UpdateRatioThresholds):
     """Steps too large or too small for the weights.
 
     Fires when a step's update of the middle matrix (by norm of the update against norm of the weights) is above `largest`, or none near
@@ -352,8 +334,6 @@ class UpdateRatio(TrainingRule, UpdateRatioThresholds):
     limit.
     Advises a lower learning rate, or a higher one.
     """
-
-    title: ClassVar = "Update ratio"
 
     def judge(self, case: Case) -> Outcome:
         history = case.rank.tensors
@@ -410,7 +390,7 @@ def _is_warm(case: Case, steps: Series) -> Flags:
     return np.asarray(np.interp(steps, curve.steps, curve.values) >= _WARM * max(peak, curve.values.max()))
 
 
-class UnchangedWeights(TrainingRule, UnchangedWeightsThresholds):
+class UnchangedWeights(TrainingRule, rules.UnchangedWeightsThresholds):
     """Weights that no step changes.
 
     Fires when in `looks` measurements in a row no step changed an element of a tensor.
@@ -418,8 +398,6 @@ class UnchangedWeights(TrainingRule, UnchangedWeightsThresholds):
     Needs `looks` measurements of the weights.
     Advises letting the tensors be trained; a larger learning rate where none of them changes.
     """
-
-    title: ClassVar = "Unchanged weights"
 
     def judge(self, case: Case) -> Outcome:
         needed, history = self.looks, case.rank.tensors
