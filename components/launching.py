@@ -35,11 +35,7 @@ class Placement:
     processes_per_node: int = 0  # 0: one for each device of a machine
 
     def check(self, *, warms_up: bool = False) -> None:
-        """Find what is wrong before anything starts; `warms_up`: compiling beforehand is asked for, which has to outlive the pods.
-
-        Raises:
-            SettingsError: there is no such pool, or a number makes no sense or not on this pool, or a warm-up would be lost with its pods.
-        """
+        """Raise a `SettingsError` for an unknown pool, numbers that do not fit it, or a warm-up that would be lost with its pods."""
         if self.nodes < 1:
             raise SettingsError(f"nodes must be >= 1, got {self.nodes}")
         if self.processes_per_node < 0:
@@ -59,16 +55,9 @@ class Placement:
             raise SettingsError(f"nodes = {self.nodes}, but this machine is one; name a node pool with pool")
 
     def check_cache(self, stage: str, section: Section, inputs: Mapping[str, str]) -> None:
-        """Find out whether the pods of a training have room for what they fetch.
+        """Raise a `SettingsError` if the pods of a training lack room for what they fetch: a full volume would evict them amid their work.
 
-        Args:
-            stage: a key of `STAGES`, one that is launched.
-            section: its settings, which may name further artifacts.
-            inputs: keyword of each input that is there already -> its URI.
-
-        Raises:
-            SettingsError: they have not; a pod whose volume exceeds its limit is evicted in the middle of its work.
-            ArtifactError: an artifact is missing, or of another kind.
+        `section` may name further artifacts; `inputs` are those that exist already.
         """
         if not self.pool:
             return
@@ -141,19 +130,13 @@ def _fetched(stage: str, section: Section, inputs: Mapping[str, str]) -> Iterato
 def launch(
     name: str, settings: str, inputs: Mapping[str, str], outputs: Mapping[str, str], place: Placement, record: str
 ) -> None:
-    """Run a training stage to its end, and keep a record of the launch.
+    """Run a training stage to its end, and keep a record of the launch; a `LaunchError` names the failure, its cause and the next move.
 
     Args:
-        name: a key of `STAGES`.
         settings: its section of the settings, as JSON text.
-        inputs: keyword of each input that is given -> its URI.
+        inputs: keyword of each given input -> its URI.
         outputs: keyword of each output -> its URI.
-        place: where it runs.
-        record: URI of what was launched; of a cluster's job also of how it ended, its events and its logs.
-
-    Raises:
-        LaunchError: naming what failed, why, and the next move.
-        SettingsError: there is no such pool, or its pods have no room for what they would fetch.
+        record: URI of the launch's record; for a cluster's job also how it ended, its events and its logs.
     """
     stage = STAGES[name]
     spec = JobSpec(stage=name, settings=json.loads(settings), inputs=inputs, outputs=outputs, nodes=place.nodes)

@@ -55,10 +55,7 @@ def log_plainly() -> None:
 
 @contextmanager
 def reporting(name: str) -> Iterator[None]:
-    """Show the task's own log as plain lines, and end it with one message where the user can mend what is wrong.
-
-    A `TrainerError`, whose message was reported, and an interruption become a `SystemExit`.
-    """
+    """Show the task's own log as plain lines; a `TrainerError` ends in one reported message and a `SystemExit`, as does an interruption."""
     log_plainly()
     try:
         with ended_by_sigterm():
@@ -77,17 +74,7 @@ def reporting(name: str) -> Iterator[None]:
 
 
 def run_stage(stage: str, settings: str, inputs: Mapping[str, str], **further: object) -> tuple[str, ...]:
-    """Run a stage in this process.
-
-    Args:
-        stage: a key of `STAGES`.
-        settings: its section of the settings, as a JSON object.
-        inputs: keyword of each input -> reference to the artifact; empty where an optional one is not given.
-        further: what only this stage takes.
-
-    Returns:
-        References to its outputs, in the order of the stage's.
-    """
+    """Run a stage in this process; returns references to its outputs, in the stage's order. An optional input may be an empty text."""
     with reporting(stage):
         places = _places(stage)
         stages.call(stage, settings, {**references.uris(inputs), **places}, **further)
@@ -182,11 +169,7 @@ def reinforce(
 
 
 def export(settings: str, inputs: Mapping[str, str], variants: dsl.HTML) -> tuple[str, ...]:
-    """Run the stage export if its section says so; gives the reference to what it made, empty where nothing was done.
-
-    Raises:
-        SystemExit: the stage failed with a message, which was reported.
-    """
+    """Run the stage export if its section enables it; returns the reference to its output, or an empty text."""
     if not ExportSettings.model_validate_json(settings).enabled:
         return ("",)
     (made,) = run_stage("export", settings, inputs)

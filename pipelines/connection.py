@@ -324,7 +324,6 @@ def _login_advice(place: Location) -> str:
 
 
 def _unanswered(place: Location, error: transport.HTTPError) -> DeployError:
-    """Make the message of a connection's failure."""
     reason = getattr(error, "reason", None) or error
     where = f"{place.address} ({place.found})"
     if isinstance(reason, transport.SSLError):

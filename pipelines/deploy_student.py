@@ -92,11 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def deploy(options: argparse.Namespace) -> None:
-    """Apply the objects and wait until every pod has the model.
-
-    Raises:
-        TrainerError: a name is not one, the registry has no such version or it is refused, kubectl fails, or no pod becomes ready.
-    """
+    """Apply the objects and wait until every pod has the model."""
     _check_names(options)
     model = options.model
     try:
@@ -157,11 +153,7 @@ def deploy(options: argparse.Namespace) -> None:
 
 
 def remove(options: argparse.Namespace) -> None:
-    """Delete an alias's objects, and those that all aliases share if it was the last one; what is not there is no error.
-
-    Raises:
-        TrainerError: a name is not one, or kubectl fails.
-    """
+    """Delete an alias's objects, and with the last alias the shared ones; missing objects are no error."""
     _check_names(options)
     kubectl, name = _cluster_of(options), f"{options.name}-{options.alias}"
     kinds = "inferenceservice" if options.kserve else "deployment,horizontalpodautoscaler,poddisruptionbudget"
@@ -227,11 +219,7 @@ def student_objects(
 
 
 def _ending_s(arguments: Sequence[str]) -> float:
-    """Return the longest time that a server with these arguments takes to end, in seconds: its drain, then its slowest request.
-
-    Raises:
-        SettingsError: they are no number of seconds.
-    """
+    """Return the longest time in which a server with these arguments ends, in seconds: its drain, then its slowest request."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--drain", type=commands.seconds, default=0.0)
     parser.add_argument("--timeout", type=commands.positive, default=0)
@@ -243,11 +231,7 @@ def _ending_s(arguments: Sequence[str]) -> float:
 
 
 def run_kubectl(*arguments: str, text: str | None = None, check: bool = True) -> str:
-    """Run kubectl, that of this environment or else the system's; gives what it prints.
-
-    Raises:
-        DeployError: it is missing or, unless `check` is false, fails.
-    """
+    """Run this environment's kubectl or the system's; returns its output. A `DeployError` if it is missing or, with `check`, fails."""
     tool = shutil.which("kubectl", path=Path(sys.executable).parent) or shutil.which("kubectl")
     if tool is None:
         raise DeployError("kubectl is not installed; run 'make setup', or install it (kubernetes.io/docs/tasks/tools)")
@@ -286,16 +270,9 @@ def _check_names(options: argparse.Namespace) -> None:
 
 
 def pinned(place: str, *, force: bool) -> str:
-    """Return the URI of the version that an alias names now, so that what starts later takes the same.
+    """Return the URI of the version that an alias names now, so that servers that start later take the same.
 
-    Args:
-        place: `models:/NAME@ALIAS`, or `models:/NAME/VERSION`.
-        force: take one that did not pass its gate, too.
-
-    Raises:
-        DeployError: it did not pass its gate.
-        SettingsError: MLflow's address is not given.
-        TrackingError: MLflow does not answer, or has no such version.
+    A `DeployError` for a version that did not pass its gate, unless `force`.
     """
     if not os.environ.get(tracking.URI):
         raise SettingsError(
@@ -316,11 +293,7 @@ def _pod_owner(objects: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _wait_for_kserve(kubectl: Callable[..., str], deployment: str, server: Mapping[str, Any], seconds: float) -> None:
-    """Wait until the Deployment that KServe makes has this container.
-
-    Raises:
-        DeployError: it does not come.
-    """
+    """Wait until the Deployment that KServe makes has this container; a `DeployError` if it does not come."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if text := kubectl("get", deployment, "--ignore-not-found", "--output=json"):

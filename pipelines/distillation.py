@@ -83,12 +83,7 @@ WORK = Size(cpu="1", cpu_limit="4", memory="2Gi", memory_limit="16Gi")  # for a 
 
 
 def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = "") -> BaseComponent:
-    """Define the pipeline.
-
-    Args:
-        optional: which of `OPTIONAL_STAGES` are in its graph.
-        generation: another one takes nothing from KFP's cache that was made under this.
-    """
+    """Define the pipeline with these `OPTIONAL_STAGES`; nothing that KFP cached under another `generation` is taken."""
 
     @dsl.pipeline(
         name=NAME,

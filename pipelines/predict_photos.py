@@ -58,11 +58,7 @@ def _champion(recipe: str) -> str:
 
 
 def predict(options: argparse.Namespace) -> None:
-    """Start the run, and follow it where that is wanted.
-
-    Raises:
-        TrainerError: a place is not in a store; the API is not there or refuses; the run did not succeed.
-    """
+    """Start the run, and follow it where that is wanted."""
     for option in ("photos", "output", "model"):
         place = getattr(options, option)
         if not (storage.is_remote(place) or (option == "model" and place.startswith(REGISTERED))):

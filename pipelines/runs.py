@@ -97,8 +97,8 @@ def follow(api: Api, run_id: str, tasks: Collection[str], *, hours: float = DEFA
     """Wait for a run's end and print the states of these tasks as they change; KFP has others of its own.
 
     Raises:
-        DeployError: the run did not succeed, with what KFP says of each failed task; or the wait became too long.
-        KeyboardInterrupt: the wait was broken off, and how to stop the run was said.
+        DeployError: the run did not succeed, with KFP's words on each failed task; or the wait became too long.
+        KeyboardInterrupt: the wait was broken off, after a hint on how to stop the run.
     """
     try:
         run = _RunFollower(api, run_id, tasks).wait(hours)

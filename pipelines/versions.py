@@ -38,8 +38,7 @@ def name_of(content: str, optional: Collection[str], generation: str) -> str:
 def generation(api: Api) -> str:
     """Return when everything was last to be made again, as the versions' names say; empty if never.
 
-    KFP can neither forget a cached result nor replace one. So a parameter of the first task that is cached changes, for every version
-    from then on.
+    KFP can neither forget nor replace a cached result, so a parameter of the first cached task changes from then on.
     """
     found = pipeline(api)
     names = versions(api, found.pipeline_id) if found else ()
@@ -98,9 +97,9 @@ def upload(api: Api, name: str, text: str) -> Any:
 
 
 def cron_of(text: str) -> str:
-    """Return KFP's form of a cron expression (minute, hour, day, month, weekday): with a field for seconds before these.
+    """Return KFP's form of a cron expression (minute, hour, day, month, weekday): with a field for seconds first.
 
-    KFP takes five fields too, and reads them as seconds, minutes, hours, days, months: "0 3 * * *" would run every hour.
+    KFP reads five fields as seconds, minutes, hours, days, months: "0 3 * * *" would run every hour.
     """
     fields = text.split()
     if len(fields) != len(_CRON_FIELDS):
@@ -120,10 +119,7 @@ def cron_of(text: str) -> str:
 
 
 def put_schedule(api: Api, name: str, cron: str, fields: Mapping[str, Any]) -> None:
-    """Have one schedule of this name, of KFP's form of a cron expression, which starts a `runs.request`.
-
-    KFP cannot change a schedule, so another is made and the old one removed.
-    """
+    """Replace the schedule of this name, with KFP's form of a cron expression, by one that starts a `runs.request`."""
     wanted = kfp_server_api.V2beta1RecurringRun(
         display_name=name,
         **fields,

@@ -46,8 +46,7 @@ VERBS: Mapping[str, tuple[str, ...]] = {
     "pods": ("get", "list", "watch"),
     "pods/log": ("get",),
     "events": ("list", "watch"),
-}
-"""The verbs that a launcher needs on each kind of object; on the jobs of either backend it needs `JOB_VERBS`."""
+}  # the verbs that a launcher needs on each kind of object; on the jobs of either backend it needs `JOB_VERBS`
 
 Result = TypeVar("Result")
 
@@ -332,9 +331,7 @@ class Cluster:
 def watch_events(stream: Stream) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the events of a watch: ADDED, MODIFIED, DELETED or BOOKMARK, and the object.
 
-    Raises:
-        ExpiredError: the resource version is too old.
-        ApiUnavailableError: the stream broke, or the server reports an error in it.
+    An `ExpiredError` for a resource version that is too old; an `ApiUnavailableError` if the stream broke or reports an error.
     """
     for line in stream:
         try:
@@ -367,7 +364,7 @@ class RetryStopped(Exception):  # noqa: N818  # not an error: the caller was ask
 class ApiRetry:
     """Repeats a request with exponential back-off while the API server is unavailable.
 
-    All threads that follow a job share one, so the loss and the return of the server are logged once, and the timeout counts from the loss.
+    All threads that follow a job share one: loss and return of the server are logged once, and the timeout counts from the loss.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -391,12 +388,7 @@ class ApiRetry:
             raise RetryStopped
 
     def __call__(self, request: Callable[[], Result]) -> Result:
-        """Repeat a request until the API server answers.
-
-        Raises:
-            ApiUnavailableError: it did not answer within the timeout, or has never accepted the credentials.
-            RetryStopped: `stop` was called.
-        """
+        """Repeat a request until the API server answers; an `ApiUnavailableError` at the timeout, or if it never took the credentials."""
 
         def attempt() -> Result:
             self.wait(0)

@@ -45,10 +45,7 @@ days, which need not be asked for again and again."""
 def finish(pool: str, state: str, error: str) -> None:
     """Delete the run's jobs and end its parent run in MLflow; what fails is logged, and the rest is still done.
 
-    Args:
-        pool: the node pool that jobs ran on; empty: none.
-        state: of the other tasks, a key of `ENDS`.
-        error: KFP's message, if they failed.
+    `pool` is empty where no job ran; `state` is a key of `ENDS`; `error` is KFP's message of a failure.
     """
     status = ENDS.get(state, "FAILED")
     if status != "FINISHED" and (workflow := os.environ.get(WORKFLOW)) and _was_stopped(workflow):

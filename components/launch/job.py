@@ -74,10 +74,9 @@ class TaskJob:
         return f"kubectl {verb} {self.backend.resource} {self.name} -n {self._cluster.namespace}"
 
     def submit(self, retry: ApiRetry) -> bool:
-        """Create the job, or adopt the one of this run and task that has not ended; return whether it was created.
+        """Create the job, or adopt the one of this run and task that has not ended; returns whether it was created.
 
-        Raises:
-            LaunchError: such a job has another specification; or the same one failed, and would fail again; or the API server refuses.
+        A `LaunchError` if such a job has another specification or failed for good, or the API server refuses.
         """
         labels = self._identity.labels(stage="")
         selector = f"{RUN_LABEL}={labels[RUN_LABEL]},{TASK_LABEL}={labels[TASK_LABEL]}"
@@ -88,7 +87,13 @@ class TaskJob:
             if not over:
                 self._adopt(job, retry)
                 return False
-            self._check_not_failed(job)
+            message = job["metadata"].get("annotations", {}).get(FAILURE_ANNOTATION)
+            if message and _hash(job) == _hash(self.manifest):
+                name, resource = job["metadata"]["name"], self.backend.resource
+                raise LaunchError(
+                    f"not retried, since it would fail again: {message}. Fix that and start a new run; or, if the fix lies outside of "
+                    f"the run, delete the failed job first (kubectl delete {resource} {name} -n {self._cluster.namespace})"
+                )
         # Counted from the jobs on the cluster, since a restarted task remembers none.
         self._set_attempt(1 + max((_attempt(job) for job in earlier), default=0))
         self._unanswered = True
@@ -123,15 +128,6 @@ class TaskJob:
             return bool(self._cluster.get(self.backend.resource, self.name)["metadata"]["uid"] != self.uid)
         except NotFoundError:
             return True
-
-    def _check_not_failed(self, job: Mapping[str, Any]) -> None:
-        message = job["metadata"].get("annotations", {}).get(FAILURE_ANNOTATION)
-        if message and _hash(job) == _hash(self.manifest):
-            name, resource = job["metadata"]["name"], self.backend.resource
-            raise LaunchError(
-                f"not retried, since it would fail again: {message}. Fix that and start a new run; or, if the fix lies outside of "
-                f"the run, delete the failed job first (kubectl delete {resource} {name} -n {self._cluster.namespace})"
-            )
 
     def _find_created(self) -> None:
         """Find the job that a request without an answer has created."""
@@ -205,7 +201,7 @@ def _shown(value: Any) -> str:
 
 
 class JobRecord:
-    """Collects a job's log lines, and writes what is kept of it below a URI in the end; without a URI nothing is kept.
+    """Collects a job's log lines, and writes its record below a URI, if there is one, at the end.
 
     A record that cannot be written is a warning: it must not hide how the job ended.
     """

@@ -172,9 +172,7 @@ _SERVICE_LINK = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TC
 def pod_template(spec: JobSpec, pool: Pool, identity: Identity, *, container: dict[str, Any]) -> dict[str, Any]:
     """Render a whole pod template; `container` is what the backend adds to the container, its name among them.
 
-    Raises:
-        LaunchError: the image is not known, or the environment holds a secret or a reserved variable.
-        SettingsError: the job does not fit the pool's nodes.
+    A `LaunchError` if the image is not known, or the environment holds a secret or a reserved variable.
     """
     placement = {
         "nodeSelector": pool.node_selector,
@@ -227,10 +225,7 @@ def pod_template(spec: JobSpec, pool: Pool, identity: Identity, *, container: di
 
 
 def pod_image(pool: Pool, task: str = IMAGE) -> str:
-    """Return the pool's own image, or else that of its task; for Neuron the one built beside it, with `-neuron` after its name.
-
-    That one is not known where a digest names the task's image, which is a `LaunchError`.
-    """
+    """Return the pool's own image, or its task's; for Neuron with `-neuron` after its name, a `LaunchError` if a digest names that."""
     if pool.image or pool.device != "xla":
         return pool.image or task
     if "@" in task:
@@ -343,11 +338,7 @@ class Backend:
     replica: Callable[[Mapping[str, str]], str]  # a pod's labels -> its replica's name, such as `worker-3`
 
     def render(self, spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
-        """Render the manifest of a job as it is sent, with the environment and the image that this process forwards.
-
-        Raises:
-            TrainerError: the job does not fit the pool or the backend.
-        """
+        """Render the manifest of a job as it is sent, with the environment and the image that this process forwards."""
         forwarded = forwarded_environment(os.environ)
         image = pod_image(pool, os.environ.get(IMAGE_VARIABLE) or IMAGE)
         spec = replace(spec, environment={**forwarded, **spec.environment})

@@ -167,10 +167,7 @@ class JobProgress:
     """What was observed of a job."""
 
     def __init__(self, *, nodes: int, limits: JobLimits, now: float) -> None:
-        """Start the clocks; `now`, here and in all methods, is in seconds on a monotonic clock.
-
-        The job counts as running when as many replicas run as `nodes` says.
-        """
+        """Start the clocks, whose `now` is in monotonic seconds in all methods; the job runs once `nodes` replicas run."""
         self.state = JobState(phase="pending")
         self.replicas: dict[str, Replica] = {}
         self.log_tails: dict[str, deque[str]] = {}
@@ -353,11 +350,7 @@ class JobProgress:
     def _report_problem(self, about: str, what: str, count: int = 1, *, resolved: bool = False) -> None:
         """Report a problem the first time, and again when its count has reached the next of `_REPORTED_COUNTS`.
 
-        Args:
-            about: the replica that has it, or what else.
-            what: a text that is the same for the same problem.
-            count: how often it happened, as Kubernetes counts.
-            resolved: whether it no longer explains why the job waits.
+        Equal problems have an equal text `what`; a `resolved` one no longer explains why the job waits.
         """
         text = f"{about}: {what}"
         before = self._problem_counts[text]

@@ -82,13 +82,10 @@ class ClusterLauncher:
         self._attempts, self._api_timeout_s = attempts, api_timeout_s
 
     def run(self, spec: JobSpec) -> None:
-        """Run a job to its end. One of the same run, task and specification that has not ended is adopted.
-
-        One that fails in a way that need not happen again, such as a lost machine or a crash, is retried.
+        """Run a job to its end, or follow an unfinished one of the same run, task and specification; lost machines and crashes are retried.
 
         Raises:
-            LaunchError: naming the replica that failed, why, and the next move; or the limit that was reached; or what the
-                cluster refuses.
+            LaunchError: naming the replica that failed, why, and the next move; or the limit that was reached; or the cluster's refusal.
             ApiUnavailableError: the API server was unavailable for too long, and the job continues.
             KeyboardInterrupt: Ctrl-C; the job was deleted.
         """
@@ -175,7 +172,7 @@ def _check_outcome(outcome: JobOutcome, job: TaskJob, progress: JobProgress) -> 
 class JobFollower:
     """Follows one job: threads read it from the API server, and the caller's thread interprets what they publish.
 
-    A context manager: after it no thread runs and no connection is open.
+    As a context manager it leaves no thread and no connection open.
     """
 
     def __init__(
@@ -188,10 +185,7 @@ class JobFollower:
         record: str,
         report: Callable[[str], None],
     ) -> None:
-        """Prepare; nothing is read before `follow`. `progress` takes what is observed of the job, `report` messages about it.
-
-        Log lines, status and events are written below the URI `record` in the end, if there is one.
-        """
+        """Prepare; `follow` reads. `progress` takes observations, `report` messages; log, status and events go below the URI `record`."""
         self._cluster, self._job, self._progress = cluster, job, progress
         self._record, self._report = JobRecord(record), report
         self._inbox: queue.SimpleQueue[Change | LogLine | ThreadEnded] = queue.SimpleQueue()
@@ -218,11 +212,7 @@ class JobFollower:
             self._record.write(job=self._job.manifest, status=status, events=[*self._progress.events.values()])
 
     def follow(self) -> JobOutcome:
-        """Report the job's progress until it has ended and its logs are read, or a limit is reached.
-
-        Raises:
-            ClusterError: the job cannot be followed.
-        """
+        """Report the job's progress until it has ended and its logs are read, or a limit is reached."""
         watches = {
             "job": (self._job.backend.resource, {"fields": f"metadata.name={self._job.name}"}),
             "pods": (PODS, {"labels": self._job.pod_selector}),

@@ -124,11 +124,7 @@ class Informer:
         self._short_watches, self._polling = 0, False
 
     def run(self) -> None:
-        """Publish changes until stopped.
-
-        Raises:
-            ClusterError: the objects cannot be listed, or the API server was unavailable for too long.
-        """
+        """Publish changes until stopped; a `ClusterError` if the objects cannot be listed, or the API server was away for too long."""
         while True:
             version = self._list()
             while version and not self._polling:

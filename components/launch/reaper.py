@@ -72,9 +72,9 @@ def find(cluster: Cluster, run: str = "") -> list[ProjectJob]:
 
 
 def find_orphaned(cluster: Cluster) -> list[ProjectJob]:
-    """Return the jobs that still run although the pod of their task ended a while ago, in the cluster's namespace, the oldest first.
+    """Return the jobs in the cluster's namespace that still run although their task's pod ended a while ago, the oldest first.
 
-    A job without an owner is followed from elsewhere, such as a laptop; one whose owner is deleted is deleted by Kubernetes itself.
+    A job without an owner is followed from elsewhere, such as a laptop; Kubernetes deletes one whose owner is deleted.
     """
     jobs = [job for job in find(cluster) if not job.over]
     return [replace(job, orphaned=why) for job in jobs if job.owner and (why := _why_orphaned(cluster, job.owner))]

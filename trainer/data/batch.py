@@ -97,11 +97,7 @@ def cache_sized_slices(views: Tensor) -> Iterator[slice]:
 
 
 def check_gpu_decoding(encoded: bytes | memoryview, *, on_device: bool) -> None:
-    """Make sure that a GPU can decode the stored images, of which `encoded` is one.
-
-    Raises:
-        SettingsError: it cannot, and why.
-    """
+    """Make sure that a GPU can decode the stored images, of which `encoded` is one; a `SettingsError` if it cannot, and why."""
     if not torch.cuda.is_available():
         raise SettingsError(f"data.decode_on is cuda, but torch finds no GPU on this machine; {_BACK}")
     if not on_device:
@@ -121,11 +117,7 @@ def join_files(files: Sequence[memoryview]) -> tuple[Tensor, Tensor]:
 
 
 def decode_jpegs(joined: Tensor, lengths: Tensor, device: torch.device) -> Tensor:
-    """Decode a batch of JPEG files of equal size, as `join_files` gives them, on a GPU: uint8 [B, 3, S, S], RGB, on the device.
-
-    Raises:
-        DataError: a file cannot be decoded.
-    """
+    """Decode JPEG files of equal size, as `join_files` gives them, on a GPU: uint8 [B, 3, S, S], RGB; a `DataError` if one is damaged."""
     from torchcodec.decoders import decode_jpeg  # here, because few need it
 
     try:

@@ -23,10 +23,7 @@ Beyond them each batch gets memory of its own."""
 
 
 class SharedBytes:
-    """Memory that is sent to a process by its descriptor, where that process is being started; nothing of it is copied.
-
-    It is no part of /dev/shm, whose size containers limit.
-    """
+    """Memory that a process being started inherits by its descriptor, without a copy. It is no part of /dev/shm, which containers limit."""
 
     def __init__(self, size: int, descriptor: int | None = None) -> None:
         """Allocate `size` bytes of zeros, or map those of another process."""

@@ -49,14 +49,7 @@ def data_card(
     tags: ClassTags | None = None,
     read: Callable[[int], bytes],
 ) -> str:
-    """Build the page: self-contained HTML below 2 MB, equal for equal content.
-
-    Args:
-        listing: of the source: its classes, its labels, and what it left out.
-        near: near-duplicates in different splits; the page is silent on them where there are none.
-        tags: what is known of the classes, if anything.
-        read: row of a candidate -> its stored picture's file.
-    """
+    """Build the page: self-contained HTML below 2 MB, equal for equal content; `read` gives the stored picture's file of a row."""
     classes, of_labels = listing.classes, listing.members
     kind, _, name = settings.source.partition(":")
     # Without the folders above it, which differ between machines.
@@ -114,13 +107,27 @@ def _classes(classes: Sequence[str], of_labels: Members, splits: Splits) -> Page
         )
     cut = f"The first {CLASSES:,} of {len(rows):,} classes are listed."
     chart = stacked_columns(classes, list(counts.items()), "Images of each class")
+    # write a sentence for each split that lacks classes, and one for each that has too few images of some to
+    # judge them
+    sentences = []
+    for split in ("val", "test"):
+        named = [(formatting.isolated(name), count) for name, count in zip(classes, counts[split], strict=True)]
+        missing = [name for name, count in named if count == 0]
+        few = [f"{name} ({count})" for name, count in named if 0 < count < FEW]
+        if missing:
+            sentences.append(f"No image in {split}: {formatting.listed(missing, 10)}.")
+        if few:
+            sentences.append(
+                f"Fewer than {FEW} images in {split}: {formatting.listed(few, 10)}. The accuracy of such a class is a rough guess; add "
+                f"images, or raise data.{split}_fraction where the split is taken from train."
+            )
     return PageSection(
         "Classes",
         [
             Legend([("f0", "train"), ("f1", "val"), ("f2", "test")]),
             Figure(chart, "Images of each class, largest first."),
             Paragraph(note),
-            *map(Paragraph, _unmeasured(classes, counts)),
+            *map(Paragraph, sentences),
             Table(["class", *_LABELED, "all"], rows[:CLASSES]),
             Paragraph(cut) if len(rows) > CLASSES else None,
         ],
@@ -141,23 +148,6 @@ def _known(tags: ClassTags) -> PageSection:
     more = " and ".join(f"{count:,} more {name}" for name, count in left_out.items() if count)
     note = Paragraph(f"{more} are in {TAGS}.") if more else None
     return PageSection("What is known of the classes", [Table(headers, rows), note])
-
-
-def _unmeasured(classes: Sequence[str], counts: Mapping[SplitName, Sequence[int]]) -> list[str]:
-    """Write a sentence for each split that lacks classes, and one for each that has too few images of some to judge them."""
-    sentences = []
-    for split in ("val", "test"):
-        named = [(formatting.isolated(name), count) for name, count in zip(classes, counts[split], strict=True)]
-        missing = [name for name, count in named if count == 0]
-        few = [f"{name} ({count})" for name, count in named if 0 < count < FEW]
-        if missing:
-            sentences.append(f"No image in {split}: {formatting.listed(missing, 10)}.")
-        if few:
-            sentences.append(
-                f"Fewer than {FEW} images in {split}: {formatting.listed(few, 10)}. The accuracy of such a class is a rough guess; add "
-                f"images, or raise data.{split}_fraction where the split is taken from train."
-            )
-    return sentences
 
 
 def _sizes(members: Sequence[ImageCandidate], image_size: int) -> PageSection:
@@ -206,7 +196,6 @@ def _samples(classes: Sequence[str], of_labels: Members, splits: Splits, read: C
 
 
 def _strip(members: Sequence[ImageCandidate], read: Callable[[int], bytes]) -> bytes:
-    """Put pictures side by side, as a JPEG file."""
     strip = Image.new("RGB", (TILE * len(members), TILE))
     for position, member in enumerate(members):
         with Image.open(io.BytesIO(read(member.row))) as picture:

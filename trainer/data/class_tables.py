@@ -46,12 +46,9 @@ _SHOWN = 5  # most names in a message
 
 
 def read_tags(settings: DataSettings, listing: SourceListing | None) -> ClassTags | None:
-    """Read what the settings say of the source's classes; None where they say nothing.
+    """Read the tables of the source's classes that the settings name; None without tables, and where the classes are not known yet.
 
-    Where the classes are not known yet (`listing` is None), the tables alone are checked, and nothing comes back.
-
-    Raises:
-        DataError: a table cannot be read, contradicts itself, or is not of these classes.
+    Then (`listing` is None) the tables alone are checked. A `DataError` if one cannot be read, contradicts itself, or has other classes.
     """
     if not (settings.attributes or settings.hierarchy):
         return None
@@ -71,11 +68,7 @@ def read_tags(settings: DataSettings, listing: SourceListing | None) -> ClassTag
 
 
 def source_version(settings: DataSettings) -> str:
-    """Return a text that changes with the images of `data.source` and with these tables; empty where the images' version is not known.
-
-    Raises:
-        SettingsError, DataError: as `sources.source_version`; or a table cannot be read.
-    """
+    """Return a text that changes with the images of `data.source` and these tables; empty where the images' version is unknown."""
     images = sources.source_version(settings.source, outside=settings.outside)
     named = {"attributes": settings.attributes, "hierarchy": settings.hierarchy}
     contents = {name: _table(f"data.{name}", file).text for name, file in named.items() if file and file != FOLDERS}
@@ -159,9 +152,9 @@ def _check_names(table: str, lines: Mapping[str, TableRow], names: Sequence[str]
 
 
 def _attributes(settings: DataSettings, classes: Sequence[str] | None) -> dict[str, tuple[Value, ...]]:
-    """Read `data.attributes`, whose first column names the class; each other one is an attribute: its values in the order of the classes.
+    """Read `data.attributes`: attribute -> its values in the order of the classes, which the first column names.
 
-    These have to be those of the table. Where they are not known yet (None), the table alone is checked, and nothing comes back.
+    Where the classes are not known yet (None), the table alone is checked, and nothing comes back.
     """
     file = _table("data.attributes", settings.attributes)
     table, lines = file.name, list(_lines(file))
@@ -226,10 +219,7 @@ def _is_number(text: str) -> bool:
 
 
 def _parents(file: str, classes: Sequence[str] | None) -> dict[str, str]:
-    """Read `data.hierarchy` as a file: class or group -> the group above it.
-
-    The lowest names have to be the classes; where these are not known yet (None), the table alone is checked.
-    """
+    """Read `data.hierarchy` as a file: class or group -> the group above it. Classes, unless unknown (None), are the lowest names."""
     given = _table("data.hierarchy", file)
     table, lines = given.name, list(_lines(given))
     headings = [folded(heading) for heading in given.headings]

@@ -61,13 +61,7 @@ class Dropped:
 def quarantine_contradictions(
     candidates: Sequence[ImageCandidate], label_names: Sequence[str]
 ) -> tuple[list[ImageCandidate], list[Quarantined]]:
-    """Quarantine all equal pictures with different labels, since nothing says which label is right.
-
-    Unlabeled copies contradict no label, but are quarantined with them.
-
-    Returns:
-        The other candidates, and the quarantined ones, both in the given order.
-    """
+    """Quarantine equal pictures with different labels, and unlabeled copies of them; returns the others and the quarantined ones."""
     good: list[ImageCandidate] = []
     bad: list[Quarantined] = []
     labeled_copies: defaultdict[str, list[ImageCandidate]] = defaultdict(list)
@@ -85,11 +79,7 @@ def quarantine_contradictions(
 
 
 def drop_copies(candidates: Sequence[ImageCandidate]) -> tuple[list[ImageCandidate], list[Dropped]]:
-    """Keep one of equal pictures: the first one in test, else in val, else in train, else the first unlabeled one.
-
-    Returns:
-        The kept and the dropped ones, both in the given order.
-    """
+    """Keep one of equal pictures: the first in test, else val, else train, else unlabeled; returns the kept and the dropped ones."""
     order: tuple[SplitName, ...] = ("test", "val", "train", "unlabeled")
     kept: dict[str, ImageCandidate] = {}
     for candidate in sorted(candidates, key=lambda candidate: order.index(candidate.split)):
@@ -175,11 +165,7 @@ def check_classes(
     settings: DataSettings,
     members: Members,
 ) -> None:
-    """Make sure that there are several classes, with enough images each.
-
-    Raises:
-        DataError: there is only one class, or classes with fewer good labeled images than `min_images_per_class`.
-    """
+    """Raise a `DataError` unless there are several classes with at least `min_images_per_class` good labeled images each."""
     if len(classes) == 1:
         raise DataError(f"data.source={settings.source}: has only one class, {classes[0]!r}; add images of another one")
     counts = count_classes(candidates, members)
@@ -197,12 +183,9 @@ def check_splits(
     taught: Collection[int],
     members: Members,
 ) -> None:
-    """Make sure that every class can be learned and that every split measures something.
+    """Raise a `DataError` if a class has no training image, or val or test is empty.
 
-    `taught` are the classes of which the source has training images, be they good, copies or for val and test.
-
-    Raises:
-        DataError: a class has no training image, or val or test is empty.
+    `taught` are the classes of which the source has training images: good ones, copies, or images taken for val and test.
     """
     counts = {
         split: count_classes((one for one in candidates if one.split == split), members)

@@ -127,11 +127,7 @@ class Split:
                 self._decoded = self._decode_into(torch.empty(shape, dtype=torch.uint8), range(len(self)))
 
     def read(self, indices: Sequence[int]) -> Tensor:
-        """Read the images at `indices` (0 <= index < N): uint8 [B, 3, S, S], the channels innermost in memory.
-
-        Raises:
-            DataError: an image cannot be decoded.
-        """
+        """Read the images at `indices`: uint8 [B, 3, S, S], the channels innermost in memory; a `DataError` if one cannot be decoded."""
         self.load()
         images = empty_images(len(indices), self.image_size)
         if self._decoded is None:
@@ -140,12 +136,9 @@ class Split:
         return images.permute(0, 3, 1, 2)
 
     def picture(self, index: int, *, shrink: int = 1) -> Tensor:
-        """Read the image at `index` (0 <= index < N), which must not be changed: uint8 [3, E, E], the channels innermost in memory.
+        """Read the image at `index`, which must not be changed: uint8 [3, E, E], the channels innermost in memory.
 
-        E is S, or `S / shrink` rounded up where a JPEG is decoded for it (`decode_square`).
-
-        Raises:
-            DataError: it cannot be decoded.
+        E is S, or `S / shrink` rounded up where a JPEG is decoded smaller (`decode_square`). A `DataError` if it cannot be decoded.
         """
         self.load()
         pixels = torch.from_numpy(self._decode(index, shrink=shrink)) if self._decoded is None else self._decoded[index]
@@ -259,11 +252,7 @@ class PreparedDataset:
 
     @property
     def square(self) -> Square:
-        """How an original became a stored image.
-
-        Raises:
-            ArtifactError: the settings that made the data set lack it.
-        """
+        """How an original became a stored image; an `ArtifactError` if the settings that made the data set lack it."""
         try:
             settings = self._artifact.settings
             # Not recorded where it is auto, which takes them all.
@@ -303,12 +292,7 @@ class PreparedDataset:
                 self._directories[name] = artifacts.checked_files(self._uri, self._artifact, files)
 
     def split(self, name: SplitName) -> Split:
-        """Open one split.
-
-        Raises:
-            ArtifactError: a file of it is missing or damaged, it cannot be opened, or its labels or number of images do not fit
-                `dataset.json`.
-        """
+        """Open one split; an `ArtifactError` if a file is missing or damaged, or labels or number of images do not fit `dataset.json`."""
         self.fetch(name)
         directory = self._directories[name]
         split = self._opened(name, directory, lambda: datasets.load_from_disk(str(directory / name)))
@@ -320,10 +304,7 @@ class PreparedDataset:
         return split if self._most is None else split.first(self._most)
 
     def sample(self, name: SplitName) -> Split:
-        """Open some images from all over a split, for a reader that needs few: those of `SAMPLED_FILES` of its files; raises as `split`.
-
-        All of a split that has no more files. Where the data set lies makes no difference.
-        """
+        """Open images from all over a split for a reader that needs few: those of `SAMPLED_FILES` of its files, all of a small split."""
         files = sorted(file for file in self._artifact.files if file.startswith(f"{name}/") and file.endswith(".arrow"))
         if len(files) <= SAMPLED_FILES:
             return self.split(name)
@@ -350,11 +331,7 @@ class PreparedDataset:
 
 
 def open_dataset(uri: str | Path, splits: Collection[SplitName] = ()) -> PreparedDataset:
-    """Open a prepared data set, and fetch and check these splits of it; others are when they are opened.
-
-    Raises:
-        ArtifactError: it is missing, damaged, of another kind or of another schema version.
-    """
+    """Open a prepared data set; these splits are fetched and checked now, others when they are opened."""
     artifact = artifacts.read(uri, "dataset", only=(DESCRIPTION, TAGS))
     description = DatasetDescription.read(artifact.path)
     tags = _read_tags(artifact, description) if TAGS in artifact.files else None

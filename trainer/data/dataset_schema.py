@@ -37,7 +37,7 @@ UNLABELED = -1  # the label of an image without one
 
 
 def features() -> Any:
-    """Return the `datasets.Features` of a split: encoded image, index of its class or set of classes, content key, its name in the source.
+    """Return the `datasets.Features` of a split: encoded image, index of its class or set of classes, content key, name in the source.
 
     The content key is the SHA-256 of the decoded original, as hexadecimal text.
     """
@@ -74,11 +74,7 @@ class DatasetDescription:
 
     @classmethod
     def read(cls, directory: Path) -> DatasetDescription:
-        """Read `dataset.json`.
-
-        Raises:
-            ArtifactError: it is not the description of a data set.
-        """
+        """Read `dataset.json`; an `ArtifactError` if it is not the description of a data set."""
         try:
             content = storage.read_bytes(directory / DESCRIPTION)
             return TypeAdapter(cls).validate_json(content, strict=True)

@@ -71,12 +71,9 @@ class DecodeCache:
         return self.folder / f"{number:06d}.arrow"
 
     def find(self, number: int, items: Sequence[Item], content: Callable[[Item], str]) -> list[Outcome] | None:
-        """Return the outcomes of a chunk that was decoded before, and bring its squares into the folder; None if there is none of these.
+        """Return the outcomes of a chunk that was decoded before, and bring its squares into the folder; None if there are none.
 
-        `content` reads an image's file, and returns its SHA-256, or why it cannot be read.
-
-        Raises:
-            DataError: reading an image failed.
+        `content` reads an image's file and returns its SHA-256, or why it cannot be read; a `DataError` if reading failed.
         """
         try:
             chunk = _Chunk.model_validate_json(storage.read_checksummed(self._uri(number, "jsonl")))
@@ -102,11 +99,7 @@ class DecodeCache:
         ]
 
     def keep(self, number: int, items: Sequence[Item], outcomes: Sequence[Outcome], contents: Sequence[str]) -> None:
-        """Keep a chunk whose squares are in their file; `contents` has the SHA-256 of each image's file, or why it cannot be read.
-
-        Raises:
-            OutputError: the file cannot be written.
-        """
+        """Keep a chunk whose squares are written; `contents` has the SHA-256 of each image's file, or why it cannot be read."""
         squares = self.squares(number)
         if storage.is_remote(self.uri):
             storage.write_bytes(self._uri(number, "arrow"), squares.read_bytes())

@@ -68,11 +68,7 @@ class Samples:
     """One or several splits, read as one training set."""
 
     def __init__(self, splits: Sequence[Split]) -> None:
-        """Join `splits`, in this order.
-
-        Raises:
-            DataError: there is no sample in them.
-        """
+        """Join `splits`, in this order; a `DataError` if there is no sample in them."""
         self._splits = [split for split in splits if len(split)]
         if not self._splits:
             raise DataError(
@@ -268,11 +264,7 @@ def _shard(part: int, count: int, parts: int) -> range:
 
 
 def micro_batch_size(settings: TrainingSettings, world_size: int) -> int:
-    """Return the samples in a micro-batch of one process; where `batch_size` cannot be divided evenly, some have one less.
-
-    Raises:
-        SettingsError: there are fewer samples in a step than micro-batches.
-    """
+    """Return the samples of a process's micro-batch (some have one less); a `SettingsError` with fewer samples than micro-batches."""
     parts = world_size * settings.accumulation
     if settings.batch_size < parts:
         raise SettingsError(
@@ -306,22 +298,21 @@ def make_loader(
     timeout_s: float = 0,
     observer: LoaderObserver | None = None,
 ) -> Generator[Batch]:
-    """Yield the micro-batches at `starts`, in this order, prefetched by `workers` processes.
+    """Yield the micro-batches at `starts`, in this order, prefetched by `workers` processes; without any, each is made when asked for.
 
-    It is meant to be read once, for a whole training, and its processes live as long as that. They compute with one thread each, are
-    forked from a server (`child_processes.SERVED`), and share the decoded images of the splits.
+    The loader is meant for one whole training. Its processes compute with one thread each, are forked from a server
+    (`child_processes.SERVED`), and share the decoded images of the splits.
 
     Args:
         starts: indices into `batches`, such as positions of the sampler.
-        workers: number of processes; with 0 a batch is made when it is asked for.
-        pin_memory: whether batches arrive in page-locked memory, for transfers that overlap with the device's work.
-        timeout_s: how long a batch of a process may take; 0: without a limit.
+        pin_memory: deliver batches in page-locked memory, for transfers that overlap with the device's work.
+        timeout_s: longest time for a batch of a process; 0: no limit.
         observer: is notified about the processes, if there are any.
 
     Raises:
-        TrainerError: as it was raised in a loader process, when its batch's turn comes.
+        TrainerError: raised in a loader process, when its batch's turn comes.
         TrainingError: a loader process was killed.
-        LostProcessError: they had no batch within `timeout_s`.
+        LostProcessError: the processes had no batch within `timeout_s`.
     """
     memory = BatchMemory(workers)
     loader: DataLoader[_Outcome] = DataLoader(
@@ -358,8 +349,7 @@ def make_loader(
         del outcomes
 
 
-_Outcome = tuple[Batch | TrainerError, tuple[int, ...]]
-"""A micro-batch, and the pieces of memory that it was made in."""
+_Outcome = tuple[Batch | TrainerError, tuple[int, ...]]  # a micro-batch, and the pieces of memory that it was made in
 
 
 class _Outcomes(TorchDataset[_Outcome]):

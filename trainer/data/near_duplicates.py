@@ -54,10 +54,7 @@ Ints: TypeAlias = npt.NDArray[np.intp]
 
 
 def appearance(square: Image.Image, shortest_edge: int) -> str:
-    """Describe how a stored RGB picture looks: its hash and the colors of its cells as hexadecimal text; empty for one that is too small.
-
-    `shortest_edge` is that of the original, in pixels.
-    """
+    """Describe the look of a stored RGB picture: its hash and its cells' colors, in hexadecimal; empty if the original is too small."""
     if min(shortest_edge, *square.size) < SMALLEST_EDGE:
         return ""
     points = square.resize((9, 8), Image.Resampling.BICUBIC, reducing_gap=3.0)

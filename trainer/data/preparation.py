@@ -78,8 +78,7 @@ _WORK = "spool"
 _DECIDING = {
     *("val_fraction", "test_fraction", "test_from", "split_seed", "near_duplicates"),
     *("min_images_per_class", "max_bad_fraction", "attributes", "hierarchy", "multi_label"),
-}
-"""Settings about which decoded images are kept where, and what is known of classes; not about how images are decoded."""
+}  # settings about which decoded images are kept where, and what is known of classes; not about how images are decoded
 
 _MISSING = "no such file"  # reason of an image that is not where the source says
 
@@ -247,7 +246,6 @@ def _gray_bits(settings: DataSettings) -> int:
 
 
 def _chunks(listing: SourceListing) -> list[Sequence[Item]]:
-    """Cut the listing into chunks."""
     size = min(max(len(listing.items) // CHUNKS, SMALLEST_CHUNK), LARGEST_CHUNK)
     return [listing.items[start : start + size] for start in range(0, len(listing.items), size)]
 
@@ -274,7 +272,6 @@ def _decode_all(listing: SourceListing, settings: DataSettings, cache: DecodeCac
 def _map(
     work: Callable[[int, Sequence[Item]], DecodedChunk], chunks: Sequence[Sequence[Item]], processes: int
 ) -> Iterator[DecodedChunk]:
-    """Yield every decoded chunk, in order."""
     if processes == 1:
         yield from map(work, count(), chunks)
         return
@@ -474,7 +471,6 @@ def _write_json(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _open_squares(cache: DecodeCache, chunks: int) -> Any:
-    """Open all squares as one memory-mapped table."""
     import datasets  # type: ignore[import-untyped]  # here, because decoding processes have no use for it, and it takes a second
 
     return datasets.concatenate_datasets(

@@ -76,7 +76,6 @@ def partners(count: int, seed: int, number: int, labeled: Mask | None = None) ->
 
 
 def _kinds(count: int, labeled: Mask | None) -> list[Indices]:
-    """Separate the samples with a label from those without."""
     everyone = np.arange(count, dtype=np.int64)
     kinds = [everyone] if labeled is None else [everyone[labeled], everyone[~labeled]]
     return [kind for kind in kinds if len(kind)]

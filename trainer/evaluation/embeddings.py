@@ -49,12 +49,10 @@ _LEAST_STD = 0.01
 def embed(
     model: Classifier, split: Split, indices: Sequence[int], device: Device, batch_size: int, *, moments: bool = False
 ) -> Embeddings:
-    """Compute the pooled features of images as they are stored, in fp32, [N, D]; the model is moved to the device and stays there.
+    """Compute the pooled features of stored images in fp32, [N, D]; the model is moved to the device and stays there.
 
-    With `moments` those of its T-dimensional patch tokens over an image's places come after them, mean and mean square, [N, D + 2 T].
-
-    Raises:
-        ModelError: a number is not finite.
+    With `moments`, mean and mean square of its T-dimensional patch tokens over an image's places follow, [N, D + 2 T]. A `ModelError` if a
+    number is not finite.
     """
 
     def numbers(images: Tensor) -> Tensor:
@@ -196,10 +194,7 @@ def fit_probe(
 
 
 def add_probe(model: Classifier, data: PreparedDataset, processes: Processes, stage: str) -> Classifier:
-    """Fit a linear classifier to a model's frozen embeddings of the labeled training images, and make it its head.
-
-    Every process takes the first one's, whatever its own arithmetic would give. `stage` names it in the log.
-    """
+    """Fit a linear classifier to a model's frozen embeddings of the labeled training images, the first process's on all, as its head."""
     train, val = data.split("train"), data.split("val")
     chosen = evenly_spaced(len(train), MAX_IMAGES)
     known = embed_together(model, train, chosen, processes)
@@ -255,7 +250,6 @@ def nearest_neighbors(bank: Embeddings, labels: Ints, embeddings: Embeddings, cl
 
 
 def _unit(embeddings: Embeddings) -> Embeddings:
-    """Scale each to length 1."""
     values = embeddings.astype(np.float64)
     lengths: Doubles = np.linalg.norm(values, axis=1, keepdims=True)
     return (values / np.maximum(lengths, 1e-12)).astype(np.float32)

@@ -17,10 +17,7 @@ from trainer.models.served_student.student import to_probabilities
 
 
 def level_accuracies(tags: ClassTags, logits: Floats, labels: Ints) -> dict[str, float]:
-    """Compute the share of the images whose predicted class is below the right name of each level: `1` is the topmost level.
-
-    The last one is top-1.
-    """
+    """Compute the share of images whose predicted class is below the right name of each level, from `1` at the top to the last, top-1."""
     right = _right_levels(tags, logits.argmax(axis=1), labels)
     return {str(level): float(share) for level, share in enumerate(right.mean(axis=0), start=1)}
 
@@ -44,11 +41,10 @@ def choose_threshold(tags: ClassTags, logits: Floats, labels: Ints, risk: float)
 
 
 def answers(tags: ClassTags, logits: Floats, labels: Ints) -> dict[str, Any]:
-    """Measure what the answers are with the threshold of `tags`.
+    """Measure the answers with the threshold of `tags`, as shares of all images, and return that `threshold` too.
 
-    Returns:
-        Shares of all images: `risk`, which may get a wrong answer, and `wrong`, which do; `named`, whose answer is at each level, `1` being
-        the topmost one and a class above the last level counting at the last; and `none`, without an answer. And the `threshold`.
+    `risk` may get and `wrong` gets a wrong answer; `named` has the share of each level, `1` being the topmost, where a class above the last
+    level counts at the last; `none` gets no answer.
     """
     chosen = tags.chosen_levels(tags.confidences(to_probabilities(logits)))
     right = _right_levels(tags, logits.argmax(axis=1), labels)

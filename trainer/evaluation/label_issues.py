@@ -112,10 +112,7 @@ def _parts(logits: Floats) -> Iterator[tuple[Ints, npt.NDArray[np.float64]]]:
 
 
 def judge(logits: Floats, judged: Mapping[Split, Ints]) -> JudgedLabels:
-    """Judge the labels of images of several splits by one model, from its logits out of sample, one split after the other, [N, K].
-
-    `judged`: split -> indices of its images.
-    """
+    """Judge the labels of several splits (`judged`: split -> indices) by one model's logits out of sample, split after split, [N, K]."""
     splits = list(judged)
     owners = np.repeat(np.arange(len(splits)), [len(part) for part in judged.values()])
     places = np.concatenate(list(judged.values()))

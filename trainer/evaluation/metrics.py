@@ -34,8 +34,7 @@ Floats = npt.NDArray[np.floating]
 Ints = npt.NDArray[np.int64]
 ConfusionMatrix: TypeAlias = sparse.csr_array
 """How many images of class i were taken for class j, int64 [K, K]; pairs that never happened take no memory."""
-Shares = npt.NDArray[np.float64]
-"""Of each class, [K]; NaN where there is nothing of which it would be a share."""
+Shares = npt.NDArray[np.float64]  # of each class, [K]; NaN where there is nothing of which it would be a share
 
 
 def top_k(logits: Floats, labels: Ints, k: int) -> float:
@@ -161,10 +160,7 @@ def fit_temperature(logits: Floats, labels: Ints) -> float:
 
 
 def fit_temperature_by_class(logits: Floats, targets: Targets) -> float:
-    """Choose the number by which logits are divided so that the labels are as probable as they can be, each class by itself.
-
-    As `fit_temperature`; 1 where there are no images, or every class is right.
-    """
+    """Fit a temperature as `fit_temperature` does, each class by itself; 1 where there are no images, or every class is right."""
     if ((logits > 0) == (targets > 0)).all():
         return 1.0
     signed = np.where(targets > 0, logits, -logits).astype(np.float64)
@@ -228,9 +224,9 @@ def f1(found: npt.NDArray[np.bool_], targets: Targets | npt.NDArray[np.bool_]) -
 
 
 def choose_threshold(probabilities: Floats, targets: Targets) -> float:
-    """Choose the probability above which a class is named, the same for all, with the largest micro F1 on images that taught nothing.
+    """Choose the probability above which classes are named, with the largest micro F1 on images outside of the training.
 
-    It lies in the middle between two probabilities, so that rounding does not decide; 0.5 where no image is of a class.
+    It lies midway between two probabilities, so that rounding does not decide; 0.5 where no image is of a class.
     """
     order = np.argsort(-probabilities, axis=None, kind="stable")
     values, right = probabilities.ravel()[order].astype(np.float64), np.cumsum(targets.ravel()[order])
@@ -262,10 +258,8 @@ def judge(
 ) -> list[str]:
     """Check every condition of the gate; returns each failed one, with its number and its limit.
 
-    Args:
-        student_knn_top1: of the nearest neighbors of the student's embeddings; None where that was not measured.
-        title: what the scores are: those of the test images (`scores.TITLES`).
-        student_p95_ms: 95th percentile of the student's latency at the first of `evaluate.latency_batch_sizes`.
+    `student_knn_top1` is None where it was not measured; `title` names the scores of the test images (`scores.TITLES`);
+    `student_p95_ms` is the latency at the first of `evaluate.latency_batch_sizes`.
     """
     return [
         *judge_scores(

@@ -30,7 +30,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import trainer
 from trainer.graph import MODULE, PACKAGE, SCHEMA_VERSIONS, TIMM, TRANSFORMERS, Kind
 from trainer.io import storage
 from trainer.io.costs import Machines, place_here
@@ -66,8 +65,7 @@ class Manifest:
     kind: Kind
     settings: Mapping[str, Any]
     parents: Mapping[str, str]  # name of each parent -> its fingerprint
-    files: Mapping[str, FileRecord]
-    """Name of each file, relative to the artifact, with / -> its size and checksum."""
+    files: Mapping[str, FileRecord]  # name of each file, relative to the artifact, with / -> its size and checksum
     fingerprint: str
     created: datetime  # when it was completed
     seconds: float  # how long the stage took to make it
@@ -77,8 +75,7 @@ class Manifest:
     device: str | None
     """Kind of the devices that it was trained on, `cpu`, `cuda` or `xla`; none of what no training made."""
     code: str | None  # `code_version` of the process that made it; None in manifests of earlier versions
-    source_version: str | None
-    """Version of the images that a data set was prepared from; None where it is not known."""
+    source_version: str | None  # version of the images that a data set was prepared from; None where it is not known
     figures: Mapping[str, Any]  # the main numbers of the stage, as `summary.json` shows them
 
 
@@ -117,7 +114,7 @@ def digest(value: object) -> str:
 @functools.cache
 def code_version() -> str:
     """Return a digest of this package's code, templates and recipes."""
-    package = Path(trainer.__file__).parent
+    package = Path(__file__).parents[1]
     files = sorted(path for path in package.rglob("*") if path.suffix in {".jinja", ".py", ".toml"})
     return digest({path.relative_to(package).as_posix(): storage.file_digest(path) for path in files})[:12]
 
@@ -132,8 +129,8 @@ def create(
 ) -> Iterator[Draft]:
     """Make an artifact: `with create(path, "model", settings=..., parents={"dataset": fingerprint}) as draft: ...`.
 
-    A manifest already there is removed first, and the new one is written when the block ends without an exception. Files that another
-    artifact shares as hard links (`copy`) are removed too, so that nothing is written over them.
+    An existing manifest is removed first, and the new one written when the block ends without an exception. Files that another artifact
+    shares as hard links (`copy`) are removed too, so that nothing is written over them.
     """
     place = place_here()
     with folder_for(uri) as path:
@@ -344,14 +341,9 @@ def manifest(uri: str | Path, kind: Kind) -> Manifest:
 
 
 def check_related(places: Mapping[str, str | Path], kinds: Mapping[str, Kind]) -> None:
-    """Make sure that the inputs of a stage belong together: what one of them was made from is the input of that name.
+    """Raise an `ArtifactError` unless the inputs of a stage belong together: each one's recorded parents are the other inputs.
 
-    Args:
-        places: name of each input, as its children call it -> its URI; other names are passed over.
-        kinds: name of each input that the stage knows -> its kind.
-
-    Raises:
-        ArtifactError: one was made from another one, or has no manifest.
+    `places` maps each input's name, as its children call it, to its URI, and `kinds` the names that the stage knows to their kinds.
     """
     given = {name: manifest(places[name], kind) for name, kind in kinds.items() if name in places}
     for name, child in given.items():
@@ -365,10 +357,9 @@ def check_related(places: Mapping[str, str | Path], kinds: Mapping[str, Kind]) -
 
 
 def weights_version(weights: str, file: str = "") -> str:
-    """Return what the weights that a setting names are now; a change of it makes what was made from them stale.
+    """Return the version of the weights that a setting names: the fingerprint of a model directory, or the SHA-256 of a file.
 
-    It is the fingerprint of a model directory, or the SHA-256 of a file; empty where the name itself says which weights they are, or where
-    they cannot be read from here.
+    Empty where the name itself fixes the weights, or where they cannot be read from here.
     """
     if file and not storage.exists(file):
         return ""

@@ -26,12 +26,9 @@ import psutil
 from trainer.io.errors import OutputError
 
 LAUNCHED_VARIABLE = "TRAINER_LAUNCHED"
-SHUTDOWN_TIMEOUT_S = 30
-"""How long processes have to end after one has failed, or after they were asked to: in that time they write a checkpoint."""
-"""Environment variable with the time (Unix) at which a launcher, or the pod of a node, began with the job of this process, or last started
-it again."""
-AGAIN_S = 1.0
-"""A signal this many seconds after the first one is a second request; sooner, it may be the same request by another way."""
+"""Environment variable with the Unix time at which a launcher, or a node's pod, started or restarted the job of this process."""
+SHUTDOWN_TIMEOUT_S = 30  # for processes to write a checkpoint and end, after one has failed or a request to end
+AGAIN_S = 1.0  # a later signal is a second request to end; a sooner one may be the same request by another way
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -58,10 +55,7 @@ def usable_cores(cgroups: Path = _CGROUPS) -> int:
 
 
 def started_unix() -> float:
-    """Return when this process was started, to a hundredth of a second.
-
-    On Linux `psutil` counts from the time of the boot as /proc/stat has it, without its fraction of a second.
-    """
+    """Return when this process was started, to a hundredth of a second; `psutil` would drop the fraction of the boot time on Linux."""
     if sys.platform != "linux":
         return psutil.Process().create_time()
     # Bytes, since the name in brackets may end within a character. The fields stand after it.
@@ -129,10 +123,7 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does, by `Terminated`.
-
-    After the block the signal does what it did before, so that the interpreter's own end is not interrupted with a traceback.
-    """
+    """Let SIGTERM end the block as Ctrl-C does, by `Terminated`; after it the signal does what it did before, without a traceback."""
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield

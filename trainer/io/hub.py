@@ -13,10 +13,9 @@ _ANSWER_S = 10.0  # longest wait for the Hub's answer
 
 
 def weights_revision(name: str) -> str | None:
-    """Find the commit on the Hub that timm would load a model's pretrained weights from; nothing is downloaded.
+    """Find the Hub's commit of a timm model's pretrained weights, or without an answer the cached one; nothing is downloaded.
 
-    Where the Hub does not answer, it is the commit in this machine's cache, which is what timm would then load. `name` is as timm names a
-    model, with or without a tag. None where the commit cannot be known; a line of the log says why.
+    None where the commit cannot be known, which the log explains. `name` is timm's, with or without a tag.
     """
     import timm  # here, because it brings in torch
 

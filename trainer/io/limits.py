@@ -62,13 +62,10 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def class_name(text: str) -> str:
-    """Write the name of a class as people read it, so that names that look alike are equal; it is printable then.
+    """Write the name of a class as people read it, printable, so that names that look alike are equal.
 
-    Names come in both of Unicode's normal forms (macOS and its zip files decompose letters), with spaces that nobody sees at their end, and
-    with characters that a web page or a spreadsheet left in them.
-
-    Raises:
-        ValueError: the name has a character that has no look, or one that stands for a lost one.
+    Names come in both of Unicode's normal forms (macOS and its zip files decompose letters), with trailing spaces, and with characters
+    of web pages and spreadsheets. A `ValueError` for a character that cannot be seen or stands for a lost one.
     """
     name = reading(text)
     for match in _UNSEEN.finditer(name):

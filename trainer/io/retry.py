@@ -75,11 +75,7 @@ class Outage:
         return float("inf") if self._ended is None else time.monotonic() - self._ended
 
     def failed(self, message: str, request: object = None) -> float:
-        """Count a failed attempt that another may mend; log the message, unless empty, as the outage begins.
-
-        Returns:
-            Seconds since the first failure in a row.
-        """
+        """Count a failed attempt; log the message, unless empty, as the outage begins. Returns the seconds since the first failure."""
         with self._lock:
             self._failing.add(request)
             self.failures += 1

@@ -77,11 +77,7 @@ def is_custom(architecture: str) -> bool:
 
 
 def create(architecture: str, args: Mapping[str, Any], classes: int) -> CustomNetwork:
-    """Build what a model directory describes, to take its weights; on the meta device where that is torch's default.
-
-    Raises:
-        ModelError: its code is not here, not allowed, or builds no such module.
-    """
+    """Build what a model directory describes, to take its weights, on torch's default device; a `ModelError` if its code is missing."""
     rows = torch.arange(classes)
     if architecture.startswith(TRANSFORMERS):
         return CustomNetwork(_from_config(architecture, args), rows)
@@ -92,10 +88,9 @@ def create(architecture: str, args: Mapping[str, Any], classes: int) -> CustomNe
 
 
 def load(weights: ModuleWeights | TransformersWeights, args: Mapping[str, Any], *, pretrained: bool) -> CustomModel:
-    """Build a network with its own weights and classes; where `pretrained` is false, without reading the weights if that can be.
+    """Build a network with its own weights and classes; unless `pretrained`, without reading the weights if possible.
 
-    Raises:
-        ModelError: its code is not here or not allowed, there is no such model, or it does not make logits of images.
+    A `ModelError` if its code is not here or not allowed, there is no such model, or it does not make logits of images.
     """
     if isinstance(weights, TransformersWeights):
         return _of_transformers(weights, args, pretrained=pretrained)

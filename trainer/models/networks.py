@@ -46,8 +46,7 @@ _RESERVED = frozenset(
     | {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "scriptable"}
 )
 """Arguments of timm about how a model is built rather than what it is; `checkpoint_path` would read any file that it names."""
-_LEFT_OUT = ("embedding", "tokens", "temperature", "threshold")
-"""What a model's description has only where it is known."""
+_LEFT_OUT = ("embedding", "tokens", "temperature", "threshold")  # what a model's description has only where it is known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +83,7 @@ class ModelCard:
 
     architecture: str
     args: Mapping[str, int | float | str | bool]
-    labels: tuple[str, ...]
-    """Name of each class, in the order of the logits; empty for a model without a head."""
+    labels: tuple[str, ...]  # name of each class, in the order of the logits; empty for a model without a head
     image_size: int  # edge of the network's input, in pixels
     mean: tuple[float, float, float]  # mean of each channel of the normalized input, with pixels in [0, 1]
     std: tuple[float, float, float]  # standard deviation of each channel, with pixels in [0, 1]
@@ -165,10 +163,10 @@ class Classifier(nn.Module):
         tokens: bool = False,
         blocks: Sequence[int] = (),
     ) -> ModelOutputs:
-        """Compute what is asked for of raw images [B, 3, H, W], in one forward pass.
+        """Compute the wanted outputs of raw images [B, 3, H, W] in one forward pass.
 
-        Logits and features together are those of a network whose head makes its logits of its pooled features; `feature_size` refuses
-        others, and `token_shape` and `block_shapes` those without what they ask for.
+        Logits and features together come from a network whose head reads its pooled features; `feature_size` refuses others, and
+        `token_shape` and `block_shapes` those without tokens or blocks.
         """
         network: Any = self.network
         pooled, last, maps = None, None, {}
@@ -196,10 +194,7 @@ class Classifier(nn.Module):
         return features
 
     def _map(self, last: Any) -> Tensor | None:
-        """Bring what a network's last block gives, [B, N, D], [B, D, h, w] or [B, h, w, D], into the form [B, h, w, D].
-
-        Tokens in front of those of the patches are left out. None comes back where there is no square map of several places.
-        """
+        """Bring a last block's output, [B, N, D], [B, D, h, w] or [B, h, w, D], to [B, h, w, D] without prefix tokens, or to None."""
         network: Any = self.network
         if not isinstance(last, Tensor):
             return None
@@ -255,10 +250,7 @@ def wrap(
 
 
 def arguments(settings: ModelSettings) -> dict[str, int | float | str | bool]:
-    """Check a model's name and arguments, and return those for timm: with `img_size` where the weights' shapes depend on the input's size.
-
-    Others, such as convolutional networks, take images of any size, and are not told.
-    """
+    """Check a model's name and arguments, and return those for timm: with `img_size` where the weights' shapes depend on it."""
     name, args, size = settings.architecture, dict(settings.args), settings.image_size
     check_architecture(name)
     if reserved := sorted(_RESERVED & args.keys()):
@@ -297,9 +289,9 @@ def check_architecture(architecture: str) -> None:
 
 
 def with_labels(model: Classifier, labels: Sequence[str], *, drop_path: float = 0.0) -> Classifier:
-    """Copy the weights into a model for `labels`, with this rate of stochastic depth; the head is new where the labels differ.
+    """Copy the weights into a model for `labels`, for training, with this stochastic depth; the head is new where the labels differ.
 
-    Without `labels` the copy has no head. What was measured of the given model is not known of the copy, which is for training.
+    Without `labels` the copy has no head. Measurements of the given model do not hold for the copy.
     """
     settings = ModelSettings(architecture=model.card.architecture, args=model.card.args)
     network = create(settings, labels, drop_path=drop_path).network
@@ -322,11 +314,7 @@ def with_labels(model: Classifier, labels: Sequence[str], *, drop_path: float = 
 
 @torch.no_grad()
 def with_head(model: Classifier, labels: Sequence[str], weight: Tensor, bias: Tensor) -> Classifier:
-    """Copy a model without a head, and give it a linear one for `labels`: weight [K, D] and bias [K].
-
-    Raises:
-        ModelError: the architecture's head is not one linear layer of the pooled features.
-    """
+    """Copy a headless model, with a linear head: weight [K, D], bias [K]; a `ModelError` if its own head is not one linear layer."""
     headed = with_labels(model, labels)
     _check_linear_head(headed)
     network: Any = headed.network
@@ -336,10 +324,7 @@ def with_head(model: Classifier, labels: Sequence[str], weight: Tensor, bias: Te
 
 
 def is_of_head(network: nn.Module, *, whole: bool = False) -> Callable[[str], bool]:
-    """Return a test for the names of the head's weights; timm's models know their heads, and some have several.
-
-    `whole` means also those of a normalization that is part of a head, which does not depend on the classes.
-    """
+    """Return a test for the names of the head's weights (timm's models may have several heads); `whole` includes a head's normalization."""
     default_config: Any = network.default_cfg
     names = default_config["classifier"]
     names = {names} if isinstance(names, str) else {*names}
@@ -351,10 +336,9 @@ def is_of_head(network: nn.Module, *, whole: bool = False) -> Callable[[str], bo
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Let the timm network in a model keep no activations within its blocks; the backward pass computes them again (Chen et al. 2016).
+    """Let a timm network drop the activations within its blocks and compute them again in the backward pass (Chen et al. 2016).
 
-    Raises:
-        ModelError: timm cannot do so with this network, or its running statistics would count each batch twice.
+    A `ModelError` if timm cannot do so with this network, or its running statistics would count each batch twice.
     """
     network: Any = next((part for part in model.modules() if hasattr(part, "set_grad_checkpointing")), None)
     reason = "cannot do so in timm"
@@ -376,10 +360,7 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def feature_size(model: Classifier) -> int:
-    """Return the length D of the pooled features that the model's head reads; raises a `ModelError` if it reads something else.
-
-    Of a model without a head it is the length of its embedding.
-    """
+    """Return the length D of the pooled features that the head reads (a `ModelError` if it reads others), or of a headless embedding."""
     if not model.card.labels:
         with _shown_gray(model) as image:
             shape = model(image).shape
@@ -428,11 +409,7 @@ def _is_its_answer(outputs: ModelOutputs, model: Classifier, image: Tensor) -> b
 
 
 def block_shapes(model: Classifier, blocks: Sequence[int]) -> list[MapShape]:
-    """Return the shape of what each of these blocks gives, counted from 0 as timm does.
-
-    Raises:
-        ModelError: there is no such block, or timm does not give it beside the logits.
-    """
+    """Return the shapes of these blocks' outputs, counted from 0 as in timm; a `ModelError` if timm does not give one beside the logits."""
     name, network = f"architecture {model.card.architecture!r}", cast(Any, model.network)
     if not hasattr(network, "forward_intermediates"):
         raise ModelError(
@@ -457,10 +434,9 @@ def block_shapes(model: Classifier, blocks: Sequence[int]) -> list[MapShape]:
 
 
 def train_distilled(model: Classifier) -> None:
-    """Let the network give the logits of its class token and of its distillation token apart while it is trained (DeiT), else their mean.
+    """Let the network give the logits of its class and distillation tokens apart while it is trained (DeiT), else their mean.
 
-    Raises:
-        ModelError: it has no distillation token.
+    A `ModelError` if it has no distillation token.
     """
     network: Any = model.network
     if not hasattr(network, "set_distilled_training"):
@@ -569,10 +545,9 @@ def save(model: Classifier, directory: Path) -> None:
 
 
 def load(source: str | Path | Artifact) -> Classifier:
-    """Open a model directory, by its URI or already read, on the CPU, in evaluation mode.
+    """Open a model directory, by its URI or already read, on the CPU, in evaluation mode, without drawing a random number.
 
-    Its weights are the file, mapped into memory: nothing is copied, and the processes of a machine share it, until one changes a weight.
-    No random number is drawn.
+    Its weights are the file, mapped into memory, which the machine's processes share until one changes a weight.
     """
     path = (source if isinstance(source, Artifact) else artifacts.read(source, "model")).path
     card = _outline(path).card
@@ -592,10 +567,7 @@ def _described(card: ModelCard) -> nn.Module:
 
 
 class _Uninitialized(TorchFunctionMode):
-    """Leaves parameters as they are allocated: no page of their memory is written, and nothing is drawn for them.
-
-    On the meta device networks would compute their tables there too, such as Swin's masks, which no file of weights holds.
-    """
+    """Leaves parameters as allocated, neither written nor drawn. The meta device would leave out tables such as Swin's masks, too."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -610,10 +582,7 @@ class _Uninitialized(TorchFunctionMode):
 
 
 def outline(uri: str | Path) -> Classifier:
-    """Open a model directory on the meta device, without memory for its weights, and check it as `load` does.
-
-    From a store only the description and the names and shapes of the weights are fetched, and no checksum is computed.
-    """
+    """Open and check a model directory on the meta device, without memory for weights; a remote one without fetching them."""
     if not storage.is_remote(uri):
         return _outline(artifacts.read(uri, "model").path)
     files = artifacts.manifest(uri, "model").files
@@ -686,10 +655,7 @@ def _shapes(weights: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_labels(model: Classifier, classes: Sequence[str], name: str, *, several: bool) -> None:
-    """Make sure that a model's logits mean the data set's classes; the error names the first difference.
-
-    `several`: whether the data set's images may have several labels, and so whether the model has to say of each class by itself.
-    """
+    """Make sure that a model's logits mean the data set's classes (`several`: each by itself); the error names the first difference."""
     labels = model.card.labels
     advice = "give a model that was fine-tuned on this data set, or fine-tune it (pretrain.finetune.epochs)"
     if len(labels) != len(classes):

@@ -25,12 +25,7 @@ class OnnxStudent:
     """An ONNX file of a student in a runtime, on the CPU."""
 
     def __init__(self, file: Path, *, threads: int = 0, runtime: str = ONNX_RUNTIME) -> None:
-        """Load a file; `threads` compute an answer, 0: one for each core that this process may use.
-
-        Raises:
-            ModelError: the runtime does not take it.
-            SettingsError: the runtime is not installed.
-        """
+        """Load a file for `threads` threads, 0 being one for each usable core; a `ModelError` if the runtime refuses it."""
         self.file, self.runtime, self._called = file, runtime, _NAMES[runtime]
         try:
             # No runtime would ask a container how many cores it may use.
@@ -46,11 +41,7 @@ class OnnxStudent:
             ) from error
 
     def logits(self, images: Pixels) -> Logits:
-        """Compute the logits [B, K] of squares, uint8 [B, S, S, 3].
-
-        Raises:
-            ModelError: the runtime cannot, or they are not finite.
-        """
+        """Compute the logits [B, K] of squares, uint8 [B, S, S, 3]; a `ModelError` if the runtime cannot, or they are not finite."""
         try:
             logits = self._network(images)
         except Exception as error:

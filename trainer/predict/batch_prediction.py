@@ -172,10 +172,7 @@ def _schema(model: PhotoClassifier) -> pa.Schema:
 
 
 def student_of(file: str, schema: pa.Schema) -> str:
-    """Return of which student a file of predictions is: its fingerprint; empty where neither the file nor what lies beside it says so.
-
-    Of what an earlier version wrote it is the fingerprint of the model's directory.
-    """
+    """Return the fingerprint of the student of a file of predictions (of its model directory in earlier versions); empty if unknown."""
     if _STUDENT.encode() in (schema.metadata or {}):
         return str(schema.metadata[_STUDENT.encode()].decode())
     beside = storage.join(storage.parent(file), SUMMARY)
@@ -186,6 +183,5 @@ def student_of(file: str, schema: pa.Schema) -> str:
 
 
 def _unreadable(content: bytes) -> int:
-    """Count the photos of a file that could not be read."""
     errors = pq.read_table(pa.BufferReader(content), columns=["error"])["error"]
     return int(len(errors) - errors.null_count)

@@ -49,8 +49,7 @@ class Shift:
     before: Ints  # of the test photos, [K]
     now: Ints  # of the new photos, [K]
     distance: float  # total variation distance of the two, from 0 to 1
-    chance: float
-    """How often samples of these sizes from one distribution are as far from one another (p-value)."""
+    chance: float  # how often samples of these sizes from one distribution are as far from one another (p-value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,20 +149,15 @@ def compare(run: str, predictions: str, *, limit: float) -> Drift:
 
 
 def _others(left_out: Mapping[str, int]) -> str:
-    """Say how many predictions of other students are left out."""
     named = listed([f"{count:,} of {student[:12]}" for student, count in left_out.items()], 3)
     return f"left out, because they are of another student: {named}"
 
 
 def _judged(evaluation: Path) -> tuple[Sequence[str], Ints, Ints]:
-    """Read what the student said of the test photos.
+    """Read the student's predictions of the test photos; an `ArtifactError` if a file is not what `evaluate` writes.
 
-    Returns:
-        The labels; how often each was predicted, [K], and last how often none was where a photo may have several, [K + 1]; and how many
-        predictions fell into each bin of confidence.
-
-    Raises:
-        ArtifactError: a file is not what `evaluate` writes.
+    Returns the labels; how often each was predicted, [K], or [K + 1] with no label last where a photo may have several; and the number of
+    predictions in each bin of confidence.
     """
     file = evaluation / "metrics.json"
     try:
@@ -194,10 +188,10 @@ def _judged(evaluation: Path) -> tuple[Sequence[str], Ints, Ints]:
 
 
 def _read(predictions: str, *, several: bool) -> Iterator[tuple[str, list[tuple[list[Any] | None, Any, str]]]]:
-    """Yield each file of predictions with its rows: the labels, the probability of the most probable one, and whose prediction it is.
+    """Yield each file of predictions with its rows: labels, probability of the most probable label, and fingerprint of the student.
 
-    The labels are those that are `named` where an image may have several, else the one; None of a photo that could not be read. Whose it is
-    is the fingerprint of a student or, in what an earlier version wrote, of the model's directory; empty where nothing says it.
+    Labels are the `named` ones where an image may have several; None for an unreadable photo. Earlier versions wrote the fingerprint of the
+    model's directory; it is empty if unknown.
     """
     column = "named" if several else "label"
     if predictions.endswith((".parquet", ".jsonl")):
@@ -262,7 +256,6 @@ def _chance(one: Shift) -> str:
 
 
 def _changes(one: Shift) -> list[tuple[str, float, float]]:
-    """List (name, share before, share now), the largest change first."""
     before, now = one.before / one.before.sum(), one.now / one.now.sum()
     order = np.argsort(-np.abs(now - before), kind="stable")
     return [(one.names[index], float(before[index]), float(now[index])) for index in order.tolist()]

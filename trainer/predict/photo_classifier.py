@@ -54,44 +54,28 @@ class PhotoClassifier(Predictor):
         return f"{self._name} answers: made {self._created.astimezone():%Y-%m-%d %H:%M}, {classes}"
 
     def of_squares(self, squares: Pixels) -> npt.NDArray[np.float64]:
-        """Compute the probability of each class from squares, uint8 [B, S, S, 3] -> [B, K].
-
-        Raises:
-            ModelError: they are not finite.
-        """
+        """Compute the probability of each class from squares, uint8 [B, S, S, 3] -> [B, K]; a `ModelError` if one is not finite."""
         found = super().of_squares(squares)
         if not np.isfinite(found).all():
             raise ModelError(f"model {self._name}: its logits are not finite; choose another model")
         return found
 
     def predict(self, photo: str | Photo) -> dict[str, float]:
-        """Classify one photo.
+        """Classify one photo: class -> probability, the most probable first. A `BadImageError` if the photo cannot be used.
 
-        Args:
-            photo: a file's path, its bytes, or an array [H, W] or [H, W, C] of any size.
-
-        Returns:
-            Class -> probability, the most probable first.
-
-        Raises:
-            BadImageError: it is no image, or cannot be used.
+        `photo` is a file's path, its bytes, or an array [H, W] or [H, W, C] of any size.
         """
         return dict(self.predictions([photo], top=len(self.labels))[0].labels)
 
     def predictions(self, photos: Sequence[str | Photo], *, top: int) -> list[Prediction]:
-        """Give of each photo the `top` most probable classes, and where the model has tags its answer and the attributes of that.
+        """Give each photo's `top` most probable classes, and its answer with attributes if the model has tags.
 
-        Raises:
-            BadImageError: one of them is no image, or cannot be used; names it, and nothing is classified.
+        A `BadImageError` names an unusable photo; nothing is classified then.
         """
         return self.answers(self.of_photos(_with_paths(photos)), top=top)
 
     def probabilities(self, photos: Sequence[str | Photo]) -> pd.DataFrame:
-        """Classify photos of any sizes and kinds: a row each, a column for each class.
-
-        Raises:
-            BadImageError: one of them is no image, or cannot be used; names it, and nothing is classified.
-        """
+        """Classify photos of any sizes and kinds: a row each, a column for each class. A `BadImageError` names an unusable photo."""
         import pandas as pd  # which a server lacks
 
         return pd.DataFrame(self.of_photos(_with_paths(photos)), columns=list(self.labels))
@@ -135,7 +119,6 @@ def load_model(place: str | Path, *, judged: bool = False, exported: bool = Fals
 
 
 def _in_torch(found: _Found) -> PhotoClassifier:
-    """Load a model directory."""
     model = artifacts.read(found.directory, "model")
 
     from trainer.models import networks
@@ -159,7 +142,6 @@ def _in_torch(found: _Found) -> PhotoClassifier:
 
 
 def _exported(found: _Found, *, judged: bool, threads: int) -> PhotoClassifier:
-    """Load an export."""
     directory = found.directory
     export = artifacts.read(directory, "export")
     if EXPORT_CARD not in export.files:
@@ -272,10 +254,7 @@ def lines(prediction: Prediction) -> list[str]:
 
 
 def _tags(run: str, evaluation: Manifest) -> ClassTags | None:
-    """Return what a run's student, of which this is the evaluation, knows of its classes, as it would be registered with it.
-
-    Of the data set nothing but its tags is read; None where it has none, or where it is gone.
-    """
+    """Return a run's student's tags of its classes, as they would be registered with it; None if the data set is gone or has none."""
     place = storage.join(run, DATASET.folder)
     if not artifacts.exists(place) or TAGS not in artifacts.manifest(place, "dataset").files:
         return None

@@ -43,8 +43,7 @@ COLORS: Mapping[str, tuple[str, str]] = {
     "lost": ("#c0392b", "#e8776b"),
     "between": ("#d3d9e2", "#3b4553"),
     "named": ("#5f6b8a", "#a4aecb"),
-}
-"""Color of each phase and of each range outside of steps, on light and on dark; `named` is for what users named."""
+}  # color of each phase and of each range outside of steps, on light and on dark; `named` is for what users named
 
 _ROW = 26
 _NARROW_ROW = 15
@@ -76,11 +75,9 @@ def color_class(name: str) -> str:
 
 
 def element(tag: str, *content: object, **attributes: object) -> Markup:
-    """Write an element.
+    """Write an element around content, of which `Markup` stays as it is and text is escaped.
 
-    Args:
-        content: elements, which are `Markup` and stay as they are, and texts, which are escaped.
-        attributes: their `_` become `-`, but for one at the end (`class_`); floats get one decimal, None is left out.
+    In names of attributes `_` becomes `-`, except for one at the end (`class_`); floats get one decimal, None is left out.
     """
     written = Markup("").join(
         Markup(' {}="{}"').format(
@@ -96,12 +93,9 @@ def element(tag: str, *content: object, **attributes: object) -> Markup:
 def drawing(
     height: float, *content: Markup, title: str, width: int = WIDTH, top: float = 0, shrinks: bool = False
 ) -> Markup:
-    """Write a whole chart.
+    """Write a whole chart, whose y axis begins at `top`; `title` is for screen readers.
 
-    Args:
-        title: for readers who cannot see it.
-        top: where its y begins.
-        shrinks: it has no text, so it may become as narrow as the page; another is scrolled before its text gets too small.
+    A chart without text `shrinks` to a narrow page; another is scrolled before its text gets too small.
     """
     lengths = f"--least: {0 if shrinks else 0.8 * width:.0f}px; --most: {1.1 * width:.0f}px"
     return element(
@@ -242,10 +236,7 @@ def stacked_rows(
     spoken: Callable[[str], str],
     color: Callable[[str], str] = str,
 ) -> Markup:
-    """Draw a stacked bar for each row, (its label, amounts by name, its note), on one scale.
-
-    `spoken` is how people call a name, and `color` gives the phase or range whose color it has.
-    """
+    """Draw a stacked bar for each row (label, amounts by name, note) on one scale; `spoken` labels a name, `color` names its color."""
     most = max(sum(amounts.values()) for _, amounts, _ in rows) or 1.0
     length = PLOT - 190
     row_height = _ROW if len(rows) <= _MANY_ROWS else _NARROW_ROW
@@ -266,10 +257,7 @@ def stacked_rows(
 
 
 def histogram(values: Floats, marks: Sequence[tuple[float, str]], unit: str, title: str) -> Markup:
-    """Draw of how many steps (at least one) a value is how large, with `marks`, (value, label), as vertical lines.
-
-    The largest half percent stands in the last bar.
-    """
+    """Draw how many steps have which value, the largest half percent in the last bar, with `marks` (value, label) as lines."""
     low, high = float(values.min()), float(np.percentile(values, 99.5))
     high = high if high > low else low * 1.01 + 1e-9
     counts, edges = np.histogram(np.clip(values, low, high), bins=min(60, max(10, len(values) // 4)), range=(low, high))
@@ -296,12 +284,7 @@ def histogram(values: Floats, marks: Sequence[tuple[float, str]], unit: str, tit
 
 
 def stacked_columns(names: Sequence[str], counts: Sequence[tuple[str, Sequence[int]]], title: str) -> Markup:
-    """Draw a stacked column for each name, the largest first and as many as there is room for.
-
-    Args:
-        names: what each column counts.
-        counts: (part, count of each name); at most three parts, from the bottom to the top.
-    """
+    """Draw stacked columns, the largest first, as many as fit; `counts` has at most three parts, bottom to top, each with all counts."""
     totals = np.sum([values for _, values in counts], axis=0)
     order = np.argsort(-totals, kind="stable")[:_COLUMNS_WIDTH]
     step, scale = _COLUMNS_WIDTH / len(order), _COLUMNS_HEIGHT / max(totals.max(), 1)
@@ -376,10 +359,7 @@ def outline(heights: Sequence[float], width: float) -> str:
 def recalls(
     by_model: Mapping[str, NDArray[np.float64]], classes: Sequence[str], title: str, *, figure: str = "recall"
 ) -> Markup:
-    """Draw the recall, or another share, [K] of each class for each model, NaN without images, the worst classes of the last model first.
-
-    At most 100 are drawn.
-    """
+    """Draw a share such as the recall, [K], of at most 100 classes for each model, the last model's worst first; NaN without images."""
     order = np.argsort(list(by_model.values())[-1], kind="stable")[:_MOST_CLASSES].tolist()
     length, row = 540.0, 20 if len(order) <= 40 else 15
     height = row * len(order)
@@ -402,14 +382,7 @@ def recalls(
 def outlines(
     counts: Mapping[str, Sequence[int]], bins: Sequence[str], tick_labels: Sequence[str], note: str, title: str
 ) -> Markup:
-    """Draw several histograms over the same bins as outlines.
-
-    Args:
-        counts: name -> count in each bin, drawn in the colors of the series in order.
-        bins: what each bin holds, for the hints.
-        tick_labels: evenly spaced from the left end to the right.
-        note: stands above.
-    """
+    """Draw histograms over the same bins as outlines, in the colors of the series; `bins` are the hints' names, `note` stands above."""
     width, height, top = 720, 160, 20
     most = max(max(values) for values in counts.values()) or 1
     content = [text(0, -6, note, "soft"), line(0, height, width, height, "axis")]
@@ -498,10 +471,7 @@ def _scale(middle: float, y: float, low: str, high: str) -> list[Markup]:
 
 
 def confusion(counts: NDArray[np.int64], classes: Sequence[str], title: str) -> Markup:
-    """Draw a confusion matrix [K, K], whose rows are the truth, as shares of each row, with counts and names where they are readable.
-
-    K is at most `MOST_CONFUSED_CLASSES`.
-    """
+    """Draw a confusion matrix of at most `MOST_CONFUSED_CLASSES`, rows being the truth, as shares of rows, with counts and names."""
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     counted, named = len(classes) <= _CLASSES_WITH_COUNTS, len(classes) <= _CLASSES_WITH_NAMES
     cell = 30.0 if counted else 13.0 if named else MOST_CONFUSED_CLASSES / len(classes)
@@ -636,13 +606,9 @@ def line_lane(
     low: float | None = 0.0,
     high: float = -math.inf,
 ) -> Lane:
-    """Draw lines with a value axis of their own, with a gap where there is no value.
+    """Draw lines with a value axis of their own, with a gap where a value is missing; at least one value is finite.
 
-    Args:
-        curves: the lines; at least one value is finite.
-        duration_s: seconds at the right end.
-        low: lower end of the axis; the smallest value where not given.
-        high: the axis reaches at least up to it.
+    `duration_s` is at the right end. The axis begins at `low`, or at the smallest value, and reaches at least `high`.
     """
     finite = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in curves])
     bottom = float(finite.min()) if low is None else low

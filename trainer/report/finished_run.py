@@ -63,10 +63,7 @@ def build_summary(
     registered: Registered,
     reports: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Build the content of `summary.json` from the figures of the artifacts.
-
-    `recording` is None where the teacher ran in every step, `exported` where nothing was exported.
-    """
+    """Build `summary.json` from the artifacts' figures; `recording` is None with an online teacher, `exported` without an export."""
     teacher, student = evaluation["teacher"], evaluation["student"]
     of_dataset = ("train", "val", "test", "unlabeled", "classes", "quarantined")
     of_teacher = ("architecture", "title", "parameters", "latency_ms", *(("head",) if "head" in teacher else ()))
@@ -372,10 +369,7 @@ def priced_run(name: str, bill: Bill, *, accuracy: float | None, epochs: float |
 
 
 def price_rows(entries: Sequence[PricedRun]) -> list[tuple[str, ...]]:
-    """Return a heading and a row for each run, without columns of which nothing is known.
-
-    Speeds are relative to the first run. The last column names the cheapest, the fastest and the most accurate run.
-    """
+    """Return a heading and a row for each run, without empty columns: speeds relative to the first run, and last the winners' titles."""
     first = entries[0]
     known = {
         "cheapest": [(one.dollars, one) for one in entries if one.dollars is not None],

@@ -120,11 +120,10 @@ def forecast(measurement: Measurement, work: WorkCount, assumptions: Sequence[st
 def on_nodes(
     measurements: Sequence[Measurement], work: WorkCount, nodes: int, *, assumed_efficiency: float = 0.9
 ) -> Forecast:
-    """Forecast the same distillation on another number of nodes of the same pool.
+    """Forecast the same distillation on another number of nodes of the same pool, from measurements of one batch size.
 
-    The step's time comes from the measurement with the nearest number of nodes. Each doubling from there divides it by twice the
-    efficiency: the measured one, where there are measurements with several numbers of nodes, or else the assumed one. Start-up,
-    validation and checkpoints stay as measured. All measurements are of one pool and one batch size.
+    The step's time comes from the measurement with the nearest number of nodes; each doubling divides it by twice the efficiency, measured
+    if there are several numbers of nodes, else assumed. Start-up, validation and checkpoints stay as measured.
     """
     if len({(one.place.pool, one.batch_size) for one in measurements}) != 1:
         raise ValueError("measurements of one pool and one batch size are needed")
@@ -196,12 +195,9 @@ def epochs_that_fit(
 def refuse_over_budget(
     expected: Forecast, alternatives: Mapping[str, Forecast], *, budget_usd: float | None, budget_hours: float | None
 ) -> None:
-    """Stop before the money is spent.
+    """Raise a `BudgetError` if the forecast exceeds the most dollars or hours, of which None or 0 sets no limit.
 
-    Args:
-        alternatives: what to change, in the user's words such as `distill.teacher=recorded` or `pool gpu-a10g` -> its own forecast.
-        budget_usd: most dollars; none or 0 sets no limit.
-        budget_hours: most hours; none or 0 sets no limit.
+    `alternatives` maps changes in the user's words (`distill.teacher=recorded`, `pool gpu-a10g`) to their forecasts.
     """
     check_budget(expected.place, budget_usd)
     limits = {"budget_usd": budget_usd, "budget_hours": budget_hours}

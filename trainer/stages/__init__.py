@@ -20,16 +20,13 @@ __all__ = ["STAGES", "Stage", "call"]
 
 
 def call(stage: str, settings_json: str, directories: Mapping[str, str], **further: object) -> None:
-    """Run a stage in this process.
+    """Run a stage in this process; an `ArtifactError` if its inputs do not belong together.
 
     Args:
         stage: a key of `STAGES`.
         settings_json: its section of the settings, as a JSON object.
         directories: keyword of each input and output -> its directory.
-        further: what only this stage takes, such as register's `recipe` and `resolved`.
-
-    Raises:
-        ArtifactError: the inputs do not belong together, such as a student and a teacher that did not teach it.
+        further: arguments of this stage alone, such as register's `recipe` and `resolved`.
     """
     section = config.validate_section(STAGES[stage].section, json.loads(settings_json))
     if len(inputs := STAGES[stage].all_inputs) > 1:

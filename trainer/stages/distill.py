@@ -53,14 +53,12 @@ def run(
     evidence: str | Path,
     teacher_outputs: str | Path | None = None,
 ) -> None:
-    """Distill the student; runs in every training process.
-
-    With `teacher=recorded` the teacher's recorded outputs are needed, and of the teacher only its manifest is read.
+    """Distill the student; runs in every training process. With `teacher=recorded` only the teacher's manifest is read.
 
     Raises:
-        SettingsError: recorded outputs are needed and not given, or they or the teacher lack what a loss or the student needs.
+        SettingsError: recorded outputs are missing, or they or the teacher lack what a loss or the student needs.
         ArtifactError: the recorded outputs are not of this teacher, data set or augmentation.
-        ModelError: the student or the teacher has no features, patch tokens or blocks that are to be compared, or no distillation token.
+        ModelError: the student or the teacher lacks features, patch tokens or blocks to compare, or a distillation token.
     """
     startup = Startup()
     with startup.part("fetch"):
@@ -130,13 +128,9 @@ def run(
 
 
 def start(settings: DistillSettings, data: PreparedDataset) -> tuple[Classifier, str]:
-    """Make the student before training; gives it, and the fingerprint of the weights that it starts from, empty if there are none.
+    """Make the student before training; returns it and the fingerprint of its initial weights, empty without any.
 
-    Its head is new unless the weights' classes are the data set's; where it is fitted afterward there is none yet.
-
-    Raises:
-        ModelError: it cannot be built, cannot take the head that is fitted afterward, or the given weights are of another model.
-        ArtifactError: they are missing or damaged.
+    Its head is new unless the weights' classes are the data set's; a head that is fitted afterward is missing still.
     """
     if settings.head == "probe":
         with torch.device("meta"):
@@ -209,13 +203,7 @@ def _no_logits(settings: DistillSettings, teacher: str) -> str:
 
 
 def load_teachers(settings: DistillSettings, teacher: str | Path, data: PreparedDataset) -> list[Classifier]:
-    """Load the pipeline's teacher and the further ones: those with a head must know the data set's classes.
-
-    Raises:
-        ArtifactError: one is missing or damaged.
-        ModelError: one knows other classes, or one of several has no features that are to be compared.
-        SettingsError: none has a head, and a loss compares logits.
-    """
+    """Load the pipeline's teacher and the further ones: those with a head must know the data set's classes."""
     places = [teacher, *settings.further_teachers]
     loaded = [networks.load(place) for place in places]
     for place, model in zip(places, loaded, strict=True):

@@ -51,13 +51,8 @@ def run(
 ) -> Artifact:
     """Write `metrics.json` (everything), `confusion.json` (the student's confusions), `label_issues.csv` and `report.html`.
 
-    Where images may have several labels there is no matrix, and no label is doubted.
-
-    Accuracy is measured on the device that `TRAINER_DEVICE` names, in fp32; latency always on the CPU.
-
-    Raises:
-        DataError: the test split is empty or has images without labels.
-        ModelError: a model does not fit the data set, or its logits are not finite.
+    Where images may have several labels there is no matrix, and no label is doubted. Accuracy is measured on the device that
+    `TRAINER_DEVICE` names, in fp32; latency always on the CPU.
     """
     data = open_dataset(dataset)
     split = data.split("test")
@@ -85,8 +80,7 @@ class _Evaluated:
     model: Classifier
     size_bytes: int
     fingerprint: str
-    knn_top1: float | None = None
-    """Accuracy of its nearest neighbors on the test split, where it was asked for."""
+    knn_top1: float | None = None  # accuracy of its nearest neighbors on the test split, where it was asked for
     probed: bool = False  # whether its head is a linear probe that was fitted here
     embedded: Mapping[str, Embeddings] = field(default_factory=dict)
     """Name of a split -> what was already embedded of it, where the embedding was asked for."""
@@ -123,7 +117,6 @@ def _probed(subjects: Sequence[_Evaluated], data: PreparedDataset, settings: Eva
 
 
 def _bank(train: Split) -> list[int]:
-    """Choose the training images to which probes are fitted."""
     return evenly_spaced(len(train), MAX_IMAGES)
 
 
@@ -189,12 +182,7 @@ def _evaluate(
 def _evaluate_sets(
     settings: EvaluateSettings, data: PreparedDataset, subjects: Sequence[_Evaluated], directory: Path
 ) -> dict[str, Any]:
-    """Do the same with images that may have several labels, where each class is found by itself: mAP, and F1 above a threshold.
-
-    Raises:
-        SettingsError: the gate asks for what is not measured of such images.
-        ModelError: a model has no head.
-    """
+    """Evaluate images that may have several labels, each class by itself: mAP, and F1 above a threshold."""
     if mistake := multi_label_gate_mistake(settings.gate):
         raise SettingsError(mistake)
     for subject in subjects:
@@ -227,7 +215,6 @@ def _evaluate_sets(
 
 
 def _verdict(settings: EvaluateSettings, teacher: Mapping[str, Any], student: Mapping[str, Any]) -> dict[str, Any]:
-    """Judge the student by the figures of both models."""
     reasons = metrics.judge(
         settings.gate,
         teacher_score=scores.score(teacher["test"]),

@@ -19,9 +19,6 @@ def run(
 
     A student that ONNX cannot express, or of which no variant passes, ends no run: the page, the log and `candidates.json` say why, and
     there is no file.
-
-    Raises:
-        ModelError: the student takes other squares than the data set has.
     """
     with stage_run("export", settings.model_dump(mode="json")) as tracker:
         exporting.make(settings, exported, dataset=dataset, student=student, evaluation=evaluation)

@@ -16,11 +16,7 @@ from trainer.report.tracking.stage_runs import stage_run
 def run(settings: DataSettings, *, dataset: str | Path) -> Artifact:
     """Prepare the images of `settings.source` into the directory `dataset`.
 
-    What an interrupted preparation of the same images has decoded is kept beside the checkpoints and not decoded again.
-
-    Raises:
-        SettingsError: `settings.source` is no source.
-        DataError: the images, labels or splits are not usable.
+    Images that an interrupted preparation has decoded are kept beside the checkpoints and not decoded again.
     """
     values = settings.model_dump(mode="json", exclude=set(LOADING))
     cache_uri = decode_cache_uri(settings, artifacts.unfinished(dataset))

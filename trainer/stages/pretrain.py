@@ -53,12 +53,7 @@ def run(settings: PretrainSettings, *, dataset: str | Path, teacher: str | Path,
 
 
 def start(settings: PretrainSettings, data: PreparedDataset) -> tuple[Classifier, dict[str, str]]:
-    """Make the model before training; gives it, and the fingerprints of what it comes from.
-
-    Raises:
-        ModelError: it cannot be built, or its classes are not the data set's.
-        ArtifactError: the given weights are missing or damaged.
-    """
+    """Make the model before training; returns it and the fingerprints of its origins."""
     torch.manual_seed(settings.seed or 0)
     parents = {"dataset": data.fingerprint}
     labels = data.classes if settings.head == "classes" else ()
@@ -118,10 +113,7 @@ def finetune(model: Classifier, settings: PretrainSettings, session: Session) ->
 
 
 def measure_embedding(model: Classifier, session: Session) -> tuple[EmbeddingStatistics, EmbeddingStatistics | None]:
-    """Measure how the teacher's embedding, and its patch tokens if it has any, are distributed over the training images.
-
-    They are standardized by that. Images count with and without labels.
-    """
+    """Measure the distribution of the teacher's embedding, and of its patch tokens, over all training images, to standardize them."""
     splits, has_tokens = session.data.training_splits(unlabeled=True), networks.find_token_shape(model) is not None
     chosen, first, parts = np.array(evenly_spaced(sum(map(len, splits)), MOST_EMBEDDED)), 0, []
     for split in splits:

@@ -31,11 +31,7 @@ REPORT = "report.html"
 def run(
     settings: ProfileSettings, *, pretrain_evidence: str | Path, distill_evidence: str | Path, report: str | Path
 ) -> Artifact:
-    """Write `report.html`, and what it shows as `summary.json`, `findings.json` and `bill.json`, into the report.
-
-    Raises:
-        ArtifactError: evidence is missing or damaged, or is another stage's.
-    """
+    """Write `report.html`, and its content as `summary.json`, `findings.json` and `bill.json`, into the report."""
     sources, bills = [], []
     for stage, place in (("pretrain", pretrain_evidence), ("distill", distill_evidence)):
         sources.append(read_evidence(place))

@@ -75,17 +75,8 @@ def run(
     """Register the student where MLflow is set up, and write `summary.json` in any case.
 
     The version gets the alias `settings.alias` only if the student passed the gate and, unless `settings.same_classes` is false, knows the
-    classes of the version that has it. A run has one version, also where a try at this stage
-    was killed after it had made it.
-
-    Args:
-        recipe: name or path of the run's recipe, for the summary.
-        resolved: all settings of the run, for the summary and MLflow.
-        inputs: what the graph of stages says that this one reads; none for an optional one that the run did not make.
-
-    Raises:
-        ModelError: the student does not say how it wants photos.
-        TrackingError: MLflow does not answer or refuses; says where the student is and how to register it later.
+    classes of the alias's present version. A run has one version, even if an earlier attempt was killed after registering it. A
+    `TrackingError` says where the student is and how to register it later.
     """
     start = time.monotonic()
     stage = STAGES["register"]
@@ -188,7 +179,6 @@ def _register(
     resolved: Mapping[str, Any],
     bill: Bill,
 ) -> Registered:
-    """Log and register, if this run is tracked."""
     tracking_uri = tracking.uri()
     if tracking_uri is None:
         return Registered()
@@ -255,7 +245,6 @@ def _served_copy(student: Artifact, figures: Mapping[str, Any], tags: ClassTags 
 
 
 def _output_schema(card: ModelCard, tags: ClassTags | None) -> Schema:
-    """Describe the columns of a prediction."""
     from mlflow.types import ColSpec, DataType, Schema, TensorSpec
     from mlflow.types.schema import Array
 
@@ -290,6 +279,10 @@ def _log_model(
     any_images = TensorSpec(np.dtype(object), (-1,), name=None)
     experiment = client.get_run(run_id).info.experiment_id
     logged = client.create_logged_model(experiment, name="student", source_run_id=run_id, model_type="pyfunc")
+    # A local version (2.15.0+cu132) is not to be had elsewhere.
+    versions = {name: importlib.metadata.version(name).partition("+")[0] for name in requirements}
+    pinned = [f"{name}=={version}" for name, version in versions.items()]
+    dependencies = [f"python={_python()}", "pip", {"pip": pinned}]
     info: ModelInfo = Model.log(
         artifact_path=None,
         flavor=SimpleNamespace(save_model=_save_model),
@@ -302,7 +295,7 @@ def _log_model(
             Schema([any_images]), _output_schema(card, tags), ParamSchema([ParamSpec(TOP_K, "long", 0)])
         ),
         input_example=example(dataset),
-        conda_env=conda_environment(requirements),
+        conda_env={"name": "student", "channels": ["conda-forge"], "dependencies": dependencies},
         metadata={"labels": list(card.labels), "architecture": card.architecture},
     )
     return info
@@ -333,15 +326,6 @@ def example(dataset: str | Path) -> npt.NDArray[np.uint8]:
     step = -(-image.shape[-1] // _EXAMPLE_EDGE)
     thinned: npt.NDArray[np.uint8] = np.ascontiguousarray(image[:, :, ::step, ::step].transpose(0, 2, 3, 1))
     return thinned
-
-
-def conda_environment(requirements: Sequence[str]) -> dict[str, Any]:
-    """Return these packages at the versions of this process; MLflow derives requirements.txt from it."""
-    # A local version (2.15.0+cu132) is not to be had elsewhere.
-    versions = {name: importlib.metadata.version(name).partition("+")[0] for name in requirements}
-    pinned = [f"{name}=={version}" for name, version in versions.items()]
-    dependencies = [f"python={_python()}", "pip", {"pip": pinned}]
-    return {"name": "student", "channels": ["conda-forge"], "dependencies": dependencies}
 
 
 def _version(
@@ -400,7 +384,6 @@ def _version(
 
 
 def _description(card: ModelCard, figures: Mapping[str, Any], exported: Artifact | None) -> str:
-    """Describe a version in Markdown: what it is, its figures, and where its weights come from."""
     student, teacher, verdict = figures["student"], figures["teacher"], figures["verdict"]
     title, theirs, ours = scores.title(student["test"]), teacher["test"], student["test"]
     latency = f"p50 {student['latency_ms']['p50']:.2f} ms for a photo on a CPU, in torch"

@@ -32,9 +32,8 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
     """Record the teacher's outputs; runs in every process of the job.
 
     Raises:
-        SettingsError: the teacher has no head, and neither its embedding nor its patch tokens are asked for; or the records would take
-            more than `largest_gib`.
-        TrainingError: the teacher's outputs are not finite; the samples are named, and what was recorded is kept.
+        SettingsError: a headless teacher's embedding and patch tokens are not asked for, or the outputs exceed `largest_gib`.
+        TrainingError: outputs of the named samples are not finite; what was recorded is kept.
     """
     data, teaching = open_dataset(dataset, settings.splits), artifacts.read(teacher, "model")
     model = networks.load(teaching)
@@ -116,11 +115,7 @@ def describe(
     samples: Samples,
     device: Device,
 ) -> RecordingDescription:
-    """Describe what would be recorded of a teacher on these samples.
-
-    Raises:
-        SettingsError: only some logits are asked for, and the data set's images may have several labels.
-    """
+    """Describe the outputs to record of a teacher on these samples; a `SettingsError` for some logits of images with several labels."""
     classes = len(teacher.card.labels)
     if data.targets is not None and isinstance(settings.top_k, int) and settings.top_k < classes:
         raise SettingsError(

@@ -76,12 +76,10 @@ def run(
     tuning: str | Path,
     teacher_outputs: str | Path | None = None,
 ) -> None:
-    """Measure, climb, forecast; runs in every process of the job.
-
-    Recorded outputs of the teacher are given where they are there already.
+    """Measure, climb, forecast; runs in every process of the job. Recorded outputs are given if they exist already.
 
     Raises:
-        BudgetError: the distillation would cost more than `budget_usd` or take longer than `budget_hours`; or its price is not known.
+        BudgetError: the distillation exceeds `budget_usd` or `budget_hours`, or its price is not known.
         SettingsError: the batch cannot be dealt to the processes, or fits into no memory.
     """
     startup = Startup()
@@ -156,8 +154,7 @@ class Subject:
     processes: Processes
     student: Classifier  # as every trial begins with it
     teacher: Classifier | None  # None where no loss compares with it
-    recording: Recording | None
-    """Recorded outputs, or blank ones; none where the distillation could not learn from any."""
+    recording: Recording | None  # recorded outputs, or blank ones; none where the distillation could not learn from any
     no_recording: str  # why it could not
     recording_s: float  # seconds that recording them takes; 0 where they are recorded already
     ready_s: float  # from the start of this process until the first trial could begin
@@ -286,7 +283,7 @@ def _recording_s(
 ) -> float:
     """Measure the seconds of a recording: a GPU's loaders work beside the device, a CPU does all.
 
-    The device's part is the teacher's forward pass, and the views where the loader leaves them to the device.
+    The device runs the teacher's forward pass, and makes the views that the loader leaves to it.
     """
     device = processes.device
     batch = min(_TEACHER_IMAGES[device.kind], recorder.batch_size)

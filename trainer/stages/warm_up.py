@@ -58,8 +58,7 @@ class Warmed(StrictModel):
     steps: Annotated[int, Field(ge=1)]
     graphs: Annotated[int, Field(ge=0)]
     """Compiled within the steps; of those that the cache had, torch's compiler still counts some."""
-    compile_s: Annotated[float, Field(ge=0)]
-    """Seconds until they were there, on XLA with those of the validation."""
+    compile_s: Annotated[float, Field(ge=0)]  # seconds until they were there, on XLA with those of the validation
     seconds: Annotated[float, Field(ge=0)]  # of all of it, with a checkpoint and a validation
 
 

@@ -77,11 +77,11 @@ _SOURCES: Mapping[str, type[ImageSource]] = {
 
 
 def list_source(source: str, *, outside: Outside = "refuse", multi_label: bool = False) -> SourceListing:
-    """List the images of `data.source` without reading them; `outside` and `multi_label` are as in the settings.
+    """List the images of `data.source` without reading them; `outside` and `multi_label` are settings.
 
     Raises:
-        SettingsError: it is not a source.
-        DataError: it is missing, holds no images, says nothing about their labels, leads out of itself, or exceeds a limit.
+        SettingsError: the setting names no source.
+        DataError: the source is missing, has no images or labels, leads out of itself, or exceeds a limit.
     """
     listing = _open(source, outside, multi_label=multi_label).listing()
     longest = max(listing.classes, key=len, default="")
@@ -109,14 +109,13 @@ def list_source(source: str, *, outside: Outside = "refuse", multi_label: bool =
 
 
 def source_version(source: str, *, outside: Outside = "refuse") -> str:
-    """Return a text that changes when the images behind `data.source` change, without reading them.
+    """Return a text that changes when the images behind `data.source` change, without reading them; empty if unknown, which is logged.
 
-    Files on this machine are distinguished by name, size, mtime and ctime, objects of a store by key, size and ETag, a data set of the Hub
-    by its commit. The text is empty where that cannot be known; a line of the log says why.
+    Local files are compared by name, size, mtime and ctime, objects of a store by key, size and ETag, a data set of the Hub by its commit.
 
     Raises:
-        SettingsError: it is not a source.
-        DataError: it is missing, or exceeds a limit; a manifest has a line that cannot be used.
+        SettingsError: the setting names no source.
+        DataError: the source is missing or exceeds a limit; a manifest has an unusable line.
     """
     try:
         return _open(source, outside).version()

@@ -103,10 +103,9 @@ class FolderFiles:
 
 
 def list_files(folder: str, outside: Outside) -> FolderFiles:
-    """List all files below a folder except those of systems and hidden ones.
+    """List all files below a folder except hidden ones and those of systems.
 
-    Raises:
-        DataError: the folder is missing, cannot be listed, leads out of itself, or exceeds a limit.
+    A `DataError` if the folder is missing, cannot be listed, leads out of itself, or exceeds a limit.
     """
     walk = _Walk(outside)
     try:

@@ -169,11 +169,7 @@ class HubDataset(ImageSource):
 
 
 def _read_row(location: str, *, tables: Mapping[str, Any], column: str, folders: tuple[str, ...]) -> bytes:
-    """Read the image file of a row; the tables are memory-mapped, so their copy in another process is cheap.
-
-    Args:
-        folders: where images may lie that the tables only name; anywhere if empty.
-    """
+    """Read the image file of a row, from any of `folders` where the table only names it; tables are memory-mapped, so copies are cheap."""
     split, _, index = location.rpartition("/")
     image = tables[split][int(index)][column] or {}
     encoded: bytes | None = image.get("bytes")

@@ -214,11 +214,7 @@ class ImageManifest(ImageSource):
 
 
 def _columns(table: TableFile) -> _Columns:
-    """Find the columns of a list by their headings, and the split also by its values.
-
-    Raises:
-        DataError: path or label is missing, or it is in doubt which column is the split.
-    """
+    """Find the columns of a list by their headings, and the split also by its values; a `DataError` if one is missing or in doubt."""
     headings = table.headings
     at = {folded(heading): place for place, heading in enumerate(headings)}
     others = [place for heading, place in at.items() if heading not in _HEADINGS]
@@ -297,17 +293,9 @@ def _unlabeled(rows: Sequence[_Row], index: Collection[str]) -> Iterator[str]:
 
 
 def _separator(name: str, cells: Mapping[str, int], *, several: bool) -> str:
-    """Return what separates the labels of an image: `|`, or what the cells show.
+    """Return the separator of an image's labels: `|`, or what the cells show.
 
-    A cell counts as several labels where parts of it are labels elsewhere.
-
-    Args:
-        name: of the list, in messages.
-        cells: what names labels -> its first line.
-        several: whether an image may have several labels.
-
-    Raises:
-        DataError: it is in doubt whether cells hold several labels.
+    A cell counts as several labels if its parts are labels elsewhere; a `DataError` if in doubt. `cells` maps text to its first line.
     """
     if not several:
         for one in (SEPARATOR, ";", ","):
@@ -364,10 +352,7 @@ def _parts(text: str, separator: str) -> list[str]:
 
 
 def _spelled(path: Path) -> str:
-    """Return a path with each name in the form that it has on the disk: as given, composed (NFC) or decomposed (NFD).
-
-    macOS and its archives decompose letters that other systems compose.
-    """
+    """Return a path with each name in its form on the disk: as given, composed (NFC), or decomposed (NFD) as macOS and its archives do."""
     place = path.anchor
     for part in path.parts[1 if path.anchor else 0 :]:
         forms = [os.path.join(place, form) for form in dict.fromkeys((part, *_forms(part)))]  # noqa: PTH118  # keeps ..
@@ -396,10 +381,9 @@ def _read(location: str, folder: str) -> bytes:
 
 
 def _objects_version(locations: Set[str]) -> str:
-    """Digest objects of one store from one listing of the folder that holds them all: a thousand per request, not a request for each.
+    """Digest objects of one store from a listing of the folder that holds them all: a thousand per request, not a request for each.
 
-    Raises:
-        UnknownVersionError: that folder holds far more objects than these.
+    An `UnknownVersionError` if that folder holds far more objects.
     """
     shared = os.path.commonprefix([min(locations), max(locations)])  # noqa: RUF071  # commonpath would make s3:/ of s3://
     folder = re.split("[^\\x00-\\x7f]", shared)[0].rpartition("/")[

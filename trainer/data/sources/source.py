@@ -79,10 +79,7 @@ class SourceListing:
         return [" | ".join(self.classes[one] for one in of_label) or NO_CLASS for of_label in self.members]
 
     def fitting_recipe(self) -> str:
-        """Say which recipe is made for so many labels and photos without one; empty where no measurement speaks for another recipe.
-
-        Images that were given to val and test do not count, since nothing is learned from them.
-        """
+        """Suggest a recipe for so many labels and unlabeled photos outside of val and test; empty where no measurement does."""
         counts = Counter(item.label for item in self.items if item.split == "train" and item.label != UNLABELED)
         unlabeled = sum(item.split == "unlabeled" for item in self.items)
         if self.label_sets is not None or not counts:
@@ -119,11 +116,7 @@ class ImageSource(ABC):
         self.name, self.outside, self.multi_label = name, outside, multi_label
 
     def number_labels(self, members: Iterable[tuple[int, ...]], classes: int, name: str) -> dict[tuple[int, ...], int]:
-        """Number the labels, in ascending order: the sets of classes that images have where they may have several, else the classes.
-
-        Raises:
-            DataError: there are too many sets.
-        """
+        """Number the labels in ascending order: sets of classes where images may have several, else classes."""
         if not self.multi_label:
             return {(label,): label for label in range(classes)}
         different = sorted(set(members))
@@ -137,20 +130,11 @@ class ImageSource(ABC):
 
     @abstractmethod
     def listing(self) -> SourceListing:
-        """List the images without reading them.
-
-        Raises:
-            DataError: the source is missing, leads out of itself, or exceeds a limit.
-        """
+        """List the images without reading them; a `DataError` if the source is missing, leads out of itself, or exceeds a limit."""
 
     @abstractmethod
     def version(self) -> str:
-        """Return a text that changes when the images change, without reading them.
-
-        Raises:
-            UnknownVersionError: that cannot be known.
-            DataError: the source is missing, or exceeds a limit.
-        """
+        """Return a text that changes when the images change, without reading them; an `UnknownVersionError` if that cannot be known."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -160,10 +144,7 @@ class ImageSource(ABC):
 def read_file(location: str, limit: int = limits.IMAGE_BYTES) -> bytes:
     """Read a local file or a URI of at most `limit` bytes.
 
-    Raises:
-        OSError: it cannot be read.
-        ObjectTooLargeError: it has more bytes.
-        StorageError: the store does not answer or refuses, which says nothing about the image.
+    An `OSError` says that it cannot be read; a `StorageError`, that the store is away or refuses, which says nothing about the image.
     """
     if not storage.is_remote(location):
         return local_files.read_file(storage.local_path(location), limit=limit)
@@ -174,10 +155,10 @@ def read_file(location: str, limit: int = limits.IMAGE_BYTES) -> bytes:
 
 
 def size_and_times(location: str) -> tuple[int, int, int]:
-    """Return size, mtime and ctime (in ns) of a local file; (-1, 0, 0) where none can be seen, so that its arrival counts as a change.
+    """Return size, mtime and ctime (in ns) of a local file; (-1, 0, 0) for a missing one, so that its arrival counts as a change.
 
-    `cp -p`, `rsync -t` and `tar` set the mtime of a file that they replace to any time; only the system sets the ctime. It also changes
-    where the bytes stay, as with a copied data set or changed rights, which costs no more than reading the images again.
+    `cp -p`, `rsync -t` and `tar` set the mtime at will; only the system sets the ctime. It also changes where the bytes stay, as in a
+    copied data set, which costs no more than reading the images again.
     """
     try:
         status = storage.local_path(location).stat()
@@ -187,17 +168,10 @@ def size_and_times(location: str) -> tuple[int, int, int]:
 
 
 def objects_digest(uri: str, most: int, wanted: Callable[[str], bool]) -> tuple[str, int] | None:
-    """Digest name, size and ETag of the wanted objects below a URI, in little memory, since there may be millions of objects.
+    """Digest name, size and ETag of the wanted objects below a URI, in little memory; returns the SHA-256 and their number.
 
-    Args:
-        most: how many are listed, wanted or not.
-        wanted: whether the object of a name, relative to the URI, is one.
-
-    Returns:
-        SHA-256 as hexadecimal text, and the number of wanted objects; None if there are more objects than `most`.
-
-    Raises:
-        UnknownVersionError: it is on a web server, or the store lists nothing of a wanted object that changes with its content.
+    None if there are more than `most` objects. `wanted` decides by the name relative to the URI. An `UnknownVersionError` on a web server,
+    and where the store lists nothing of a wanted object that changes with its content.
     """
     if uri.startswith(("http://", "https://")):
         raise UnknownVersionError("web servers list nothing")

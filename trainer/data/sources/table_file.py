@@ -47,11 +47,7 @@ class TableFile:
 
     @classmethod
     def read(cls, name: str, location: str, limit: int) -> TableFile:
-        """Read a file or URI of at most `limit` bytes; a byte-order mark, as spreadsheets write it, is dropped.
-
-        Raises:
-            DataError: it is missing, too large, or no UTF-8 text.
-        """
+        """Read a file or URI of at most `limit` bytes, without a byte-order mark; a `DataError` if missing, too large, or not UTF-8."""
         try:
             content = read_file(location, limit)
         except FileNotFoundError as error:
@@ -77,11 +73,7 @@ class TableFile:
 
     @cached_property
     def headings(self) -> Sequence[str]:
-        """The names of the columns, without what spreadsheets leave around them; none where the file is empty.
-
-        Raises:
-            DataError: two are the same.
-        """
+        """The names of the columns, without what spreadsheets leave around them; none for an empty file, a `DataError` for equal ones."""
         first = next(self._lines(), TableRow(0, ()))
         headings = [cell.strip("\ufeff\u200b ") for cell in first.cells]
         seen: dict[str, str] = {}
@@ -92,11 +84,7 @@ class TableFile:
         return headings
 
     def rows(self) -> Iterator[TableRow]:
-        """Yield the lines below the headings that are not empty, with their cells stripped.
-
-        Raises:
-            DataError: a line has more cells than there are headings, or quotes that do not match.
-        """
+        """Yield the lines below the headings that are not empty, with stripped cells; a `DataError` for too many cells or odd quotes."""
         lines, width = self._lines(), len(self.headings)
         next(lines, None)
         for row in lines:
@@ -157,11 +145,7 @@ def _decoded(name: str, content: bytes) -> str:
 
 
 def class_name(where: str, text: str) -> str:
-    """Read a class's name as people read it; `where` begins the message.
-
-    Raises:
-        DataError: it has characters that nobody sees.
-    """
+    """Read a class's name as people read it; a `DataError`, which begins with `where`, if it has characters that nobody sees."""
     try:
         return limits.class_name(text)
     except ValueError as error:

@@ -62,10 +62,9 @@ def finish_views(views: Tensor, parameters: ViewParameters, settings: ViewSettin
 
 
 def erase(views: Tensor, boxes: Tensor) -> Tensor:
-    """Fill a rectangle with the view's mean color: random erasing (Zhong et al. 2020).
+    """Fill a rectangle of each view, uint8 [B, 3, V, V], with the view's mean color, in place: random erasing (Zhong et al. 2020).
 
-    The views, uint8 [B, 3, V, V], are changed and returned. The boxes are shares of the edge: left, top, right, bottom; float32 [B, 4],
-    zeros for none, on the CPU.
+    Boxes are shares of the edge: left, top, right, bottom; float32 [B, 4], zeros for none, on the CPU.
     """
     rows = (boxes[:, 2] > boxes[:, 0]).nonzero().squeeze(1)
     if len(rows):
@@ -80,10 +79,9 @@ def erase(views: Tensor, boxes: Tensor) -> Tensor:
 
 
 def fill_together(views: Tensor, rows: Tensor, edges: Tensor) -> None:
-    """Fill the rectangles of n views in a few operations, since the host has to launch each one on a device.
+    """Fill rectangles of n views, uint8 [B, 3, V, V], in place, in a few operations, since the host launches each one on a device.
 
-    The views, uint8 [B, 3, V, V], are changed. Which ones, int64 [n], and their rectangles in pixels (left, top, right, bottom), int64
-    [n, 4], are on the CPU.
+    Indices int64 [n] and rectangles in pixels (left, top, right, bottom), int64 [n, 4], are on the CPU.
     """
     rows, edges = to_device(rows, views.device), to_device(edges, views.device)
     inside = _inside(edges, torch.arange(views.shape[-1], device=views.device))

@@ -146,12 +146,7 @@ def read_limited(uri: str | Path, limit: int) -> bytes:
 
 
 def read_json(uri: str | Path) -> Any:
-    """Read and parse a JSON file or object that others have made.
-
-    Raises:
-        StorageError: it cannot be read, or is larger than `limits.JSON_BYTES`.
-        ValueError: it is not JSON, or exceeds another limit of `limits.parse_json`.
-    """
+    """Read and parse a JSON file or object of at most `limits.JSON_BYTES`; a `ValueError` if `limits.parse_json` refuses it."""
     return limits.parse_json(read_limited(uri, limits.JSON_BYTES))
 
 

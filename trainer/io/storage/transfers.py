@@ -84,13 +84,8 @@ def _part_bytes(size: int) -> int:
 def download_directory(uri: str, directory: Path, records: Mapping[str, FileRecord]) -> None:
     """Fetch these files from below a URI into a directory, and check them.
 
-    Parts that an earlier attempt has fetched into the same directory are not fetched again: a file that is not yet whole and checked has
-    a journal beside it, NAME.partial, with a byte for each part that has arrived.
-
-    Raises:
-        ObjectNotFoundError: the store lacks a file.
-        ObjectDamagedError: a file does not match its record, twice.
-        OutputError: the directory cannot be written.
+    Parts that an earlier attempt has fetched are not fetched again: an unfinished file has a journal beside it, NAME.partial, with a byte
+    for each part. An `ObjectDamagedError` if a file does not match its record, twice.
     """
     for last in (False, True):
         parts = [part for name, record in records.items() for part in _missing_parts(uri, directory, name, record)]

@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 TAGS = "tags.json"
-ANSWER, CONFIDENCE = "answer", "confidence"
-"""Columns that a prediction has beside those of classes and attributes."""
+ANSWER, CONFIDENCE = "answer", "confidence"  # columns that a prediction has beside those of classes and attributes
 NAMED = "named"
 """Column of a prediction where a photo may have several labels: those whose probability is above the threshold."""
 TOP_LABELS, TOP_PROBABILITIES = "top_labels", "top_probabilities"
@@ -62,8 +61,7 @@ class ClassTags:
     """Name of each attribute -> its value for each class, in the order of the labels: numbers, or texts."""
     parents: Mapping[str, str] = field(default_factory=dict)
     """Class or group -> the group above it; empty where there is no hierarchy."""
-    risk: float | None = None
-    """Largest share of all images with a wrong answer for which the threshold was chosen."""
+    risk: float | None = None  # largest share of all images with a wrong answer for which the threshold was chosen
     threshold: float | None = None
     """Probability above which a class or group is the answer; None: the answer is the most probable class."""
 

@@ -31,8 +31,7 @@ FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000"
 DEEPEST = 16  # bits of the deepest grays
 GRAY_PEAK = "gray_peak"  # key in `info` of a decoded picture whose grays had 16 bits: the largest of them
 
-JPEG_SCANS = 500
-"""Most scans of a JPEG file: an ordinary one has up to ten, and each costs the time of a whole picture."""
+JPEG_SCANS = 500  # most scans of a JPEG file: an ordinary one has up to ten, and each costs the time of a whole picture
 
 LARGEST_SQUARE = 2048  # longest edge of a square, in pixels
 
@@ -173,10 +172,7 @@ def decode(content: bytes, *, max_pixels: int, min_edge: int = 1, gray_bits: int
 
 
 def _orientation(image: Image.Image) -> int:
-    """Read the EXIF orientation; 1, which is upright, where the tags cannot be read.
-
-    Not by ImageOps.exif_transpose, which also rewrites the other tags, and fails where one of them is damaged.
-    """
+    """Read the EXIF orientation; 1, upright, if unreadable. ImageOps.exif_transpose rewrites the other tags and fails on damaged ones."""
     try:
         return int(image.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:  # noqa: BLE001  # likewise nearly anything, and the pixels are whole

@@ -70,8 +70,7 @@ class Predictor:
         tags = directory / TAGS
         self.tags = ClassTags.of(json.loads(tags.read_text(encoding="utf-8"))) if tags.exists() else None
         """Attributes and hierarchy of the labels, if there are any."""
-        self.temperature: float = card.get("temperature") or 1.0
-        """Divisor of the logits; 1 if none was fitted."""
+        self.temperature: float = card.get("temperature") or 1.0  # divisor of the logits; 1 if none was fitted
         self.threshold: float | None = card.get("threshold")
         """Probability above which a label is named, if a photo may have several labels; else None."""
         self.architecture: str = card["architecture"]
@@ -196,7 +195,6 @@ def _from_base64(text: str) -> bytes:
 
 
 def _each(images: Any) -> Sequence[Any]:
-    """Separate the photos."""
     if isinstance(images, list | tuple):
         return images
     if not isinstance(images, np.ndarray):

@@ -31,8 +31,7 @@ class Preprocessing(nn.Module):
         super().__init__()
         self.size = size
         self._interpolation = interpolation
-        self.memory_format = torch.preserve_format
-        """Of the network's input, which the layers after it keep to."""
+        self.memory_format = torch.preserve_format  # of the network's input, which the layers after it keep to
         self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1) * 255, persistent=False)
         self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1) * 255, persistent=False)
 

@@ -29,13 +29,12 @@ class MicroBatcher:
         coming: Callable[[], int],
         observed: Callable[[int], object] = lambda _size: None,
     ) -> None:
-        """Take the function, which maps rows [B, ...] to rows [B, ...].
+        """Take the function `compute`, which maps rows [B, ...] to rows [B, ...] and is called with one batch at a time.
 
         Args:
-            compute: called with one batch at a time.
             most: rows of a batch, at most.
-            wait_s: how long the first row of a batch waits for others, at most.
-            coming: how many rows are on their way or here; nothing is waited for where a batch has as many.
+            wait_s: longest wait of a batch's first row for others.
+            coming: number of rows on their way or here; a batch that has as many does not wait.
             observed: gets the size of each batch.
         """
         self._compute, self._most, self._wait_s = compute, most, wait_s
@@ -70,7 +69,6 @@ class MicroBatcher:
                     answer.set_result(row)
 
     async def _next(self) -> list[tuple[Square, asyncio.Future[Row]]]:
-        """Wait for a first row, and then for others."""
         loop = asyncio.get_running_loop()
         was_idle = self._queue.empty()
         batch = [await self._queue.get()]

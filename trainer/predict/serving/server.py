@@ -69,8 +69,7 @@ class ServerLimits:
     """What a server takes; beyond, it refuses."""
 
     batch_size: int = 16  # photos that are computed together, at most
-    wait_ms: float = 2.0
-    """How long the first photo of a batch waits, on an idle server, for others that are being read."""
+    wait_ms: float = 2.0  # how long the first photo of a batch waits, on an idle server, for others that are being read
     in_flight: int = 64  # requests that are read, decoded or waiting; a further one is refused with 503
     body_bytes: int = 16 * 2**20
     timeout_s: float = 10.0  # from the first byte of a request to its answer
@@ -293,7 +292,6 @@ class PhotoServer:
     # Photos
 
     async def _predict(self, request: Request, top: int = 5) -> Response:
-        """Classify the photo that is the body, an image file as it is, or the files of a form."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         is_form = kind == "multipart/form-data"
         if not (is_form or kind.startswith("image/") or kind in {"", "application/octet-stream"}):
@@ -463,11 +461,7 @@ class PhotoServer:
 
 
 async def _files(request: Request, body: bytes, *, most: int) -> list[tuple[str, bytes]]:
-    """Return the name and content of each file in a form, of which there is at least one and at most `most`.
-
-    Raises:
-        RefusedRequestError: the form is damaged, or has no file or too many.
-    """
+    """Return the name and content of each file in a form; a `RefusedRequestError` if it is damaged, or has no file or more than `most`."""
 
     async def whole() -> AsyncGenerator[bytes, None]:
         yield body
@@ -541,11 +535,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def serve(server: PhotoServer, *, host: str, port: int) -> None:
-    """Answer requests until asked to end by SIGINT or SIGTERM; those in flight are answered first.
-
-    Raises:
-        SettingsError: the address cannot be used.
-    """
+    """Answer requests until SIGINT or SIGTERM, and then those in flight; a `SettingsError` if the address cannot be used."""
     # Only where the protocol is named does asyncio send at once what is small (TCP_NODELAY): else every answer takes 40 ms more.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:

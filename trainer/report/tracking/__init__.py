@@ -71,8 +71,7 @@ UPLOAD_LIMITS = {TIMEOUT_VARIABLE: "60", _RETRIES: "3", **_BY_THE_SERVER}
 
 RUN_TAG = "trainer.run"
 IDENTITY_TAG = "trainer.run_id"
-FORMER_TAG = "trainer.former_run"
-"""MLflow's id of the parent run that the same run had before its settings changed."""
+FORMER_TAG = "trainer.former_run"  # MLflow's id of the parent run that the same run had before its settings changed
 ALIAS_ADVICE = (
     "set register.model_name to a name for these classes, or register.same_classes=false to move the alias all the same"
 )
@@ -164,8 +163,7 @@ def client() -> MlflowClient:
         )
 
 
-_DATABASE = re.compile(r"(postgresql|mysql|mssql)(\+\w+)?://")
-"""How the URIs of MLflow's other databases begin."""
+_DATABASE = re.compile(r"(postgresql|mysql|mssql)(\+\w+)?://")  # how the URIs of MLflow's other databases begin
 
 
 def _sqlite_file(tracking_uri: str) -> Path | None:
@@ -175,9 +173,9 @@ def _sqlite_file(tracking_uri: str) -> Path | None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turn whatever MLflow raises for a store that is unusable, unreachable or refuses into a `TrackingError`.
+    """Turn MLflow's errors of an unusable, unreachable or refusing store into a `TrackingError` with URI, reason and next move.
 
-    If it does not answer, or answers with a server error, that is a `TrackingAwayError`. Both name the URI, the reason and the next move.
+    It is a `TrackingAwayError` if the server does not answer, or answers with a server error.
     """
     from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]  # the package ships no types
     from mlflow.exceptions import MlflowException
@@ -257,10 +255,10 @@ def uploading() -> AbstractContextManager[None]:
 
 
 def patiently(action: Callable[[], T]) -> T:
-    """Attempt an action again while MLflow does not answer, for up to `PATIENCE_S`, and return what it returns.
+    """Attempt an action again while MLflow does not answer, for up to `PATIENCE_S`, and return its result.
 
-    This holds within a run, whose first task has reached the server. Outside one the first failure is raised, since the address may be
-    wrong and somebody is waiting for the message.
+    This holds within a run, whose first task has reached the server. Outside of a run the first failure is raised: the address may be
+    wrong, and somebody is waiting for the message.
     """
     start, outage = time.monotonic(), Outage("MLflow", logger)
     patience_s = PATIENCE_S if os.environ.get(RUN) or os.environ.get(RUN_ID) else 0.0
@@ -324,7 +322,6 @@ def _all_pages(search: Callable[[str | None], PagedList[T]]) -> Iterator[T]:
 
 
 def _experiments(mlflow: MlflowClient) -> dict[str, str]:
-    """Return the id of every experiment by its name."""
     found = _all_pages(lambda token: mlflow.search_experiments(page_token=token))
     return {one.name: str(one.experiment_id) for one in found}
 
@@ -343,13 +340,9 @@ def newest_experiment() -> str | None:
 
 
 def start_parent(settings: Mapping[str, Any], tags: Mapping[str, str], *, name: str = "") -> str | None:
-    """Find or create the parent run and record the run's settings and tags on it; other settings make a new one.
+    """Find or create the parent run and record settings and tags on it; other settings make a new one, called `name` or by `TRAINER_RUN`.
 
-    Args:
-        name: display name of a new one; empty: the name in `TRAINER_RUN`.
-
-    Returns:
-        Its id; None if nothing is tracked, or this process belongs to no named run (`TRAINER_RUN`).
+    Returns its id; None if nothing is tracked, or this process belongs to no named run (`TRAINER_RUN`).
     """
     if uri() is None:
         return None
@@ -366,7 +359,7 @@ def start_parent(settings: Mapping[str, Any], tags: Mapping[str, str], *, name: 
 def finish_parent(status: str = "FINISHED", error: str = "") -> None:
     """End the parent run as FINISHED, FAILED or KILLED, with the error as a tag, unless another program has created it.
 
-    One that has ended stays as it is: it is of an earlier attempt, and this one failed before it had begun.
+    An ended one stays: it is of an earlier attempt, and this attempt failed before it had begun.
     """
     if uri() is None or os.environ.get(RUN_ID):
         return
@@ -451,10 +444,9 @@ def _new_parent(mlflow: MlflowClient, name: str, *, former: str = "") -> str:
 
 
 def parameters(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Flatten nested settings to parameters of a run, with values no longer than MLflow allows.
+    """Flatten nested settings to parameters of a run, cut to MLflow's length.
 
-    A group whose members have names that MLflow may refuse, such as names of classes, stays one parameter. So does an empty one, by which a
-    later start sees that it was empty.
+    A group with members that MLflow may refuse, such as names of classes, stays one parameter; so does an empty group, to be seen as empty.
     """
 
     def is_value(group: Mapping[str, Any]) -> bool:
@@ -518,17 +510,9 @@ def _fetching() -> Iterator[None]:
 
 
 def registered_model(place: str, folder: Path) -> tuple[str, Path, bool]:
-    """Fetch a model of the registry.
+    """Fetch `models:/NAME@ALIAS` or `models:/NAME/VERSION`, into `folder` if the store is not on this machine.
 
-    Args:
-        place: `models:/NAME@ALIAS`, or `models:/NAME/VERSION`.
-        folder: where a copy goes, if the store is not on this machine.
-
-    Returns:
-        Its version, `models:/NAME/VERSION`; the directory of its files; and whether it passed its gate.
-
-    Raises:
-        TrackingError: MLflow does not answer, or has no such model.
+    Returns its version, `models:/NAME/VERSION`; the directory of its files; and whether it passed its gate.
     """
     pinned, passed = registered_version(place)  # an alias may move before the files are fetched
     from mlflow.artifacts import download_artifacts
@@ -544,11 +528,7 @@ def registered_model(place: str, folder: Path) -> tuple[str, Path, bool]:
 
 
 def registered_version(place: str) -> tuple[str, bool]:
-    """Look up a version of the registry: `models:/NAME/VERSION`, and whether it passed its gate.
-
-    Raises:
-        TrackingError: MLflow does not answer, or has no such model.
-    """
+    """Look up a version of the registry: `models:/NAME/VERSION`, and whether it passed its gate."""
     name, number, alias = place.removeprefix(REGISTERED), "", ""
     if "@" in name:
         name, _, alias = name.rpartition("@")
@@ -573,18 +553,9 @@ def registered_version(place: str) -> tuple[str, bool]:
 
 
 def other_classes(name: str, alias: str, classes: Callable[[], Collection[str]]) -> str:
-    """Compare classes with those of the version that an alias names.
+    """Compare classes with those of the version that an alias names; `classes` is called only if there is one.
 
-    Args:
-        name: of the registered model.
-        alias: of the version.
-        classes: lists them; called only where there is such a version.
-
-    Returns:
-        What differs, or that it is not known; empty where nothing does, or no version has the alias.
-
-    Raises:
-        TrackingError: MLflow refuses, or does not answer.
+    Returns the differences, or that they are unknown; empty for equal classes and for an alias without a version.
     """
     from mlflow.exceptions import MlflowException
     from mlflow.models import get_model_info

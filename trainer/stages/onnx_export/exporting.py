@@ -88,18 +88,16 @@ class _Variants:
 def export(
     run: str, output: str | Path, *, quantized: bool = True, openvino: bool = False, force: bool = False
 ) -> ExportedStudent:
-    """Write the student of a run as ONNX, and choose between its variants by what they measure on this machine.
+    """Write the student of an evaluated run as ONNX, and choose between its variants by measurements on this machine.
 
     Args:
-        run: the directory of a run whose student was evaluated.
         quantized: try int8 variants, too.
         openvino: try each variant in OpenVINO, too.
         force: take fp32 where nothing passes the gate.
 
     Raises:
         SettingsError: the extra `export` is not installed, or the output is not empty.
-        ArtifactError: the run lacks something.
-        ModelError: the student was not evaluated, cannot be expressed in ONNX or answers otherwise there, or no variant passes.
+        ModelError: the student was not evaluated, cannot be expressed in ONNX or gives other logits there, or no variant passes.
     """
     if missing := missing_package():
         raise SettingsError(f"export: needs the package {missing}; pip install 'vit-distillation-pipeline[export]'")
@@ -127,15 +125,9 @@ def make(
     strict: bool = False,
     force: bool = False,
 ) -> ExportedStudent:
-    """Measure the variants of a student, and write the fastest that passes the gate with its card, beside what was measured.
+    """Measure the variants of a student, and write the fastest that passes the gate, with its card and all measurements.
 
-    Args:
-        strict: raise where a variant cannot be made or none passes, rather than note why and write what was measured.
-        force: take fp32 where nothing passes the gate.
-
-    Raises:
-        ArtifactError: an input is missing or damaged, or the evaluation has no score.
-        ModelError: the student takes other squares than the data set has; or as `strict` says.
+    With `strict` a variant that cannot be made, or none that passes, is an error in place of a note; `force` takes fp32 then.
     """
     made, data = artifacts.read(student, "model"), open_dataset(dataset)
     judged = artifacts.manifest(evaluation, "evaluation")
@@ -257,7 +249,12 @@ def _make_variants(
             tried = [name for name in logits if name.startswith("int8")]
             if settings.finetune_steps and tried and not any(map(keeps_answers, tried)):
                 tuned = int8.finetune(model, train, steps=settings.finetune_steps, by_class=data.targets is not None)
-                ask(_write_tuned(tuned, data.image_size, folder, images))
+                # write the int8 variant of a student that was fine-tuned for it
+                with tempfile.TemporaryDirectory(dir=folder) as inner:
+                    source, file = Path(inner) / f"{FLOAT}.onnx", folder / "int8-tuned.onnx"
+                    onnx_graph.write(tuned, data.image_size, source)
+                    int8.quantize(source, file, images)
+                ask(file)
         except ModelError as error:
             _note(error, notes, strict=strict)
     size_bytes = (student.path / networks.WEIGHTS).stat().st_size
@@ -287,15 +284,10 @@ def _measured(settings: ExportSettings, tried: _Variants, val: _Images, evaluati
 def _choose(
     measured: Sequence[ServingCandidate], tried: _Variants, test: _Images, evaluation: Manifest, *, force: bool
 ) -> tuple[list[ServingCandidate], ServingCandidate | None]:
-    """Choose by what was measured, and test what was chosen.
+    """Choose by the measurements and test the choice: the candidates with figures of the tested ones, and the chosen name or None.
 
-    A variant that then doesn't pass the gate gives way to fp32, which answers as the student itself, so that its score is no choice.
-
-    Args:
-        force: take fp32 also where it doesn't pass.
-
-    Returns:
-        The candidates with the figures of those that were tested, and the chosen one, None where none passes.
+    A chosen variant that fails the gate gives way to fp32, which equals the student, so its test score decides nothing. `force` takes
+    fp32 even where it fails.
     """
     by_name = {one.name: one for one in measured}
     best, own = variants.fastest(measured), test.answers(variants.answering(tried.model))
@@ -318,10 +310,7 @@ def _final(answers: Logits, own: Logits, test: _Images) -> FinalFigures:
 
 
 def _refused(final: FinalFigures, evaluation: Manifest) -> list[str]:
-    """List the conditions of the run's gate on the test images that are not met.
-
-    The gate's nearest neighbors are left out, since a graph gives no embeddings.
-    """
+    """List the conditions of the run's gate that the test images fail, without nearest neighbors: a graph gives no embeddings."""
     teacher = evaluation.figures["teacher"]["test"]
     return metrics.judge_scores(
         EvaluateSettings.model_validate(evaluation.settings).gate,
@@ -340,15 +329,6 @@ def _write_int8(folder: Path, images: Pixels) -> list[Path]:
         files.append(folder / "int8-mixed.onnx")
         int8.quantize(source, files[1], images, kept=frozenset({layers[0], layers[-1]}))
     return files
-
-
-def _write_tuned(tuned: Classifier, size: int, folder: Path, images: Pixels) -> Path:
-    """Write the int8 variant of a student that was fine-tuned for it."""
-    with tempfile.TemporaryDirectory(dir=folder) as inner:
-        source, file = Path(inner) / f"{FLOAT}.onnx", folder / "int8-tuned.onnx"
-        onnx_graph.write(tuned, size, source)
-        int8.quantize(source, file, images)
-    return file
 
 
 def _reasons(

@@ -54,20 +54,14 @@ def weighted_layers(file: Path) -> list[str]:
 
 
 def _weighted(graph: Any) -> list[Any]:
-    """List the nodes of an ONNX graph that are layers with weights."""
     constants = {one.name for one in graph.initializer} - {*RESIZING}
     return [node for node in graph.node if node.op_type in LAYERS and constants & set(node.input)]
 
 
 def quantize(source: Path, target: Path, images: Pixels, *, kept: frozenset[str] = frozenset()) -> None:
-    """Write an int8 variant of an ONNX file.
+    """Write an int8 variant of an ONNX file; a `ModelError` if ONNX Runtime cannot quantize it.
 
-    Args:
-        images: squares of training photos, uint8 [N, S, S, 3], by which the range of each activation is chosen.
-        kept: names of layers that stay float.
-
-    Raises:
-        ModelError: ONNX Runtime's tools cannot quantize it.
+    The range of each activation comes from `images`, squares of training photos, uint8 [N, S, S, 3]; layers named in `kept` stay float.
     """
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static

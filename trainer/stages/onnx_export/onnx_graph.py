@@ -55,14 +55,9 @@ class _OfSquares(nn.Module):
 
 
 def write(model: Classifier, size: int, file: Path) -> None:
-    """Write a classifier as ONNX: `images`, uint8 [B, S, S, 3], to `logits`, float32 [B, K], for any B.
+    """Write a classifier, on the CPU and in evaluation mode, as ONNX: `images`, uint8 [B, S, S, 3], to `logits`, float32 [B, K], for any B.
 
-    Args:
-        model: on the CPU, in evaluation mode.
-        size: the edge S.
-
-    Raises:
-        ModelError: torch cannot express it in ONNX; names the operator where there is one.
+    A `ModelError` names the operator that ONNX lacks.
     """
     import onnx
 

@@ -126,17 +126,9 @@ class Scoring:
 
 
 def check_float(own: Logits, exported: Logits, names: Sequence[str]) -> None:
-    """Make sure that the exported student gives the student's own logits within `TOLERANCE`.
+    """Make sure that the exported student's logits equal its `own` logits [N, K] within `TOLERANCE`; a `ModelError` names an image.
 
-    Then it also gives the student's own classes, but for an image whose first two logits, or a probability and the threshold, are nearer
-    to one another than that: there rounding decides for the student too.
-
-    Args:
-        own: logits of images, [N, K], and those of the exported student.
-        names: of these images.
-
-    Raises:
-        ModelError: it does not; names the worst image.
+    The classes are then equal too, except for images whose first two logits, or a probability and the threshold, are nearer than that.
     """
     far = (np.abs(exported - own) - (TOLERANCE + TOLERANCE * np.abs(own))).max(axis=1)
     worst = int(far.argmax())
@@ -246,13 +238,12 @@ def page(
     *,
     images: Mapping[str, int],
 ) -> str:
-    """Build the whole page, self-contained: which variant was chosen, what each one measured, and why others were not taken.
+    """Build the whole page, self-contained: the chosen variant, the measurements of each, and why others were not taken.
 
     Args:
-        title: of the student.
         chosen: the name of a candidate; None where the student stays in torch.
         notes: why there is no variant, or none that passes.
-        images: how many of the splits val and test were answered.
+        images: number of answered images of val and test.
     """
     heading, *cells = rows(candidates, chosen) if candidates else [()]
     alike = f" (of those within {ALIKE:.0%} of its time the one nearest to the student)"
@@ -302,10 +293,7 @@ def _tested(one: ServingCandidate) -> dict[str, Any]:
 
 
 def fastest(candidates: Sequence[ServingCandidate]) -> ServingCandidate | None:
-    """Choose among those that pass the one with the least median time at the first batch size; None where none passes.
-
-    Of those that take no longer than that but for `ALIKE`, the one with the smallest shift.
-    """
+    """Choose among the passing variants the one with the smallest shift of those within `ALIKE` of the least median time, or None."""
     passing = [one for one in candidates if not one.reasons]
     least = min((one.latencies[0].p50_ms for one in passing), default=0.0)
     alike = [one for one in passing if one.latencies[0].p50_ms <= (1 + ALIKE) * least]

@@ -48,18 +48,15 @@ class Workload:
     world_size: int
     most_workers: int  # loader processes beside each training process for which the machine has cores
     memory_limit: float = math.inf  # bytes that a process may use
-    recording_s: float = 0.0
-    """Seconds that recording the teacher's outputs takes; 0 where they are recorded already."""
+    recording_s: float = 0.0  # seconds that recording the teacher's outputs takes; 0 where they are recorded already
     no_recording: str = ""  # why the distillation cannot learn from recorded outputs; empty if it can
-    least_part: int = 1
-    """Fewest images in a micro-batch of a process; two where the student normalizes batches."""
-    why_parts_count: str = ""
-    """Why the size of a micro-batch is a part of what is learned; empty where it is not."""
+    least_part: int = 1  # fewest images in a micro-batch of a process; two where the student normalizes batches
+    why_parts_count: str = ""  # why the size of a micro-batch is a part of what is learned; empty where it is not
 
     def needed_workers(self, trial: Trial) -> int:
-        """Return the fewest loader processes that load as fast as the step computes, as far as the machine has cores.
+        """Return the fewest loader processes that keep up with the step, as far as the machine has cores.
 
-        Where a CPU trains, they can only take over the waiting for storage: a core that loads does not compute.
+        Where a CPU trains, they only take over the waiting for storage: a core that loads does not compute.
         """
         step_s = 1 / trial.images_per_second
         loading_s = trial.waiting_s if self.device.kind == "cpu" else trial.loading_s
@@ -67,10 +64,7 @@ class Workload:
         return min(needed, self.most_workers)
 
     def run_s(self, trial: Trial) -> float:
-        """Return the seconds of the whole distillation.
-
-        A trial on batches in memory counts with as many loader processes as it needs, as far as the machine has cores.
-        """
+        """Return the seconds of the whole distillation; a trial on batches in memory counts with the loader processes that it needs."""
         image_s = 1 / trial.images_per_second
         if not trial.loads:
             given = trial.candidate.workers
@@ -100,10 +94,9 @@ class Ladder:
         return sum(tried.trial.seconds for tried in self.tried)
 
     def climb(self, start: Candidate) -> None:
-        """Climb from the given settings as far as `limit_s` allows; `whole` is the result.
+        """Climb from the given settings as far as `limit_s` allows, to `whole`.
 
-        Raises:
-            SettingsError: not even the smallest part of a batch fits into memory, or the given settings spoil the weights.
+        A `SettingsError` if not even the smallest part of a batch fits into memory, or the given settings spoil the weights.
         """
         self._begin(start)
         self._settle_workers()

@@ -11,8 +11,7 @@ import torch
 
 from trainer.devices.process_group import Processes
 
-SHARE = 0.9
-"""Largest share of the free memory that a candidate may need: allocators fragment, and images differ."""
+SHARE = 0.9  # largest share of the free memory that a candidate may need: allocators fragment, and images differ
 
 
 class MemoryGauge:
@@ -31,10 +30,7 @@ class MemoryGauge:
         self.limit = self._before + SHARE * unused  # bytes that this process may use
 
     def begin(self) -> int:
-        """Begin a trial; return the bytes in use: on a GPU with the teacher, on a host those before the first trial.
-
-        The host's allocator keeps memory of earlier trials, which would count too.
-        """
+        """Begin a trial; return the bytes in use: on a GPU now, on a host before the first trial, since its allocator keeps memory."""
         if self._gpu is None:
             return self._before
         torch.cuda.reset_peak_memory_stats(self._gpu)

@@ -295,13 +295,9 @@ def warm_steps(settings: DistillSettings) -> int:
 def measure_steps(
     training: TrainingSpec, timer: StepTimer, hooks: Sequence[Hook], *, loads: bool = True
 ) -> tuple[Trainer, float]:
-    """Train from the beginning until the timer's laps end.
+    """Train from the beginning until the timer's laps end; returns the trainer and the seconds to the end of the first step.
 
-    Args:
-        loads: whether the steps wait for the loader, or take batches in memory.
-
-    Returns:
-        The trainer after these steps, and the seconds from the beginning to the end of the first one.
+    `loads`: steps wait for the loader; otherwise they take batches in memory.
     """
     processes, began, startup_s = training.processes, time.perf_counter(), 0.0
     trainer = Trainer(training, hooks)
@@ -347,13 +343,13 @@ def measure_training(
     ready_s: float,
     recording_s: float | None,
 ) -> Measurement:
-    """Measure steps with their reports, before them a window of operators, then a validation and a checkpoint; the same on every process.
+    """Measure an operator window, steps with their reports, a validation and a checkpoint; the same on every process.
 
     Args:
         tracker: takes metrics, as it does in a whole training.
         checkpoints: the place of the one that is timed; it is removed.
         ready_s: seconds from the start of the process until a distillation could be made.
-        recording_s: seconds that it takes to record the teacher's outputs; none where the distillation reads none, or they are there.
+        recording_s: seconds to record the teacher's outputs; None where they are not needed or exist.
     """
     began = time.perf_counter()
     window, warm = settings.evidence.operators_steps if settings.evidence.operators_at else 0, warm_steps(settings)

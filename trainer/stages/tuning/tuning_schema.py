@@ -54,16 +54,13 @@ class Trial(StrictModel):
     loads: bool = False  # whether the step was measured with its loader, or else on batches in memory
     ended: Literal["measured", "out of memory", "not compiled", "not finite"]
     """`not compiled`: nothing was compiled although `compile` asks for it; `not finite`: the weights were not finite at the end."""
-    images_per_second: float = 0.0
-    """Median over the laps, of all processes together; 0 where the trial failed."""
+    images_per_second: float = 0.0  # median over the laps, of all processes together; 0 where the trial failed
     low: float = 0.0
     high: float = 0.0  # 95 % interval of that median
     steps: int = 0  # steps that were measured, after those that warm up
-    startup_s: float = 0.0
-    """From the beginning of the trial to the end of its first step: model, loader, compilation."""
+    startup_s: float = 0.0  # from the beginning of the trial to the end of its first step: model, loader, compilation
     seconds: float  # duration of the trial
-    loading_s: float = 0.0
-    """Seconds to load an image on one core of each process, divided by the processes ..."""
+    loading_s: float = 0.0  # seconds to load an image on one core of each process, divided by the processes ..
     waiting_s: float = 0.0  # ... and the part of them in which the core waited for storage.
     workers: int = 0  # loader processes beside each training process; those that `auto` chose
     memory_bytes: int = 0  # peak of a process: of its GPU, or else of the host since the process began
@@ -126,12 +123,7 @@ class Tuning(StrictModel):
 
 
 def read_tuning(uri: str | Path) -> Tuning:
-    """Read and check what tune left.
-
-    Raises:
-        ArtifactError: it is missing, damaged, or of another version.
-        StorageError: the store does not answer or refuses.
-    """
+    """Read and check the tuning of the stage tune."""
     content = (artifacts.read(uri, "tuning").path / FILE).read_bytes()
     try:
         return Tuning.model_validate_json(content)
@@ -143,7 +135,7 @@ def read_tuning(uri: str | Path) -> Tuning:
 def from_trial(
     measured: Measurement, trial: Trial, settings: DistillSettings, recording_s: float | None
 ) -> Measurement:
-    """Estimate what other settings of a measured distillation take, by their trial; what lies beside the steps is as it was measured.
+    """Estimate other settings of a measured distillation by their trial; start-up, validation and checkpoints stay as measured.
 
     If `settings` need the teacher's outputs recorded, that takes `recording_s`.
     """
@@ -166,12 +158,7 @@ Subject = Mapping[str, object]  # what is distilled: name -> what distinguishes 
 
 
 def read_tunings(places: Iterable[str | Path], like: Subject | None = None) -> list[Tuning]:
-    """Tunings of one distillation (that of the first where `like` is not given), by the URIs of their directories or their runs'.
-
-    Raises:
-        ArtifactError: one is missing, damaged, or of another distillation.
-        StorageError: the store does not answer or refuses.
-    """
+    """Read tunings of one distillation (the first one's where `like` is not given), by the URIs of their directories or of their runs."""
     found: list[Tuning] = []
     for place in places:
         inside = storage.join(place, "tuning")
@@ -200,12 +187,9 @@ def subject_of(parents: Mapping[str, str], settings: Mapping[str, Any]) -> Subje
 
 
 def forecast_table(tunings: Sequence[Tuning], nodes: Sequence[int], *, assumed_efficiency: float) -> list[Forecast]:
-    """A forecast for each pool and number of nodes, the cheapest first, those without a price last.
+    """Forecast one distillation for each pool and number of nodes (those tried if none are given), the cheapest first, unpriced ones last.
 
-    Args:
-        tunings: of one distillation.
-        nodes: how many; empty: those that were tried.
-        assumed_efficiency: speed-up of twice as many nodes, as a share of 2, where only one number was tried.
+    `assumed_efficiency` is the speed-up of twice as many nodes, as a share of 2, where only one number was tried.
     """
     pools: dict[tuple[str, int], list[Tuning]] = {}
     for tuning in tunings:
