@@ -28,7 +28,7 @@ JOB = "job.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where a training runs, as the pipeline's parameters say."""
+    """The place of a training, from the pipeline's parameters."""
 
     pool: str = ""  # name of a node pool; empty: this machine
     nodes: int = 1

@@ -128,14 +128,14 @@ def _made(stage: str, places: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def warm_up(settings: str, inputs: Mapping[str, str], place: Placement) -> tuple[str, ...]:
-    """Run the stage warm_up if its section says so; gives the reference to its report, empty where nothing was run."""
+    """Run the stage warm_up if its section enables it; returns the reference to its report, or an empty text."""
     if not WarmUpSettings.model_validate_json(settings).enabled:
         return ("",)
     return train("warm_up", settings, inputs, place)
 
 
 class Tuned(NamedTuple):
-    """What the task tune hands to those after it."""
+    """The outputs of the task tune."""
 
     distill: str  # the section of the distillation, as JSON
     distill_teacher: str  # `recorded` if reinforce has to run before distill, `online` if not
@@ -143,7 +143,7 @@ class Tuned(NamedTuple):
 
 
 def tune(settings: str, inputs: Mapping[str, str], place: Placement) -> Tuned:
-    """Run the stage tune if its section says so, and give the settings that distill then uses."""
+    """Run the stage tune if its section enables it, and return the settings for distill."""
     section = TuneSettings.model_validate_json(settings)
     if not section.enabled:
         return _tuned(section.distill or DistillSettings())
@@ -160,7 +160,7 @@ def _tuned(settings: DistillSettings, made: str = "") -> Tuned:
 def reinforce(
     settings: str, distill_teacher: str, inputs: Mapping[str, str], place: Placement, recording: dsl.HTML
 ) -> tuple[str, ...]:
-    """Run the stage reinforce if the distillation reads what it records; gives the reference to that, empty where nothing was recorded."""
+    """Run the stage reinforce if the distillation reads recorded outputs; returns the reference to them, or an empty text."""
     if distill_teacher != RECORDED:
         return ("",)
     (made,) = train("reinforce", settings, inputs, place)

@@ -40,7 +40,7 @@ BAD_REQUEST, NOT_FOUND, CONFLICT = 400, 404, 409
 
 
 class RefusedError(DeployError):
-    """The API answered, and not with what was asked for."""
+    """The API refused a request."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -48,7 +48,7 @@ class RefusedError(DeployError):
 
 
 class UnansweredError(DeployError):
-    """No answer: what was asked for may have been done or not."""
+    """The API did not answer, so a request may have been carried out or not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ def port_forward(namespace: str) -> str:
 
 
 def find(host: str, namespace: str, environment: Mapping[str, str]) -> Location:
-    """Find where the API is; a `DeployError` if nowhere, or if what names it is wrong."""
+    """Find the API; a `DeployError` if there is none, or its configuration is wrong."""
     namespace, ui = namespace or DEFAULT_NAMESPACE, environment.get(KUBEFLOW_UI, "")
     configuration = kfp_server_api.Configuration(host="")
     # What may have arrived is not sent again, except for reading; a redirection leads to a login page, which we must see as such.
@@ -168,7 +168,7 @@ class Api(kfp_server_api.ApiClient):  # type: ignore[misc]  # it has no types
 
     @property
     def in_namespace(self) -> dict[str, str]:
-        """Return what a request says of the namespace."""
+        """Return the namespace's part of a request."""
         return {"namespace": self.user_namespace} if self.user_namespace else {}
 
     @property
@@ -206,7 +206,7 @@ class Api(kfp_server_api.ApiClient):  # type: ignore[misc]  # it has no types
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where the API is."""
+    """Add the options that locate the API."""
     group = parser.add_argument_group(
         "where Kubeflow Pipelines is",
         f"""Without --host: the service in this cluster, if this is a pod, or else through kubeconfig's API server.
@@ -269,7 +269,7 @@ def _user_namespace(api: Api, namespace: str) -> str | None:
 
 
 def every(method: Callable[..., Any], field: str, **arguments: Any) -> Iterator[Any]:
-    """Yield all entries of a list that comes in pages: `method` gives a page for its arguments, `field` of which holds them."""
+    """Yield all entries of a paged list: `method` returns a page for its arguments, whose `field` holds the entries."""
     token = ""
     while True:
         page = method(page_size=100, page_token=token, **arguments)

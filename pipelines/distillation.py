@@ -69,7 +69,7 @@ TRIED_FOR = f"{30 * 24 * 3600}s"
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Resources of a pod: what it is scheduled by, and the most that it may use."""
+    """Resources of a pod: its requests, and its limits."""
 
     cpu: str
     cpu_limit: str
@@ -155,7 +155,7 @@ def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = ""
 
 
 def on_cluster(task: dsl.PipelineTask, size: Size) -> dsl.PipelineTask:
-    """Set what a task's own pod is on a cluster: its size, its environment, its rights. `kfp.local` ignores all of it."""
+    """Set the size, environment and rights of a task's own pod, which `kfp.local` ignores."""
     task.set_cpu_request(size.cpu).set_cpu_limit(size.cpu_limit)
     task.set_memory_request(size.memory).set_memory_limit(size.memory_limit)
     task.set_retry(RETRIES, backoff_duration="30s", backoff_factor=2, backoff_max_duration=TRIED_FOR)

@@ -57,7 +57,7 @@ def name_of(recipe: str) -> str:
 def request(
     version: Any, experiment_id: str, parameters: Mapping[str, str | int], service_account: str
 ) -> dict[str, Any]:
-    """Return what a run or a schedule of a pipeline's version starts, as KFP's fields."""
+    """Return KFP's fields that start a run or a schedule of a pipeline's version."""
     return {
         "experiment_id": experiment_id,
         "pipeline_version_reference": kfp_server_api.V2beta1PipelineVersionReference(

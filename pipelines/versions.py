@@ -46,7 +46,7 @@ def generation(api: Api) -> str:
 
 
 def next_generation() -> str:
-    """Make a generation that is newer than those before."""
+    """Make a generation that is newer than the earlier ones."""
     return f"{datetime.datetime.now(datetime.UTC):%Y%m%dt%H%M%Sz}"
 
 

@@ -91,11 +91,11 @@ class ForbiddenError(ClusterError):
 
 
 class KindNotInstalledError(ClusterError):
-    """The cluster has no such kind of object, or an older version of it."""
+    """The cluster lacks this kind of object, or has an older version of it."""
 
 
 class NotFoundError(ClusterError):
-    """404: there is no such object, or no such namespace."""
+    """404: the object, or the namespace, is missing."""
 
 
 class ConflictError(ClusterError):
@@ -165,7 +165,7 @@ def unavailable(error: Exception, host: str) -> ApiUnavailableError:
 
 
 def cause(error: Exception) -> str:
-    """Return what went wrong, without the names of urllib3's objects before it."""
+    """Return the cause of an error, without the names of urllib3's objects before it."""
     return str(error).rpartition("): ")[2] or type(error).__name__
 
 

@@ -164,7 +164,7 @@ class JobOutcome:
 
 
 class JobProgress:
-    """What was observed of a job."""
+    """The observations of a job."""
 
     def __init__(self, *, nodes: int, limits: JobLimits, now: float) -> None:
         """Start the clocks, whose `now` is in monotonic seconds in all methods; the job runs once `nodes` replicas run."""

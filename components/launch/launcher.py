@@ -263,7 +263,7 @@ class JobFollower:
             self._report(message)
 
     def _process_next(self, timeout_s: float) -> None:
-        """Process what the threads publish next, if it comes in time."""
+        """Process the threads' next publication, if it comes in time."""
         try:
             item = self._inbox.get(timeout=min(max(0.0, timeout_s), LONGEST_WAIT_S))
         except queue.Empty:
@@ -306,7 +306,7 @@ class JobFollower:
                 reader.finish()
 
     def _on_event(self, change: Change) -> None:
-        """Pass on an event about the job, or about what was made for it, whose names begin with its own."""
+        """Pass on an event about the job, or about an object made for it, whose name begins with the job's."""
         event, about, job = change.object, change.object["involvedObject"], self._job.name
         if change.deleted:  # Kubernetes removes events after an hour
             return
@@ -320,7 +320,7 @@ class JobFollower:
             self._progress.add_event(name.removeprefix(f"{job}-"), event)
 
     def _on_thread_end(self, ended: ThreadEnded) -> None:
-        """Handle the end of a thread: raise what it failed with, unless the job can be followed without it."""
+        """Handle the end of a thread: raise its error, unless the job can be followed without it."""
         self._unread_logs.discard(ended.name)
         if ended.error is None:
             return

@@ -133,7 +133,7 @@ class Informer:
                 self._threads.retry.wait(POLL_S)
 
     def _list(self) -> str:
-        """Publish what has changed since the last list or event, and return the resource version to watch from."""
+        """Publish the changes since the last list or event, and return the resource version to watch from."""
         listing = self._threads.retry(lambda: self._cluster.list(self._resource, **self._selectors))
         listed = {item["metadata"]["uid"]: item for item in listing["items"]}
         for uid, known in self._known.items():

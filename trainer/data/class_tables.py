@@ -93,7 +93,7 @@ def _table(setting: str, file: str) -> TableFile:
 
 
 def _lines(table: TableFile) -> Iterator[TableRow]:
-    """Yield the lines below the headings, each with as many cells as there are headings."""
+    """Yield the lines below the headings, each with as many cells as headings."""
     width = len(table.headings)
     if not width:
         raise DataError(f"{table.name}: is empty; give a table with a line of headings and a line for each class")
@@ -116,7 +116,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _by_name(table: str, lines: Iterable[TableRow], column: int) -> dict[str, TableRow]:
-    """Return the lines of a table below its headings by the name in one of their columns, which each has once."""
+    """Return the lines below the headings by their unique name in a column."""
     by_name: dict[str, TableRow] = {}
     for line in lines:
         where = f"{table}, line {line.line}"
@@ -130,7 +130,7 @@ def _by_name(table: str, lines: Iterable[TableRow], column: int) -> dict[str, Ta
 
 
 def _check_names(table: str, lines: Mapping[str, TableRow], names: Sequence[str], classes: Sequence[str]) -> None:
-    """Make sure that these names, of lines, are those of the classes."""
+    """Make sure that the names of these lines are those of the classes."""
     without = f"{table.partition('=')[0]}="  # a recipe may name a table that is not of the user's images
     known = set(classes)
     unknown = [name for name in names if name not in known]
@@ -265,7 +265,7 @@ def _parents(file: str, classes: Sequence[str] | None) -> dict[str, str]:
 
 
 def _parents_by_folders(source: str, listing: SourceListing) -> dict[str, str]:
-    """Return class or group -> the group above it, of the folders above those of the classes."""
+    """Return class or group -> the group above it, from the folders above the classes' folders."""
     name = f"data.hierarchy={FOLDERS}, data.source={source}"
     parents: dict[str, str] = {}
     folders: dict[str, str] = {}  # name of a group -> its folder

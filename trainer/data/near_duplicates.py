@@ -72,7 +72,7 @@ class NearPair:
     bits: int  # in which their hashes differ
 
     def record(self, label_names: Sequence[str]) -> dict[str, Any]:
-        """Return what a file says of it."""
+        """Return its entry in a file."""
         sides: dict[str, Any] = {"bits": self.bits}
         for side, one in (("image", self.image), ("twin", self.twin)):
             named = label_names[one.label] if one.label != UNLABELED else None
@@ -150,7 +150,7 @@ def groups(candidates: Sequence[ImageCandidate]) -> dict[str, int]:
 
 
 class _Search:
-    """All pairs of images that look the same, in memory that grows with the images and not with the pairs."""
+    """Finds all pairs of images that look alike, in memory that grows with the images and not with the pairs."""
 
     def __init__(self, candidates: Sequence[ImageCandidate]) -> None:
         self.members = members = [candidate for candidate in candidates if candidate.appearance]
@@ -183,7 +183,7 @@ class _Search:
                     yield self._near(order[part], order[part + step], number)
 
     def _near(self, left: Ints, right: Ints, number: int) -> tuple[Ints, Ints, Ints]:
-        """Choose from pairs that agree under a mask those that look the same and agreed under none before it."""
+        """Choose from the pairs that agree under a mask those that look alike and agreed under no earlier mask."""
         differing = self._hashes[left] ^ self._hashes[right]
         chosen = np.flatnonzero(np.bitwise_count(differing) <= RADIUS)
         for earlier in _MASKS[:number]:

@@ -217,7 +217,7 @@ def decode_cache_uri(settings: DataSettings, root: str) -> str:
 
 @contextmanager
 def _open_cache(settings: DataSettings, directory: Path, cache_uri: str | None) -> Iterator[DecodeCache]:
-    """Open the decode cache. Its part in `directory` is removed when the preparation ends, and first what an earlier one left there."""
+    """Open the decode cache. Its part in `directory` is removed at the end, and remains of an earlier preparation at the beginning."""
     folder = directory / _WORK
     for old in (folder, *(directory / split for split in SPLITS)):
         if old.exists():
@@ -431,7 +431,7 @@ def _check_quarantined(
 def _split(
     candidates: Sequence[ImageCandidate], listing: SourceListing, settings: DataSettings, directory: Path
 ) -> tuple[list[ImageCandidate], NearDuplicates]:
-    """Take the splits that are missing, and deal with near-duplicates in different ones as the settings say."""
+    """Take missing splits from train, and handle near-duplicates in different splits as the settings say."""
     separates = settings.near_duplicates == "separate"
     groups = near_duplicates.groups(candidates) if separates else None
     given, members = {item.split for item in listing.items}, listing.members

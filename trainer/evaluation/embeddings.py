@@ -91,7 +91,7 @@ def in_batches(
 def embed_together(
     model: Classifier, split: Split, indices: Sequence[int], processes: Processes, *, moments: bool = False
 ) -> Embeddings:
-    """Compute the same with the images dealt to all processes; every process gets all of them, [N, D] or [N, D + 2 T]."""
+    """Compute `embed` with the images dealt to all processes; every process gets all of them, [N, D] or [N, D + 2 T]."""
     rank, world_size = processes.rank, processes.world_size
     own = embed(model, split, indices[rank::world_size], processes.device, FORWARD_BATCH, moments=moments)
     parts = [part for part in processes.gather(own, "the embeddings") if len(part)]
@@ -114,7 +114,7 @@ def statistics(embeddings: Embeddings) -> EmbeddingStatistics:
 
 
 def token_statistics(moments: Embeddings) -> EmbeddingStatistics | None:
-    """Compute the same of patch tokens over all places of all images, from their moments [N, 2 T]; None where there are none."""
+    """Compute the statistics of patch tokens over all places of all images from their moments [N, 2 T]; None without tokens."""
     if not moments.shape[1]:
         return None
     mean, square = np.split(moments.astype(np.float64).mean(0), 2)

@@ -61,5 +61,5 @@ def answers(tags: ClassTags, logits: Floats, labels: Ints) -> dict[str, Any]:
 
 
 def _right_levels(tags: ClassTags, predicted: Ints, labels: Ints) -> np.typing.NDArray[np.bool_]:
-    """Return whether the predicted classes belong, at each level, to what the images' classes belong to: bool [N, L]."""
+    """Return whether the predicted and the true class belong to the same group at each level: bool [N, L]."""
     return np.stack([level.of_class[predicted] == level.of_class[labels] for level in tags.levels], axis=1)

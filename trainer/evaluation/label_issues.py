@@ -51,7 +51,7 @@ class LabelCount:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgedLabels:
-    """Of which labels there is doubt."""
+    """The doubtful labels."""
 
     issues: Sequence[LabelIssue]  # at most `LISTED` of those that one model judges, the worst first
     counts: Mapping[str, LabelCount]  # name of each split that was judged -> its numbers

@@ -212,7 +212,7 @@ def mean_average_precision(scores: Floats, targets: Targets) -> float:
 
 
 def mean_of_known(precisions: Shares) -> float:
-    """Return the mean of those that are not NaN; 0 where all are."""
+    """Return the mean of the values that are not NaN; 0 without any."""
     known = precisions[~np.isnan(precisions)]
     return float(known.mean()) if len(known) else 0.0
 

@@ -37,7 +37,7 @@ _ROWS = 1000  # classes that the page lists, the worst ones
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was measured of one model."""
+    """The measurements of one model."""
 
     figures: dict[str, Any]  # its main numbers, as `summary.json` shows them
     matrix: ConfusionMatrix
@@ -50,7 +50,7 @@ class Measured:
         return {"precision": metrics.precision(self.matrix), "recall": metrics.recall(self.matrix)}
 
     def details(self, classes: Sequence[str]) -> dict[str, Any]:
-        """Return what `metrics.json` says of the model."""
+        """Return the model's part of `metrics.json`."""
         return {
             **_details(self, classes, self.matrix.sum(axis=1)),
             "calibration": asdict(self.calibration),
@@ -63,7 +63,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSets:
-    """What was measured of one model where images may have several labels."""
+    """The measurements of one model where images may have several labels."""
 
     figures: dict[str, Any]  # as `Measured`
     probabilities: Floats  # of each class, [N, K]
@@ -102,7 +102,7 @@ class MeasuredSets:
         }
 
     def details(self, classes: Sequence[str], bins: int) -> dict[str, Any]:
-        """Return what `metrics.json` says of the model; `calibration` is of the most probable class of each image."""
+        """Return the model's part of `metrics.json`; `calibration` is of the most probable class of each image."""
         place = metrics.confidence_bins(self.probabilities.max(axis=1), bins)
         return {
             **_details(self, classes, self.wanted.sum(axis=0)),
@@ -113,7 +113,7 @@ class MeasuredSets:
 
 
 def _details(measured: Measured | MeasuredSets, classes: Sequence[str], images: npt.NDArray[Any]) -> dict[str, Any]:
-    """Return what both kinds say in `metrics.json`; JSON has no NaN."""
+    """Return the common part of both kinds in `metrics.json`, which has no NaN."""
     shares = measured.shares
     return {
         **measured.figures,
@@ -211,7 +211,7 @@ def _page(
 
 
 def _verdict(verdict: Mapping[str, Any]) -> PageSection:
-    """Say whether the student passed its gate, or why not."""
+    """Show whether the student passed its gate, or why not."""
     passed: Block = Paragraph("Passed: every condition of the gate holds.", style="good")
     refused: list[Block] = [Paragraph("Not passed:", style="bad"), BulletList(verdict["reasons"])]
     return PageSection("Verdict", [passed] if verdict["passed"] else refused)
@@ -273,7 +273,7 @@ def _interval(figures: Mapping[str, Any], images: int) -> str:
 
 
 def _points(teacher: Mapping[str, Any], student: Mapping[str, Any], name: str) -> str:
-    """Say by how much a figure of the test images differs."""
+    """Format the difference of a figure of the test images in points."""
     return f"{100 * (student['test'][name] - teacher['test'][name]):+.2f} points"
 
 

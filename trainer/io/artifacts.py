@@ -60,7 +60,7 @@ _MEMBERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What an artifact says about itself."""
+    """An artifact's manifest."""
 
     kind: Kind
     settings: Mapping[str, Any]
@@ -200,7 +200,7 @@ def contribute(uri: str | Path, folder: Path) -> dict[str, FileRecord]:
 
 
 def unfinished(output: str | Path) -> str:
-    """Return the URI of what an interrupted stage resumes from, kept until its output is complete: `TRAINER_CHECKPOINTS`, or beside it."""
+    """Return the URI of an interrupted stage's state, kept until its output is complete: `TRAINER_CHECKPOINTS`, or beside the output."""
     return os.environ.get(CHECKPOINTS_VARIABLE) or storage.join(storage.parent(output), "checkpoints")
 
 
@@ -253,7 +253,7 @@ def _keep_written(folder: Path, names: Collection[str]) -> None:
 
 
 def exists(uri: str | Path) -> bool:
-    """Return whether there is a complete artifact (its content is not checked)."""
+    """Return whether there is a complete artifact, without checking its content."""
     return storage.exists(storage.join(uri, MANIFEST))
 
 
@@ -267,7 +267,7 @@ def read(uri: str | Path, kind: Kind, *, only: Collection[str] | None = None) ->
 
 
 def checked_files(uri: str | Path, content: Manifest, only: Collection[str] | None = None) -> Path:
-    """Return the directory on this machine with the files of an artifact whose manifest was read, as `read` does."""
+    """Return the local directory with the checked files of an artifact whose manifest was read, as `read` does."""
     files = {name: record for name, record in content.files.items() if only is None or name in only}
     if storage.is_remote(uri):
         return _fetch(str(uri), content, files)

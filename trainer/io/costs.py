@@ -41,7 +41,7 @@ class _Group(StrictModel):
 
 
 class Price(_Group):
-    """What a node costs."""
+    """The price of a node."""
 
     dollars_an_hour: Annotated[float, Field(gt=0)]
     date: Annotated[
@@ -53,11 +53,11 @@ class Price(_Group):
     source: Annotated[str, Field(min_length=1)]
 
     def age_days(self, today: datetime.date | None = None) -> int:
-        """Return the days since its date, or since the first day of its month; below 0 for one of the future."""
+        """Return the days since its date, or since the first day of its month; negative for a date in the future."""
         return ((today or datetime.datetime.now(datetime.UTC).date()) - _first_day(self.date)).days
 
     def doubt(self, today: datetime.date | None = None) -> str:
-        """Say why the price may be wrong; empty where nothing speaks against it."""
+        """Return why the price may be wrong; empty where nothing speaks against it."""
         age = self.age_days(today)
         named = f"the price of {self.dollars_an_hour:,.2f} $/h ({self.region}; {self.source})"
         if age > OLD_DAYS:
@@ -82,7 +82,7 @@ class Machines(_Group):
         return machine if self.nodes == 1 else f"{self.nodes} nodes of {machine}"
 
     def dollars(self, seconds: float) -> float | None:
-        """Return what all the nodes cost in that time; none where the price is not known."""
+        """Return the price of all nodes for that time; None if the price is not known."""
         return None if self.price is None else self.price.dollars_an_hour * self.nodes * seconds / 3600
 
     def environment(self) -> dict[str, str]:

@@ -110,11 +110,11 @@ class StorageAwayError(StorageError):
 
 
 class ObjectNotFoundError(StorageError):
-    """There is no object, or file, of that name."""
+    """An object, or file, is missing."""
 
 
 class ObjectExistsError(StorageError):
-    """There is an object already where a new one was to be created."""
+    """An object that was to be created exists already."""
 
 
 class ObjectDamagedError(StorageError):
@@ -165,6 +165,6 @@ def writing_to(path: Path | str) -> Iterator[None]:
 
 
 def refused_to_write(error: Exception, path: Path | str) -> str:
-    """Say what the operating system refused to write below `path`, and the next move; empty for any other error."""
+    """Return what the operating system refused to write below `path`, and the next move; empty for any other error."""
     advice = _OUTPUT_ADVICE.get(error.errno or 0) if isinstance(error, OSError) else None
     return f"cannot write to {getattr(error, 'filename', None) or path}: {advice}" if advice else ""

@@ -29,7 +29,7 @@ def weights_revision(name: str) -> str | None:
 
 
 def model_license(name: str) -> str:
-    """Ask the Hub for the license of a model, as its page names it; empty where it does not say, or does not answer."""
+    """Ask the Hub for the license of a model, as its page names it; empty without an answer."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
 
@@ -53,7 +53,7 @@ def dataset_revision(name: str) -> str | None:
 
 
 def _no_answer() -> tuple[type[Exception], ...]:
-    """Return what the Hub's client raises where there is no answer, or one that refuses."""
+    """Return the errors of the Hub's client without an answer, or with a refusal."""
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled  # type: ignore[attr-defined]  # HTTPError is httpx's, or its double's
 
     return HTTPError, OfflineModeIsEnabled

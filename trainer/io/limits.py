@@ -48,7 +48,7 @@ _TOO_DEEP = f"it is nested deeper than {NESTING} levels"
 
 
 def printable(text: str) -> str:
-    """Escape characters that are not text, such as those that a terminal obeys; line breaks stay."""
+    """Escape characters that are not text, such as terminal control codes; line breaks stay."""
     return re.sub(f"[{_UNPRINTABLE}]", _escape, text)
 
 
@@ -110,7 +110,7 @@ class PrintableFormatter(logging.Formatter):
 
 
 def cut(text: str, length: int) -> str:
-    """Cut a text to `length` characters, and say how many more there were."""
+    """Cut a text to `length` characters, with the number of those cut off."""
     return text if len(text) <= length else f"{text[:length]}... ({len(text) - length:,} more characters)"
 
 

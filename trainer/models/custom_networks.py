@@ -60,7 +60,7 @@ class CustomNetwork(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class CustomModel:
-    """A network from elsewhere, and what it says of itself; what it does not say is None."""
+    """A network from elsewhere, with the facts that it states of itself; others are None."""
 
     network: CustomNetwork
     args: Mapping[str, Any]
@@ -221,7 +221,7 @@ def _of_transformers(weights: TransformersWeights, args: Mapping[str, Any], *, p
 
 
 def _from_config(name: str, args: Mapping[str, Any]) -> nn.Module:
-    """Build a Transformers classifier of what a model directory keeps of its configuration; no code but the library's is run."""
+    """Build a Transformers classifier from the configuration in a model directory; no code but the library's is run."""
     transformers = _library(name)
     try:
         kept = json.loads(args[_CONFIG])

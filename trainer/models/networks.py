@@ -67,7 +67,7 @@ class EmbeddingStatistics:
     std: tuple[float, ...]  # standard deviation of each, positive
 
     def __post_init__(self) -> None:
-        """Check what a description from elsewhere says, since the embedding is divided by it."""
+        """Check a description from elsewhere, since embeddings are divided by it."""
         if len(self.mean) != len(self.std):
             raise ValueError(f"embedding has {len(self.mean)} means and {len(self.std)} standard deviations")
         if not all(map(math.isfinite, (*self.mean, *self.std))) or any(one <= 0 for one in self.std):
@@ -122,7 +122,7 @@ MapShape = tuple[int, int, int]  # height and width of a map, in places, and num
 
 
 class ModelOutputs(NamedTuple):
-    """What a network makes of B images, of which only what was asked for is there; maps of h x w places have the channels last."""
+    """A network's outputs for B images, as far as they were asked for; maps of h x w places have the channels last."""
 
     logits: Tensor | None = None  # [B, K]; in distilled training those of the class token
     distilled: Tensor | None = None  # [B, K] of the distillation token, in distilled training only (`train_distilled`)
@@ -448,7 +448,7 @@ def train_distilled(model: Classifier) -> None:
 
 
 def _heads(network: Any) -> tuple[nn.Module, ...]:
-    """Return the modules that make logits of pooled features; the network's answer is the mean of what several say, such as LeViT's."""
+    """Return the modules that make logits of pooled features; a network with several, such as LeViT's, averages their logits."""
     found = network.get_classifier()
     return found if isinstance(found, tuple) else (found,)
 
@@ -635,7 +635,7 @@ def _outline(path: Path) -> Classifier:
 
 @contextmanager
 def _fitting(path: Path, card: ModelCard) -> Iterator[None]:
-    """Turn what the block raises for weights that do not fit the description of a model directory into a `ModelError`."""
+    """Turn errors of the block about weights that do not fit a model directory's description into a `ModelError`."""
     try:
         yield
     except (OSError, RuntimeError, ValueError, safetensors.SafetensorError) as error:

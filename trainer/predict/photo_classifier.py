@@ -173,7 +173,7 @@ def _exported(found: _Found, *, judged: bool, threads: int) -> PhotoClassifier:
 
 
 def _reads_runs() -> bool:
-    """Return whether what reads the directories of runs is installed: the server's image has only what serves."""
+    """Return whether the packages that read runs are installed: the server's image has only those that serve."""
     return find_spec("torch") is not None
 
 
@@ -186,7 +186,7 @@ def _refuse(place: str | Path, reasons: Sequence[object]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """Where a model is, and what is known of it."""
+    """The place of a model, and its known facts."""
 
     name: str  # as messages name it
     directory: str
@@ -198,7 +198,7 @@ class _Found:
 
 @contextmanager
 def _found(place: str, *, exported: bool) -> Iterator[_Found]:
-    """Find a model, whose files may go when this ends."""
+    """Find a model, whose files may be removed at the end of the block."""
     if place.startswith(tracking.REGISTERED):
         if not os.environ.get(tracking.URI) and _reads_runs():
             from trainer.runner import local_run

@@ -63,7 +63,7 @@ _KIND_COLORS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    """One of two runs or trainings that are compared."""
+    """One side of a comparison: a run or a training."""
 
     name: str
     trainings: Mapping[str, TrainingSummary]
@@ -175,7 +175,7 @@ class Pair:
         return 1000 * ms / one.images_a_step if self.per_image and one.images_a_step else ms
 
     def times(self, taken: Callable[[TrainingSummary], Mapping[str, float]]) -> list[dict[str, float]]:
-        """Convert what `taken` takes of each side, in milliseconds of a step, to `unit`."""
+        """Convert each side's times, taken by `taken` in milliseconds a step, to `unit`."""
         return [{name: self.scaled(one, ms) for name, ms in taken(one).items()} for one in (self.before, self.after)]
 
 
@@ -243,7 +243,7 @@ def _table_text(title: str, table: Table) -> str:
 
 
 def change(before: float | None, after: float | None) -> str:
-    """Format a change: `-46 %`, `+12 %`, `as before`; empty if one of the two is not known."""
+    """Format a change: `-46 %`, `+12 %`, `as before`; empty if a side is unknown."""
     if before is None or after is None:
         return ""
     if before == after or (before and abs(after / before - 1) < _ALIKE):
@@ -277,7 +277,7 @@ def _differences(same_data: bool | None, pairs: Sequence[Pair]) -> list[str]:
 
 
 def _verdict(pair: Pair, accuracy: str) -> str:
-    """Say how much faster the last training in common has become, why, and what that did to the student."""
+    """Summarize the last common training: its speed-up, the phase that caused it, and the student's accuracy."""
     name = training_label(pair.name)
     if pair.before == pair.after:
         return f"{name}: both sides are the same recording."
@@ -368,7 +368,7 @@ def _times(
     changed: Callable[[float, float], str] = change,
     most: int | None = None,
 ) -> Table:
-    """Compare times that exclude one another and together are the whole, so that a missing one is zero; or those that moved `most`."""
+    """Compare times that sum to the whole, a missing one being zero; with `most`, only the largest changes."""
     rows = []
     before, after = pair.times(taken)
     names = list({**before, **after})
@@ -465,7 +465,7 @@ def _saving(one: tuple[Answer, Finding] | None) -> str:
 
 
 def page(comparison: Comparison) -> str:
-    """Build the page: HTML without references to anything outside of it."""
+    """Build the page: self-contained HTML."""
     blocks: list[Block | None] = [Paragraph(f"Before: {comparison.before.name}. After: {comparison.after.name}.")]
     blocks += [PageSection(table.title, [table]) for table in comparison.general]
     blocks += [_training(comparison, pair) for pair in comparison.pairs]

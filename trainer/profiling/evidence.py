@@ -92,7 +92,7 @@ class ProcessRecord(StrictModel):
 
 
 class StepRecord(StrictModel):
-    """Sums over all steps, also those that the table no longer holds."""
+    """Sums over all steps, including those that the table has dropped."""
 
     count: Count
     kept_of: Annotated[int, Field(ge=1)]  # steps for which each row of the table stands
@@ -110,7 +110,7 @@ class OutsideRecord(StrictModel):
 
 
 class CompilationRecord(StrictModel):
-    """Graphs that were compiled within one step; those of a validation are not among them."""
+    """Graphs compiled within one step, without those of validations."""
 
     step: Count  # steps that this process had completed
     graphs: Count
@@ -118,7 +118,7 @@ class CompilationRecord(StrictModel):
 
 
 class TransferRecord(StrictModel):
-    """What an XLA device and the host exchanged, between the steps too: losses that are read, validations, checkpoints."""
+    """Transfers between an XLA device and the host, within steps and between them: losses, validations, checkpoints."""
 
     from_device: Count
     from_device_s: Seconds  # time that the host waited for these transfers
@@ -147,7 +147,7 @@ class AttemptRecord(StrictModel):
 
 
 class ContextRecord(StrictModel):
-    """What a rule needs to know of the training beside what is measured; none where it is not known."""
+    """Facts on the training that rules need beside the measurements; None if unknown."""
 
     settings: Mapping[str, Any] = {}  # the training's section, or its part of a section
     total_steps: Count | None = None
@@ -180,14 +180,14 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorTable:
-    """What torch.profiler saw."""
+    """Operators and kernels seen by torch.profiler."""
 
     steps: int  # steps in the window
     operators: tuple[Operator, ...]  # by time, the longest first
 
 
 class RankRecord(StrictModel):
-    """What one process records beside its tables."""
+    """One process's record beside its tables."""
 
     schema_version: int
     name: str  # of the training: mae, finetune or distill
@@ -256,7 +256,7 @@ class TensorSamples:
 
 @dataclass(frozen=True, kw_only=True)
 class RankEvidence:
-    """What one process recorded; the columns are described in `trainer.profiling.evidence`."""
+    """One process's evidence; the module's docstring describes the columns."""
 
     record: RankRecord
     steps: Mapping[str, Series]  # column -> a value a step
@@ -325,7 +325,7 @@ def measured_steps(steps: Mapping[str, Series]) -> Rows:
 
 
 def step_ms(rank: RankEvidence) -> Spread | None:
-    """How long the measured steps take; none where there are none."""
+    """Return the spread of the measured steps' duration; None without steps."""
     return quantiles(1000 * rank.steps["seconds"][measured_steps(rank.steps)])
 
 

@@ -162,7 +162,7 @@ def _read_record(path: Path) -> RankRecord:
 
 
 def _tensor_samples(table: Mapping[str, Any]) -> TensorSamples:
-    """Arrange the rows by look and tensor; NaN where there is none."""
+    """Arrange the rows by sample and tensor, [L, P], with NaN for missing ones."""
     tensors = {name: number for number, name in enumerate(dict.fromkeys(table["tensor"]))}
     steps, first, rows = np.unique(table["step"], return_index=True, return_inverse=True)
     place = rows, np.array([tensors[name] for name in table["tensor"]], dtype=np.int64)

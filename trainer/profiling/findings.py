@@ -26,7 +26,7 @@ _SEVERITIES = ("note", "warning", "severe")
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a rule says of a training."""
+    """A rule's answer on a training."""
 
     rule: str
     title: str
@@ -62,7 +62,7 @@ def judged(evidence: Evidence, rules: RuleSettings) -> list[Answer]:
 
 
 def ranked_findings(given: Sequence[Answer]) -> list[RankedFinding]:
-    """Sort the findings: severe ones first, notes last, and among each those that save most."""
+    """Sort the findings by severity, then by saving, then by confidence."""
     findings = [(one, one.outcome) for one in given if isinstance(one.outcome, Finding)]
 
     def weight(one: RankedFinding) -> tuple[int, float, float]:
@@ -75,7 +75,7 @@ def ranked_findings(given: Sequence[Answer]) -> list[RankedFinding]:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the answers come to."""
+    """The summary of all answers."""
 
     outcome: Literal["findings", "healthy", "too_short", "failed", "nothing_trained"]
     text: str
@@ -134,7 +134,7 @@ of each kind (speed, weights, losses) have looked.
 
 
 def _too_short(given: Sequence[Answer], summary: TrainingSummary) -> str:
-    """Say how many rules lacked steps, where so few could judge a training that finding nothing says little."""
+    """Count the rules that lacked steps, if they are so many that a training without findings may still be unhealthy; else empty."""
     outcomes = [one.outcome for one in given if one.training == summary.name]
     missed = sum(isinstance(outcome, NotJudged) and outcome.too_short for outcome in outcomes)
     judged = sum(not isinstance(outcome, NotJudged) for outcome in outcomes)
@@ -145,7 +145,7 @@ def _too_short(given: Sequence[Answer], summary: TrainingSummary) -> str:
 
 
 def saving_text(saving: Saving, answer: Answer, summary: TrainingSummary) -> str:
-    """Format what a finding's saving comes to: `41 s (12 % of the training, $0.40)`."""
+    """Format a finding's saving: `41 s (12 % of the training, $0.40)`."""
     seconds, whole = saving.seconds, summary.recorded_s
     share = f"{formatting.percent(seconds / whole)} of the training" if whole else ""
     notes = [note for note in (share, dollars_text(answer.dollars)) if note]
@@ -153,7 +153,7 @@ def saving_text(saving: Saving, answer: Answer, summary: TrainingSummary) -> str
 
 
 def to_json(given: Sequence[Answer]) -> str:
-    """Write `findings.json`: a row for each answer, whose `outcome` names its kind and `told` holds its fields."""
+    """Write `findings.json`: a row for each answer, with the kind of its `outcome`, and its fields in `told`."""
     rows = [
         {**asdict(one), "outcome": type(one.outcome).__name__, "told": _plain(asdict(one.outcome))} for one in given
     ]

@@ -58,7 +58,7 @@ def _rates(counters: Callable[[], Sequence[float]]) -> Callable[[], list[float]]
 
 
 def _core_seconds() -> Series:
-    """What each core has spent its time on, [cores, kinds of time], without that of guests, which `user` counts already."""
+    """Return each core's time by kind, [cores, kinds of time], without that of guests, which `user` includes."""
     return np.array([core[:8] for core in psutil.cpu_times(percpu=True)])
 
 
@@ -79,7 +79,7 @@ def cpu_signal() -> Signal:
 
 
 def process_signal() -> Signal:
-    """This process: resident memory, also without what it shares (mapped files), in bytes; CPU time in percent of one core."""
+    """This process: resident memory, resident memory without shared pages, in bytes; CPU time in percent of one core."""
     process, rates = psutil.Process(), _rates(lambda: (time.process_time(),))
 
     def read() -> Sequence[float]:
@@ -103,7 +103,7 @@ def stolen_signal() -> Signal:
 
 
 def loaders_signal(pids: Callable[[], Sequence[int]]) -> Signal:
-    """The loader processes of this process, whose ids `pids` gives: their CPU time together, in percent of one core; NaN without any."""
+    """The loader processes with the ids `pids()`: CPU time together, in percent of one core; NaN without any."""
     processes: dict[int, psutil.Process] = {}
 
     def spent() -> Sequence[float]:
@@ -138,7 +138,7 @@ _GPU_MEMORY = ("gpu_memory_used_bytes", "gpu_memory_total_bytes", "gpu_memory_al
 
 
 def _gpu_memory(device: torch.device) -> Sequence[float]:
-    """In bytes: used by any process, there is, held by this process's tensors."""
+    """In bytes: used by all processes, total, and allocated to this process's tensors."""
     free, total = torch.cuda.mem_get_info(device)
     return (float(total - free), float(total), float(torch.cuda.memory_allocated(device)))
 
@@ -167,7 +167,7 @@ def _network_counters() -> Sequence[float]:
 def signals(
     device: torch.device, *, machine: bool, loaders: Callable[[], Sequence[int]] = tuple
 ) -> dict[str, Callable[[], Signal]]:
-    """How each signal is set up, by name: of this process, whose loader processes have the ids that `loaders` gives, and of the machine."""
+    """Return the set-up of each signal by name: of this process, of its loader processes (`loaders` gives ids), and of the machine."""
     of_process: dict[str, Callable[[], Signal]] = {
         "process": process_signal,
         "stolen": stolen_signal,

@@ -73,7 +73,7 @@ class OperatorWindows:
             self._seen += step + 1 - self._opened
 
     def finish(self, steps_seen: int) -> None:
-        """Called after the last step; says why there is no table if there is none. What an unfinished window saw is dropped."""
+        """Drop an unfinished window after the last step, and record why there is no table if there is none."""
         cut = self._stop() is not None
         if self._seen or self.missing:
             return
@@ -112,5 +112,5 @@ class OperatorWindows:
 
 
 def category_of(name: str) -> Category:
-    """Tell the kind of work that an operator or kernel does by its name."""
+    """Return the kind of work of an operator or kernel by its name."""
     return next((category for category, pattern in _CATEGORIES.items() if re.search(pattern, name, re.I)), "other")

@@ -176,7 +176,7 @@ class Layers:
 
 
 def layers(evidence: TrainingEvidence) -> Subsection | None:
-    """Show heat maps of layers over time, of those whose tensors were sampled."""
+    """Show heat maps of the sampled layers over time."""
     looks = evidence.ranks[0].tensors
     blocks: list[Block | None] = [_attention(evidence.metrics)]
     if len(looks.steps):

@@ -129,7 +129,7 @@ def _folded(did: str, heading: str, rows: Iterable[tuple[Answer, str]]) -> Detai
 
 
 def _card(number: int, answer: Answer, finding: Finding, summaries: Mapping[str, TrainingSummary]) -> FindingCard:
-    """Describe a finding with its numbers, its cure and what that saves; `number` identifies it in the chart over time."""
+    """Describe a finding with its numbers, cure and saving; `number` identifies it in the chart over time."""
     place = [training_label(answer.training), f"confidence {percent(finding.confidence)}"]
     if finding.window_s:
         place.append("from {} to {}".format(*map(duration, finding.window_s)))
@@ -149,7 +149,7 @@ def _card(number: int, answer: Answer, finding: Finding, summaries: Mapping[str,
 
 
 def facts(summaries: Sequence[TrainingSummary]) -> str:
-    """Say what dominates the longest training."""
+    """Summarize the longest training and its largest part."""
     if not summaries:
         return ""
     longest = max(summaries, key=lambda summary: summary.recorded_s)
@@ -289,7 +289,7 @@ def _slowest(summary: TrainingSummary, median_ms: float) -> Block:
 
 
 def _machine(step: SlowStep, summary: TrainingSummary) -> str:
-    """Name what may have slowed the step: what the training lacked, and what it follows; not its effects, such as an idle GPU."""
+    """Name possible causes of a slow step: lacking resources and preceding events, not effects such as an idle GPU."""
     causes = [_AFTER[step.follows]] if step.follows else []
     if step.graphs:
         causes.append("1 graph was compiled" if step.graphs == 1 else f"{step.graphs} graphs were compiled")
@@ -323,7 +323,7 @@ def _other_programs_percent(signals: Mapping[str, float], cores: int) -> float:
 
 
 def _operators(summary: TrainingSummary, top: int) -> Subsection:
-    """Show what the window of torch.profiler saw: kinds of work, then the `top` longest operators and kernels."""
+    """Show the operator window: kinds of work, then the `top` longest operators and kernels."""
     title, seen = "Top operators", summary.operators
     if seen is None:
         reason = summary.missing.get("operators", "no reason given")

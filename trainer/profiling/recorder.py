@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class Compilations:
-    """Counts and times what torch compiles within the steps of a recording, backward passes too."""
+    """Counts and times torch's compilations within the steps of a recording, including backward passes."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.records: dict[int, CompilationRecord] = {}  # by step, of those that compiled something
@@ -99,11 +99,11 @@ class Startup:
         self._counted += seconds
 
     def until(self, recording_unix: float) -> dict[str, float]:
-        """Seconds of each part before the recording began; what no part covers is `preparation`."""
+        """Return the seconds of each part before the recording began; the rest is `preparation`."""
         return self._parts | {"preparation": max(0.0, recording_unix - self._began_unix - self._counted)}
 
     def begin_again(self) -> None:
-        """A training has ended; what follows prepares the next one."""
+        """Begin anew after a training, in preparation of the next one."""
         self._parts, self._counted, self._began_unix = {}, 0.0, time.time()
 
 
@@ -112,7 +112,7 @@ METRIC_POINTS_KEPT = 4096  # points of each metric; a longer curve is thinned ev
 
 @dataclass
 class LoaderStats:
-    """What the loader of a training says of itself while it runs."""
+    """The state of a training's loader."""
 
     workers: int | None = None  # loader processes beside this process; none where nothing is loaded yet
     pids: tuple[int, ...] = ()  # ids of the running loader processes
@@ -128,7 +128,7 @@ class LoaderStats:
 
 @dataclass(frozen=True, kw_only=True)
 class Sources(SampledModel):
-    """What a recorder reads of a training, beside its own timeline and monitor."""
+    """The inputs of a recorder beside its timeline and monitor."""
 
     loader: LoaderStats = field(default_factory=LoaderStats)
     attempts: Callable[[], tuple[AttemptRecord, ...]] = tuple  # all attempts of the training, the last one is this
@@ -158,7 +158,7 @@ class Recorder:
         startup: Startup | None = None,
         sources: Sources | None = None,
     ) -> None:
-        """Record the training `name` (`mae`, `finetune` or `distill`) in process `rank`; `startup` knows what the time before went into."""
+        """Record the training `name` (`mae`, `finetune` or `distill`) in process `rank`; `startup` splits the time before the recording."""
         sources = sources or Sources()
         self._settings, self._sources = settings, sources
         self.name = name
@@ -242,7 +242,7 @@ class Recorder:
             self._metrics[name].append((step, seconds, value))
 
     def images_per_second(self) -> float | None:
-        """As the report will show it, over the measured steps so far; none where there are none."""
+        """Return the rate of the report, over the measured steps so far; None without steps."""
         steps = self.timeline.steps
         return images_per_second({name: steps.column(name) for name in ("profiled", "images", "seconds")})
 
@@ -250,7 +250,7 @@ class Recorder:
         self._costs[part] = self._costs.get(part, 0.0) + seconds
 
     def snapshot(self) -> TrainingEvidence:
-        """What this process has recorded so far; for the training's thread, while it records or afterward."""
+        """Return this process's evidence so far; for the training's thread, during the recording or afterward."""
         if self.monitor is None:
             raise RuntimeError("nothing was recorded; use `with recorder:` first")
         self.tensor_sampler.take_in()
@@ -329,7 +329,7 @@ class Recorder:
         )
 
     def _overhead(self, monitor: Monitor) -> dict[str, float]:
-        """What each part of watching has cost so far, in seconds; marks are timed after the end, for that waits for the device."""
+        """Return the cost of each part of recording so far, in seconds; marks are timed at the end, since that waits for the device."""
         if self._mark_s is None and self._ended_s:
             clock = HostClock() if self._failed else self.timeline.clock
             self._mark_s = seconds_of_a_mark(clock, _xla_counters() if self._counters else None)

@@ -31,7 +31,7 @@ class TensorStats:
     """Measures the weights of a model around one step of the optimizer, on their device, without waiting for it."""
 
     def __init__(self, model: nn.Module, *, left_out: Collection[str] = ()) -> None:
-        """Of all weights of `model` but those named in `left_out`."""
+        """Measure all weights of `model` except those named in `left_out`."""
         named = {name: parameter for name, parameter in model.named_parameters() if name not in left_out}
         self.names = list(named)
         self._parameters = list(named.values())
@@ -73,7 +73,7 @@ class TensorStats:
 
     @torch.no_grad()
     def after_update(self) -> Tensor:
-        """What was measured before the step of the optimizer and what that changed, `TENSOR_COLUMNS`: [T, columns], on the device."""
+        """Return the measurements around the optimizer's step, `TENSOR_COLUMNS`: [T, columns], on the device."""
         now, before = self._sample(self._weights), self._sampled
         change, size, unchanged = self._means([(now - before).square(), before.square(), now == before])
         ratio = torch.where(size > 0, change / size, math.nan).sqrt()
@@ -123,7 +123,7 @@ class AttentionEntropy:
     """Mean entropy of the attention rows of each block, as a share of the largest, log N: 0 looks at one token, 1 at all alike."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Of the blocks of `model` whose attention is timm's `Attention`."""
+        """Measure the blocks of `model` whose attention is timm's `Attention`."""
         self._model = model
         self._modules = {
             name.removesuffix(".attn"): module for name, module in model.named_modules() if type(module) is Attention
@@ -164,7 +164,7 @@ TENSOR_SAMPLES_KEPT = 256  # samples that are kept; more of them are thinned eve
 
 @dataclass(frozen=True, kw_only=True)
 class SampledModel:
-    """What is sampled, and how the processes of a training go about it."""
+    """The sampled model, and how the processes of a training agree on sampling."""
 
     model: nn.Module | None = None
     """What is trained, on its device, neither compiled nor wrapped: its weights, gradients and attention are sampled."""
@@ -222,7 +222,7 @@ class TensorSampler:
 
     @property
     def spent_s(self) -> float:
-        """What sampling has cost: time of the host, or of the device where that is more."""
+        """The cost of sampling: the larger of the host's and the device's time."""
         ranges = self._timeline.ranges
         on_device = self._timeline.totals.ranges[ranges.index(RECORDER)] if RECORDER in ranges else 0.0
         return max(self._host_s, on_device)
@@ -243,12 +243,12 @@ class TensorSampler:
         return bool(self._sent) and self._sent[0][2].arrived
 
     def finish(self) -> None:
-        """Wait for what is on its way."""
+        """Wait for samples on their way to the host."""
         while self._sent:
             self._keep(*self._sent.popleft())
 
     def samples(self) -> TensorSamples:
-        """All that have arrived."""
+        """Return the samples that have arrived."""
         names, rows = self._tensors.names if self._tensors else [], self._table.array()
         values = rows[:, 2:].reshape(len(rows), len(names), len(TENSOR_COLUMNS))
         columns = {name: values[:, :, index] for index, name in enumerate(TENSOR_COLUMNS)}

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class HostClock:
-    """Marks points in the training's course and says, later, how far they lie apart; on the host, in nanoseconds of its clock."""
+    """Marks points in the training's course and measures the intervals between them later; on the host, in nanoseconds."""
 
     def __init__(self, nanoseconds: Callable[[], int] = time.perf_counter_ns) -> None:
         self._nanoseconds = nanoseconds
@@ -54,11 +54,11 @@ class HostClock:
         return self._nanoseconds()
 
     def passed(self, mark: Any) -> bool:  # noqa: ARG002  # other clocks look at it
-        """Whether the device has come to the mark; never waits. The host computes in the order of the program."""
+        """Whether the device has reached the mark, without waiting; the host computes in the order of the program."""
         return True
 
     def wait(self, mark: Any) -> None:
-        """Wait until the device has come to the mark."""
+        """Wait until the device has reached the mark."""
 
     def intervals(self, marks: Sequence[Any]) -> list[float]:
         """Seconds between neighbors of marks that were passed."""
@@ -149,7 +149,7 @@ class OutsideTotal:
 
 @dataclass(slots=True)
 class StepTotals:
-    """All steps, also those that the table no longer holds."""
+    """Totals over all steps, including those that the table has dropped."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -295,13 +295,13 @@ class Timeline:
         self._begin_outside(self.clock.mark())
 
     def catch_up(self) -> None:
-        """Wait for the device to pass the end of the last step, and take in what was on its way."""
+        """Wait until the device has passed the end of the last step, and record all steps so far."""
         if self._pending:
             self.clock.wait(self._pending[-1].marks[-1])
         self._take_in_passed()
 
     def finish(self) -> None:
-        """End the recording: wait for the device to pass the last mark and take in what is on its way."""
+        """End the recording: wait until the device has passed the last mark, and record all steps."""
         segment = self._current()
         self._hand_over(segment, self.clock.mark())
         self._segment = None
@@ -349,7 +349,7 @@ class Timeline:
             self._take_in_passed()
 
     def _count_thread(self, segment: _Segment, column: int, sign: int) -> None:
-        """Count the host's time of a step, or of one of `_ON_HOST`, as that begins (-1) and ends (1)."""
+        """Count the host's time of a step, or of a phase in `_ON_HOST`, at its beginning (-1) and end (1)."""
         counted = segment.thread_ns.setdefault(column, [0, 0, 0])
         counted[0] += sign * self._nanoseconds()
         if column != _TO_DEVICE_COLUMN:  # of which only the duration is kept: each of these is a system call
@@ -367,7 +367,7 @@ class Timeline:
         self._schedstats.append(file)
 
     def _find_backward_thread(self) -> None:
-        """Count the thread that runs the backward pass too, once there is one: the training's thread sleeps meanwhile."""
+        """Count the thread of the backward pass too, once it exists: the training's thread sleeps meanwhile."""
         name = self.clock.backward_thread
         if name is not None and self._schedstats:
             for thread in Path("/proc/self/task").iterdir():
@@ -498,7 +498,7 @@ def recording_to(timeline: Timeline) -> Iterator[None]:
 
 
 def seconds_of_a_mark(clock: HostClock, counter: XlaCounters | None = None) -> float:
-    """What a mark of a timeline costs, with its share of what a step costs; measured on steps of the usual phases with nothing in them."""
+    """Measure the cost of a mark, with its share of a step's overhead, on empty steps of the usual phases."""
     timeline, steps = Timeline(clock, counter=counter, steps_kept=2, spans_kept=2), 100
     timeline.start()
     with recording_to(timeline):

@@ -190,7 +190,7 @@ class TrainingSummary:
 
 
 def summarize(training: TrainingEvidence, rules: RuleSettings | None = None) -> TrainingSummary:
-    """Reduce the evidence of one training to its numbers; what `rules` (by default those of no run) call a stall is not compared."""
+    """Reduce the evidence of one training to its numbers; `rules` (by default those of no run) define stalls, which are not compared."""
     first = training.ranks[0]
     record = first.record
     measured = measured_steps(first.steps)
@@ -371,7 +371,7 @@ PHASE_LABELS = {
 
 
 class ShownSignal(NamedTuple):
-    """What a measured number is called, and where it is shown; the end of its name is its unit."""
+    """The label of a measured number, and where it is shown; the suffix of its name is its unit."""
 
     label: str
     tile: str = ""  # caption of its tile in the report; empty for no tile

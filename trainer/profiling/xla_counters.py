@@ -39,7 +39,7 @@ def device_name(device: torch.device) -> str:
 
 
 class XlaCounters:
-    """Counts what is compiled, transferred and computed on the host within the steps of a recording."""
+    """Counts compilations, transfers and operators that fell back to the host within the steps of a recording."""
 
     def __init__(self) -> None:
         self.records: dict[int, CompilationRecord] = {}  # of each step that compiled something
@@ -57,7 +57,7 @@ class XlaCounters:
         self._newly_compiled()
 
     def stop(self) -> None:
-        """Count what came after the last step; what comes later counts for nothing."""
+        """Count compilations after the last step, and nothing later."""
         self._count_beside()
         self._ended = _exchanged()
 
@@ -79,7 +79,7 @@ class XlaCounters:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """A block within a step whose transfers are not the training's."""
+        """Leave the transfers of a block within a step out of the training's."""
         if math.isnan(self._transfers_before):
             yield
             return
@@ -106,7 +106,7 @@ class XlaCounters:
 
     @property
     def transfers(self) -> TransferRecord:
-        """What device and host have exchanged since the beginning, up to now or to the end."""
+        """Transfers between device and host from the beginning to now or to the end."""
         exchanged: Mapping[str, Any] = {
             name: now - self._began[name] for name, now in (self._ended or _exchanged()).items()
         }
@@ -115,13 +115,13 @@ class XlaCounters:
 
 
 def memory_of(device: torch.device) -> tuple[float, float]:
-    """Return the memory of the device that this process trains on, in bytes: used, and there is; the CPU's runtime has no such figures."""
+    """Return the used and the total memory of the device, in bytes; the CPU's runtime has no such figures."""
     memory = torch_xla._XLAC._xla_memory_info(str(device))
     return (float(memory["bytes_used"]), float(memory["bytes_limit"]))
 
 
 def _exchanged() -> dict[str, float]:
-    """What device and host have exchanged since the process began, as fields of the record."""
+    """Return the transfers between device and host since the process began, as fields of the record."""
     return {
         "from_device": _count(_FROM_DEVICE),
         "from_device_s": _sum(_FROM_DEVICE) * 1e-9,
@@ -135,7 +135,7 @@ def _is_counted(ordinal: int) -> bool:
 
 
 def _fallbacks() -> dict[str, int]:
-    """Operator that XLA has not, or whose result the host asked for -> its calls so far."""
+    """Return the calls so far of each operator that XLA lacks, or whose result the host read."""
     return {name: _counter(name) for name in metrics.executed_fallback_ops()}
 
 

@@ -36,7 +36,7 @@ recorder's is what evidence cost; lost work was done again after a failure; `end
 
 
 class StageBill(StrictModel):
-    """What a stage took."""
+    """The bill of a stage."""
 
     stage: str
     seconds: Seconds  # wall time
@@ -51,7 +51,7 @@ class StageBill(StrictModel):
 
 
 class Bill(StrictModel):
-    """What a run took."""
+    """The bill of a run."""
 
     stages: tuple[StageBill, ...]
     seconds: Seconds  # of all stages
@@ -64,7 +64,7 @@ class Bill(StrictModel):
 
     @property
     def actual_hours(self) -> float:
-        """What the stages took that the forecast is of."""
+        """Hours of the stages that the forecast covers."""
         covered = self.forecast.stages if self.forecast else ()
         return sum(one.seconds for one in self.stages if one.stage in covered) / 3600
 
@@ -133,7 +133,7 @@ def _parts_of_recording(record: RankRecord) -> dict[str, float]:
 
 
 def make_bill(stages: Sequence[StageBill], forecast: Forecast | None = None) -> Bill:
-    """Make the bill of a run from those of its stages, in the order in which they ran."""
+    """Make the bill of a run from its stages' bills, in their order."""
     priced = [one.dollars for one in stages if one.dollars is not None]
     unpriced = [one for one in stages if one.dollars is None]
     doubts = dict.fromkeys(one.place.price.doubt() for one in stages if one.place and one.place.price)
@@ -151,7 +151,7 @@ def make_bill(stages: Sequence[StageBill], forecast: Forecast | None = None) -> 
 
 
 def rows(bill: Bill) -> list[tuple[str, ...]]:
-    """Return a heading, a row for each stage, and the total: stage, where, time, dollars, what the time went for."""
+    """Return a heading, a row for each stage, and the total: stage, place, time, dollars, parts of the time."""
     shown: list[tuple[str, ...]] = [("stage", "where", "time", "dollars", "for")]
     for one in bill.stages:
         shares = {part: spent / one.seconds for part, spent in one.parts.items() if spent >= 0.005 * one.seconds > 0}

@@ -111,7 +111,7 @@ def table(summary: Mapping[str, Any], page: Path) -> str:
 
 
 def bill_table(bill: Bill) -> list[str]:
-    """Format a bill as lines: what each stage took and cost, forecast against actual, and what the total leaves out."""
+    """Format a bill as lines: time and cost of each stage, forecast against actual, and what the total leaves out."""
     return [*aligned(billing.rows(bill), right={2, 3}), *(f"  - {text}" for text in _notes(bill))]
 
 
@@ -288,7 +288,7 @@ def export_of_student(run: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PricedRun:
-    """A run in the table; None for what is not known of it."""
+    """A run in the table; unknown values are None."""
 
     name: str
     place: Machines | None
@@ -410,7 +410,7 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
 
 
 def price_table(entries: Sequence[PricedRun]) -> list[str]:
-    """Format the table as text, with a note on what it covers and doubts about the prices."""
+    """Format the table as text, with notes on its coverage and on doubtful prices."""
     doubts = dict.fromkeys(one.place.price.doubt() for one in entries if one.place and one.place.price)
     table = price_rows(entries)
     text = ("run", "where", "price of", "")

@@ -20,7 +20,7 @@ def name(figures: Mapping[str, Any]) -> str:
 
 
 def title(figures: Mapping[str, Any]) -> str:
-    """Return what the score of these figures is called."""
+    """Return the title of the score of these figures."""
     return TITLES[name(figures)]
 
 

@@ -145,12 +145,12 @@ def start(settings: DistillSettings, data: PreparedDataset) -> tuple[Classifier,
 
 
 def open_samples(settings: DistillSettings, data: PreparedDataset) -> Samples:
-    """Open what the student learns from: the training images, and those without labels where there is a teacher to speak of them."""
+    """Open the student's images: labeled training images, and unlabeled ones if there is a teacher."""
     return Samples(data.training_splits(unlabeled=settings.reads_unlabeled))
 
 
 def _log_counts(samples: Samples, settings: DistillSettings) -> None:
-    """Say how many images there are of each kind, and whether labeled ones may be lacking in a step."""
+    """Log the number of images of each kind, and warn if steps may lack labeled ones."""
     labeled = len(samples) - samples.unlabeled
     logger.info("distill  %s labeled and %s unlabeled images", f"{labeled:,}", f"{samples.unlabeled:,}")
     in_a_step = settings.batch_size * labeled / len(samples)
@@ -219,7 +219,7 @@ def load_teachers(settings: DistillSettings, teacher: str | Path, data: Prepared
 def _first_views(
     settings: DistillSettings, samples: Samples, size: int, recording: Recording | None
 ) -> Iterator[Batch]:
-    """Yield the first view of images spread over all samples, or what was recorded of it, in batches on the CPU."""
+    """Yield the first view of images spread over all samples, or its recorded output, in batches on the CPU."""
     unmixed = settings.views.model_copy(update={"mixup": 0.0, "cutmix": 0.0})
     views = Views(samples, size=size, seed=settings.seed or 0, settings=unmixed, exact=True)
     chosen = np.array(evenly_spaced(len(samples), BALANCED_IMAGES))

@@ -96,7 +96,7 @@ def _subject(name: str, uri: str | Path, data: PreparedDataset) -> _Evaluated:
 
 
 def _probed(subjects: Sequence[_Evaluated], data: PreparedDataset, settings: EvaluateSettings) -> list[_Evaluated]:
-    """Measure what the embeddings know: nearest neighbors' votes for all models, and a linear probe as the head of one that has none."""
+    """Probe the embeddings: votes of nearest neighbors for all models, and a linear probe as the head of a headless one."""
     device, train, test = choose_device().open(), data.split("train"), data.split("test")
     classes, done = len(data.classes), []
     labels = train.labels[_bank(train)]
@@ -300,7 +300,7 @@ def _measured(
 
 
 def _about(subject: _Evaluated, split: Split, latencies: Sequence[metrics.Latency]) -> dict[str, Any]:
-    """Return the figures of a model that do not depend on what it answers."""
+    """Return the figures of a model that do not depend on its answers."""
     model = subject.model
     return {
         "architecture": model.card.architecture,

@@ -212,7 +212,7 @@ def _register(
 def _log_results(
     client: MlflowClient, run_id: str, evaluation: Mapping[str, Any], reports: Mapping[str, Path], bill: Bill
 ) -> None:
-    """Log the run's reports, pictures and figures, and what it cost until now."""
+    """Log the run's reports, pictures, figures and bill."""
     from mlflow.entities import Metric
 
     for name, page in reports.items():
@@ -316,7 +316,7 @@ def _save_model(path: str, **described: Any) -> None:
 
 
 def _python() -> str:
-    """Return the version of Python that a model needs: this one's, without what only mends it."""
+    """Return this Python's version without its patch level."""
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
@@ -335,7 +335,7 @@ def _version(
     given: Mapping[str, str | Path],
     run_id: str,
 ) -> str:
-    """Return the run's version of the registered model: the one of a try that ended before it could tell, or else a new one."""
+    """Return the run's version of the registered model: that of an interrupted attempt, or a new one."""
     figures, parents = inputs["evaluation"].figures, inputs["student"].parents
     exported = inputs.get("exported")
     variant = exported.figures["chosen"] if exported else None

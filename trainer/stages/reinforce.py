@@ -88,14 +88,14 @@ def run(settings: ReinforceSettings, *, dataset: str | Path, teacher: str | Path
 
 
 def open_samples(settings: ReinforceSettings, data: PreparedDataset) -> Samples:
-    """Open the images of which outputs are recorded."""
+    """Open the images to record outputs of."""
     return Samples(data.training_splits(unlabeled=settings.records_unlabeled))
 
 
 def open_views(
     settings: ReinforceSettings, description: RecordingDescription, samples: Samples, device: Device
 ) -> Views:
-    """Open the views that the teacher is shown, to the pixel those that a student will see (`TrainingSpec.views`)."""
+    """Open the teacher's views, equal to the pixel to those of a student (`TrainingSpec.views`)."""
     return Views(
         samples,
         size=description.view_size,
@@ -145,7 +145,7 @@ def describe(
 
 
 def too_large(settings: ReinforceSettings, description: RecordingDescription) -> str:
-    """Say why these records must not be made; empty if they may."""
+    """Return why these outputs must not be recorded; empty if they may."""
     if description.gib <= settings.largest_gib:
         return ""
     return (

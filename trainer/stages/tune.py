@@ -260,7 +260,7 @@ def open_subject(
 def _hindrance(
     settings: DistillSettings, recorder: ReinforceSettings, student: Classifier, described: RecordingDescription
 ) -> str:
-    """Why the distillation could not learn from what reinforce would record; empty if it could."""
+    """Return why the distillation could not learn from recorded outputs; empty if it could."""
     mistakes = [
         *config.recording_mistakes(settings, recorder),
         *filter(None, [reinforce.too_large(recorder, described)]),
@@ -327,7 +327,7 @@ def _tune(
     root: str,
     elsewhere: Sequence[Tuning],
 ) -> Tuning:
-    """Climb the ladder, and measure the settings that the distillation will use; the same on every process."""
+    """Climb the ladder, and measure the chosen settings; the same on every process."""
     given, chosen = subject.settings, subject.settings
     ladder: Ladder | None = None
     if settings.search:
@@ -385,7 +385,7 @@ def _alternatives(
     best: Trial | None,
     elsewhere: Sequence[Tuning],
 ) -> Iterator[tuple[str, Forecast]]:
-    """Yield what else could be done -> what that would take."""
+    """Yield alternatives and their forecasts."""
     samples = len(subject.samples)
     if best and chosen not in (uses, subject.settings):
         tuned = from_trial(measured, best, chosen, subject.recording_s_of(chosen))

@@ -52,7 +52,7 @@ Part = TypeVar("Part", bound=TrainingSettings)
 
 
 class Warmed(StrictModel):
-    """What the first steps of one training compiled; of several processes, the most."""
+    """The graphs compiled in the first steps of one training; of several processes, the most."""
 
     training: str  # `mae`, `finetune` or `distill`
     steps: Annotated[int, Field(ge=1)]
@@ -151,7 +151,7 @@ class Rehearsal:
         )
 
     def _session(self, stage: str, settings: PretrainSettings | DistillSettings, part: TrainingSettings) -> Session:
-        """Make the surroundings of one training: images for its first steps, and nothing of it tracked or kept."""
+        """Make the session of one training, with images for its first steps, without tracking or checkpoints."""
         with stage_run(stage, {}, active=False) as untracked:
             return Session(
                 stage=stage,
@@ -168,7 +168,7 @@ class Rehearsal:
             )
 
     def _warmed(self, training: str, began: float) -> Warmed:
-        """What this process, or another one, compiled, by the evidence of it."""
+        """Return the compilations of this process, or of another one, by its evidence."""
         evidence = self.folder / training / f"rank{self.processes.rank}.json"
         record = RankRecord.model_validate_json(evidence.read_bytes())
         compiled = record.compilations
@@ -191,7 +191,7 @@ def _steps(settings: TrainingSettings) -> int:
 
 
 def _few(settings: Part, data: PreparedDataset) -> Part:
-    """The training with few steps, the last of which is followed by a validation, and by a checkpoint where it writes any."""
+    """Return the training with few steps, the last of which is followed by a validation, and by a checkpoint if it writes any."""
     images = len(data.split("train"))
     epochs = math.ceil(_steps(settings) * settings.for_images(images).batch_size / images)
     quiet = settings.evidence.model_copy(update={"operators_steps": 0})

@@ -68,7 +68,7 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class FolderFiles:
-    """What lies below a folder."""
+    """The files below a folder."""
 
     files: Sequence[SourceFile]  # sorted by name, without those of systems
     empty: Sequence[str]  # folders below it without a file or folder; a store has none
@@ -87,7 +87,7 @@ class FolderFiles:
         return [file for file in self.files if file.suffix not in SUFFIXES]
 
     def remarks(self) -> tuple[str, ...]:
-        """Write what the log says of files that are passed over."""
+        """Return the log's remarks on files that are passed over."""
         lines = []
         if self.others:
             endings = Tally()
@@ -146,7 +146,7 @@ def of_systems(name: str) -> str:
 
 
 class _Walk:
-    """Yields what `list_files` lists, and remembers what it passes over."""
+    """Yields the files for `list_files`, and remembers those that it passes over."""
 
     def __init__(self, outside: Outside) -> None:
         self.outside = outside

@@ -91,7 +91,7 @@ def local_path(uri: str | Path) -> Path:
 
 
 def with_target(uri: str | Path) -> str:
-    """Return a URI for a message, with what a link on this machine, such as `runs/latest`, leads to."""
+    """Return a URI for a message, with the target of a local link such as `runs/latest`."""
     if is_remote(uri):
         return str(uri)
     path, here = local_path(uri), Path.cwd()
@@ -215,7 +215,7 @@ def write_checksummed(uri: str | Path, text: str) -> None:
 
 
 def read_checksummed(uri: str | Path) -> str:
-    """Read a text that `write_checksummed` has written; an `ObjectDamagedError` if it is not what was written."""
+    """Read a text from `write_checksummed`; an `ObjectDamagedError` if it has changed."""
     seal, _, text = read_bytes(uri).partition(b"\n")
     text = text.removesuffix(b"\n")
     if seal.decode(errors="replace") != _checksum(text):
@@ -228,7 +228,7 @@ def _checksum(text: bytes) -> str:
 
 
 def files(uri: str | Path) -> dict[str, int]:
-    """Map the name of each file below a URI, relative to it, to its size in bytes; empty where there is nothing."""
+    """Map the relative name of each file below a URI to its size in bytes; empty for a missing folder."""
     if not is_remote(uri):
         root = local_path(uri)
         found = sorted(path for path in root.rglob("*") if path.is_file())
@@ -270,7 +270,7 @@ def listing(uri: str | Path) -> Iterator[Listed]:
 
 
 def _below(uri: str | Path, listing: str) -> dict[str, Mapping[str, Any]]:
-    """List what is below a remote URI by fsspec's `find` or `ls`: name relative to it -> details, sorted."""
+    """List a remote URI by fsspec's `find` or `ls`: relative name -> details, sorted."""
     system, path = locate(uri)
     prefix = f"{path.rstrip('/')}/"
     try:
@@ -283,7 +283,7 @@ def _below(uri: str | Path, listing: str) -> dict[str, Mapping[str, Any]]:
 
 
 def children(uri: str | Path) -> list[str]:
-    """List the names directly below a URI, sorted; none where there is nothing."""
+    """List the names directly below a URI, sorted; empty for a missing folder."""
     if not is_remote(uri):
         root = local_path(uri)
         return sorted(path.name for path in root.iterdir()) if root.is_dir() else []
@@ -291,7 +291,7 @@ def children(uri: str | Path) -> list[str]:
 
 
 def remove(uri: str | Path) -> None:
-    """Remove a file or an object, or all that is below it, if it exists."""
+    """Remove a file, an object, or everything below it, if it exists."""
     if not is_remote(uri):
         path = local_path(uri)
         if not path.is_dir():

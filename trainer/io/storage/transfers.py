@@ -170,7 +170,7 @@ def _settle(file: Path, record: FileRecord) -> bool:
 
 
 def upload_directory(directory: Path, uri: str, records: Mapping[str, FileRecord]) -> None:
-    """Send these files of a directory to the store, below a URI, except those that are there with the same checksum."""
+    """Send these files of a directory to the store, below a URI, unless they are there with the same checksum."""
     present = files(uri)
     progress = _Progress(f"sending {uri}", sum(record["size"] for record in records.values()))
 

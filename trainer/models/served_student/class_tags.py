@@ -186,7 +186,7 @@ class ClassTags:
         return made
 
     def of_classes(self, members: Sequence[Sequence[int]]) -> dict[str, list[list[Value]]]:
-        """Say what is known of several classes an image: attribute -> its value for each of them, in their order, [B]."""
+        """Return the attributes of several classes an image: attribute -> its value for each class, in their order, [B]."""
         return {
             name: [[values[member] for member in of_image] for of_image in members]
             for name, values in self.attributes.items()
@@ -198,7 +198,7 @@ class ClassTags:
 
 
 def _of_group(values: Sequence[Value], members: Ints, probabilities: Floats) -> Value:
-    """Return what is known of a group: the mean of numbers, weighted by the probabilities [K], or all different texts."""
+    """Return a group's value: the mean of numbers, weighted by the probabilities [K], or all different texts."""
     known = {int(member): value for member in members if (value := values[member]) is not None}
     distinct = list(dict.fromkeys(known.values()))
     if len(distinct) < 2:  # also of a class, whose number stays what it is to the last bit

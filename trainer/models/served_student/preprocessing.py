@@ -200,7 +200,7 @@ def _is_heic(content: bytes) -> bool:
 
 
 def _what_it_is(content: bytes) -> str:
-    """Say why a file is not identified as an image."""
+    """Explain why a file is not identified as an image."""
     if _is_heic(content):
         if find_spec("pillow_heif"):
             return "damaged: HEIC photo"

@@ -41,7 +41,7 @@ _BATCH_SIZE = 128
 
 
 class BadParameterError(ValueError):
-    """A parameter of a prediction that cannot be used; its text names the parameter, its value and what it may be."""
+    """An unusable parameter of a prediction; the text has its name, its value and the allowed values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ class Predictor:
         return table
 
     def _known(self, found: Floats) -> dict[str, Any]:
-        """Look up what probabilities [B, K] mean: column -> a value for each image."""
+        """Look up the meaning of probabilities [B, K]: column -> a value for each image."""
         if self.threshold is None:
             return self.tags.columns(found) if self.tags is not None else {}
         members = [np.flatnonzero(row > self.threshold).tolist() for row in found]

@@ -49,7 +49,7 @@ class MicroBatcher:
         return await answer
 
     async def run(self) -> None:
-        """Answer what is submitted, until cancelled."""
+        """Answer submitted rows until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             batch = await self._next()

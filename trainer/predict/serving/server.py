@@ -66,7 +66,7 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
-    """What a server takes; beyond, it refuses."""
+    """The limits beyond which a server refuses."""
 
     batch_size: int = 16  # photos that are computed together, at most
     wait_ms: float = 2.0  # how long the first photo of a batch waits, on an idle server, for others that are being read
@@ -78,7 +78,7 @@ class ServerLimits:
 
 
 class RefusedRequestError(Exception):
-    """A request that is not answered: its status and what the client is told."""
+    """A refused request, with its status and the client's message."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -120,7 +120,7 @@ class PredictionLog:
 
 
 class Metrics:
-    """What `/metrics` shows, in a registry of its own."""
+    """The metrics of `/metrics`, in a registry of their own."""
 
     def __init__(self, model: PhotoClassifier, name: str) -> None:
         self.registry = into = prometheus.CollectorRegistry()
@@ -281,7 +281,7 @@ class PhotoServer:
         return await self._decoded(self.model.square, content)
 
     async def _decoded(self, work: Callable[..., T], *given: Any) -> T:
-        """Do what decodes a photo, in a thread."""
+        """Decode in a thread."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._decoders, work, *given)
         except BadImageError as error:
@@ -320,7 +320,7 @@ class PhotoServer:
         return await self._answered(request, answer)
 
     async def _answer(self, photo: bytes, top: int) -> tuple[Prediction, dict[str, Any]]:
-        """Classify one photo and log it; returns also what the client gets."""
+        """Classify one photo and log it; returns the client's answer too."""
         row = await self._batcher.submit(await self._square(photo))
         (said,) = self.model.answers(row[None].astype(np.float64), top=top)
         if self._log is not None and self._log.is_slow:
@@ -333,7 +333,7 @@ class PhotoServer:
         return said, content
 
     async def _answer_or_reason(self, name: str, photo: bytes, top: int) -> dict[str, Any]:
-        """Classify one of several photos; the reason stands in place of the answer where it cannot be used."""
+        """Classify one of several photos; returns the reason for an unusable one."""
         try:
             _, content = await self._answer(photo, top)
         except RefusedRequestError as refusal:

@@ -53,7 +53,7 @@ class Steps:
 
     @property
     def too_few(self) -> NotJudged | None:
-        """The answer of a rule where there is not enough to compare; none where there is."""
+        """The answer of a rule without enough steps to compare; None with enough."""
         if len(self) >= FEWEST_STEPS:
             return None
         return too_short(f"only {len(self)} steps were measured after the first {IGNORED}; {FEWEST_STEPS} are needed")
@@ -74,7 +74,7 @@ class Steps:
 
     @property
     def total_s(self) -> float:
-        """All steps of the training, also those that are not compared, in seconds."""
+        """Duration of all steps of the training, in seconds."""
         return self.record.steps.seconds
 
     @property

@@ -136,7 +136,7 @@ class GpuUtilization(SystemRule, rules.GpuUtilizationThresholds):
 
 
 def _slow_host(case: Case) -> str:
-    """Say that the host starts kernels more slowly than the GPU computes them, where the training's process keeps a core busy."""
+    """Add that the GPU waits for the host to start kernels, if the training's process keeps a core busy."""
     rank = case.rank
     if "process_cpu_percent" not in rank.system:
         return ""

@@ -245,7 +245,7 @@ class Recompilation(SystemRule, rules.RecompilationThresholds):
 
 
 def _what_changed(rank: RankEvidence, late: Sequence[CompilationRecord]) -> tuple[str, str]:
-    """Say what most likely changed in the steps that compiled again on XLA, and what to do about it, in a sentence each."""
+    """Return the likely cause of repeated compilations on XLA and its cure, a sentence each."""
     debug = XLA_DEBUG.format("asked for each graph")
     unknown = (
         "A shape changed, or a Python value that the graph depends on.",

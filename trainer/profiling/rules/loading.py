@@ -25,7 +25,7 @@ _MARGIN = 1.25  # loaders should be faster than the step by this factor, since r
 
 @dataclass(frozen=True, kw_only=True)
 class LoadingWait:
-    """What a process waits for its batches in a usual step; seconds."""
+    """A process's wait for batches in a usual step, in seconds."""
 
     step_s: float
     waiting_s: float  # for the next batch, or while the process makes the batch itself
@@ -51,13 +51,13 @@ class LoadingWait:
         return self.computing_s >= self.storage_s and self.share(self.computing_s) > limit
 
     def part(self, seconds: float) -> str:
-        """Say how much of a step seconds of loading are."""
+        """Express seconds of loading as a part of the step."""
         verb = "goes into batches" if self.itself else "waits for batches"
         return f"{self.share(seconds):.0%} of each step ({_ms(seconds)} of {_ms(self.step_s)} undisturbed) {verb}"
 
     @property
     def processes(self) -> str:
-        """How many processes there are, in words."""
+        """The numbers of processes, in words."""
         beside = f"{self.workers or 'no'} loader process{'es' * (self.workers > 1)}"
         return f"{beside} beside each training process, {self.per_core:.1f} processes for each core"
 

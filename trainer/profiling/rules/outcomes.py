@@ -51,7 +51,7 @@ class Case:
 
     @cached_property
     def curves(self) -> Mapping[str, Curve]:
-        """The curves without points that are not finite, of which only the rule on the loss speaks; without those that have no other."""
+        """The curves without points that are not finite, which only the rule on the loss judges, and without empty curves."""
         curves = {}
         for name, curve in self.training.metrics.items():
             known = np.isfinite(curve.values)
@@ -93,7 +93,7 @@ class Case:
         return kind.of(self.rules)
 
     def first_cause(self, *kinds: type[Rule]) -> NotJudged | None:
-        """Return the answer of a rule on effects of other causes: not judged where one of these fires; None where none does."""
+        """Return `NotJudged` if one of these rules, whose causes have the effects that the caller judges, fires; else None."""
         for rule in map(self.rule, kinds):
             if rule.enabled and isinstance(rule.judge(self), Finding):
                 return self.explained_by(rule)
@@ -101,11 +101,11 @@ class Case:
 
     @staticmethod
     def explained_by(rule: Rule) -> NotJudged:
-        """Return the answer of a rule whose signs another rule's finding explains."""
+        """Return the answer of a rule whose symptoms another rule's finding explains."""
         return NotJudged(f"what there is to see may come from another finding: {rule.name}")
 
     def saving_after(self, since_s: float, why: str) -> Saving:
-        """Estimate what ending the training at a moment saves: the time to its end, extrapolated from the steps so far while it runs."""
+        """Estimate the saving of ending the training at a moment: the time to its end, extrapolated while it runs."""
         seconds = max(0.0, self.record.ended_s - since_s) + self.remaining_s
         return Saving(seconds, f"the training's time after that, in which {why}")
 
@@ -197,13 +197,13 @@ class Rule(Thresholds):
 
     @classmethod
     def texts(cls) -> list[str]:
-        """Return what the docstring says, for docs/rules.md: what the rule looks for, when it fires, what it needs, and what it advises."""
+        """Split the docstring for docs/rules.md: the summary, when the rule fires, what it needs, and what it advises."""
         doc = inspect.cleandoc(cls.__doc__ or "").format_map(vars(sys.modules[cls.__module__]))
         return [" ".join(part.split()) for part in re.split(r"^(?:Fires when|Needs|Advises) ", doc, flags=re.MULTILINE)]
 
     @abstractmethod
     def judge(self, case: Case) -> Outcome:
-        """Judge a training. Pure: the same case has the same outcome."""
+        """Judge a training; a pure function."""
 
 
 class SystemRule(Rule):

@@ -221,7 +221,7 @@ def _largest_update(history: TensorSamples) -> float:
 
 
 def _calm(case: Case, history: TensorSamples, *, before: int) -> str:
-    """Advise what makes steps smaller, and from which checkpoint of the time before a step to continue."""
+    """Advise smaller steps, and the checkpoint before a step to continue from."""
     rate, clip = case.settings.get("base_learning_rate"), case.settings.get("clip_norm")
     factor = min(0.1, _USUAL_UPDATE / max(_largest_update(history), _USUAL_UPDATE))
     lower = f" from {rate:g} to {rate * factor:.2g}" if isinstance(rate, int | float) else ""
@@ -382,7 +382,7 @@ class UpdateRatio(TrainingRule, rules.UpdateRatioThresholds):
 
 
 def _is_warm(case: Case, steps: Series) -> Flags:
-    """Mark the steps whose learning rate is near its peak; all where it was not recorded."""
+    """Mark the steps with a learning rate near its peak; all if it was not recorded."""
     curve = case.curves.get("learning_rate")
     if curve is None:
         return np.ones(len(steps), bool)

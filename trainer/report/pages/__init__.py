@@ -85,7 +85,7 @@ class Legend(Block):
 
 @dataclass(frozen=True)
 class Tiles(Block):
-    """Main numbers: (value, what it is)."""
+    """Main numbers: (value, caption)."""
 
     entries: Sequence[tuple[str, str]]
 
@@ -107,7 +107,7 @@ class FindingCard(Block):
 
 @dataclass(frozen=True)
 class Links(Block):
-    """Links to other pages in the same folder: (file, what it is called)."""
+    """Links to other pages in the same folder: (file, title)."""
 
     entries: Sequence[tuple[str, str]]
 
@@ -122,7 +122,7 @@ class Details(Block):
 
 @dataclass(frozen=True)
 class PageSection(Block):
-    """A heading with blocks below it; those that are None are left out."""
+    """A heading with blocks below it, without those that are None."""
 
     title: str
     blocks: Sequence[Block | None] = field(default_factory=tuple)
@@ -130,7 +130,7 @@ class PageSection(Block):
 
 @dataclass(frozen=True)
 class Subsection(PageSection):
-    """The same with a smaller heading."""
+    """A section with a smaller heading."""
 
 
 def render(title: str, lead: str, blocks: Sequence[Block | None]) -> str:

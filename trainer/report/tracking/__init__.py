@@ -226,7 +226,7 @@ def _away(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Say in a line why MLflow failed, with the next move where the user can act."""
+    """Explain in a line why MLflow failed, with the next move where the user can act."""
     if away := _away(error):
         return away
     status = getattr(error, "get_http_status_code", lambda: None)()
@@ -312,7 +312,7 @@ def experiment_id(mlflow: MlflowClient) -> str:
 
 
 def _all_pages(search: Callable[[str | None], PagedList[T]]) -> Iterator[T]:
-    """Give all that a search finds: MLflow answers with at most 1,000 entries, and a token with which to ask for the next ones."""
+    """Yield all results of a search, of which MLflow returns at most 1,000 a page."""
     token: str | None = None
     while True:
         page = search(token)
@@ -472,7 +472,7 @@ def _changed(known: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
 
 
 def _come_or_gone(known: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
-    """List the parameters that one of the two alone has, in groups of which both have some: `args.depth` beside `args.width`."""
+    """List the parameters that only one side has, in groups that both sides have: `args.depth` beside `args.width`."""
     groups, differing = _groups(known) & _groups(given), known.keys() - given.keys()
     if next(reversed([*given]), "") in known:  # else the start that recorded them was killed before the last ones
         differing |= given.keys() - known.keys()

@@ -42,7 +42,7 @@ _POINTS_A_BATCH, _TAGS_A_BATCH = 1000, 100  # MLflow's limits
 
 
 class Tracker:
-    """Records what a stage measures while it works; this one records nothing."""
+    """Records a stage's measurements while it works; this base class records nothing."""
 
     run_id: str | None = None  # MLflow's id of the stage's run; None if nothing is tracked
 
@@ -56,7 +56,7 @@ class Tracker:
         """Record a file; waits for the upload, and only warns if it fails."""
 
     def resume(self, place: str) -> None:
-        """Send the points that an earlier attempt of the same training has kept at the URI `place`; `keep` writes there from now on."""
+        """Send the points that an earlier attempt of the training kept at the URI `place`, where `keep` writes from now on."""
 
     def keep(self) -> None:
         """Write the points that the server lacks beside a checkpoint; waits for the store, and only warns if that fails."""
@@ -109,7 +109,7 @@ class _RunTracker(Tracker):
             self._mlflow.log_artifact(self.run_id, str(path))
 
     def finish(self, status: str, error: str = "") -> None:
-        """Send what is left, for a bounded time, and end the run."""
+        """Send the remaining points, for a bounded time, and end the run."""
         self._sender.close()
         with _warned(f"the end of the MLflow run {self.run_id} ({status}) is not recorded"):
             if error:
@@ -219,7 +219,7 @@ class _Sender(threading.Thread):
         self._tags.append(RunTag(name, text[:PARAM_LENGTH]))
 
     def close(self) -> None:
-        """Send what is left, for at most `_EXIT_S` and one request."""
+        """Send the remaining points, for at most `_EXIT_S` and one request."""
         self._give_up = time.monotonic() + _EXIT_S
         self._closing.set()
         self.join(timeout=_EXIT_S + float(os.environ[tracking.TIMEOUT_VARIABLE]))

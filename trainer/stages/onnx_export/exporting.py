@@ -77,7 +77,7 @@ class _Images:
 
 @dataclass(frozen=True, kw_only=True)
 class _Variants:
-    """A student, and the files that were made of it."""
+    """A student and the files of its variants."""
 
     model: Classifier
     size_bytes: int  # of its weights

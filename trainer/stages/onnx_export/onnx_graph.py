@@ -89,7 +89,7 @@ def write(model: Classifier, size: int, file: Path) -> None:
 
 
 def _why(error: BaseException) -> str:
-    """Say why torch could not export, by the operator that ONNX lacks if that is why."""
+    """Explain why torch could not export, naming the operator that ONNX lacks if there is one."""
     texts: list[str] = []
     cause: BaseException | None = error
     while cause is not None:

@@ -218,7 +218,7 @@ def rows(candidates: Sequence[ServingCandidate], chosen: str | None) -> list[tup
 
 
 def refusals(candidates: Sequence[ServingCandidate]) -> list[str]:
-    """Say why candidates other than the student itself, which is the first one, do not pass."""
+    """Return why each candidate does not pass, except for the first, the student itself."""
     return [f"{one.name}: {reason}" for one in candidates[1:] for reason in one.reasons]
 
 

@@ -135,7 +135,7 @@ class StepTimer:
 
     @property
     def step_s(self) -> float:
-        """Mean time of a step: many steps take so long, with all that disturbs them."""
+        """Mean time of a step, with all disturbances: the expected time of many steps."""
         return statistics.mean(self._seconds)
 
     @property

@@ -23,7 +23,7 @@ FILE = "tuning.json"
 
 
 class Candidate(StrictModel):
-    """The settings of a distillation that a search may change; each means what it means there."""
+    """The settings of a distillation that a search may change, named as in `distill`."""
 
     workers: Workers
     batch_size: int
@@ -34,7 +34,7 @@ class Candidate(StrictModel):
 
     @classmethod
     def of(cls, settings: DistillSettings) -> Candidate:
-        """What a distillation has of them."""
+        """Take them from a distillation's settings."""
         values = {name: getattr(settings, name) for name in cls.model_fields}
         return cls.model_validate({name: "auto" if value is None else value for name, value in values.items()})
 
@@ -90,7 +90,7 @@ class TriedCandidate(StrictModel):
 
 
 class Tuning(StrictModel):
-    """What was tried, what was found, and what the distillation will take."""
+    """The trials, the chosen settings, and the forecast."""
 
     place: Machines
     given: Mapping[str, Any]  # section `distill` before
@@ -176,7 +176,7 @@ def read_tunings(places: Iterable[str | Path], like: Subject | None = None) -> l
 
 
 def subject_of(parents: Mapping[str, str], settings: Mapping[str, Any]) -> Subject:
-    """What has to be the same in tunings that are compared, by the fingerprints of their inputs and their section `distill`."""
+    """Return what must be equal in compared tunings, from the fingerprints of their inputs and their section `distill`."""
     return {
         "data set": parents["dataset"],
         "teacher": parents["teacher"],
@@ -203,7 +203,7 @@ def forecast_table(tunings: Sequence[Tuning], nodes: Sequence[int], *, assumed_e
 
 
 def table_lines(forecasts: Sequence[Forecast]) -> list[str]:
-    """The table, with what was assumed below it."""
+    """Format the table, with its assumptions below."""
     rows = [
         (
             str(one.place),
