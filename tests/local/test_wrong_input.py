@@ -202,7 +202,7 @@ def test_labels_of_teacher_and_data_set_that_do_not_match(capsys, teacher, tmp_p
         ),
         (
             ["distill.teacher=recorded", "reinforce.view_size=16"],
-            r"distill\.student takes images of 32 pixels, but the recorded views have 16; set reinforce\.view_size=32",
+            r"distill\.student takes images of 32 pixels, but the views of reinforce have 16; set reinforce\.view_size=32",
         ),
         (["run.device=xla"], r"run\.device is xla, but torch_xla cannot be loaded here"),
         (["run.device=cuda"], r"run\.device is cuda, but torch finds no GPU on this machine"),

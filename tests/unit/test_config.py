@@ -279,7 +279,7 @@ def test_a_run_whose_stages_do_not_fit_is_refused_with_all_that_differs():
     with pytest.raises(SettingsError) as caught:
         config.resolve_run("digits", f"{overrides} distill.teacher=recorded")
     features, tokens, views, unlabeled, decoder = str(caught.value).splitlines()
-    assert "distill.feature_weight is 2, but reinforce.features is false" in features
+    assert "distill.feature_weight is 2, but reinforce.features is false; set reinforce.features=true" in features
     assert "distill.token_weight is 1, but reinforce.tokens is false" in tokens
     assert "min_scale (0.1, not 0.6), flip (True, not False)" in views
     assert "reinforce.unlabeled is false, but distill.unlabeled is true" in unlabeled
@@ -304,7 +304,7 @@ def test_a_recording_without_the_embedding_is_refused_before_it_is_made():
     learns = "distill.head=probe distill.logit_weight=0 distill.label_weight=0 distill.feature_weight=1"
     config.resolve_run("digits", f"{HEADLESS} {learns} distill.teacher=recorded reinforce.features=true")
     with pytest.raises(
-        SettingsError, match=r"feature_weight is 1, but reinforce\.features is false, .*; set reinforce\.features=true"
+        SettingsError, match=r"feature_weight is 1, but reinforce\.features is false; set reinforce\.features=true"
     ):
         config.resolve_run("digits", f"{HEADLESS} {learns} distill.teacher=recorded")
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from trainer.config.loss_terms import RECORDED_BY
+from trainer.config.conflicts import Facts, conflicts, planned
 from trainer.config.settings import BUNDLED as BUNDLED
 from trainer.config.settings import DEVICE_VARIABLE as DEVICE_VARIABLE
 from trainer.config.settings import FOLDERS as FOLDERS
@@ -210,92 +210,19 @@ def resolve_run(recipe: str, overrides: str | Iterable[str] = (), *, is_prepared
                 f"{name} tries a distillation from the pipeline's own teacher, but distill.further_teachers names {len(several)} more; set "
                 f"{name}.enabled=false (and no budget), or distill.further_teachers=[]"
             )
-    if settings.pretrain.head == "none" and settings.distill.logit_weight and not several:
-        raise SettingsError(
-            f"distill.logit_weight is {settings.distill.logit_weight:g}, but pretrain.head is none, so the teacher has no logits; set "
-            "distill.logit_weight=0 and distill.feature_weight=1, and without labels distill.label_weight=0 and distill.head=probe"
-        )
-    mistakes = recording_mistakes(settings.distill, settings.reinforce) if settings.distill.reads_recording else []
-    if settings.data.multi_label:
-        mistakes += multi_label_mistakes(settings.distill)
-        if settings.pretrain.head != "classes":
-            mistakes.append(
-                f"pretrain.head is {settings.pretrain.head}, and no head is fitted to images of several labels (data.multi_label); set "
-                "pretrain.head=classes"
-            )
-        if mistake := multi_label_gate_mistake(settings.evaluate.gate):
-            mistakes.append(mistake)
-        if settings.distill.reads_recording and isinstance(settings.reinforce.top_k, int):
-            mistakes.append(
-                f"reinforce.top_k is {settings.reinforce.top_k}, but with several labels an image (data.multi_label) each class is "
-                "compared by itself; set reinforce.top_k=all"
-            )
-        if settings.evaluate.label_issues == "all":
-            mistakes.append(
-                "evaluate.label_issues is all, and labels are not doubted where an image may have several (data.multi_label); set it to off"
-            )
-    if mistakes:
+    reinforce = settings.reinforce if settings.distill.reads_recording else None
+    facts = Facts(
+        distill=settings.distill,
+        pretrain=settings.pretrain,
+        reinforce=reinforce,
+        evaluate=settings.evaluate,
+        recorded=[planned(reinforce)] if reinforce else [],
+        headless="pretrain.head is none" if settings.pretrain.head == "none" and not several else "",
+        multi_label=settings.data.multi_label,
+    )
+    if mistakes := conflicts(facts):
         raise SettingsError("\n".join(mistakes))
     return settings
-
-
-def multi_label_gate_mistake(gate: GateSettings) -> str:
-    """Say what a gate asks for that is not measured of images with several labels; empty if nothing."""
-    if not gate.min_knn_accuracy:
-        return ""
-    return (
-        f"evaluate.gate.min_knn_accuracy is {gate.min_knn_accuracy:g}, and neighbors do not vote on images of several labels "
-        "(data.multi_label); set it to 0"
-    )
-
-
-def multi_label_mistakes(distill: DistillSettings) -> list[str]:
-    """List what a distillation asks for that is not known of images with several labels."""
-    mistakes = []
-    if distill.logit_weight and distill.logit_loss != "kl":
-        mistakes.append(
-            f"distill.logit_loss is {distill.logit_loss}, which is for images of one class, but the data set's may have several labels; "
-            "set distill.logit_loss=kl"
-        )
-    if distill.logit_weight and distill.standardize_logits:
-        mistakes.append(
-            "distill.standardize_logits is true, which compares the classes of an image with one another, but the data set's may have "
-            "several labels; set it to false"
-        )
-    if distill.head == "probe":
-        mistakes.append(
-            "distill.head is probe, and no head is fitted to images of several labels; set distill.head=trained"
-        )
-    return mistakes
-
-
-def recording_mistakes(distill: DistillSettings, reinforce: ReinforceSettings) -> list[str]:
-    """List why a distillation could not learn from what `reinforce` is set to record; none if it can."""
-    mistakes = []
-    for term, name in RECORDED_BY.items():
-        if distill.weight(term) and not getattr(reinforce, name):
-            mistakes.append(
-                f"distill.{term}_weight is {distill.weight(term):g}, but reinforce.{name} is false, so there would be no {name} to learn "
-                f"from; set reinforce.{name}=true or distill.teacher=online"
-            )
-    recorded = dict(reinforce.augmentation or ViewSettings())
-    others = [f"{name} ({recorded[name]}, not {value})" for name, value in distill.views if recorded[name] != value]
-    if others:
-        mistakes.append(
-            f"reinforce.augmentation differs from distill.views in {', '.join(others)}, so the student would see other views than the "
-            "teacher; leave it unset to use distill.views"
-        )
-    if distill.reads_unlabeled and not reinforce.records_unlabeled:
-        mistakes.append(
-            "reinforce.unlabeled is false, but distill.unlabeled is true, so nothing would be recorded of images without labels; leave it "
-            "out, and it is as distill.unlabeled"
-        )
-    if reinforce.decode_on != distill.decode_on:
-        mistakes.append(
-            f"reinforce.decode_on is {reinforce.decode_on}, but distill.decode_on is {distill.decode_on}, which may give other pixels; "
-            "leave both out, and they are as data.decode_on"
-        )
-    return mistakes
 
 
 def _inherit(settings: Settings) -> Settings:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainer.config import (
@@ -20,6 +21,7 @@ from trainer.config import (
     TransformersWeights,
     WeightsSettings,
 )
+from trainer.config.conflicts import Facts, conflicts, low_resolution_conflict, planned
 from trainer.data import class_tables, sources
 from trainer.data.dataset_schema import UNLABELED
 from trainer.data.sources import SourceListing
@@ -50,11 +52,8 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1, device
     """
     settings = pinned(settings)
     for name, training in {"pretrain.finetune": settings.pretrain.finetune, "distill": settings.distill}.items():
-        if training.low_resolution.epochs and (device or settings.run.device) == "xla":
-            raise SettingsError(
-                f"{name}.low_resolution.epochs is {training.low_resolution.epochs}, but on XLA each input size is compiled by itself; "
-                f"leave {name}.low_resolution out"
-            )
+        if mistake := low_resolution_conflict(name, training, device or settings.run.device):
+            raise SettingsError(mistake)
     if settings.export.enabled and (missing := missing_package()):
         raise SettingsError(
             f"export.enabled needs the package {missing}; pip install 'vit-distillation-pipeline[export]', or set export.enabled=false"
@@ -231,11 +230,10 @@ def _check_sizes(settings: Settings, teacher: Classifier | None, student: Classi
     sizes["distill.student"] = student.card.image_size
     recorded = settings.reinforce.view_size or sizes.get("pretrain.teacher")
     if settings.distill.reads_recording and recorded:
-        if recorded < student.card.image_size:
-            raise SettingsError(
-                f"distill.student takes images of {student.card.image_size} pixels, but the recorded views have {recorded}; set "
-                f"reinforce.view_size={student.card.image_size}, or choose a student with a smaller input"
-            )
+        kept = replace(planned(settings.reinforce), view_size=recorded)
+        facts = Facts(distill=settings.distill, recorded=[kept], student_size=student.card.image_size)
+        if mistakes := conflicts(facts):
+            raise SettingsError("\n".join(mistakes))
         sizes["reinforce.view_size"] = recorded
     name, largest = max(sizes.items(), key=lambda item: item[1])
     stored = settings.data.image_size

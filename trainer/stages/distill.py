@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainer.config import DistillSettings, multi_label_mistakes
-from trainer.config.loss_terms import RECORDED_BY
+from trainer.config import DistillSettings
+from trainer.config.conflicts import Facts, conflicts
 from trainer.data.batch import Batch
 from trainer.data.dataset import PreparedDataset, Targets, open_dataset
 from trainer.data.loader import Samples, Views
@@ -63,8 +63,8 @@ def run(
     startup = Startup()
     with startup.part("fetch"):
         data = open_dataset(dataset, settings.splits)
-        if data.targets is not None and (mistakes := multi_label_mistakes(settings)):
-            raise SettingsError("\n".join(mistakes))
+        several = data.targets is not None
+        _refuse(Facts(distill=settings, multi_label=several))
         teaching = artifacts.manifest(teacher, "model")
         classifier, weights = start(settings, data)
         check_compared(classifier, settings, student=True)
@@ -85,8 +85,15 @@ def run(
             pairs = zip(places, [teacher, *settings.further_teachers], strict=True)
             held = [check_fits(uri, settings, data=data, dataset=dataset, teacher=one) for uri, one in pairs]
             check_joined(places, held)
-            # Before the records are fetched.
-            _check_content(settings, classifier, places, held, by_class=data.targets is not None)
+            headless = f"the teacher whose outputs {' and '.join(map(str, places))} holds has no head"
+            facts = Facts(
+                distill=settings,
+                recorded=[description.kept(place) for place, description in zip(places, held, strict=True)],
+                student_size=classifier.card.image_size,
+                headless="" if any(description.classes for description in held) else headless,
+                multi_label=several,
+            )
+            _refuse(facts)  # before the records are fetched
             recording = open_recording(*places)
             parents["teacher_outputs"] = recording.fingerprint
             for number, one in enumerate(recording.further, start=2):
@@ -162,46 +169,6 @@ def _log_counts(samples: Samples, settings: DistillSettings) -> None:
         logger.warning(text, settings.batch_size, in_a_step)
 
 
-def _check_content(
-    settings: DistillSettings,
-    student: Classifier,
-    uris: Sequence[str | Path],
-    recordings: Sequence[RecordingDescription],
-    *,
-    by_class: bool,
-) -> None:
-    """Refuse recorded outputs that lack what the losses or the student need; one of several teachers may have no logits."""
-    if settings.logit_weight and not any(held.classes for held in recordings):
-        raise SettingsError(_no_logits(settings, f"the teacher whose outputs {' and '.join(map(str, uris))} holds"))
-    needs_all, card = settings.needs_all_logits or (by_class and settings.logit_weight > 0), student.card
-    loss = f"distill.logit_loss={settings.logit_loss}" + " with standardize_logits" * settings.standardize_logits
-    loss += " of several labels an image" * by_class
-    for uri, held in zip(uris, recordings, strict=True):
-        if needs_all and held.top_k < held.classes:
-            raise SettingsError(
-                f"{loss} needs the teacher's logits of all {held.classes} classes, but {uri} holds the {held.top_k} largest of each view; "
-                f"record them again with reinforce.top_k=all, or set distill.teacher=online"
-            )
-        for term, name in RECORDED_BY.items():
-            if settings.weight(term) and not getattr(held, name):
-                raise SettingsError(
-                    f"distill.{term}_weight is {settings.weight(term):g}, but {uri} holds no {name}; record them again with "
-                    f"reinforce.{name}=true, or set distill.teacher=online"
-                )
-        if card.image_size > held.view_size:
-            raise SettingsError(
-                f"the student {card.architecture} takes images of {card.image_size} pixels, but the views of {uri} have {held.view_size}; "
-                f"record them again with reinforce.view_size={card.image_size}, or choose a student with a smaller input (distill.student)"
-            )
-
-
-def _no_logits(settings: DistillSettings, teacher: str) -> str:
-    return (
-        f"distill.logit_weight is {settings.logit_weight:g}, but {teacher} has no head, so there are no logits; set "
-        "distill.logit_weight=0 and distill.feature_weight=1, and without labels distill.label_weight=0 and distill.head=probe"
-    )
-
-
 def load_teachers(settings: DistillSettings, teacher: str | Path, data: PreparedDataset) -> list[Classifier]:
     """Load the pipeline's teacher and the further ones: those with a head must know the data set's classes."""
     places = [teacher, *settings.further_teachers]
@@ -211,9 +178,14 @@ def load_teachers(settings: DistillSettings, teacher: str | Path, data: Prepared
             networks.check_labels(model, data.classes, f"teacher {place}", several=data.targets is not None)
         if len(loaded) > 1:
             check_compared(model, settings, student=False)
-    if settings.logit_weight and not any(model.card.labels for model in loaded):
-        raise SettingsError(_no_logits(settings, f"teacher {' and '.join(map(str, places))}"))
+    if not any(model.card.labels for model in loaded):
+        _refuse(Facts(distill=settings, headless=f"teacher {' and '.join(map(str, places))} has no head"))
     return loaded
+
+
+def _refuse(facts: Facts) -> None:
+    if mistakes := conflicts(facts):
+        raise SettingsError("\n".join(mistakes))
 
 
 def _first_views(

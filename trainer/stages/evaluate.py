@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer.config import EvaluateSettings, multi_label_gate_mistake
+from trainer.config import EvaluateSettings
+from trainer.config.conflicts import Facts, conflicts
 from trainer.data.dataset import PreparedDataset, Split, open_dataset
 from trainer.devices import choose_device
 from trainer.evaluation import hierarchy, label_issues, metrics, report
@@ -183,8 +184,8 @@ def _evaluate_sets(
     settings: EvaluateSettings, data: PreparedDataset, subjects: Sequence[_Evaluated], directory: Path
 ) -> dict[str, Any]:
     """Evaluate images that may have several labels, each class by itself: mAP, and F1 above a threshold."""
-    if mistake := multi_label_gate_mistake(settings.gate):
-        raise SettingsError(mistake)
+    if mistakes := conflicts(Facts(evaluate=settings, multi_label=True)):
+        raise SettingsError("\n".join(mistakes))
     for subject in subjects:
         if not subject.model.card.labels:
             raise ModelError(

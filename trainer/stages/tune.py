@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from trainer import config
 from trainer.config import DistillSettings, ReinforceSettings, TuneSettings
+from trainer.config.conflicts import Facts, conflicts
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import MicroBatches, Samples
 from trainer.data.sampler import StatelessSampler
@@ -261,17 +261,13 @@ def _hindrance(
     settings: DistillSettings, recorder: ReinforceSettings, student: Classifier, described: RecordingDescription
 ) -> str:
     """Return why the distillation could not learn from recorded outputs; empty if it could."""
-    mistakes = [
-        *config.recording_mistakes(settings, recorder),
-        *filter(None, [reinforce.too_large(recorder, described)]),
-    ]
-    if settings.block_weight:
-        mistakes.append("what the teacher's blocks give is not recorded (distill.block_weight)")
-    if settings.needs_all_logits and described.top_k < described.classes:
-        mistakes.append("its loss needs the logits of all classes; set reinforce.top_k=all")
-    if student.card.image_size > described.view_size:
-        mistakes.append(f"the student takes larger images; set reinforce.view_size={student.card.image_size}")
-    return "; ".join(mistakes)
+    facts = Facts(
+        distill=settings,
+        reinforce=recorder,
+        recorded=[described.kept()],
+        student_size=student.card.image_size,
+    )
+    return "; ".join(filter(None, [*conflicts(facts), reinforce.too_large(recorder, described)]))
 
 
 def _recording_s(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.config.conflicts import low_resolution_conflict
 from trainer.config.step_schedule import is_validation_step
 from trainer.data.batch import Batch
 from trainer.data.loader import MicroBatches, positions
@@ -212,8 +213,8 @@ class Trainer:
     def _check_low_resolution(self) -> None:
         """Make sure that the models take the smaller input of the first steps, where `low_resolution` wants one."""
         (steps, models), size = self.spec.low_resolution, self.settings.low_resolution.image_size
-        if models and self.processes.device.is_lazy:
-            raise SettingsError("low_resolution: on XLA each size is compiled by itself; leave it out")
+        if mistake := low_resolution_conflict(self.spec.name, self.settings, self.processes.device.kind):
+            raise SettingsError(mistake)
         for model in models:
             check_input_size(model, size)
             if self.processes.is_first:

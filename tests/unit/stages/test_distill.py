@@ -507,7 +507,7 @@ REFUSED = {
     "a larger student": (
         {"student": {"architecture": "vit_tiny_patch16_224", "args": TINY | {"img_size": 32}}},
         SettingsError,
-        r"vit_tiny_patch16_224 takes images of 32 pixels, but the views of .* have 16; .*reinforce\.view_size=32",
+        r"distill\.student takes images of 32 pixels, but the views of .* have 16; .*reinforce\.view_size=32",
     ),
     "other views": (
         {"views": {"min_scale": 0.7, "flip": False}},

@@ -432,7 +432,7 @@ def test_losses_between_the_classes_of_an_image_are_refused(made, tmp_path, chan
         (["evaluate.label_issues=all"], "labels are not doubted where an image may have several"),
         (
             ["distill.teacher=recorded", "reinforce.top_k=3"],
-            "each class is compared by itself; set reinforce.top_k=all",
+            "but reinforce keeps the 3 largest of each view; set reinforce.top_k=all",
         ),
     ],
 )

@@ -26,6 +26,7 @@ import torch
 from pydantic import TypeAdapter
 
 from trainer.config import DecodeOn, DistillSettings, FeatureFormat
+from trainer.config.conflicts import KeptOutputs
 from trainer.data.batch import Recorded
 from trainer.data.dataset import PreparedDataset
 from trainer.io import artifacts, storage
@@ -64,6 +65,17 @@ class RecordingDescription:
     feature_format: FeatureFormat = "fp16"  # of the features
     tokens: tuple[Positive, Positive, Positive] | None = None  # shape of the patch tokens: h, w, and numbers of each
     token_format: FeatureFormat = "int8"  # of the patch tokens
+
+    def kept(self, place: str | Path = "") -> KeptOutputs:
+        """Return what is kept of a teacher's outputs, to be compared with settings; `place` is empty before it is recorded."""
+        return KeptOutputs(
+            place=str(place),
+            features=self.features > 0,
+            tokens=self.tokens is not None,
+            top_k=self.top_k,
+            classes=self.classes,
+            view_size=self.view_size,
+        )
 
     def content(self) -> dict[str, Any]:
         """Return what `recording.json` holds; `feature_format` is left out where it is fp16, and tokens where there are none."""
