@@ -281,8 +281,7 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
                 yield from _actions(below)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The commands that read what runs left. What one needs is imported when it runs, so that the others start at once.
+# ---- The commands that read what runs left. What one needs is imported when it runs, so that the others start at once.
 
 
 def _add_compare(subparsers: Subparsers[argparse.ArgumentParser]) -> None:

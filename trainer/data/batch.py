@@ -89,8 +89,7 @@ def cache_sized_slices(views: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + together, count))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# JPEG files that a GPU decodes (nvJPEG), a batch at a time
+# ---- JPEG files that a GPU decodes (nvJPEG), a batch at a time
 #
 # By TorchCodec, in whose favor torchvision's own call of nvJPEG is deprecated. The loader then only gathers the files' bytes. The pixels
 # differ slightly from those of libjpeg-turbo, so recorded teacher outputs name the decoder.

@@ -75,8 +75,7 @@ def source_version(settings: DataSettings) -> str:
     return f"{images} {digest(contents)}" if images and contents else images
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files
+# ---- Files
 
 
 def _table(setting: str, file: str) -> TableFile:
@@ -147,8 +146,7 @@ def _check_names(table: str, lines: Mapping[str, TableRow], names: Sequence[str]
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Attributes
+# ---- Attributes
 
 
 def _attributes(settings: DataSettings, classes: Sequence[str] | None) -> dict[str, tuple[Value, ...]]:
@@ -214,8 +212,7 @@ def _is_number(text: str) -> bool:
     return bool(_NUMBER.fullmatch(text)) and len(digits) <= _DIGITS and Decimal(text) == Decimal(repr(float(text)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Hierarchy
+# ---- Hierarchy
 
 
 def _parents(file: str, classes: Sequence[str] | None) -> dict[str, str]:

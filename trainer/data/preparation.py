@@ -241,8 +241,7 @@ def _gray_bits(settings: DataSettings) -> int:
     return DEEPEST if settings.gray_bits == "auto" else settings.gray_bits
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Decoding
+# ---- Decoding
 
 
 def _chunks(listing: SourceListing) -> list[Sequence[Item]]:
@@ -377,8 +376,7 @@ def _read(item: Item, read: Read) -> bytes:
         ) from error
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Deciding
+# ---- Deciding
 
 
 def _check_grays(decoded: Sequence[ImageCandidate], settings: DataSettings) -> None:
@@ -462,8 +460,7 @@ def _split(
     return kept, near
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Writing
+# ---- Writing
 
 
 def _write_json(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

@@ -137,8 +137,7 @@ def _statistics(mean: Doubles, variance: Doubles) -> EmbeddingStatistics:
     return EmbeddingStatistics(mean=tuple(mean.astype(np.float32).tolist()), std=tuple(std.astype(np.float32).tolist()))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What embeddings know of the classes
+# ---- What embeddings know of the classes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -189,8 +189,7 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
     return float(interval.low), float(interval.high)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Where an image may have several classes
+# ---- Where an image may have several classes
 
 
 def average_precisions(scores: Floats, targets: Targets) -> Shares:
@@ -239,8 +238,7 @@ def choose_threshold(probabilities: Floats, targets: Targets) -> float:
     return float((values[best] + below) / 2)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The gate
+# ---- The gate
 
 _ROUNDING = 1e-9  # 0.90 - 0.85 is 0.05000000000000004 and still a drop of 0.05
 
@@ -324,8 +322,7 @@ def judge_cost(
     return reasons
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Latency on this machine's CPU, and operations
+# ---- Latency on this machine's CPU, and operations
 
 _WARM_UP_RUNS = 5
 

@@ -119,8 +119,7 @@ def code_version() -> str:
     return digest({path.relative_to(package).as_posix(): storage.file_digest(path) for path in files})[:12]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Writing
+# ---- Writing
 
 
 @contextmanager
@@ -248,8 +247,7 @@ def _keep_written(folder: Path, names: Collection[str]) -> None:
         storage.flush(path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading
+# ---- Reading
 
 
 def exists(uri: str | Path) -> bool:

@@ -103,6 +103,7 @@ class Section(StrictModel):
 
 
 _MOST_EXPLAINED = 30  # wrong fields that a message explains
+_MOST_SHOWN = 500  # characters of a wrong value in a message
 _ALTERNATIVE = re.compile(r"(constrained-)?(int|float|str|bool)|literal\[.*\]")
 """What pydantic adds to the location of an error in a field that has alternatives, such as a whole number or auto."""
 _COMPARISONS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -148,6 +149,7 @@ def explain(
     for location, alternatives in list(wrong.items())[:_MOST_EXPLAINED]:
         name = ".".join([*([prefix] if prefix else []), *map(str, location)])
         kind, value = alternatives[0]["type"], alternatives[0].get("input")
+        shown = repr(value) if len(repr(value)) <= _MOST_SHOWN else f"{repr(value)[:_MOST_SHOWN]}..."
         allowed = list(filter(None, map(_allowed, alternatives)))
         if kind == "extra_forbidden":
             messages.append(f"unknown {noun} {name}{nearest(name, names)}{f'; {listed}' if listed else ''}")
@@ -156,14 +158,14 @@ def explain(
         elif kind == "string_type" and isinstance(value, (int, float, date)):
             messages.append(f'{name} must be text, got {value}; quote it: "{value}"')
         elif allowed:
-            messages.append(f"{name} must be {' or '.join(allowed)}, got {value!r}")
+            messages.append(f"{name} must be {' or '.join(allowed)}, got {shown}")
         elif kind == "model_type":
-            group = f"is a group of {noun}s and cannot be {value!r}; set one of its members, such as {name}.NAME=VALUE"
+            group = f"is a group of {noun}s and cannot be {shown}; set one of its members, such as {name}.NAME=VALUE"
             messages.append(f"{name} {group}")
         elif kind == "value_error":
             messages.append(f"{name}: {alternatives[0]['ctx']['error']}".removeprefix(": "))
         else:
-            messages.append(f"{name}: {alternatives[0]['msg']}, got {value!r}".removeprefix(": "))
+            messages.append(f"{name}: {alternatives[0]['msg']}, got {shown}".removeprefix(": "))
     return messages + ([f"and {len(wrong) - _MOST_EXPLAINED} more"] if len(wrong) > _MOST_EXPLAINED else [])
 
 

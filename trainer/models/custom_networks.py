@@ -128,8 +128,7 @@ def count_classes(network: CustomNetwork, image_size: int, name: str) -> int:
     return int(logits.shape[1])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A function of the user's
+# ---- A function of the user's
 
 
 def _call(name: str, args: Mapping[str, Any], *, pretrained: bool) -> nn.Module:
@@ -172,8 +171,7 @@ def _function(name: str) -> Callable[..., Any]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Transformers
+# ---- Transformers
 
 
 def _of_transformers(weights: TransformersWeights, args: Mapping[str, Any], *, pretrained: bool) -> CustomModel:

@@ -57,8 +57,7 @@ _KIND_COLORS = {
 }  # kind of work of an operator -> the phase or range whose color it has
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading a side
+# ---- Reading a side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +146,7 @@ def _json(path: str) -> dict[str, Any]:
     return content
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The comparison
+# ---- The comparison
 
 
 @dataclass(frozen=True, kw_only=True)

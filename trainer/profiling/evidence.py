@@ -288,8 +288,7 @@ class Evidence:
     trainings: Sequence[TrainingEvidence]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# How fast a training is: each measure is defined once, and the page, the rules, the log and a comparison share it.
+# ---- How fast a training is: each measure is defined once, and the page, the rules, the log and a comparison share it.
 #
 # The measured steps are those that torch.profiler did not slow, without the first one, which also warms up. Their times are as they were,
 # with what other programs and the recorder's samples took of them. Rules on speed set what they find against the undisturbed step instead,

@@ -221,7 +221,7 @@ class Timeline:
         self._schedstats: list[int] = []
         """Files in which Linux counts how long the threads of the training wait for a core; none where the kernel does not."""
 
-    # -- what the training calls
+    # ---- what the training calls
 
     @contextmanager
     def step(self, step: int, *, images: int = 0) -> Iterator[None]:
@@ -308,7 +308,7 @@ class Timeline:
         self.clock.wait(segment.marks[-1])
         self._take_in_passed()
 
-    # -- beginnings and ends
+    # ---- beginnings and ends
 
     def _current(self) -> _Segment:
         if self._segment is None:
@@ -376,7 +376,7 @@ class Timeline:
                         return self._count_waiting_of(thread)
         return None
 
-    # -- names
+    # ---- names
 
     def _new_column(self, parent: int, name: str) -> int:
         if name in PHASES:
@@ -406,7 +406,7 @@ class Timeline:
             with self.span(PROFILER):
                 (windows.open if opens else windows.close)(ordinal)
 
-    # -- from marks to seconds
+    # ---- from marks to seconds
 
     def _hand_over(self, segment: _Segment, last: Any) -> None:
         """End a segment with its last mark; it is taken in when the device has passed that."""

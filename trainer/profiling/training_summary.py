@@ -346,8 +346,7 @@ def _system(rank: RankEvidence) -> dict[str, SignalSummary]:
     return summaries
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# How people call what the numbers are of
+# ---- How people call what the numbers are of
 
 
 _TRAININGS = {"mae": "Masked autoencoder", "finetune": "Fine-tuning", "distill": "Distillation"}

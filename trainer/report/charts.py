@@ -65,8 +65,7 @@ _MOST_HEAT_ROWS = 48
 _WHOLE = 0.9  # share of the time from which on a window is not marked
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The elements that charts are made of; texts and attributes are escaped here and nowhere else
+# ---- The elements that charts are made of; texts and attributes are escaped here and nowhere else
 
 
 def color_class(name: str) -> str:
@@ -168,8 +167,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     return [index * step for index in range(first, last + 1)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Bars: shares of a whole, amounts with their spread, amounts side by side, and how often a value occurs
+# ---- Bars: shares of a whole, amounts with their spread, amounts side by side, and how often a value occurs
 
 
 def by_color(amounts: Mapping[str, Amount]) -> dict[str, Amount]:
@@ -301,8 +299,7 @@ def stacked_columns(names: Sequence[str], counts: Sequence[tuple[str, Sequence[i
     return drawing(height, *content, title=title, width=_COLUMNS_WIDTH, top=-_COLUMNS_TOP)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Curves of an evaluation and of recorded outputs: calibration, recall by class, and how probability mass is spread
+# ---- Curves of an evaluation and of recorded outputs: calibration, recall by class, and how probability mass is spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,8 +396,7 @@ def outlines(
     return drawing(height + top + 24, *content, title=title, width=width, top=-top)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Matrices: the stronger the color, the higher the value
+# ---- Matrices: the stronger the color, the higher the value
 
 
 def heat_map(
@@ -534,8 +530,7 @@ def _upright(x: float, y: float, label: str, style: str) -> Markup:
     return element("text", isolated(shown), class_=style, transform=f"translate({x:.1f} {y:.1f}) rotate(-90)")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A training over time: lanes of several kinds below one another, on one time axis
+# ---- A training over time: lanes of several kinds below one another, on one time axis
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -232,8 +232,7 @@ def _page(name: str, content: Mapping[str, Any], links: list[tuple[str, str]], p
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Where its artifacts are
+# ---- Where its artifacts are
 
 
 def find(run: str, artifact: ArtifactSpec) -> str:
@@ -279,8 +278,7 @@ def export_of_student(run: str) -> str:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Accuracy and speed of runs against their cost, side by side
+# ---- Accuracy and speed of runs against their cost, side by side
 #
 # Time and dollars are those of the distillation from the start of its processes, start-up and compilation included, and of the recording of
 # the teacher's outputs and the compilation beforehand where there were any. Rates are of the training alone.
@@ -338,17 +336,17 @@ def read_experiment(name: str) -> list[PricedRun]:
             f"experiment {name}: no run of it has a bill yet; a run has one when its stage register is done"
         )
     priced = []
-    for run in runs:
+    for run, params, metrics, content in runs:
         try:
-            bill = Bill.model_validate_json(run.bill)
+            bill = Bill.model_validate_json(content)
         except ValidationError as error:
             raise ArtifactError(
-                f"experiment {name}: {run.name}: {tracking.BILL} is not one of this version ({what_is_wrong(error)}); "
+                f"experiment {name}: {run}: {tracking.BILL} is not one of this version ({what_is_wrong(error)}); "
                 "delete that run in MLflow, or name the directories of the runs"
             ) from error
-        accuracy = run.metrics.get("student/test/top1", run.metrics.get("student/test/map"))
-        epochs = float(run.params["distill.epochs"]) if "distill.epochs" in run.params else None
-        priced.append(priced_run(run.name, bill, accuracy=accuracy, epochs=epochs))
+        accuracy = metrics.get("student/test/top1", metrics.get("student/test/map"))
+        epochs = float(params["distill.epochs"]) if "distill.epochs" in params else None
+        priced.append(priced_run(run, bill, accuracy=accuracy, epochs=epochs))
     return priced
 
 

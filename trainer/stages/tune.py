@@ -140,8 +140,7 @@ def run(
     trial_log.remove()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The distillation
+# ---- The distillation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,8 +310,7 @@ def _recording_s(
     return max(processes.gather(batch_s)) / batch / processes.world_size * described.samples * described.views
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The result
+# ---- The result
 
 
 def _tune(

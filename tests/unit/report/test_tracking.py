@@ -601,7 +601,7 @@ def test_all_billed_runs_of_an_experiment_are_listed_however_many_fit_on_a_page(
             store.log_artifact(run, str(tmp_path / tracking.BILL))
     for search in ("search_runs", "search_experiments"):
         monkeypatch.setattr(MlflowClient, search, partialmethod(getattr(MlflowClient, search), max_results=2))
-    assert [run.name for run in tracking.billed_runs("bills")] == [f"bills {number}" for number in range(1, 5)]
+    assert [name for name, *_ in tracking.billed_runs("bills")] == [f"bills {number}" for number in range(1, 5)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -209,8 +209,7 @@ class ImageManifest(ImageSource):
         return real.startswith(f"{self._real_folder.rstrip('/')}/")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Columns
+# ---- Columns
 
 
 def _columns(table: TableFile) -> _Columns:
@@ -288,8 +287,7 @@ def _unlabeled(rows: Sequence[_Row], index: Collection[str]) -> Iterator[str]:
         yield f"Lines of the split unlabeled whose label is not used: {len(unused):,}, first line {unused[0].line}."
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Labels
+# ---- Labels
 
 
 def _separator(name: str, cells: Mapping[str, int], *, several: bool) -> str:
@@ -347,8 +345,7 @@ def _parts(text: str, separator: str) -> list[str]:
     return [part.strip() for part in text.split(separator) if part.strip()]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files
+# ---- Files
 
 
 def _spelled(path: Path) -> str:

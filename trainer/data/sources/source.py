@@ -137,8 +137,7 @@ class ImageSource(ABC):
         """Return a text that changes when the images change, without reading them; an `UnknownVersionError` if that cannot be known."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files, on this machine or in a store
+# ---- Files, on this machine or in a store
 
 
 def read_file(location: str, limit: int = limits.IMAGE_BYTES) -> bytes:

@@ -96,8 +96,7 @@ def _inside(boxes: Tensor, places: Tensor) -> Tensor:
     return (lines.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Color and RandAugment
+# ---- Color and RandAugment
 #
 # The operations (Cubuk et al. 2020) have torchvision's names, ranges and meanings. Those on whole numbers alone are torchvision's own
 # functions. The others are ours, since torchvision's give other bits: they round down, not to the nearest level, and twice where they
@@ -225,8 +224,7 @@ _FAMILIES: tuple[tuple[set[str], Callable[[Tensor, list[str], list[float]], Tens
 )  # operations that are applied together, and by what
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The crop
+# ---- The crop
 
 
 def crop_sample(image: Tensor, box: Sequence[float], *, mirror: bool, out: Tensor) -> None:
@@ -317,8 +315,7 @@ def _filter(start: Tensor, length: Tensor, place: Tensor, *, stored: int) -> tup
     return dense[:, :, :stored], unit.float()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Mixing
+# ---- Mixing
 
 
 def mixes(settings: ViewSettings) -> bool:

@@ -374,8 +374,7 @@ def _s3(_process: int, _settings: tuple[tuple[str, str], ...]) -> Any:
     return system
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Requests to the store
+# ---- Requests to the store
 
 
 def endpoint() -> str:

@@ -77,8 +77,7 @@ def _part_bytes(size: int) -> int:
     return max(PART_BYTES, math.ceil(size / _MOST_PARTS))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# From the store
+# ---- From the store
 
 
 def download_directory(uri: str, directory: Path, records: Mapping[str, FileRecord]) -> None:
@@ -165,8 +164,7 @@ def _settle(file: Path, record: FileRecord) -> bool:
     return True
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# To the store
+# ---- To the store
 
 
 def upload_directory(directory: Path, uri: str, records: Mapping[str, FileRecord]) -> None:

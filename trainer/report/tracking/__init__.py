@@ -33,7 +33,6 @@ import time
 import urllib.parse
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -89,8 +88,7 @@ _RUN_NAME_LENGTH = 250  # that of its databases
 _SHOWN = 5  # most changed settings that a line of the log names
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The server
+# ---- The server
 
 
 def environment(settings: TrackingSettings, *, directory: Path, run: str, identity: str = "") -> dict[str, str]:
@@ -326,8 +324,7 @@ def _experiments(mlflow: MlflowClient) -> dict[str, str]:
     return {one.name: str(one.experiment_id) for one in found}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The parent run
+# ---- The parent run
 
 
 def newest_experiment() -> str | None:
@@ -439,8 +436,7 @@ def _new_parent(mlflow: MlflowClient, name: str, *, former: str = "") -> str:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Settings
+# ---- Settings
 
 
 def parameters(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -498,8 +494,7 @@ def record_params(mlflow: MlflowClient, run_id: str, settings: Mapping[str, Any]
         mlflow.log_batch(run_id, params=params[start : start + _PARAMS_A_BATCH])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Finished runs
+# ---- Finished runs
 
 
 @contextmanager
@@ -583,18 +578,8 @@ def other_classes(name: str, alias: str, classes: Callable[[], Collection[str]])
     return f"{place}, which knows other classes: {', '.join(differences)}" if differences else ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BilledRun:
-    """A finished parent run."""
-
-    name: str
-    params: Mapping[str, str]
-    metrics: Mapping[str, float]
-    bill: bytes  # the content of its `bill.json`
-
-
-def billed_runs(experiment: str) -> list[BilledRun]:
-    """List the runs of an experiment that have a bill, the oldest first."""
+def billed_runs(experiment: str) -> list[tuple[str, dict[str, str], dict[str, float], bytes]]:
+    """List name, parameters, metrics and `bill.json` of an experiment's billed runs, the oldest first."""
     with explained(), _fetching(), tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         with http_limits(STAGE_LIMITS):
             known = _experiments(client())
@@ -609,13 +594,6 @@ def billed_runs(experiment: str) -> list[BilledRun]:
         )
         billed = []
         for run in found:
-            bill = Path(mlflow.download_artifacts(run.info.run_id, BILL, folder))
-            billed.append(
-                BilledRun(
-                    name=str(run.info.run_name),
-                    params=run.data.params,
-                    metrics=run.data.metrics,
-                    bill=bill.read_bytes(),
-                )
-            )
+            bill = Path(mlflow.download_artifacts(run.info.run_id, BILL, folder)).read_bytes()
+            billed.append((str(run.info.run_name), run.data.params, run.data.metrics, bill))
         return billed

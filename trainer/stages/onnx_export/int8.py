@@ -102,8 +102,7 @@ def quantize(source: Path, target: Path, images: Pixels, *, kept: frozenset[str]
         root.setLevel(level)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Fine-tuning
+# ---- Fine-tuning
 
 
 class RoundedWeight(nn.Module):

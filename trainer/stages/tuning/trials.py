@@ -329,8 +329,7 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a whole training takes
+# ---- What a whole training takes
 
 
 def measure_training(
@@ -416,8 +415,7 @@ def _timed(processes: Processes, what: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What was measured before
+# ---- What was measured before
 
 
 class _Notes(StrictModel):

@@ -151,8 +151,7 @@ def from_trial(
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# On several pools. One that was not tried is left out: peak figures say little of what a training reaches.
+# ---- On several pools. One that was not tried is left out: peak figures say little of what a training reaches.
 
 Subject = Mapping[str, object]  # what is distilled: name -> what distinguishes it from others
 
