@@ -180,17 +180,11 @@ def student_objects(
     image: str,
     replicas: int,
 ) -> list[dict[str, Any]]:
-    """Make the objects of `manifests/serving` those of one student.
+    """Make the objects of `manifests/serving`, which are those of `vit-student` and its alias `champion`, those of one student.
 
     Args:
-        objects: of a folder there, which are those of `vit-student` and its alias `champion`.
-        name: instead of `vit-student`.
-        alias: instead of `champion`.
-        namespace: instead of `kubeflow`.
         model: what the server is to serve.
-        options: further ones of the server, which go before those that the manifest gives; a longer drain and slower requests than
-            theirs make the pod's time to end as much longer.
-        image: of the server.
+        options: further ones of the server, before those of the manifest; a longer drain and slower requests extend the pod's grace period.
         replicas: number of pods; 0 lets the autoscaler choose.
     """
     names = {NAME: name, ALIAS: alias, f"{NAME}-{ALIAS}": f"{name}-{alias}", f"--name={NAME}": f"--name={name}"}

@@ -174,17 +174,10 @@ def decoder_of(encoded: bytes | memoryview) -> str:
 
 
 def decode_square(encoded: bytes | memoryview, size: int, *, out: Pixels | None = None, shrink: int = 1) -> Pixels:
-    """Decode a stored square.
+    """Decode a stored square into `out`, or into a new array: RGB uint8 [E, E, 3].
 
-    Args:
-        out: where the pixels go, contiguous uint8 [size, size, 3]; a new array where not given.
-        shrink: 1, 2, 4 or 8: a JPEG is decoded at this fraction of its size, from its DCT's lower frequencies; others are not shrunk.
-
-    Returns:
-        `out`, or RGB pixels uint8 [E, E, 3]; E is `size / shrink` rounded up for a JPEG, and `size` for others.
-
-    Raises:
-        BadImageError: it cannot be decoded, or is not a square of this size.
+    A JPEG is decoded at 1/`shrink` (1, 2, 4 or 8) of its size, from its DCT's lower frequencies: E is `size / shrink` rounded up; others
+    keep E = `size`. A `BadImageError` if it cannot be decoded, or is not a square of this size.
     """
     jpeg = is_jpeg(encoded)
     edge = -(-size // shrink) if jpeg else size

@@ -149,12 +149,9 @@ class Views:
         """Draw views of `size` x `size` pixels from `seed`.
 
         Args:
-            on_device: whether batches carry stored images, of which the device makes the views (`makes_views_on_device`).
-            decode_on: where stored images are decoded; images that are kept decoded are not decoded again.
-            exact: whether the loader decodes at full size even where less would do, so that views are the same wherever they are made.
-
-        Raises:
-            SettingsError: the GPU is to decode and cannot.
+            on_device: batches carry stored images, of which the device makes the views (`makes_views_on_device`).
+            decode_on: where stored images are decoded, unless they are kept decoded.
+            exact: decode at full size even where less would do, so that views are the same wherever they are made.
         """
         self.samples, self.size, self.seed, self.settings = samples, size, seed, settings
         self._on_device, self._exact = on_device, exact

@@ -92,18 +92,14 @@ def prepare(
     """Write the prepared data set of `settings.source` into a directory; `dataset_schema` describes its files.
 
     Args:
-        directory: an existing one; what an earlier preparation left in it is replaced.
+        directory: an existing one, whose data set is replaced.
         cache_uri: `decode_cache_uri`, where decoded images are kept for a preparation that is started again; the caller removes it when
-            the result is complete. Where not given they are decoded again.
-        processes: number of processes that decode and write; the usable cores where not given. The result does not depend on it.
+            the result is complete. Without it they are decoded again.
+        processes: decode and write, by default one for each usable core; the result does not depend on their number.
 
     Returns:
         Numbers of images: train, val, test, unlabeled; quarantined; duplicates and leakage (left out because an equal one is kept);
-        near_duplicates (those that look like one of a held-out split); and classes.
-
-    Raises:
-        SettingsError: `settings.source` is not a source.
-        DataError: the source cannot be read, or its images, labels or splits are not usable.
+        near_duplicates (alike to one of a held-out split); and classes.
     """
     listing = list_source(settings.source, outside=settings.outside, multi_label=settings.multi_label)
     tags = read_tags(settings, listing)

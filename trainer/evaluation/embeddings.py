@@ -170,13 +170,9 @@ def fit_probe(
 ) -> LinearProbe:
     """Fit a linear probe by multinomial logistic regression, the usual measure of frozen embeddings (Radford et al. 2021, CLIP, by L-BFGS).
 
-    Minimized is the mean cross-entropy + penalty / 2 x the weights' squared norm, over embeddings that are standardized by the training
-    images; mean and deviation then become part of the weights. Of several penalties, from the largest to the smallest, the one is taken
-    that is best on the validation split, the largest where they are equal.
-
-    Args:
-        train: [N, D], with their labels, int64 [N].
-        val: [M, D], with theirs, int64 [M].
+    Minimized is the mean cross-entropy + penalty / 2 x the weights' squared norm, over embeddings [N, D] that are standardized by the
+    training images; mean and deviation then become part of the weights. The largest of the penalties that are best on the validation
+    split [M, D] is taken.
     """
     values = train.astype(np.float64)
     mean, std = values.mean(0), values.std(0)
@@ -231,13 +227,9 @@ def _minimize(start: Doubles, values: Doubles, labels: Ints, penalty: float) -> 
 
 
 def nearest_neighbors(bank: Embeddings, labels: Ints, embeddings: Embeddings, classes: int) -> Doubles:
-    """Count the votes of each image's k nearest neighbors for each class, [M, K] (Wu et al. 2018, as DINO, Caron et al. 2021, has it).
+    """Count the votes of the k nearest neighbors of embeddings for each class, [M, K] (Wu et al. 2018, as in DINO, Caron et al. 2021).
 
-    Near is what has a large cosine s with it; a neighbor's vote for its class weighs exp(s / 0.07). k is 20, or all there are.
-
-    Args:
-        bank: embeddings of images with labels, [N, D], and these, int64 [N].
-        embeddings: of the images in question, [M, D].
+    Neighbors, of a bank [N, D] with labels int64 [N], are near by their cosine s; a vote weighs exp(s / 0.07). k is 20, or all there are.
     """
     known, k, votes = _unit(bank), min(NEIGHBORS, len(bank)), np.zeros((len(embeddings), classes))
     for start in range(0, len(embeddings), _VOTES_TOGETHER):

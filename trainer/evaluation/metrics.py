@@ -137,14 +137,9 @@ _TEMPERATURES = (0.05, 20.0)
 
 
 def fit_temperature(logits: Floats, labels: Ints) -> float:
-    """Choose the number by which logits are divided so that the labels are as probable as they can be (Guo et al. 2017).
+    """Choose the divisor of held-out logits [N, K] that makes the labels (-1: unknown) most probable (Guo et al. 2017).
 
-    Args:
-        logits: of images that taught nothing, [N, K].
-        labels: index of each image's class, -1 where it is not known.
-
-    Returns:
-        1 where no label is known, or where every prediction is right: then the smaller, the better, without end.
+    1 where no label is known, or where every prediction is right: then the smaller, the better, without end.
     """
     known = labels >= 0
     logits, labels = logits[known].astype(np.float64), labels[known]
@@ -354,13 +349,9 @@ def machine() -> Machine:
 def measure_latency(
     models: Mapping[str, Callable[[Tensor], object]], images: Tensor, *, batch_sizes: Sequence[int], runs: int
 ) -> dict[str, list[Latency]]:
-    """Time models on the CPU, in evaluation mode, from raw images to logits: for each one a latency for each batch size.
+    """Time models on the CPU, in evaluation mode, from raw images, uint8 [N, 3, H, W], to logits: for each, a latency by batch size.
 
     The models take turns in one loop, so that other work on the machine slows all of them alike. They may be other functions of images.
-
-    Args:
-        images: at least one, uint8 [N, 3, H, W]; repeated to fill a batch.
-        runs: timed batches for each model and batch size, after a few for warm-up.
     """
     latencies: dict[str, list[Latency]] = {name: [] for name in models}
     with torch.inference_mode():

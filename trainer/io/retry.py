@@ -35,12 +35,9 @@ class Retry:
         failed: Callable[[Exception, int], None],
         sleep: Callable[[float], object] | None = None,
     ) -> T:
-        """Attempt an action until it returns, and return that.
+        """Attempt an action, which must be repeatable, until it returns, and return its result.
 
-        Args:
-            action: has no effect that a repetition would spoil.
-            failed: gets the error of each failed attempt and its number, from 1 on; raises where another attempt cannot help.
-            sleep: waits for a number of seconds; `time.sleep` where not given.
+        `failed` gets the error and the number, from 1 on, of each failed attempt, and raises where another cannot help.
         """
         attempt = 0
         while True:

@@ -92,18 +92,16 @@ def _distances(first: Ints, second: Ints) -> npt.NDArray[np.float64]:
 
 
 def compare(run: str, predictions: str, *, limit: float) -> Drift:
-    """Compare predictions of a run's student with its evaluation; those that say that they are of another student are left out.
+    """Compare predictions of a run's student with its evaluation, without those that name another student.
 
     Args:
-        run: the directory of a run, here or in a store.
-        predictions: a folder with what `predict --output` or a server has written (`.parquet`, `.jsonl`), or one such file; here or in a
+        predictions: a folder with outputs of `predict --output` or of a server (`.parquet`, `.jsonl`), or one such file; here or in a
             store.
         limit: smallest distance that counts as drift.
 
     Raises:
         ArtifactError: the run has no evaluation of its student, or it is damaged.
-        DataError: there are fewer than `FEWEST` predictions of this student, or they are not of this student's classes.
-        StorageError: a file is missing, or the store does not answer or refuses.
+        DataError: there are fewer than `FEWEST` predictions of this student, or they have other classes.
     """
     if finished_run.evaluation_of_student(run) is None:
         raise ArtifactError(f"{run}: its student was not judged, so there is nothing to compare with; run evaluate")

@@ -98,11 +98,8 @@ def load_model(place: str | Path, *, judged: bool = False, exported: bool = Fals
 
     Raises:
         ArtifactError: there is no model, or it is damaged.
-        ModelError: its files do not make a model, it has no head, an older version wrote it without its preprocessing, it is no ONNX file
-            but should be, or it is refused.
-        SettingsError: it is an ONNX file, and its runtime is not installed.
-        StorageError: the store does not answer or refuses.
-        TrackingError: MLflow does not answer, or has no such model.
+        ModelError: its files make no classifier of photos, or it is refused.
+        SettingsError: the runtime of its ONNX file is not installed.
     """
     with _found(with_home(place), exported=exported) as found:
         if judged:

@@ -408,14 +408,10 @@ def heat_map(
     *,
     ends: tuple[str, str],
 ) -> Markup:
-    """Draw a matrix with its scale below, whose columns are steps.
+    """Draw a matrix whose columns are steps, with its scale below, labeled by `ends`.
 
-    Args:
-        shares: [rows, columns] from 0 to 1 on the scale; NaN where unknown.
-        marked: [rows, columns]: cells in the color of what is broken.
-        row_labels: one for each row.
-        column_labels: one for each column, of which as many are shown as there is room for.
-        ends: what 0 and 1 on the scale are.
+    `shares` [rows, columns] lie between 0 and 1 on the scale, NaN where unknown; `marked` cells have the color of broken ones. Column
+    labels are shown as far as there is room.
     """
     row_height = 14 if len(row_labels) <= 24 else 11
     height, width = row_height * len(row_labels), PLOT / len(column_labels)

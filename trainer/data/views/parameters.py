@@ -108,15 +108,8 @@ def _sides(
 ) -> Numbers:
     """Draw width and height [B, 2] of rectangles, as shares of a square image's edge; NaN where no attempt fits.
 
-    The share of the area is uniform and the ratio of the sides log-uniform; both are drawn again where a side is too long.
-
-    Args:
-        draw: makes the draws of further attempts.
-        first: draws of the first attempt, for the area and the ratio, [2, B].
-        again: index of the first draw of the second attempt.
-        areas: smallest and largest share of the image's area.
-        max_aspect: largest ratio of the sides.
-        longest: largest side that fits, as a share of the edge.
+    The share of the area is uniform and the ratio of the sides log-uniform; both are drawn again while a side exceeds `longest`. `first`,
+    [2, B], are the draws of the first attempt; `draw` makes those of further ones, from the index `again` on.
     """
     smallest, largest = areas
     sides = np.full((first.shape[1], 2), np.nan)

@@ -280,19 +280,11 @@ def _rounded(sums: Tensor, unit: Tensor) -> Tensor:
 
 
 def _filter(start: Tensor, length: Tensor, place: Tensor, *, stored: int) -> tuple[Tensor, Tensor]:
-    """Compute the weights of the stored pixels along one axis, which are whole numbers, and their sum.
+    """Compute the whole-number weights of the stored pixels along one axis, float32 [B, V, S], and their sum, float32 [B, 1, 1].
 
     They are the weights of torch's own resize of uint8 images, except that a product of weight and pixel stays below 2^24, so that
-    float32 is exact.
-
-    Args:
-        start: first pixel of each box, int64 [B].
-        length: pixels of each box, int64 [B].
-        place: which pixel of the resized box is at each place of the view, float64 [B, V, 1].
-        stored: pixels S of the stored images.
-
-    Returns:
-        float32 [B, V, S] and float32 [B, 1, 1].
+    float32 is exact. Boxes have a `start` and a `length`, int64 [B]; `place`, float64 [B, V, 1], maps the view's places to the resized
+    box's pixels.
     """
     size = place.shape[1]
     taps = 2 * math.ceil(max(stored / size, 1)) + 1

@@ -395,15 +395,12 @@ def is_away() -> bool:
 
 
 def call(uri: str, request: Callable[[], T]) -> T:
-    """Make a request to the store; failures that pass (5xx, no answer, cut off) are waited for, twice as long each time, with jitter.
-
-    Args:
-        request: has no effect that a repetition would spoil, and touches no local file.
+    """Repeat a request, which must be repeatable and touch no local file, while the store fails (5xx, no answer, cut off), with back-off.
 
     Raises:
-        ObjectNotFoundError: there is no such object.
-        ObjectExistsError: there is one, and it was to be created.
-        ObjectDamagedError: it lacks the bytes that were asked for.
+        ObjectNotFoundError: the object is missing.
+        ObjectExistsError: the object was to be created.
+        ObjectDamagedError: the object lacks the requested bytes.
         StorageAwayError: the store kept failing.
         StorageError: the store refuses.
     """

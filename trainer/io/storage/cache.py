@@ -46,13 +46,10 @@ def root() -> Path:
 
 
 def keep(key: str, what: str, fetch: Callable[[Path], None], *, is_whole: Callable[[Path], bool]) -> Path:
-    """Return the folder of a content, fetched unless it is cached. Of several processes one fetches, and the others wait for it.
+    """Return the cached folder of a content, whose `key` is equal for equal content; of several processes one fetches, the others wait.
 
-    Args:
-        key: names the content; equal keys mean equal content.
-        what: names it in messages.
-        fetch: fills a folder, in which an earlier attempt may have left something, and raises unless it is whole and checked.
-        is_whole: checks quickly whether files of the cached folder have gone since.
+    `what` names it in messages; `fetch` fills a folder, which may hold parts of an earlier attempt, and raises unless it is whole and
+    checked; `is_whole` checks quickly whether files have gone since.
     """
     _limit_bytes()  # raises for a wrong value before the work, not after it
     place = root() / key

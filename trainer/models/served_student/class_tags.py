@@ -159,16 +159,11 @@ class ClassTags:
         return np.where(above.any(axis=1), deepest, -1).astype(np.int64)
 
     def columns(self, probabilities: Floats) -> dict[str, npt.NDArray[Any]]:
-        """Answer with a class or a group, how sure that is, and what is known of it.
+        """Answer with a class or a group, its confidence and its attributes, from the probability of each class, [B, K].
 
-        Args:
-            probabilities: of each class, [B, K].
-
-        Returns:
-            Column -> its values, [B]: `answer`, None where not even a topmost group is sure enough; `confidence`, the probability of the
-            answer, or that of the topmost group; and each attribute, None where it is not known. A group's number is the mean over its
-            classes, weighted by their probabilities; its text has the different texts of its classes. Numbers that are all known are
-            float64, everything else but `confidence` is Python's objects.
+        Returns column -> its values, [B]: `answer`, None where not even a topmost group is sure enough; `confidence`, the probability of
+        the answer, or of the topmost group; and each attribute, None where it is not known. A group's number is the mean over its classes,
+        weighted by their probabilities; its text has the different texts of its classes. Numbers that are all known are float64.
         """
         confidences = self.confidences(probabilities)
         chosen, predicted = self.chosen_levels(confidences), probabilities.argmax(axis=1)

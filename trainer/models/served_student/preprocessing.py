@@ -318,12 +318,10 @@ def _to_rgb(image: Image.Image, gray_bits: int) -> Image.Image:
 
 
 def from_array(pixels: npt.NDArray[np.generic], *, gray_bits: int = DEEPEST) -> Image.Image:
-    """Make the RGB picture of an array that `decode` makes of a file with the same pixels.
+    """Make the RGB picture of an array as `decode` makes it of a file with the same pixels.
 
-    Args:
-        pixels: [H, W] or [H, W, C], where C is 1 (gray), 2 (gray, alpha), 3 (RGB) or 4 (RGBA). uint8; uint16, of which the upper 8 bits
-            are kept; bool; or other whole numbers in 0..255.
-        gray_bits: how many bits the grays of uint16 use.
+    `pixels` are [H, W] or [H, W, C], where C is 1 (gray), 2 (gray, alpha), 3 (RGB) or 4 (RGBA): uint8; uint16, of which the upper 8 bits
+    are kept (grays use `gray_bits`); bool; or other whole numbers in 0..255.
     """
     channels = pixels.shape[2] if pixels.ndim == 3 else 1
     if pixels.ndim not in (2, 3) or channels not in (1, 2, 3, 4) or 0 in pixels.shape:
