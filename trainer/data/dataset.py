@@ -64,7 +64,7 @@ class Split:
         self._files = _files(self._table)
         self.labels: npt.NDArray[np.int64] = columns.column("label").to_numpy()
         """Of each image: index of its class, or of its set of classes; -1 where it has none, [N]."""
-        self.targets: Targets | None = None  # as `PreparedDataset.targets`, which is where it comes from
+        self.targets: Targets | None = None  # from `PreparedDataset.targets`
         keys = (int(key[:16], 16) for key in columns.column("key").to_pylist())
         self.keys: npt.NDArray[np.uint64] = np.fromiter(keys, dtype=np.uint64, count=len(self))
         """The first 8 bytes of each image's content key, [N]."""
@@ -73,7 +73,7 @@ class Split:
         return len(self._table)
 
     def __getstate__(self) -> dict[str, Any]:
-        memory = self._memory if get_spawning_popen() is not None else None  # which cannot be sent later
+        memory = self._memory if get_spawning_popen() is not None else None  # shared memory cannot be sent later
         return self.__dict__ | {"_memory": memory, "_decoded": None, "_files": None, "targets": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

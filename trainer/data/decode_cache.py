@@ -41,8 +41,8 @@ class _Image(StrictModel):
 
     name: str
     label: int
-    content: str  # SHA-256 of its file, or why it cannot be read
-    reason: str = ""  # why it is quarantined; empty for a good one, which has the rest
+    content: str  # SHA-256 of the file, or why it cannot be read
+    reason: str = ""  # why it is quarantined; empty for a good image, which has the fields below
     key: str = ""
     width: int = 0
     height: int = 0
@@ -62,8 +62,8 @@ class _Chunk(StrictModel):
 class DecodeCache:
     """The cached chunks of one preparation; can be pickled for another process."""
 
-    uri: str  # where they are kept
-    folder: Path  # where this preparation maps their squares from
+    uri: str  # place of the kept chunks
+    folder: Path  # place of the squares that this preparation maps
     way: str  # SHA-256 of all settings and versions that decide the outcome of an image file, as hexadecimal text
 
     def squares(self, number: int) -> Path:

@@ -47,8 +47,8 @@ _POLL_S = 0.5  # seconds between two checks of whether a batch takes too long
 class RecordedOutputs(Protocol):
     """Recorded outputs of a teacher, as a loader reads them."""
 
-    view_seed: int  # of the recorded views
-    view_count: int  # of each sample
+    view_seed: int  # seed of the recorded views
+    view_count: int  # views of each sample
 
     def read(self, indices: Indices, numbers: Indices) -> Recorded:
         """Read the outputs for these samples (indices into the training set) and views."""

@@ -83,7 +83,7 @@ _DECIDING = {
 _MISSING = "no such file"  # reason of an image that is not where the source says
 
 Read: TypeAlias = Callable[[str], bytes]
-DecodedChunk: TypeAlias = tuple[list[Outcome], bool]  # and whether an earlier attempt has decoded it
+DecodedChunk: TypeAlias = tuple[list[Outcome], bool]  # outcomes, and whether an earlier attempt has decoded the chunk
 
 
 def prepare(

@@ -102,10 +102,10 @@ class Rehearsal:
     """The first steps of a recipe's trainings, on one of its processes."""
 
     data: PreparedDataset
-    dataset: str | Path  # where it lies
+    dataset: str | Path  # URI of the data set
     processes: Processes
-    folder: Path  # for outputs that are thrown away
-    root: str  # for checkpoints, of all processes
+    folder: Path  # for temporary outputs
+    root: str  # for checkpoints of all processes
 
     def trainings(
         self, teacher: PretrainSettings, recorder: ReinforceSettings, student: DistillSettings

@@ -50,10 +50,10 @@ def split_of(name: str) -> SplitName | None:
 class Item:
     """An image of a source, not yet read."""
 
-    name: str  # its name in messages and on the data card, relative to the source
-    location: str  # where the listing's `read` finds it
-    label: int  # index of its class, or of its set of classes where there are such; or -1
-    split: SplitName  # the split that the source puts it in; `train` where the source has no splits
+    name: str  # name in messages and on the data card, relative to the source
+    location: str  # argument of the listing's `read`
+    label: int  # index of the class, or of the set of classes; or -1
+    split: SplitName  # split in the source; `train` in a source without splits
 
 
 @dataclass(frozen=True, kw_only=True)

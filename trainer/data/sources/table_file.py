@@ -34,7 +34,7 @@ _OTHER_FILES = {
 class TableRow:
     """A line of a table."""
 
-    line: int  # number of its first line in the file
+    line: int  # number of the row's first line in the file
     cells: Sequence[str]
 
 

@@ -40,7 +40,7 @@ from trainer.stages.onnx_export.variants import FLOAT, FinalFigures, Scoring, Se
 logger = logging.getLogger(__name__)
 
 _LITTLE = 0.005  # score on the validation images that an int8 variant may lose without being fine-tuned
-_IN_OPENVINO = f"-{OPENVINO}"  # ends the names of what it computes
+_IN_OPENVINO = f"-{OPENVINO}"  # suffix of variants that OpenVINO computes
 GRAPH, CARD, CANDIDATES, PAGE = "model.onnx", EXPORT_CARD, "candidates.json", "export.html"
 
 
@@ -51,7 +51,7 @@ class ExportedStudent:
     directory: Path
     candidates: Sequence[ServingCandidate]
     """The student itself and its variants, as measured; none where there is no ONNX file of it."""
-    chosen: str | None  # the variant that `GRAPH` is; None where there is none
+    chosen: str | None  # name of the variant in `GRAPH`; None without one
 
 
 class _Images:
@@ -80,9 +80,9 @@ class _Variants:
     """A student and the files of its variants."""
 
     model: Classifier
-    size_bytes: int  # of its weights
-    students: Mapping[str, OnnxStudent]  # name of a variant -> it
-    logits: Mapping[str, Logits]  # what the student (`torch`) and each variant answered the validation images
+    size_bytes: int  # size of the weights
+    students: Mapping[str, OnnxStudent]  # by the variant's name
+    logits: Mapping[str, Logits]  # of the student (`torch`) and each variant for the validation images
 
 
 def export(

@@ -39,8 +39,8 @@ class FinalFigures:
     """What the test images show of a candidate after the choice: nothing is chosen by them."""
 
     score: float
-    same: float  # as `ServingCandidate.same`
-    shift: float  # as `ServingCandidate.shift`
+    same: float  # see `ServingCandidate.same`
+    shift: float  # see `ServingCandidate.shift`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +58,9 @@ class ServingCandidate:
     """Total variation distance of its probabilities from the student's own: half the sum of the differences, in the mean over the images;
     where images may have several classes the largest difference of a class's."""
     latencies: Sequence[Latency]
-    reasons: Sequence[str] = ()  # why it is not to be chosen; empty where it passes
-    runtime: str = ONNX_RUNTIME  # which computes it
-    test: FinalFigures | None = None  # of the student itself and of what was chosen; None for the others
+    reasons: Sequence[str] = ()  # why it does not pass; empty if it passes
+    runtime: str = ONNX_RUNTIME  # the runtime that computes it
+    test: FinalFigures | None = None  # of the student itself and of the chosen variant; None for others
 
 
 def squares(split: Split, indices: Sequence[int]) -> Pixels:
@@ -92,10 +92,10 @@ class Scoring:
     """What answers on N images of a split are measured by; answers are logits, [N, K]."""
 
     labels: npt.NDArray[np.int64]  # index of each image's class, or of its set of classes, [N]
-    temperature: float  # by which logits are divided for probabilities
+    temperature: float  # divisor of the logits
     targets: Targets | None = None
     """`PreparedDataset.targets`: where images may have several labels each class is judged by itself."""
-    threshold: float = 0.5  # probability above which a class is then named
+    threshold: float = 0.5  # probability above which a class is named
 
     @property
     def measure(self) -> str:

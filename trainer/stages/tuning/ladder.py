@@ -82,7 +82,7 @@ class Ladder:
     measure: Measure
     limit_s: float  # longest time of all trials together
     tried: list[TriedCandidate] = field(default_factory=list)
-    untried: dict[str, str] = field(default_factory=dict)  # a change that was left out -> why
+    untried: dict[str, str] = field(default_factory=dict)  # untried change -> reason
     stopped: str = "every rung was climbed"
     step: Trial = field(init=False)  # the best settings on batches in memory
     whole: Trial = field(init=False)  # the best settings with their loader

@@ -50,9 +50,9 @@ WARM_STEPS = 2  # steps that may compile, fill caches or start loader processes,
 
 THOROUGHNESS = 6.0
 """How many times longer than in a trial the steps are measured of which hours and dollars are computed."""
-LAP_S = 0.2  # about how long a lap takes; the host waits for the device once a lap
+LAP_S = 0.2  # approximate duration of a lap; the host waits for the device once a lap
 PRECISE = 0.02  # a trial ends when the interval of its rate is within this share of it, each side; ..
-LEAST_LAPS = 4  # of fewer the rate has no interval
+LEAST_LAPS = 4  # fewer laps give no interval of the rate
 LEAST_S, LONGEST_S, SHARE = 0.5, 10.0, 0.04
 """... not before so many seconds, and at the latest after so many, or after this share of the whole distillation."""
 
@@ -87,7 +87,7 @@ class StepTimer:
         """
         self._images, self._accumulation, self._warm = images, accumulation, warm_steps
         self._total_steps, self._thoroughness = total_steps, thoroughness
-        self._seconds: list[float] = []  # of a step, lap by lap
+        self._seconds: list[float] = []  # duration of a step, by lap
         self._began, self._done = 0.0, 0
         self._settles = False
         self.plan = Plan(1)
@@ -159,7 +159,7 @@ class Trials:
         self._make, self._settings, self._processes = make, settings, processes
         self._gauge = MemoryGauge(processes)
         self.memory_limit = min(processes.gather(self._gauge.limit))  # bytes that each process may use
-        self._loading: dict[str, LoadingTime] = {}  # of an image, online or recorded
+        self._loading: dict[str, LoadingTime] = {}  # loading time of an image, by kind of teacher
         self._ran: set[Candidate] = set()
 
     def measure(self, candidate: Candidate, *, loads: bool = False) -> Trial:

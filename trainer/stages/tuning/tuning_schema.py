@@ -51,7 +51,7 @@ class Trial(StrictModel):
     """A candidate, measured."""
 
     candidate: Candidate
-    loads: bool = False  # whether the step was measured with its loader, or else on batches in memory
+    loads: bool = False  # whether the step waited for its loader, or took batches in memory
     ended: Literal["measured", "out of memory", "not compiled", "not finite"]
     """`not compiled`: nothing was compiled although `compile` asks for it; `not finite`: the weights were not finite at the end."""
     images_per_second: float = 0.0  # median over the laps, of all processes together; 0 where the trial failed
@@ -62,7 +62,7 @@ class Trial(StrictModel):
     seconds: float  # duration of the trial
     loading_s: float = 0.0  # seconds to load an image on one core of each process, divided by the processes ..
     waiting_s: float = 0.0  # ... and the part of them in which the core waited for storage.
-    workers: int = 0  # loader processes beside each training process; those that `auto` chose
+    workers: int = 0  # loader processes beside each training process, as chosen by `auto`
     memory_bytes: int = 0  # peak of a process: of its GPU, or else of the host since the process began
     fixed_bytes: int = 0
     """Memory in use before the first step, which does not grow with the images: on a GPU with the teacher."""
@@ -81,30 +81,30 @@ class TriedCandidate(StrictModel):
     """A step of the ladder."""
 
     trial: Trial
-    idea: str  # the change, and why it might help
-    run_s: float | None  # seconds of the whole distillation at this rate; none where the trial failed
+    idea: str  # the change, and its expected benefit
+    run_s: float | None  # seconds of the whole distillation at this rate; None for a failed trial
     gain: float | None
     """How many times shorter the distillation is than with the best settings before; none where there were none, or it failed."""
     taken: bool
-    verdict: str  # why it was kept, or not
+    verdict: str  # why it was kept or dropped
 
 
 class Tuning(StrictModel):
     """The trials, the chosen settings, and the forecast."""
 
     place: Machines
-    given: Mapping[str, Any]  # section `distill` before
-    chosen: Mapping[str, Any]  # the same with what was found
-    applied: bool  # whether the distillation uses what was found (`tune.apply`)
-    tried: tuple[TriedCandidate, ...]  # the trials, in their order; the first one is of the given settings
-    untried: Mapping[str, str]  # what was left out -> why
-    reasons: tuple[str, ...]  # what was changed, in words, with what it brought
+    given: Mapping[str, Any]  # the given section `distill`
+    chosen: Mapping[str, Any]  # the section with the changes that were kept
+    applied: bool  # whether the distillation uses `chosen` (`tune.apply`)
+    tried: tuple[TriedCandidate, ...]  # the trials in order, beginning with the given settings
+    untried: Mapping[str, str]  # untried change -> reason
+    reasons: tuple[str, ...]  # each change in words, with its gain
     stopped: str  # why the search ended
-    search_s: float  # how long it took
+    search_s: float  # duration of the search
     measurement: Measurement  # of the settings that the distillation uses
     work: WorkCount
     forecast: Forecast  # of the settings that the distillation uses
-    alternatives: Mapping[str, Forecast]  # what else could be done -> what that would take
+    alternatives: Mapping[str, Forecast]  # alternative -> its forecast
 
     @property
     def gain(self) -> float:
@@ -153,7 +153,7 @@ def from_trial(
 
 # ---- On several pools. One that was not tried is left out: peak figures say little of what a training reaches.
 
-Subject = Mapping[str, object]  # what is distilled: name -> what distinguishes it from others
+Subject = Mapping[str, object]  # inputs and settings that define the distillation
 
 
 def read_tunings(places: Iterable[str | Path], like: Subject | None = None) -> list[Tuning]:
