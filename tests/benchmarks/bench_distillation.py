@@ -74,13 +74,13 @@ from trainer.stages import prepare, reinforce
 from trainer.training.checkpointing import Checkpointing
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.classification import cross_entropy
-from trainer.training.hooks import Trace
 from trainer.training.loop import Trainer
 from trainer.training.metric_logger import MetricLogger
 from trainer.training.optimizers import make_optimizer, parameter_groups
 from trainer.training.parallelize import use_fast_kernels
 from trainer.training.prefetch import Prefetcher
 from trainer.training.spec import Losses, Objective, TrainingSpec
+from trainer.training.trace import Trace
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L4": 121e12, "A10G": 70e12}
 """Dense bf16 operations a second, from the makers' data sheets; the model FLOPs utilization is a share of these."""

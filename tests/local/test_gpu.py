@@ -24,10 +24,10 @@ from trainer.stages import prepare
 from trainer.training import loop
 from trainer.training.checkpointing import Checkpointing
 from trainer.training.checkpoints import Checkpoints
-from trainer.training.hooks import Trace
 from trainer.training.loop import Trainer
 from trainer.training.metric_logger import MetricLogger
 from trainer.training.spec import TrainingSpec
+from trainer.training.trace import Trace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_a_gpu")]
 

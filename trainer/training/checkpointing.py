@@ -15,8 +15,7 @@ from trainer.profiling.timeline import span
 from trainer.report.tracking.stage_runs import Tracker
 from trainer.training.attempts import AttemptLog
 from trainer.training.checkpoints import Checkpoints, newest
-from trainer.training.hooks import Hook
-from trainer.training.loop import Trainer
+from trainer.training.loop import Hook, Trainer
 from trainer.training.spec import Losses
 from trainer.training.training_state import capture, restore
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from trainer.config import WatchSettings
 from trainer.io.errors import TrainingError
@@ -20,11 +20,9 @@ from trainer.profiling.rules.outcomes import Case, Finding, Rule
 from trainer.profiling.rules.stalled import StalledTraining, hanging
 from trainer.profiling.timeline import span
 from trainer.report.tracking.stage_runs import Tracker
-from trainer.training.hooks import Hook, Trace
+from trainer.training.loop import Hook, Trainer
 from trainer.training.spec import Losses
-
-if TYPE_CHECKING:
-    from trainer.training.loop import Trainer
+from trainer.training.trace import Trace
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -39,15 +38,45 @@ from trainer.training.parallelize import DdpTimer, parallelize_model
 from trainer.training.prefetch import Prefetcher, make_prefetcher
 from trainer.training.spec import Losses, TrainingSpec, check_batch
 
-if TYPE_CHECKING:
-    from trainer.training.hooks import Hook
-
 logger = logging.getLogger(__name__)
 
 _NOISE = 0x6E6F697365
 """Keeps the seeds of dropout and stochastic depth apart from all other draws of the same seed."""
 _ATTENTION_SAMPLES = 4
 """Images whose attention is recorded."""
+
+
+class Hook:
+    """Base of what accompanies a training; each method does nothing unless overridden.
+
+    All processes have the same hooks. `Trainer` enters `running` from the last hook to the first, and calls the other methods from the
+    first to the last.
+    """
+
+    @contextmanager
+    def running(self, trainer: Trainer) -> Iterator[None]:  # noqa: ARG002
+        """Surround all steps; the code before the `yield` may change where the training begins."""
+        yield
+
+    def around_step(self, step: int) -> AbstractContextManager[object]:  # noqa: ARG002
+        """Surround a step."""
+        return nullcontext()
+
+    def around_update(self, step: int, forward: Callable[[], None]) -> AbstractContextManager[object]:  # noqa: ARG002
+        """Surround the update of the weights; `forward` runs the model alone over a few images of the step."""
+        return nullcontext()
+
+    def after_validation(self, step: int, scores: Mapping[str, float]) -> None:
+        """Receive the scores of the validation after `step`."""
+
+    def after_step(self, step: int, losses: Losses) -> None:
+        """Receive the losses of a step, on the device; its validation, if it has one, is done."""
+
+    def before_checkpoint(self) -> None:
+        """Prepare for a checkpoint; an error keeps it from being written."""
+
+    def after_last_step(self) -> None:
+        """End a training that has taken all its steps."""
 
 
 class Trainer:
@@ -257,7 +286,7 @@ class Trainer:
             self.spec.objective.forward_for_hooks(few)
 
     def _check_compilation(self, step: int) -> None:
-        """Warn if too little or too much is compiled; read how long gradients travelled."""
+        """Warn if too little or too much is compiled; read how long gradients traveled."""
         if self._graphs is not None:
             steps = step + 1 - self.first_step
             self._graphs.check(self.spec.name, steps, planned=step == self.spec.low_resolution[0])

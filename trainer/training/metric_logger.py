@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -23,11 +23,9 @@ from trainer.io.errors import TrainingError
 from trainer.io.formatting import listed
 from trainer.report.scores import VAL_TITLES, val_name
 from trainer.report.tracking.stage_runs import Tracker
-from trainer.training.hooks import Hook, Trace
+from trainer.training.loop import Hook, Trainer
 from trainer.training.spec import Losses, TrainingSpec
-
-if TYPE_CHECKING:
-    from trainer.training.loop import Trainer
+from trainer.training.trace import Trace
 
 logger = logging.getLogger(__name__)
 

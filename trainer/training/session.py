@@ -30,11 +30,11 @@ from trainer.report.tracking.stage_runs import Tracker, stage_run
 from trainer.training.checkpointing import Checkpointing
 from trainer.training.checkpoints import Checkpoints, Dealing, compatible, root_is_shared
 from trainer.training.classification import validate
-from trainer.training.hooks import Trace
 from trainer.training.live_rules import LiveRules
 from trainer.training.loop import Trainer
 from trainer.training.metric_logger import MetricLogger
 from trainer.training.spec import Objective, TrainingSpec, fit_batch, keep_micro_batches, why_micro_batches_count
+from trainer.training.trace import Trace
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.rules.outcomes import Case
 from trainer.training import live_rules
-from trainer.training.hooks import Trace
 from trainer.training.live_rules import HangWatchdog, LiveRules
+from trainer.training.trace import Trace
 
 UNEVEN = ContextRecord(classes={"apple": 100, "quince": 1})
 """What the rule class_imbalance fires on."""

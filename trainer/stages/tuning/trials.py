@@ -36,12 +36,12 @@ from trainer.training import loader_workers
 from trainer.training.checkpointing import save
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.classification import validate
-from trainer.training.hooks import Hook, Trace
 from trainer.training.loader_workers import LoadingTime, measure_loading
-from trainer.training.loop import Trainer
+from trainer.training.loop import Hook, Trainer
 from trainer.training.metric_logger import MetricLogger
 from trainer.training.prefetch import Prefetcher, make_prefetcher
 from trainer.training.spec import TrainingSpec
+from trainer.training.trace import Trace
 
 logger = logging.getLogger(__name__)
 

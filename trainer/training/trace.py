@@ -1,50 +1,13 @@
-"""What accompanies a training: one small interface for its checkpoints, metrics, record and live rules."""
+"""The record of a training, as a hook."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from trainer.profiling.evidence import AttemptRecord, ContextRecord
 from trainer.profiling.recorder import Recorder, Sources, Startup
-from trainer.training.spec import Losses
-
-if TYPE_CHECKING:
-    from trainer.training.loop import Trainer
-
-
-class Hook:
-    """Base of what accompanies a training; each method does nothing unless overridden.
-
-    All processes have the same hooks. `Trainer` enters `running` from the last hook to the first, and calls the other methods from the
-    first to the last.
-    """
-
-    @contextmanager
-    def running(self, trainer: Trainer) -> Iterator[None]:  # noqa: ARG002
-        """Surround all steps; the code before the `yield` may change where the training begins."""
-        yield
-
-    def around_step(self, step: int) -> AbstractContextManager[object]:  # noqa: ARG002
-        """Surround a step."""
-        return nullcontext()
-
-    def around_update(self, step: int, forward: Callable[[], None]) -> AbstractContextManager[object]:  # noqa: ARG002
-        """Surround the update of the weights; `forward` runs the model alone over a few images of the step."""
-        return nullcontext()
-
-    def after_validation(self, step: int, scores: Mapping[str, float]) -> None:
-        """Receive the scores of the validation after `step`."""
-
-    def after_step(self, step: int, losses: Losses) -> None:
-        """Receive the losses of a step, on the device; its validation, if it has one, is done."""
-
-    def before_checkpoint(self) -> None:
-        """Prepare for a checkpoint; an error keeps it from being written."""
-
-    def after_last_step(self) -> None:
-        """End a training that has taken all its steps."""
+from trainer.training.loop import Hook, Trainer
 
 
 class Trace(Hook):
