@@ -82,7 +82,7 @@ class Spoiled(DistillObjective):
 def test_a_training_that_fails_leaves_its_evidence_and_the_next_try_knows_of_it(run, monkeypatch, tmp_path):
     with monkeypatch.context() as spoiling:
         spoiling.setattr("trainer.stages.distill.DistillObjective", Spoiled)
-        with pytest.raises(TrainingError, match=r"not finite at step 13 .*; what it recorded is at ") as caught:
+        with pytest.raises(TrainingError, match=r"not finite at step 13") as caught:
             run("again", checkpoint_every=5, evidence=LOOKING | {"operators_steps": 0})
     place = Path(str(caught.value).rsplit(" at ", 1)[1])
     assert place.parent.parent == tmp_path / "again" / "checkpoints"

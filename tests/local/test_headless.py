@@ -248,7 +248,7 @@ def test_tokens_blocks_and_similarities_are_taught_alike_by_several_processes(di
 def test_what_a_teacher_without_a_head_cannot_do_is_said_before_the_student_trains(digits, headless, tmp_path):
     with pytest.raises(
         SettingsError,
-        match=r"has no head, .* but reinforce\.features and reinforce\.tokens are false; set reinforce\.features=true",
+        match=r"has no head, .* but reinforce\.features and reinforce\.tokens are false.*reinforce\.features=true",
     ):
         recorded(digits, headless, tmp_path / "outputs")
     logits = {"head": "trained", "logit_weight": 0.9, "label_weight": 0.1}
@@ -260,12 +260,12 @@ def test_what_a_teacher_without_a_head_cannot_do_is_said_before_the_student_trai
     with pytest.raises(SettingsError, match=r"logit_weight is 0\.9, but the teacher whose outputs .* has no head"):
         distilled(digits, headless, tmp_path / "recorded", outputs, teacher="recorded", **logits)
     assert not (tmp_path / "online").exists()
-    with pytest.raises(ModelError, match=r"has no head, so it names no class; load the student that it teaches"):
+    with pytest.raises(ModelError, match=r"has no head, so it names no class"):
         trainer.load_model(headless)
 
 
 def test_a_recording_without_the_embedding_is_refused(digits, teacher, tmp_path):
     """Of a teacher with a head, whose logits alone were recorded."""
     outputs = recorded(digits, teacher, tmp_path / "outputs", top_k=3)
-    with pytest.raises(SettingsError, match=r"feature_weight is 1, but .* holds no features; record them again with"):
+    with pytest.raises(SettingsError, match=r"feature_weight is 1, but .* holds no features"):
         distilled(digits, teacher, tmp_path / "student", outputs, teacher="recorded")

@@ -154,7 +154,6 @@ class ObjectStore:
         self._faults.append(Fault(method=method, path=path, times=times, status=status))
 
     def delay(self, seconds: float, *, times: int = 1_000_000, method: str = "", path: str = "") -> None:
-        """Answer late."""
         self._faults.append(Fault(method=method, path=path, times=times, delay_s=seconds))
 
     def cut(self, after: int = 0, *, times: int = 1, method: str = "GET", path: str = "") -> None:

@@ -42,7 +42,7 @@ def test_copies_and_waits_are_noted(gpu):
     assert len(gpu.waits) == 2
 
 
-def test_another_stream_has_to_wait_and_to_keep_the_memory(gpu):
+def test_another_stream_has_to_wait_and_to_keep_memory(gpu):
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     with torch.cuda.stream(side):
         tensor = torch.zeros(3, device="cuda")

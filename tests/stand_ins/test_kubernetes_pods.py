@@ -2,13 +2,9 @@
 
 import base64
 import json
-import signal
-import threading
-import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
-import urllib3
 from kubernetes.client import ApiException
 
 from tests.stand_ins.kubernetes.resources import CONFIG_MAPS, PODS, SECRETS
@@ -114,27 +110,6 @@ def test_mounts_are_folders_of_the_pod(cluster, tmp_path):
     assert uid_folder.startswith(str(tmp_path / "pods"))
 
 
-@pytest.mark.parametrize(
-    ("code", "phase_then", "exit_code", "reason"),
-    [
-        ("raise SystemExit(0)", "Succeeded", 0, "Completed"),
-        ("raise SystemExit(130)", "Failed", 130, "Error"),
-        ("import os; os.abort()", "Failed", 128 + signal.SIGABRT, "Error"),
-    ],
-)
-def test_how_a_process_ends_is_the_containers_state(cluster, code, phase_then, exit_code, reason):
-    run(cluster, pod(code=code))
-    end = state(cluster)["terminated"]
-    assert (phase(cluster), end["exitCode"], end["reason"]) == (phase_then, exit_code, reason)
-
-
-def test_a_program_that_is_not_there(cluster):
-    run(cluster, with_container(pod(), command=["torchrum"]))
-    end = state(cluster)["terminated"]
-    assert (end["exitCode"], end["reason"]) == (128, "StartError")
-    assert 'exec: "torchrum": No such file or directory' in end["message"]
-
-
 def test_the_termination_message(cluster):
     writing = "import os; open(os.environ['TRAINER_TERMINATION_LOG'], 'w').write('no images'); raise SystemExit(2)"
     run(cluster, pod("written", writing))
@@ -144,39 +119,6 @@ def test_the_termination_message(cluster):
     assert "message" not in state(cluster, "silent")["terminated"]
     run(cluster, with_container(pod("log", silent), terminationMessagePolicy="FallbackToLogsOnError"))
     assert state(cluster, "log")["terminated"]["message"] == "first\nerror: last"
-
-
-STUBBORN = (
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
-)
-POLITE = (
-    "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(0)); print('ready', flush=True); time.sleep(60)"
-)
-
-
-@pytest.mark.parametrize(("code", "grace_s"), [(STUBBORN, 1), (POLITE, 30)])
-def test_a_deleted_pod_gets_time_to_end(cluster, core, code, grace_s):
-    cluster.add(PODS, pod(code=code, terminationGracePeriodSeconds=grace_s))
-    cluster.wait_for(lambda: phase(cluster) == "Running" and cluster.log("one") == ["ready"])
-    start = time.monotonic()
-    deleted = core.delete_namespaced_pod("one", "kubeflow")
-    assert deleted.metadata.deletion_grace_period_seconds == grace_s
-    cluster.wait_for(lambda: not cluster.list(PODS))
-    took_s = time.monotonic() - start
-    assert took_s >= grace_s if code == STUBBORN else took_s < grace_s
-    assert [reason for _, reason, _ in cluster.events()] == ["Scheduled", "Created", "Started", "Killing"]
-
-
-def test_a_log_is_read_while_it_is_written(cluster, core):
-    cluster.script("one", Script(output=["a", 0.3, "b", 0.3, "c"]))
-    cluster.add(PODS, pod())
-    cluster.wait_for(lambda: phase(cluster) == "Running")
-    answer = core.read_namespaced_pod_log("one", "kubeflow", follow=True, _preload_content=False)
-    start, arrivals = time.monotonic(), []
-    for line in answer:
-        arrivals.append((line.decode().strip(), time.monotonic() - start))
-    assert [line for line, _ in arrivals] == ["a", "b", "c"]
-    assert arrivals[0][1] < 0.3 < arrivals[2][1]
 
 
 def test_the_lines_of_a_log_can_be_chosen(cluster, core):
@@ -198,23 +140,6 @@ def test_the_lines_of_a_log_can_be_chosen(cluster, core):
     assert datetime.fromisoformat(stamps[0]) - datetime.now(UTC) < timedelta(minutes=1)
 
 
-def test_since_time_counts_in_whole_seconds(cluster):
-    cluster.script("one", Script(output=["a", "b"]))
-    run(cluster, pod())
-    url = f"{cluster.url}/api/v1/namespaces/kubeflow/pods/one/log"
-    with urllib3.PoolManager() as pool:
-        last = pool.request("GET", url, fields={"timestamps": "true"}).data.decode().splitlines()[1].split()[0]
-        again = pool.request("GET", url, fields={"sinceTime": last}).data.decode().split()
-    assert again[-2:] == ["a", "b"]  # the server cuts the fraction off: lines of the same second come again
-
-
-def test_a_log_of_an_earlier_start(cluster, core):
-    cluster.script("one", Script(output=["first"], exit_code=1), Script(output=["second"], hang=True))
-    cluster.add(PODS, pod(restartPolicy="OnFailure"))
-    cluster.wait_for(lambda: phase(cluster) == "Running" and cluster.log("one") == ["second"])
-    assert core.read_namespaced_pod_log("one", "kubeflow", previous=True).split() == ["first"]
-
-
 def test_logs_that_are_not_there(cluster, core):
     def refusal(name="one", **query):
         with pytest.raises(ApiException) as caught:
@@ -231,27 +156,3 @@ def test_logs_that_are_not_there(cluster, core):
     assert refusal(container="other") == (400, "container other is not valid for pod one")
     assert refusal(previous=True) == (400, 'previous terminated container "main" in pod "one" not found')
     assert core.read_namespaced_pod_log("pending", "kubeflow") == ""
-
-
-def test_a_container_that_is_being_created_has_no_log(cluster, core):
-    cluster.script("one", Script(output=["line"], creating_s=3.0))
-    cluster.add(PODS, pod())
-    cluster.wait_for(lambda: state(cluster))
-    with pytest.raises(ApiException) as caught:
-        core.read_namespaced_pod_log("one", "kubeflow", follow=True)
-    message = json.loads(caught.value.body)["message"]
-    assert message == 'container "main" in pod "one" is waiting to start: ContainerCreating'
-    cluster.wait_for(lambda: phase(cluster) == "Succeeded")
-
-
-def test_a_followed_log_can_be_cut_and_taken_up_again(cluster, core):
-    cluster.script("one", Script(output=["a", 0.4, "b"]))
-    cluster.add(PODS, pod())
-    cluster.wait_for(lambda: phase(cluster) == "Running")
-    answer = core.read_namespaced_pod_log("one", "kubeflow", follow=True, _preload_content=False)
-    timer = threading.Timer(0.1, cluster.faults.cut, ["pods/log"])
-    timer.start()
-    with pytest.raises(urllib3.exceptions.ProtocolError):
-        answer.read()
-    assert core.read_namespaced_pod_log("one", "kubeflow", follow=True).split() == ["a", "b"]
-    timer.join()

@@ -64,16 +64,6 @@ def test_kfps_own_client_uploads_runs_and_waits(api, client, version):
     assert refused(client.terminate_run, run.run_id)[0] == 400
 
 
-def test_a_run_that_goes_on_is_terminated(api, client, version):
-    api.script = [state("RUNNING", double="RUNNING")]
-    run = client.run_pipeline(
-        client.create_experiment("numbers").experiment_id, "first", pipeline_id=version.pipeline_id,
-        version_id=version.pipeline_version_id, params={"number": 3},
-    )  # fmt: skip
-    client.terminate_run(run.run_id)
-    assert client.get_run(run.run_id).state == "CANCELED"
-
-
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
@@ -103,14 +93,6 @@ def test_bodies_must_be_of_the_models(client, body):
     status, message = refused(client.experiments.experiment_service_create_experiment, body)
     assert status == 400
     assert "proto: " in message
-
-
-def test_what_is_no_pipeline_is_not_taken(client, version, tmp_path):
-    package = tmp_path / "other.yaml"
-    package.write_text("kind: Workflow\n")
-    status, body = refused(client.upload_pipeline_version, str(package), "second", pipeline_id=version.pipeline_id)
-    assert status == 400
-    assert "Failed to read a pipeline spec file" in body
 
 
 def test_names_are_taken_once_and_full_pipelines_stay(client, version, tmp_path):

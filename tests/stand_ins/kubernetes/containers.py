@@ -62,9 +62,7 @@ class Container(Protocol):
     started_at: str
     id: str
 
-    def end(self) -> End | None:
-        """How it ended, if it has."""
-        ...
+    def end(self) -> End | None: ...
 
     def signal(self, number: int, reason: str = "") -> None:
         """Send a signal to the first process; SIGKILL ends all of them. `reason` is kept if it ends by that."""

@@ -185,7 +185,6 @@ class Kubelet:
             return PlayedContainer(script, f"pod-{name}")
 
     def _master_port(self, pod: Mapping[str, Any]) -> int:
-        """One free port for all pods of a job."""
         metadata = pod["metadata"]
         labels = metadata.get("labels") or {}
         job = next((labels[label] for label in _JOB_LABELS if label in labels), metadata["name"])
@@ -283,6 +282,5 @@ def _wait_in_words(pod: Mapping[str, Any]) -> str:
 
 
 def _condition(pod: Mapping[str, Any], type_: str) -> str:
-    """The message of a condition that is false."""
     conditions = pod["status"].get("conditions") or []
     return next((one.get("message", "") for one in conditions if one["type"] == type_), "")

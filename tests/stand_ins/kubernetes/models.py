@@ -13,15 +13,7 @@ import kubeflow.training.models
 import kubernetes.client
 import pydantic
 
-from tests.stand_ins.kubernetes.resources import (
-    CONFIG_MAPS,
-    EVENTS,
-    PODS,
-    PYTORCHJOBS,
-    SECRETS,
-    TRAINJOBS,
-    Resource,
-)
+from tests.stand_ins.kubernetes.resources import CONFIG_MAPS, EVENTS, PODS, PYTORCHJOBS, SECRETS, TRAINJOBS, Resource
 
 _MODELS = {
     PODS: "V1Pod",

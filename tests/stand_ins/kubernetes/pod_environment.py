@@ -39,7 +39,6 @@ class Process:
 
 
 def free_port() -> int:
-    """A port without a listener."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

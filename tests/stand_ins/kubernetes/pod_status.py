@@ -33,7 +33,6 @@ def running(started_at: str) -> Object:
 
 
 def terminated(identity: str, started_at: str, end: End) -> Object:
-    """State of a container that has ended."""
     return {
         "terminated": {
             "exitCode": end.exit_code,

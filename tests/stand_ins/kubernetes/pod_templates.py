@@ -40,7 +40,6 @@ def defaulted(job: Mapping[str, Any]) -> Object:
 
 
 def replica_labels(job: Mapping[str, Any], role: str) -> dict[str, str]:
-    """The labels that all pods of a role have."""
     return {
         f"{_PREFIX}/operator-name": OPERATOR_NAME,
         f"{_PREFIX}/job-name": job["metadata"]["name"],
@@ -49,7 +48,6 @@ def replica_labels(job: Mapping[str, Any], role: str) -> dict[str, str]:
 
 
 def index_of(pod: Mapping[str, Any]) -> int:
-    """Which replica of its role a pod is."""
     return int(pod["metadata"]["labels"][f"{_PREFIX}/replica-index"])
 
 

@@ -70,7 +70,6 @@ class RealApiServer:
         self._stack.close()
 
     def client(self) -> kubernetes.client.ApiClient:
-        """A client with all rights."""
         return kubernetes.config.new_client_from_config(str(self.kubeconfig))
 
     def _start(self, program: str, arguments: Sequence[str]) -> None:

@@ -14,9 +14,9 @@ port. Its termination message is what it writes to `$TRAINER_TERMINATION_LOG`.
 
 What is refused: what the real server refuses, in its words; `schemas.py` says by what it is judged.
 
-What a test can do: `script`, `install`/`uninstall` a CRD, `suspend`/`resume` a job as Kueue does, `oom_kill`, `kill`, `evict`, `preempt`
-a pod, `compact` the history, `expire_watches`, and all of `cluster.faults` (faults.py). What it can look at: `get`, `list`,
-`events`, `log`, `conditions`, `wait_for`.
+What a test can do: `script`, `uninstall` a CRD, `resume` a job as Kueue does, `oom_kill`, `kill`, `preempt` a pod, `compact` the
+history, `expire_watches`, and all of `cluster.faults` (faults.py). What it can look at: `get`, `list`, `events`, `log`,
+`conditions`, `wait_for`.
 
 Beware, it is as strict as the real one: an object whose owner is not there (by uid) is collected as garbage, so a job that is owned
 by the pod of a task needs that pod (`add_pod`). Pods ask for what nodes have: a test of a GPU pool gives `nodes`.
@@ -132,10 +132,6 @@ class KubernetesStandIn:
         """From now on the API knows no such kind, as if its CRD were missing."""
         self.server.installed.discard(plural)
 
-    def install(self, plural: str) -> None:
-        """Take an `uninstall` back."""
-        self.server.installed.add(plural)
-
     def add(self, resource: Resource, manifest: Mapping[str, Any]) -> Object:
         """Add an object without asking the API server."""
         return self.store.create(resource, self.namespace, manifest)
@@ -150,10 +146,6 @@ class KubernetesStandIn:
         """Delete an object, as somebody else with kubectl."""
         self.store.delete(resource, self.namespace, name)
 
-    def suspend(self, job: str) -> None:
-        """Do what Kueue does while it has no quota for a job."""
-        self._set_suspend(job, value=True)
-
     def resume(self, job: str) -> None:
         """Do what Kueue does when it admits a job."""
         self._set_suspend(job, value=False)
@@ -165,12 +157,6 @@ class KubernetesStandIn:
     def oom_kill(self, pod: str) -> None:
         """End a pod's container as the kernel does when its memory limit is passed."""
         self.kubelet.signal(self.get(PODS, pod), signal.SIGKILL, "OOMKilled")
-
-    def evict(self, pod: str, message: str = "The node was low on resource: ephemeral-storage.") -> None:
-        """End a pod as a kubelet does whose node runs out of something: it fails, and stays."""
-        with self.store.changing(PODS, self.namespace, pod) as evicted:
-            evicted["status"] |= {"phase": "Failed", "reason": "Evicted", "message": message, "containerStatuses": []}
-        self.store.record_event(self.get(PODS, pod), "Warning", "Evicted", message, "kubelet")
 
     def preempt(self, pod: str) -> None:
         """Delete a pod as the scheduler does in favor of one with a higher priority."""
@@ -271,11 +257,6 @@ def _kubeconfig(url: str, namespace: str) -> dict[str, Any]:
         "users": [{"name": "tester", "user": {"token": "stand-in"}}],
         "contexts": [{"name": "stand-in", "context": context}],
     }
-
-
-def _occurred(event: Mapping[str, Any]) -> int:
-    """When an event was first seen, which its name tells more exactly than its time."""
-    return int(event["metadata"]["name"].rpartition(".")[2], 16)
 
 
 def _phases(pods: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -230,7 +230,6 @@ class Store:
             return [change for change in self._history if change.version > version]
 
     def compact(self) -> None:
-        """Forget the history."""
         with self._changed:
             # Without a step of its own the current version would count as forgotten or not by chance.
             self.version += 1

@@ -224,14 +224,14 @@ def test_the_column_of_several_labels_is_no_attribute(tmp_path):
 
 
 def test_a_file_that_is_none_is_named(tmp_path, monkeypatch):
-    with pytest.raises(DataError, match=r"data\.attributes=.*nowhere\.csv: does not exist; check the path"):
+    with pytest.raises(DataError, match=r"data\.attributes=.*nowhere\.csv: does not exist"):
         read_tags(settings(attributes=f"{tmp_path}/nowhere.csv"), None)
     with pytest.raises(DataError, match=r"data\.hierarchy=.*: cannot be read"):
         read_tags(settings(hierarchy=str(tmp_path)), None)
     monkeypatch.setattr(limits, "TABLE_BYTES", 10)
     with pytest.raises(DataError, match="has more than 10 bytes; check the path"):
         read_tags(settings(attributes=written(tmp_path, ATTRIBUTES)), None)
-    with pytest.raises(DataError, match=r"brings no such table; did you mean grocery_\w+\.csv.*; it has grocery_attr"):
+    with pytest.raises(DataError, match=r"brings no such table.*grocery_attr"):
         read_tags(settings(attributes="bundled:grocery_attribute.csv"), None)
     with pytest.raises(DataError, match="brings no such table"):
         read_tags(settings(attributes="bundled:../../pyproject.toml"), None)

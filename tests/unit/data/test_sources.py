@@ -154,7 +154,7 @@ def test_links_are_followed_but_not_around_a_loop_and_pipes_are_passed_by(tmp_pa
     ]
     assert source_version(source, outside="read")
     for function in (list_source, source_version):
-        with pytest.raises(DataError, match=r"is a link to .*, which lies outside of it; .* data.outside=read"):
+        with pytest.raises(DataError, match=r"is a link to .*, which lies outside of it.*data.outside=read"):
             function(source)
 
 
@@ -182,9 +182,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     touch(tmp_path, "file.jpg")
     with pytest.raises(DataError, match=r"file\.jpg: is a file"):
         list_source(f"imagefolder:{tmp_path}/file.jpg")
-    with pytest.raises(
-        DataError, match=r"1 of its 1 images lie in no class's folder, such as file\.jpg; move each into"
-    ):
+    with pytest.raises(DataError, match=r"1 of its 1 images lie in no class's folder, such as file\.jpg"):
         list_source(f"imagefolder:{tmp_path}")
     with pytest.raises(StorageError, match="nosuchscheme://x: Protocol not known"):
         list_source("imagefolder:nosuchscheme://x")
@@ -198,9 +196,7 @@ def test_only_unlabeled_images_are_refused(tmp_path: Path) -> None:
 
 def test_a_folder_beside_the_splits_is_refused_not_passed_over(tmp_path: Path) -> None:
     touch(tmp_path, "train/cat/1.jpg", "extra/dog/1.jpg")
-    with pytest.raises(
-        DataError, match=r"splits \(train/\) lie beside other folders \(extra/\); move folders of classes"
-    ):
+    with pytest.raises(DataError, match=r"splits \(train/\) lie beside other folders \(extra/\)"):
         list_source(f"imagefolder:{tmp_path}")
 
 
@@ -332,7 +328,7 @@ def test_files_that_are_not_read_are_named_by_their_ending(tmp_path: Path) -> No
 def test_a_class_that_would_vanish_is_refused(tmp_path: Path, names: str, shown: str) -> None:
     for name in names.split():
         (tmp_path / name).mkdir(parents=True) if name.endswith("/") else touch(tmp_path, name)
-    with pytest.raises(DataError, match=f"no image can be read in {shown}, so a class would be missing; add images"):
+    with pytest.raises(DataError, match=f"no image can be read in {shown}, so a class would be missing"):
         list_source(f"imagefolder:{tmp_path}")
 
 
@@ -553,18 +549,18 @@ def test_a_manifest_with_several_labels_an_image(tmp_path: Path) -> None:
     assert [item.label for item in listing.items] == [1, 0, 1, 2, -1]
     assert [item.split for item in listing.items][-1] == "unlabeled"
     assert listing.label_names == ["no class", "curry | rice", "rice"]
-    with pytest.raises(DataError, match=r"line 2: 'rice\|curry' has several labels; set data.multi_label=true"):
+    with pytest.raises(DataError, match=r"line 2: 'rice\|curry' has several labels.*data.multi_label=true"):
         list_source(source)
 
 
 def test_a_manifest_with_too_many_sets_of_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "LABEL_SETS", 2)
     source = manifest(tmp_path, "path,label\n1.jpg,x|y\n2.jpg,x\n3.jpg,y\n")
-    with pytest.raises(DataError, match="has 3 different sets of 2 labels, more than 2; leave out labels"):
+    with pytest.raises(DataError, match="has 3 different sets of 2 labels, more than 2"):
         list_source(source, multi_label=True)
     monkeypatch.setattr(limits, "LABEL_SETS", 100)
     monkeypatch.setattr(limits, "LABEL_CELLS", 5)
-    with pytest.raises(DataError, match="has 3 different sets of 2 labels, more than 2; leave out labels"):
+    with pytest.raises(DataError, match="has 3 different sets of 2 labels, more than 2"):
         list_source(source, multi_label=True)
 
 
@@ -655,7 +651,7 @@ def test_the_classes_of_a_saved_table_have_the_names_that_people_read(tmp_path: 
     assert note.startswith("Names of classes that read alike: 'Cat' and 'cat'. Each is a class of its own")
     assert listing.remarks == listing.notes
     table([1, 0], names=("cat", "cat ")).save_to_disk(str(tmp_path / "space"))
-    with pytest.raises(DataError, match="the classes 'cat' and 'cat ' read the same; give them one label"):
+    with pytest.raises(DataError, match="the classes 'cat' and 'cat ' read the same"):
         list_source(f"hub:{tmp_path}/space")
     table([1, 0], names=("cat\u200b", "dog")).save_to_disk(str(tmp_path / "unseen"))
     with pytest.raises(DataError, match=r"hub data set .*unseen: .*U\+200B ZERO WIDTH SPACE"):
@@ -717,7 +713,7 @@ def test_the_splits_of_a_saved_dictionary_may_differ_in_nothing_but_the_labels_o
     }
     for name, test in other.items():
         datasets.DatasetDict({"train": table([1, 0]), "test": test}).save_to_disk(str(tmp_path / name))
-        with pytest.raises(DataError, match="split test has other columns or classes than split train; give all"):
+        with pytest.raises(DataError, match="split test has other columns or classes than split train"):
             list_source(f"hub:{tmp_path}/{name}")
 
 
@@ -737,9 +733,9 @@ def test_rows_of_a_saved_table_that_make_no_sense(tmp_path: Path) -> None:
     images: list[object] = [None, {"bytes": None, "path": None}, {"bytes": b"x", "path": None}]
     listing = list_source(written(tmp_path / "images", one, {"image": images, "label": [0, 1, 1]}))
     assert [listing.read(item.location) for item in listing.items] == [b"", b"", b"x"]
-    with pytest.raises(DataError, match="image 1 of split train has the label 2, but there are 2 classes; mend"):
+    with pytest.raises(DataError, match="image 1 of split train has the label 2, but there are 2 classes"):
         list_source(written(tmp_path / "one", one, {"image": images, "label": [0, 2, 1]}))
-    with pytest.raises(DataError, match="image 2 of split train has the label 7, but there are 2 classes; mend"):
+    with pytest.raises(DataError, match="image 2 of split train has the label 7, but there are 2 classes"):
         list_source(
             written(tmp_path / "several", several, {"image": images, "labels": [[0], [], [1, 7]]}), multi_label=True
         )

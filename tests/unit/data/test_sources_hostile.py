@@ -38,9 +38,7 @@ def test_links_within_the_folder_are_followed(photos: Path) -> None:
 @pytest.mark.parametrize("target", ["../secret", "/", "..", "dog/../../secret"])
 def test_a_folder_that_links_out_is_refused(photos: Path, target: str) -> None:
     (photos / "dog").symlink_to(target)
-    with pytest.raises(
-        DataError, match=r"dog is a link to /.*, which lies outside of it; remove it, or set data.outside=read"
-    ):
+    with pytest.raises(DataError, match=r"dog is a link to /.*, which lies outside of it.*data.outside=read"):
         list_source(f"imagefolder:{photos}")
 
 
@@ -70,7 +68,7 @@ def test_names_that_steer_a_terminal_are_shown_as_escapes(photos: Path) -> None:
 
 def test_a_folder_deeper_than_the_limit_is_refused(photos: Path) -> None:
     touch(photos.joinpath(*["a"] * (limits.FOLDER_DEPTH + 1)) / "1.jpg")
-    with pytest.raises(DataError, match=r"a/a/a.* lies deeper than 32 folders; move its images up"):
+    with pytest.raises(DataError, match=r"a/a/a.* lies deeper than 32 folders"):
         list_source(f"imagefolder:{photos}")
 
 
@@ -116,22 +114,20 @@ def written(folder: Path, *paths: str, label: str = "cat") -> Path:
 def test_a_line_that_leads_out_is_refused_with_its_number(photos: Path, path: str) -> None:
     (photos / "linked").symlink_to(photos.parent / "secret")
     (photos / "cat" / "linked.jpg").symlink_to(photos.parent / "secret" / "1.jpg")
-    with pytest.raises(
-        DataError, match=r"list.csv, line 3: '.*' lies outside of .*photos; move it there, or set data.outside=read"
-    ):
+    with pytest.raises(DataError, match=r"list.csv, line 3: '.*' lies outside of .*photos.*data.outside=read"):
         list_source(f"manifest:{written(photos, 'cat/1.jpg', path)}")
 
 
 @pytest.mark.parametrize("path", ["../1.jpg", "%2e%2e/1.jpg", "cat/.%2E/%2e./1.jpg", "cat/..%2f../1.jpg"])
 def test_a_line_of_a_list_in_a_store_that_leads_out_is_refused(path: str) -> None:
     fsspec.filesystem("memory").pipe("/lists/list.csv", f"path,label\n%2e%2ecat/1.jpg,cat\n{path},cat\n".encode())
-    with pytest.raises(DataError, match=r"line 3: '.*1.jpg' lies outside of memory://lists; move it there"):
+    with pytest.raises(DataError, match=r"line 3: '.*1.jpg' lies outside of memory://lists"):
         list_source("manifest:memory://lists/list.csv")
 
 
 def test_a_list_in_a_store_names_no_file_of_this_machine(photos: Path) -> None:
     fsspec.filesystem("memory").pipe("/lists/list.csv", f"path,label\n{photos}/cat/1.jpg,cat\n".encode())
-    with pytest.raises(DataError, match=r"line 2: '.*cat/1.jpg' lies outside of memory://lists; move it there"):
+    with pytest.raises(DataError, match=r"line 2: '.*cat/1.jpg' lies outside of memory://lists"):
         list_source("manifest:memory://lists/list.csv")
     assert len(list_source("manifest:memory://lists/list.csv", outside="read").items) == 1
 

@@ -119,7 +119,7 @@ def test_a_number_that_hardly_varies_stays_a_small_target():
 
 
 def test_an_embedding_without_differences_teaches_nothing():
-    with pytest.raises(ModelError, match=r"the same for all training images, .*; give other weights"):
+    with pytest.raises(ModelError, match=r"the same for all training images"):
         embeddings.statistics(np.ones_like(BANK))
 
 

@@ -260,7 +260,7 @@ def test_its_manifest_goes_first_and_comes_last(object_store, remote):
 
 def test_the_message_for_one_that_is_gone_names_the_way_past_the_cache_that_takes_it_for_done(object_store, remote):
     object_store.delete("a/sub/weights.bin")
-    with pytest.raises(ArtifactError, match=r"sub/weights.bin is missing; .*make deploy-pipeline FRESH=1$"):
+    with pytest.raises(ArtifactError, match=r"sub/weights.bin is missing.*FRESH=1"):
         artifacts.read(remote, "model")
     for key in object_store.keys("a/"):
         object_store.delete(key)

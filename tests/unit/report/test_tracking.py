@@ -140,9 +140,7 @@ def test_a_closed_port_is_reported_within_seconds(monkeypatch):
     uri = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv(tracking.URI, uri)
     start = time.monotonic()
-    with pytest.raises(
-        TrackingAwayError, match=rf"MLflow at {uri}: does not answer \(connection refused\); start the server"
-    ):
+    with pytest.raises(TrackingAwayError, match=rf"MLflow at {uri}: does not answer \(connection refused\)"):
         tracking.check()
     assert time.monotonic() - start < 8
 
@@ -199,9 +197,7 @@ def test_a_store_that_cannot_be_used_is_reported_at_once(monkeypatch, tmp_path, 
 def test_the_missing_driver_of_a_database_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "psycopg", None)
     monkeypatch.setenv(tracking.URI, "postgresql+psycopg://me:secret@127.0.0.1/x")
-    with pytest.raises(
-        TrackingError, match=r"me:\*\*\*@127.* needs the Python package psycopg, the driver .*; install it"
-    ):
+    with pytest.raises(TrackingError, match=r"me:\*\*\*@127.* needs the Python package psycopg, the driver"):
         tracking.check()
 
 
@@ -255,7 +251,7 @@ def test_names_are_refused_before_a_run_as_mlflow_refuses_them_at_its_end(name: 
 
 
 def test_a_name_that_mlflow_refuses_is_named_with_what_it_takes() -> None:
-    with pytest.raises(SettingsError, match=r"^register\.alias: must be an alias .*, got 'latest'; choose another one"):
+    with pytest.raises(SettingsError, match=r"^register\.alias: must be an alias .*, got 'latest'"):
         config.resolve("", "register.alias=latest")
 
 

@@ -424,7 +424,7 @@ def test_a_killed_process_of_a_node_is_named(node, silence):
     killer = threading.Thread(target=kill_the_worker)
     killer.start()
     job = spec(settings={}, inputs={"dataset": hanging, "teacher": "/none"}, environment=environment)
-    with pytest.raises(CrashError, match="distill: was ended by SIGKILL; the machine may be out of memory"):
+    with pytest.raises(CrashError, match="distill: was ended by SIGKILL"):
         launch.join_node(job)
     killer.join()
 

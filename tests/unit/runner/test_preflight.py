@@ -61,9 +61,7 @@ def test_weights_without_a_tag_are_of_timms_default_one():
 
 
 def test_weights_that_timm_does_not_have_are_refused_before_anything_starts():
-    with pytest.raises(
-        ModelError, match=r"timm:vit_tiny_patch16_224\.nobody: timm has no such weights; similar: vit_tiny"
-    ):
+    with pytest.raises(ModelError, match=r"timm:vit_tiny_patch16_224\.nobody: timm has no such weights.*vit_tiny"):
         pinned("pretrain.weights=timm:vit_tiny_patch16_224.nobody")
 
 
@@ -106,9 +104,7 @@ def test_a_network_of_one_size_cannot_be_trained_at_a_smaller_one_first(name):
         ModelError, match=rf"^{name}.*: architecture 'vit_\w+': takes no images of 8 pixels beside its own"
     ):
         checked(smaller)
-    with pytest.raises(
-        ModelError, match=r"low_resolution.image_size is 64, but its own input has 32 pixels; choose a smaller"
-    ):
+    with pytest.raises(ModelError, match=r"low_resolution.image_size is 64, but its own input has 32 pixels"):
         checked(f"{name}.low_resolution={{epochs=1,image_size=64}}")
     checked(smaller, "pretrain.teacher.args.dynamic_img_size=true", "distill.student.args.dynamic_img_size=true")
 
@@ -371,7 +367,7 @@ def test_of_weights_in_a_store_only_the_outline_is_fetched(object_store, teacher
 def test_an_export_without_its_packages_is_refused_before_anything_starts(monkeypatch):
     monkeypatch.setattr("trainer.stages.onnx_export.PACKAGES", ("onnx", "no_such_package"))
     with pytest.raises(
-        SettingsError, match=r"export\.enabled needs the package no_such_package; .* or set export\.enabled=false"
+        SettingsError, match=r"export\.enabled needs the package no_such_package.*export\.enabled=false"
     ):
         preflight.checked(config.resolve("digits"), trains_here=True)
     assert preflight.checked(config.resolve("digits", "export.enabled=false"), trains_here=True)

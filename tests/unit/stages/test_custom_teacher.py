@@ -116,7 +116,7 @@ def test_a_model_of_transformers_teaches(folder, trained_digits, tmp_path, monke
     torch.testing.assert_close(teacher(images), wanted)
     with monkeypatch.context() as gone:
         gone.setattr("importlib.util.find_spec", lambda name: None)
-        with pytest.raises(ModelError, match=r"needs the library transformers; pip install .*\[transformers\]"):
+        with pytest.raises(ModelError, match=r"needs the library transformers"):
             networks.load(tmp_path / "teacher")
 
 
@@ -135,7 +135,7 @@ def test_a_function_of_the_users_teaches(code, trained_digits, tmp_path, monkeyp
     assert networks.outline(tmp_path / "teacher").network.rows.is_meta
     monkeypatch.delenv(custom_networks.MODULES_VARIABLE)
     for opened in (networks.load, networks.outline):
-        with pytest.raises(ModelError, match=r"not allowed here; if you trust it, set TRAINER_MODULES=digit_teacher"):
+        with pytest.raises(ModelError, match=r"not allowed here.*TRAINER_MODULES=digit_teacher"):
             opened(tmp_path / "teacher")
 
 
@@ -203,7 +203,7 @@ def test_what_is_compared_beside_logits_is_refused(code, tmp_path):
     assert networks.find_token_shape(model) is None
     with pytest.raises(ModelError, match="cannot be compared by its features"):
         networks.feature_size(model)
-    with pytest.raises(ModelError, match=r"does not give what its blocks give; set distill\.block_weight=0"):
+    with pytest.raises(ModelError, match=r"does not give what its blocks give.*distill\.block_weight=0"):
         networks.block_shapes(model, [0])
     with pytest.raises(ModelError, match="neither trained nor given another head"):
         networks.with_labels(model, ["a"])

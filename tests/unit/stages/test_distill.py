@@ -600,7 +600,7 @@ def test_outputs_of_labeled_images_alone_do_not_serve_the_others(half, tmp_path)
     outputs = record_half(half, tmp_path / "outputs", unlabeled=False, views=1)
     with pytest.raises(
         ArtifactError,
-        match=r"they hold no outputs for the 520 images without labels, from which distill.unlabeled=true learns too; record again "
+        match=r"they hold no outputs for the 520 images without labels, from which distill.unlabeled=true learns too"
         r"with reinforce.unlabeled=true, or set distill.unlabeled=false",
     ):
         Distillation(half, tmp_path / "refused", outputs, teacher="recorded", views=MIXED_VIEWS)

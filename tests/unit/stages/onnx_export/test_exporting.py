@@ -212,12 +212,10 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_loaded(judged_run
         exporting.export(str(unjudged), tmp_path / "served")
     for place in (judged_run / "student", judged_run):
         before = sorted(place.rglob("*"))
-        with pytest.raises(
-            SettingsError, match=f"output {place}: holds something already; give a new or empty directory"
-        ):
+        with pytest.raises(SettingsError, match=f"output {place}: holds something already"):
             exporting.export(str(judged_run), place)
         assert sorted(place.rglob("*")) == before
     monkeypatch.setattr("trainer.stages.onnx_export.PACKAGES", ("onnx", "no_such_package"))
-    with pytest.raises(SettingsError, match=r"needs the package no_such_package; pip install '.*\[export\]'"):
+    with pytest.raises(SettingsError, match=r"needs the package no_such_package"):
         exporting.export(str(judged_run), tmp_path / "served")
     assert not (tmp_path / "served").exists()

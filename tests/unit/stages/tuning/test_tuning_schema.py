@@ -26,7 +26,7 @@ def test_a_candidate_changes_what_it_is_about_and_nothing_else():
 def test_a_file_of_another_version_is_refused(tmp_path):
     with artifacts.create(tmp_path / "tuning", "tuning", settings={}) as draft:
         (draft.path / FILE).write_text('{"place": "somewhere"}')
-    with pytest.raises(ArtifactError, match=r"tuning.json is not one of this version .*; run the stage tune again"):
+    with pytest.raises(ArtifactError, match=r"tuning.json is not one of this version"):
         read_tuning(tmp_path / "tuning")
 
 
@@ -100,7 +100,7 @@ def test_a_tuning_from_elsewhere_is_of_the_distillation_that_is_to_be_run(tmp_pa
     wanted = subject_of({"dataset": "d", "teacher": "t"}, settings)
     assert [one.place.pool for one in read_tunings([place], wanted)] == ["gpu"]
     another = subject_of({"dataset": "d", "teacher": "t2"}, settings)
-    with pytest.raises(ArtifactError, match="elsewhere: is of another teacher; leave it out"):
+    with pytest.raises(ArtifactError, match="elsewhere: is of another teacher"):
         read_tunings([place], another)
 
 
