@@ -121,7 +121,6 @@ def model_hub(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory):
-    """The digits, prepared."""
     folder = prepared_digits(tmp_path_factory.mktemp("data") / "digits")
     shared_folders.share(folder)
     return folder

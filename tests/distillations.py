@@ -39,7 +39,6 @@ MIXED = {"min_scale": 0.5, "flip": False, "mixup": 0.4, "cutmix": 0.6}
 
 
 def prepared_digits(directory):
-    """Prepare the digits there."""
     prepare.run(config.resolve("digits").data, dataset=directory)
     return str(directory)
 
@@ -114,10 +113,8 @@ class Distillation:
         ]  # fmt: skip
 
     def losses(self, name="loss"):
-        """A loss of each step."""
         (training,) = read_evidence(self.outputs["evidence"]).trainings
         return torch.tensor(training.metrics[name].values)
 
     def weights(self):
-        """The student's weights."""
         return networks.load(self.outputs["student"]).network.state_dict()

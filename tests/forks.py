@@ -36,7 +36,6 @@ class Program:
         return self._process.is_alive()
 
     def kill(self) -> None:
-        """End it at once."""
         self._process.kill()
         self._process.join()
 

@@ -154,7 +154,6 @@ def seen(distillation):
 
 
 def notes(distillation):
-    """The folder with the notes of all tries."""
     return Path(next(iter(distillation.outputs.values()))).parent / "notes"
 
 
@@ -181,7 +180,6 @@ def _join(process, limit_s):
 
 
 def _train(rank, arguments, environment, fault, seen_by):
-    """A training process."""
     settle(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
     said = os.open(_said(seen_by.parent, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(said, 1)

@@ -109,7 +109,6 @@ RULES = RuleSettings(own_overhead=OwnOverhead(fewest_seconds=600))
 
 
 def judged(training: TrainingEvidence, rules: RuleSettings | None = None) -> dict[str, Outcome]:
-    """Name of each rule -> its answer."""
     case = Case(training=training, rules=rules or RULES)
     return {rule.name: outcome for rule, outcome in judge(case).items()}
 
@@ -160,7 +159,6 @@ def together(processes: int, function: Callable[..., None], *arguments: object) 
 
 @contextmanager
 def on_rank(rank: int, fault: Fault) -> Iterator[None]:
-    """The fault in one of the processes only."""
     with fault() if int(os.environ["RANK"]) == rank else nullcontext():
         yield
 

@@ -73,7 +73,7 @@ def test_distillation(bench):
 
 
 @pytest.mark.parametrize(("ready", "untimed"), [([4] * 9, 3), ([4, 3, 2, 2, 1, 0], 5), ([math.nan] * 99, 40)])
-def test_a_distillation_is_timed_when_its_loader_keeps_up_or_its_stock_is_used_up(ready, untimed):
+def test_a_distillation_is_timed_with_a_ready_loader(ready, untimed):
     loader = LoaderStats(workers=2)
     stopwatch = bench_distillation.Stopwatch(torch.device("cpu"), 5, loader)
     readings = itertools.chain([4] * bench_distillation.WARM_UP, ready, itertools.repeat(0))
@@ -264,7 +264,7 @@ def test_a_method_that_there_is_not(bench):
         bench("bench_accuracy", "methods", "digits", "--variant", "kl: distill.temperature=4")
 
 
-def test_the_minutes_of_what_a_former_call_began_are_not_known(tmp_path):
+def test_minutes_of_what_former_call_began_are_not_known(tmp_path):
     given = {"recipe": "digits", "overrides": ["tracking.enabled=false"], "jobs": 1, "methods": {}}
     bench = bench_accuracy.Bench(**given, seeds=[0, 1], output=tmp_path)
     bench.prepare("whole")

@@ -52,15 +52,13 @@ def tree():
     return paths
 
 
-def test_the_tree_is_what_is_there():
+def test_tree():
     paths = tree()
     assert len(paths) > 60
     assert len(paths) == len(set(paths))
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
-
-def test_every_package_and_every_module_at_its_top_is_in_the_tree():
-    """Deeper folders and modules have their docstrings."""
+    # Deeper folders and modules have their docstrings.
     parents = {path.parent.relative_to(ROOT) for path in SOURCES}
     folders = {f"{parent.as_posix()}/" for parent in parents if len(parent.parts) <= 2}
     modules = {path.relative_to(ROOT).as_posix() for path in SOURCES if path.stem not in ("__init__", "__main__")}
@@ -69,7 +67,7 @@ def test_every_package_and_every_module_at_its_top_is_in_the_tree():
 
 
 @pytest.mark.parametrize("parent", ["docs", "manifests", "tests"])
-def test_every_folder_beside_the_packages_is_in_the_tree(parent):
+def test_every_folder_beside_packages_is_in_tree(parent):
     files = [path.relative_to(ROOT) for path in (ROOT / parent).rglob("*") if path.is_file() and path.suffix != ".pyc"]
     folders = {f"{parent}/{path.parts[1]}/" for path in files if len(path.parts) > 2}
     assert sorted(folders - set(tree())) == []
@@ -115,20 +113,15 @@ def test_files_in_backticks_are_there(name):
 
 
 def make_targets(line):
-    """The targets of a make command."""
     words = shlex.split(line, comments=True)[1:]
     return {word for word in words if re.fullmatch(r"[a-z][a-z-]*", word)}
 
 
-def test_make_has_the_targets():
+def test_targets():
     there = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     lines = [(name, text) for name, page in PAGES.items() for text in code(page) if re.match(r"make( |$)", text)]
     assert len(lines) > 50
     assert [(name, line) for name, line in lines if make_targets(line) - there] == []
-
-
-def test_every_target_is_in_the_documentation():
-    there = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     lines = [text for page in PAGES.values() for text in code(page) if text.startswith("make ")]
     assert sorted(there - {target for line in lines for target in make_targets(line)} - {"help"}) == []
 

@@ -56,7 +56,7 @@ def run(installed, *arguments):
     )
 
 
-def test_the_wheel_has_every_file_of_the_packages_and_no_other(wheel):
+def test_wheel(wheel):
     there = {
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES
@@ -70,13 +70,9 @@ def test_the_wheel_has_every_file_of_the_packages_and_no_other(wheel):
     } < there
     assert "components/launch/pools.toml" in there
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == there
-
-
-def test_each_package_says_that_it_is_typed():
+    # Each package says that it is typed.
     assert [package for package in PACKAGES if not (ROOT / package / "py.typed").is_file()] == []
-
-
-def test_the_wheel_says_what_it_is(wheel):
+    # The wheel says what it is.
     [name] = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
     text = wheel.read(name).decode()
     extra = [line for line in text.splitlines() if line.startswith("Requires-Dist:") and "extra == 'kubeflow'" in line]
@@ -101,7 +97,7 @@ def test_the_script_runs_without_the_extra(installed):
 
 
 @pytest.mark.slow
-def test_the_trainer_has_all_it_imports_without_the_extra(installed):
+def test_trainer_has_all_it_imports_without_extra(installed):
     """Every module, those of stages too."""
     code = """
 import importlib, pkgutil, sys, trainer

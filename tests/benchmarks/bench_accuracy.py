@@ -101,11 +101,9 @@ class Bench:
         return float(file.read_text()) / 60 if file.exists() else math.nan
 
     def prepare(self, name: str = "data", *changes: str) -> None:
-        """A prepared data set of this name."""
         self.stage("prepare", name, *changes, dataset=name)
 
     def pretrain(self, name: str, *changes: str, dataset: str = "data") -> None:
-        """A teacher of this name."""
         self.stage("pretrain", name, *changes, dataset=dataset, teacher=name, evidence=f"{name}-evidence")
 
     def record(self) -> None:
@@ -143,7 +141,6 @@ class Bench:
 
 
 def labels(bench: Bench) -> Scores:
-    """What a teacher adds to labels."""
     bench.prepare()
     bench.pretrain("teacher")
     like = bench.settings.pretrain.finetune

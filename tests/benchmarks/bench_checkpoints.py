@@ -98,7 +98,6 @@ def measure(training: Training, checkpoints: Checkpoints, *, steps: int, rounds:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--architecture", default="vit_base_patch16_224", help="timm's name of the model")
     parser.add_argument("--image-size", type=int, default=224, help="edge of an image, in pixels")

@@ -125,7 +125,6 @@ def of_photos(folder: Path, size: int) -> None:
 
 
 def of_digits() -> None:
-    """What the smallest edge is for."""
     digits = load_digits()
     gray = (digits.images * (255 / 16)).round().astype(np.uint8)
     squares = (stored(Image.fromarray(image).convert("RGB"), 32) for image in gray)

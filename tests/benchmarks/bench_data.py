@@ -157,7 +157,6 @@ def measure_loader(samples: Samples, size: int, *, rounds: int, batches: int) ->
 
 
 def show(seconds: dict[str, float], baselines: list[str]) -> None:
-    """Print the table."""
     print("| what | us an image | images/s a core | " + " | ".join(f"x {name}" for name in baselines) + " |")
     print("|---|---:|---:|" + "---:|" * len(baselines))
     for name, value in seconds.items():

@@ -176,7 +176,6 @@ class Bench:
 
     @property
     def most_steps(self) -> int:
-        """Steps that a lane takes at most."""
         return WARM_UP + MOST_FED * self.workers + self.case.steps + 2
 
     def loader(self, batches: Dataset[Batch], starts: Iterable[object]) -> tuple[Iterator[Batch], Stopwatch]:
@@ -423,7 +422,6 @@ def lanes(bench: Bench) -> dict[str, Lane]:
 
 
 def rate_of(lane: Lane, images: int) -> float:
-    """Images a second."""
     return images / lane()
 
 

@@ -115,7 +115,6 @@ def teacher(architecture: str, precision: Precision, batch: int, device: Device)
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--teacher", default="vit_base_patch16_224", help="default: %(default)s")

@@ -112,7 +112,6 @@ def lightly(bench: Bench, python: str, untrained: Classifier, teacher: Classifie
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description="Compare a distillation without labels with LightlyTrain's.")
     parser.add_argument(
         "--lightly-python", help="interpreter that has lightly-train (default: only this project's half)"

@@ -51,7 +51,6 @@ class TrainingStep:
         self._shape = (batch_size, 3, args.get("img_size", 224), args.get("img_size", 224))
 
     def __call__(self, within: Range, look: Look) -> None:
-        """One step, with its phases."""
         with within("data"):
             images, labels = torch.rand(self._shape), torch.randint(10, self._shape[:1])
         with within("to_device"):
@@ -71,7 +70,6 @@ class EmptyStep:
     model: nn.Module | None = None
 
     def __call__(self, within: Range, look: Look) -> None:
-        """One step."""
         for name in PHASES:
             with within(name):
                 pass
@@ -81,12 +79,10 @@ Step = TrainingStep | EmptyStep
 
 
 def nothing(_: object) -> AbstractContextManager[None]:
-    """A context that does nothing."""
     return nullcontext()
 
 
 def without(step: Step, count: int) -> Turn:
-    """A turn without the recorder."""
     wall, processor = time.perf_counter(), time.process_time()
     for _ in range(count):
         step(nothing, nothing)
@@ -97,12 +93,7 @@ def with_it(step: Step, count: int) -> tuple[Turn, dict[str, float]]:
     """A turn with the recorder, and the share of the steps' time that it says it costs, part by part."""
     settings = EvidenceSettings(operators_steps=0)
     recorder = Recorder(
-        settings,
-        name="distill",
-        device=torch.device("cpu"),
-        rank=0,
-        world_size=1,
-        sources=Sources(model=step.model),
+        settings, name="distill", device=torch.device("cpu"), rank=0, world_size=1, sources=Sources(model=step.model)
     )
     wall, processor = time.perf_counter(), time.process_time()
     with recorder:
@@ -150,7 +141,6 @@ def seconds_of_a_window(step: Step) -> float:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="turns with the recorder")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of a turn")

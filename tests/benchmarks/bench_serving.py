@@ -41,7 +41,6 @@ Ask = Callable[[aiohttp.ClientSession, int], Awaitable[int]]
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description="Compare the server of an exported student with MLflow's.")
     parser.add_argument("run", nargs="?", default="runs/latest", help="a registered run (default: %(default)s)")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16], help="default: 1 16")
@@ -115,7 +114,6 @@ def mlflows(run: str, log: Path) -> Iterator[str]:
 
 
 def by_predict(address: str, photos: Sequence[bytes]) -> Ask:
-    """Send photos as they are."""
 
     async def ask(session: aiohttp.ClientSession, number: int) -> int:
         photo = photos[number % len(photos)]

@@ -137,7 +137,6 @@ def compare(subject: Subject, settings: TuneSettings, checkpoints: str, *, round
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--photos", default="", help="an image folder; photos are made up without one")
     parser.add_argument("--edge", type=int, default=64, help="of the views, in pixels; default: %(default)s")

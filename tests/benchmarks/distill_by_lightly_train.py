@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 
 def main() -> None:
-    """Distill."""
     job = json.load(sys.stdin)
     torch.set_num_threads(job["threads"])
     teacher, student = (timm.create_model(job[one]["architecture"], num_classes=0) for one in ("teacher", "student"))

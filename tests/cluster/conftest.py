@@ -99,7 +99,6 @@ def kubectl(*arguments, check=True, text=None):
 
 
 def objects(kind, selector="", *, namespace=NAMESPACE):
-    """Objects of a kind, by their labels."""
     found = kubectl("get", kind, "--namespace", namespace, "--selector", selector, "--output", "json")
     return json.loads(found)["items"]
 

@@ -23,7 +23,6 @@ from trainer.io import commands
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def nothing(text: str) -> str:
-    """Return what it is given."""
     return text
 
 

@@ -22,7 +22,6 @@ class Seen:
 
     @property
     def share(self) -> float:
-        """Of the training that is done."""
         return self.step / self.total
 
 

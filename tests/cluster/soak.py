@@ -137,14 +137,12 @@ def _strike(run: conftest.Run, every_s: float, faults: Iterator[str]) -> tuple[l
 
 
 def _recoveries(strikes: list[Strike], lines: list[Seen]) -> Iterator[tuple[Strike, Recovery]]:
-    """What each strike cost."""
     ends = [strike.at for strike in strikes[1:]] + [lines[-1].at if lines else 0.0]
     for strike, end in zip(strikes, ends, strict=bool(strikes)):
         yield strike, recovery(lines, strike.at, end)
 
 
 def _table(outcomes: list[Outcome]) -> str:
-    """As Markdown."""
     rows: dict[str, list[Recovery]] = {}
     for one in outcomes:
         for strike, seen in _recoveries(one.strikes, one.lines):

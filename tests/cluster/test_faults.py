@@ -60,7 +60,7 @@ def attempts(run):
 
 
 @pytest.mark.alone
-def test_mlflow_is_away_then_memory_is_full_and_then_the_master_is_killed(undisturbed, struck, mlflow):
+def test_three_faults_strike_one_training(undisturbed, struck, mlflow):
     """One job goes through the first two. Its pool tries nothing again, so that the third one costs it, and a second one is made."""
     run = struck(["MLflow away", "task out of memory", "master killed"])
     assert is_the_same(mlflow, run, undisturbed)
@@ -73,7 +73,7 @@ def test_mlflow_is_away_then_memory_is_full_and_then_the_master_is_killed(undist
 
 
 @pytest.mark.alone
-def test_the_store_is_away_and_the_controllers_are_restarted(undisturbed, struck, mlflow):
+def test_store_is_away_and_controllers_are_restarted(undisturbed, struck, mlflow):
     run = struck(["store away", "controllers restarted"])
     assert is_the_same(mlflow, run, undisturbed)
     assert attempts(run) == ["1"]

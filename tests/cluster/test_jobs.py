@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300, func_only=True)]
 
 @pytest.fixture
 def namespace():
-    """One of its own."""
     name = f"vit-distillation-{secrets.token_hex(4)}"
     kubectl("create", "namespace", name)
     yield name
@@ -78,7 +77,7 @@ def test_an_image_that_is_not_there_is_named(fails):
     assert "localhost:1/no-such-image:1" in message
 
 
-def test_a_worker_that_is_deleted_before_it_ran_is_named(fails, namespace, monkeypatch):
+def test_worker_that_is_deleted_before_it_ran_is_named(fails, namespace, monkeypatch):
     """Kubernetes tells no reason, and the operator only that its limit was reached."""
 
     monkeypatch.setattr("components.launch.job_progress.STUCK_S", 120.0)

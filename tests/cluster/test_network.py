@@ -95,7 +95,7 @@ def reached(pod, *addresses):
     return {address for address, is_open in answers.items() if is_open}
 
 
-def test_pods_of_a_training_are_open_to_one_another_and_reach_mlflow_and_the_store_alone(pods):
+def test_pods_of_training_reach_only_what_they_need(pods):
     names, at = pods
     mlflow, store, pipelines = "mlflow:5000", "seaweedfs:8333", "ml-pipeline:8888"
     if at["closed"] in reached(names["other"], at["closed"]):

@@ -44,7 +44,7 @@ def test_a_run_of_train_jobs(run_pipeline, uncached, mlflow):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_queue_holds_a_job_until_there_is_room(run_pipeline, uncached, held, backend):
+def test_queue_holds_job_until_there_is_room(run_pipeline, uncached, held, backend):
     jobs = str(BACKENDS[backend].resource)
     need(jobs)
     with pool(backend=backend, queue=QUEUE) as name:

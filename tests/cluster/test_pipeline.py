@@ -27,7 +27,6 @@ def trained(run):
 
 
 def parent_run(mlflow, run):
-    """The run's own in MLflow."""
     experiments = [one["experiment_id"] for one in mlflow("experiments/search", max_results=1000)["experiments"]]
     found = mlflow("runs/search", experiment_ids=experiments, filter=f"tags.`trainer.run` = '{run.id}'").get("runs", [])
     nested = {tag["key"] for one in found for tag in one["data"]["tags"]}
@@ -36,7 +35,7 @@ def parent_run(mlflow, run):
     return parent["info"]
 
 
-def test_two_runs_at_once_their_cache_and_a_changed_setting(run_pipeline, mlflow):
+def test_two_runs_at_once_their_cache_and_changed_setting(run_pipeline, mlflow):
     """Four runs, as users make them: two that train everything, one that trains nothing, and one that trains the student only."""
     seeds = [f"run.seed={secrets.randbelow(2**31)}" for _ in range(2)]
     for first in [run_pipeline(seed, wait=False) for seed in seeds]:
@@ -57,7 +56,7 @@ def test_two_runs_at_once_their_cache_and_a_changed_setting(run_pipeline, mlflow
     assert trained(third) == {"distill"}
 
 
-def test_a_failing_job_turns_the_run_red_and_is_not_tried_again(run_pipeline, uncached):
+def test_a_failing_job_fails_its_run_at_once(run_pipeline, uncached):
     """What the trainer itself refuses would come again: neither the task nor Argo pays for it twice."""
     run = run_pipeline(f"{uncached} pretrain.finetune.base_learning_rate=1e30")
     assert run.exit_code != 0
@@ -67,7 +66,7 @@ def test_a_failing_job_turns_the_run_red_and_is_not_tried_again(run_pipeline, un
     assert len(run.task_pods("pretrain")) == 1
 
 
-def test_a_run_that_is_stopped_in_training_leaves_no_job(run_pipeline, uncached, mlflow):
+def test_run_that_is_stopped_in_training_leaves_no_job(run_pipeline, uncached, mlflow):
     run = run_pipeline(uncached, length=LONG, wait=False)
     eventually(lambda: run.pods("distill", "worker"), seconds=2400, what="the distillation has begun")
     run.stop()

@@ -99,7 +99,7 @@ def pod_of(name):
 
 
 @pytest.mark.parametrize("name", ["gpu-a100", "neuron-trn1-16"])
-def test_a_job_goes_to_the_nodes_of_its_pool(node, submit, name):
+def test_job_goes_to_nodes_of_its_pool(node, submit, name):
     made = node(name)
     there = {
         one["metadata"]["name"] for one in objects("nodes", f"{INSTANCE}={pools.get(name).node_selector[INSTANCE]}")

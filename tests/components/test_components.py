@@ -52,7 +52,7 @@ def definition(name: str) -> ast.FunctionDef:
     return next(node for node in ast.parse(SOURCE).body if isinstance(node, ast.FunctionDef) and node.name == name)
 
 
-def test_there_is_one_component_a_stage_in_their_order_one_before_them_one_after_and_one_of_its_own():
+def test_components_are_those_of_the_stages():
     assert [node.name for node in ast.parse(SOURCE).body if isinstance(node, ast.FunctionDef)] == NAMES
     assert SOURCE.count("@dsl.component") == len(NAMES)
 
@@ -82,14 +82,14 @@ def test_a_body_uses_nothing_from_its_module(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_component_runs_on_the_one_image_and_installs_nothing(name):
+def test_every_component_runs_on_one_image_and_installs_nothing(name):
     container = component(name).component_spec.implementation.container
     assert container.image == IMAGE
     assert "pip" not in " ".join(container.command[:3])
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_a_task_hands_on_references_to_what_its_stage_makes_and_shows_what_a_person_opens(name):
+def test_a_task_outputs_references_and_pages(name):
     outputs = component(name).component_spec.outputs
     parameters = {key for key, spec in outputs.items() if spec.type == "String"}
     assert parameters == {f"{key}_uri" for key in STAGES[name].outputs} | FURTHER.get(name, set())
@@ -98,7 +98,7 @@ def test_a_task_hands_on_references_to_what_its_stage_makes_and_shows_what_a_per
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_a_task_gets_references_and_no_artifact_that_kfp_would_fetch(name):
+def test_task_gets_references_and_no_artifact_that_kfp_would_fetch(name):
     stage, inputs = STAGES[name], component(name).component_spec.inputs
     assert {spec.type for spec in inputs.values()} <= {"String", "Integer"}
     beside = BESIDE.get(name, set()) | ({"recipe", "resolved"} if stage.takes_recipe else set())

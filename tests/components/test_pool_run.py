@@ -68,7 +68,7 @@ def test_wrong_input_ends_in_one_message_before_anything_starts(
         ("s3://other/checkpoints", "s3://other/checkpoints"),
     ],
 )
-def test_checkpoints_lie_where_the_pods_of_the_next_run_reach_them(tmp_path, monkeypatch, named, expected):
+def test_checkpoints_lie_where_pods_of_next_run_reach_them(tmp_path, monkeypatch, named, expected):
     seen = {}
 
     class CheckedError(Exception):

@@ -20,7 +20,7 @@ def dataset(tmp_path):
     return references.to(str(path), "dataset")
 
 
-def test_a_reference_holds_the_place_the_kind_and_the_content(dataset, tmp_path):
+def test_reference_holds_place_kind_and_content(dataset, tmp_path):
     path = tmp_path / "run #1" / "dataset"
     assert dataset == f"{path}#dataset={artifacts.manifest(path, 'dataset').fingerprint}"
     assert references.uri_of(dataset) == str(path)
@@ -28,7 +28,6 @@ def test_a_reference_holds_the_place_the_kind_and_the_content(dataset, tmp_path)
 
 @pytest.fixture(params=["folder", "store"])
 def root(request, tmp_path):
-    """A pipeline's root."""
     if request.param == "folder":
         return str(tmp_path / "root")
     return f"s3://{request.getfixturevalue('object_store').bucket}/root"
@@ -42,7 +41,7 @@ def made(root, run, content="images"):
     return references.shared(uri, "dataset", run)
 
 
-def test_runs_that_make_the_same_hand_on_one_reference(root):
+def test_runs_that_make_same_hand_on_one_reference(root):
     """A later run gets either run's from KFP's cache, which must hold what was made of it."""
     first, second, other = made(root, "run-1"), made(root, "run-2"), made(root, "run-3", "other images")
     assert first.startswith(f"{root}/run-1/prepare/dataset#dataset=")
@@ -69,30 +68,22 @@ def test_a_spoilt_entry_is_written_again(root, text):
 
 
 @pytest.mark.parametrize("run", ["", "elsewhere"])
-def test_outside_of_a_clusters_run_a_task_hands_on_its_own(dataset, run):
+def test_outside_of_clusters_run_task_hands_on_its_own(dataset, run):
     assert references.shared(references.uri_of(dataset), "dataset", run) == dataset
 
 
-def test_inputs_that_are_not_given_are_left_out(dataset, tmp_path):
-    assert references.uris({"dataset": dataset, "tuning": ""}) == {"dataset": str(tmp_path / "run #1" / "dataset")}
-
-
-def test_an_artifact_that_is_gone_is_named_with_the_way_to_make_it_again(dataset):
-    """KFP's cache does not look whether it is there."""
+def test_references_that_do_not_serve(dataset):
+    # KFP's cache does not look whether it is there.
     shutil.rmtree(references.uri_of(dataset))
     with pytest.raises(ArtifactError, match=r"dataset .*/dataset is gone, .* make deploy-pipeline RUN=1 FRESH=1$"):
         references.uris({"dataset": dataset})
-
-
-def test_an_artifact_in_the_place_of_another_is_named(dataset):
+    # An artifact in the place of another is named.
     path = references.uri_of(dataset)
     with artifacts.create(path, "dataset", settings={"other": 1}):
         pass
     with pytest.raises(ArtifactError, match=r"has the fingerprint .* something else was written there"):
         references.uris({"dataset": dataset})
-
-
-def test_a_text_that_is_no_reference_is_named():
+    # A text that is no reference is named.
     with pytest.raises(
         ArtifactError, match=r"'s3://bucket/dataset' is no reference to an artifact, URI#KIND=FINGERPRINT"
     ):

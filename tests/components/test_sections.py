@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from components import sections
-from components.kfp_components import configure
 from components.launching import Placement
 from tests.distillations import blank_teacher
 from trainer import config
@@ -62,14 +61,14 @@ def test_each_stage_gets_its_own_section_only():
         ("warm_up.enabled=true distill.temperature=3.5", {"warm_up", "tune", "distill"}),
     ],
 )
-def test_a_changed_setting_changes_the_sections_that_read_it_and_no_other(monkeypatch, overrides, changed):
+def test_a_setting_changes_only_sections_that_read_it(monkeypatch, overrides, changed):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = configured("digits")._asdict()
     after = configured("digits", overrides)._asdict()
     assert {name for name in before if before[name] != after[name]} == changed | {"resolved"}
 
 
-def test_a_changed_table_of_classes_makes_the_cached_data_set_stale_and_a_wrong_one_ends_the_run(tmp_path, monkeypatch):
+def test_changed_class_table_makes_new_data_set(tmp_path, monkeypatch):
     table = tmp_path / "table.csv"
     table.write_text("class,value\n10,10\n")
     with pytest.raises(DataError, match="line 2: '10' is no class of the images"):
@@ -84,7 +83,7 @@ def test_a_changed_table_of_classes_makes_the_cached_data_set_stale_and_a_wrong_
     assert version("9").startswith(f"{configured('digits').source_version} ")
 
 
-def test_the_device_is_what_trainings_find_and_the_pools_own_on_a_pool(monkeypatch):
+def test_device_of_trainings(monkeypatch):
     def device(overrides="", place=HERE):
         return configured("digits", overrides, place=place).device
 
@@ -96,15 +95,13 @@ def test_the_device_is_what_trainings_find_and_the_pools_own_on_a_pool(monkeypat
     assert device() == "cuda"
 
 
-def test_a_warm_up_is_of_the_trainings_that_follow():
+def test_warm_up(monkeypatch):
     made = configured("digits", "warm_up.enabled=true distill.teacher=recorded run.seed=3")
     own = json.loads(made.warm_up)
     assert {name: own[name] for name in ("pretrain", "reinforce", "distill")} == {
         name: json.loads(getattr(made, name)) for name in ("pretrain", "reinforce", "distill")
     }
-
-
-def test_a_warm_up_that_would_be_lost_is_refused_before_anything_starts(monkeypatch):
+    # A warm up that would be lost is refused before anything starts.
     neuron = Placement(pool="neuron-trn1")
     configured("digits", place=neuron)
     with pytest.raises(SettingsError, match=r"NEURON_COMPILE_CACHE_URL=/cache/neuron lies in the pods"):
@@ -113,7 +110,7 @@ def test_a_warm_up_that_would_be_lost_is_refused_before_anything_starts(monkeypa
     configured("digits", "warm_up.enabled=true", place=neuron)
 
 
-def test_a_distillation_reads_the_views_that_were_recorded_unless_they_are_named():
+def test_a_distillation_reads_the_recorded_views():
     def augmentation(overrides):
         return json.loads(configured("digits", overrides).reinforce)["augmentation"]
 
@@ -127,11 +124,11 @@ def test_a_distillation_reads_the_views_that_were_recorded_unless_they_are_named
     [
         (
             "distill.feature_weight=1",
-            r"distill\.feature_weight is 1, but reinforce\.features is false, .*; set reinforce\.features",
+            r"distill\.feature_weight is 1, but reinforce\.features is false.*reinforce\.features",
         ),
         (
             "reinforce.augmentation.min_scale=0.5 reinforce.augmentation.flip=false",
-            r"reinforce\.augmentation differs from distill\.views in min_scale \(0\.5, not 0\.6\), so .*; leave it unset",
+            r"reinforce\.augmentation differs from distill\.views in min_scale \(0\.5, not 0\.6\), so",
         ),
     ],
 )
@@ -150,21 +147,10 @@ def test_named_parameters_go_before_the_overrides():
     assert settings.tracking.experiment == "2"
 
 
-def test_empty_named_parameters_change_nothing():
-    assert sections.resolve("digits", "", "", "", "") == config.resolve("digits")
-
-
-def test_an_unknown_setting_is_named():
-    with pytest.raises(SettingsError, match=r"distill\.temprature.*did you mean distill\.temperature"):
-        sections.resolve("digits", "distill.temprature=3")
-
-
-def test_missing_images_are_found_before_anything_starts(tmp_path):
+def test_images_are_found_and_versioned(tmp_path):
     with pytest.raises(DataError, match="missing"):
         configured("digits", dataset=f"imagefolder:{tmp_path / 'missing'}")
-
-
-def test_changed_images_change_the_version(tmp_path):
+    # Changed images change the version.
     photo = tmp_path / "a" / "1.png"
     photo.parent.mkdir()
     photo.write_bytes(b"one")
@@ -173,9 +159,12 @@ def test_changed_images_change_the_version(tmp_path):
     second = configured("digits", dataset=f"imagefolder:{tmp_path}")
     assert first.source_version != second.source_version
     assert first.prepare == second.prepare
+    # An unknown setting is named.
+    with pytest.raises(SettingsError, match=r"distill\.temprature.*did you mean distill\.temperature"):
+        sections.resolve("digits", "distill.temprature=3")
 
 
-def test_images_of_which_nothing_is_known_have_a_version_of_their_own_in_each_run():
+def test_unknown_images_have_a_version_per_run():
     fsspec.filesystem("memory").pipe("/sections-test/cat/1.jpg", b"1")
     first, second = (configured("digits", dataset="imagefolder:memory://sections-test") for _ in range(2))
     assert first.source_version != second.source_version
@@ -224,11 +213,6 @@ def test_a_cluster_has_one_place_to_track_in(tmp_path, monkeypatch):
             configured("digits", override)
 
 
-def test_the_component_gives_what_the_function_gives():
-    assert {*configure.component_spec.outputs} == {*configured("digits")._fields}
-    assert configure.python_func("digits", "", "", "", "", "", 1, 0, "export", "", "") == configured("digits")
-
-
 @pytest.mark.parametrize(
     ("overrides", "needed"),
     [
@@ -240,18 +224,18 @@ def test_the_component_gives_what_the_function_gives():
         ("run.budget_hours=3", ("tune", "reinforce", "export")),
     ],
 )
-def test_a_graph_has_the_stages_that_the_settings_need(overrides, needed):
+def test_graph_has_stages_that_settings_need(overrides, needed):
     assert needed_stages(sections.resolve("digits", overrides)) == needed
 
 
-def test_settings_that_need_a_stage_that_the_graph_lacks_are_refused():
+def test_settings_that_need_stage_that_graph_lacks_are_refused():
     """As "Create run" in Kubeflow's UI can combine them."""
     settings = sections.resolve("digits", "distill.teacher=recorded")
     with pytest.raises(SettingsError, match=r"need reinforce, which this version of the pipeline leaves out.*RUN=1"):
         sections.configure(settings, Placement(), "tune export")
 
 
-def test_a_new_generation_makes_the_first_cached_task_another_one():
+def test_new_generation_makes_first_cached_task_another_one():
     before, after = (
         sections.configure(sections.resolve("digits"), Placement(), generation=generation)
         for generation in ("", "20260131t120000z")
@@ -261,7 +245,7 @@ def test_a_new_generation_makes_the_first_cached_task_another_one():
 
 
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
-def test_mlflow_names_the_run_as_kubeflow_does_and_links_to_it(tmp_path, monkeypatch):
+def test_mlflow_names_run_as_kubeflow_does_and_links_to_it(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
     for name in ("TRAINER_RUN", "KFP_RUN_ID"):

@@ -33,14 +33,7 @@ PRETRAINING = {
     "workers": 0,
 }
 """A masked autoencoder and then a classifier, of some ten steps each."""
-RECORDING = {
-    "views": 4,
-    "top_k": 3,
-    "batch_size": 400,
-    "seed": 2,
-    "workers": 0,
-    "augmentation": QUICK["views"],
-}
+RECORDING = {"views": 4, "top_k": 3, "batch_size": 400, "seed": 2, "workers": 0, "augmentation": QUICK["views"]}
 """Four shards."""
 TUNING = {
     "enabled": True,
@@ -87,7 +80,6 @@ class Bench:
         return self.distillation(processes=2, **(LONGER | settings))
 
     def pretraining(self, *, place: str = "") -> Job:
-        """The pretraining of a teacher."""
         section = config.validate(config.PretrainSettings, PRETRAINING).model_dump(mode="json")
         return self._job("pretrain", section, {"dataset": self.dataset}, ("teacher", "evidence"), place, 1)
 
@@ -159,7 +151,6 @@ class Bench:
 
     @functools.cached_property
     def teacher_outputs(self) -> str:
-        """Recorded outputs of the teacher."""
         return finished(self.recording())["teacher_outputs"]
 
     @functools.cached_property

@@ -65,11 +65,7 @@ class Fault:
         """The variables of a job that it strikes."""
         root = Path(__file__).parents[2]
         paths = [str(Path(__file__).parent / "injection"), str(root), os.environ.get("PYTHONPATH", "")]
-        return {
-            FAULT: json.dumps(asdict(self)),
-            NOTES: str(notes),
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        }
+        return {FAULT: json.dumps(asdict(self)), NOTES: str(notes), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 NONE = Fault(does="nothing")
@@ -99,7 +95,6 @@ class Notes:
         return float(path.read_text()) if path.exists() else None
 
     def step(self, rank: int, step: int) -> None:
-        """Note that a step is completed."""
         line = f"{rank} {step} {time.monotonic()}\n".encode()
         descriptor = os.open(self.folder / "steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(descriptor, line)
@@ -217,7 +212,6 @@ def _tell(event: str, arguments: tuple[Any, ...], written: Callable[[str, str], 
 
 
 def _opened(descriptor: int) -> Path:
-    """The path behind a descriptor."""
     return Path(f"/proc/self/fd/{descriptor}").readlink()
 
 

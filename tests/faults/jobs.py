@@ -193,13 +193,7 @@ class Job:
         assert code is not None, f"no end within {limit_s:.0f} s; it said:\n{said[-3000:]}"
         assert not left or code == -signal.SIGKILL, f"left processes behind: {left}; it said:\n{said[-3000:]}"
         return Ending(
-            code=code,
-            said=said,
-            began=began,
-            ended=ended,
-            fired=notes.fired,
-            steps=notes.steps,
-            writes=notes.writes,
+            code=code, said=said, began=began, ended=ended, fired=notes.fired, steps=notes.steps, writes=notes.writes
         )
 
     # What has become of it

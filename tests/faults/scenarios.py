@@ -25,16 +25,7 @@ from tests.faults.tracking_server import TrackingServer
 from trainer.io import artifacts
 from trainer.io.errors import CRASH_EXIT_CODE, EXIT_CODE, PREEMPTED_EXIT_CODE
 
-KINDS = (
-    "distillation",
-    "pretraining",
-    "recording",
-    "preparation",
-    "tuning",
-    "profiling",
-    "evaluation",
-    "registration",
-)
+KINDS = ("distillation", "pretraining", "recording", "preparation", "tuning", "profiling", "evaluation", "registration")
 """Of jobs: as `Bench` names them."""
 WAIT_S = 30
 """How long processes wait for one another where one of them hangs."""
@@ -264,7 +255,6 @@ def input_is_damaged(way: str, at: Surroundings, chance: random.Random) -> Kept:
 
 
 def stored(at: Surroundings, job: Callable[..., Job], chance: random.Random) -> Job:
-    """A job whose outputs and checkpoints are in the store."""
     at.store.reset()
     made = job(place=at.store.uri(f"job-{chance.randrange(10**9)}"))
     made.environment = {**at.store.environment, "TRAINER_CACHE": str(made.scratch / "cache")}

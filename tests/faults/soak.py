@@ -43,7 +43,6 @@ class Row:
     """Messages."""
 
     def cells(self, name: str) -> tuple[str, ...]:
-        """For the table."""
         outcomes = " / ".join(dict.fromkeys(one.outcome for one in self.kept)) or "-"
         ends = _range([one.seconds for one in self.kept])
         recoveries = _range([one.recovered_s for one in self.kept if one.recovered_s is not None])
@@ -56,7 +55,6 @@ HEAD = ("fault", "times", "broken", "ended within (s)", "recovered within (s)", 
 
 
 def _range(seconds: list[float]) -> str:
-    """Median and largest."""
     return f"{statistics.median(seconds):.1f}, at most {max(seconds):.1f}" if seconds else "-"
 
 
@@ -135,7 +133,6 @@ def _strike(at: Surroundings, name: str, draw: str, row: Row) -> None:
 
 
 def _table(rows: dict[str, Row], seconds: float) -> str:
-    """As Markdown."""
     lines = [
         HEAD,
         tuple("---" for _ in HEAD),

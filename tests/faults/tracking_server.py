@@ -32,7 +32,6 @@ class TrackingServer:
 
     @property
     def group(self) -> int:
-        """The number of its group of processes."""
         assert self._process is not None, "it has not been started"
         return self._process.pid
 

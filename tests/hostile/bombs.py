@@ -49,7 +49,6 @@ def main() -> None:
 
 
 def warm_up(folder: Path) -> None:
-    """Load what is loaded on demand."""
     Image.init()
     for name in ("image", "recipe"):
         for seed in TARGETS[name].seeds():

@@ -16,7 +16,7 @@ SEEDS_ARE_ATTACKS = {"list of images", "URI"}
 
 @pytest.mark.filterwarnings("ignore:.*(Corrupt|Truncated|Metadata|Animated|Palette):UserWarning")
 @pytest.mark.parametrize("name", TARGETS)
-def test_what_is_not_read_is_refused_with_a_message(name, tmp_path):
+def test_what_is_not_read_is_refused_with_message(name, tmp_path):
     target, dice = TARGETS[name], random.Random(0)
     seeds = target.seeds()
     accepted = [try_out(target, seed, tmp_path) == "" for seed in seeds]

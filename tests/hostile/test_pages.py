@@ -93,7 +93,6 @@ def parts(names):
 
 
 def evaluation(names):
-    """An evaluation of classes with these names."""
     return evaluation_page(padded(names), [names[0]])
 
 
@@ -103,7 +102,6 @@ def padded(names):
 
 
 def all_charts(names):
-    """Every chart that shows names."""
     names = padded(names)
     counts = np.arange(len(names) ** 2).reshape(len(names), -1)
     curve = ReliabilityCurve(name=names[0], confidence=[0.5], accuracy=[0.5], counts=[1])

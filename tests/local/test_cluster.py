@@ -57,7 +57,6 @@ def cluster(tmp_path, store):
 
 @pytest.fixture
 def environment(cluster, store, tmp_path):
-    """What a task finds in its environment."""
     pools = tmp_path / "pools.toml"
     pools.write_text(POOLS)
     return {
@@ -86,9 +85,7 @@ def train_on_cluster(job, place, run, environment, store, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_task_on_a_cluster_trains_on_two_machines_what_one_machine_trains(
-    distillation, cluster, environment, store, monkeypatch
-):
+def test_two_machines_train_what_one_trains(distillation, cluster, environment, store, monkeypatch):
     """The job writes to the URIs that KFP gave, and the task's own disk stays empty."""
     here = distillation("here").train(processes=2)
     root, shown = train_on_cluster(here, TWO_MACHINES, "run-1", environment, store, monkeypatch)
@@ -104,9 +101,7 @@ def test_a_task_on_a_cluster_trains_on_two_machines_what_one_machine_trains(
 
 
 @pytest.mark.long
-def test_a_job_whose_machine_is_lost_goes_on_from_its_checkpoint_to_the_same_student(
-    distillation, cluster, environment, store, monkeypatch, capsys
-):
+def test_a_lost_machine_does_not_change_the_student(distillation, cluster, environment, store, monkeypatch, capsys):
     """The machine that is lost comes back before the first one has noticed."""
     here = distillation("here", checkpoint_every=3).train(processes=2)
     store.delay(60, times=1, method="PUT", path="run-2/checkpoints/.*step-00000006-g001/manifest")
@@ -137,7 +132,7 @@ def test_a_job_whose_machine_is_lost_goes_on_from_its_checkpoint_to_the_same_stu
 
 
 @pytest.mark.long
-def test_the_pipeline_on_a_pool_gives_the_student_that_this_machine_gives(cluster, environment, tmp_path):
+def test_a_pool_gives_the_student_of_this_machine(cluster, environment, tmp_path):
     overrides = f"{SMALL} tracking.enabled=false distill.teacher=recorded reinforce.views=2"
     students = {}
     here, pool = ["trainer", "run"], ["components.pool_run", "--pool", "small", "--nodes", "2"]

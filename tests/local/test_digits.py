@@ -79,7 +79,7 @@ def small(tmp_path_factory, empty_mlflow_store):
     folder = tmp_path_factory.mktemp("small")
     (folder / "runs").mkdir()
     shutil.copy(empty_mlflow_store, folder / "runs" / "mlflow.db")
-    ended = run(folder, "--set", *settings)
+    ended = run(folder, "--processes", "1", "--set", *settings)
     assert ended.returncode == 0, ended.stderr
     return settings, folder, ended
 
@@ -105,7 +105,7 @@ def test_a_small_run_leaves_all_that_it_promises(small):
         assert line in ended.stdout
     assert re.search(r"^reinforce .* 2 views of 1,\d+ images", ended.stdout, flags=re.MULTILINE)
     distill = Bill.model_validate(summary["bill"]).stage("distill")
-    assert distill.place == Machines(pool="this machine", processes_per_node=2)
+    assert distill.place == Machines(pool="this machine", processes_per_node=1)
     assert distill.seconds == pytest.approx(sum(distill.parts.values()))
     assert {"startup", "training", "evaluation", "checkpoints"} <= set(distill.parts)
     assert distill.dollars is None
@@ -119,7 +119,7 @@ def test_the_same_output_again_keeps_what_is_there(small):
     settings, folder, _ = small
     place = (folder / "runs" / "latest").resolve()
     summary = read_summary(place)
-    again = run(folder, "--output", str(place), "--set", *settings)
+    again = run(folder, "--output", str(place), "--processes", "1", "--set", *settings)
     assert again.returncode == 0, again.stderr
     stages = ("prepare", "pretrain", "reinforce", "distill", "profile", "evaluate", "export")
     assert kept(again) == dict.fromkeys(stages, "in the same output")
@@ -128,11 +128,11 @@ def test_the_same_output_again_keeps_what_is_there(small):
     assert repeated["mlflow"]["run_id"] == summary["mlflow"]["run_id"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_next_run_takes_what_did_not_change(small):
     settings, folder, _ = small
     first = (folder / "runs" / "latest").resolve()
-    ended = run(folder, "--set", *settings, "distill.temperature=3")
+    ended = run(folder, "--processes", "1", "--set", *settings, "distill.temperature=3")
     assert ended.returncode == 0, ended.stderr
     assert kept(ended) == dict.fromkeys(("prepare", "pretrain", "reinforce"), f"({first})")
     before, after = read_summary(first), read_summary(folder / "runs" / "latest")
@@ -146,7 +146,7 @@ def test_the_next_run_takes_what_did_not_change(small):
 
 
 @pytest.mark.long
-def test_an_interruption_ends_all_processes_and_the_next_run_takes_what_was_made(tmp_path):
+def test_an_interrupted_run_is_continued_by_the_next(tmp_path):
     arguments = command("--set", *SMALL.split(), "pretrain.mae.epochs=100000")
     with subprocess.Popen(
         arguments,

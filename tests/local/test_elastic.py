@@ -163,7 +163,7 @@ def job_of(distillation, folder):
 
 
 @pytest.mark.long
-def test_a_job_goes_on_with_the_nodes_that_are_there(distillation, digits, tmp_path):
+def test_job_goes_on_with_nodes_that_are_there(distillation, digits, tmp_path):
     elastic, whole = distillation("elastic", **SETTINGS), distillation("whole", **SETTINGS).train()
     with job_of(elastic, tmp_path / "job") as job:
         job.hold(13)

@@ -52,7 +52,7 @@ def test_looking_changes_no_bit_of_what_is_trained(run):
     assert not len(unseen.ranks[0].tensors.steps)
 
 
-def test_what_is_known_of_a_training_stands_in_its_evidence(run, teacher):
+def test_what_is_known_of_training_stands_in_its_evidence(run, teacher):
     folder = run("plain", evidence=LOOKING)
     record = evidence_of(folder / "evidence").ranks[0].record
     context = record.context
@@ -79,7 +79,7 @@ class Spoiled(DistillObjective):
         return {name: loss * math.nan for name, loss in losses.items()} if self.calls == 13 else losses
 
 
-def test_a_training_that_fails_leaves_its_evidence_and_the_next_try_knows_of_it(run, monkeypatch, tmp_path):
+def test_a_failed_training_leaves_its_evidence(run, monkeypatch, tmp_path):
     with monkeypatch.context() as spoiling:
         spoiling.setattr("trainer.stages.distill.DistillObjective", Spoiled)
         with pytest.raises(TrainingError, match=r"not finite at step 13") as caught:

@@ -35,7 +35,6 @@ def workers(process):
 
 
 def wait_for_checkpoint(distillation, process, name="step-*"):
-    """Wait until a checkpoint is complete."""
     root = Path(distillation.outputs["student"]).parent / "checkpoints"
     for _ in range(6000):
         if any(root.glob(f"*/{name}/manifest.json")):
@@ -55,7 +54,7 @@ def finish(process, seconds=120):
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_named_and_the_others_end_at_once(distillation):
+def test_killed_process_is_named_and_others_end_at_once(distillation):
     training = distillation("killed", **LONG)
     process = start(training)
     wait_for_checkpoint(training, process)
@@ -70,7 +69,7 @@ def test_a_killed_process_is_named_and_the_others_end_at_once(distillation):
 
 
 @pytest.mark.slow
-def test_a_bug_in_one_process_shows_its_traceback_once_and_is_named(distillation, tmp_path):
+def test_a_bug_shows_its_traceback_once(distillation, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
         "if os.environ.get('RANK') == '1':\n"
@@ -89,8 +88,8 @@ def test_a_bug_in_one_process_shows_its_traceback_once_and_is_named(distillation
 @pytest.mark.parametrize(
     "zero", [False, pytest.param(True, marks=pytest.mark.long)], ids=["whole optimizer", "sharded optimizer"]
 )
-def test_ctrl_c_ends_all_processes_and_the_same_command_goes_on_to_the_same_weights(distillation, zero):
-    settings = LONG | {"epochs": 12, "zero": zero}
+def test_ctrl_c_ends_all_and_resuming_keeps_weights(distillation, zero):
+    settings = LONG | {"epochs": 5, "zero": zero}
     interrupted = distillation("interrupted", **settings)
     process = start(interrupted)
     wait_for_checkpoint(interrupted, process)
@@ -111,12 +110,12 @@ def test_ctrl_c_ends_all_processes_and_the_same_command_goes_on_to_the_same_weig
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_stops_the_training_and_names_step_and_samples(distillation):
+def test_a_diverging_loss_names_step_and_samples(distillation):
     with pytest.raises(LaunchError, match=r"the loss is not finite at step \d+ \(process 0.*samples [0-9a-f]{16} "):
         distillation("diverging", base_learning_rate=1e25, clip_norm=0).run(processes=2)
 
 
 @pytest.mark.slow
-def test_a_setting_that_only_the_processes_can_judge_ends_in_its_message(distillation):
+def test_processes_refuse_a_setting_with_a_message(distillation):
     with pytest.raises(LaunchError, match=r"batch_size = 3 cannot be divided among 2 processes x 2 micro-batches"):
         distillation("too-small", batch_size=3, accumulation=2).run(processes=2)

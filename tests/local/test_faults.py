@@ -55,49 +55,46 @@ def test_a_distillation_that_is_killed_between_two_writes(bench):
     whole = bench.whole("distillation")
     assert any("checkpoints/" in write for write in whole.writes), whole.writes
     assert any("student/model.safetensors" in write for write in whole.writes), whole.writes
-    for number in spread(len(whole.writes) - NOTES, 10):
+    for number in spread(len(whole.writes) - NOTES, 5):
         kill(bench.distillation(), whole, number)
 
 
 def test_a_recording_that_is_killed_between_two_writes(bench):
     whole = bench.whole("recording")
     assert sum("records/" in name for name in whole.result) == 4
-    for number in spread(len(whole.writes), 4):
+    for number in spread(len(whole.writes), 2):
         kill(bench.recording(), whole, number)
 
 
 def test_a_preparation_that_is_killed_between_two_writes(bench):
     whole = bench.whole("preparation")
-    for number in spread(len(whole.writes), 6):
+    for number in spread(len(whole.writes), 3):
         kill(bench.preparation(), whole, number)
 
 
-@pytest.mark.parametrize("kind", ["profiling", "evaluation", "registration"])
+@pytest.mark.parametrize("kind", ["evaluation", "registration"])
 def test_a_stage_that_is_killed_before_a_write(surroundings, kind):
     SCENARIOS[f"{kind}: killed before a write"](surroundings, random.Random(kind))
 
 
-@pytest.mark.parametrize("kind", ["distillation", "recording", "preparation", "registration"])
-@pytest.mark.parametrize("disk", ["disk full", "disk read-only"])
+@pytest.mark.parametrize(
+    ("kind", "disk"), [("distillation", "disk full"), ("recording", "disk read-only"), ("registration", "disk full")]
+)
 def test_a_disk_that_refuses(surroundings, kind, disk):
     SCENARIOS[f"{kind}: {disk}"](surroundings, random.Random(kind))
 
 
-@pytest.mark.parametrize(
-    "name", ["store: distillation killed before a request", "store: answer lost", "store: 403", "store: cut"]
-)
+@pytest.mark.parametrize("name", ["store: distillation killed before a request", "store: 403", "store: cut"])
 def test_a_job_whose_store_fails(surroundings, name):
     SCENARIOS[name](surroundings, random.Random(1))
 
 
-@pytest.mark.parametrize(
-    "name", ["checkpoint: bit flip", "checkpoint: truncation", "input: bit flip", "input: removal"]
-)
+@pytest.mark.parametrize("name", ["checkpoint: bit flip", "input: removal"])
 def test_a_damaged_file_is_named(surroundings, name):
     SCENARIOS[name](surroundings, random.Random(1))
 
 
-def test_tracking_that_is_away_ends_a_stage_at_its_start(surroundings):
+def test_tracking_that_is_away_ends_stage_at_its_start(surroundings):
     SCENARIOS["MLflow away at the start"](surroundings, random.Random(1))
 
 

@@ -108,7 +108,7 @@ def losses(student):
     return torch.tensor(training.metrics["loss"].values)
 
 
-def test_the_teacher_is_the_file_with_the_statistics_of_its_embedding(digits, headless, weights_file):
+def test_teacher_is_file_with_statistics_of_its_embedding(digits, headless, weights_file):
     model, given = networks.load(headless), safetensors.torch.load_file(weights_file)
     assert model.card.labels == ()
     assert model.card.origin.license == "apache-2.0"
@@ -125,7 +125,7 @@ def test_the_teacher_is_the_file_with_the_statistics_of_its_embedding(digits, he
     assert np.allclose(model.card.tokens.std, places.std(0), rtol=0.01)
 
 
-def test_a_probe_can_be_the_head_of_a_teacher_that_stays_as_it_is(digits, weights_file, tmp_path):
+def test_a_probe_can_be_a_teachers_head(digits, weights_file, tmp_path):
     settings = config.resolve("digits", [*overrides(weights_file), "pretrain.head=probe"]).pretrain
     assert settings.splits == ("train", "val"), "no image without a label is read"
     pretrain.run(settings, dataset=digits, teacher=tmp_path / "teacher", evidence=tmp_path / "evidence")
@@ -137,7 +137,7 @@ def test_a_probe_can_be_the_head_of_a_teacher_that_stays_as_it_is(digits, weight
     assert val > 0.5, "what a network makes of pixels by chance already tells many digits apart"
 
 
-def test_from_recorded_embeddings_to_a_student_that_serves_classes(digits, headless, taught, tmp_path):
+def test_from_recorded_embeddings_to_student_that_serves_classes(digits, headless, taught, tmp_path):
     """Same seeds, same views: what differs is that the standardized embedding was rounded to half precision."""
     outputs = recorded(digits, headless, tmp_path / "outputs", features=True)
     figures = artifacts.manifest(outputs, "teacher_outputs").figures
@@ -203,7 +203,7 @@ def relabeled(dataset, directory):
     return directory
 
 
-def test_no_label_is_learned_from_before_the_head_is_fitted(digits, headless, taught, tmp_path):
+def test_no_label_is_learned_from_before_head_is_fitted(digits, headless, taught, tmp_path):
     """With every label another one, the student's own weights are the same bits."""
     student = networks.load(taught).network.state_dict()
     others = relabeled(digits, tmp_path / "relabeled")
@@ -235,17 +235,16 @@ EVERYTHING = LEARNS | {
 }
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_tokens_blocks_and_similarities_are_taught_alike_by_several_processes(digits, headless, tmp_path, processes):
+def test_several_processes_teach_tokens_blocks_and_similarities_alike(digits, headless, tmp_path):
     """Three do not divide the batch evenly. The queue holds the images of all of them, in their order."""
     one = Distillation(digits, str(headless), tmp_path / "one", **EVERYTHING).train()
-    several = Distillation(digits, str(headless), tmp_path / "several", **EVERYTHING).train(processes=processes)
+    several = Distillation(digits, str(headless), tmp_path / "several", **EVERYTHING).train(processes=3)
     for name in ("token", "block", "similarity", "feature"):
         assert torch.allclose(one.losses(name), several.losses(name), rtol=2e-3), name
         assert one.losses(name)[-1] < one.losses(name)[0], name
 
 
-def test_what_a_teacher_without_a_head_cannot_do_is_said_before_the_student_trains(digits, headless, tmp_path):
+def test_limits_of_a_teacher_without_a_head(digits, headless, tmp_path):
     with pytest.raises(
         SettingsError,
         match=r"has no head, .* but reinforce\.features and reinforce\.tokens are false.*reinforce\.features=true",

@@ -104,11 +104,7 @@ PATHOLOGIES = {
         LARGE | {"fault": busy_loader, "workers": 1, "epochs": 12},
     ),
 }
-HEALTHY = {
-    "eager": LARGE,
-    "compiled": LARGE | {"compile": "on"},
-    "with a loader": LARGE | {"workers": 2},
-}
+HEALTHY = {"eager": LARGE, "compiled": LARGE | {"compile": "on"}, "with a loader": LARGE | {"workers": 2}}
 
 
 @pytest.mark.parametrize(("rule", "training"), PATHOLOGIES.values(), ids=PATHOLOGIES)

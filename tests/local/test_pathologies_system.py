@@ -132,7 +132,6 @@ def changing_strides():
 
 
 PATHOLOGIES = {
-    "storage that is slow": ("io_bottleneck", {"fault": partial(before_batch, partial(time.sleep, 0.03))}),
     "storage that is slow for a loader": (
         "io_bottleneck",
         {"fault": partial(before_batch, partial(time.sleep, 0.2)), "workers": 1, "epochs": 5},
@@ -159,10 +158,7 @@ APART = {
     "processes that are slow by turns": ("load_balance", {"fault": by_turns, "epochs": 5}),
     "a slow network": ("communication", {"fault": slow_network, "gradient_compression": "bf16", "epochs": 5}),
 }
-HEALTHY = {
-    "one process": {},
-    "one process and three loaders": {"workers": 3},
-}
+HEALTHY = {"one process": {}, "one process and three loaders": {"workers": 3}}
 
 
 @pytest.mark.parametrize(("rule", "training"), PATHOLOGIES.values(), ids=PATHOLOGIES)
@@ -171,7 +167,7 @@ def test_a_pathology_is_found_by_its_rule_alone(patient, rule, training):
     assert set(found) == {rule}, found
 
 
-def test_loaders_that_take_the_cores_are_found_by_their_rule_alone(patient):
+def test_loaders_that_take_cores_are_found_by_their_rule_alone(patient):
     """Its healthy twin is the training with three loaders that only load."""
     training = patient.distill(fault=partial(before_batch, take_cores), workers=3, epochs=5)
     crowded = judged(training)["cores_oversubscribed"]
@@ -184,12 +180,12 @@ def test_loaders_that_take_the_cores_are_found_by_their_rule_alone(patient):
 
 
 @pytest.mark.parametrize(("rule", "training"), APART.values(), ids=APART)
-def test_a_pathology_between_processes_is_found_by_its_rule_alone(patient, rule, training):
+def test_pathology_between_processes_is_found_by_its_rule_alone(patient, rule, training):
     found = findings(patient.distill(processes=2, **training))
     assert set(found) == {rule}, found
 
 
-def test_a_long_start_up_is_found_by_its_rule_alone(patient):
+def test_long_start_up_is_found_by_its_rule_alone(patient):
     slow = partial(before_each, distill, "open_dataset", partial(time.sleep, 4))
     rules = RuleSettings(start_up=StartUp(largest_minutes=3 / 60))
     found = findings(patient.distill(fault=slow), rules)
@@ -214,13 +210,13 @@ def test_healthy_processes_fire_no_rule(patient):
     assert findings(patient.distill(processes=2)) == {}
 
 
-def test_a_healthy_training_from_recorded_outputs_fires_no_rule(patient, recorded):
+def test_healthy_training_from_recorded_outputs_fires_no_rule(patient, recorded):
     """Without a teacher's forward pass a larger student keeps loading a small part of the step."""
     student = QUICK["student"] | {"args": TINY | {"patch_size": 4, "embed_dim": 32}}
     assert findings(patient.distill(teacher="recorded", teacher_outputs=recorded, student=student)) == {}
 
 
-def test_a_teacher_that_takes_much_of_each_step_is_noted(patient, recorded):
+def test_teacher_that_takes_much_of_each_step_is_noted(patient, recorded):
     """The small student of these tests computes far less than its teacher; recorded outputs take that out of the steps."""
     note = judged(patient.distill())["teacher_share"]
     assert isinstance(note, Finding), note

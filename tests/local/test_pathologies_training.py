@@ -94,7 +94,6 @@ def frozen(model):
 
 @contextmanager
 def scaled_loss(factor):
-    """The loss that is minimized is multiplied."""
     method = DistillObjective.__call__
 
     def called(*arguments):
@@ -161,16 +160,9 @@ def one_step(number, action):
 # Weights and gradients
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(each_matrix(lambda weights: weights.normal_(std=1e3)), id="1000 times too large"),
-        pytest.param(each_matrix(lambda weights: weights.fill_(0.02)), id="all alike"),
-        pytest.param(each_matrix(lambda weights: weights.mul_(50), "blocks.1.mlp"), id="one block at another scale"),
-    ],
-)
-def test_poor_initialization(distill, change):
-    found = findings(distill(fault=partial(changed_student, change)))
+def test_poor_initialization(distill):
+    one_block = each_matrix(lambda weights: weights.mul_(50), "blocks.1.mlp")
+    found = findings(distill(fault=partial(changed_student, one_block)))
     assert set(found) == {"poor_initialization"}, found
 
 
@@ -180,14 +172,9 @@ def test_exploding_gradients(distill):
     assert "times its own norm" in found["exploding_gradients"]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"fault": partial(scaled_loss, 1e38)}, {"base_learning_rate": 1e4}],
-    ids=["loss scale", "learning rate"],
-)
-def test_what_is_kept_of_a_training_whose_loss_was_not_finite_tells_why(distill, settings):
+def test_evidence_tells_why_a_loss_was_not_finite(distill):
     with pytest.raises(TrainingError, match="the loss is not finite at step") as caught:
-        distill(evidence=LOOKS | {"tensors_every": 1}, **settings)
+        distill(evidence=LOOKS | {"tensors_every": 1}, base_learning_rate=1e4)
     place = str(caught.value).rpartition("; what it recorded is at ")[2]
     (training,) = read_evidence(place).trainings
     found = findings(training)
@@ -212,7 +199,7 @@ def test_unchanged_weights_of_a_frozen_layer(distill):
     assert found["unchanged_weights"].startswith("12 of 32 tensors of weights (network.blocks.0.norm1.weight, ")
 
 
-def test_unchanged_weights_at_a_learning_rate_that_rounding_swallows(distill):
+def test_unchanged_weights_at_learning_rate_that_rounding_swallows(distill):
     found = findings(distill(base_learning_rate=1e-30))
     assert set(found) == {"unchanged_weights"}, found
     assert "nothing is learned" in found["unchanged_weights"]
@@ -249,9 +236,7 @@ def test_overfitting_of_wrong_labels(patient, tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"label_weight": 1e-9}, id="label weight"),
         pytest.param({"logit_weight": 1e-9}, id="logit weight"),
-        pytest.param({"temperature": 1e-4}, id="low temperature"),
         pytest.param({"temperature": 1e4}, id="high temperature"),
     ],
 )
@@ -302,7 +287,7 @@ def test_low_recorded_mass(patient, tmp_path):
     assert set(found) == {"low_recorded_mass"}, found
 
 
-def test_the_healthy_trainings_of_a_teacher_fire_no_rule(digits, tmp_path):
+def test_healthy_trainings_of_teacher_fire_no_rule(digits, tmp_path):
     part = TEACHER["finetune"] | {"epochs": 8, "validate_every_epochs": 2, "log_every": 5, "evidence": LOOKS}
     mae = {name: value for name, value in part.items() if name in config.MaeSettings.model_fields}
     mae |= {"epochs": 6, "base_learning_rate": 4e-3, "decoder_dim": 32, "decoder_depth": 1, "decoder_heads": 2}
@@ -344,7 +329,7 @@ def test_a_training_that_hangs_is_ended(distill):
 # While it runs
 
 
-def test_an_explosion_ends_the_training_within_a_few_looks_and_keeps_its_checkpoints(distill, patient, caplog):
+def test_an_explosion_ends_the_training_early(distill, patient, caplog):
     caplog.set_level(logging.INFO)
     watch = WATCH | {"stop_on": ["exploding_gradients"]}
     with pytest.raises(TrainingError) as caught:

@@ -19,13 +19,12 @@ def checkpoints(distillation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_all_processes_end_at_the_same_step_soon_after_one_was_asked_to(distillation, number):
+def test_all_processes_end_at_one_step(distillation):
     training = distillation("asked", **SETTINGS)
     began = time.monotonic()
-    ended = groups.run(training, processes=3, fault=Fault(sends=number, step=11, rank=1))
-    assert ended.codes == [PREEMPTED_EXIT_CODE] * 3
-    assert ended.messages == [""] * 3, "nothing has failed"
+    ended = groups.run(training, processes=2, fault=Fault(sends=signal.SIGTERM, step=11, rank=1))
+    assert ended.codes == [PREEMPTED_EXIT_CODE] * 2
+    assert ended.messages == [""] * 2, "nothing has failed"
     assert time.monotonic() - began < 60
     (*_, newest) = checkpoints(training)
     assert 12 <= int(newest.split("-")[1]) <= 14
@@ -33,14 +32,14 @@ def test_all_processes_end_at_the_same_step_soon_after_one_was_asked_to(distilla
 
 
 @pytest.mark.slow
-def test_in_the_first_step_a_training_ends_at_once_and_nothing_is_kept_of_it(distillation):
+def test_a_request_in_the_first_step_keeps_nothing(distillation):
     training = distillation("first", **SETTINGS)
     assert groups.run(training, fault=Fault(sends=signal.SIGTERM, step=0)).codes == [PREEMPTED_EXIT_CODE]
     assert checkpoints(training) == []
 
 
 @pytest.mark.slow
-def test_a_process_that_is_stopped_is_named_by_those_that_wait_for_it(distillation):
+def test_a_stopped_process_is_named(distillation):
     training = distillation("stopped", **SETTINGS)
     fault = Fault(sends=signal.SIGSTOP, step=7, rank=1)
     ended = groups.run(training, processes=3, fault=fault, TRAINER_WAIT_S="3")
@@ -51,7 +50,7 @@ def test_a_process_that_is_stopped_is_named_by_those_that_wait_for_it(distillati
 
 
 @pytest.mark.slow
-def test_a_loader_process_that_hangs_ends_the_training_with_a_message(distillation):
+def test_loader_process_that_hangs_ends_training_with_message(distillation):
     training = distillation("hanging", workers=1, **SETTINGS)
     ended = groups.run(training, fault=Fault(step=7, loading=True), TRAINER_WAIT_S="4")
     assert ended.codes == [CRASH_EXIT_CODE]

@@ -13,12 +13,7 @@ from trainer.report import tracking
 from trainer.stages import reinforce
 
 SETTINGS = config.ReinforceSettings(
-    views=12,
-    top_k=3,
-    batch_size=100,
-    seed=2,
-    workers=0,
-    augmentation=config.ViewSettings(min_scale=0.5, mixup=0.2),
+    views=12, top_k=3, batch_size=100, seed=2, workers=0, augmentation=config.ViewSettings(min_scale=0.5, mixup=0.2)
 )
 
 
@@ -27,9 +22,7 @@ def shards_of(path):
 
 
 @pytest.mark.slow
-def test_a_killed_recording_goes_on_with_another_number_of_processes_to_the_same_bits(
-    digits, teacher, tmp_path, monkeypatch
-):
+def test_a_killed_recording_resumes_to_the_same_bits(digits, teacher, tmp_path, monkeypatch):
     monkeypatch.delenv("TRAINER_CHECKPOINTS", raising=False)
     inputs, output = {"dataset": digits, "teacher": teacher}, str(tmp_path / "job" / "outputs")
     settings = SETTINGS.model_dump(mode="json")

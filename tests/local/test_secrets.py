@@ -63,7 +63,6 @@ FORMS = {form: secret for secret in SECRETS for form in disguises(secret)}
 
 
 def leaked(content: bytes) -> set[str]:
-    """The secrets in a content."""
     return {secret for form, secret in FORMS.items() if form in content}
 
 
@@ -87,19 +86,17 @@ def found_in(folder: Path) -> dict[str, set[str]]:
     return {name: found for name, content in pairs if (found := leaked(content))}
 
 
-@pytest.mark.parametrize("secret", sorted(SECRETS))
-def test_a_secret_would_be_found(secret, tmp_path):
-    for number, form in enumerate(disguises(secret)):
+def test_a_secret_would_be_found(tmp_path):
+    for number, form in enumerate(FORMS):
         with zipfile.ZipFile(tmp_path / f"{number}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("inside", b"before " + form + b" after")
         (tmp_path / f"{number}.gz").write_bytes(gzip.compress(form))
         (tmp_path / f"{number}.db").write_bytes(b"\0" * 100 + form)
-    assert len(found_in(tmp_path)) == 3 * len(disguises(secret))
+    assert len(found_in(tmp_path)) == 3 * len(FORMS)
 
 
 @pytest.fixture
 def planted(monkeypatch):
-    """The secrets, in the environment."""
     for name, value in PLANTED.items():
         monkeypatch.setenv(name, value)
 
@@ -143,7 +140,7 @@ def test_a_run_leaves_no_secret_behind(object_store, planted, teacher, tmp_path)
 
 
 @pytest.mark.parametrize(("status", "message"), [(403, "refuses"), (404, "nothing is there")])
-def test_a_store_that_refuses_is_reported_without_its_keys(
+def test_store_that_refuses_is_reported_without_its_keys(
     object_store, planted, capsys, caplog, tmp_path, status, message
 ):
     object_store.answer(status, path="data")
@@ -164,7 +161,7 @@ def test_a_store_that_refuses_is_reported_without_its_keys(
         [],
     ],
 )
-def test_an_address_with_a_password_is_refused_or_hidden(planted, capsys, monkeypatch, tmp_path, arguments):
+def test_address_with_password_is_refused_or_hidden(planted, capsys, monkeypatch, tmp_path, arguments):
     for name in ("MLFLOW_EXPERIMENT_NAME", "TRAINER_RUN", "TRAINER_RUN_ID", "TRAINER_DEVICE"):  # which a run sets
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{URI_PASSWORD}@127.0.0.1:9")

@@ -30,7 +30,7 @@ def section(**settings):
 
 
 @pytest.mark.long
-def test_two_processes_measure_one_distillation_and_take_the_same_decisions(digits, teacher, tmp_path):
+def test_two_processes_measure_one_distillation_and_take_same_decisions(digits, teacher, tmp_path):
     settings = section(apply=True, distill={"epochs": 20, "zero": True, "gradient_compression": "bf16"})
     inputs, outputs = {"dataset": digits, "teacher": teacher}, {"tuning": str(tmp_path / "tuning")}
     spec = JobSpec(stage="tune", settings=settings, inputs=inputs, outputs=outputs, processes_per_node=2)
@@ -62,15 +62,11 @@ def small_memory():
 def tune_with_a_fault(values, places):
     """Runs in each process; the second one has less memory than the first."""
     os.environ["TRAINER_DEVICE"] = "cpu"
-    with (
-        on_rank(1, small_memory),
-        patch.object(trials, "LEAST_S", 0.1),
-        patch.object(trials, "LONGEST_S", 0.2),
-    ):
+    with on_rank(1, small_memory), patch.object(trials, "LEAST_S", 0.1), patch.object(trials, "LONGEST_S", 0.2):
         tune.run(config.validate(config.TuneSettings, values), **places)
 
 
-def test_a_process_that_runs_out_of_memory_leaves_no_other_waiting(digits, teacher, tmp_path):
+def test_process_that_runs_out_of_memory_leaves_no_other_waiting(digits, teacher, tmp_path):
     places = {"dataset": digits, "teacher": teacher, "tuning": str(tmp_path / "tuning")}
     together(2, tune_with_a_fault, section(apply=True, minutes=0.01), places)
     made = read_tuning(tmp_path / "tuning")

@@ -47,10 +47,7 @@ def write_photos(folder, classes, count=4):
     ("arguments", "pattern"),
     [
         (["run", "digit"], r"unknown recipe 'digit'; did you mean digits\?; known: digits, few-labels, food101"),
-        (
-            ["run", "digits", "--set", "distill.temprature=2"],
-            r"unknown setting distill.temprature; did you mean distill.temp",
-        ),
+        (["run", "digits", "--set", "distill.temprature=2"], r"unknown setting distill.temprature.*distill.temp"),
         (["run", "digits", "--set", "distill.temperature=0"], r"distill.temperature must be > 0\.0, got 0"),
         (["run", "digits", "--set", "distill"], r"override 'distill': is not key=value"),
         (
@@ -58,10 +55,7 @@ def write_photos(folder, classes, count=4):
             r"finetune\.epochs is 0 and weights is empty, so the teacher would never see a label",
         ),
         (["config", "nothing"], r"unknown recipe 'nothing'"),
-        (
-            ["run", "photos"],
-            r"data\.source is empty: .*photos of your own; say where .* data\.source=imagefolder:/photos",
-        ),
+        (["run", "photos"], r"data\.source is empty: .*photos of your own.*data\.source=imagefolder"),
         ([*stage("evaluate", "dataset teacher student evaluation"), "--settings", "{"], r"--settings '\{' is not JSON"),
         (
             [*stage("profile", "pretrain-evidence distill-evidence report"), "--settings", "[]"],
@@ -176,16 +170,13 @@ def test_labels_of_teacher_and_data_set_that_do_not_match(capsys, teacher, tmp_p
         ),
         (
             ["distill.student.args.img_size=48"],
-            r"distill\.student asks for views of 48 pixels, .* stores images of 32; set data\.im",
+            r"distill\.student asks for views of 48 pixels, .* stores images of 32.*data\.im",
         ),
         (
             ["data.image_size=16"],
             r"pretrain\.teacher asks for views of 32 pixels, but data\.image_size stores images of 16",
         ),
-        (
-            ["pretrain.teacher.architecture=resnet18", "pretrain.teacher.args={}"],
-            r"pretrain\.mae needs a timm Vi",
-        ),
+        (["pretrain.teacher.architecture=resnet18", "pretrain.teacher.args={}"], r"pretrain\.mae needs a timm Vi"),
         (
             ["pretrain.mae.decoder_heads=5"],
             r"pretrain\.mae: a step cannot be computed with these settings \(.*num_heads",
@@ -202,7 +193,7 @@ def test_labels_of_teacher_and_data_set_that_do_not_match(capsys, teacher, tmp_p
         ),
         (
             ["distill.teacher=recorded", "reinforce.view_size=16"],
-            r"distill\.student takes images of 32 pixels, but the views of reinforce have 16; set reinforce\.view_size=32",
+            r"distill\.student takes images of 32 pixels, but the views of reinforce have 16.*reinforce\.view_size=32",
         ),
         (["run.device=xla"], r"run\.device is xla, but torch_xla cannot be loaded here"),
         (["run.device=cuda"], r"run\.device is cuda, but torch finds no GPU on this machine"),

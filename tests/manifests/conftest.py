@@ -27,6 +27,5 @@ def render():
 
 @pytest.fixture(scope="session")
 def versions():
-    """Name -> version, of versions.env."""
     lines = (MANIFESTS / "versions.env").read_text().splitlines()
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))

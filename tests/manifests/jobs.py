@@ -32,5 +32,4 @@ def job(name, *, nodes=2, run=IDENTITY.run, attempt=1, **changes):
 
 
 def templates(manifest):
-    """The pod template of each role."""
     return [replica["template"] for replica in manifest["spec"]["pytorchReplicaSpecs"].values()]

@@ -99,7 +99,7 @@ def test_the_build_notices_where_triton_could_not_compile(tmp_path, compiler):
     assert compiler == "there" or "C compiler" in ended.stderr
 
 
-def test_the_driver_that_the_documentation_names_is_that_of_torchs_cuda():
+def test_driver_that_documentation_names_is_that_of_torchs_cuda():
     """NVIDIA's table of drivers goes by the major version."""
     assert torch.version.cuda.startswith("13.")
     assert f"built with CUDA {torch.version.cuda}" in (ROOT / "docs/cluster.md").read_text()

@@ -44,7 +44,7 @@ def test_only_the_retries_differ_from_kfps_own(defaults):
 
 
 @pytest.mark.parametrize("error", [DataError("no images"), StorageAwayError("the store does not answer")])
-def test_a_task_is_tried_again_unless_its_error_would_come_again(monkeypatch, tmp_path, tries_again, error):
+def test_task_is_tried_again_unless_its_error_would_come_again(monkeypatch, tmp_path, tries_again, error):
     monkeypatch.setenv("TRAINER_TERMINATION_LOG", str(tmp_path / "log"))
     with pytest.raises(SystemExit), task.reporting("prepare"):
         raise error
@@ -64,18 +64,11 @@ def test_a_lost_pod_is_tried_again(tries_again, message):
     assert tries_again(message)
 
 
-def test_a_graph_is_not_tried_again_because_a_task_in_it_failed(tries_again):
-    """Argo's `executeDAG` marks it as failed without a message; each level would otherwise multiply the tries by three."""
-    assert not tries_again("")
-
-
-def test_kfps_own_mlflow_plugin_is_off():
-    """KFP's `initConfig` lets the environment hide a section of its configuration, and takes an empty variable for set."""
+def test_kfp_is_set_up(tries_again):
     (container,) = patch("api-server.yaml")["spec"]["template"]["spec"]["containers"]
     assert container == {"name": "ml-pipeline-api-server", "env": [{"name": "PLUGINS", "value": ""}]}
-
-
-def test_argo_looks_often():
-    """A run of ten small tasks waits for little else."""
+    # A run of ten small tasks waits for little else.
     (container,) = patch("workflow-controller.yaml")["spec"]["template"]["spec"]["containers"]
     assert container == {"name": "workflow-controller", "env": [{"name": "DEFAULT_REQUEUE_TIME", "value": "100ms"}]}
+    # A graph is not tried again because a task in it failed.
+    assert not tries_again("")

@@ -29,12 +29,30 @@ def pods(render):
     return {"job": jobs.templates(job("cpu"))[0]["metadata"]["labels"], "seaweedfs": {"app": "seaweedfs"}, **own}
 
 
-def test_each_policy_is_about_its_pods(policies, pods):
+def test_policies(policies, pods):
     about = {
         name: [pod for pod, labels in pods.items() if selects(spec["podSelector"], labels)]
         for name, spec in policies.items()
     }
     assert about == {"vit-distillation-jobs": ["job"], "mlflow": ["mlflow"], "mlflow-database": ["mlflow-database"]}
+    # Who may come in.
+    assert ingress(policies, pods, "job", "job") == {None}
+    assert ingress(policies, pods, "mlflow", "job") == set()
+    assert ingress(policies, pods, "job", "mlflow") == {5000}
+    assert ingress(policies, pods, "mlflow", "mlflow-database") == {5432}
+    assert ingress(policies, pods, "job", "mlflow-database") == set()
+
+    # To names, its peers, MLflow, and an object store inside or outside.
+    reached, outside = {}, set()
+    for rule in policies["vit-distillation-jobs"]["egress"]:
+        ports = frozenset(port["port"] for port in rule.get("ports", []))
+        if "to" not in rule:
+            outside |= ports
+        for peer in rule.get("to", []):
+            for pod in [pod for pod in pods if "podSelector" in peer and selects(peer["podSelector"], pods[pod])]:
+                reached[pod] = ports
+    assert reached == {"job": frozenset(), "mlflow": {5000}, "seaweedfs": {8333}}
+    assert outside == {53, 443}
 
 
 def ingress(policies, pods, source, target):
@@ -46,28 +64,6 @@ def ingress(policies, pods, source, target):
                 if any(selects(peer["podSelector"], pods[source]) for peer in rule["from"]):
                     found |= {port["port"] for port in rule["ports"]} if "ports" in rule else {None}
     return found
-
-
-def test_who_may_come_in(policies, pods):
-    assert ingress(policies, pods, "job", "job") == {None}
-    assert ingress(policies, pods, "mlflow", "job") == set()
-    assert ingress(policies, pods, "job", "mlflow") == {5000}
-    assert ingress(policies, pods, "mlflow", "mlflow-database") == {5432}
-    assert ingress(policies, pods, "job", "mlflow-database") == set()
-
-
-def test_where_a_training_may_go(policies, pods):
-    """To names, its peers, MLflow, and an object store inside or outside."""
-    reached, outside = {}, set()
-    for rule in policies["vit-distillation-jobs"]["egress"]:
-        ports = frozenset(port["port"] for port in rule.get("ports", []))
-        if "to" not in rule:
-            outside |= ports
-        for peer in rule.get("to", []):
-            for pod in [pod for pod in pods if "podSelector" in peer and selects(peer["podSelector"], pods[pod])]:
-                reached[pod] = ports
-    assert reached == {"job": frozenset(), "mlflow": {5000}, "seaweedfs": {8333}}
-    assert outside == {53, 443}
 
 
 @pytest.mark.parametrize("name", list(pools.load()))

@@ -33,7 +33,7 @@ def tolerated(taint, pool):
     )
 
 
-def test_every_pool_has_a_node_group_and_every_group_a_pool():
+def test_every_pool_has_node_group_and_every_group_pool():
     assert set(GROUPS) == set(POOLS)
 
 

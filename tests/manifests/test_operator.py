@@ -23,7 +23,7 @@ def init_container(render):
     return container
 
 
-def test_a_worker_with_it_is_restricted(init_container):
+def test_waiting_image(init_container, render):
     (_, worker) = templates(job("cpu"))
     pod = {**worker["spec"], "initContainers": [init_container]}
     assert violations(pod) == []
@@ -32,14 +32,10 @@ def test_a_worker_with_it_is_restricted(init_container):
     kubernetes_validate.validate(
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "job-worker-0"}, "spec": pod}, "1.36", strict=True
     )
-
-
-def test_it_waits_for_the_master_by_name_and_asks_for_little(init_container):
+    # It waits for the master by name and asks for little.
     assert "until getent hosts job-master-0;" in init_container["command"][-1]
     assert init_container["resources"]["limits"] == {"cpu": "100m", "memory": "20Mi"}
-
-
-def test_the_operator_finds_it_where_it_looks(render):
+    # The operator finds it where it looks.
     patch = yaml.safe_load((MANIFESTS / "operator" / "patch.yaml").read_text())["spec"]["template"]["spec"]
     (mount,) = patch["containers"][0]["volumeMounts"]
     (volume,) = patch["volumes"]

@@ -18,7 +18,6 @@ def of(objects, kind):
 
 @pytest.fixture(scope="module")
 def quotas(objects):
-    """Flavor -> resource -> quota."""
     (queue,) = of(objects, "ClusterQueue")
     (group,) = queue["spec"]["resourceGroups"]
     found = {}

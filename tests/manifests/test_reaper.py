@@ -27,28 +27,21 @@ def container(cron_job):
     return found
 
 
-def test_it_runs_the_command_on_the_image_of_the_tasks(container):
+def test_reaper_cron_job(container, render, cron_job):
     assert container["command"][:3] == ["python", "-m", "components.launch"]
     assert container["image"] == IMAGE
-
-
-def test_on_eks_its_image_comes_from_a_registry(render):
+    # On eks its image comes from a registry.
     (found,) = [one for one in render("overlays/eks") if one["kind"] == "CronJob"]
     (container,) = template(found)["spec"]["containers"]
     assert container["image"] == f"registry/{IMAGE}"
-
-
-def test_it_comes_often_never_twice_and_never_stays(cron_job):
+    # It comes often never twice and never stays.
     assert cron_job["schedule"] == "* * * * *"
     assert reaper.ORPHANED_AFTER_S + 60 == 3 * 60  # as documentation and messages say
     assert cron_job["concurrencyPolicy"] == "Forbid"
     assert cron_job["startingDeadlineSeconds"] < 60
     assert cron_job["jobTemplate"]["spec"]["activeDeadlineSeconds"] <= 300
     assert cron_job["successfulJobsHistoryLimit"] + cron_job["failedJobsHistoryLimit"] <= 2
-
-
-def test_a_task_that_is_tried_again_is_there_before_it():
-    """The longest pause of Argo's retries, `duration * factor^(tries - 1)`, and as long again for the new pod to start."""
+    # A task that is tried again is there before it.
     duration, factor, tries = (
         {int(number) for number in re.findall(rf"{field}: (\d+)", COMPILED.read_text())}
         for field in ("backoffDuration", "backoffFactor", "maxRetryCount")

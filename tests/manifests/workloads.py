@@ -15,7 +15,6 @@ def servers(objects):
 
 
 def template(workload):
-    """Of its pods."""
     spec = workload["spec"]
     return spec["jobTemplate"]["spec"]["template"] if workload["kind"] == "CronJob" else spec["template"]
 

@@ -26,7 +26,6 @@ compiled_text = functools.cache(compilation.compiled_text)  # a second each
 
 
 def load(text):
-    """The pipeline and what is Kubernetes' of it."""
     return yaml.load_all(text, Loader=yaml.CSafeLoader)
 
 
@@ -66,7 +65,7 @@ def test_the_committed_file_is_fresh():
     assert compilation.COMPILED.read_text() == compiled_text(), "run `make compile`"
 
 
-def test_check_fails_on_a_stale_file_and_writes_nothing(tmp_path, monkeypatch, capsys):
+def test_check_fails_on_stale_file_and_writes_nothing(tmp_path, monkeypatch, capsys):
     stale = tmp_path / "distillation.yaml"
     stale.write_text("old")
     monkeypatch.setattr(compilation, "COMPILED", stale)
@@ -87,30 +86,26 @@ def test_compiling_imports_nothing_heavy():
     assert not {"torch", "timm", "mlflow", "datasets", "sklearn"} & set(json.loads(ended.stdout))
 
 
-def test_every_stage_is_a_task_of_its_name(compiled):
+def test_every_task(compiled):
     assert set(stages_of(compiled)) == {"configure", *TASKS.values()}
     assert compilation.task_names(compiled_text()) == {*stages_of(compiled), "finish"}
-
-
-def test_finish_runs_however_the_stages_end(compiled):
+    # Finish runs however the stages end.
     last = compiled["root"]["dag"]["tasks"]["finish"]
     assert last["dependentTasks"] == ["exit-handler-1"]
     assert last["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
-
-
-def test_no_task_is_conditional(compiled):
+    # No task is conditional.
     assert not [task for task in stages_of(compiled).values() if "triggerPolicy" in task or "iterator" in task]
     assert {name for name, component in compiled["components"].items() if "dag" in component} == {f"comp-{GROUP}"}
 
 
 @pytest.mark.parametrize("reader", ["distill", "register"])
-def test_the_place_of_the_recorded_outputs_comes_from_reinforce_which_knows_whether_there_are_any(compiled, reader):
+def test_recorded_outputs_come_from_reinforce(compiled, reader):
     assert source_of(compiled, reader, "teacher_outputs") == ("reinforce", "teacher_outputs_uri")
     assert source_of(compiled, "reinforce", "distill_teacher") == ("tune", "distill_teacher")
 
 
 @pytest.mark.parametrize("optional", [(), ("warm_up",), ("reinforce",), OPTIONAL_STAGES], ids=" ".join)
-def test_a_graph_has_the_stages_that_are_asked_for_and_every_input_comes_from_the_stage_that_makes_it(optional):
+def test_every_input_comes_from_its_stage(optional):
     compiled = next(load(compiled_text(optional)))
     there = [name for name in STAGES if name in optional or name not in OPTIONAL_STAGES]
     assert set(stages_of(compiled)) == {"configure", *(TASKS[name] for name in there)}
@@ -131,7 +126,7 @@ def test_a_graph_has_the_stages_that_are_asked_for_and_every_input_comes_from_th
     assert constant(compiled, "configure", "optional_stages") == " ".join(optional)
 
 
-def test_every_stage_gets_its_own_section_and_distill_what_tune_makes_of_it(compiled):
+def test_every_stage_gets_its_section(compiled):
     for name in STAGES:
         maker = "tune" if name == "distill" else "configure"
         assert source_of(compiled, TASKS[name], "settings") == (maker, name)
@@ -139,7 +134,7 @@ def test_every_stage_gets_its_own_section_and_distill_what_tune_makes_of_it(comp
     assert source_of(plain, "distill", "settings") == ("configure", "distill")
 
 
-def test_a_task_is_the_same_in_every_graph_so_that_its_cached_result_counts(compiled):
+def test_a_task_is_the_same_in_every_graph(compiled):
     """KFP's key: image, command, inputs by value, and the specification of the outputs."""
     plain = next(load(compiled_text(())))
     for name in stages_of(plain):
@@ -152,7 +147,7 @@ def test_a_task_is_the_same_in_every_graph_so_that_its_cached_result_counts(comp
     assert plain["pipelineInfo"]["name"] == compiled["pipelineInfo"]["name"]
 
 
-def test_one_look_at_the_graph_shows_what_a_person_opens(compiled):
+def test_one_look_at_graph_shows_what_person_opens(compiled):
     """No task reads one of KFP's artifacts: each would be fetched into its pod, and every one is a knot in the picture."""
     assert not [name for name, task in stages_of(compiled).items() if "artifacts" in task["inputs"]]
     shown = [
@@ -167,7 +162,7 @@ def test_one_look_at_the_graph_shows_what_a_person_opens(compiled):
     assert all(name[0].isupper() for name in names)
 
 
-def test_trainings_wait_for_the_warm_up_and_take_nothing_from_it(compiled):
+def test_trainings_wait_for_warm_up_and_take_nothing_from_it(compiled):
     """So a cached teacher stays valid whether or not something was compiled before."""
     task = stages_of(compiled)["pretrain"]
     assert "warm-up" in task["dependentTasks"]
@@ -182,7 +177,7 @@ def test_caching(compiled):
     assert cached == {"prepare", "warm-up", "pretrain", "tune", "reinforce", "distill", "profile", "export"}
 
 
-def test_the_empty_pipeline_has_the_graph_of_a_run_without_optional_stages():
+def test_the_empty_pipeline_has_the_default_graph():
     """Or its time would say nothing of what Kubeflow Pipelines takes for ours."""
 
     def shape(text, names):
@@ -209,7 +204,7 @@ def test_every_parameter_has_a_default_and_a_description(compiled):
     assert all(parameter["description"] and "defaultValue" in parameter for parameter in parameters.values())
 
 
-def test_another_image_replaces_the_image_everywhere_and_nothing_else(compiled):
+def test_another_image_replaces_image_everywhere_and_nothing_else(compiled):
     text = compiled_text()
     local, platforms = load(compilation.with_image(text, "elsewhere:1"))
     other, platforms_there = load(compilation.for_cluster(text, "elsewhere:1"))
@@ -226,7 +221,7 @@ def test_another_image_replaces_the_image_everywhere_and_nothing_else(compiled):
     assert (other, platforms_there) == (original, original_platforms) == (local, platforms)
 
 
-def test_every_pod_finds_store_and_tracking_by_name_and_runs_without_privileges(pods, compiled):
+def test_every_pod_is_unprivileged_and_finds_its_services(pods, compiled):
     assert set(pods) == set(compiled["deploymentSpec"]["executors"])
     for pod in pods.values():
         assert {source["configMapName"] for source in pod["configMapAsEnv"]} == {CONFIG_MAP}
@@ -245,7 +240,7 @@ def test_no_autoscaler_moves_a_task(pods):
         }
 
 
-def test_a_run_with_the_defaults_of_kubeflows_form_passes_all_checks_on_a_cluster(compiled, monkeypatch):
+def test_the_forms_defaults_pass_all_checks(compiled, monkeypatch):
     """A person uploads the compiled pipeline, and starts it without a change; `make deploy-pipeline` gives the same values."""
     inputs = compiled["root"]["inputDefinitions"]["parameters"]
     given = {name: value["defaultValue"] for name, value in inputs.items()}
@@ -264,7 +259,7 @@ def test_a_run_with_the_defaults_of_kubeflows_form_passes_all_checks_on_a_cluste
     assert distillation.SERVICE_ACCOUNT in compiled["pipelineInfo"]["description"]
 
 
-def test_a_task_that_only_launches_asks_for_little_and_all_have_limits(compiled):
+def test_every_task_has_limits(compiled):
     memory = {}
     for name, executor in compiled["deploymentSpec"]["executors"].items():
         resources = executor["container"]["resources"]
@@ -292,13 +287,3 @@ def test_every_parameter_of_the_pipeline_is_an_option(parse):
         **dict.fromkeys(("overrides", "dataset", "teacher", "experiment"), ""),
         "recipe": "digits", "pool": "cpu", "nodes": 1, "processes_per_node": 0,
     }  # fmt: skip
-
-
-def test_settings_that_are_given_twice_are_one_text(parse):
-    options = parse("--set", "a=1 b='x y'", "--pool", "p", "--set", "c=2", "d=3")
-    assert distillation.given_parameters(options)["overrides"] == "a=1 b='x y' c=2 d=3"
-
-
-def test_a_pool_may_have_a_default(parse):
-    assert distillation.given_place(parse()).pool == "cpu"
-    assert distillation.given_place(parse("--pool", "other")).pool == "other"

@@ -42,8 +42,9 @@ def arguments(output):
 
 
 @pytest.mark.usefixtures("registry")
-def test_an_alias_is_pinned_to_what_it_names_now(command):
+def test_alias_is_pinned_to_what_it_names_now(command):
     code, output, _ = command("--dry-run")
+    # A place in the registry is taken as it is.
     assert code == 0
     assert arguments(output)[0] == "models:/vit-student-digits/1"
     (service,) = [one for one in yaml.safe_load_all(output) if one["kind"] == "Service"]
@@ -75,14 +76,14 @@ def test_a_version_that_failed_its_gate_needs_force(command):
 
 
 @pytest.mark.usefixtures("registry")
-def test_an_alias_that_is_on_no_version_is_refused(command):
+def test_alias_that_is_on_no_version_is_refused(command):
     code, output, errors = command("--alias", "canary")
     assert (code, output) == (2, "")
     assert "models:/vit-student-digits@canary" in errors
     assert "has no such model" in errors
 
 
-def test_without_an_address_of_mlflow_the_next_move_is_said(command, monkeypatch):
+def test_without_address_of_mlflow_next_move_is_said(command, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     code, _, errors = command("--dry-run")
     assert code == 2
@@ -99,7 +100,7 @@ def test_an_export_in_a_store_needs_no_registry(command, monkeypatch):
     assert arguments(output)[-4:] == ["--log", "-", "--log-share", "0.1"]
 
 
-def test_make_hands_on_a_single_option_of_the_server():
+def test_make_hands_on_single_option_of_server():
     """As a word of its own argparse would take it for one of this command."""
     words = ["make", "--dry-run", "deploy-student", "SERVE=--drain=30"]
     shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -108,7 +109,7 @@ def test_make_hands_on_a_single_option_of_the_server():
 
 @pytest.mark.parametrize("option", ["--name", "--alias"])
 @pytest.mark.parametrize("value", ["", "Champion", "-a", "a-", "a_b", "a" * 31])
-def test_what_cannot_be_a_name_in_kubernetes_is_refused(command, option, value):
+def test_what_cannot_be_name_in_kubernetes_is_refused(command, option, value):
     code, _, errors = command("--model", "s3://bucket/served", f"{option}={value}")
     assert code == 2
     assert f"{option} {value!r}: becomes part of names" in errors
@@ -131,14 +132,6 @@ def test_a_cluster_that_does_not_answer_is_named(command, tmp_path, monkeypatch)
     code, _, errors = command("--context", "other", "--remove")
     assert code == 2
     assert 'error: kubectl delete: error: context "other" does not exist' in errors
-
-
-@pytest.mark.usefixtures("registry")
-@pytest.mark.parametrize("model", ["models:/vit-student-digits@champion", "models:/vit-student-digits/1"])
-def test_a_place_in_the_registry_is_taken_as_it_is(command, model):
-    code, output, _ = command("--dry-run", "--model", model, "--alias", "other")
-    assert code == 0
-    assert arguments(output)[0] == "models:/vit-student-digits/1"
 
 
 def test_name_and_alias_must_fit_together(command):
@@ -172,7 +165,7 @@ def played(monkeypatch, tmp_path):
     return lambda: (calls.read_text().splitlines()[1:], json.loads(applied.read_text())["items"])
 
 
-def test_the_autoscaler_is_gone_before_the_number_of_pods_is_set(command, played):
+def test_autoscaler_is_gone_before_number_of_pods_is_set(command, played):
     code, output, _ = command("--model", "s3://bucket/served", "--replicas", "1")
     assert code == 0
     assert "s3://bucket/served answers at http://vit-student.kubeflow.svc/predict" in output

@@ -25,7 +25,7 @@ components.load_component_from_file(compiled)(recipe="digits", overrides=overrid
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_compiled_graph_makes_a_student(tmp_path):
     overrides = f"{SMALL} pretrain.mae.epochs=0 export.enabled=false"
     paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # kfp starts `python3`

@@ -78,13 +78,12 @@ def copy(tmp_path_factory):
 
 
 def run(copy, *words, cwd=None):
-    """A command of the copy."""
     ended = local_runs.run([sys.executable, *words], cwd or copy, PYTHONPATH=str(copy), PYTHONSAFEPATH="1")
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
 
-def test_the_pipeline_has_its_task_with_its_section_and_its_inputs_and_register_gets_what_it_makes(copy):
+def test_the_pipeline_has_the_new_task(copy):
     run(copy, "-m", "pipelines.compile")
     compiled = next(iter(yaml.safe_load_all((copy / "pipelines/compiled/distillation.yaml").read_text())))
     tasks = compiled["components"]["comp-exit-handler-1"]["dag"]["tasks"]

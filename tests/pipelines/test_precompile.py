@@ -45,7 +45,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, pool, vari
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_recipe_for_photos_of_your_own_takes_a_prepared_data_set(tmp_path):
+def test_a_recipe_for_photos_takes_a_data_set(tmp_path):
     """Without one, the images are missing; with one, the next thing that is wrong is."""
     command = ("--pool", "neuron-trn1", "--recipe", "photos")
     assert "error: data.source is empty" in warm_up(tmp_path, *command).stderr
@@ -60,7 +60,7 @@ def test_make_hands_everything_on():
 
 
 @pytest.mark.slow
-def test_the_job_runs_the_stage_on_the_pool_and_its_end_is_reported(tmp_path):
+def test_the_job_runs_and_its_end_is_reported(tmp_path):
     """Here its process has no torch_xla, and says so; tests/xla/test_warm_up.py has it."""
     node = Node(name="one", capacity={"aws.amazon.com/neuron": "1"})
     with ObjectStore() as store, KubernetesStandIn(tmp_path / "cluster", nodes=[node]) as cluster:

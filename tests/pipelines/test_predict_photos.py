@@ -14,7 +14,7 @@ from tests.trained_digits import pixels, png, write_model
 
 
 @pytest.mark.usefixtures("deployed")
-def test_a_run_of_one_task_is_started_with_what_was_asked(api, capsys):
+def test_run_of_one_task_is_started_with_what_was_asked(api, capsys):
     places = ["--photos", "s3://bucket/photos", "--output", "s3://bucket/out", "--model", "s3://bucket/served"]
     assert predict_photos.main([*places, "--top", "3", "--image", "registry/image:1"]) == 0
     assert "run predict 20" in capsys.readouterr().out
@@ -36,7 +36,7 @@ def test_a_run_of_one_task_is_started_with_what_was_asked(api, capsys):
 
 
 @pytest.mark.usefixtures("deployed")
-def test_a_run_that_is_followed_later_shows_its_task_and_what_that_said_last(api, capsys):
+def test_following_shows_the_tasks_last_words(api, capsys):
     places = ["--photos", "s3://bucket/photos", "--output", "s3://bucket/out", "--model", "s3://bucket/served"]
     api.script = [state("FAILED", predict_photos="FAILED")]
     assert predict_photos.main(places) == 0
@@ -58,7 +58,7 @@ def test_a_folder_of_this_machine_is_refused(api, capsys, option):
 
 
 @pytest.mark.usefixtures("deployed")
-def test_an_alias_is_pinned_so_that_a_retry_takes_the_same_version(api, mlflow_uri, monkeypatch):
+def test_an_alias_is_pinned_for_retries(api, mlflow_uri, monkeypatch):
     client = MlflowClient(mlflow_uri)
     client.create_registered_model("vit-student-digits")
     client.create_model_version("vit-student-digits", source="s3://bucket/model")
@@ -70,7 +70,7 @@ def test_an_alias_is_pinned_so_that_a_retry_takes_the_same_version(api, mlflow_u
 
 
 @pytest.mark.filterwarnings("ignore:You may be attemping to run a task")  # the environment here is that of the image
-def test_the_task_writes_the_files_and_a_second_one_keeps_them(tmp_path, monkeypatch):
+def test_task_writes_files_and_second_one_keeps_them(tmp_path, monkeypatch):
     photos, output = tmp_path / "photos", tmp_path / "out"
     photos.mkdir()
     write_model(tmp_path / "student", dim=16, depth=1, steps=1)

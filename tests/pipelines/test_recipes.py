@@ -59,7 +59,7 @@ def no_hub(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", sorted(config.recipes()))
-def test_the_comment_says_how_to_run_it_where_and_with_what_result(recipe):
+def test_the_comment_says_how_to_run_it(recipe):
     stated = dict(re.findall(r"^ +(\w+) {2,}(\S.*)", comment(recipe), flags=re.MULTILINE))
     assert tuple(stated) == STATED
     assert stated["command"].startswith("make ")
@@ -92,7 +92,7 @@ def classes_of(settings):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_comment_passes_all_that_is_checked_before_its_first_stage(command, photos):
+def test_commands_of_the_comment_pass_all_checks(command, photos):
     """On a pool of a cluster; or here, where the images are listed."""
     place = Placement(pool=command.get("POOL", ""), nodes=int(command.get("NODES", 1)))
     place.check()
@@ -156,7 +156,7 @@ def a_batch(settings, teacher, student, classes):
 
 
 @pytest.mark.parametrize("recipe", sorted(config.recipes()))
-def test_the_models_have_their_size_and_make_a_step_of_the_distillation(recipe):
+def test_models_have_their_size_and_make_a_step(recipe):
     settings = sections.resolve(recipe, commands(recipe)[0].get("SET", ""))
     classes = classes_of(settings)
     teacher, _ = preflight._teacher(settings.pretrain, classes, trains_here=False)
@@ -184,7 +184,7 @@ OF_PACKAGES = [name for name in sorted(config.recipes()) if config.resolve(name)
 
 
 @pytest.mark.parametrize("recipe", OF_PACKAGES)
-def test_without_the_extra_that_brings_the_weights_it_is_named_and_nothing_is_fetched(recipe, photos, monkeypatch):
+def test_a_missing_extra_is_named(recipe, photos, monkeypatch):
     for name, package in pretrained.WEIGHTS_PACKAGES.items():
         absent = dataclasses.replace(package, distribution=f"absent-{name}")
         monkeypatch.setitem(pretrained.WEIGHTS_PACKAGES, name, absent)
@@ -197,7 +197,7 @@ WITHOUT_SOURCE = [name for name in sorted(config.recipes()) if not config.resolv
 
 
 @pytest.mark.parametrize("recipe", WITHOUT_SOURCE)
-def test_without_photos_the_next_move_is_said_before_anything_is_sent_to_a_cluster(recipe):
+def test_missing_photos_are_named_before_sending(recipe):
     with pytest.raises(
         SettingsError, match=rf"data\.source is empty: the recipe {recipe} .*, such as data\.source=image"
     ):

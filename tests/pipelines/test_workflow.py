@@ -60,13 +60,10 @@ def tasks(specification):
     }
 
 
-def test_every_end_of_a_run_keeps_its_workflow_and_with_it_pods_and_jobs(documents, defaults):
+def test_workflow_is_kept(documents, defaults):
     strategy = merged(defaults["ttlStrategy"], ttl_strategy(documents[1]))
     assert strategy == dict.fromkeys(("secondsAfterCompletion", "secondsAfterSuccess", "secondsAfterFailure"), KEPT_S)
-
-
-def test_one_field_alone_would_leave_the_others_to_the_controller(defaults):
-    """So the merge above can fail: this was seen on a cluster."""
+    # So the merge above can fail: this was seen on a cluster.
     strategy = merged(defaults["ttlStrategy"], {"secondsAfterCompletion": KEPT_S})
     assert strategy["secondsAfterSuccess"] == 3600
 
@@ -82,7 +79,7 @@ def test_nothing_takes_an_output_from_a_branch(documents):
     ]
 
 
-def test_a_task_is_tried_again_however_long_its_first_attempt_took(documents, defaults):
+def test_task_is_tried_again_however_long_its_first_attempt_took(documents, defaults):
     """Argo counts `maxDuration` from the start of the first attempt."""
     longest_job_s = 60 * max(pool.queued_minutes + pool.running_minutes for pool in pools.load().values())
     for name, task in tasks(documents[0]).items():

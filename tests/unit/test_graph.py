@@ -23,7 +23,7 @@ def definition(name):
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_a_stages_function_takes_the_inputs_and_outputs_of_the_graph(name):
+def test_stages_function_takes_inputs_and_outputs_of_graph(name):
     stage, run = STAGES[name], definition(name)
     keywords = {
         argument.arg: default for argument, default in zip(run.args.kwonlyargs, run.args.kw_defaults, strict=True)
@@ -37,7 +37,7 @@ def test_a_stages_function_takes_the_inputs_and_outputs_of_the_graph(name):
         assert {key for key, default in keywords.items() if default is not None} == {*stage.optional_inputs}
 
 
-def test_every_module_of_a_stage_is_in_the_graph():
+def test_every_module_of_stage_is_in_graph():
     folder = Path(importlib.util.find_spec("trainer.stages").origin).parent
     assert {path.stem for path in folder.glob("*.py")} - {"__init__"} == {*STAGES}
 
@@ -80,16 +80,14 @@ def test_a_stages_section_and_condition_are_settings(name):
         ("tune.enabled=true distill.teacher=recorded", {"export", "tune", "reinforce"}, set()),
     ],
 )
-def test_a_run_has_the_stages_that_its_settings_need_and_may_have_those_that_tune_decides(
-    overrides, optional, also_possible
-):
+def test_a_run_has_the_stages_it_needs(overrides, optional, also_possible):
     settings = config.resolve("digits", overrides)
     always = {name for name, stage in STAGES.items() if not stage.needed_if}
     assert {name for name, stage in STAGES.items() if stage.is_needed(settings)} == always | optional
     assert {*needed_stages(settings)} == optional | also_possible
 
 
-def test_a_local_run_has_each_artifact_in_a_folder_of_its_own_and_gives_stages_what_was_made():
+def test_artifacts_of_a_local_run_have_folders():
     plain, all_of_it = (
         config.resolve("digits"),
         config.resolve("digits", "warm_up.enabled=true distill.teacher=recorded"),
@@ -109,8 +107,8 @@ def test_a_local_run_has_each_artifact_in_a_folder_of_its_own_and_gives_stages_w
     )
 
 
-def test_a_stage_that_lacks_an_input_in_the_graph_is_found(monkeypatch):
+def test_stage_that_lacks_input_in_graph_is_found(monkeypatch):
     """That the tests above can fail."""
     monkeypatch.setitem(STAGES, "profile", replace(STAGES["profile"], reads=(DATASET, TEACHER)))
     with pytest.raises(AssertionError):
-        test_a_stages_function_takes_the_inputs_and_outputs_of_the_graph("profile")
+        test_stages_function_takes_inputs_and_outputs_of_graph("profile")

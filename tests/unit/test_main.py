@@ -34,7 +34,7 @@ def program(tmp_path):
     return path
 
 
-def test_a_failure_with_a_thread_in_native_code_keeps_its_exit_code(program):
+def test_a_failure_keeps_its_exit_code(program):
     """Without `leave` torch ends this process with SIGABRT."""
     ended = subprocess.run([sys.executable, program, "7"], capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (7, "last words\n", "")

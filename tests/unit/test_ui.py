@@ -25,7 +25,7 @@ def port():
         return str(free.getsockname()[1])
 
 
-def test_the_newest_experiment_is_opened_where_trainings_are_shown(mlflow_uri, started, port, monkeypatch, capsys):
+def test_newest_experiment_is_opened_where_trainings_are_shown(mlflow_uri, started, port, monkeypatch, capsys):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_uri)
     client = MlflowClient(mlflow_uri)
     client.create_experiment("older")

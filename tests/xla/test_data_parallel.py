@@ -44,7 +44,7 @@ distill.run(config.validate(config.DistillSettings, settings), **places)
 """
 
 
-def test_a_step_dealt_to_two_devices_is_that_of_one(distillation):
+def test_step_dealt_to_two_devices_is_that_of_one(distillation):
     dealt, alone = (distillation(name, epochs=2, ema_decay=0.9, validate_every_epochs=9) for name in ("dealt", "alone"))
     alone.train(TRAINER_DEVICE="xla")
     subprocess.run(

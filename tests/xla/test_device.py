@@ -24,7 +24,7 @@ class Held:
         self.keys = keys
 
 
-def test_tensors_are_sent_ahead_in_their_order_and_the_rest_stays(xla):
+def test_tensors_are_sent_ahead_in_their_order_and_rest_stays(xla):
     items = ([[torch.full((2,), number)], Held(torch.tensor([number]))] for number in range(5))
     for number, (tensors, held) in enumerate(xla.send_ahead(items)):
         assert tensors[0].device == xla.torch_device
@@ -34,7 +34,7 @@ def test_tensors_are_sent_ahead_in_their_order_and_the_rest_stays(xla):
     assert number == 4
 
 
-def test_an_error_of_the_loader_comes_at_its_turn(xla):
+def test_error_of_loader_comes_at_its_turn(xla):
     def items():
         yield [torch.ones(2)]
         raise DataError("image 7 cannot be decoded")
@@ -53,7 +53,7 @@ def test_who_takes_no_more_waits_for_no_thread(xla):
     assert time.monotonic() - began < 30
 
 
-def test_numbers_are_on_the_device_so_that_none_is_a_part_of_the_graph(xla):
+def test_numbers_are_no_part_of_the_graph(xla):
     import torch_xla.debug.metrics as metrics
 
     weight = torch.ones(3, device=xla.torch_device)

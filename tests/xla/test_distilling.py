@@ -38,7 +38,7 @@ def ended(digits, teacher, tmp_path_factory):
     }
 
 
-def test_the_first_fifty_losses_are_those_of_a_cpu(ended):
+def test_first_fifty_losses_are_those_of_cpu(ended):
     assert len(ended["xla"].losses()) == 60
     torch.testing.assert_close(ended["xla"].losses()[:50], ended["cpu"].losses()[:50], **CLOSE)
 
@@ -50,7 +50,7 @@ def test_validation_counts_no_image_twice(ended):
     torch.testing.assert_close(there["val_top1"].values, here["val_top1"].values, rtol=0, atol=0.01)
 
 
-def test_graphs_are_compiled_in_the_first_steps_and_nothing_leaves_the_device_in_a_step(ended):
+def test_graphs_compile_in_the_first_steps(ended):
     (training,) = read_evidence(ended["xla"].outputs["evidence"]).trainings
     rank = training.ranks[0]
     assert {record.step for record in rank.record.compilations} <= {0, 1, 2}
@@ -72,7 +72,7 @@ def test_a_training_goes_on_on_any_device(distillation, ended, kinds):
     torch.testing.assert_close(going.losses(), remaining, **CLOSE)
 
 
-def test_recorded_outputs_are_those_of_a_cpu_and_teach_the_same(digits, teacher, tmp_path, monkeypatch):
+def test_recorded_outputs_are_those_of_cpu_and_teach_same(digits, teacher, tmp_path, monkeypatch):
     values = {"views": 3, "top_k": 4, "batch_size": 100, "workers": 0, "seed": 3, "augmentation": QUICK["views"]}
     losses = {}
     for kind in ("xla", "cpu"):
@@ -85,7 +85,7 @@ def test_recorded_outputs_are_those_of_a_cpu_and_teach_the_same(digits, teacher,
     torch.testing.assert_close(losses["xla"], losses["cpu"], rtol=2e-3, atol=1e-4)
 
 
-def test_a_student_is_as_good_on_xla_as_on_a_cpu(digits, teacher, ended, tmp_path, monkeypatch):
+def test_student_is_as_good_on_xla_as_on_cpu(digits, teacher, ended, tmp_path, monkeypatch):
     student, found = ended["xla"].outputs["student"], {}
     for kind in ("cpu", "xla"):
         monkeypatch.setenv("TRAINER_DEVICE", kind)
@@ -109,7 +109,7 @@ def test_processes_that_do_not_form_one_group_are_refused(distillation):
         ({"accumulation": 3}, "cannot be dealt evenly to 1 processes x 3 micro-batches"),
     ],
 )
-def test_what_xla_cannot_do_is_refused_with_the_reason(distillation, settings, message):
+def test_what_xla_cannot_do_is_refused_with_reason(distillation, settings, message):
     ended = groups.run(distillation("refused", **settings), limit_s=120, TRAINER_DEVICE="xla")
     assert ended.codes == [2]
     assert message in ended.messages[0]

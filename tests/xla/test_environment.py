@@ -48,7 +48,7 @@ def test_every_module_of_the_trainer_can_be_imported():
             importlib.import_module(name)
 
 
-def test_a_vision_transformer_says_on_xla_what_it_says_on_the_cpu():
+def test_a_vision_transformer_agrees_with_the_cpu():
     import torch_xla
 
     torch.manual_seed(0)

@@ -45,7 +45,7 @@ def taught(dataset, folder, loss):
 
 
 @pytest.mark.parametrize("loss", ["bce", "asymmetric"])
-def test_losses_validation_and_answers_are_those_of_a_cpu(dataset, tmp_path, monkeypatch, loss):
+def test_losses_validation_and_answers_are_those_of_cpu(dataset, tmp_path, monkeypatch, loss):
     found = {}
     for kind in ("cpu", "xla"):
         monkeypatch.setenv("TRAINER_DEVICE", kind)

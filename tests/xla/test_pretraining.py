@@ -29,7 +29,7 @@ def teacher(kind, digits, folder):
     return trainings, networks.load(folder / kind).network.state_dict()
 
 
-def test_pretraining_and_fine_tuning_are_those_of_a_cpu(digits, tmp_path, monkeypatch):
+def test_pretraining_and_fine_tuning_are_those_of_cpu(digits, tmp_path, monkeypatch):
     found = {}
     for kind in ("cpu", "xla"):
         monkeypatch.setenv("TRAINER_DEVICE", kind)

@@ -45,7 +45,7 @@ def train(width, *, in_step=nothing, between=nothing, size=lambda _: 8, steps=ST
     return recorder.snapshot().ranks[0]
 
 
-def test_a_healthy_loop_compiles_once_and_transfers_nothing_in_its_steps():
+def test_healthy_loop_compiles_once_and_transfers_nothing_in_its_steps():
     rank = train(11, between=lambda loss, step: step % 10 or loss.item())
     (compilation,) = rank.record.compilations
     assert (compilation.step, compilation.graphs) == (0, 1)
@@ -58,14 +58,14 @@ def test_a_healthy_loop_compiles_once_and_transfers_nothing_in_its_steps():
     assert isinstance(judge_by(Recompilation, case_of(rank)), Healthy)
 
 
-def test_the_device_has_its_name_and_what_it_does_not_tell_is_missing():
+def test_the_device_has_its_name():
     record = train(11, steps=1).record
     assert record.device == "xla:0 (CPU)"
     assert "GetAllocatorStats" in record.missing["device_memory"]
     assert "noted for XLA" in record.missing["operators"]
 
 
-def test_the_time_in_the_compiler_is_that_of_the_step_that_compiled():
+def test_compiling_counts_for_its_step():
     rank = train(13, size=lambda step: 9 if step == 20 else 8)
     assert [(one.step, one.graphs) for one in rank.record.compilations] == [(0, 1), (20, 1)]
     finding = judge_by(Recompilation, case_of(rank))
@@ -86,7 +86,7 @@ def test_what_is_compiled_between_steps_is_apart():
     assert train(27, steps=2).record.compile_beside_s == 0
 
 
-def test_a_number_that_is_a_constant_of_the_graph_is_distinguished_from_a_shape():
+def test_a_constant_differs_from_a_shape():
     rank = train(17, in_step=lambda loss, step: loss.expand(step + 1).cumsum(0), steps=20)
     assert len(rank.record.compilations) == 1, "the result is unused, so it is not computed"
     kept = []
@@ -97,7 +97,7 @@ def test_a_number_that_is_a_constant_of_the_graph_is_distinguished_from_a_shape(
     assert finding.numbers["graphs"] == 10
 
 
-def test_an_operator_on_the_host_and_a_copy_are_counted_in_their_steps():
+def test_host_operators_and_copies_are_counted():
     rank = train(19, in_step=lambda loss, step: torch.special.i0(loss.detach()) if step >= 20 else None)
     assert rank.steps["transfers"].tolist() == [0] * 20 + [1] * 20
     assert rank.record.transfers.fallbacks == {"aten::i0": 20}
@@ -128,7 +128,7 @@ def test_what_comes_after_the_recording_counts_for_nothing():
     assert (counters.transfers.from_device, counters.beside_s) == (0, 0)
 
 
-def test_in_a_long_training_transfers_are_counted_in_some_steps():
+def test_in_long_training_transfers_are_counted_in_some_steps():
     counters = xla.XlaCounters()
     counted = []
     for ordinal in range(3 * xla.COUNTED_STEPS):
@@ -138,7 +138,7 @@ def test_in_a_long_training_transfers_are_counted_in_some_steps():
     assert sum(counted[xla.COUNTED_STEPS :]) == pytest.approx(2 * xla.COUNTED_STEPS / xla.COUNTED_EVERY, abs=1)
 
 
-def test_another_thread_sees_that_a_graph_is_being_compiled():
+def test_another_thread_sees_that_graph_is_being_compiled():
     counters, ended, seen = xla.XlaCounters(), threading.Event(), []
 
     def look():

@@ -67,14 +67,14 @@ def test_a_healthy_training_fires_no_rule(patient):
     assert training.ranks[0].record.transfers.fallbacks == {}
 
 
-def test_reading_a_value_in_the_objective_is_found_by_its_rule_alone(patient):
+def test_reading_a_value_is_found_by_its_rule(patient):
     found = findings(patient.distill(fault=a_value_is_read, **SETTINGS))
     assert set(found) == {"host_syncs"}, found
     assert found["host_syncs"].startswith("In 100% of the steps values come from the device (1 times a step")
     assert "(aten::_local_scalar_dense)" in found["host_syncs"]
 
 
-def test_a_batch_of_another_size_is_found_by_its_rule_alone(patient):
+def test_batch_of_another_size_is_found_by_its_rule_alone(patient):
     found = findings(patient.distill(fault=a_smaller_batch, **SETTINGS))
     assert set(found) == {"recompilation"}, found
     assert found["recompilation"].startswith("1 graphs were compiled again after 10 steps (first after step 30)")

@@ -59,7 +59,7 @@ def test_its_steps_and_its_state_are_those_of_adamw(monkeypatch):
     assert_same(state(5, *there), state(5, *here))
 
 
-def test_a_training_goes_on_from_its_state_on_a_cpu_and_the_other_way_round(monkeypatch):
+def test_a_training_moves_between_cpu_and_xla(monkeypatch):
     monkeypatch.setenv("TRAINER_DEVICE", "xla")
     device = choose_device()
     there, here, expected = learner(device, sharded=True), learner(HOST), learner(HOST)

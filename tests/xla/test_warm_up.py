@@ -15,7 +15,7 @@ TEACHER = {
 }
 
 
-def test_the_first_steps_of_each_training_have_its_graphs(digits, tmp_path, monkeypatch):
+def test_first_steps_of_each_training_have_its_graphs(digits, tmp_path, monkeypatch):
     monkeypatch.setenv("TRAINER_DEVICE", "xla")
     student = QUICK | {"epochs": 50, "log_every": 2, "teacher": "recorded"}
     values = {"enabled": True, "pretrain": TEACHER, "reinforce": {"views": 2}, "distill": student}

@@ -120,7 +120,7 @@ def test_a_job_is_made_followed_and_succeeds(jobs, launch, backend, logged):
     assert any("succeeded" in line for line in logged())
 
 
-def test_a_field_that_the_cluster_does_not_know_is_refused(jobs, cluster, pool, identity, spec, backend):
+def test_field_that_cluster_does_not_know_is_refused(jobs, cluster, pool, identity, spec, backend):
     """As `runtimePatches` by Trainer 2.1, whose pods would have run without it."""
 
     def renderer(*arguments):
@@ -154,7 +154,7 @@ def test_the_same_job_is_adopted_and_another_refused(jobs, cluster, pool, identi
     assert jobs.names() == []
 
 
-def test_a_job_that_another_client_deletes_is_an_error(jobs, launch, cluster, identity):
+def test_job_that_another_client_deletes_is_error(jobs, launch, cluster, identity):
     with launch() as ended:
         jobs.wait()
         threading.Event().wait(0.2)

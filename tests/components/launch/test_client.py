@@ -17,7 +17,6 @@ from components.launch.client import (
     Cluster,
     ClusterError,
     ConflictError,
-    ExpiredError,
     ForbiddenError,
     LogNotReadyError,
     NotFoundError,
@@ -73,7 +72,7 @@ def test_objects_are_made_listed_changed_and_deleted(kubernetes, cluster):
         cluster.get(PODS, "p")
 
 
-def test_without_any_cluster_the_message_says_what_to_set(monkeypatch, tmp_path):
+def test_without_any_cluster_message_says_what_to_set(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(
         ClusterError, match=r"not in a pod, and kubeconfig ~/.kube/config is not usable .* set KUBECONFIG"
@@ -96,7 +95,7 @@ def test_a_pod_without_a_token_gets_a_message(monkeypatch):
         Cluster.connect()
 
 
-def test_the_namespace_is_the_given_one_or_the_usual_one(kubernetes, monkeypatch):
+def test_namespace_is_given_one_or_usual_one(kubernetes, monkeypatch):
     with Cluster.connect("given") as given, Cluster.connect() as usual:
         assert (given.namespace, usual.namespace) == ("given", "kubeflow")
     monkeypatch.setenv("TRAINER_NAMESPACE", "team")
@@ -113,7 +112,7 @@ def test_a_server_that_does_not_exist_is_unavailable(monkeypatch, tmp_path, clos
     )
 
 
-def test_a_server_that_is_not_trusted_is_not_retried(monkeypatch, tmp_path, kubernetes):
+def test_server_that_is_not_trusted_is_not_retried(monkeypatch, tmp_path, kubernetes):
     monkeypatch.setenv("KUBECONFIG", kubeconfig(tmp_path / "config", kubernetes.url.replace("http:", "https:")))
     with Cluster.connect() as cluster, pytest.raises(ClusterError) as refused:
         cluster.list(PODS)
@@ -121,19 +120,17 @@ def test_a_server_that_is_not_trusted_is_not_retried(monkeypatch, tmp_path, kube
     assert "no trusted connection to the API server https://" in str(refused.value)
 
 
-def test_401_says_to_log_in(kubernetes, cluster):
+def test_refusals_are_named(kubernetes, cluster):
     kubernetes.faults.fail(401)
     with pytest.raises(UnauthorizedError, match=r"does not know who you are \(401, could not list pods .*log in again"):
         cluster.list(PODS)
-
-
-def test_a_missing_namespace_is_named(kubernetes, cluster):
+    # A missing namespace is named.
     cluster.namespace = "nowhere"
     with pytest.raises(NotFoundError, match="there is no namespace nowhere: create it"):
         cluster.create(PODS, POD)
 
 
-def test_a_watch_gives_changes_until_it_is_ended_from_another_thread(kubernetes, cluster):
+def test_watch_gives_changes_until_it_is_ended_from_another_thread(kubernetes, cluster):
     kubernetes.script("*", Script(hang=True))
     stream, ended = cluster.watch(PODS, cluster.list(PODS)["metadata"]["resourceVersion"]), []
     seen = queue.SimpleQueue()
@@ -158,15 +155,7 @@ def test_a_watch_gives_changes_until_it_is_ended_from_another_thread(kubernetes,
     stream.end()  # once more does no harm
 
 
-def test_an_old_version_has_expired(kubernetes, cluster):
-    version = cluster.list(PODS)["metadata"]["resourceVersion"]
-    kubernetes.add_pod("p")
-    kubernetes.compact()
-    with pytest.raises(ExpiredError):
-        cluster.watch(PODS, version)
-
-
-def test_a_log_that_has_not_begun_is_not_ready(kubernetes, cluster):
+def test_log_that_has_not_begun_is_not_ready(kubernetes, cluster):
     kubernetes.script("p", Script(pull_error_s=5))
     cluster.create(PODS, POD)
     kubernetes.wait_for(lambda: any(reason == "Failed" for _, reason, _ in kubernetes.events("p")))
@@ -174,7 +163,7 @@ def test_a_log_that_has_not_begun_is_not_ready(kubernetes, cluster):
         cluster.log("p", container="main")
 
 
-def test_a_page_of_a_proxy_is_no_api_server(monkeypatch, tmp_path):
+def test_page_of_proxy_is_no_api_server(monkeypatch, tmp_path):
     def serve(listener):
         connection, _ = listener.accept()
         with connection:
@@ -211,13 +200,6 @@ def test_the_address_is_the_services_for_every_request(tmp_path, user):
         assert bool(credentials) == bool(user)
 
 
-def test_a_service_cannot_be_reached_without_a_kubeconfig(tmp_path):
-    with pytest.raises(ClusterError, match="kubeconfig cannot be used"):
-        proxy_to_service(
-            kfp_server_api.Configuration(), kubeconfig=str(tmp_path / "none"), namespace="a", service="b", port="http"
-        )
-
-
 @pytest.mark.parametrize("message", ["exceeded quota: gpus", 'admission webhook "w" denied the request: you cannot'])
 def test_403_is_not_always_a_matter_of_rights(message):
     error = response_error(403, message, ServerRequest("https://c", "kubeflow", "create", PODS))
@@ -237,28 +219,19 @@ def failing(times, error):
     return action
 
 
-def test_a_single_failure_is_retried_silently(logged):
-    assert ApiRetry(10)(failing(1, ApiUnavailableError("away"))) == "done"
-    assert logged() == []
-
-
-def test_loss_and_return_are_logged_once(logged):
+def test_retries(logged):
     assert ApiRetry(10)(failing(3, ApiUnavailableError("the server is away"))) == "done"
     assert logged()[0] == "the server is away; retrying for at most 10 s"
     assert logged()[1].startswith("the API server answers again after ")
     assert len(logged()) == 2
-
-
-def test_other_errors_are_not_retried():
+    # Other errors are not retried.
     left = failing(2, ForbiddenError("no right"))
     with pytest.raises(ForbiddenError):
         ApiRetry(10)(left)
     with pytest.raises(ForbiddenError):
         left()
     assert left() == "done"
-
-
-def test_the_timeout_counts_from_the_loss():
+    # The timeout counts from the loss.
     retry, start = ApiRetry(0.3), time.monotonic()
     with pytest.raises(ApiUnavailableError):
         retry(failing(1000, ApiUnavailableError("away")))

@@ -83,12 +83,19 @@ def test_a_run_that_somebody_stopped_was_killed(tracked, tmp_path, monkeypatch, 
     assert tracked().info.status == status
 
 
-def test_a_workflow_that_cannot_be_read_is_said(tracked, tmp_path, monkeypatch, caplog):
+def test_unreadable_or_away(tracked, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "missing"))
     monkeypatch.setenv(finishing.WORKFLOW, "distillation-x7k2p")
     finishing.finish("", "FAILED", "")
     assert tracked().info.status == "FAILED"
     assert "whether the run was stopped is not known: " in caplog.text
+    # A cluster or a server that is away is said and ends nothing else.
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("TRAINER_RUN", RUN)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "missing"))
+    finishing.finish("cpu", "FAILED", "")
+    assert "jobs of this run may be left: " in caplog.text
+    assert "the run stays open in MLflow: MLflow at http://127.0.0.1:9: does not answer" in caplog.text
 
 
 def ended_workflow(ago_s: float, *, stopped: bool, finish: str) -> dict:
@@ -121,7 +128,7 @@ def ended_workflow(ago_s: float, *, stopped: bool, finish: str) -> dict:
     ],
     ids=["stopped", "failed", "its finish did its work", "just now", "long ago"],
 )
-def test_a_run_whose_finish_was_ended_is_ended_by_the_reaper(
+def test_run_whose_finish_was_ended_is_ended_by_reaper(
     tracked, tmp_path, monkeypatch, capsys, ago_s, stopped, finish, status
 ):
     monkeypatch.delenv("TRAINER_RUN")
@@ -137,7 +144,7 @@ def test_a_run_whose_finish_was_ended_is_ended_by_the_reaper(
     assert (f"ended in MLflow: the run {RUN}, " in capsys.readouterr().out) == (status != "RUNNING")
 
 
-def test_an_mlflow_that_is_away_does_not_keep_jobs_alive(tmp_path, monkeypatch, capsys):
+def test_mlflow_that_is_away_does_not_keep_jobs_alive(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     with KubernetesStandIn(tmp_path, operator=False, kubelet=False) as cluster:
         monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
@@ -148,7 +155,7 @@ def test_an_mlflow_that_is_away_does_not_keep_jobs_alive(tmp_path, monkeypatch, 
     assert "0 of this project's jobs deleted" in said.out
 
 
-def test_jobs_of_this_run_that_are_left_are_deleted_and_no_others(tmp_path, monkeypatch, caplog):
+def test_jobs_left_of_this_run_alone_are_deleted(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
     monkeypatch.setenv("TRAINER_RUN", RUN)
     with KubernetesStandIn(tmp_path, kubelet=False) as cluster:
@@ -159,12 +166,3 @@ def test_jobs_of_this_run_that_are_left_are_deleted_and_no_others(tmp_path, monk
             finishing.finish("cpu", "FAILED", "")
         cluster.wait_for(lambda: [found["metadata"]["name"] for found in cluster.list(PYTORCHJOBS)] == [others])
     assert f"deleted the job {ours}, which was left" in caplog.text
-
-
-def test_a_cluster_or_a_server_that_is_away_is_said_and_ends_nothing_else(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    monkeypatch.setenv("TRAINER_RUN", RUN)
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "missing"))
-    finishing.finish("cpu", "FAILED", "")
-    assert "jobs of this run may be left: " in caplog.text
-    assert "the run stays open in MLflow: MLflow at http://127.0.0.1:9: does not answer" in caplog.text

@@ -31,7 +31,6 @@ def job(cluster, pool, identity, spec):
 
 @pytest.fixture
 def report(kubernetes):
-    """Make an event."""
 
     def report(message, **about):
         metadata = {"generateName": "event-"}
@@ -47,7 +46,7 @@ def report(kubernetes):
     return report
 
 
-def test_only_events_of_the_job_and_of_what_was_made_for_it_are_reported(kubernetes, cluster, job, report):
+def test_only_events_of_the_job_are_reported(kubernetes, cluster, job, report):
     report("ours", kind="PyTorchJob", name=job.name, uid=job.uid)
     report("an earlier one's", kind="PyTorchJob", name=job.name, uid="earlier")
     report("our worker's", kind="Pod", name=f"{job.name}-worker-0", uid="w")

@@ -46,7 +46,7 @@ def end(kubernetes, name, condition):
         found.setdefault("status", {})["conditions"] = [{"type": condition, "status": "True"}]
 
 
-def test_a_job_is_made_with_labels_hash_and_owner(kubernetes, job):
+def test_job_is_made_with_labels_hash_and_owner(kubernetes, job):
     task = owner(kubernetes, "task")
     made = job(owner=task)
     assert made.submit(ApiRetry(5))
@@ -59,7 +59,7 @@ def test_a_job_is_made_with_labels_hash_and_owner(kubernetes, job):
     assert [(one["kind"], one["uid"]) for one in metadata["ownerReferences"]] == [("Pod", task.uid)]
 
 
-def test_the_attempt_counts_the_jobs_that_have_ended(kubernetes, job):
+def test_attempts(kubernetes, job):
     first, second, third = job(), job(), job()
     first.submit(ApiRetry(5))
     end(kubernetes, first.name, "Failed")
@@ -70,7 +70,7 @@ def test_the_attempt_counts_the_jobs_that_have_ended(kubernetes, job):
     assert attempts(kubernetes) == ["1", "2", "3"]
 
 
-def test_a_job_that_is_being_deleted_is_neither_adopted_nor_in_the_way(kubernetes, job):
+def test_a_job_under_deletion_is_not_adopted(kubernetes, job):
     first, second = job(), job()
     first.submit(ApiRetry(5))
     with kubernetes.store.changing(PYTORCHJOBS, "kubeflow", first.name) as going:
@@ -79,7 +79,7 @@ def test_a_job_that_is_being_deleted_is_neither_adopted_nor_in_the_way(kubernete
     assert second.name != first.name
 
 
-def test_an_attempt_that_was_cleaned_up_does_not_bring_its_name_back_before_later_ones(kubernetes, job):
+def test_a_cleaned_up_attempt_leaves_its_name_used(kubernetes, job):
     first, second, third = job(), job(), job()
     for one in (first, second):
         one.submit(ApiRetry(5))
@@ -89,7 +89,7 @@ def test_an_attempt_that_was_cleaned_up_does_not_bring_its_name_back_before_late
     assert attempts(kubernetes) == ["2", "3"]
 
 
-def test_a_running_job_is_adopted_and_belongs_to_the_new_pod(kubernetes, job):
+def test_running_job_is_adopted_and_belongs_to_new_pod(kubernetes, job):
     first, second = owner(kubernetes, "task-1"), owner(kubernetes, "task-2")
     before, after = job(owner=first), job(owner=second)
     before.submit(ApiRetry(5))
@@ -98,13 +98,13 @@ def test_a_running_job_is_adopted_and_belongs_to_the_new_pod(kubernetes, job):
     assert [one["uid"] for one in only(kubernetes)["metadata"]["ownerReferences"]] == [second.uid]
 
 
-def test_a_job_adopted_without_a_pod_has_no_owner(kubernetes, job):
+def test_job_adopted_without_pod_has_no_owner(kubernetes, job):
     job(owner=owner(kubernetes, "task")).submit(ApiRetry(5))
     job().submit(ApiRetry(5))
     assert not only(kubernetes)["metadata"].get("ownerReferences")
 
 
-def test_a_job_with_another_specification_is_refused_with_what_differs(kubernetes, job, spec, pool):
+def test_job_with_another_specification_is_refused_with_what_differs(kubernetes, job, spec, pool):
     job().submit(ApiRetry(5))
     other = job(spec=replace(spec, nodes=3), pool=pool.model_copy(update={"image": "trainer:2"}))
     with pytest.raises(LaunchError) as refused:
@@ -118,29 +118,11 @@ def test_a_job_with_another_specification_is_refused_with_what_differs(kubernete
     assert len(kubernetes.list(PYTORCHJOBS)) == 1
 
 
-def test_a_job_of_our_name_that_is_not_ours_is_refused(kubernetes, job):
-    wanted = job()
-    foreign = {**wanted.manifest, "metadata": {"name": wanted.name}}
-    kubernetes.add(PYTORCHJOBS, foreign)
-    with pytest.raises(LaunchError, match="exists already with another specification"):
-        wanted.submit(ApiRetry(5))
-
-
-def test_an_answer_that_is_lost_does_not_make_two_jobs(kubernetes, job):
+def test_answer_that_is_lost_does_not_make_two_jobs(kubernetes, job):
     kubernetes.faults.lose_answer("create", "pytorchjobs")
     made = job()
     assert not made.submit(ApiRetry(5))  # found: it was there
     assert only(kubernetes)["metadata"]["uid"] == made.uid
-
-
-def test_creation_waits_for_an_unavailable_api_server(kubernetes, job, logged):
-    kubernetes.faults.away(1.0)
-    assert job().submit(ApiRetry(20))
-    assert len(kubernetes.list(PYTORCHJOBS)) == 1
-    loss, back = logged()
-    assert f"the API server {kubernetes.url} does not answer" in loss
-    assert loss.endswith("retrying for at most 20 s")
-    assert back.startswith("the API server answers again after ")
 
 
 @pytest.mark.parametrize("code", [429, 500, 503])
@@ -162,11 +144,7 @@ def test_an_interrupted_creation_is_found_and_deleted(kubernetes, job):
     assert made.is_gone()
 
 
-def test_a_job_that_was_not_made_needs_no_deletion(kubernetes, job):
-    assert not job().delete()
-
-
-def test_a_denied_creation_says_who_may_not_do_what_and_which_rule_is_missing(kubernetes, job):
+def test_a_denied_creation_names_the_missing_rule(kubernetes, job):
     kubernetes.faults.deny("create", "pytorchjobs")
     with pytest.raises(ForbiddenError) as denied:
         job().submit(ApiRetry(5))
@@ -180,7 +158,7 @@ def test_a_denied_creation_says_who_may_not_do_what_and_which_rule_is_missing(ku
     assert "kubectl apply -k manifests/base" in message
 
 
-def test_a_cluster_without_the_operator_says_what_to_install(kubernetes, job):
+def test_cluster_without_operator_says_what_to_install(kubernetes, job):
     kubernetes.uninstall("pytorchjobs")
     with pytest.raises(
         KindNotInstalledError, match=r"this cluster has no pytorchjobs.kubeflow.org \(version v1\): install"
@@ -188,7 +166,7 @@ def test_a_cluster_without_the_operator_says_what_to_install(kubernetes, job):
         job().submit(ApiRetry(5))
 
 
-def test_a_manifest_that_the_server_refuses_ends_with_its_words(kubernetes, job):
+def test_manifest_that_server_refuses_ends_with_its_words(kubernetes, job):
     wrong = job()
     wrong.manifest["metadata"]["labels"]["bad label"] = "x"
     wrong._set_attempt = lambda attempt: None  # the renderer makes none that is refused

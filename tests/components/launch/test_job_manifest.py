@@ -46,11 +46,11 @@ def test_any_run_gives_names_and_labels_that_kubernetes_takes(run, task, attempt
         ("数字", "distill-run-"),
     ],
 )
-def test_a_name_begins_with_the_task_and_the_run(run, words):
+def test_name_begins_with_task_and_run(run, words):
     assert Identity(run=run, task="distill").name.startswith(words)
 
 
-def test_runs_tasks_and_attempts_have_names_of_their_own():
+def test_names_differ():
     jobs = [
         Identity(run=run, task=task, attempt=attempt)
         for run in ("a" * 60 + "1", "a" * 60 + "2", "A", "a")
@@ -59,9 +59,7 @@ def test_runs_tasks_and_attempts_have_names_of_their_own():
     ]
     assert len({job.name for job in jobs}) == len(jobs)
     assert Identity(run="a", task="distill").name == Identity(run="a", task="distill", namespace="other").name
-
-
-def test_labels_of_different_runs_differ_and_valid_ones_are_kept():
+    # Labels of different runs differ and valid ones are kept.
     assert job_manifest.label_value("20261121-101010-digits") == "20261121-101010-digits"
     assert job_manifest.label_value("a b") != job_manifest.label_value("a-b")
     assert job_manifest.label_value("x" * 64) != job_manifest.label_value("x" * 65)
@@ -125,7 +123,7 @@ def test_a_pod_meets_pod_security_restricted(template):
     assert all(set(volume) - {"name"} == {"emptyDir"} for volume in template["spec"]["volumes"])
 
 
-def test_only_volumes_can_be_written_to_and_the_environment_points_there(template):
+def test_only_volumes_can_be_written_to_and_environment_points_there(template):
     (container,) = template["spec"]["containers"]
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
@@ -136,13 +134,11 @@ def test_only_volumes_can_be_written_to_and_the_environment_points_there(templat
         assert values[name].startswith(tuple(mounted))
 
 
-def test_shared_memory_is_memory():
+def test_volumes_and_resources():
     volumes = {volume["name"]: volume["emptyDir"] for volume in pod_on(pools.get("gpu-a100"))["spec"]["volumes"]}
     assert volumes["shared-memory"] == {"medium": "Memory", "sizeLimit": "256Gi"}
     assert volumes["cache"] == {"sizeLimit": "250Gi"}
-
-
-def test_limits_are_requests_and_accelerators_are_among_them():
+    # Limits are requests and accelerators are among them.
     (container,) = pod_on(pools.get("gpu-h100"))["spec"]["containers"]
     resources = container["resources"]
     assert resources["limits"] == resources["requests"]
@@ -157,7 +153,7 @@ def test_a_pod_has_no_token_and_no_sidecar(template):
 
 
 @pytest.mark.parametrize("name", pools.load())
-def test_no_autoscaler_moves_a_pod_and_one_of_a_reclaimed_spot_node_is_still_evicted(name):
+def test_no_autoscaler_moves_a_pod_off_its_node(name):
     """Karpenter evicts no pod with its annotation, also where the node is to be reclaimed (its `IsEvictable`)."""
     kept = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
     if pools.get(name).spot:
@@ -165,12 +161,7 @@ def test_no_autoscaler_moves_a_pod_and_one_of_a_reclaimed_spot_node_is_still_evi
     assert pod_on(pools.get(name))["metadata"]["annotations"] == kept
 
 
-def test_a_pod_runs_a_node_of_the_stage(template):
-    (container,) = template["spec"]["containers"]
-    assert [*container["command"], *container["args"]] == ["python", *spec().arguments("--node")]
-
-
-def test_the_image_is_the_pools_or_the_tasks_for_the_pools_device():
+def test_image_of_a_pod():
     cpu, trainium = pools.get("cpu"), pools.get("neuron-trn1")
     assert job_manifest.pod_image(cpu) == IMAGE
     assert job_manifest.pod_image(cpu, "registry:5000/team/own:1") == "registry:5000/team/own:1"
@@ -235,7 +226,7 @@ def rendered(job=None, pool="cpu", **changes):
     return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in entries}
 
 
-def test_a_task_forwards_where_things_are_and_no_secret():
+def test_task_forwards_where_things_are_and_no_secret():
     assert job_manifest.forwarded_environment(TASK) == {
         "AWS_ENDPOINT_URL_S3": "http://store:9000",
         "AWS_DEFAULT_REGION": "eu-central-1",
@@ -248,7 +239,7 @@ def test_a_task_forwards_where_things_are_and_no_secret():
     }
 
 
-def test_compiled_graphs_are_kept_where_the_task_says_if_the_next_job_reaches_that():
+def test_compiled_graphs_are_kept_where_reachable():
     def cache(value):
         given = job_manifest.forwarded_environment(TASK | {"NEURON_COMPILE_CACHE_URL": value})
         return rendered(spec(environment=given), "neuron-trn1")["NEURON_COMPILE_CACHE_URL"]
@@ -269,19 +260,19 @@ def test_compiled_graphs_are_kept_where_the_task_says_if_the_next_job_reaches_th
         ),
     ],
 )
-def test_a_warm_up_that_would_be_lost_with_its_pods_is_refused(pool, cache, message):
+def test_warm_up_that_would_be_lost_is_refused(pool, cache, message):
     with pytest.raises(SettingsError, match=message):
         job_manifest.check_compile_cache(pools.get(pool), {"NEURON_COMPILE_CACHE_URL": cache})
 
 
-def test_a_warm_up_is_not_refused_where_the_next_job_finds_it():
+def test_a_warm_up_in_reach_is_taken():
     job_manifest.check_compile_cache(pools.get("neuron-trn1"), {"NEURON_COMPILE_CACHE_URL": "s3://bucket/cache"})
     own = pools.get("neuron-trn1").model_copy(update={"environment": {"NEURON_COMPILE_CACHE_URL": "s3://bucket/own"}})
     job_manifest.check_compile_cache(own, {})
 
 
 @pytest.mark.parametrize("name", [name for name, pool in pools.load().items() if pool.device == "xla"])
-def test_a_neuron_pod_finds_its_runtime_and_takes_one_process_a_core(name):
+def test_a_neuron_pod_has_its_runtime_and_cores(name):
     """Which core is whose, torch_neuronx reads from torchrun's variables."""
     pool, values = pools.get(name), rendered(pool=name)
     assert (values["TRAINER_DEVICE"], values["PJRT_DEVICE"]) == ("xla", "NEURON")
@@ -292,20 +283,20 @@ def test_a_neuron_pod_finds_its_runtime_and_takes_one_process_a_core(name):
 
 @pytest.mark.parametrize("name", ["MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL_S3", "TRAINER_CHECKPOINTS"])
 @pytest.mark.parametrize("address", ["https://me:leaked@host/x", "https://leaked@host", "https://host/x?token=leaked"])
-def test_an_address_with_a_password_does_not_get_into_the_job(name, address):
+def test_address_with_password_does_not_get_into_job(name, address):
     given = job_manifest.forwarded_environment(TASK | {name: address})
     with pytest.raises(LaunchError, match=f"{name} holds a password or a token") as caught:
         rendered(spec(environment=given))
     assert "leaked" not in str(caught.value)
 
 
-def test_places_on_the_tasks_own_machine_are_not_forwarded():
+def test_places_on_tasks_own_machine_are_not_forwarded():
     local = TASK | {"MLFLOW_TRACKING_URI": "sqlite:////home/me/mlflow.db", "TRAINER_CHECKPOINTS": "/home/me/runs"}
     given = job_manifest.forwarded_environment(local)
     assert not [name for name in given if name.startswith("MLFLOW_") or name == "TRAINER_CHECKPOINTS"]
 
 
-def test_the_addresses_of_services_called_mlflow_are_not_taken_for_its_settings():
+def test_addresses_of_mlflow_services_are_no_settings():
     """Kubernetes sets them in a task's pod, for the Services `mlflow` and `mlflow-database` of its namespace."""
     links = {
         "MLFLOW_SERVICE_HOST": "10.96.0.7",
@@ -334,16 +325,26 @@ def test_secrets_come_by_reference():
     ("name", "reason"),
     [("MY_TOKEN", "it looks like a secret; name it under secrets of the pool"), ("RANK", "it is set by the launcher")],
 )
-def test_a_job_cannot_bring_secrets_or_what_the_launcher_sets(name, reason):
+def test_job_cannot_bring_secrets_or_what_launcher_sets(name, reason):
     with pytest.raises(LaunchError, match=f"distill: {name} cannot be part of a job's environment: {reason}"):
         rendered(spec(environment={name: "x"}))
 
 
-def test_the_pool_decides_the_device_and_the_threads():
+def test_pool_and_job_make_the_environment():
     values = rendered(pool="gpu-a100")
     assert (values["TRAINER_DEVICE"], values["OMP_NUM_THREADS"]) == ("cuda", "11")
     assert rendered(spec(processes_per_node=2), pool="gpu-a100")["OMP_NUM_THREADS"] == "45"
     assert rendered(spec(processes_per_node=5))["OMP_NUM_THREADS"] == "1"
+    # The job goes before the pool and that before the defaults.
+    pool = {"environment": {"OMP_NUM_THREADS": "3", "NCCL_DEBUG": "WARN"}}
+    values = rendered(spec(environment={"NCCL_DEBUG": "INFO"}), **pool)
+    assert (values["OMP_NUM_THREADS"], values["NCCL_DEBUG"]) == ("3", "INFO")
+    # Nodes wait for one another as long as a job may be queued.
+    assert rendered(queued_minutes=90)["PET_RDZV_CONF"] == "timeout=5400,join_timeout=5400"
+    # The cache stays within its volume.
+    assert float(rendered(cache="20Gi")["TRAINER_CACHE_GIB"]) == pytest.approx(16)
+    with pytest.raises(LaunchError, match="TRAINER_CACHE_GIB cannot be part of a job's environment"):
+        rendered(spec(environment={"TRAINER_CACHE_GIB": "100"}))
 
 
 def test_pods_know_their_place_and_its_price():
@@ -356,22 +357,6 @@ def test_pods_know_their_place_and_its_price():
         rendered(spec(environment={"TRAINER_PLACE": "{}"}))
 
 
-def test_the_job_goes_before_the_pool_and_that_before_the_defaults():
-    pool = {"environment": {"OMP_NUM_THREADS": "3", "NCCL_DEBUG": "WARN"}}
-    values = rendered(spec(environment={"NCCL_DEBUG": "INFO"}), **pool)
-    assert (values["OMP_NUM_THREADS"], values["NCCL_DEBUG"]) == ("3", "INFO")
-
-
-def test_nodes_wait_for_one_another_as_long_as_a_job_may_be_queued():
-    assert rendered(queued_minutes=90)["PET_RDZV_CONF"] == "timeout=5400,join_timeout=5400"
-
-
-def test_the_cache_stays_within_its_volume():
-    assert float(rendered(cache="20Gi")["TRAINER_CACHE_GIB"]) == pytest.approx(16)
-    with pytest.raises(LaunchError, match="TRAINER_CACHE_GIB cannot be part of a job's environment"):
-        rendered(spec(environment={"TRAINER_CACHE_GIB": "100"}))
-
-
 def pytorchjob(nodes=2, pool="cpu", attempt=1, processes=0, **changes):
     chosen = pools.get(pool).model_copy(update=changes)
     job = Identity(run="run", task="distill", attempt=attempt)
@@ -382,31 +367,31 @@ def pytorchjob(nodes=2, pool="cpu", attempt=1, processes=0, **changes):
     ("pool", "nodes"),
     [(name, nodes) for name, pool in pools.load().items() for nodes in (1, 2)[: 1 + pool.joins_nodes]],
 )
-def test_the_api_server_takes_a_pytorchjob_of_any_pool(pool, nodes):
+def test_api_server_takes_pytorchjob_of_any_pool(pool, nodes):
     schemas.check(pytorchjob(nodes=nodes, pool=pool, queue="team"))
 
 
-def test_one_node_is_a_master_alone():
-    replicas = pytorchjob(nodes=1)["spec"]["pytorchReplicaSpecs"]
-    assert list(replicas) == ["Master"]
-    assert replicas["Master"]["replicas"] == 1
-
-
-def test_four_nodes_are_a_master_and_three_workers_of_the_same_pod():
+def test_replicas_and_processes():
     replicas = pytorchjob(nodes=4)["spec"]["pytorchReplicaSpecs"]
     assert {role: replica["replicas"] for role, replica in replicas.items()} == {"Master": 1, "Worker": 3}
     assert replicas["Master"]["template"] == replicas["Worker"]["template"]
     assert [one["name"] for one in replicas["Master"]["template"]["spec"]["containers"]] == ["pytorch"]
-
-
-def test_processes_are_text():
+    # Processes are text.
     assert pytorchjob(pool="gpu-a100")["spec"]["nprocPerNode"] == "8"
     assert pytorchjob(pool="gpu-a100", processes=4)["spec"]["nprocPerNode"] == "4"
     with pytest.raises(SettingsError, match="got 9"):
         pytorchjob(pool="gpu-a100", processes=9)
 
 
-def test_the_run_policy_ends_and_cleans_up_what_is_not_followed():
+def test_retries_decide_restarts():
+    job = pytorchjob(nodes=4)["spec"]
+    assert job["runPolicy"]["backoffLimit"] == 0
+    assert {replica["restartPolicy"] for replica in job["pytorchReplicaSpecs"].values()} == {"Never"}
+    # With retries the exit code decides whether a pod is started again.
+    job = pytorchjob(nodes=4, retries=2)["spec"]
+    assert {replica["restartPolicy"] for replica in job["pytorchReplicaSpecs"].values()} == {"ExitCode"}
+    assert "backoffLimit" not in job["runPolicy"]  # with 0 the first preemption would be the end
+    # The run policy ends and cleans up what is not followed.
     policy = pytorchjob(queued_minutes=10, running_minutes=20, keep_minutes=30)["spec"]["runPolicy"]
     assert policy == {
         "cleanPodPolicy": "Running",
@@ -416,38 +401,22 @@ def test_the_run_policy_ends_and_cleans_up_what_is_not_followed():
     }
 
 
-def test_without_retries_the_first_failure_ends_the_job():
-    job = pytorchjob(nodes=4)["spec"]
-    assert job["runPolicy"]["backoffLimit"] == 0
-    assert {replica["restartPolicy"] for replica in job["pytorchReplicaSpecs"].values()} == {"Never"}
-
-
-def test_with_retries_the_exit_code_decides_whether_a_pod_is_started_again():
-    job = pytorchjob(nodes=4, retries=2)["spec"]
-    assert {replica["restartPolicy"] for replica in job["pytorchReplicaSpecs"].values()} == {"ExitCode"}
-    assert "backoffLimit" not in job["runPolicy"]  # with 0 the first preemption would be the end
-
-
-def test_an_elastic_pool_gives_an_elastic_job_of_equal_nodes():
+def test_elastic_pool():
     job = pytorchjob(nodes=4, elastic_min_nodes=2, retries=3)
     assert job["spec"]["elasticPolicy"] == {"rdzvBackend": "c10d", "minReplicas": 2, "maxReplicas": 4, "maxRestarts": 3}
     assert {role: one["replicas"] for role, one in job["spec"]["pytorchReplicaSpecs"].items()} == {"Worker": 4}
     schemas.check(job)
     schemas.check(pytorchjob(nodes=1, elastic_min_nodes=1, retries=1))
     assert "elasticPolicy" not in pytorchjob()["spec"]
-
-
-def test_an_elastic_job_needs_nodes_enough():
+    # An elastic job needs nodes enough.
     with pytest.raises(LaunchError, match="nodes = 2, but pool cpu is elastic and needs 3 at least"):
         pytorchjob(nodes=2, elastic_min_nodes=3, retries=1)
 
 
-def test_a_queue_is_kueues_label():
+def test_queue_and_hash():
     assert "kueue.x-k8s.io/queue-name" not in pytorchjob()["metadata"]["labels"]
     assert pytorchjob(queue="team")["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
-
-
-def test_the_recorded_hash_is_the_same_for_every_attempt_and_changes_with_the_job():
+    # The recorded hash is the same for every attempt and changes with the job.
     first, again = (pytorchjob(attempt=attempt)["metadata"] for attempt in (1, 2))
     assert first["name"] != again["name"]
     assert first["annotations"] == again["annotations"]
@@ -478,11 +447,6 @@ def test_the_conditions_of_a_pytorchjob_give_its_state(conditions, phase):
         assert state == JobState(phase=phase, reason=f"PyTorchJob{kind}", message=f"it is {kind}")
 
 
-def test_a_new_job_without_status_is_pending():
-    assert BACKENDS["pytorchjob"].state({}).phase == "pending"
-    assert BACKENDS["pytorchjob"].state({"status": {"conditions": None}}).phase == "pending"
-
-
 # TrainJobs
 
 JOB = Identity(run="run", task="distill")
@@ -493,7 +457,7 @@ def trainjob(nodes=2, pool="gpu-a100", **changes):
 
 
 @pytest.mark.parametrize("pool", [name for name, pool in pools.load().items() if not pool.retries])
-def test_the_api_server_takes_a_trainjob_of_any_pool(pool):
+def test_api_server_takes_trainjob_of_any_pool(pool):
     schemas.check(trainjob(pool=pool, nodes=2 if pools.get(pool).joins_nodes else 1, queue="team"))
 
 
@@ -543,15 +507,11 @@ KNOWN_TO_KUEUE = {
 """PodSpecPatch of Trainer 2.2.1, whose types Kueue 0.19.2 is built with; it writes a TrainJob without the fields that others have."""
 
 
-def test_a_job_in_a_queue_has_no_field_that_kueue_would_drop():
+def test_a_queued_job_has_only_fields_kueue_knows():
     """The server denies what a dropped field changes, and the job stays suspended."""
     (patch,) = trainjob(queue="team")["spec"]["runtimePatches"]
     (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     assert replicated["template"]["spec"]["template"]["spec"].keys() <= KNOWN_TO_KUEUE
-
-
-def test_the_runtime_is_the_pools():
-    assert trainjob(runtime="torch-neuron")["spec"]["runtimeRef"] == {"name": "torch-neuron"}
 
 
 @pytest.mark.parametrize("field", ["retries", "elastic_min_nodes"])
@@ -588,18 +548,13 @@ def test_the_status_of_a_trainjob_gives_its_state(status, phase):
     assert BACKENDS["trainjob"].state({"status": status}).phase == phase
 
 
-def test_a_backend_finds_a_jobs_pods_and_names_their_parts():
+def test_backend_finds_jobs_pods_and_names_their_parts():
     old, new = BACKENDS["pytorchjob"], BACKENDS["trainjob"]
     assert old.pod_selector("a") == "training.kubeflow.org/job-name=a"
     assert new.pod_selector("a") == "jobset.sigs.k8s.io/jobset-name=a,jobset.sigs.k8s.io/replicatedjob-name=node"
     labels = {"training.kubeflow.org/replica-type": "worker", "training.kubeflow.org/replica-index": "2"}
     assert old.replica(labels) == "worker-2"
     assert new.replica({"batch.kubernetes.io/job-completion-index": "2"}) == "node-2"
-
-
-def test_every_pools_backend_is_there():
-    (allowed,) = [set(pools.Pool.model_fields["backend"].annotation.__args__)]
-    assert allowed == set(BACKENDS)
 
 
 def test_a_backend_sends_what_this_process_forwards(monkeypatch):

@@ -44,7 +44,7 @@ def event(reason, message="", *, type_="Warning", uid="e", **fields):
     return {"metadata": {"uid": uid}, "type": type_, "reason": reason, "message": message, **fields}
 
 
-def test_a_job_counts_as_running_when_all_replicas_run(progress):
+def test_running_replicas(progress):
     progress.set_job_state(RUNNING, deleting=False, now=1)
     progress.update_replica(replica(0, placed=True), 2)
     assert progress.take_messages() == [
@@ -54,9 +54,7 @@ def test_a_job_counts_as_running_when_all_replicas_run(progress):
     progress.update_replica(replica(1, placed=True), 3)
     assert progress.take_messages() == ["running (2 of 2 replicas)"]
     assert progress.take_messages() == []
-
-
-def test_an_elastic_job_runs_with_fewer(progress):
+    # An elastic job runs with fewer.
     elastic = JobProgress(nodes=1, limits=LIMITS, now=0)
     elastic.set_job_state(RUNNING, deleting=False, now=1)
     elastic.update_replica(replica(1, placed=True), 2)
@@ -72,7 +70,7 @@ def test_the_jobs_own_state_ends_it(progress, phase, kind):
     assert ending.kind == kind
 
 
-def test_a_job_that_is_being_deleted_or_deleted_is_over(progress):
+def test_job_that_is_being_deleted_or_deleted_is_over(progress):
     progress.set_job_state(RUNNING, deleting=True, now=1)
     assert progress.outcome(1).kind == "deleted"
     gone = JobProgress(nodes=1, limits=LIMITS, now=0)
@@ -80,7 +78,7 @@ def test_a_job_that_is_being_deleted_or_deleted_is_over(progress):
     assert gone.outcome(1).kind == "deleted"
 
 
-def test_waiting_has_its_limit_and_names_the_last_problem(progress):
+def test_waiting_has_its_limit_and_names_last_problem(progress):
     progress.set_job_state(PENDING, deleting=False, now=1)
     progress.add_event("worker-0", event("FailedScheduling", "0/3 nodes are available"))
     assert progress.next_limit_s(40) == 60
@@ -92,7 +90,7 @@ def test_waiting_has_its_limit_and_names_the_last_problem(progress):
     assert "queued_minutes" in ending.message
 
 
-def test_time_in_the_queue_does_not_count_as_running(progress):
+def test_time_in_queue_does_not_count_as_running(progress):
     start(progress, 10)
     progress.add_line("worker-0", "step 1", 400)
     progress.set_job_state(SUSPENDED, deleting=False, now=410)  # 400 s have run
@@ -107,7 +105,7 @@ def test_time_in_the_queue_does_not_count_as_running(progress):
     assert "running_minutes" in ending.message
 
 
-def test_a_replica_that_is_replaced_makes_the_job_wait_again(progress):
+def test_replaced_replicas(progress):
     start(progress, 10)
     progress.remove_replica(replica(1, placed=True), 20)
     assert progress.take_messages()[-1] == "waiting for its machines (1 of 2 replicas)"
@@ -115,7 +113,7 @@ def test_a_replica_that_is_replaced_makes_the_job_wait_again(progress):
     assert progress.take_messages()[-1] == "running (2 of 2 replicas)"
 
 
-def test_the_end_of_an_old_pod_says_nothing_of_the_new_one(progress):
+def test_the_end_of_an_old_pod_changes_nothing(progress):
     start(progress, 10)
     progress.update_replica(replica(1, uid="new", placed=True), 20)
     progress.take_messages()
@@ -123,7 +121,7 @@ def test_the_end_of_an_old_pod_says_nothing_of_the_new_one(progress):
     assert progress.take_messages() == []
 
 
-def test_silence_has_its_limit_and_any_line_is_a_sign_of_life(progress):
+def test_silence_has_a_limit(progress):
     start(progress, 10)
     assert progress.outcome(59) is None
     progress.add_line("worker-1", "step 7", 59)
@@ -133,20 +131,20 @@ def test_silence_has_its_limit_and_any_line_is_a_sign_of_life(progress):
     assert "silent_minutes" in ending.message
 
 
-def test_silence_means_nothing_where_logs_cannot_be_read(progress):
+def test_unreadable_logs_and_pods(progress):
     progress.logs_readable = False
     start(progress, 10)
     assert progress.outcome(900) is None
 
 
-def test_without_a_view_of_pods_the_jobs_state_decides(progress):
+def test_without_view_of_pods_jobs_state_decides(progress):
     progress.pods_readable = False
     progress.set_job_state(RUNNING, deleting=False, now=1)
     assert progress.take_messages() == ["running"]
     assert progress.outcome(100).message.startswith("wrote no line")
 
 
-def test_an_image_that_cannot_be_pulled_ends_the_wait_early(progress, monkeypatch):
+def test_image_that_cannot_be_pulled_ends_wait_early(progress, monkeypatch):
     monkeypatch.setattr("components.launch.job_progress.STUCK_S", 20)
     stuck = replica(0, waiting="ImagePullBackOff", waiting_message='Back-off pulling image "trainer:typo"')
     progress.update_replica(stuck, 5)
@@ -158,8 +156,8 @@ def test_an_image_that_cannot_be_pulled_ends_the_wait_early(progress, monkeypatc
     assert progress.outcome(30) is None
 
 
-def test_a_problem_that_is_resolved_is_forgotten(progress):
-    """A job that failed 280 s later was explained by it."""
+def test_problems_are_resolved(progress):
+    # A job that failed 280 s later was explained by it.
     progress.set_job_state(PENDING, deleting=False, now=1)
     progress.add_event("the job", event("Unschedulable", "0/1 nodes are available"))
     progress.add_event("worker-0", event("FailedScheduling", "0/1 nodes are available"))
@@ -172,7 +170,7 @@ def test_a_problem_that_is_resolved_is_forgotten(progress):
     assert progress.problem == "worker-0: Evicted: out of disk"
 
 
-def test_a_replicas_problem_is_resolved_when_it_runs_while_others_wait(progress):
+def test_replicas_problem_is_resolved_when_it_runs_while_others_wait(progress):
     progress.set_job_state(RUNNING, deleting=False, now=1)
     progress.add_event("worker-0", event("FailedScheduling", "0/1 nodes are available"))
     progress.update_replica(replica(1, placed=True, running=True), 2)
@@ -181,7 +179,7 @@ def test_a_replicas_problem_is_resolved_when_it_runs_while_others_wait(progress)
     assert progress.problem == ""
 
 
-def test_a_replica_that_is_deleted_before_it_ran_is_named(progress):
+def test_replica_that_is_deleted_before_it_ran_is_named(progress):
     progress.set_job_state(RUNNING, deleting=False, now=1)
     progress.update_replica(replica(0, waiting="PodInitializing"), 2)
     progress.remove_replica(replica(0, waiting="PodInitializing"), 3)
@@ -191,7 +189,7 @@ def test_a_replica_that_is_deleted_before_it_ran_is_named(progress):
     assert progress.lost == {}
 
 
-def test_a_deleted_pod_whose_init_container_was_killed_did_not_start(progress):
+def test_deleted_pod_whose_init_container_was_killed_did_not_start(progress):
     """Its phase is Failed, and its own container still waits: so it was seen on a cluster."""
     progress.set_job_state(RUNNING, deleting=False, now=1)
     progress.update_replica(replica(0, placed=True, over=True, deleting=True), 2)
@@ -202,7 +200,7 @@ def test_a_deleted_pod_whose_init_container_was_killed_did_not_start(progress):
     assert progress.take_messages()[-1] == "failed"
 
 
-def test_what_the_operator_removes_after_the_end_is_not_reported(progress):
+def test_what_operator_removes_after_end_is_not_reported(progress):
     start(progress, 1)
     progress.set_job_state(JobState(phase="succeeded"), deleting=False, now=2)
     progress.take_messages()
@@ -210,7 +208,7 @@ def test_what_the_operator_removes_after_the_end_is_not_reported(progress):
     assert (progress.lost, progress.take_messages()) == ({}, [])
 
 
-def test_a_problem_is_reported_once_and_its_repetitions_are_counted(progress):
+def test_problem_is_reported_once_and_its_repetitions_are_counted(progress):
     for count in range(1, 31):
         progress.add_event("worker-0", event("FailedScheduling", "no nodes", count=count))
     assert progress.take_messages() == [
@@ -219,12 +217,6 @@ def test_a_problem_is_reported_once_and_its_repetitions_are_counted(progress):
     ]
     progress.add_event("worker-1", event("FailedScheduling", "no nodes"))
     assert progress.take_messages() == ["worker-1: FailedScheduling: no nodes"]
-
-
-def test_a_count_that_jumps_is_not_overlooked(progress):
-    progress.add_event("worker-0", event("FailedMount", "no volume"))
-    progress.add_event("worker-0", event("FailedMount", "no volume", series={"count": 57}))
-    assert progress.take_messages()[-1] == "worker-0: FailedMount: no volume (57 times so far)"
 
 
 def test_normal_events_are_not_reported_but_preemption_is(progress):
@@ -268,20 +260,28 @@ def ended(code, reason="Error", message=""):
     return {"terminated": {"exitCode": code, "reason": reason, "message": message, "finishedAt": FINISHED}}
 
 
-def test_a_pod_without_a_node_is_not_placed():
+def test_read_status_of_a_container():
     waiting = status_of("Pending")
     assert (waiting.placed, waiting.over, waiting.ended, waiting.waiting) == (False, False, None, "")
-
-
-def test_a_pod_without_any_status_is_not_placed():
-    assert not read_replica({"metadata": {"name": "p", "uid": "u"}}, "worker-0", "pytorch").placed
-
-
-def test_a_running_container_is_placed():
-    running = status_of(state={"running": {}})
-    assert running.placed
-    assert running.running
-    assert not running.over
+    # An init container that waits is the reason.
+    init = [{"name": "init-pytorch", "state": {"waiting": {"reason": "ErrImagePull"}}}]
+    waiting = status_of("Pending", state={"waiting": {"reason": "PodInitializing"}}, initContainerStatuses=init)
+    assert waiting.waiting == "ErrImagePull"
+    # The end of a container.
+    over = status_of("Failed", state=ended(3, message=" no images \n"), restarts=1)
+    assert over.over
+    assert over.restarts == 1
+    assert over.ended == Termination(
+        replica="worker-0", exit_code=3, reason="Error", message="no images", finished=FINISHED
+    )
+    # A container that was started again keeps its last end.
+    again = status_of(state={"running": {}}, last=ended(137, "OOMKilled"), restarts=1)
+    assert again.running
+    assert str(again.ended) == "ended with exit code 137 (OOMKilled)"
+    # A container that waits for its next start is placed.
+    backing_off = status_of(state={"waiting": {"reason": "CrashLoopBackOff"}}, last=ended(1), restarts=2)
+    assert backing_off.placed
+    assert not backing_off.stuck
 
 
 @pytest.mark.parametrize(
@@ -298,41 +298,12 @@ def test_why_a_container_waits(reason, stuck):
     )
 
 
-def test_an_init_container_that_waits_is_the_reason():
-    init = [{"name": "init-pytorch", "state": {"waiting": {"reason": "ErrImagePull"}}}]
-    waiting = status_of("Pending", state={"waiting": {"reason": "PodInitializing"}}, initContainerStatuses=init)
-    assert waiting.waiting == "ErrImagePull"
-
-
-def test_the_end_of_a_container():
-    over = status_of("Failed", state=ended(3, message=" no images \n"), restarts=1)
-    assert over.over
-    assert over.restarts == 1
-    assert over.ended == Termination(
-        replica="worker-0", exit_code=3, reason="Error", message="no images", finished=FINISHED
-    )
-
-
-def test_a_container_that_was_started_again_keeps_its_last_end():
-    again = status_of(state={"running": {}}, last=ended(137, "OOMKilled"), restarts=1)
-    assert again.running
-    assert str(again.ended) == "ended with exit code 137 (OOMKilled)"
-
-
-def test_a_container_that_waits_for_its_next_start_is_placed():
-    backing_off = status_of(state={"waiting": {"reason": "CrashLoopBackOff"}}, last=ended(1), restarts=2)
-    assert backing_off.placed
-    assert not backing_off.stuck
-
-
-def test_an_evicted_pod_has_no_exit_code():
+def test_read_status_of_a_lost_pod():
     evicted = status_of("Failed", reason="Evicted", message="The node was low on resource: memory.")
     assert evicted.over
     assert str(evicted.ended) == "ended (Evicted)"
     assert evicted.ended.message == "The node was low on resource: memory."
-
-
-def test_a_preempted_pod_says_who_took_its_place():
+    # A preempted pod says who took its place.
     condition = {
         "type": "DisruptionTarget",
         "status": "True",
@@ -368,7 +339,7 @@ def explain():
     return explain
 
 
-def test_without_an_end_of_its_own_the_replica_that_went_away_is_named():
+def test_a_replica_that_went_away_is_named():
     progress = JobProgress(nodes=2, limits=JobLimits(queued_s=1, running_s=1, silent_s=1), now=0)
     for name, waiting in (("worker-0", "PodInitializing"), ("worker-1", "ContainerCreating")):
         progress.update_replica(Replica(name=name, pod=name, uid=name, placed=False, waiting=waiting), 0)
@@ -382,24 +353,22 @@ def test_without_an_end_of_its_own_the_replica_that_went_away_is_named():
     )
 
 
-def test_the_earliest_failure_is_the_cause():
+def test_first_failure():
     early, late = end("worker-1", second=10), end("master-0", second=12)
     assert first_failure([late, early], {}) == early
-
-
-def test_within_a_second_the_cause_is_the_replica_that_fell_silent_first():
+    # Within a second the cause is the replica that fell silent first.
     ends = [end("master-0"), end("worker-1")]
     assert first_failure(ends, {"master-0": 5.2, "worker-1": 5.1}).replica == "worker-1"
 
 
 @pytest.mark.parametrize("exit_code", [130, 137, 143])
-def test_a_replica_that_was_killed_because_another_failed_is_not_the_cause(exit_code):
+def test_a_replica_killed_for_another_is_no_cause(exit_code):
     killed, culprit = end("master-0", exit_code, second=9), end("worker-0", 2, second=10)
     assert first_failure([killed, culprit], {}) == culprit
 
 
 @pytest.mark.parametrize("exit_code", [1, 2, 137])
-def test_a_replica_that_missed_another_one_is_not_the_cause(exit_code):
+def test_replica_that_missed_another_one_is_not_cause(exit_code):
     missed_it = end("master-0", 1, message=f"distill: Broken pipe; {MISSED_ANOTHER}", second=9)
     asked, culprit = end("worker-1", 143, second=8), end("worker-0", exit_code, second=10)
     assert first_failure([asked, missed_it, culprit], {}) == culprit
@@ -409,27 +378,24 @@ def test_a_replica_that_missed_another_one_is_not_the_cause(exit_code):
 @pytest.mark.parametrize(
     ("exit_code", "reason"), [(137, "OOMKilled"), (None, "Evicted"), (143, "PreemptionByScheduler")]
 )
-def test_what_kubernetes_ended_is_the_cause_even_if_others_ended_sooner(exit_code, reason):
+def test_what_kubernetes_ended_is_cause_even_if_others_ended_sooner(exit_code, reason):
     taken, missed_it = end("worker-1", exit_code, reason, second=12), end("master-0", 1, second=10)
     assert first_failure([missed_it, taken], {}) == taken
 
 
-def test_success_is_no_failure():
-    assert first_failure([end(exit_code=0, reason="Completed")], {}) is None
-
-
-def test_its_own_message_is_the_explanation(explain):
+def test_explanations(explain):
     message = "distill: node 1 of 2: data.source: no images; give another"
     explained = explain(end(exit_code=2, message=message), lines=["step 1"])
     assert explained == f"job job-1 failed (PyTorchJobFailed): worker-0 ended with exit code 2: {message}"
-
-
-def test_else_its_last_lines_are(explain):
+    # Else its last lines are.
     explained = explain(end(exit_code=1), lines=[f"line {number}" for number in range(10)])
     assert explained.splitlines() == [
         "job job-1 failed (PyTorchJobFailed): worker-0 ended with exit code 1; its log above has the traceback; its last lines:",
         *(f"    worker-0 | line {number}" for number in range(5, 10)),
     ]
+    # Without a failed replica the operators message is the explanation.
+    explained = explain()
+    assert explained == "job job-1 failed (PyTorchJobFailed): 1 replica failed; see `kubectl describe`"
 
 
 @pytest.mark.parametrize(
@@ -448,12 +414,7 @@ def test_every_cause_has_a_next_move(explain, exit_code, reason, advice):
     assert advice in explain(end(exit_code=exit_code, reason=reason))
 
 
-def test_without_a_failed_replica_the_operators_message_is_the_explanation(explain):
-    explained = explain()
-    assert explained == "job job-1 failed (PyTorchJobFailed): 1 replica failed; see `kubectl describe`"
-
-
-def test_a_container_that_runs_again_is_not_the_cause():
+def test_container_that_runs_again_is_not_cause():
     progress = JobProgress(nodes=1, limits=JobLimits(queued_s=1, running_s=1, silent_s=1), now=0)
     progress.state = JobState(phase="failed")
     again = Replica(

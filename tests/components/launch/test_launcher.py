@@ -29,7 +29,6 @@ HANGING = Script(output=["step 1"], hang=True)
 
 @pytest.fixture
 def minutes_of_half_a_second(monkeypatch):
-    """For the limits of a pool."""
     monkeypatch.setattr("components.launch.launcher.MINUTE_S", 0.5)
 
 
@@ -46,7 +45,6 @@ def run(kubernetes, pool, identity, spec, logged):
 
 @pytest.fixture
 def fails(run):
-    """The message with which a job fails."""
 
     def fails(kind=LaunchError, **changes):
         with pytest.raises(kind) as failed:
@@ -89,7 +87,7 @@ def interrupt(number=signal.SIGINT):
 # Success
 
 
-def test_a_job_runs_to_its_end_and_all_replicas_are_heard(kubernetes, run, logged):
+def test_job_runs_to_its_end_and_all_replicas_are_heard(kubernetes, run, logged):
     kubernetes.script("*-master-0", Script(output=["step 1", 0.7, "step 2"]))
     kubernetes.script("*-worker-0", QUICK)
     start = time.monotonic()
@@ -105,7 +103,7 @@ def test_a_job_runs_to_its_end_and_all_replicas_are_heard(kubernetes, run, logge
     assert steps[-1] == "succeeded"
 
 
-def test_workers_that_still_run_after_the_masters_end_delay_nothing(kubernetes, run):
+def test_workers_that_still_run_after_masters_end_delay_nothing(kubernetes, run):
     kubernetes.script("*-master-0", QUICK)
     kubernetes.script("*-worker-0", HANGING)
     start = time.monotonic()
@@ -130,7 +128,7 @@ def test_an_old_price_is_warned_of_once(kubernetes, run, logged):
 
 
 @pytest.mark.parametrize(("uri", "warnings"), [("sqlite:////home/me/mlflow.db", 1), ("http://mlflow:5000", 0)])
-def test_an_mlflow_that_the_pods_cannot_reach_is_warned_of_once(kubernetes, run, logged, monkeypatch, uri, warnings):
+def test_mlflow_that_pods_cannot_reach_is_warned_of_once(kubernetes, run, logged, monkeypatch, uri, warnings):
     kubernetes.script("*", QUICK)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     run()
@@ -138,7 +136,7 @@ def test_an_mlflow_that_the_pods_cannot_reach_is_warned_of_once(kubernetes, run,
     assert logged().count(text) == warnings
 
 
-def test_logs_are_followed_from_pending_on_and_a_problem_is_reported_once(kubernetes, run, logged):
+def test_logs_are_followed_from_pending_on(kubernetes, run, logged):
     kubernetes.script("*-master-0", Script(output=["step 1", 1.0, "step 2"]))
     kubernetes.script("*-worker-0", replace(QUICK, pending_s=0.6))
     run()
@@ -147,7 +145,7 @@ def test_logs_are_followed_from_pending_on_and_a_problem_is_reported_once(kubern
 
 
 @pytest.mark.parametrize("exit_code", [PREEMPTED_EXIT_CODE, CRASHED_NODE_EXIT_CODE, 137])
-def test_the_log_of_a_restarted_replica_is_read_further(kubernetes, run, logged, exit_code):
+def test_log_of_restarted_replica_is_read_further(kubernetes, run, logged, exit_code):
     kubernetes.script("*-master-0", Script(output=["step 1", 1.5, "step 2"]))
     kubernetes.script(
         "*-worker-0",
@@ -186,7 +184,7 @@ def test_a_preempted_replica_is_waited_for(kubernetes, run, logged, meanwhile):
 # Failure
 
 
-def test_a_failed_job_is_explained_by_its_first_failing_replica_and_stays(kubernetes, fails):
+def test_the_first_failing_replica_explains_a_job(kubernetes, fails):
     kubernetes.script("*-master-0", HANGING)
     message = "distill: node 1 of 2: loss is not finite at step 3; lower learning_rate"
     kubernetes.script("*-worker-0", Script(output=["step 1"], exit_code=2, termination_message=message))
@@ -212,7 +210,7 @@ def test_what_the_trainer_itself_refused_is_not_retried(kubernetes, fails, run, 
     run()
 
 
-def test_what_the_trainer_itself_refused_is_not_retried_within_a_job_either(kubernetes, fails):
+def test_refused_settings_are_not_retried_within_a_job(kubernetes, fails):
     message = "distill: failed twice at step 7 in the same way: ValueError: planted"
     kubernetes.script("*-master-0", HANGING)
     kubernetes.script("*-worker-0", Script(output=["step 1"], exit_code=EXIT_CODE, termination_message=message))
@@ -220,7 +218,7 @@ def test_what_the_trainer_itself_refused_is_not_retried_within_a_job_either(kube
     assert fails(retries=3).startswith("not retried, since it would fail again")
 
 
-def test_a_job_that_fails_more_often_than_its_pool_allows_is_ended_with_the_last_message(kubernetes, fails):
+def test_a_job_that_fails_too_often_is_ended(kubernetes, fails):
     crash = Script(
         output=["step 1"], exit_code=CRASHED_NODE_EXIT_CODE, termination_message="distill: was ended by SIGSEGV"
     )
@@ -236,9 +234,7 @@ def test_a_job_that_fails_more_often_than_its_pool_allows_is_ended_with_the_last
     assert jobs(kubernetes) == []
 
 
-def test_the_next_attempt_of_a_task_reads_and_writes_the_same_places_and_so_resumes(
-    kubernetes, fails, run, monkeypatch
-):
+def test_the_next_attempt_resumes(kubernetes, fails, run, monkeypatch):
     """KFP tries a task again in a new pod, which knows nothing of the first one but the run's id."""
     monkeypatch.setenv("TRAINER_CHECKPOINTS", "s3://bucket/checkpoints")
     kubernetes.script("*", Script(output=["starting"], exit_code=PREEMPTED_EXIT_CODE))
@@ -252,7 +248,6 @@ def test_the_next_attempt_of_a_task_reads_and_writes_the_same_places_and_so_resu
 
 @pytest.fixture
 def soon(monkeypatch):
-    """For the next attempt."""
     monkeypatch.setattr("components.launch.launcher.RETRY_DELAY_S", 0.0)
 
 
@@ -260,7 +255,7 @@ CRASH = Script(output=["step 1"], exit_code=1)
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_task_retries_its_job_by_itself_where_that_may_help(kubernetes, run, identity, logged, tmp_path):
+def test_task_retries_its_job_by_itself_where_that_may_help(kubernetes, run, identity, logged, tmp_path):
     """Argo, as KFP sets it up, does not try a task again that has failed."""
     kubernetes.script("*-master-0", HANGING)
     kubernetes.script("*-worker-0", CRASH)
@@ -277,7 +272,7 @@ def test_a_task_retries_its_job_by_itself_where_that_may_help(kubernetes, run, i
 
 
 @pytest.mark.usefixtures("soon")
-def test_the_attempts_of_a_task_are_limited_also_from_a_new_pod(kubernetes, fails):
+def test_attempts_are_limited_across_pods(kubernetes, fails):
     kubernetes.script("*-master-0", HANGING)
     kubernetes.script("*-worker-0", CRASH)
     assert "worker-0 ended with exit code 1" in fails(attempts=2)
@@ -287,7 +282,7 @@ def test_the_attempts_of_a_task_are_limited_also_from_a_new_pod(kubernetes, fail
 
 
 @pytest.mark.usefixtures("soon", "minutes_of_half_a_second")
-def test_the_attempts_of_a_job_that_hangs_are_limited(kubernetes, fails, logged):
+def test_attempts_of_job_that_hangs_are_limited(kubernetes, fails, logged):
     """It is deleted, and what it was cannot be counted on the cluster."""
     kubernetes.script("*", HANGING)
     assert "wrote no line for 0.5 s" in fails(attempts=3, silent_minutes=1)
@@ -333,7 +328,7 @@ def test_waiting_too_long_ends_the_job_for_good(kubernetes, fails, logged):
 
 
 @pytest.mark.parametrize("when", ["created", "running"])
-def test_ctrl_c_deletes_the_job_and_waits_until_it_is_gone(kubernetes, run, logged, meanwhile, when):
+def test_ctrl_c_deletes_job_and_waits_until_it_is_gone(kubernetes, run, logged, meanwhile, when):
     kubernetes.script("*", HANGING if when == "running" else Script(pending_s=30))
     moments = {"created": lambda: bool(jobs(kubernetes)), "running": "worker-0 | step 1"}
     meanwhile(moments[when], interrupt)
@@ -344,7 +339,7 @@ def test_ctrl_c_deletes_the_job_and_waits_until_it_is_gone(kubernetes, run, logg
     assert logged()[-1].endswith(": deleted")
 
 
-def test_a_signal_that_ends_no_wait_is_noticed_soon(kubernetes, run, meanwhile):
+def test_signal_that_ends_no_wait_is_noticed_soon(kubernetes, run, meanwhile):
     kubernetes.script("*", HANGING)
     began = []
     meanwhile("worker-0 | step 1", lambda: (time.sleep(1), began.append(time.monotonic()), _thread.interrupt_main()))
@@ -354,7 +349,7 @@ def test_a_signal_that_ends_no_wait_is_noticed_soon(kubernetes, run, meanwhile):
     assert jobs(kubernetes) == []
 
 
-def test_ctrl_c_while_the_answer_to_the_creation_is_late_leaves_no_job(kubernetes, run, meanwhile):
+def test_ctrl_c_during_creation_leaves_no_job(kubernetes, run, meanwhile):
     kubernetes.script("*", HANGING)
     kubernetes.faults.slow(0.5)
     meanwhile(lambda: bool(jobs(kubernetes)), interrupt)
@@ -377,7 +372,7 @@ def test_a_job_that_cannot_be_deleted_is_named(kubernetes, run, meanwhile, logge
 # A cluster with faults
 
 
-def test_a_server_that_is_unavailable_for_a_while_does_not_end_the_run(kubernetes, run, logged, meanwhile):
+def test_a_short_outage_does_not_end_the_run(kubernetes, run, logged, meanwhile):
     kubernetes.script("*-master-0", Script(output=["step 1", 2.2, "step 2"]))
     kubernetes.script("*-worker-0", Script(output=["step 1", 1.5, "step 2"]))
     meanwhile("worker-0 | step 1", lambda: kubernetes.faults.away(1.0))
@@ -387,9 +382,7 @@ def test_a_server_that_is_unavailable_for_a_while_does_not_end_the_run(kubernete
     assert [line for line in logged() if line.startswith("worker-0 |")] == ["worker-0 | step 1", "worker-0 | step 2"]
 
 
-def test_a_server_that_stays_unavailable_ends_the_run_and_leaves_the_job_to_be_adopted(
-    kubernetes, run, fails, logged, meanwhile
-):
+def test_long_outage_leaves_job_to_be_adopted(kubernetes, run, fails, logged, meanwhile):
     first, second = (kubernetes.add_pod(name)["metadata"]["uid"] for name in ("task-1", "task-2"))
     kubernetes.script("distill-*", Script(output=["step 1", 2.0, "step 2"]))
     meanwhile("worker-0 | step 1", lambda: kubernetes.faults.away(1.0))
@@ -441,7 +434,7 @@ def test_watches_that_break_and_expire_do_no_harm(kubernetes, run, logged, monke
 
 
 @pytest.mark.usefixtures("minutes_of_half_a_second")
-def test_while_the_server_is_unavailable_a_missing_line_is_no_silence(kubernetes, run, logged, meanwhile, monkeypatch):
+def test_while_server_is_unavailable_missing_line_is_no_silence(kubernetes, run, logged, meanwhile, monkeypatch):
     monkeypatch.setattr("components.launch.client.SETTLE_S", 1.0)
     steps = [item for number in range(12) for item in (f"step {number}", 0.2)]
     kubernetes.script("*-master-0", Script(output=[*steps, 0.2]))
@@ -452,7 +445,7 @@ def test_while_the_server_is_unavailable_a_missing_line_is_no_silence(kubernetes
 
 
 @pytest.mark.usefixtures("minutes_of_half_a_second")
-def test_a_launcher_that_was_held_up_reads_before_it_judges(kubernetes, run, logged, meanwhile):
+def test_launcher_that_was_held_up_reads_before_it_judges(kubernetes, run, logged, meanwhile):
     steps = [item for number in range(12) for item in (f"step {number}", 0.2)]
     kubernetes.script("*-master-0", Script(output=[*steps, 0.2]))
     kubernetes.script("*-worker-0", Script(output=steps))
@@ -496,7 +489,7 @@ def test_credentials_that_were_never_accepted_are_reported_at_once(kubernetes, f
     assert fails().endswith("log in again, until `kubectl get pods` works")
 
 
-def test_an_interrupted_run_deletes_its_job_even_if_the_first_connection_is_dead(kubernetes, run, meanwhile):
+def test_an_interruption_survives_a_dead_connection(kubernetes, run, meanwhile):
     kubernetes.script("*", HANGING)
 
     def interrupt_badly():
@@ -532,7 +525,7 @@ def test_a_job_that_succeeds_leaves_its_record(kubernetes, run, tmp_path):
     assert [line.partition(" ")[2] for line in kept["logs/worker-0.log"].splitlines()] == ["step 1", "step 2"]
 
 
-def test_a_job_that_is_cancelled_leaves_its_record_too(kubernetes, run, tmp_path, meanwhile):
+def test_job_that_is_cancelled_leaves_its_record_too(kubernetes, run, tmp_path, meanwhile):
     kubernetes.script("*", HANGING)
     meanwhile("worker-0 | step 1", interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -542,7 +535,7 @@ def test_a_job_that_is_cancelled_leaves_its_record_too(kubernetes, run, tmp_path
     assert json.loads(kept["job.json"])["kind"] == "PyTorchJob"
 
 
-def test_a_job_that_is_refused_leaves_what_would_have_been_sent(kubernetes, fails, tmp_path):
+def test_job_that_is_refused_leaves_what_would_have_been_sent(kubernetes, fails, tmp_path):
     kubernetes.faults.deny("create", "pytorchjobs")
     fails(record=str(tmp_path / "record"))
     assert json.loads((tmp_path / "record" / "job.json").read_text())["kind"] == "PyTorchJob"
@@ -565,7 +558,7 @@ def test_a_record_goes_to_an_object_store(kubernetes, run):
     storage.remove("memory://record-of-a-job")
 
 
-def test_the_logs_last_lines_are_not_lost_when_the_node_is_slow(kubernetes, run, logged, monkeypatch):
+def test_last_log_lines_of_a_slow_node_arrive(kubernetes, run, logged, monkeypatch):
     monkeypatch.setattr(launcher, "RUNNING_LOGS_S", 0.1)
     kubernetes.script("*", Script(output=[f"step {number}" for number in range(500)]))
     kubernetes.faults.slow(0.3)

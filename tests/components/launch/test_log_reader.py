@@ -25,49 +25,20 @@ def texts(position, *lines):
     return [taken[1] for taken in map(position.take, lines) if taken]
 
 
-def test_lines_that_come_again_are_left_out():
+def test_log_position():
     position = LogPosition()
     assert texts(position, at(1, "a"), at(2, "b")) == ["a", "b"]
     position.reopen()
     assert texts(position, at(1, "a"), at(2, "b"), at(3, "c")) == ["c"]
-
-
-def test_lines_of_the_same_moment_are_counted():
-    position = LogPosition()
     assert texts(position, at(1, "same"), at(1, "same")) == ["same", "same"]
     position.reopen()
     assert texts(position, at(1, "same"), at(1, "same"), at(1, "same"), at(1, "other")) == ["same", "other"]
     position.reopen()
     assert texts(position, *[at(1, "same")] * 3, at(1, "other"), at(2, "next")) == ["next"]
-
-
-def test_a_second_break_before_anything_new_loses_nothing():
-    position = LogPosition()
-    texts(position, at(1, "a"), at(2, "b"))
-    position.reopen()
-    assert texts(position, at(1, "a")) == []
-    position.reopen()
-    assert texts(position, at(1, "a"), at(2, "b"), at(3, "c")) == ["c"]
-
-
-def test_a_clock_that_is_set_back_loses_nothing():
-    position = LogPosition()
     assert texts(position, at(5, "a", second=9), at(5, "b", second=3)) == ["a", "b"]
-
-
-def test_times_are_compared_and_not_their_texts():
-    position = LogPosition()
     assert texts(position, "2026-01-01T02:00:00.5+02:00 a") == ["a"]
     position.reopen()
     assert texts(position, at(500_000_000, "a"), "2026-01-01T00:00:00.51Z b") == ["b"]
-
-
-def test_an_empty_line_is_a_line():
-    assert texts(LogPosition(), "2026-01-01T00:00:00Z ", "2026-01-01T00:00:00Z") == ["", ""]
-
-
-def test_what_the_node_says_without_a_time_is_shown_once():
-    position = LogPosition()
     remark = "unable to retrieve container logs for containerd://1"
     assert texts(position, remark, remark, at(1, "a"), remark) == [remark, "a"]
 
@@ -85,7 +56,6 @@ def threads(lines):
 
 @pytest.fixture
 def replica(kubernetes):
-    """The replica that a pod is now."""
 
     def replica(name="p"):
         return read_replica(kubernetes.get(PODS, name), "worker-0", "main")
@@ -131,7 +101,7 @@ def over(kubernetes, name="p"):
     kubernetes.wait_for(lambda: kubernetes.get(PODS, name)["status"]["phase"] in {"Succeeded", "Failed"})
 
 
-def test_a_log_is_read_while_it_is_written_and_to_its_end(kubernetes, pod, reader, replica, lines):
+def test_a_log_is_read_while_it_is_written(kubernetes, pod, reader, replica, lines):
     pod(Script(output=["a", 0.2, "b", "", "ä ö | ü"]))
     follower = reader()
     assert lines.get(timeout=5) == LogLine("worker-0", follower._position.time, "a")
@@ -155,7 +125,7 @@ def test_streams_that_break_lose_and_repeat_nothing(kubernetes, pod, reader, rep
     assert found + read_all(lines) == [f"line {number}" for number in range(30)]
 
 
-def test_a_container_that_restarts_in_its_pod_is_read_further(kubernetes, pod, reader, replica, lines):
+def test_container_that_restarts_in_its_pod_is_read_further(kubernetes, pod, reader, replica, lines):
     pod(
         Script(output=["first a", "first b"], exit_code=1),
         Script(output=["second a", 0.1, "second b"]),
@@ -168,7 +138,7 @@ def test_a_container_that_restarts_in_its_pod_is_read_further(kubernetes, pod, r
     assert read_all(lines) == ["first a", "first b", "second a", "second b"]
 
 
-def test_what_was_missed_of_a_container_before_its_restart_is_fetched(kubernetes, pod, reader, replica, lines):
+def test_what_was_missed_of_container_before_its_restart_is_fetched(kubernetes, pod, reader, replica, lines):
     pod(Script(output=["a", 0.3, "b", "c"], exit_code=1), Script(output=["d"], hang=True), restart="OnFailure")
     follower = reader()
     assert lines.get(timeout=5).text == "a"
@@ -184,7 +154,7 @@ def test_what_was_missed_of_a_container_before_its_restart_is_fetched(kubernetes
     assert [lines.get(timeout=5).text for _ in range(3)] == ["b", "c", "d"]
 
 
-def test_a_pod_in_the_place_of_another_is_read_from_its_start(kubernetes, pod, reader, replica, lines):
+def test_a_replacing_pod_is_read_from_its_start(kubernetes, pod, reader, replica, lines):
     pod(Script(output=["old a"], hang=True), Script(output=["new a", 0.1, "new b"]))
     follower = reader()
     assert lines.get(timeout=5).text == "old a"

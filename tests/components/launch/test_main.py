@@ -43,7 +43,7 @@ def test_the_printed_manifest_is_what_the_launcher_sends(capsys):
         ("--stage reinforce --set distill.teacher=recorded", ["dataset", "teacher", "teacher_outputs"]),
     ],
 )
-def test_recorded_outputs_are_an_input_where_the_settings_ask_for_them(command, places, capsys):
+def test_recorded_outputs_are_input_where_settings_ask_for_them(command, places, capsys):
     assert main(["render", "--pool", "cpu", *command.split()]) == 0
     master = yaml.safe_load(capsys.readouterr().out)["spec"]["pytorchReplicaSpecs"]["Master"]
     arguments = master["template"]["spec"]["containers"][0]["args"]
@@ -62,7 +62,7 @@ def test_the_other_backend_is_a_choice(capsys):
     assert manifest["spec"]["trainer"]["numProcPerNode"] == 4
 
 
-def test_pools_are_a_table_with_prices_and_their_dates(capsys):
+def test_pools_are_table_with_prices_and_their_dates(capsys):
     assert main(["pools"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert set(lines) == {"pool", *pools.load()}

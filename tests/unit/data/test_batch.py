@@ -10,17 +10,12 @@ from trainer.io.errors import DataError, SettingsError
 
 
 @pytest.mark.parametrize(("count", "size"), [(0, 32), (1, 32), (200, 32), (170, 64), (5, 224), (3, 1024)])
-def test_slices_are_all_rows_in_order_and_fit_the_cache(count, size):
+def test_slices_are_all_rows_in_order_and_fit_cache(count, size):
     parts = list(cache_sized_slices(torch.empty(count, 3, size, size, dtype=torch.uint8)))
     assert [row for part in parts for row in range(count)[part]] == list(range(count))
     assert all(part.stop <= count for part in parts)
     bytes_of_one = 4 * 3 * size**2
     assert all((part.stop - part.start) * bytes_of_one <= max(CACHED_BYTES, bytes_of_one) for part in parts)
-
-
-def test_another_device_takes_all_rows_at_once():
-    assert list(cache_sized_slices(torch.empty(5, 3, 1024, 1024, device="meta"))) == [slice(0, 5)]
-    assert list(cache_sized_slices(torch.empty(0, 3, 8, 8, device="meta"))) == []
 
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -44,13 +39,6 @@ def expected(given: list[bytes]) -> torch.Tensor:
     return torch.stack([torch.from_numpy(simplejpeg.decode_jpeg(file)).permute(2, 0, 1) for file in given])
 
 
-def test_each_file_of_a_batch_is_decoded() -> None:
-    given = files(5)
-    images = decoded("cpu", given)
-    assert images.dtype == torch.uint8
-    torch.testing.assert_close(images, expected(given), rtol=0, atol=1)
-
-
 @pytest.mark.gpu
 def test_a_gpu_decodes_nearly_the_same_pixels() -> None:
     given = files(64, size=256)
@@ -59,19 +47,15 @@ def test_a_gpu_decodes_nearly_the_same_pixels() -> None:
     torch.testing.assert_close(images.cpu(), expected(given), rtol=0, atol=3)
 
 
-def test_a_damaged_file_is_an_error_with_the_next_move() -> None:
+def test_files_that_cannot_be_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad = files(2)
     with pytest.raises(DataError, match=r"a batch of 2 images cannot be decoded on the GPU: .*data\.decode_on=cpu"):
         decoded("cpu", [good, bad[:3] + b"\x00" * 40])
-
-
-def test_a_machine_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A machine without a gpu is refused.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SettingsError, match=r"data\.decode_on is cuda, but torch finds no GPU"):
         check_gpu_decoding(files(1)[0], on_device=True)
-
-
-def test_what_a_gpu_cannot_decode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What a gpu cannot decode is refused.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_gpu_decoding(files(1)[0], on_device=True)
     with pytest.raises(SettingsError, match=r"decodes JPEG only.*data\.encoding=jpeg"):

@@ -20,7 +20,6 @@ from trainer.data.curation import Dropped, ImageCandidate, Quarantined
 from trainer.data.dataset_schema import SplitName
 from trainer.data.near_duplicates import NearDuplicates, NearPair
 from trainer.data.sources import SourceListing
-from trainer.data.sources.source import Item
 from trainer.io import formatting
 from trainer.models.served_student.class_tags import ClassTags
 
@@ -70,19 +69,10 @@ def content(
 
 
 def rows(page: str) -> list[list[str]]:
-    """The cells of each row of each table."""
     return [
         [html.unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)]
         for row in re.findall(r"<tr>(.*?)</tr>", page)
     ]
-
-
-def test_the_card_names_the_recipe_that_is_made_for_such_data() -> None:
-    items = [Item(name="", location="", label=label, split="train") for label in (0, 1)]
-    items += [Item(name="", location="", label=-1, split="unlabeled")] * 2
-    listing = SourceListing(items=items, classes=("a", "b"), read=str.encode)
-    assert "data for the recipe few-labels" in data_card(**content(listing=listing))
-    assert "few-labels" not in data_card(**content())
 
 
 def test_the_numbers() -> None:
@@ -116,7 +106,7 @@ def test_what_was_left_out_is_listed_with_reasons() -> None:
     assert "Nothing." in data_card(**content(quarantined=[], dropped=[]))
 
 
-def test_near_duplicates_are_shown_side_by_side_the_nearest_ones_first() -> None:
+def test_near_duplicates_are_shown_side_by_side_nearest_ones_first() -> None:
     test, val = candidate(4, 0, "test"), candidate(3, 0, "val")
     train = replace(candidate(200, -1, "unlabeled"), name=EVIL)
     pairs = [NearPair(image=train, twin=test, bits=1), *[NearPair(image=val, twin=test, bits=2)] * 30]
@@ -166,10 +156,14 @@ def test_much_that_is_known_of_many_classes_is_cut() -> None:
     assert len(page) < 600_000
 
 
-def test_every_text_of_the_user_is_escaped() -> None:
+def test_texts_are_escaped_and_place_free() -> None:
     page = data_card(**content(settings=DataSettings(source=f"imagefolder:/x/{EVIL}"), notes=(EVIL,)))
     assert "<script" not in page
     assert "A note &amp; more." in data_card(**content())
+    # The page is equal for equal content and tells no folder.
+    assert data_card(**content()) == data_card(**content())
+    elsewhere = DataSettings(source="imagefolder:/else/where/photos", image_size=16)
+    assert data_card(**content(settings=elsewhere)) == data_card(**content())
 
 
 def test_the_pictures_are_those_of_the_classes() -> None:
@@ -182,14 +176,8 @@ def test_the_pictures_are_those_of_the_classes() -> None:
     np.testing.assert_allclose(np.asarray(strips["unlabeled"])[..., 0], 200, atol=3)
 
 
-def test_the_page_is_equal_for_equal_content_and_tells_no_folder() -> None:
-    assert data_card(**content()) == data_card(**content())
-    elsewhere = DataSettings(source="imagefolder:/else/where/photos", image_size=16)
-    assert data_card(**content(settings=elsewhere)) == data_card(**content())
-
-
 @pytest.mark.parametrize("classes", [STRIPS, 2 * CLASSES])
-def test_a_large_data_set_stays_below_the_limit_of_a_page(classes: int) -> None:
+def test_large_data_set_stays_below_limit_of_page(classes: int) -> None:
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
     buffer = io.BytesIO()
     noise.save(buffer, "PNG")
@@ -216,7 +204,7 @@ def test_a_large_data_set_stays_below_the_limit_of_a_page(classes: int) -> None:
     assert (f"The first {CLASSES:,} of {classes:,} classes are listed." in page) == (classes > CLASSES)
 
 
-def test_the_drawing_has_a_bar_for_each_class_and_split_of_its_height() -> None:
+def test_the_drawing_has_bars_per_class_and_split() -> None:
     page = data_card(**content())
     heights = [float(value) for value in re.findall(r'<rect [^>]*height="([0-9.]+)"', page)]
     assert heights == pytest.approx([70, 35, 35, 35, 0, 35])

@@ -33,26 +33,6 @@ def settings(**values: object) -> DataSettings:
     return DataSettings.model_validate({"source": "imagefolder:photos", **values})
 
 
-def test_values_come_in_the_order_of_the_classes_numbers_as_numbers(tmp_path):
-    given = settings(attributes=written(tmp_path, ATTRIBUTES), hierarchy=written(tmp_path, HIERARCHY, "groups.csv"))
-    tags = read_tags(given, listing())
-    assert tags is not None
-    assert tags.attributes == {"energy": (57.0, 58.5, 61.0), "allergens": ("none", "none", None)}
-    assert tags.paths == (("fruit", "apple", "gala"), ("fruit", "apple", "granny"), ("fruit", "kiwi"))
-    assert tags.threshold is None
-    assert read_tags(settings(), listing()) is None
-
-
-def test_a_spreadsheets_table_is_read_too(tmp_path):
-    text = (
-        '\ufeff"food";'.replace(";", ",")
-        + '"note"\r\ngala,"red, sweet"\r\n\r\n granny , sour \r\nkiwi,"a ""fruit"""\r\n'
-    )
-    tags = read_tags(settings(attributes=written(tmp_path, text)), listing())
-    assert tags is not None
-    assert tags.attributes == {"note": ("red, sweet", "sour", 'a "fruit"')}
-
-
 def test_folders_are_groups(tmp_path):
     for folder in ("train/fruit/apple/gala", "train/fruit/apple/granny", "train/fruit/kiwi", "val/fruit/kiwi"):
         (tmp_path / folder).mkdir(parents=True)
@@ -61,6 +41,24 @@ def test_folders_are_groups(tmp_path):
     tags = read_tags(given, list_source(given.source))
     assert tags is not None
     assert tags.parents == {"gala": "apple", "granny": "apple", "kiwi": "fruit", "apple": "fruit"}
+
+
+def test_class_tables_are_read(tmp_path):
+    text = (
+        '\ufeff"food";'.replace(";", ",")
+        + '"note"\r\ngala,"red, sweet"\r\n\r\n granny , sour \r\nkiwi,"a ""fruit"""\r\n'
+    )
+    tags = read_tags(settings(attributes=written(tmp_path, text)), listing())
+    assert tags is not None
+    assert tags.attributes == {"note": ("red, sweet", "sour", 'a "fruit"')}
+    # Classes are compared as people read them.
+    composed, decomposed = "caf\u00e9 au lait", "cafe\u0301  au lait "
+    text = f"food,energy\n{decomposed},1\ngala,2\n"
+    tags = read_tags(settings(attributes=written(tmp_path, text)), listing(classes=(composed, "gala")))
+    assert tags is not None
+    assert tags.attributes == {"energy": (1.0, 2.0)}
+    with pytest.raises(DataError, match="line 3: 'caf\u00e9 au lait' has a line already, line 2"):
+        read_tags(settings(attributes=written(tmp_path, f"food,energy\n{decomposed},1\n{composed},2\n")), None)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +83,7 @@ def test_folders_are_groups(tmp_path):
         (("9" * 400, "2", "3"), "text"),
     ],
 )
-def test_an_attribute_is_a_number_where_every_value_is_the_same_again(tmp_path, caplog, values, expected):
+def test_kinds_of_attributes(tmp_path, caplog, values, expected):
     lines = "".join(f'{name},"{value}"\n' for name, value in zip(CLASSES, values, strict=True))
     tags = read_tags(settings(attributes=written(tmp_path, f"food,x\n{lines}")), listing())
     assert tags is not None
@@ -103,16 +101,6 @@ def test_semicolons_and_tabs_are_recognized(tmp_path, separator):
     assert tags is not None
     assert tags.attributes == {"weight, g": ("1,5", "2,25", None)}
     assert tags.paths[0] == ("fruit", "apple", "gala")
-
-
-def test_classes_are_compared_as_people_read_them(tmp_path):
-    composed, decomposed = "caf\u00e9 au lait", "cafe\u0301  au lait "
-    text = f"food,energy\n{decomposed},1\ngala,2\n"
-    tags = read_tags(settings(attributes=written(tmp_path, text)), listing(classes=(composed, "gala")))
-    assert tags is not None
-    assert tags.attributes == {"energy": (1.0, 2.0)}
-    with pytest.raises(DataError, match="line 3: 'caf\u00e9 au lait' has a line already, line 2"):
-        read_tags(settings(attributes=written(tmp_path, f"food,energy\n{decomposed},1\n{composed},2\n")), None)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +135,7 @@ def test_classes_are_compared_as_people_read_them(tmp_path):
         (f"food,{','.join(f'a{n}' for n in range(101))}\n", "has 101 attributes, more than 100; remove some"),
     ],
 )  # fmt: skip
-def test_a_table_of_attributes_that_contradicts_itself_is_refused_before_the_classes_are_known(tmp_path, text, message):
+def test_contradictory_attribute_tables_are_refused(tmp_path, text, message):
     given = settings(attributes=written(tmp_path, text))
     with pytest.raises(DataError, match=rf"^data\.attributes={re.escape(given.attributes)}.*{message}"):
         read_tags(given, None)
@@ -162,7 +150,7 @@ def test_a_table_of_attributes_that_contradicts_itself_is_refused_before_the_cla
         ("food,kiwi\ngala,1\ngranny,2\nkiwi,3\n", "an attribute is named 'kiwi', as a class is; rename the column"),
     ],
 )
-def test_a_table_of_attributes_of_other_classes_is_refused(tmp_path, text, message):
+def test_table_of_attributes_of_other_classes_is_refused(tmp_path, text, message):
     with pytest.raises(DataError, match=message):
         read_tags(settings(attributes=written(tmp_path, text)), listing())
 
@@ -178,7 +166,7 @@ def test_a_table_of_attributes_of_other_classes_is_refused(tmp_path, text, messa
         ("class,parent\n0,1\n" + "".join(f"{n},{n + 1}\n" for n in range(1, 40)), "line 2: '0' lies below more than 31"),
     ],
 )  # fmt: skip
-def test_a_hierarchy_that_contradicts_itself_is_refused_before_the_classes_are_known(tmp_path, text, message):
+def test_contradictory_hierarchies_are_refused(tmp_path, text, message):
     given = settings(hierarchy=written(tmp_path, text))
     with pytest.raises(DataError, match=rf"^data\.hierarchy={re.escape(given.hierarchy)}.*{message}"):
         read_tags(given, None)
@@ -210,28 +198,20 @@ def test_folders_that_are_no_hierarchy_are_refused(groups, message):
         read_tags(settings(hierarchy="folders"), listing(*groups))
 
 
-def test_a_class_that_is_named_as_a_column_of_predictions_is_refused(tmp_path):
+def test_a_class_named_as_a_column_is_refused(tmp_path):
     with pytest.raises(DataError, match="a class is named 'answer', as a column of the predictions"):
         read_tags(settings(attributes=written(tmp_path, ATTRIBUTES)), listing(classes=("answer", "kiwi")))
 
 
-def test_the_column_of_several_labels_is_no_attribute(tmp_path):
-    several = {"source": "manifest:photos.csv", "multi_label": True}
-    table = written(tmp_path, "food,named\ngala,1\n")
-    with pytest.raises(DataError, match="an attribute is named 'named', as another column of the predictions is"):
-        read_tags(settings(**several, attributes=table), None)
-    read_tags(settings(attributes=table), None)
-
-
 def test_a_file_that_is_none_is_named(tmp_path, monkeypatch):
-    with pytest.raises(DataError, match=r"data\.attributes=.*nowhere\.csv: does not exist"):
+    with pytest.raises(DataError, match=r"data\.attributes=.*nowhere\.csv: does not exist; check the path"):
         read_tags(settings(attributes=f"{tmp_path}/nowhere.csv"), None)
     with pytest.raises(DataError, match=r"data\.hierarchy=.*: cannot be read"):
         read_tags(settings(hierarchy=str(tmp_path)), None)
     monkeypatch.setattr(limits, "TABLE_BYTES", 10)
     with pytest.raises(DataError, match="has more than 10 bytes; check the path"):
         read_tags(settings(attributes=written(tmp_path, ATTRIBUTES)), None)
-    with pytest.raises(DataError, match=r"brings no such table.*grocery_attr"):
+    with pytest.raises(DataError, match=r"brings no such table; did you mean grocery_\w+\.csv.*; it has grocery_attr"):
         read_tags(settings(attributes="bundled:grocery_attribute.csv"), None)
     with pytest.raises(DataError, match="brings no such table"):
         read_tags(settings(attributes="bundled:../../pyproject.toml"), None)
@@ -248,7 +228,15 @@ def test_the_version_is_of_the_content(tmp_path):
     assert version().startswith(f"{sources.source_version('digits')} ")
 
 
-def test_grocerys_tables_are_of_the_same_classes_and_every_kind_of_fruit_is_one():
+def test_the_column_of_several_labels_is_no_attribute(tmp_path):
+    several = {"source": "manifest:photos.csv", "multi_label": True}
+    table = written(tmp_path, "food,named\ngala,1\n")
+    with pytest.raises(DataError, match="an attribute is named 'named', as another column of the predictions is"):
+        read_tags(settings(**several, attributes=table), None)
+    read_tags(settings(attributes=table), None)
+
+
+def test_grocery_tables_fit_their_classes():
     given = resolve("grocery").data
     with (RECIPES / "grocery_attributes.csv").open() as table:
         classes = tuple(sorted(row["class"] for row in csv.DictReader(table)))

@@ -82,13 +82,6 @@ def test_of_copies_the_one_that_measures_is_kept() -> None:
     assert dropped[0] == Dropped(name="train", split="train", kept_name="test", kept_split="test")
 
 
-def test_the_place_is_the_hash_as_a_fraction() -> None:
-    number = int(hashlib.sha256(b"7:abc").hexdigest(), 16)
-    assert place("abc", 7) == pytest.approx(number / 2**256, abs=2**-52)
-    assert place("abc", 8) != place("abc", 7)
-    assert all(0 <= place(str(key), 0) < 1 for key in range(1000))
-
-
 @pytest.mark.parametrize(("count", "test", "val"), [(2000, 400, 200), (30, 6, 3), (17, 3, 2), (4, 1, 1)])
 def test_each_class_has_the_shares_asked_for(count: int, test: int, val: int) -> None:
     settings = DataSettings(test_fraction=0.2, val_fraction=0.1)
@@ -100,20 +93,18 @@ def test_each_class_has_the_shares_asked_for(count: int, test: int, val: int) ->
         assert counts == {"test": test, "val": val, "train": count - test - val}
 
 
-def test_the_smallest_places_are_test_and_the_next_ones_val() -> None:
+def test_smallest_places_are_test_by_seed() -> None:
     settings = DataSettings(test_fraction=0.2, val_fraction=0.1)
     assigned = take_missing_splits(many(30), {"train"}, settings, EACH)
     by_place = [one.split for one in sorted(assigned, key=lambda one: place(one.key, settings.split_seed))]
     assert by_place == ["test"] * 6 + ["val"] * 3 + ["train"] * 21
-
-
-def test_another_seed_splits_differently() -> None:
+    # Another seed splits differently.
     images = many(200)
     first, second = (take_missing_splits(images, {"train"}, DataSettings(split_seed=seed), EACH) for seed in (0, 1))
     assert splits(first) != splits(second)
 
 
-def test_images_stay_where_they_are_when_others_are_renamed_or_another_class_grows() -> None:
+def test_images_stay_in_their_split() -> None:
     settings = DataSettings()
     before = take_missing_splits(many(300), {"train"}, settings, EACH)
     renamed = take_missing_splits(
@@ -123,9 +114,6 @@ def test_images_stay_where_they_are_when_others_are_renamed_or_another_class_gro
     other_class = splits(take_missing_splits(many(300) + many(20, label=1), {"train"}, settings, EACH))
     assert {name: other_class[name] for name in splits(before)} == splits(before)
 
-
-def test_an_image_that_is_added_moves_at_most_three() -> None:
-    settings = DataSettings()
     before = splits(take_missing_splits(many(3), {"train"}, settings, EACH))
     for count in range(4, 200):
         after = splits(take_missing_splits(many(count), {"train"}, settings, EACH))
@@ -142,7 +130,7 @@ def test_every_class_has_an_image_in_every_split(count: int, fraction: float) ->
         assert set(splits(assigned).values()) == {"train", "val", "test"}
 
 
-def test_a_group_stays_together_within_the_shares_of_its_classes() -> None:
+def test_group_stays_together_within_shares_of_its_classes() -> None:
     settings = DataSettings(test_fraction=0.2, val_fraction=0.1)
     images = [one for label in range(3) for one in many(60, label)]
     numbers = {one.key: index % 40 for index, one in enumerate(images) if index % 7}  # of two classes or three
@@ -176,12 +164,7 @@ def test_given_splits_and_unlabeled_images_are_left_alone() -> None:
     assert take_missing_splits(images, {"train", "val", "test", "unlabeled"}, DataSettings(), EACH) == images
 
 
-def test_one_class_is_refused() -> None:
-    with pytest.raises(DataError, match="has only one class, 'cat'"):
-        check_classes(many(10), ("cat",), DataSettings(), EACH)
-
-
-def test_classes_with_too_few_images_are_named() -> None:
+def test_classes_that_cannot_be_split() -> None:
     images = [*many(5, 0), *many(2, 1), candidate("u", -1, "unlabeled")]
     with pytest.raises(DataError, match=r"classes 'dog' \(2\), 'eel' \(0\): fewer .* data\.min_images_per_class=3"):
         check_classes(images, CLASSES, DataSettings(), EACH)
@@ -189,20 +172,14 @@ def test_classes_with_too_few_images_are_named() -> None:
     names = tuple(str(number) for number in range(8))
     with pytest.raises(DataError, match=r"classes '1' \(0\), .* '5' \(0\) and 2 more: fewer"):
         check_classes(many(5), names, DataSettings(), EACH)
-
-
-def test_an_empty_split_is_refused() -> None:
+    # An empty split is refused.
     with pytest.raises(DataError, match="split val is empty"):
         check_splits([candidate("a"), candidate("b", split="test")], ("cat",), {0}, EACH)
-
-
-def test_a_class_without_training_images_is_refused() -> None:
+    # A class without training images is refused.
     images = [candidate("a"), candidate("b", 1, "test"), candidate("c", 1, "val")]
     with pytest.raises(DataError, match=r"class 'dog' \(0\): no training image is left"):
         check_splits(images, CLASSES[:2], {0, 1}, EACH)
-
-
-def test_a_class_of_which_the_source_has_images_in_test_only_is_named_as_such() -> None:
+    # A class of which the source has images in test only is named as such.
     images = [candidate("a"), candidate("b", split="val"), candidate("c", 1, "test"), candidate("d", 1, "test")]
     with pytest.raises(
         DataError, match=r"class 'dog' \(2\): the source has no training image of it, only images in test"
@@ -217,7 +194,7 @@ SETS = ((), (0,), (0, 1), (1, 2))
 """The classes of each label: none; the cat; cat and dog; dog and eel."""
 
 
-def test_an_image_with_several_classes_counts_as_one_of_the_rarest() -> None:
+def test_images_of_several_classes() -> None:
     images = many(40, 1) + many(10, 2) + many(20, 3) + many(30, 0)
     assigned = take_missing_splits(images, {"train"}, DataSettings(val_fraction=0.1, test_fraction=0.2), SETS)
     counts = Counter((one.label, one.split) for one in assigned)
@@ -228,21 +205,7 @@ def test_an_image_with_several_classes_counts_as_one_of_the_rarest() -> None:
         2: (2, 1),
         3: (4, 2),
     }
-
-
-def test_each_class_of_an_image_counts() -> None:
-    images = many(2, 2) + many(3, 3)
-    with pytest.raises(DataError, match=r"class 'cat' \(2\): fewer good labeled images"):
-        check_classes(images, CLASSES, DataSettings(), SETS)
-    check_classes([*images, *many(1, 1)], CLASSES, DataSettings(), SETS)
-    held = [candidate("a", 2), candidate("b", 3, "val"), candidate("c", 3, "test")]
-    with pytest.raises(DataError, match=r"class 'eel' \(2\): the source has no training image of it"):
-        check_splits(held, CLASSES, {0, 1}, SETS)
-    check_splits([*held, candidate("d", 3)], CLASSES, {0, 1, 2}, SETS)
-
-
-def test_of_each_class_an_image_stays_in_train() -> None:
-    """Long-tailed: most images of a rare class count as those of an even rarer one, of which two are too few for three splits."""
+    # Of each class an image stays in train.
     sets = ((0, 1), (0, 2), (0, 3), (1, 2, 3))
     for seed in range(30):
         images = many(2, 0) + many(2, 1) + many(1, 2) + many(1, 3)
@@ -250,9 +213,7 @@ def test_of_each_class_an_image_stays_in_train() -> None:
         assigned = take_missing_splits(images, {"train"}, settings, sets)
         left = {one for image in assigned if image.split == "train" for one in sets[image.label]}
         assert left == {0, 1, 2, 3}
-
-
-def test_a_split_whose_images_are_of_no_class_is_named() -> None:
+    # A split whose images are of no class is named.
     images = [*many(3, 1), candidate("v", 0, "val"), candidate("t", 1, "test")]
     with pytest.raises(DataError, match="split val has images, but none of any class"):
         check_splits(images, CLASSES[:1], {0}, SETS)

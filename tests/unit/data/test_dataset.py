@@ -10,14 +10,13 @@ from pathlib import Path
 
 import datasets
 import numpy as np
-import PIL
 import pytest
 import simplejpeg
 import torch
 from PIL import Image
 
 from trainer.data import dataset as reading
-from trainer.data.dataset import decode_square, decoder_of, open_dataset
+from trainer.data.dataset import decode_square, open_dataset
 from trainer.data.dataset_schema import SPLITS, DatasetDescription, features
 from trainer.data.preparation import encode_square
 from trainer.io import artifacts
@@ -26,7 +25,6 @@ from trainer.models.served_student.class_tags import ClassTags
 from trainer.models.served_student.preprocessing import BadImageError, Square
 
 SIZE = 12
-CHUNKS = (slice(0, 3), slice(3, 4), slice(4, 7))
 COUNTS = {"train": 7, "val": 3, "test": 2, "unlabeled": 0}
 
 
@@ -64,7 +62,7 @@ def pillow(file: bytes) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("limit", [10**9, 0], ids=["in memory", "from disk"])
-def test_reads_the_pixels_that_were_written_in_the_order_asked_for(
+def test_reads_pixels_that_were_written_in_order_asked_for(
     prepared: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
     monkeypatch.setattr(reading, "IN_MEMORY_BYTES", limit)
@@ -88,17 +86,6 @@ def test_one_picture_and_its_file(prepared: Path, monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(split.picture(index), pillow(files[index]), rtol=0, atol=0)
 
 
-def test_rows_are_found_in_any_chunk_of_the_table(tmp_path: Path) -> None:
-    names = rows("train", 7)
-    chunks = [datasets.Dataset.from_dict({k: v[s] for k, v in names.items()}, features=features()) for s in CHUNKS]
-    path = tmp_path / "dataset"
-    with artifacts.create(path, "dataset", settings={}) as draft:
-        datasets.concatenate_datasets(chunks).save_to_disk(str(draft.path / "train"), num_shards=3)
-        DatasetDescription(classes=("a", "b"), image_size=SIZE, images={"train": 7}).write(draft.path)
-    split = open_dataset(path).split("train")
-    assert [bytes(split.encoded(index)) for index in range(7)] == [image["bytes"] for image in names["image"]]
-
-
 def test_the_decoder_is_that_of_the_stored_images(prepared: Path, tmp_path: Path) -> None:
     assert open_dataset(prepared).decoder_name().startswith("pillow ")
     photo = simplejpeg.encode_jpeg(np.zeros((SIZE, SIZE, 3), dtype=np.uint8))
@@ -110,7 +97,19 @@ def test_the_decoder_is_that_of_the_stored_images(prepared: Path, tmp_path: Path
     assert open_dataset(tmp_path / "photos").decoder_name() == f"simplejpeg {simplejpeg.__version__}"
 
 
-def test_labels_keys_and_names(prepared: Path) -> None:
+def test_splits_are_read(prepared: Path) -> None:
+    split = open_dataset(prepared).split("unlabeled")
+    assert len(split) == 0
+    assert split.labels.shape == (0,)
+    assert split.keys.shape == (0,)
+    assert split.read([]).shape == (0, 3, SIZE, SIZE)
+    # A split is cheap to send to a loader process.
+    split = open_dataset(prepared).split("train")
+    expected = split.read([1, 2])
+    sent = pickle.dumps(split)
+    assert len(sent) < 20_000
+    torch.testing.assert_close(pickle.loads(sent).read([1, 2]), expected)
+    # Labels keys and names.
     data = open_dataset(prepared)
     assert data.classes == ("a", "b")
     assert data.image_size == SIZE
@@ -126,26 +125,10 @@ def test_labels_keys_and_names(prepared: Path) -> None:
     assert list(split.sources) == expected["source"]
 
 
-def test_an_empty_split_reads_as_empty(prepared: Path) -> None:
-    split = open_dataset(prepared).split("unlabeled")
-    assert len(split) == 0
-    assert split.labels.shape == (0,)
-    assert split.keys.shape == (0,)
-    assert split.read([]).shape == (0, 3, SIZE, SIZE)
-
-
-def test_a_split_is_cheap_to_send_to_a_loader_process(prepared: Path) -> None:
-    split = open_dataset(prepared).split("train")
-    expected = split.read([1, 2])
-    sent = pickle.dumps(split)
-    assert len(sent) < 20_000
-    torch.testing.assert_close(pickle.loads(sent).read([1, 2]), expected)
-
-
 @pytest.mark.parametrize(
     ("count", "kept"), [(5, 5), (100, COUNTS["train"])], ids=["over a chunk", "more than there are"]
 )
-def test_the_first_images_are_a_data_set_of_their_own(prepared: Path, count: int, kept: int) -> None:
+def test_first_images_are_data_set_of_their_own(prepared: Path, count: int, kept: int) -> None:
     whole = open_dataset(prepared)
     part = whole.first(count)
     split, all_of_it = part.split("train"), whole.split("train")
@@ -155,14 +138,6 @@ def test_the_first_images_are_a_data_set_of_their_own(prepared: Path, count: int
     assert torch.equal(pickle.loads(pickle.dumps(split)).read([kept - 1]), all_of_it.read([kept - 1]))
     assert (part.fingerprint, part.classes) == (whole.fingerprint, whole.classes)
     assert len(whole.split("train")) == COUNTS["train"], "the whole stays whole"
-
-
-def test_an_index_beyond_the_split_is_refused(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(IndexError):
-        open_dataset(prepared).split("val").read([3])
-    monkeypatch.setattr(reading, "IN_MEMORY_BYTES", 0)
-    with pytest.raises(IndexError):
-        open_dataset(prepared).split("val").read([3])
 
 
 def rewrite_manifest(path: Path) -> None:
@@ -198,9 +173,7 @@ def test_a_damaged_data_set_is_refused_by_name(prepared: Path) -> None:
     assert len(open_dataset(prepared).split("val")) == COUNTS["val"]
 
 
-def test_of_a_data_set_in_a_store_no_more_is_fetched_than_is_read(
-    object_store, prepared, tmp_path, monkeypatch
-) -> None:
+def test_only_what_is_read_is_fetched(object_store, prepared, tmp_path, monkeypatch) -> None:
     uri = object_store.uri("d")
     (prepared / "card.html").write_text("<p>large</p>")
     (prepared / "example.png").write_bytes(encoded(1000 * SPLITS.index("test")))
@@ -237,7 +210,7 @@ def test_of_a_data_set_in_a_store_no_more_is_fetched_than_is_read(
     assert fetched() == set()
 
 
-def test_the_example_of_a_data_set_that_an_earlier_version_prepared_is_read_from_its_split(prepared: Path) -> None:
+def test_the_example_of_an_older_data_set(prepared: Path) -> None:
     data = open_dataset(prepared)
     assert data.example().equal(data.split("test").read([0]))
 
@@ -250,7 +223,7 @@ def test_a_description_that_is_none_is_refused(prepared: Path, content: str) -> 
         open_dataset(prepared)
 
 
-def test_a_split_of_another_length_than_described_is_refused(prepared: Path) -> None:
+def test_split_of_another_length_than_described_is_refused(prepared: Path) -> None:
     description = json.loads((prepared / "dataset.json").read_text())
     description["images"]["val"] = 4
     (prepared / "dataset.json").write_text(json.dumps(description))
@@ -277,6 +250,14 @@ def test_an_image_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
         open_dataset(path).split("train").read([0])
 
 
+def test_an_index_beyond_the_split_is_refused(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(IndexError):
+        open_dataset(prepared).split("val").read([3])
+    monkeypatch.setattr(reading, "IN_MEMORY_BYTES", 0)
+    with pytest.raises(IndexError):
+        open_dataset(prepared).split("val").read([3])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Stored squares
 
@@ -291,7 +272,7 @@ def square(encoding: str, size: int = 40) -> bytes:
 
 @pytest.mark.parametrize("encoding", ["jpeg", "png"])
 @pytest.mark.parametrize("kind", [bytes, memoryview])
-def test_a_stored_square_is_decoded_to_the_bit_as_pillow_does(encoding: str, kind: type) -> None:
+def test_stored_square_is_decoded_to_bit_as_pillow_does(encoding: str, kind: type) -> None:
     content = square(encoding)
     expected = np.asarray(Image.open(io.BytesIO(content)))
     np.testing.assert_array_equal(decode_square(kind(content), 40), expected)
@@ -308,10 +289,6 @@ def test_a_jpeg_is_shrunk_while_it_is_decoded(shrink: int, edge: int) -> None:
     assert pixels.shape == (edge, edge, 3)
     means = decode_square(content, 40).reshape(edge, shrink, edge, shrink, 3).astype(float).mean((1, 3))
     assert np.abs(pixels - means).mean() < 2
-
-
-def test_an_edge_that_is_no_multiple_is_rounded_up() -> None:
-    assert decode_square(square("jpeg", 43), 43, shrink=4).shape == (11, 11, 3)
 
 
 def test_other_formats_are_not_shrunk() -> None:
@@ -333,13 +310,8 @@ def test_a_damaged_square_is_refused(encoding: str, part: float) -> None:
         decode_square(content[: int(len(content) * part)], 40)
 
 
-def test_the_decoder_is_named_with_its_version() -> None:
-    assert decoder_of(square("jpeg")).split() == ["simplejpeg", simplejpeg.__version__]
-    assert decoder_of(square("png")).split() == ["pillow", PIL.__version__]
-
-
 @pytest.mark.parametrize("name", ["top_labels", "top_probabilities", "answer", "confidence", "named"])
-def test_an_attribute_that_would_overwrite_a_column_of_the_predictions_is_refused(tmp_path: Path, name: str) -> None:
+def test_an_attribute_named_as_a_column_is_refused(tmp_path: Path, name: str) -> None:
     """As prepare refuses it; a data set of an earlier version may have it."""
 
     def prepared_with(folder: str, label_sets: tuple[tuple[int, ...], ...] | None) -> Path:

@@ -80,14 +80,6 @@ def failed(photos: Path, place: str | Path) -> None:
         run(too_strict(photos), dataset=place)
 
 
-def test_what_was_decoded_is_not_decoded_again(photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    undisturbed = prepared(photos, tmp_path / "a" / "data", caplog)
-    assert undisturbed[1] == 0
-    failed(photos, tmp_path / "b" / "data")
-    assert len(spooled(tmp_path / "b" / "data")) == 2 * 7
-    assert prepared(photos, tmp_path / "b" / "data", caplog) == (undisturbed[0], 25)
-
-
 def test_in_a_store_too(object_store, photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     undisturbed = prepared(photos, tmp_path / "data", caplog)
     place = object_store.uri("run", "data")
@@ -121,7 +113,7 @@ def test_a_damaged_chunk_is_decoded_again(
     assert prepared(photos, tmp_path / "b" / "data", caplog) == (undisturbed[0], 25 - CHUNK)
 
 
-def test_a_chunk_of_which_an_older_version_did_not_say_how_it_looks_is_decoded_again(
+def test_chunks_of_older_versions_are_decoded_again(
     photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     failed(photos, tmp_path / "b" / "data")
@@ -158,7 +150,7 @@ def test_one_changed_image_costs_its_chunk(photos: Path, tmp_path: Path, caplog:
     ("changed", "there"),
     [({"split_seed": 5}, 25), ({"workers": 3}, 25), ({"image_size": 24}, 0), ({"fit": "stretch"}, 0)],
 )
-def test_only_what_is_decoded_in_the_same_way_is_taken(
+def test_only_what_is_decoded_in_same_way_is_taken(
     photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, object], there: int
 ) -> None:
     failed(photos, tmp_path / "b" / "data")
@@ -166,11 +158,6 @@ def test_only_what_is_decoded_in_the_same_way_is_taken(
     resumed = run(settings(photos, **changed), dataset=tmp_path / "b" / "data")
     assert f"prepare: {there} of 25 images had been decoded by an earlier attempt" in caplog.messages or not there
     assert resumed.fingerprint == run(settings(photos, **changed), dataset=tmp_path / "a" / "data").fingerprint
-
-
-def test_another_output_beside_it_takes_it_too(photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    failed(photos, tmp_path / "one")
-    assert prepared(photos, tmp_path / "two", caplog)[1] == 25
 
 
 def test_one_that_finishes_first_takes_nothing_away(photos: Path, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def step_of(settings, samples, step, world_size):
 
 
 @pytest.mark.parametrize(("world_size", "accumulation"), [(2, 1), (1, 4), (4, 2), (3, 1), (5, 1), (5, 3), (1, 7)])
-def test_a_step_has_the_same_samples_and_views_however_it_is_dealt(world_size, accumulation):
+def test_dealing_does_not_change_a_step(world_size, accumulation):
     samples = Samples([Images(51, patterned=True)])
     alone = TrainingSettings(batch_size=48, views=MIXED)
     shared = TrainingSettings(batch_size=48, accumulation=accumulation, views=MIXED)
@@ -111,7 +111,7 @@ def test_a_step_has_the_same_samples_and_views_however_it_is_dealt(world_size, a
 
 @pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (4, 1), (1, 4), (3, 2)])
 @pytest.mark.parametrize("views", [PLAIN, MIXED], ids=["plain", "mixed"])
-def test_label_weights_make_the_mean_over_the_labeled_images_of_a_step(world_size, accumulation, views):
+def test_label_weights_give_the_mean_over_labels(world_size, accumulation, views):
     samples = Samples([Images(30), Images(21, first=30, labeled=False)])
     settings = TrainingSettings(batch_size=17, accumulation=accumulation, views=views)
     for step in range(6):
@@ -126,15 +126,10 @@ def test_label_weights_make_the_mean_over_the_labeled_images_of_a_step(world_siz
             assert ((partners >= 0) == (labels >= 0)).all()
 
 
-def test_a_step_without_a_labeled_image_has_weights_of_0():
+def test_step_without_labeled_image_has_weights_of_0():
     samples = Samples([Images(1), Images(50, first=1, labeled=False)])
     steps = [step_of(TrainingSettings(batch_size=17, views=PLAIN), samples, step, 1)[0] for step in range(3)]
     assert sorted({tuple(batch.label_weights.unique().tolist()) for batch in steps}) == [(0.0,), (0.0, 17.0)]
-
-
-def test_where_all_images_have_labels_there_are_no_weights():
-    (batch,) = step_of(TrainingSettings(batch_size=10, views=PLAIN), Samples([Images(51)]), 0, 1)
-    assert batch.label_weights is None
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -179,11 +174,11 @@ def load_from_a_stopping_process(observer):
     assert time.monotonic() - began < 60
 
 
-def test_a_process_that_stops_while_it_hands_a_batch_over_is_not_waited_for_without_end():
+def test_a_stopped_process_is_not_waited_for():
     load_from_a_stopping_process(Pids())
 
 
-def test_the_device_makes_the_same_views_of_what_it_is_given():
+def test_device_makes_same_views_of_what_it_is_given():
     settings = TrainingSettings(batch_size=16, views=MIXED)
     samples = Samples([Images(51, patterned=True)])
     made, given = batches(samples, settings), batches(samples, settings, on_device=True)
@@ -218,13 +213,6 @@ def test_several_splits_are_read_as_one():
     ]
 
 
-def test_labels_and_keys_stay_with_their_images():
-    batch = batches(Samples([Images(50)]), TrainingSettings(batch_size=64, views=PLAIN))[128]
-    numbers = batch.images[:, 0, 0, 0].long()
-    assert torch.equal(batch.labels, numbers % 7)
-    assert torch.equal(batch.keys, numbers * 1_000_003)
-
-
 def test_partners_stay_with_their_samples():
     settings = TrainingSettings(batch_size=32, views=PLAIN.model_copy(update={"mixup": 1.0}))
     source = batches(Samples([Images(51)]), settings)
@@ -234,25 +222,15 @@ def test_partners_stay_with_their_samples():
         assert shown[:32].tolist() == taken.indices.tolist()
         assert shown[batch.mixing.partner].tolist() == taken.partners.tolist()
         assert torch.equal(batch.mixing.labels, torch.from_numpy(taken.partners % 7))
-
-
-def numbered(*values):
-    return np.array(values, dtype=np.int64)
-
-
-def test_partners_within_a_batch_are_not_loaded_twice():
+    # Partners within a batch are not loaded twice.
     indices, numbers, rows = _with_partners(numbered(4, 7, 5), numbered(0, 0, 0), numbered(7, 4, 5))
     assert indices.tolist() == [4, 7, 5]
     assert numbers.tolist() == [0, 0, 0]
     assert rows.tolist() == [1, 0, 2]
 
 
-def test_partners_outside_of_a_batch_are_added_once_each():
-    # Sample 4 is in the batch twice, in another epoch with another view, where it has another partner.
-    indices, numbers, rows = _with_partners(numbered(4, 5, 4, 4), numbered(0, 0, 1, 0), numbered(9, 5, 5, 9))
-    assert indices.tolist() == [4, 5, 4, 4, 9, 5]
-    assert numbers.tolist() == [0, 0, 1, 0, 0, 1]
-    assert rows.tolist() == [4, 1, 5, 4]
+def numbered(*values):
+    return np.array(values, dtype=np.int64)
 
 
 def test_recorded_outputs_are_read_for_what_is_shown():
@@ -273,7 +251,7 @@ class Groups(torch.utils.data.Dataset):
         return os.getpid(), os.getpgrp(), os.getppid(), os.getpgid(os.getppid())
 
 
-def test_a_request_to_end_for_the_group_of_the_training_process_does_not_reach_loader_processes():
+def test_loader_processes_have_their_own_group():
     (found,) = make_loader(Groups(), [0], workers=1, pin_memory=False)
     process, group, server, its_group = map(int, found)
     assert (group, its_group) == (process, server)
@@ -286,7 +264,7 @@ class Origin(torch.utils.data.Dataset):
         return os.getppid()
 
 
-def test_loader_processes_are_no_copies_of_a_process_with_threads():
+def test_loader_processes_are_no_copies_of_process_with_threads():
     """A lock that one of these held would be held in a copy for ever. Arrow's allocator knows how to fork."""
     loader = make_loader(Origin(), [0, 0], workers=1, pin_memory=False)
     origin = int(next(loader))
@@ -332,7 +310,7 @@ def test_each_loader_process_computes_with_one_thread_and_fills_shared_memory():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_draws_nothing_from_the_generator_that_a_step_draws_from(workers):
+def test_a_loader_leaves_the_generator_alone(workers):
     source = batches(Samples([Images(50)]), TrainingSettings(batch_size=2, views=PLAIN))
     before = torch.get_rng_state()
     next(make_loader(source, [0, 2], workers=workers, pin_memory=False))
@@ -351,14 +329,14 @@ class Broken(Images):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_a_loader_process_is_its_message_alone(workers):
+def test_error_of_loader_process_is_its_message_alone(workers):
     source = batches(Samples([Broken(1)]), TrainingSettings(batch_size=2, views=PLAIN))
     with pytest.raises(DataError) as caught:
         next(make_loader(source, [0, 2], workers=workers, pin_memory=False))
     assert str(caught.value) == "image 0: broken; prepare the data set again"
 
 
-def test_an_error_is_met_when_its_batch_is_due():
+def test_error_is_met_when_its_batch_is_due():
     settings = TrainingSettings(batch_size=2, views=PLAIN)
     bad = int(np.flatnonzero(StatelessSampler(50, 0).take(0, 50).indices == 0)[0]) // 2
     source = batches(Samples([Broken(50)]), settings)
@@ -380,32 +358,27 @@ def test_the_death_of_a_loader_process_is_said():
         next(make_loader(source, [place], workers=1, pin_memory=False))
 
 
-def test_views_are_in_the_order_of_memory_that_convolutions_like():
+def test_views_are_in_order_of_memory_that_convolutions_like():
     batch = batches(Samples([Images(50)]), TrainingSettings(batch_size=4, views=PLAIN))[0]
     assert batch.images.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_set_without_images_is_refused():
+def test_sets_that_cannot_be_dealt():
     with pytest.raises(DataError, match="no images to train on"):
         Samples([Images(0)])
-
-
-def test_a_batch_with_fewer_images_than_micro_batches_is_refused_with_the_next_move():
     with pytest.raises(
         SettingsError, match=r"batch_size = 5 .* 3 processes x 2 .* choose 6 or more, or less accumulation"
     ):
         micro_batch_size(TrainingSettings(batch_size=5, accumulation=2), 3)
 
 
-def test_where_a_batch_cannot_be_dealt_evenly_micro_batches_differ_by_one():
+def test_batches_are_dealt():
     settings = TrainingSettings(batch_size=100, accumulation=2)
     runs = [run for rank in range(3) for run in shard_positions(settings, step=7, rank=rank, world_size=3)]
     assert sorted(position for run in runs for position in run) == list(range(700, 800))
     assert {len(run) for run in runs} == {16, 17}
     assert micro_batch_size(settings, 3) == 17
-
-
-def test_processes_share_the_positions_of_a_step_among_them():
+    # Processes share the positions of a step among them.
     settings = TrainingSettings(batch_size=12, accumulation=2)
     starts = sorted(
         start for rank in range(3) for start in positions(settings, first_step=4, last_step=6, rank=rank, world_size=3)
@@ -464,27 +437,19 @@ def views_of(samples, size, **further):
     return views.batch(SampleSlice(numbers, numbers % 5, None))
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_files_give_the_same_views_as_what_is_kept_decoded(pairs, on_device):
-    kept, files = (views_of(samples, 64, on_device=on_device) for samples in pairs)
-    assert torch.equal(kept.images, files.images)
-
-
-def test_files_that_are_shrunk_while_decoded_give_nearly_the_same_views(pairs):
+def test_shrunk_files(pairs):
     kept, files = (views_of(samples, 20).images.int() for samples in pairs)
     difference = (kept - files).abs().float()
     assert 0 < difference.mean() < 4  # half a pixel off at most, where unrelated views differ by 80
     assert _shrink([0, 0, 96, 96], 24) == 4
     assert _shrink([0, 0, 96, 95], 24) == 2
     assert _shrink([0, 0, 96, 47], 24) == 1
-
-
-def test_exact_views_of_files_are_not_shrunk_while_decoded(pairs):
+    # Exact views of files are not shrunk while decoded.
     kept, files = (views_of(samples, 20, exact=True).images for samples in pairs)
     assert torch.equal(kept, files)
 
 
-def test_files_that_a_gpu_decodes_travel_as_they_are(pairs, monkeypatch):
+def test_files_that_gpu_decodes_travel_as_they_are(pairs, monkeypatch):
     kept, files = pairs
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     batch = views_of(files, 64, on_device=True, decode_on="cuda")
@@ -495,7 +460,7 @@ def test_files_that_a_gpu_decodes_travel_as_they_are(pairs, monkeypatch):
     assert views_of(kept, 64, on_device=True, decode_on="cuda").lengths is None
 
 
-def test_a_gpu_that_is_not_there_is_said_before_anything_is_loaded(pairs, monkeypatch):
+def test_a_missing_gpu_is_named_before_loading(pairs, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SettingsError, match=r"data\.decode_on is cuda, but torch finds no GPU"):
         views_of(pairs[1], 64, on_device=True, decode_on="cuda")
@@ -526,16 +491,14 @@ class Heard:
         self.then()
 
 
-def test_a_training_that_waits_for_each_batch_finds_none_ready():
+def test_batches_are_found_ready(monkeypatch):
     items = Allowed(0)
     heard = Heard(then=items.allowed.release)
     for _ in make_loader(items, range(6), workers=1, pin_memory=False, observer=heard):
         assert [psutil.Process(pid).name() for pid in heard.pids] == ["pt_data_worker"]
     assert heard.ready == [0] * 7
 
-
-def test_a_training_that_asks_late_finds_batches_ready(monkeypatch):
-    """Late: when no further one is made ahead."""
+    # Late: when no further one is made ahead.
     ready, heard, end = module.batches_ready, Heard(), time.monotonic() + 60
 
     def late(outcomes):
@@ -547,9 +510,7 @@ def test_a_training_that_asks_late_finds_batches_ready(monkeypatch):
     for _ in make_loader(Allowed(6), range(6), workers=1, pin_memory=False, observer=heard):
         pass
     assert heard.ready == [PREFETCHED] * 5 + [1, 0]
-
-
-def test_without_loader_processes_there_is_nothing_to_hear():
+    # Without loader processes there is nothing to hear.
     heard = Heard()
     assert len(list(make_loader(Allowed(3), range(3), workers=0, pin_memory=False, observer=heard))) == 3
     assert (heard.pids, heard.ready) == ([], [])

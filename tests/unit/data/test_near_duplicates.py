@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -100,22 +99,13 @@ def test_any_seven_bits_may_differ() -> None:
 
 
 @pytest.mark.parametrize("limit", ["_MOST_COMPARED", "_MOST_TWINS"])
-def test_of_many_that_look_the_same_not_all_pairs_are_looked_at(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+def test_pairs_of_many_lookalikes_are_bounded(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     monkeypatch.setattr(near_duplicates, limit, 5)
     members = [candidate(f"{number}", "00" * 56, LABELED[number % 3]) for number in range(100)]
     result = near_duplicates.find(members)
     assert not result.complete
     assert len(result.pairs) == 67, "each has one, since neighbors are compared"
     assert len(set(near_duplicates.groups(members).values())) == 1
-
-
-def test_neither_nothing_nor_images_that_are_too_small_are_compared() -> None:
-    small = candidate("small", appearance(picture(1), 31))
-    assert small.appearance == appearance(picture(1, 31), 64) == ""
-    for members in ([], [small], [small, small]):
-        result = near_duplicates.find(members)
-        assert (result.pairs, result.skipped, result.complete) == ([], len(members), True)
-        assert near_duplicates.groups(members) == {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -132,7 +122,7 @@ def test_the_hash_says_where_brightness_rises() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_changed_copies_look_the_same_and_others_do_not(seed: int) -> None:
+def test_changed_copies_look_same_and_others_do_not(seed: int) -> None:
     original = picture(seed, 200)
     look = appearance(original, 200)
     copies = {
@@ -162,7 +152,7 @@ def test_pictures_of_one_color_are_alike_by_their_color_only() -> None:
 # Across splits
 
 
-def test_each_image_is_listed_with_its_nearest_twin_of_test_before_val() -> None:
+def test_each_image_has_its_nearest_twin() -> None:
     def look(number: int) -> str:
         return f"{number:016x}" + "80" * 48
 
@@ -252,20 +242,6 @@ TWINS = {
 }
 
 
-def test_they_are_shown_and_kept(photos: Path, tmp_path: Path) -> None:
-    artifact = prepared(photos, tmp_path / "out")
-    records = json.loads((tmp_path / "out" / "near_duplicates.json").read_text())
-    assert {record["image"]["name"]: record["twin"]["name"] for record in records} == TWINS
-    assert {record["image"]["class"] for record in records} == {"class 0", "class 1", None}
-    assert artifact.figures["near_duplicates"] == 4
-    assert "near_duplicates" not in artifact.settings, "cached data sets of older versions stay valid"
-    assert set(splits_of(tmp_path / "out")) >= {*TWINS, *TWINS.values()}
-    card = (tmp_path / "out" / "card.html").read_text()
-    assert "4 images are kept that look like one of a held-out split" in card
-    assert "not compared" not in card
-    assert card.count("<figure") - card[: card.index("Near-duplicates")].count("<figure") == 4
-
-
 def test_those_of_a_given_split_are_left_out(photos: Path, tmp_path: Path) -> None:
     artifact = prepared(photos, tmp_path / "out", near_duplicates="separate")
     splits = splits_of(tmp_path / "out")
@@ -289,14 +265,6 @@ def test_they_are_refused(photos: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "near_duplicates.json").exists(), "the earlier one is gone"
 
 
-def test_without_any_the_data_set_says_nothing_of_them(photos: Path, tmp_path: Path) -> None:
-    for name in TWINS:
-        (photos / name).unlink()
-    artifact = prepared(photos, tmp_path / "out")
-    assert "near_duplicates.json" not in artifact.files
-    assert "Near-duplicates" not in (tmp_path / "out" / "card.html").read_text()
-
-
 def test_splits_that_are_taken_from_train_share_none(tmp_path: Path) -> None:
     for label, number, shot in itertools.product(range(2), range(20), range(3)):
         write(tmp_path / "photos", "", label, f"{number}-{shot}", picture(100 * label + number), quality=95 - 20 * shot)
@@ -315,11 +283,19 @@ def test_splits_that_are_taken_from_train_share_none(tmp_path: Path) -> None:
     assert artifact.figures["test"] == artifact.figures["val"] == 24
 
 
-def test_where_all_look_the_same_no_split_can_be_taken(tmp_path: Path) -> None:
+def test_where_all_look_same_no_split_can_be_taken(tmp_path: Path) -> None:
     for label, number in itertools.product(range(2), range(10)):
         write(tmp_path / "photos", "", label, f"{number}", picture(1), quality=50 + 4 * number + label)
-    with pytest.raises(DataError, match=r"split val is empty:.*data\.near_duplicates=show"):
+    with pytest.raises(DataError, match=r"split val is empty: .*; or set data\.near_duplicates=show: images that look"):
         prepared(tmp_path / "photos", tmp_path / "out", near_duplicates="separate")
+
+
+def test_without_any_data_set_says_nothing_of_them(photos: Path, tmp_path: Path) -> None:
+    for name in TWINS:
+        (photos / name).unlink()
+    artifact = prepared(photos, tmp_path / "out")
+    assert "near_duplicates.json" not in artifact.files
+    assert "Near-duplicates" not in (tmp_path / "out" / "card.html").read_text()
 
 
 def test_a_value_that_there_is_not() -> None:

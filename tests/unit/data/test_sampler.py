@@ -29,7 +29,7 @@ def test_epochs_and_seeds_are_shuffled_differently(settings):
 
 @pytest.mark.parametrize("size", [1, 7, 64, 250])
 @pytest.mark.parametrize("settings", [PAIRED, {"views": 2, "paired": True}])
-def test_the_stream_does_not_depend_on_the_batch_size(size, settings):
+def test_stream_does_not_depend_on_batch_size(size, settings):
     whole = StatelessSampler(101, seed=3, **settings).take(0, 500)
     order = StatelessSampler(101, seed=3, **settings)
     parts = [order.take(start, min(start + size, 500)) for start in range(0, 500, size)]
@@ -53,24 +53,15 @@ def test_places_are_spread_evenly_over_epochs():
     assert counts.max() < 260
 
 
-def test_nothing_is_paired_where_nothing_is_mixed():
-    assert StatelessSampler(10, seed=0).take(0, 5).partners is None
-
-
 @pytest.mark.parametrize("count", [1, 2, 100, 101])
-def test_partners_are_mutual_and_only_the_odd_sample_is_alone(count):
+def test_partners_are_mutual_and_only_odd_sample_is_alone(count):
     partner = partners(count, 5, 3)
     assert partner[partner].tolist() == list(range(count))
     assert np.count_nonzero(partner == np.arange(count)) == count % 2
 
 
-def test_pairs_are_drawn_anew_for_each_view_and_seed():
-    drawn = {tuple(partners(100, seed, number)) for seed in (0, 1) for number in (0, 1, 2)}
-    assert len(drawn) == 6
-
-
 @pytest.mark.parametrize("count", [100, 101])
-def test_an_epoch_shows_the_pairs_of_its_view_side_by_side(count):
+def test_epoch_shows_pairs_of_its_view_side_by_side(count):
     taken = StatelessSampler(count, seed=7, view_seed=11, paired=True).take(4 * count, 5 * count)
     assert taken.partners.tolist() == partners(count, 11, 4)[taken.indices].tolist()
     places = {int(index): place for place, index in enumerate(taken.indices)}
@@ -79,7 +70,7 @@ def test_an_epoch_shows_the_pairs_of_its_view_side_by_side(count):
     assert sum(gap == 0 for gap in gaps) == count % 2
 
 
-def test_recorded_views_come_again_with_the_same_pairs_in_another_order():
+def test_recorded_views_come_again_with_same_pairs_in_another_order():
     order = StatelessSampler(60, seed=1, view_seed=2, views=3, paired=True)
     first, again = order.take(60, 120), order.take(60 * 4, 60 * 5)
     assert set(first.numbers) == set(again.numbers) == {1}
@@ -88,13 +79,11 @@ def test_recorded_views_come_again_with_the_same_pairs_in_another_order():
     assert first.indices.tolist() != again.indices.tolist()
 
 
-def test_the_order_follows_its_own_seed_and_the_pairs_that_of_the_views():
+def test_order_of_recorded_views():
     one, two = (StatelessSampler(60, seed, view_seed=2, paired=True).take(0, 60) for seed in (0, 1))
     assert one.indices.tolist() != two.indices.tolist()
     assert one.partners[np.argsort(one.indices)].tolist() == two.partners[np.argsort(two.indices)].tolist()
-
-
-def test_a_batch_that_reaches_over_several_epochs_has_the_partners_of_each():
+    # A batch that reaches over several epochs has the partners of each.
     taken = StatelessSampler(5, seed=3, paired=True).take(0, 15)
     for epoch in range(3):
         part = slice(5 * epoch, 5 * epoch + 5)
@@ -121,7 +110,7 @@ def parts_together(parts):
 @pytest.mark.parametrize("settings", [PLAIN, PAIRED], ids=str)
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("size", [1, 7, 64])
-def test_labeled_and_other_samples_stream_alike_whatever_the_batch_and_wherever_it_goes_on(size, share, settings):
+def test_streams_do_not_depend_on_the_batch(size, share, settings):
     whole = mixed_order(share, **settings).take(0, 500)
     for first in (0, 333):
         order = mixed_order(share, **settings)
@@ -132,7 +121,7 @@ def test_labeled_and_other_samples_stream_alike_whatever_the_batch_and_wherever_
 
 
 @pytest.mark.parametrize("settings", [PLAIN, PAIRED], ids=str)
-def test_as_they_come_an_epoch_has_every_sample_once(settings):
+def test_as_they_come_epoch_has_every_sample_once(settings):
     order = mixed_order(**settings)
     for epoch in range(3):
         taken = order.take(epoch * 101, (epoch + 1) * 101)
@@ -142,7 +131,7 @@ def test_as_they_come_an_epoch_has_every_sample_once(settings):
 
 @pytest.mark.parametrize("share", SHARES[1:])
 @pytest.mark.parametrize("settings", [PLAIN, {"views": 2, "paired": True}], ids=str)
-def test_each_kind_has_its_share_of_every_batch_and_epochs_of_its_own(share, settings):
+def test_each_kind_has_its_share_of_batches(share, settings):
     order = mixed_order(share, **settings)
     for start in range(0, 1000, 40):
         assert LABELED[order.take(start, start + 40).indices].sum() == 40 * share
@@ -155,19 +144,11 @@ def test_each_kind_has_its_share_of_every_batch_and_epochs_of_its_own(share, set
             assert set(taken.numbers[chosen][part]) == {epoch % settings.get("views", 100)}
 
 
-def test_a_share_that_a_batch_cannot_hold_exactly_is_held_over_batches():
+def test_fractional_shares_hold_over_batches():
     order = mixed_order(0.1)
     counts = [int(LABELED[order.take(start, start + 15).indices].sum()) for start in range(0, 1500, 15)]
     assert set(counts) == {1, 2}
     assert sum(counts) == 150
-
-
-def test_a_share_of_one_kind_alone_changes_nothing():
-    plain, shared = (
-        StatelessSampler(50, 1),
-        StatelessSampler(50, 1, labeled=np.ones(50, dtype=bool), labeled_share=0.5),
-    )
-    assert plain.take(0, 200).indices.tolist() == shared.take(0, 200).indices.tolist()
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -182,22 +163,14 @@ def test_partners_are_of_one_kind_and_mutual_in_each_view(share):
         assert taken.partners[chosen].tolist() == partner[taken.indices[chosen]].tolist()
 
 
-def test_the_labeled_samples_pairs_are_the_same_without_the_others():
+def test_labeled_samples_pairs_are_same_without_others():
     for number in range(3):
         assert partners(61, 3, number).tolist() == partners(101, 3, number, LABELED)[:61].tolist()
 
 
-def test_one_word_gives_the_published_first_output_of_splitmix64():
+def test_word_generator():
     assert int(random_bits(1234567)) == 6457827717110365317
-
-
-def test_a_draw_does_not_depend_on_its_neighbors():
-    keys = np.array([3, 2**63 + 5, 12], dtype=np.uint64)
-    together = uniform(7, keys, 4)
-    assert [float(uniform(7, key, 4)) for key in keys] == together.tolist()
-
-
-def test_every_word_matters():
+    # Every word matters.
     base = (1, 2, 3, 4)
     draws = {int(random_bits(*base))}
     for place in range(4):
@@ -206,9 +179,7 @@ def test_every_word_matters():
             words[place] ^= 1 << bit
             draws.add(int(random_bits(*words)))
     assert len(draws) == 13
-
-
-def test_numbers_are_uniform_and_uncorrelated():
+    # Numbers are uniform and uncorrelated.
     numbers = uniform(0, np.arange(200_000, dtype=np.uint64))
     assert stats.kstest(numbers, "uniform").pvalue > 1e-3
     assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.01

@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -67,6 +66,7 @@ def test_digits_are_those_of_scikit_learn() -> None:
 
 def test_a_folder_a_class(tmp_path: Path) -> None:
     touch(tmp_path, "cat/1.jpg", "cat/2.PNG", "dog/1.jpeg", "README.txt", "dog/.hidden.jpg", "__MACOSX/x/1.jpg")
+    # Unlabeled beside classes without splits.
     listing = list_source(f"imagefolder:{tmp_path}")
     assert found(listing) == {
         "cat/1.jpg": ("train", "cat"),
@@ -104,14 +104,7 @@ def test_unlabeled_images_of_kinds_that_no_label_names(tmp_path: Path) -> None:
     assert "of which 1 are none of the 2 classes ('horse')" in in_folder
 
 
-def test_unlabeled_beside_classes_without_splits(tmp_path: Path) -> None:
-    touch(tmp_path, "cat/1.jpg", "unlabeled/1.jpg", "dog/1.jpg")
-    listing = list_source(f"imagefolder:{tmp_path}")
-    assert found(listing)["unlabeled/1.jpg"] == ("unlabeled", "")
-    assert listing.classes == ("cat", "dog")
-
-
-def test_nested_groups_name_a_class_by_its_last_folder_where_that_is_unique(tmp_path: Path) -> None:
+def test_nested_groups_name_classes(tmp_path: Path) -> None:
     touch(
         tmp_path, "train/Fruit/Apple/1.jpg", "train/Fruit/Red/1.jpg", "train/Pepper/Red/1.jpg", "val/Fruit/Apple/1.jpg"
     )
@@ -130,7 +123,7 @@ def test_spaces_and_unicode_in_names(tmp_path: Path) -> None:
     ]
 
 
-def test_a_name_that_is_no_utf8_becomes_readable_and_its_file_is_found(tmp_path: Path) -> None:
+def test_name_that_is_no_utf8_becomes_readable_and_its_file_is_found(tmp_path: Path) -> None:
     touch(tmp_path, "a/1.jpg", "b/1.jpg")
     (tmp_path / "a/1.jpg").rename(tmp_path / "a" / os.fsdecode(b"caf\xe9.jpg"))
     listing = list_source(f"imagefolder:{tmp_path}")
@@ -139,7 +132,7 @@ def test_a_name_that_is_no_utf8_becomes_readable_and_its_file_is_found(tmp_path:
     assert source_version(f"imagefolder:{tmp_path}")
 
 
-def test_links_are_followed_but_not_around_a_loop_and_pipes_are_passed_by(tmp_path: Path) -> None:
+def test_links_are_followed_but_no_loops(tmp_path: Path) -> None:
     touch(tmp_path / "elsewhere", "1.jpg")
     touch(tmp_path / "root", "dog/1.jpg")
     (tmp_path / "root/cat").symlink_to(tmp_path / "elsewhere")
@@ -188,33 +181,12 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
         list_source("imagefolder:nosuchscheme://x")
 
 
-def test_only_unlabeled_images_are_refused(tmp_path: Path) -> None:
-    touch(tmp_path, "unlabeled/1.jpg", "unlabeled/2.jpg")
-    with pytest.raises(DataError, match="none of its 2 images has a label"):
-        list_source(f"imagefolder:{tmp_path}")
-
-
-def test_a_folder_beside_the_splits_is_refused_not_passed_over(tmp_path: Path) -> None:
-    touch(tmp_path, "train/cat/1.jpg", "extra/dog/1.jpg")
-    with pytest.raises(DataError, match=r"splits \(train/\) lie beside other folders \(extra/\)"):
-        list_source(f"imagefolder:{tmp_path}")
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (
-            "cat/1 dog/1 cover",
-            r"1 of its 3 images lie in no class's folder, such as cover\.jpg; move each into the folder",
-        ),
-        (
-            "train/cat/1 train/dog/1 test/1 test/2",
-            r"2 of its 4 images lie in no .*, such as test/1\.jpg; .* named unlabeled",
-        ),
-        (
-            "cat/1 dog/1 test/1",
-            r"splits \(test/\) lie beside other folders \(cat/, dog/\); .* If test/ is a class, rename it",
-        ),
+        ("cat/1 dog/1 cover", r"1 of its 3 images lie in no class's folder, such as cover\.jpg"),
+        ("train/cat/1 train/dog/1 test/1 test/2", r"2 of its 4 images lie in no .*, such as test/1\.jpg"),
+        ("cat/1 dog/1 test/1", r"splits \(test/\) lie beside other folders \(cat/, dog/\)"),
         (
             "chest/train/sick/1 chest/train/well/1 chest/TEST/sick/1",
             r"\(chest/TEST/, chest/train/\); give .*{root}/chest\.",
@@ -224,21 +196,15 @@ def test_a_folder_beside_the_splits_is_refused_not_passed_over(tmp_path: Path) -
             "one/train/x/1 two/train/y/1",
             r"one of the folders that hold them, such as data\.source=imagefolder:{root}/one",
         ),
-        (
-            "cat/train/1 cat/test/1 dog/train/1 dog/test/1",
-            r"\(cat/test/, cat/train/, dog/test/, dog/train/\); let the topmost",
-        ),
-        (
-            "train/train/cat/1 test/test/cat/1",
-            r"\(test/test/, train/train/\); let the topmost folders be train/, val/ and",
-        ),
+        ("cat/train/1 cat/test/1 dog/train/1 dog/test/1", r"\(cat/test/, cat/train/, dog/test/, dog/train/\)"),
+        ("train/train/cat/1 test/test/cat/1", r"\(test/test/, train/train/\)"),
         ("train/cat/1 train/dog/1 train/unlabeled/1", r"\(train/unlabeled/\); let the topmost .* and unlabeled/"),
         ("seg_train/cat/1 seg_test/cat/1 seg_pred/1", r"named like splits \(seg_test/, seg_train/\); let the topmost"),
         ("TrainSet/cat/1 TestSet/cat/1", r"named like splits \(TestSet/, TrainSet/\)"),
         ("train2017/1 val2017/1", r"named like splits \(train2017/, val2017/\)"),
         (
             "cat/1 cat/2 cat/2024-05/3 dog/1",
-            r"cat/ holds 2 images of its own beside folders with images \(cat/2024-05/\); if all",
+            r"cat/ holds 2 images of its own beside folders with images \(cat/2024-05/\)",
         ),
         ("train/cat/1 val/cat/x/1", r"train/cat/ holds 1 images of its own beside folders with images \(val/cat/x/\)"),
         ("cat/batch1/1 dog/batch1/1 dog/batch2/1", r"\(cat/batch1/, dog/batch1/, dog/batch2/\); move their images up"),
@@ -250,7 +216,7 @@ def test_a_folder_beside_the_splits_is_refused_not_passed_over(tmp_path: Path) -
         ("cat/1 d\u200bog/1", r"d\u200bog: the name of a class has the character U\+200B ZERO WIDTH SPACE"),
     ],
 )
-def test_a_layout_of_folders_that_is_in_doubt_is_refused(tmp_path: Path, names: str, message: str) -> None:
+def test_layout_of_folders_that_is_in_doubt_is_refused(tmp_path: Path, names: str, message: str) -> None:
     touch(tmp_path, *(f"{name}.jpg" for name in names.split(" ")))
     with pytest.raises(DataError, match=message.replace("{root}", re.escape(str(tmp_path)))):
         list_source(f"imagefolder:{tmp_path}")
@@ -275,7 +241,7 @@ def test_layouts_of_known_data_sets_are_read(tmp_path: Path, names: str, classes
     assert list_source(f"imagefolder:{tmp_path}").classes == classes
 
 
-def test_what_systems_keep_beside_files_is_left_out_here_and_in_a_store(object_store, tmp_path: Path) -> None:
+def test_system_files_are_left_out(object_store, tmp_path: Path) -> None:
     names = [
         "cat/1.jpg",
         "cat/@eaDir/1.jpg/SYNOPHOTO_THUMB_M.jpg",
@@ -332,7 +298,7 @@ def test_a_class_that_would_vanish_is_refused(tmp_path: Path, names: str, shown:
         list_source(f"imagefolder:{tmp_path}")
 
 
-def test_a_folder_without_images_that_is_no_class_is_named(tmp_path: Path) -> None:
+def test_folder_without_images_that_is_no_class_is_named(tmp_path: Path) -> None:
     touch(tmp_path, "train/cat/1.jpg", "train/dog/1.jpg", "train/cat/raw/1.nef", "docs/1.nef")
     for name in ("val/cat", "test", "unlabeled", "train/cat/old"):
         (tmp_path / name).mkdir(parents=True)
@@ -343,15 +309,7 @@ def test_a_folder_without_images_that_is_no_class_is_named(tmp_path: Path) -> No
     )
 
 
-def test_a_folder_without_any_image_says_what_it_holds(tmp_path: Path) -> None:
-    touch(tmp_path, "cat/1.nef", "dog/1.nef")
-    with pytest.raises(
-        DataError, match=r"holds no images; check the path\. Files that are not read, .*: 2 \.nef \(such as"
-    ):
-        list_source(f"imagefolder:{tmp_path}")
-
-
-def test_folders_whose_names_read_the_same_are_one_class(tmp_path: Path) -> None:
+def test_folders_whose_names_read_same_are_one_class(tmp_path: Path) -> None:
     touch(
         tmp_path,
         "train/cafe\u0301/1.jpg",
@@ -420,11 +378,6 @@ def test_a_manifest_with_spaces_unicode_and_quotes(tmp_path: Path) -> None:
     assert contents == ["here dir/ä b.jpg", "other/2.jpg", "other/2.jpg"]
 
 
-def test_a_manifest_needs_no_splits(tmp_path: Path) -> None:
-    listing = list_source(manifest(tmp_path, "label,path\nx,1.jpg\n"))
-    assert [(item.name, item.split) for item in listing.items] == [("1.jpg", "train")]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -434,10 +387,7 @@ def test_a_manifest_needs_no_splits(tmp_path: Path) -> None:
         ("path,label,split\n1.jpg,x,train\n2.jpg,x,holdout\n", "line 3: the split 'holdout' is not known"),
         ("path,label,split\n1.jpg,,test\n", r"line 2: 1\.jpg of split test has no label"),
         ("path,label,split\n,x,test\n", "line 2: needs a path, a label and a split"),
-        (
-            "path,label,split\n1.jpg,Tea, green,train\n",
-            "line 2: has 4 values, but there are 3 columns; quote a value that has commas",
-        ),
+        ("path,label,split\n1.jpg,Tea, green,train\n", "line 2: has 4 values, but there are 3 columns"),
         ("path,label,split\n1.jpg,,\n2.jpg,,train\n", "none of its 2 images has a label"),
     ],
 )
@@ -447,7 +397,7 @@ def test_manifests_that_cannot_be_used(tmp_path: Path, text: str, message: str) 
 
 
 @pytest.mark.parametrize("heading", ["split", "Split", " SPLIT ", '"split"', "Subset", "which"])
-def test_the_split_is_found_by_its_heading_or_its_values(tmp_path: Path, heading: str) -> None:
+def test_split_is_found_by_its_heading_or_its_values(tmp_path: Path, heading: str) -> None:
     rows = "1.jpg,x, Train \n2.jpg,x,DEV\n3.jpg,x,testing\n4.jpg,y,\n"
     listing = list_source(manifest(tmp_path, f"\ufeffPath,LABEL,{heading}\n{rows}", "utf-8-sig"))
     assert [item.split for item in listing.items] == ["train", "val", "test", "train"]
@@ -510,7 +460,7 @@ def test_lists_that_could_be_read_in_two_ways(tmp_path: Path, text: str, message
         (("Peppers, red", "Peppers, green"), "line 2: 'Peppers, red' may be one label or several"),
     ],
 )  # fmt: skip
-def test_several_labels_are_separated_by_what_the_list_shows(
+def test_several_labels_are_separated_by_what_list_shows(
     tmp_path: Path, cells: tuple[str, ...], classes: tuple[str, ...] | str
 ) -> None:
     source = manifest(tmp_path, "path,label\n" + "".join(f'{n}.jpg,"{cell}"\n' for n, cell in enumerate(cells)))
@@ -568,10 +518,7 @@ def test_a_manifest_with_too_many_sets_of_labels(tmp_path: Path, monkeypatch: py
     ("text", "message"),
     [
         ("path,label\n1.jpg,|\n2.jpg,\n", "no image is of any class; add labels"),
-        (
-            "path,label\n1.jpg,named|x\n2.jpg,x\n",
-            "a class is called 'named', as the column of a prediction is; rename it",
-        ),
+        ("path,label\n1.jpg,named|x\n2.jpg,x\n", "a class is called 'named', as the column of a prediction is"),
     ],
 )
 def test_several_labels_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
@@ -642,7 +589,7 @@ def test_a_saved_data_set_with_lists_of_labels(tmp_path: Path) -> None:
         list_source(f"hub:{tmp_path}/one", multi_label=True)
 
 
-def test_the_classes_of_a_saved_table_have_the_names_that_people_read(tmp_path: Path) -> None:
+def test_classes_of_a_saved_table(tmp_path: Path) -> None:
     table([1, 0], names=("cafe\u0301", " Dog")).save_to_disk(str(tmp_path / "saved"))
     assert list_source(f"hub:{tmp_path}/saved").classes == ("caf\xe9", "Dog")
     table([1, 0], names=("Cat", "cat")).save_to_disk(str(tmp_path / "case"))
@@ -658,7 +605,7 @@ def test_the_classes_of_a_saved_table_have_the_names_that_people_read(tmp_path: 
         list_source(f"hub:{tmp_path}/unseen")
 
 
-def test_a_single_saved_table_is_train_and_a_path_is_read(tmp_path: Path) -> None:
+def test_single_saved_table_is_train_and_path_is_read(tmp_path: Path) -> None:
     touch(tmp_path, "there.jpg")
     kinds = datasets.Features({"photo": datasets.Image(decode=False), "kind": datasets.ClassLabel(names=["a", "b"])})
     rows = {"photo": [{"bytes": None, "path": str(tmp_path / "there.jpg")}, None], "kind": [1, 0]}
@@ -673,15 +620,6 @@ def test_a_single_saved_table_is_train_and_a_path_is_read(tmp_path: Path) -> Non
         listing.read(listing.items[0].location)
     listing = list_source(f"hub:{tmp_path}/saved", outside="read")
     assert [listing.read(item.location) for item in listing.items] == [b"there.jpg", b""]
-
-
-def test_a_folder_that_load_dataset_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "files").mkdir()
-    table([1, 0]).to_parquet(str(tmp_path / "files/train.parquet"))
-    listing = list_source(f"hub:{tmp_path}/files")
-    assert [item.label for item in listing.items] == [1, 0]
-    assert listing.read(listing.items[1].location) == b"file 1"
 
 
 def test_data_sets_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -701,7 +639,7 @@ def test_data_sets_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monke
         list_source(f"hub:{tmp_path}/two")
 
 
-def test_the_splits_of_a_saved_dictionary_may_differ_in_nothing_but_the_labels_of_unlabeled(tmp_path: Path) -> None:
+def test_splits_of_a_saved_dictionary(tmp_path: Path) -> None:
     splits = {"unlabeled": table([0]).remove_columns("label"), "train": table([1, 0])}
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
     listing = list_source(f"hub:{tmp_path}/saved")
@@ -726,7 +664,7 @@ def written(path: Path, kinds: datasets.Features, rows: dict[str, list[object]])
     return f"hub:{path}"
 
 
-def test_rows_of_a_saved_table_that_make_no_sense(tmp_path: Path) -> None:
+def test_rows_of_saved_table_that_make_no_sense(tmp_path: Path) -> None:
     label = datasets.ClassLabel(names=["a", "b"])
     one = datasets.Features({"image": datasets.Image(), "label": label})
     several = datasets.Features({"image": datasets.Image(), "labels": datasets.List(label)})
@@ -768,7 +706,7 @@ def test_the_version_follows_every_change_of_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["imagefolder", "manifest"])
-def test_the_version_follows_an_image_that_is_replaced_by_one_of_the_same_size_and_mtime(tmp_path: Path, kind) -> None:
+def test_version_follows_same_size_and_mtime(tmp_path: Path, kind) -> None:
     touch(tmp_path, "cat/1.jpg", "dog/1.jpg")
     list_file = manifest(tmp_path, "path,label\ncat/1.jpg,x\ndog/1.jpg,y\n")
     source = list_file if kind == "manifest" else f"imagefolder:{tmp_path}"
@@ -780,7 +718,7 @@ def test_the_version_follows_an_image_that_is_replaced_by_one_of_the_same_size_a
     assert source_version(source) != before
 
 
-def test_the_version_follows_every_change_of_a_manifest_and_its_images(tmp_path: Path) -> None:
+def test_version_follows_every_change_of_manifest_and_its_images(tmp_path: Path) -> None:
     touch(tmp_path, "1.jpg")
     source = manifest(tmp_path, "path,label\n1.jpg,x\n2.jpg,y\n")
     seen = [source_version(source)]
@@ -796,13 +734,13 @@ def test_the_version_follows_every_change_of_a_manifest_and_its_images(tmp_path:
     assert source_version(manifest(tmp_path, "path,label\n1.jpg,x\n2.jpg/2.jpg,y\n3.jpg,z\n")), "reading says why not"
 
 
-def test_the_version_of_what_is_missing_is_an_error(tmp_path: Path, object_store) -> None:
+def test_version_of_what_is_missing_is_error(tmp_path: Path, object_store) -> None:
     for source in (f"imagefolder:{tmp_path}/nowhere", "imagefolder:s3://artifacts/none", "manifest:memory://x/y.csv"):
         with pytest.raises(DataError, match="does not exist"):
             source_version(source)
 
 
-def test_the_version_follows_every_change_of_a_bucket_in_one_listing(object_store) -> None:
+def test_version_follows_every_change_of_bucket_in_one_listing(object_store) -> None:
     for name in ("cat/1.jpg", "dog/1.jpg", "dog/.hidden"):
         object_store.put(f"photos/{name}", b"one")
     object_store.put("photos-2/1.jpg", b"of another folder")
@@ -826,7 +764,7 @@ def test_the_version_follows_every_change_of_a_bucket_in_one_listing(object_stor
     assert source_version(source) == seen[-1]
 
 
-def test_a_long_listing_is_read_page_by_page_and_each_page_is_tried_again(object_store, caplog) -> None:
+def test_long_listings_are_paged_and_retried(object_store, caplog) -> None:
     caplog.set_level(logging.INFO)
     for number in range(5):
         object_store.put(f"many/{number}.jpg", b"one")
@@ -842,7 +780,7 @@ def test_a_long_listing_is_read_page_by_page_and_each_page_is_tried_again(object
     assert source_version(source) != before
 
 
-def test_the_version_follows_every_change_of_a_manifest_in_a_bucket_and_of_what_it_names(object_store) -> None:
+def test_version_follows_a_manifest_in_a_bucket(object_store) -> None:
     for name in ("1.jpg", "2.jpg", "unnamed.jpg"):
         object_store.put(f"data/photos/{name}", b"one")
     object_store.put("data/list.csv", b"path,label\nphotos/1.jpg,x\nphotos/2.jpg,y\nphotos/3.jpg,y\n")
@@ -863,7 +801,7 @@ def test_the_version_follows_every_change_of_a_manifest_in_a_bucket_and_of_what_
     assert len(set(seen)) == 4
 
 
-def test_the_version_follows_what_a_manifest_here_names_elsewhere(object_store, tmp_path: Path) -> None:
+def test_version_follows_what_manifest_here_names_elsewhere(object_store, tmp_path: Path) -> None:
     object_store.make_bucket("more")
     object_store.put("1.jpg", b"one")
     object_store.forward("PUT", "/more/2.jpg", b"one")
@@ -880,24 +818,14 @@ def test_the_version_follows_what_a_manifest_here_names_elsewhere(object_store, 
     assert len(set(seen)) == 4
 
 
-def test_the_version_of_a_manifest_by_a_file_uri_follows_its_images(tmp_path: Path) -> None:
-    touch(tmp_path, "1.jpg", "2.jpg")
-    source = manifest(tmp_path, "path,label\n1.jpg,x\n2.jpg,y\n").replace("manifest:", "manifest:file://")
-    before = source_version(source)
-    (tmp_path / "1.jpg").write_bytes(b"changed")
-    assert source_version(source) != before
-
-
-def test_the_version_of_a_data_set_of_the_hub_is_its_commit(model_hub) -> None:
+def test_version_of_hub_data_set_is_its_commit(model_hub) -> None:
     model_hub.revisions["datasets/some/photos"] = "a" * 40
     assert source_version("hub:some/photos:config") == "a" * 40
     model_hub.revisions["datasets/some/photos"] = "b" * 40
     assert source_version("hub:some/photos:config") == "b" * 40
 
 
-def test_a_version_that_is_not_known_is_empty_and_the_log_says_why(
-    object_store, model_hub, monkeypatch, caplog, tmp_path
-) -> None:
+def test_an_unknown_version_is_empty_and_logged(object_store, model_hub, monkeypatch, caplog, tmp_path) -> None:
     fsspec.filesystem("memory").pipe("/versions-test/cat/1.jpg", b"1")
     object_store.put("list.csv", b"path,label\n1.jpg,x\n2.jpg,y\n")
     for name in ("1.jpg", "2.jpg", "3.jpg", "4.jpg"):
@@ -967,16 +895,7 @@ def counted(labels: int, unlabeled: int, **others: int) -> SourceListing:
     return SourceListing(items=items, classes=("a", "b"), read=str.encode)
 
 
-def test_few_labels_beside_many_photos_without_one_have_a_recipe() -> None:
+def test_few_labels_beside_many_photos_without_one_have_recipe() -> None:
     assert counted(10, 20, val=100).fitting_recipe() == (
         "20 labeled images, 10 a class in the median, and 20 without labels: data for the recipe few-labels."
     )
-
-
-@pytest.mark.parametrize(("labels", "unlabeled"), [(10, 19), (10, 0), (51, 500), (0, 500)])
-def test_no_other_recipe_is_proposed_where_nothing_was_measured(labels: int, unlabeled: int) -> None:
-    assert counted(labels, unlabeled).fitting_recipe() == ""
-
-
-def test_nor_is_one_where_an_image_may_have_several_labels() -> None:
-    assert replace(counted(10, 100), label_sets=((0,), (0, 1))).fitting_recipe() == ""

@@ -24,6 +24,6 @@ def mebibytes_after_a_step(**variables):
     return int(ended.stdout)
 
 
-def test_memory_is_kept_unless_the_environment_says_something_else():
+def test_memory_is_kept_unless_environment_says_something_else():
     assert mebibytes_after_a_step() >= 128
     assert mebibytes_after_a_step(MALLOC_TRIM_THRESHOLD_="131072") < 64

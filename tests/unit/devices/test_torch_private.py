@@ -76,7 +76,7 @@ def test_all_norms_are_those_of_each(order):
     torch.testing.assert_close(torch_private.norm_all(tensors, order), expected)
 
 
-def test_the_processes_of_a_loader_are_known_counted_and_ended():
+def test_processes_of_loader_are_known_counted_and_ended():
     batches = iter(DataLoader(range(8), batch_size=None, num_workers=1, prefetch_factor=2))
     (process,) = torch_private.loader_processes(batches)
     assert process.is_alive()
@@ -96,7 +96,7 @@ class Tensors(Dataset):
         return torch.full((count,), count % 256, dtype=torch.uint8)
 
 
-def test_small_tensors_of_another_process_come_by_value_and_large_ones_in_shared_memory():
+def test_small_tensors_come_by_value():
     batches = DataLoader(
         Tensors(),
         batch_size=None,

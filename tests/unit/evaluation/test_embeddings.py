@@ -45,13 +45,11 @@ def votes_by_hand(embedding):
     return votes
 
 
-def test_neighbors_vote_as_in_the_papers_loop(monkeypatch):
+def test_neighbors(monkeypatch):
     monkeypatch.setattr(embeddings, "_VOTES_TOGETHER", 7)
     votes = embeddings.nearest_neighbors(BANK, BANK_LABELS, OTHERS, CLASSES)
     assert np.allclose(votes, [votes_by_hand(embedding) for embedding in OTHERS], rtol=1e-5)
-
-
-def test_neighbors_are_those_of_all_cosines_sorted_in_double_precision():
+    # Neighbors are those of all cosines sorted in double precision.
     generator = np.random.default_rng(7)
     bank, others = (generator.normal(size=(count, 48)).astype(np.float32) for count in (3000, 200))
     labels = generator.integers(0, 9, len(bank))
@@ -63,16 +61,14 @@ def test_neighbors_are_those_of_all_cosines_sorted_in_double_precision():
     for row, nearest in enumerate(np.argsort(-cosines, axis=1)[:, : embeddings.NEIGHBORS]):
         np.add.at(expected[row], labels[nearest], np.exp(cosines[row, nearest] / embeddings.NEIGHBOR_TEMPERATURE))
     assert np.allclose(embeddings.nearest_neighbors(bank, labels, others, 9), expected, rtol=1e-5)
-
-
-def test_of_few_known_images_all_are_neighbors():
+    # Of few known images all are neighbors.
     votes = embeddings.nearest_neighbors(BANK[:3], np.array([0, 2, 2]), OTHERS[:5], CLASSES)
     assert (votes[:, [1, 3]] == 0).all()
     assert (votes[:, [0, 2]] > 0).all()
 
 
-def test_a_probe_is_scikit_learns_logistic_regression():
-    """Its C is 1 / (penalty x N), on the same standardized embeddings."""
+def test_probe():
+    # Its C is 1 / (penalty x N), on the same standardized embeddings.
     probe = embeddings.fit_probe(BANK, BANK_LABELS, OTHERS, OTHER_LABELS, CLASSES, penalties=(1e-2,))
     mean, std = BANK.astype(np.float64).mean(0), BANK.astype(np.float64).std(0)
     known = LogisticRegression(C=1 / (1e-2 * len(BANK)), tol=1e-8, max_iter=5000)
@@ -80,9 +76,7 @@ def test_a_probe_is_scikit_learns_logistic_regression():
     logits = probe.logits(OTHERS)
     powers = np.exp(logits - logits.max(1, keepdims=True))
     assert np.allclose(powers / powers.sum(1, keepdims=True), known.predict_proba((OTHERS - mean) / std), atol=2e-3)
-
-
-def test_the_penalty_is_the_one_that_is_best_on_the_validation_split():
+    # The penalty is the one that is best on the validation split.
     alone = {}
     for penalty in embeddings.PENALTIES:
         probe = embeddings.fit_probe(BANK, BANK_LABELS, OTHERS, OTHER_LABELS, CLASSES, penalties=(penalty,))
@@ -91,9 +85,7 @@ def test_the_penalty_is_the_one_that_is_best_on_the_validation_split():
     assert probe.val_top1 == pytest.approx((probe.logits(OTHERS).argmax(1) == OTHER_LABELS).mean())
     assert probe.val_top1 == pytest.approx(max(alone.values()), abs=0.021)  # one image, as fits begin with the last one
     assert probe.val_top1 > 0.5
-
-
-def test_a_number_that_never_varies_does_no_harm():
+    # A number that never varies does no harm.
     still = BANK.copy()
     still[:, 0] = 2.5
     probe = embeddings.fit_probe(still, BANK_LABELS, OTHERS, OTHER_LABELS, CLASSES)
@@ -101,7 +93,7 @@ def test_a_number_that_never_varies_does_no_harm():
     assert np.isfinite(probe.bias).all()
 
 
-def test_statistics_are_those_of_each_number():
+def test_embedding_statistics():
     found = embeddings.statistics(BANK)
     for place in range(SIZE):
         column = [float(value) for value in BANK[:, place]]
@@ -109,16 +101,11 @@ def test_statistics_are_those_of_each_number():
         std = math.sqrt(sum((value - mean) ** 2 for value in column) / len(column))
         assert found.mean[place] == pytest.approx(mean, rel=1e-6)
         assert found.std[place] == pytest.approx(std, rel=2e-4)  # the floor adds 1e-4 of the variance
-
-
-def test_a_number_that_hardly_varies_stays_a_small_target():
+    # A number that hardly varies stays a small target.
     still = BANK.copy()
     still[:, 2] = 5
     std = embeddings.statistics(still).std
     assert std[2] == pytest.approx(0.01 * math.sqrt(still.astype(np.float64).var(0).mean()), rel=1e-5)
-
-
-def test_an_embedding_without_differences_teaches_nothing():
     with pytest.raises(ModelError, match=r"the same for all training images"):
         embeddings.statistics(np.ones_like(BANK))
 

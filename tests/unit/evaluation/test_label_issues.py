@@ -71,11 +71,7 @@ def test_contradicted_labels_and_their_order_are_cleanlabs(classes):
     logits, labels = made_up(1500, classes, seed=classes)
     chances = to_probabilities(logits)
     expected = filters.find_label_issues(
-        labels,
-        chances,
-        filter_by="confident_learning",
-        return_indices_ranked_by="normalized_margin",
-        n_jobs=1,
+        labels, chances, filter_by="confident_learning", return_indices_ranked_by="normalized_margin", n_jobs=1
     )
     # Where several classes are above their thresholds it takes the most probable class of all, be it above its own or not; the paper, and
     # we, the most probable of those above. So it contradicts a few labels that are just that.
@@ -86,7 +82,7 @@ def test_contradicted_labels_and_their_order_are_cleanlabs(classes):
     assert contradicted(logits, labels).rows.tolist() == expected[~own[expected]].tolist()
 
 
-def test_nothing_is_contradicted_of_nothing_or_where_the_model_agrees():
+def test_nothing_is_contradicted_of_nothing_or_where_model_agrees():
     for logits, labels in ((np.zeros((0, 3)), []), (10 * np.eye(3), [0, 1, 2]), (np.zeros((3, 3)), [0, 1, 2])):
         assert len(contradicted(logits, np.array(labels, dtype=np.int64)).rows) == 0
 
@@ -117,7 +113,7 @@ def test_changed_labels_of_training_images_are_found(digits):
     assert right[hits].mean() > 0.9
 
 
-def test_no_image_is_judged_by_a_probe_that_was_fitted_to_it(digits, monkeypatch):
+def test_no_image_is_judged_by_its_own_probe(digits, monkeypatch):
     pixels, labels, _ = digits
     labels = labels[:60].copy()
     labels[[3, 17]] = 10  # a class of two images

@@ -28,14 +28,24 @@ def make(path, *, settings=SETTINGS, parents=None, content=b"weights", figures=N
     return path
 
 
-def test_what_was_written_is_read_back(tmp_path):
+def test_written_is_read_back(tmp_path):
     artifact = artifacts.read(make(tmp_path / "a", parents={"dataset": "f00"}, figures={"parameters": 3}), "model")
     assert (artifact.settings, artifact.parents, artifact.figures) == (SETTINGS, {"dataset": "f00"}, {"parameters": 3})
     assert artifact.seconds >= 0
     assert artifacts.read(f"file://{tmp_path / 'a'}", "model") == artifact
+    # Beginning again unmakes the old one.
+    make(tmp_path / "a")
+    with pytest.raises(ZeroDivisionError), artifacts.create(tmp_path / "a", "model", settings={}):
+        raise ZeroDivisionError
+    assert not artifacts.exists(tmp_path / "a")
+    # A missing directory and a foreign scheme are named.
+    with pytest.raises(ArtifactError, match="no such directory"):
+        artifacts.read(tmp_path / "nowhere", "model")
+    with pytest.raises(StorageError, match=r"gopher://a/manifest.json: Protocol not known"):
+        artifacts.read("gopher://a", "model")
 
 
-def test_the_fingerprint_covers_content_settings_and_parents_but_not_figures(tmp_path):
+def test_fingerprint(tmp_path, monkeypatch):
     def fingerprint(name, **changes):
         return artifacts.read(make(tmp_path / name, **changes), "model").fingerprint
 
@@ -47,9 +57,7 @@ def test_the_fingerprint_covers_content_settings_and_parents_but_not_figures(tmp
         fingerprint("parents", parents={"a": "b"}),
     }
     assert len(others | {base}) == 4
-
-
-def test_it_says_when_and_on_which_machines_it_was_made_outside_of_the_fingerprint(tmp_path, monkeypatch):
+    # It says when and on which machines it was made outside of the fingerprint.
     monkeypatch.delenv(PLACE_VARIABLE, raising=False)
     before = datetime.now(UTC) - timedelta(milliseconds=1)
     base = artifacts.read(make(tmp_path / "base"), "model")
@@ -64,7 +72,7 @@ def test_it_says_when_and_on_which_machines_it_was_made_outside_of_the_fingerpri
 
 
 @pytest.mark.parametrize("changes", [{"created": 3}, {"created": "yesterday"}, {"place": {"pool": ""}}])
-def test_a_manifest_whose_time_or_place_is_none_is_named(tmp_path, changes):
+def test_manifest_whose_time_or_place_is_none_is_named(tmp_path, changes):
     manifest = make(tmp_path / "a") / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | changes))
     with pytest.raises(ArtifactError, match=r"model .*a: manifest.json is not readable"):
@@ -82,13 +90,6 @@ def test_what_was_not_completed_does_not_exist(tmp_path):
     assert not artifacts.exists(tmp_path / "a")
     with pytest.raises(ArtifactError, match=r"never completed, .* run the stage that makes it again$"):
         artifacts.read(tmp_path / "a", "model")
-
-
-def test_beginning_again_unmakes_the_old_one(tmp_path):
-    make(tmp_path / "a")
-    with pytest.raises(ZeroDivisionError), artifacts.create(tmp_path / "a", "model", settings={}):
-        raise ZeroDivisionError
-    assert not artifacts.exists(tmp_path / "a")
 
 
 def alter_manifest(path, **changes):
@@ -117,7 +118,7 @@ def test_damage_is_named(tmp_path, damage):
     assert str(tmp_path / "a") in str(caught.value)
 
 
-def test_a_manifest_that_names_a_file_outside_is_refused(tmp_path):
+def test_manifest_that_names_file_outside_is_refused(tmp_path):
     make(tmp_path / "a")
     (tmp_path / "secret").write_bytes(b"x")
     manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
@@ -126,13 +127,6 @@ def test_a_manifest_that_names_a_file_outside_is_refused(tmp_path):
     alter_manifest(tmp_path / "a", files=manifest["files"], fingerprint=artifacts.digest(content))
     with pytest.raises(ArtifactError, match=r"'../secret' outside"):
         artifacts.read(tmp_path / "a", "model")
-
-
-def test_a_missing_directory_and_a_foreign_scheme_are_named(tmp_path):
-    with pytest.raises(ArtifactError, match="no such directory"):
-        artifacts.read(tmp_path / "nowhere", "model")
-    with pytest.raises(StorageError, match=r"gopher://a/manifest.json: Protocol not known"):
-        artifacts.read("gopher://a", "model")
 
 
 def test_a_write_is_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -166,12 +160,6 @@ def test_a_really_full_disk_is_reported():
         file.write(b"x" * 100_000)
 
 
-def test_other_failures_of_the_system_pass_unchanged():
-    with pytest.raises(OSError, match="Input/output") as caught, writing_to("out"):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-    assert not isinstance(caught.value, TrainerError)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # In an object store
 
@@ -195,7 +183,7 @@ def data_requests(object_store, method="GET"):
     return [path for path in found if not path.endswith(artifacts.MANIFEST)]
 
 
-def test_a_remote_one_is_what_a_local_one_would_be(object_store, remote, tmp_path):
+def test_remote_one_is_what_local_one_would_be(object_store, remote, tmp_path):
     local = artifacts.read(make(tmp_path / "a", parents={"dataset": "f00"}), "model")
     artifact = artifacts.read(remote, "model")
     assert artifact.fingerprint == local.fingerprint
@@ -204,18 +192,6 @@ def test_a_remote_one_is_what_a_local_one_would_be(object_store, remote, tmp_pat
     assert artifact.path.is_relative_to(tmp_path / "cache")
     assert artifacts.exists(remote)
     assert artifacts.manifest(remote, "model").fingerprint == local.fingerprint
-
-
-def test_what_was_fetched_or_made_for_a_store_is_an_artifact_on_this_machine_too(object_store):
-    uri = make(object_store.uri("a"))
-    made = artifacts.read(uri, "model").path
-    assert artifacts.read(made, "model").fingerprint == artifacts.manifest(uri, "model").fingerprint
-    empty_cache()
-    fetched = artifacts.read(uri, "model").path
-    assert (fetched / artifacts.MANIFEST).read_bytes() == object_store.get("a/manifest.json")
-    (fetched / artifacts.MANIFEST).unlink()
-    again = artifacts.read(uri, "model").path
-    assert artifacts.exists(again), "a folder of an older version, without one, is fetched again"
 
 
 def test_the_maker_and_a_second_reader_fetch_nothing(object_store):
@@ -228,20 +204,25 @@ def test_the_maker_and_a_second_reader_fetch_nothing(object_store):
     assert len(data_requests(object_store)) == 1
 
 
-def test_what_is_larger_than_the_cache_is_not_fetched_again_by_its_maker(object_store, monkeypatch):
+def test_a_stores_artifact_is_cached_here(object_store):
+    uri = make(object_store.uri("a"))
+    made = artifacts.read(uri, "model").path
+    assert artifacts.read(made, "model").fingerprint == artifacts.manifest(uri, "model").fingerprint
+    empty_cache()
+    fetched = artifacts.read(uri, "model").path
+    assert (fetched / artifacts.MANIFEST).read_bytes() == object_store.get("a/manifest.json")
+    (fetched / artifacts.MANIFEST).unlink()
+    again = artifacts.read(uri, "model").path
+    assert artifacts.exists(again), "a folder of an older version, without one, is fetched again"
+
+
+def test_a_maker_does_not_fetch_what_it_made(object_store, monkeypatch):
     monkeypatch.setenv("TRAINER_CACHE_GIB", "0")
     uri = make(object_store.uri("a"))
     assert (artifacts.read(uri, "model").path / "sub" / "weights.bin").read_bytes() == b"weights"
     make(object_store.uri("b"), content=b"other")
     artifacts.read(uri, "model")
     assert data_requests(object_store) == []
-
-
-def test_the_manifest_alone_fetches_no_files(object_store, remote):
-    assert artifacts.manifest(remote, "model").files["sub/weights.bin"]["size"] == 7
-    assert data_requests(object_store) == []
-    with pytest.raises(ArtifactError, match="is a model, but a dataset is needed"):
-        artifacts.manifest(remote, "dataset")
 
 
 def test_its_manifest_goes_first_and_comes_last(object_store, remote):
@@ -258,7 +239,7 @@ def test_its_manifest_goes_first_and_comes_last(object_store, remote):
     assert [one.path for one in object_store.requests if one.method == "PUT"][-1] == "/artifacts/a/manifest.json"
 
 
-def test_the_message_for_one_that_is_gone_names_the_way_past_the_cache_that_takes_it_for_done(object_store, remote):
+def test_a_lost_artifact_names_the_way_past_caches(object_store, remote):
     object_store.delete("a/sub/weights.bin")
     with pytest.raises(ArtifactError, match=r"sub/weights.bin is missing.*FRESH=1"):
         artifacts.read(remote, "model")
@@ -281,7 +262,7 @@ REMOTE_DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", REMOTE_DAMAGES)
-def test_remote_damage_is_named_and_stays_out_of_the_cache(object_store, remote, damage):
+def test_remote_damage_is_named_and_stays_out_of_cache(object_store, remote, damage):
     act, message = REMOTE_DAMAGES[damage]
     before = {key: object_store.get(key) for key in (*object_store.keys(),)}
     act(object_store)
@@ -301,7 +282,7 @@ def test_a_store_that_refuses_is_no_missing_artifact(object_store, remote):
         artifacts.read(remote, "model")
 
 
-def test_a_copy_is_the_same_artifact_and_a_second_one_is_free(object_store, tmp_path):
+def test_copy_is_same_artifact_and_second_one_is_free(object_store, tmp_path):
     local = make(tmp_path / "a", figures={"parameters": 3})
     uri, back = object_store.uri("copy"), tmp_path / "back"
     artifacts.copy(local, uri, "model")
@@ -355,7 +336,7 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
-def test_of_many_processes_one_fetches_and_a_killed_one_blocks_no_other(object_store, remote, start):
+def test_one_of_many_processes_fetches(object_store, remote, start):
     object_store.delay(60, times=1, path="weights")
     fetcher = start(READER, remote)
     wait_for(lambda: object_store.held)
@@ -368,7 +349,7 @@ def test_of_many_processes_one_fetches_and_a_killed_one_blocks_no_other(object_s
     assert len(data_requests(object_store)) == 1
 
 
-def test_an_upload_that_was_killed_left_no_artifact_and_is_gone_on_with(object_store, start):
+def test_a_killed_upload_is_resumed(object_store, start):
     uri = object_store.uri("b")
     object_store.delay(60, method="PUT", path="/c")
     maker = start(MAKER, uri)
@@ -382,7 +363,7 @@ def test_an_upload_that_was_killed_left_no_artifact_and_is_gone_on_with(object_s
     assert data_requests(object_store, "PUT") == ["/artifacts/b/c"]
 
 
-def test_what_killed_writers_have_left_is_removed_when_it_is_made_again(tmp_path):
+def test_leftovers_of_killed_writers_are_removed(tmp_path):
     left = tmp_path / "a" / "sub" / ".weights.bin.4711.partial"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"half")
@@ -391,7 +372,7 @@ def test_what_killed_writers_have_left_is_removed_when_it_is_made_again(tmp_path
     assert set(artifacts.read(tmp_path / "a", "model").files) == {"sub/weights.bin"}
 
 
-def test_all_files_are_on_the_disk_before_the_manifest_is(tmp_path, monkeypatch):
+def test_all_files_are_on_disk_before_manifest_is(tmp_path, monkeypatch):
     done = []
     flush, write = storage.flush, storage.write_bytes
     monkeypatch.setattr(storage, "flush", lambda path: (done.append(path), flush(path)))
@@ -406,7 +387,7 @@ def test_weights_that_their_name_tells_apart_have_no_version(weights):
     assert artifacts.weights_version(weights) == ""
 
 
-def test_the_version_of_given_weights_is_that_of_their_content(tmp_path):
+def test_version_of_given_weights_is_that_of_their_content(tmp_path):
     with artifacts.create(tmp_path / "model", "model", settings={"seed": 1}) as draft:
         (draft.path / "config.json").write_text("{}")
     assert (
@@ -422,7 +403,7 @@ def test_the_version_of_given_weights_is_that_of_their_content(tmp_path):
     assert artifacts.weights_version("timm:vit_base_patch16_224.mae", "/nowhere/weights.safetensors") == ""
 
 
-def test_the_code_version_changes_with_every_part_of_the_package(tmp_path):
+def test_code_version_changes_with_every_part_of_package(tmp_path):
     """On it depends what a run takes from an earlier one."""
     shutil.copytree(Path(trainer.__file__).parent, tmp_path / "trainer", ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-c", "from trainer.io import artifacts; print(artifacts.code_version())"]
@@ -440,3 +421,9 @@ def test_the_code_version_changes_with_every_part_of_the_package(tmp_path):
             file.write("\n")
         versions.append(version())
     assert len(set(versions)) == 5
+
+
+def test_other_failures_of_the_system_pass_unchanged():
+    with pytest.raises(OSError, match="Input/output") as caught, writing_to("out"):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    assert not isinstance(caught.value, TrainerError)

@@ -53,7 +53,7 @@ def test_other_text_is_left_alone(text):
     assert not holds_secret(text)
 
 
-def test_what_is_wrong_is_the_first_field_and_its_fault():
+def test_what_is_wrong_is_first_field_and_its_fault():
     def said(text):
         with pytest.raises(ValidationError) as refused:
             Price.model_validate_json(text)
@@ -83,16 +83,14 @@ class Mug(Cup):
     lid: bool = False
 
 
-def test_the_text_below_a_field_is_its_meaning_also_of_inherited_ones():
+def test_settings_have_meanings():
     assert meanings(Cup) == {"size": "In milliliters,\nto the brim.", "handle": "Whether there is one."}
     assert meanings(Mug) == {**meanings(Cup), "color": "Of its outside."}
-
-
-def test_every_setting_has_a_meaning():
+    # Every setting has a meaning.
     assert [name for name, *_, meaning in config.walk(config.Settings) if not meaning] == []
 
 
-def test_the_name_that_a_setting_had_in_the_last_version_is_read_with_a_warning(caplog):
+def test_former_names_of_settings_are_read(caplog):
     given = ["data.grey_bits=12", "profile.rules.poor_initialisation.enabled=false"]
     settings = config.resolve("digits", given)
     assert settings.data.gray_bits == 12
@@ -101,7 +99,7 @@ def test_the_name_that_a_setting_had_in_the_last_version_is_read_with_a_warning(
         assert f"the setting {former} is now {name}; the next version will refuse the old name" in caplog.messages
 
 
-def test_what_the_last_version_wrote_in_files_is_read():
+def test_what_last_version_wrote_in_files_is_read():
     square = {"fit": "crop", "size": 32, "max_pixels": 1000, "grey_bits": 12}
     assert Square(**with_present_names(square)).gray_bits == 12
     assert TypeAdapter(Category).validate_python("optimiser") == "optimizer"

@@ -23,7 +23,7 @@ def test_a_plain_script_runs_once(tmp_path: Path) -> None:
     assert (ended.stdout, ended.returncode) == ("begins\n6\n", 0), ended.stderr
 
 
-def test_what_is_defined_in_the_main_module_is_refused_where_the_process_starts(tmp_path: Path) -> None:
+def test_definitions_in_main_are_refused(tmp_path: Path) -> None:
     script = """
 from trainer.io.child_processes import SPAWNED
 def work(): pass

@@ -25,26 +25,24 @@ def parsed(*arguments, number=commands.positive, **place):
     return vars(parser.parse_args(arguments))
 
 
-def test_options_have_their_defaults():
+def test_options_are_read(monkeypatch):
     assert parsed(pool="here") == {
         "recipe": "digits", "overrides": [], "pool": "", "nodes": 1, "processes": 0, "debug": False
     }  # fmt: skip
-
-
-def test_home_stands_for_a_tilde_that_no_shell_has_seen(monkeypatch):
+    # Home stands for a tilde that no shell has seen.
     monkeypatch.setenv("HOME", "/home/me")
     options = cli._parser().parse_args(["predict", "~/photo.jpg", "a~b", "~", "--model=~/runs/latest", "--output=x~"])
     assert (options.photos, options.model) == (["/home/me/photo.jpg", "a~b", "/home/me"], "/home/me/runs/latest")
     assert options.output == "x~"
-
-
-def test_no_setting_is_lost_where_the_option_is_given_twice():
+    # No setting is lost where the option is given twice.
     given = parsed("--set", "a=1", "b=2", "--pool", "p", "--set", "c=3")["overrides"]
     assert given == ["a=1", "b=2", "c=3"]
     text = commands.as_text(["distill.epochs=3 data.source='imagefolder:/my photos'", "run.seed=1"])
     overrides = {"distill.epochs": 3, "data.source": "imagefolder:/my photos", "run.seed": 1}
     assert config.parse_overrides(text) == overrides
     assert config.parse_overrides(commands.as_text([""])) == {}
+    # Numbers may be left for a later check.
+    assert parsed("--pool", "p", "--nodes", "0", "--processes", "-1", number=int)["processes"] == -1
 
 
 @pytest.mark.parametrize(
@@ -62,12 +60,8 @@ def test_wrong_options_are_named(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_numbers_may_be_left_for_a_later_check():
-    assert parsed("--pool", "p", "--nodes", "0", "--processes", "-1", number=int)["processes"] == -1
-
-
 @pytest.mark.parametrize("text", ["0", "1.01", "-1", "nan"])
-def test_a_share_is_above_0_and_up_to_1(text):
+def test_share_is_above_0_and_up_to_1(text):
     assert commands.fraction("1") == 1
     with pytest.raises(argparse.ArgumentTypeError, match="must be above 0 and up to 1, got "):
         commands.fraction(text)
@@ -77,7 +71,7 @@ def test_a_share_is_above_0_and_up_to_1(text):
 # Ends
 
 
-def test_an_error_that_the_user_can_mend_is_one_message(capsys):
+def test_endings(capsys):
     def fail():
         print("first")
         raise SettingsError("recipe x: there is none")
@@ -87,8 +81,7 @@ def test_an_error_that_the_user_can_mend_is_one_message(capsys):
     assert commands.exit_code(fail, debug=True) == 2
     assert "Traceback" in capsys.readouterr().err
 
-
-def test_other_ends(capsys):
+    # Other ends.
     def interrupt():
         raise KeyboardInterrupt
 
@@ -97,9 +90,7 @@ def test_other_ends(capsys):
     assert capsys.readouterr().err == "what was written is kept\n"
     with pytest.raises(ZeroDivisionError):
         commands.exit_code(lambda: 1 / 0)
-
-
-def test_a_reader_that_has_seen_enough_is_no_error():
+    # A reader that has seen enough is no error.
     code = "import sys; from trainer.io import commands; sys.exit(commands.exit_code(lambda: print('x' * 10**6, flush=True)))"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -172,7 +163,7 @@ def test_usage_has_the_name_that_was_called(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("stage", STAGES.values(), ids=list(STAGES))
-def test_the_help_of_a_stage_names_what_it_reads_and_what_it_writes_alike(stage, capsys):
+def test_the_help_names_inputs_and_outputs(stage, capsys):
     with pytest.raises(SystemExit):
         cli.main(["stage", stage.name, "--help"])
     shown = " ".join(capsys.readouterr().out.split())
@@ -185,7 +176,7 @@ def test_the_help_of_a_stage_names_what_it_reads_and_what_it_writes_alike(stage,
             assert f"--{flag(keyword)} DIR {named.format(kind)} " in f"{shown} "
 
 
-def test_a_run_takes_settings_as_words_and_as_one_text(capsys):
+def test_run_takes_settings_as_words_and_as_one_text(capsys):
     parser = commands.module_parser("some.module", "")
     commands.add_run(parser)
 

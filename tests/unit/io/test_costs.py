@@ -18,7 +18,7 @@ def price(**changes):
     return Price(**{"dollars_an_hour": 21.5, "date": "2026-11", "region": "us-east-1", "source": "list", **changes})
 
 
-def test_dollars_are_of_all_nodes_and_unknown_without_a_price():
+def test_dollars_are_of_all_nodes_and_unknown_without_price():
     assert Machines(pool="trn1", nodes=4, price=price()).dollars(1800) == pytest.approx(43)
     assert Machines(pool="trn1", nodes=4).dollars(1800) is None
 
@@ -35,7 +35,7 @@ def test_dollars_are_of_all_nodes_and_unknown_without_a_price():
         ("2026-12", "is of 2026-12, which is in the future; correct its date"),
     ],
 )
-def test_an_old_price_is_doubted_and_so_is_one_of_the_future(date, doubt):
+def test_old_and_future_prices_are_doubted(date, doubt):
     text = price(date=date).doubt(TODAY)
     assert text.endswith(doubt)
     assert bool(text) == bool(doubt)
@@ -85,7 +85,7 @@ def test_the_example_of_the_docstring_is_a_place(monkeypatch):
         ('{"pool": "a", "node": 2}', r"unknown field node"),
     ],
 )
-def test_a_place_that_is_none_is_refused_with_an_example(monkeypatch, reported, message):
+def test_place_that_is_none_is_refused_with_example(monkeypatch, reported, message):
     monkeypatch.setenv(costs.PLACE_VARIABLE, reported)
     with pytest.raises(SettingsError, match=message):
         costs.place_here()

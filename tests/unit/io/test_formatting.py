@@ -57,5 +57,5 @@ def test_wide_characters_count_two_columns_and_combining_marks_none(text: str, c
 @pytest.mark.parametrize(
     ("name", "isolated"), [("cat", "cat"), ("猫", "猫"), ("قطة", "\u2068قطة\u2069"), ("حجر 2", "\u2068حجر 2\u2069")]
 )
-def test_only_a_name_that_is_read_from_the_right_is_isolated(name: str, isolated: str) -> None:
+def test_only_name_that_is_read_from_right_is_isolated(name: str, isolated: str) -> None:
     assert formatting.isolated(name) == isolated

@@ -24,7 +24,7 @@ def test_a_containers_cpu_limit_counts(
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("300000", 3), ("-1", 48)])
-def test_a_containers_cpu_limit_counts_in_the_older_form_too(
+def test_containers_cpu_limit_counts_in_older_form_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _process: set(range(48)), raising=False)
@@ -53,7 +53,7 @@ def test_variables_are_put_back_whatever_ends_the_block(monkeypatch):
     assert "NEW" not in os.environ
 
 
-def test_the_start_of_a_process_is_known_to_a_fraction_of_a_second() -> None:
+def test_the_start_of_a_process_is_known() -> None:
     code = "import time; now = time.time(); from trainer.io.host import started_unix; print(now, started_unix())"
     before = time.time()
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
@@ -74,7 +74,7 @@ def test_a_process_without_a_home_gets_one(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1", "utf-8"])
-def test_what_the_terminal_cannot_show_is_escaped_as_in_json(encoding: str) -> None:
+def test_what_terminal_cannot_show_is_escaped_as_in_json(encoding: str) -> None:
     text = "café ☕ 😀 \udcff"  # the last one is of a file name that is not UTF-8
     code = f"from trainer.io import host; host.escape_what_cannot_be_printed(); print({text!a})"
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
@@ -83,7 +83,7 @@ def test_what_the_terminal_cannot_show_is_escaped_as_in_json(encoding: str) -> N
     assert ("é" in printed.decode(encoding)) == (encoding != "ascii")
 
 
-def test_a_job_counts_from_its_launch_and_a_process_without_one_from_its_own_start(
+def test_a_job_counts_from_its_launch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(host.LAUNCHED_VARIABLE, str(time.time() - 1e6))
@@ -102,7 +102,7 @@ def end_by(number):
         signal.raise_signal(number)
 
 
-def test_sigterm_ends_a_block_as_ctrl_c_does_and_can_be_distinguished_from_it():
+def test_sigterm_ends_a_block_like_ctrl_c():
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Terminated):
         end_by(signal.SIGTERM)
@@ -118,12 +118,25 @@ def ask(request, *numbers):
             signal.raise_signal(number)
 
 
-def test_a_request_ends_at_once_until_it_is_deferred():
+def test_requests_to_end(monkeypatch):
     with pytest.raises(Terminated):
         ask(EndRequest(), signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt) as ended:
         ask(EndRequest(), signal.SIGINT)
     assert not isinstance(ended.value, Terminated)
+    # A deferred request is noted and the handlers are put back.
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises(ValueError, match="another reason"):
+        later(EndRequest())
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    # The same request by two ways is one and a second one ends at once.
+    with pytest.raises(ValueError, match="went on"):
+        ask_deferred(monkeypatch, 0.5)
+    with pytest.raises(Terminated):
+        ask_deferred(monkeypatch, 1.5)
+    # A request that was not followed is not lost.
+    with pytest.raises(Terminated):
+        overlook()
 
 
 def later(request):
@@ -132,13 +145,6 @@ def later(request):
         signal.raise_signal(signal.SIGTERM)
         assert request.came
         raise ValueError("the block ends for another reason, and may have looked at the request")
-
-
-def test_a_deferred_request_is_noted_and_the_handlers_are_put_back():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    with pytest.raises(ValueError, match="another reason"):
-        later(EndRequest())
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
 def ask_deferred(monkeypatch, seconds):
@@ -152,19 +158,7 @@ def ask_deferred(monkeypatch, seconds):
         raise ValueError("went on")
 
 
-def test_the_same_request_by_two_ways_is_one_and_a_second_one_ends_at_once(monkeypatch):
-    with pytest.raises(ValueError, match="went on"):
-        ask_deferred(monkeypatch, 0.5)
-    with pytest.raises(Terminated):
-        ask_deferred(monkeypatch, 1.5)
-
-
 def overlook():
     with EndRequest() as request:
         request.defer()
         signal.raise_signal(signal.SIGTERM)
-
-
-def test_a_request_that_was_not_followed_is_not_lost():
-    with pytest.raises(Terminated):
-        overlook()

@@ -18,7 +18,7 @@ def offline(monkeypatch, tmp_path) -> Path:
     return tmp_path
 
 
-def test_the_revision_of_weights_is_the_commit_of_the_repository_that_timm_reads(model_hub):
+def test_revision_of_weights_is_the_repositorys_commit(model_hub):
     model_hub.revisions[f"models/timm/{WEIGHTS}"] = "a" * 40
     assert hub.weights_revision(WEIGHTS) == "a" * 40
     assert hub.weights_revision("vit_tiny_patch16_224") == "a" * 40, "timm takes these weights where no tag is given"
@@ -28,12 +28,12 @@ def test_the_revision_of_weights_is_the_commit_of_the_repository_that_timm_reads
     assert about_models == [f"/api/models/timm/{WEIGHTS}"] * 3, "one question each, and nothing is downloaded"
 
 
-def test_the_revision_of_a_data_set_is_its_commit(model_hub):
+def test_revision_of_data_set_is_its_commit(model_hub):
     model_hub.revisions["datasets/some/photos"] = "c" * 40
     assert hub.dataset_revision("some/photos") == "c" * 40
 
 
-def test_a_model_of_transformers_has_the_revision_and_the_license_of_its_page(model_hub, caplog):
+def test_a_transformers_model_has_revision_and_license(model_hub, caplog):
     model_hub.revisions |= {"models/some/vit": "e" * 40, "models/other/vit": "f" * 40}
     model_hub.licenses["models/some/vit"] = "cc-by-nc-4.0"
     assert (hub.model_revision("some/vit"), hub.model_license("some/vit")) == ("e" * 40, "cc-by-nc-4.0")
@@ -45,7 +45,7 @@ def test_a_model_of_transformers_has_the_revision_and_the_license_of_its_page(mo
         assert f"{name}: the Hub does not say its license" in line
 
 
-def test_without_the_hub_the_revision_is_what_the_cache_holds(offline, caplog):
+def test_without_hub_revision_is_what_cache_holds(offline, caplog):
     caplog.set_level(logging.WARNING)
     references = offline / f"models--timm--{WEIGHTS}" / "refs"
     references.mkdir(parents=True)
@@ -54,7 +54,7 @@ def test_without_the_hub_the_revision_is_what_the_cache_holds(offline, caplog):
     assert f"cached here: {'d' * 40}" in caplog.text
 
 
-def test_a_hub_that_does_not_answer_is_as_good_as_none(model_hub, caplog, monkeypatch):
+def test_hub_that_does_not_answer_is_as_good_as_none(model_hub, caplog, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert hub.weights_revision(WEIGHTS) is None
     assert len(caplog.messages) == 1
@@ -69,7 +69,7 @@ def test_what_is_not_known_is_said_in_one_line(offline, caplog, name):
     assert f"hub:{name}" in line
 
 
-def test_weights_that_are_not_on_the_hub_have_no_revision(offline, caplog):
+def test_weights_that_are_not_on_hub_have_no_revision(offline, caplog):
     assert hub.weights_revision("legacy_seresnet18.in1k") is None
     assert "https://github.com/" in caplog.text
     assert hub.weights_revision("vit_of_nobody") is None

@@ -77,7 +77,7 @@ def test_other_toml_is_read_as_pythons_reader_does():
     assert parse_toml(text) == tomllib.loads(text)
 
 
-def test_a_text_keeps_its_lines_and_a_name_has_one():
+def test_text_keeps_its_lines_and_name_has_one():
     assert printable("naïve\tTea\n饺子 🍵") == "naïve\tTea\n饺子 🍵"
     assert printable("\x1b[2Ja\rb\x00\x9b\u202e\ud800") == "\\x1b[2Ja\\rb\\x00\\x9b\\u202e\\ud800"
     assert printable_name("a\nerror: b\tc") == "a\\nerror: b\\tc"
@@ -92,7 +92,7 @@ def test_what_is_printable_can_be_written_and_stays_so(text):
     assert len(shown.splitlines()) <= 1
 
 
-def test_a_message_and_a_line_of_the_log_cannot_steer_a_terminal(caplog):
+def test_messages_cannot_steer_a_terminal(caplog):
     assert str(SettingsError("\x1b]0;title\x07")) == "\\x1b]0;title\\x07"
     assert len(str(SettingsError("x" * 10**6))) < limits.MESSAGE_CHARACTERS + 100
     record = logging.LogRecord("a", logging.INFO, "a.py", 1, "found %s", ("\x1b[31m.jpg",), None)
@@ -111,7 +111,7 @@ def test_a_message_and_a_line_of_the_log_cannot_steer_a_terminal(caplog):
         ("cat\x1b[2J", "cat\\x1b[2J"),
     ],
 )
-def test_the_name_of_a_class_is_what_people_read(text, name):
+def test_name_of_class_is_what_people_read(text, name):
     assert limits.class_name(text) == name
     assert limits.class_name(name) == name
 
@@ -128,7 +128,7 @@ def test_the_name_of_a_class_is_what_people_read(text, name):
         ("caf\ufffd", r"U\+FFFD REPLACEMENT CHARACTER, which stands for one that was lost: 'caf\\ufffd'"),
     ],
 )
-def test_a_character_of_a_class_name_that_nobody_sees_is_refused(text, reason):
+def test_character_of_class_name_that_nobody_sees_is_refused(text, reason):
     with pytest.raises(ValueError, match=reason):
         limits.class_name(text)
 

@@ -9,16 +9,14 @@ from trainer.io import local_files
 from trainer.io.errors import ObjectNotFoundError, ObjectTooLargeError, SettingsError, StorageError
 
 
-def test_a_file_is_read_whole_or_refused(tmp_path):
+def test_files_are_read_whole(tmp_path):
     file = tmp_path / "a.toml"
     file.write_bytes(b"0123456789")
     assert local_files.read_limited(file, 10) == b"0123456789"
     assert local_files.read_file(file, 2, 5) == b"234"
     with pytest.raises(ObjectTooLargeError, match="more than 9 bytes"):
         local_files.read_limited(file, 9)
-
-
-def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path):
+    # What is no regular file is refused and not waited for.
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", "."):
         with pytest.raises(StorageError, match="cannot be read"):
@@ -33,7 +31,7 @@ def test_what_cannot_be_a_path_is_refused(path):
         local_files.checked_path(path)
 
 
-def test_a_recipe_that_cannot_be_read_is_the_users_error(tmp_path):
+def test_recipe_that_cannot_be_read_is_users_error(tmp_path):
     os.mkfifo(tmp_path / "pipe.toml")
     (tmp_path / "large.toml").write_bytes(b"#" * 300_000)
     for name, message in (

@@ -19,7 +19,7 @@ class Flaky:
         return "answer"
 
 
-def test_an_action_is_attempted_until_it_returns_and_waits_double_up_to_the_longest():
+def test_attempts(monkeypatch):
     action, failed, waits = Flaky(6), [], []
     retry = Retry(first_s=0.25, longest_s=3)
     assert (
@@ -28,14 +28,11 @@ def test_an_action_is_attempted_until_it_returns_and_waits_double_up_to_the_long
     )
     assert failed == [(f"failure {attempt}", attempt) for attempt in range(1, 7)]
     assert waits == [0.25, 0.5, 1, 2, 3, 3]
-
-
-def test_nothing_waits_where_the_first_attempt_returns(monkeypatch):
+    # Nothing waits where the first attempt returns.
     monkeypatch.setattr(time, "sleep", None)
     assert Retry(first_s=1, longest_s=2)(Flaky(0), failed=lambda error, attempt: pytest.fail(str(error))) == "answer"
 
-
-def test_what_failed_raises_ends_the_attempts_without_a_wait():
+    # What failed raises ends the attempts without a wait.
     def failed(error, attempt):
         if attempt == 2:
             raise ValueError("given up") from error
@@ -45,8 +42,7 @@ def test_what_failed_raises_ends_the_attempts_without_a_wait():
         Retry(first_s=1, longest_s=10)(action, failed=failed, sleep=waits.append)
     assert (action.calls, waits) == (2, [1])
 
-
-def test_an_interruption_is_no_failure():
+    # An interruption is no failure.
     def interrupted():
         raise KeyboardInterrupt
 
@@ -56,7 +52,7 @@ def test_an_interruption_is_no_failure():
         )
 
 
-def test_jitter_shortens_waits_at_random_and_the_longest_holds_for_any_number_of_failures():
+def test_jitter_shortens_waits():
     retry = Retry(first_s=1, longest_s=15, jitter=0.5)
     waits = {retry.wait_s(1) for _ in range(50)}
     assert len(waits) > 40
@@ -64,7 +60,7 @@ def test_jitter_shortens_waits_at_random_and_the_longest_holds_for_any_number_of
     assert 7.5 <= retry.wait_s(100_000) <= 15
 
 
-def test_an_outage_is_logged_when_it_begins_and_when_the_last_failing_request_is_answered(caplog):
+def test_an_outage_is_logged_from_start_to_end(caplog):
     outage = Outage("the server", logging.getLogger("trainer"), tolerated=1)
     outage.failed("lost")
     outage.ended()

@@ -91,7 +91,7 @@ def test_a_name_that_starts_alike_is_another(object_store):
     assert object_store.keys() == ["model-2/weights"]
 
 
-def test_minio_is_the_same_store_at_the_address_that_must_be_given(object_store, monkeypatch):
+def test_minio_is_the_same_store(object_store, monkeypatch):
     storage.write_bytes(object_store.uri("two"), b"2")
     assert storage.read_bytes(f"minio://{object_store.bucket}/two") == b"2"
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
@@ -125,7 +125,7 @@ def test_a_remote_uri_is_no_path():
 # Faults
 
 
-def test_a_store_that_fails_for_a_while_is_waited_for(object_store, caplog):
+def test_store_that_fails_for_while_is_waited_for(object_store, caplog):
     object_store.put("here", b"1")
     object_store.answer(503, times=2)
     object_store.answer(500, times=1)
@@ -140,7 +140,7 @@ def test_a_store_that_fails_for_a_while_is_waited_for(object_store, caplog):
     assert re.fullmatch(rf"the store at {object_store.endpoint} answers again after \d s", back)
 
 
-def test_that_the_store_is_away_is_said_once_for_all_threads_and_tries(object_store, monkeypatch, caplog):
+def test_an_absent_store_is_logged_once(object_store, monkeypatch, caplog):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
     uris = [object_store.uri(str(number)) for number in range(4)]
     object_store.answer(503)
@@ -154,7 +154,7 @@ def test_that_the_store_is_away_is_said_once_for_all_threads_and_tries(object_st
     assert [("is away" in line, "answers again" in line) for line in caplog.messages] == [(True, False), (False, True)]
 
 
-def test_a_store_that_answers_others_is_not_back_while_a_request_still_fails(object_store, caplog):
+def test_a_store_is_back_when_all_requests_succeed(object_store, caplog):
     object_store.put("here", b"1")
     answers = iter([ConnectionResetError(), None])
 
@@ -214,7 +214,7 @@ def test_where_no_store_is(object_store, monkeypatch):
         storage.exists(object_store.uri("a"))
 
 
-def test_what_is_refused_is_asked_for_once(object_store, monkeypatch):
+def test_store_cannot_be_used(object_store, monkeypatch, tmp_path):
     object_store.answer(403)
     with pytest.raises(
         StorageError, match=r"refuses \(the store answered 403 AccessDenied.*check AWS_ACCESS_KEY_ID and"
@@ -226,9 +226,7 @@ def test_what_is_refused_is_asked_for_once(object_store, monkeypatch):
     with pytest.raises(StorageError, match="InvalidAccessKeyId"):
         storage.read_bytes(object_store.uri("refused"))
     assert len(object_store.requests) == 1
-
-
-def test_without_credentials(object_store, monkeypatch, tmp_path):
+    # Without credentials.
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
@@ -261,7 +259,6 @@ def test_uris_that_name_nothing(object_store, uri, message):
 
 @pytest.fixture
 def in_parts(monkeypatch):
-    """Fetch in small parts."""
     monkeypatch.setattr(transfers, "PART_BYTES", PART)
 
 
@@ -270,7 +267,6 @@ CONTENTS = {"large": os.urandom(10 * PART + 1), "below/small": b"1", "empty": b"
 
 @pytest.fixture
 def remote(object_store):
-    """Three files in the store."""
     for name, content in CONTENTS.items():
         object_store.put(f"fetched/{name}", content)
     return object_store.uri("fetched")
@@ -280,16 +276,7 @@ def read_back(directory):
     return {name: (directory / name).read_bytes() for name in storage.files(directory)}
 
 
-def test_files_are_fetched_in_parts(object_store, in_parts, remote, tmp_path):
-    transfers.download_directory(remote, tmp_path / "to", records(CONTENTS))
-    assert read_back(tmp_path / "to") == CONTENTS
-    ranges = sorted(one.range for one in object_store.requests if "large" in one.path)
-    assert len(ranges) == len(set(ranges)) == 11
-    transfers.download_directory(remote, tmp_path / "to", records(CONTENTS))
-    assert len(object_store.requests) == 12
-
-
-def test_after_a_cut_only_what_is_missing_is_fetched(object_store, in_parts, remote, tmp_path, monkeypatch):
+def test_after_cut_only_what_is_missing_is_fetched(object_store, in_parts, remote, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr(transfers, "CONNECTIONS", 1)
     for _ in range(6):
@@ -357,7 +344,7 @@ def files(tmp_path):
     return directory
 
 
-def test_a_large_file_is_sent_in_parts_each_of_which_is_tried_again(object_store, files, monkeypatch):
+def test_large_files_are_sent_in_retried_parts(object_store, files, monkeypatch):
     monkeypatch.setattr(transfers, "PART_BYTES", 5 * 2**20)
     object_store.answer(503, times=1, method="PUT", path="partNumber=2")
     object_store.cut(1_000_000, method="PUT", path="partNumber=3")
@@ -365,18 +352,6 @@ def test_a_large_file_is_sent_in_parts_each_of_which_is_tried_again(object_store
     assert {name: object_store.get(f"sent/{name}") for name in LARGE} == LARGE
     parts = [re.search(r"partNumber=(\d)", one.query)[1] for one in object_store.requests if "partNumber" in one.query]
     assert sorted(parts) == ["1", "2", "2", "3", "3"]
-
-
-def test_what_is_there_is_not_sent_again(object_store, files):
-    uri, changed = object_store.uri("sent"), {**LARGE, "small": b"2"}
-    transfers.upload_directory(files, uri, records(LARGE))
-    object_store.clear()
-    transfers.upload_directory(files, uri, records(LARGE))
-    (files / "small").write_bytes(b"2")
-    transfers.upload_directory(files, uri, records(changed))
-    assert [(one.path, one.received) for one in object_store.requests if one.method in ("PUT", "POST")] == [
-        ("/artifacts/sent/small", 1)
-    ]
 
 
 def test_a_failed_upload_leaves_no_parts_behind(object_store, files, monkeypatch):
@@ -412,19 +387,17 @@ def refuse(_path):
     raise AssertionError("it is there and need not be fetched")
 
 
-def test_a_content_is_fetched_once(object_store):
+def test_cache(object_store, caplog):
     place = keep("a")
     assert keep("a", refuse) == place
     assert (place / "file").read_bytes() == b"x" * 1000
-
-
-def test_a_folder_that_was_tampered_with_is_fetched_again(object_store, caplog):
+    # A folder that was tampered with is fetched again.
     (keep("a") / "file").unlink()
     assert (keep("a") / "file").is_file()
     assert "is not whole any more" in caplog.text
 
 
-def test_what_was_not_used_for_longest_goes_unless_it_is_in_use(object_store, tmp_path, monkeypatch):
+def test_the_least_recently_used_is_evicted(object_store, tmp_path, monkeypatch):
     monkeypatch.setenv("TRAINER_CACHE_GIB", str(2500 / 2**30))
     keep("in use, oldest")
     for key in ("older", "newer"):  # as processes left them that have ended
@@ -445,7 +418,7 @@ assert (cache.root() / "adopted" / "file").is_file()
 """
 
 
-def test_what_a_process_has_adopted_is_in_use_until_it_ends(object_store, tmp_path, monkeypatch):
+def test_what_process_has_adopted_is_in_use_until_it_ends(object_store, tmp_path, monkeypatch):
     monkeypatch.setenv("TRAINER_CACHE_GIB", str(500 / 2**30))
     with cache.draft() as folder:
         fill(folder)
@@ -458,7 +431,7 @@ def test_what_a_process_has_adopted_is_in_use_until_it_ends(object_store, tmp_pa
     assert (tmp_path / "cache" / "mine").exists()
 
 
-def test_a_draft_that_is_written_is_not_evicted_and_a_left_one_is(object_store, tmp_path, monkeypatch):
+def test_a_written_draft_is_not_evicted(object_store, tmp_path, monkeypatch):
     monkeypatch.setenv("TRAINER_CACHE_GIB", "0")
     left = tmp_path / "cache" / "draft-left"
     left.mkdir(parents=True)
@@ -472,7 +445,7 @@ def test_a_draft_that_is_written_is_not_evicted_and_a_left_one_is(object_store, 
 
 
 @pytest.mark.parametrize("limit", ["lots", "nan", "-1"])
-def test_a_limit_that_is_none_is_named_before_anything_is_fetched(limit, object_store, monkeypatch):
+def test_limit_that_is_none_is_named_before_anything_is_fetched(limit, object_store, monkeypatch):
     monkeypatch.setenv("TRAINER_CACHE_GIB", limit)
     with pytest.raises(StorageError, match=f"TRAINER_CACHE_GIB={limit}: must be a number of GiB"):
         keep("a", refuse)
@@ -485,9 +458,21 @@ def test_a_cache_that_cannot_be_written_is_named(object_store, tmp_path, monkeyp
         keep("a")
 
 
-def test_a_user_without_a_home_is_asked_for_a_folder(monkeypatch):
+def test_user_without_home_is_asked_for_folder(monkeypatch):
     for name in ("TRAINER_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
     with pytest.raises(StorageError, match="set TRAINER_CACHE"):
         cache.root()
+
+
+def test_what_is_there_is_not_sent_again(object_store, files):
+    uri, changed = object_store.uri("sent"), {**LARGE, "small": b"2"}
+    transfers.upload_directory(files, uri, records(LARGE))
+    object_store.clear()
+    transfers.upload_directory(files, uri, records(LARGE))
+    (files / "small").write_bytes(b"2")
+    transfers.upload_directory(files, uri, records(changed))
+    assert [(one.path, one.received) for one in object_store.requests if one.method in ("PUT", "POST")] == [
+        ("/artifacts/sent/small", 1)
+    ]

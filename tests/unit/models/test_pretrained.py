@@ -15,7 +15,7 @@ from timm.data import ImageNetInfo
 from trainer import config
 from trainer.config import PretrainSettings, TimmWeights
 from trainer.io import artifacts, storage
-from trainer.io.errors import ModelError, ObjectNotFoundError, SettingsError, StorageAwayError
+from trainer.io.errors import ModelError, SettingsError, StorageAwayError
 from trainer.models import networks, pretrained
 
 ARGS = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
@@ -53,7 +53,7 @@ def load(name=NAME, revision="", **args):
     return pretrained.load(TimmWeights(name, revision), model).eval()
 
 
-def test_weights_come_with_their_own_head_and_the_names_of_its_classes(cache):
+def test_weights_come_with_head_and_class_names(cache):
     network = publish(cache, NAME, OLD)
     model = load()
     assert model.card.labels == tuple(SYNSETS)
@@ -92,11 +92,10 @@ def test_arguments_reach_timm_which_interpolates_the_positions(cache):
 
 
 @pytest.mark.parametrize("args", [{"depth": 2}, {"embed_dim": 32}, {"class_token": False, "global_pool": "avg"}])
-def test_arguments_that_would_leave_weights_out_or_make_new_ones_are_refused(cache, args):
+def test_arguments_that_drop_weights_are_refused(cache, args):
     publish(cache, NAME, OLD)
     with pytest.raises(
-        ModelError,
-        match=rf"timm:{NAME}@{OLD} cannot be built with the arguments .*(key\(s\)|size mismatch).*leave all",
+        ModelError, match=rf"timm:{NAME}@{OLD} cannot be built with the arguments .*(key\(s\)|size mismatch).*leave all"
     ):
         load(**args)
 
@@ -104,10 +103,7 @@ def test_arguments_that_would_leave_weights_out_or_make_new_ones_are_refused(cac
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "vit_tiny_patch16_224.nobody",
-            r"timm:vit_tiny_patch16_224.nobody: timm has no such weights; similar: vit_tiny",
-        ),
+        ("vit_tiny_patch16_224.nobody", r"timm:vit_tiny_patch16_224.nobody: timm has no such weights.*vit_tiny"),
         ("test_vit4", "timm:test_vit4: timm has no such weights"),
         ("nothing", "architecture 'nothing': timm has no such model"),
         ("hf-hub:someone/model", "timm has no such model"),
@@ -119,7 +115,7 @@ def test_weights_that_are_not_there(cache, name, message):
         load(name)
 
 
-def test_weights_without_classes_of_a_known_name_match_no_data_set(cache):
+def test_weights_without_classes_of_known_name_match_no_data_set(cache):
     publish(cache, HEADLESS, OLD)
     publish(cache, CLIP, OLD)
     assert load(HEADLESS).card.labels == ()
@@ -141,7 +137,7 @@ def test_a_new_head_for_weights_that_have_none(cache):
     assert torch.equal(adapted.network.patch_embed.proj.weight, model.network.patch_embed.proj.weight)
 
 
-def test_classes_of_the_same_names_are_chosen_in_the_order_of_the_data_set(cache):
+def test_classes_are_chosen_in_the_data_sets_order(cache):
     publish(cache, NAME, OLD)
     model = load()
     chosen = pretrained.with_classes(model, [SYNSETS[7], SYNSETS[2]], {}, "x").eval()
@@ -151,7 +147,7 @@ def test_classes_of_the_same_names_are_chosen_in_the_order_of_the_data_set(cache
     assert torch.allclose(whole(IMAGES), model(IMAGES).flip(1), atol=1e-6)
 
 
-def test_a_label_map_says_which_class_is_which(cache):
+def test_label_map(cache):
     publish(cache, NAME, OLD)
     model = load()
     label_map = {"hen": f" {SYNSETS[8]}\u00a0", "tench": 0}
@@ -160,9 +156,7 @@ def test_a_label_map_says_which_class_is_which(cache):
     for name, value in model.network.state_dict().items():
         if not name.startswith("head."):
             assert torch.equal(value, chosen.network.state_dict()[name])
-
-
-def test_a_label_map_names_classes_as_people_read_them():
+    # A label map names classes as people read them.
     settings = PretrainSettings(weights="x", label_map={"cafe\u0301 ": 1})
     assert settings.label_map == {"caf\xe9": 1}
     with pytest.raises(ValueError, match=r"U\+200B ZERO WIDTH SPACE, which cannot be seen"):
@@ -174,16 +168,10 @@ def test_a_label_map_names_classes_as_people_read_them():
 @pytest.mark.parametrize(
     ("label_map", "message"),
     [
-        (
-            {"hen": 1000, "cock": 1},
-            r"1 are not among its 1000 \('n01440764', .*\), first 'hen' as 1000; say with pretrain",
-        ),
+        ({"hen": 1000, "cock": 1}, r"1 are not among its 1000 \('n01440764', .*\), first 'hen' as 1000"),
         ({"hen": "chicken", "cock": 1}, r"first 'hen' as 'chicken'"),
         ({"hen": 8}, r"first 'cock'; say with"),
-        (
-            {"hen": 8, "cock": 7, "fox": 3},
-            r"pretrain\.label_map: the data set has no class 'fox'; it has 2: 'hen', 'cock'",
-        ),
+        ({"hen": 8, "cock": 7, "fox": 3}, r"pretrain\.label_map: the data set has no class 'fox'"),
         ({"hen": 8, "cock": SYNSETS[8]}, rf"x: 'hen', 'cock' would be the same class of it, '{SYNSETS[8]}'; let it be"),
     ],
 )
@@ -207,7 +195,7 @@ def test_heads_of_other_networks(cache):
     [
         (
             f"pretrain.weights=timm:{NAME} pretrain.teacher.architecture=resnet18",
-            r"weights is 'timm:.*', but teacher.architecture is 'resnet18'; set pretrain",
+            r"weights is 'timm:.*', but teacher.architecture is 'resnet18'",
         ),
         (
             f"pretrain.weights=timm:{NAME} pretrain.teacher.architecture=vit_tiny_patch16_224.augreg_in21k",
@@ -215,11 +203,11 @@ def test_heads_of_other_networks(cache):
         ),
         (
             f"distill.weights=timm:{NAME} distill.student.architecture=resnet18",
-            r"weights is 'timm:.*', but student.architecture is 'resnet18'; set distill.student.architecture=",
+            r"weights is 'timm:.*', but student.architecture is 'resnet18'.*distill.student",
         ),
         (
             "pretrain.weights=x pretrain.weights_file=y.safetensors",
-            r"weights_file is 'y.safetensors', .* but weights is 'x'; set pretrain.weights=timm:NAME, or leave",
+            r"weights_file is 'y.safetensors', .* but weights is 'x'.*pretrain.weights=timm",
         ),
         (
             f"distill.weights=timm:{NAME} distill.student.architecture={NAME} distill.weights_file=model.pth",
@@ -232,15 +220,6 @@ def test_heads_of_other_networks(cache):
 def test_settings_that_contradict_one_another(overrides, message):
     with pytest.raises(SettingsError, match=message):
         config.resolve("", overrides)
-
-
-def test_weights_with_and_without_a_revision():
-    def given(weights):
-        return config.PretrainSettings(weights=weights, teacher={"architecture": "vit_tiny_patch16_224"}).named_weights
-
-    assert given(f"timm:{NAME}") == (NAME, "")
-    assert given(f"timm:{NAME}@{OLD}") == (NAME, OLD)
-    assert given("/models/vit@2") is None
 
 
 def test_weights_that_are_in_no_repository_have_no_revision():
@@ -268,7 +247,7 @@ def settings_for(**fields):
     return config.WeightsSettings(**fields), config.ModelSettings(architecture=NAME, args=ARGS)
 
 
-def test_a_copy_of_the_hubs_file_is_what_the_hub_would_give(file):
+def test_a_copied_file_is_like_the_hubs(file):
     settings, model = settings_for(weights=f"timm:{NAME}", weights_file=str(file))
     loaded, fingerprint = pretrained.start(settings, model)
     tensors = safetensors.torch.load_file(file)
@@ -283,7 +262,7 @@ def test_a_copy_of_the_hubs_file_is_what_the_hub_would_give(file):
     assert pretrained.check(settings, model).card.labels == tuple(SYNSETS)
 
 
-def test_a_license_that_is_not_an_open_one_has_to_be_accepted(cache):
+def test_licenses(cache):
     publish(cache, HEADLESS, OLD)
     model = config.ModelSettings(architecture=HEADLESS, args=ARGS)
     for accepted in ("", "apache-2.0"):
@@ -299,9 +278,7 @@ def test_a_license_that_is_not_an_open_one_has_to_be_accepted(cache):
     pretrained.check(settings, model)
     loaded, _ = pretrained.start(settings, model)
     assert loaded.card.origin.license == "cc-by-nc-4.0"
-
-
-def test_a_license_that_timm_does_not_know_is_no_open_one(cache):
+    # A license that timm does not know is no open one.
     name = next(name for name in timm.list_pretrained() if not timm.get_pretrained_cfg(name).license)
     with pytest.raises(ModelError, match=r"its license is unknown, .* set accept_license=unknown"):
         pretrained.check(
@@ -317,25 +294,18 @@ def test_a_license_that_timm_does_not_know_is_no_open_one(cache):
         (b"\x80\x02}q\x00." + bytes(100), "is not a safetensors file"),
     ],
 )
-def test_a_file_that_is_none_is_refused_before_anything_starts(file, content, message):
+def test_file_that_is_none_is_refused_before_anything_starts(file, content, message):
     file.write_bytes(content)
     with pytest.raises(ModelError, match=message):
         pretrained.check(*settings_for(weights=f"timm:{NAME}", weights_file=str(file)))
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ObjectNotFoundError, match=r"nowhere\.safetensors"):
-        pretrained.check(*settings_for(weights=f"timm:{NAME}", weights_file=str(tmp_path / "nowhere.safetensors")))
-
-
-def test_a_store_that_is_away_may_be_back_at_the_next_attempt(object_store):
-    """Its error says so, and is not turned into one of the model."""
+def test_weights_in_a_store(object_store, file):
+    # Its error says so, and is not turned into one of the model.
     object_store.answer(503, times=storage.ATTEMPTS)
     with pytest.raises(StorageAwayError):
         pretrained.check(*settings_for(weights=f"timm:{NAME}", weights_file=object_store.uri("copy.safetensors")))
-
-
-def test_a_file_in_a_store_is_the_same(file, object_store):
+    # A file in a store is the same.
     uri = object_store.uri("copied.safetensors")
     storage.write_bytes(uri, file.read_bytes())
     (near, fingerprint), (far, version) = (
@@ -373,7 +343,7 @@ def test_the_weights_of_a_package_know_imagenet(name):
     assert SYNSETS[likeliest] == "n03877845"
 
 
-def test_a_package_that_is_not_installed_or_damaged_is_named(monkeypatch, tmp_path):
+def test_package_that_is_not_installed_or_damaged_is_named(monkeypatch, tmp_path):
     name = "tf_efficientnet_lite0"
     package = pretrained.WEIGHTS_PACKAGES[name]
     settings, model = config.WeightsSettings(weights=f"package:{name}"), config.ModelSettings(architecture=name)
@@ -386,9 +356,3 @@ def test_a_package_that_is_not_installed_or_damaged_is_named(monkeypatch, tmp_pa
     monkeypatch.setitem(pretrained.WEIGHTS_PACKAGES, name, replace(package, file="nowhere"))
     with pytest.raises(ModelError, match=r"nowhere cannot be read \(.*\)"):
         pretrained.check(settings, model)
-
-
-def test_a_package_that_is_not_known_is_named():
-    settings = config.WeightsSettings(weights="package:resnet18")
-    with pytest.raises(ModelError, match="package:resnet18: no package has such weights.*tf_eff"):
-        pretrained.check(settings, config.ModelSettings(architecture="resnet18"))

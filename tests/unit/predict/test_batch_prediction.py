@@ -55,12 +55,7 @@ def test_each_photo_gets_what_predict_says_of_it_alone(judged_run, folder, tmp_p
         assert row["error"] is None
 
 
-def test_a_model_without_tags_says_nothing_of_them(judged_run, folder, tmp_path):
-    batch_prediction.predict_folder(load_model(judged_run / "student"), str(folder), str(tmp_path / "out"))
-    assert list(rows(tmp_path / "out")[0]) == ["photo", "label", "probability", "labels", "probabilities", "error"]
-
-
-def test_a_stopped_prediction_goes_on_with_the_files_that_are_missing(judged_run, folder, tmp_path):
+def test_stopped_prediction_goes_on_with_files_that_are_missing(judged_run, folder, tmp_path):
     model, output = load_model(judged_run), tmp_path / "out"
     made = batch_prediction.predict_folder(model, str(folder), str(output), photos_per_file=2)
     whole = rows(output)
@@ -87,7 +82,7 @@ def test_a_bucket_is_read_and_written(judged_run, folder, tmp_path, object_store
     assert rows(tmp_path / "fetched") == rows(tmp_path / "out")
 
 
-def test_an_output_of_other_photos_or_another_model_is_refused(judged_run, trained_digits, folder, tmp_path):
+def test_output_of_other_photos_or_another_model_is_refused(judged_run, trained_digits, folder, tmp_path):
     output = str(tmp_path / "out")
     batch_prediction.predict_folder(load_model(judged_run), str(folder), output)
     alone = load_model(judged_run / "student")  # of another temperature, which only the run knows

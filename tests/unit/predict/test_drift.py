@@ -36,15 +36,13 @@ def like(judged_run, tmp_path_factory):
     return predicted(judged_run, tmp_path_factory.mktemp("like"), [*images, b"no image"])
 
 
-def test_photos_like_the_test_photos_have_not_drifted(judged_run, like, capsys):
+def test_drift(judged_run, like, capsys, trained_digits, tmp_path):
     assert cli.main(["drift", str(judged_run), like]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "240 photos against 300 test photos"
     assert printed[-1] == "no drift"
     assert drift.compare(str(judged_run), like, limit=0.1).unreadable == 1
-
-
-def test_other_classes_and_other_pictures_have_drifted(judged_run, trained_digits, tmp_path, capsys):
+    # Other classes and other pictures have drifted.
     test = IMAGES["test"]
     few = [png(image) for image, label in zip(pixels(test), trained_digits.labels, strict=True) if label < 3]
     page = tmp_path / "page.html"
@@ -68,7 +66,7 @@ def gray(image: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def test_chance_is_that_of_an_exact_test_and_of_samples_without_a_difference():
+def test_chance_is_that_of_an_exact_test():
     # Of two classes the distance orders the tables as Fisher's exact test with fixed margins nearly does.
     before, now = np.array([60, 40]), np.array([45, 55])
     found = drift.shift("ab", before, now)
@@ -80,7 +78,7 @@ def test_chance_is_that_of_an_exact_test_and_of_samples_without_a_difference():
     assert stats.kstest(chances, "uniform").pvalue > 0.01, "without a difference every p-value is as likely"
 
 
-def test_a_log_of_predictions_is_read_like_the_files(judged_run, like, tmp_path):
+def test_log_of_predictions_is_read_like_files(judged_run, like, tmp_path):
     (file,) = Path(like).glob("*.parquet")
     rows = pq.read_table(file, columns=["label", "probability"]).to_pylist()
     log = tmp_path / "predictions.jsonl"

@@ -62,7 +62,7 @@ def photos(tmp_path):
     return list(map(str, paths))
 
 
-def test_each_photo_gets_its_labels_the_answer_and_its_attributes(run, photos, capsys):
+def test_each_photo_gets_its_labels_answer_and_its_attributes(run, photos, capsys):
     assert cli.main(["predict", *photos, "--model", str(run), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert [one["photo"] for one in said] == photos
@@ -85,21 +85,7 @@ def test_each_photo_gets_its_labels_the_answer_and_its_attributes(run, photos, c
     assert any(line.split() == ["parity", said[0]["attributes"]["parity"]] for line in lines[4:])
 
 
-def test_the_run_that_answers_is_named(run, photos, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "latest").symlink_to(run)
-    assert cli.main(["predict", photos[0]]) == 0
-    made = artifacts.manifest(run / "student", "model").created.astimezone()
-    line = f"runs/latest ({run}) answers: made {made:%Y-%m-%d %H:%M}, 10 classes: 0, 1, 2, 3, 4 and 5 more\n"
-    assert capsys.readouterr().err.endswith(line)
-    assert cli.main(["predict", photos[0], "--model", str(run)]) == 0
-    assert f"  {run} answers: made " in capsys.readouterr().err
-
-
-def test_an_export_is_asked_as_its_run_is_with_the_temperature_that_a_directory_alone_does_not_know(
-    judged_run, exported, trained_digits, monkeypatch, tmp_path
-):
+def test_an_export_answers_with_its_runs_temperature(judged_run, exported, trained_digits, monkeypatch, tmp_path):
     model, images = load_model(exported, judged=True), list(trained_digits.images[:5].permute(0, 2, 3, 1).numpy())
     of_run, alone = (
         load_model(judged_run).probabilities(images),
@@ -124,7 +110,7 @@ def test_an_export_is_asked_as_its_run_is_with_the_temperature_that_a_directory_
 
 
 @pytest.mark.parametrize("damage", ["no labels", "no graph"])
-def test_an_export_that_cannot_be_loaded_is_one_message(exported, damage, tmp_path, capsys):
+def test_export_that_cannot_be_loaded_is_one_message(exported, damage, tmp_path, capsys):
     card = json.loads((exported / "card.json").read_text())
     with artifacts.create(tmp_path / "export", "export", settings={}) as draft:
         shutil.copytree(exported, draft.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
@@ -139,7 +125,7 @@ def test_an_export_that_cannot_be_loaded_is_one_message(exported, damage, tmp_pa
     assert said.endswith("); export the student again\n")
 
 
-def test_a_run_whose_data_set_is_gone_still_has_its_labels(run, photos, tmp_path):
+def test_run_whose_data_set_is_gone_still_has_its_labels(run, photos, tmp_path):
     gone, damaged = tmp_path / "gone", tmp_path / "damaged"
     shutil.copytree(run, gone, ignore=shutil.ignore_patterns("dataset"))
     (said,) = load_model(gone).predictions(photos[:1], top=1)
@@ -151,13 +137,7 @@ def test_a_run_whose_data_set_is_gone_still_has_its_labels(run, photos, tmp_path
         load_model(damaged)
 
 
-def test_a_model_directory_has_no_tags(run, photos, capsys):
-    assert cli.main(["predict", photos[0], "--model", str(run / "student"), "--json"]) == 0
-    (said,) = json.loads(capsys.readouterr().out)
-    assert (said["answer"], said["confidence"], said["attributes"]) == (None, None, None)
-
-
-def test_a_student_that_failed_its_gate_is_asked_only_by_force(run, photos, tmp_path, capsys):
+def test_student_that_failed_its_gate_is_asked_only_by_force(run, photos, tmp_path, capsys):
     failed = tmp_path / "failed"
     shutil.copytree(run, failed)
     write_evaluation(failed, "accuracy: too low", "latency: too long")
@@ -177,7 +157,7 @@ def test_a_student_that_failed_its_gate_is_asked_only_by_force(run, photos, tmp_
     assert load_model(failed, judged=True).labels == LABELS
 
 
-def test_the_export_of_a_run_that_failed_its_gate_is_served_only_by_force(judged_run, exported, tmp_path):
+def test_exports_of_a_run(judged_run, exported, tmp_path):
     failed = tmp_path / "failed"
     for name in ("student", "evaluation"):
         shutil.copytree(judged_run / name, failed / name)
@@ -189,18 +169,7 @@ def test_the_export_of_a_run_that_failed_its_gate_is_served_only_by_force(judged
         load_model(failed, judged=True, exported=True)
     assert load_model(failed, exported=True).fingerprint == own
 
-
-def test_an_export_of_a_run_without_a_student_is_taken_by_its_own_directory(judged_run, exported, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(judged_run / "evaluation", run / "evaluation")
-    shutil.copytree(exported, run / "exported")
-    with pytest.raises(ArtifactError, match=r"run: has no student, .* the export at .*/run/exported is of this run's"):
-        load_model(run, exported=True)
-    assert load_model(run / "exported", exported=True).runtime == "onnxruntime"
-
-
-def test_the_export_of_a_run_is_that_of_its_student_and_of_no_earlier_one(judged_run, exported, tmp_path):
-    """As a second run in the same output leaves them, which makes no export."""
+    # As a second run in the same output leaves them, which makes no export.
     again = tmp_path / "again"
     shutil.copytree(judged_run / "student", again / "student")
     with artifacts.create(

@@ -52,7 +52,7 @@ def table(comparison: Comparison, title: str) -> dict[str, tuple[str, ...]]:
     return {row[0]: row[1:] for row in [found.headers, *found.rows]}
 
 
-def test_steps_of_the_same_size_are_compared_as_they_are(training: TrainingEvidence) -> None:
+def test_steps_are_compared_by_size(training: TrainingEvidence) -> None:
     summary = summarize(training)
     before = with_steps(summary, images=64, data=60, forward=30, backward=10)
     after = with_steps(summary, images=64, data=10, forward=30, backward=10)
@@ -65,9 +65,6 @@ def test_steps_of_the_same_size_are_compared_as_they_are(training: TrainingEvide
     assert phases["forward pass"] == ("30", "30", "as before")
     assert phases["together"] == ("100", "50", "-50 %")
 
-
-def test_steps_of_another_size_are_compared_per_image(training: TrainingEvidence) -> None:
-    summary = summarize(training)
     before = with_steps(summary, images=32, forward=32)
     after = with_steps(summary, images=128, forward=64)
     comparison = compare(side("a", before), side("b", after))
@@ -75,9 +72,6 @@ def test_steps_of_another_size_are_compared_per_image(training: TrainingEvidence
     assert table(comparison, "phases")["forward pass"] == ("1,000", "500", "-50 %")
     assert table(comparison, "in short")["images a step"] == ("32", "128", "")
 
-
-def test_a_slower_training_is_not_called_a_gain(training: TrainingEvidence) -> None:
-    summary = summarize(training)
     before, after = (with_steps(summary, images=8, data=ms, forward=10) for ms in (1, 9))
     comparison = compare(side("a", before), side("b", after))
     assert "1.7x slower" in comparison.verdict
@@ -89,7 +83,7 @@ def test_a_slower_training_is_not_called_a_gain(training: TrainingEvidence) -> N
     assert "Both sides are the same recording." in compare_page(same)
 
 
-def test_findings_are_gone_new_or_still_there(training: TrainingEvidence) -> None:
+def test_findings_gone_new_or_kept(training: TrainingEvidence) -> None:
     summary = summarize(training)
     first, second, third = [one for one in made_up_answers() if one.rule not in ("start_up", "host_syncs")]
     cured, sound = (replace(one, outcome=Healthy(text="fine")) for one in (first, third))
@@ -103,9 +97,6 @@ def test_findings_are_gone_new_or_still_there(training: TrainingEvidence) -> Non
     ]
     assert findings.rows[1][2] == "66.7 min $195.20"
 
-
-def test_a_finding_that_the_other_side_could_not_judge_is_neither_gone_nor_new(training: TrainingEvidence) -> None:
-    summary = summarize(training)
     first, second = made_up_answers()[:2]
     short = [replace(one, outcome=NotJudged(reason="only 6 steps", too_short=True)) for one in (first, second)]
     sides = side("a", summary, answers=[first, short[1]]), side("b", summary, answers=[short[0], second])
@@ -116,7 +107,7 @@ def test_a_finding_that_the_other_side_could_not_judge_is_neither_gone_nor_new(t
     ]
 
 
-def test_other_data_is_said_first_and_accuracy_is_not_compared(training: TrainingEvidence) -> None:
+def test_other_data_or_machines_are_said_first(training: TrainingEvidence) -> None:
     summary = summarize(training)
     faster = with_steps(summary, images=8, data=4)
     before = side("a", with_steps(summary, images=8, data=8), run=run(0.95, 100.0, None), dataset="abc")
@@ -132,9 +123,6 @@ def test_other_data_is_said_first_and_accuracy_is_not_compared(training: Trainin
     assert alike.differences == []
     assert "the student's test top-1: 95.0% before and 65.0% after" in alike.verdict
 
-
-def test_other_counts_of_images_are_other_data_where_no_fingerprint_is_known(training: TrainingEvidence) -> None:
-    summary = summarize(training)
     slower = with_steps(summary, images=8, data=9)
 
     def counted(one: TrainingSummary, train: int | None) -> ComparedRun:
@@ -145,9 +133,7 @@ def test_other_counts_of_images_are_other_data_where_no_fingerprint_is_known(tra
     for one, other in ((100, 100), (100, None)):
         sentence = compare(counted(summary, one), counted(slower, other)).differences[0]
         assert sentence == "Whether both sides are of the same data was not recorded."
-
-
-def test_other_hardware_and_processes_are_said_before_the_times(training: TrainingEvidence) -> None:
+    # Other hardware and processes are said before the times.
     summary = replace(summarize(training), processor="a CPU", host="node-1", device="cuda:0 (a GPU)", place=PLACE)
 
     def differences(**changes: Any) -> list[str]:
@@ -164,7 +150,7 @@ def test_other_hardware_and_processes_are_said_before_the_times(training: Traini
     )
 
 
-def test_what_was_not_recorded_is_not_nothing(training: TrainingEvidence) -> None:
+def test_unrecorded_is_not_zero(training: TrainingEvidence) -> None:
     summary = summarize(training)
     signals = {name: signal for name, signal in summary.system.items() if name != "memory_used_bytes"}
     fewer = replace(summary, system=signals, images_per_second=None, workers=4)
@@ -178,9 +164,6 @@ def test_what_was_not_recorded_is_not_nothing(training: TrainingEvidence) -> Non
     assert table(comparison, "The runs")["agrees with the teacher"] == ("90.00%", "not recorded", "")
     assert table(comparison, "The runs")["  tune"] == ("did not run", "5 s", "")
 
-
-def test_operators_that_one_side_did_not_record_are_no_bar_of_0_ms(training: TrainingEvidence) -> None:
-    summary = summarize(training)
     page = compare_page(compare(side("a", replace(summary, operators=None)), side("b", summary)))
     chart = page.partition("Operators by kind of work")[2].partition("</svg>")[0]
     assert "not recorded" in chart
@@ -232,19 +215,6 @@ def test_runs_are_compared_by_accuracy_time_and_dollars(training: TrainingEviden
     assert table(priced, "in short")["dollars"][1:] == ("not recorded", "")
 
 
-def test_the_operators_that_moved_most_stand_first(training: TrainingEvidence) -> None:
-    summary = summarize(training)
-    assert summary.operators is not None
-    first, *others = summary.operators.operators
-    slower = replace(first, self_cpu_ms=first.self_cpu_ms + 1000 * summary.operators.steps)
-    after = replace(summary, operators=replace(summary.operators, operators=[slower, *others]))
-    comparison = compare(side("a", summary), side("b", after))
-    movers = table(comparison, "operators that moved most")
-    assert list(movers)[1] == first.name
-    alike = compare(side("a", summary), side("b", replace(summary, steps=summary.steps + 1)))
-    assert {row[-1] for row in list(table(alike, "operators that moved most").values())[1:]} == {"as before"}
-
-
 def test_the_text_and_the_page_hold_every_table(large: TrainingEvidence, training: TrainingEvidence) -> None:
     hostile = "<script>alert(1)</script>"
     sides = [
@@ -255,12 +225,7 @@ def test_the_text_and_the_page_hold_every_table(large: TrainingEvidence, trainin
     ]
     comparison = compare(*sides)
     shown, page = text(comparison), compare_page(comparison)
-    for wanted in (
-        "in short",
-        "phases",
-        "operators by kind of work",
-        "use of the machine",
-    ):
+    for wanted in ("in short", "phases", "operators by kind of work", "use of the machine"):
         assert f"Distillation: {wanted}" in shown
         assert wanted[1:] in page
     assert "still there" in shown
@@ -300,7 +265,7 @@ def test_a_change_in_words(before: float | None, after: float | None, expected: 
     assert change(before, after) == expected
 
 
-def test_the_command_prints_the_comparison_and_writes_its_page(
+def test_command_prints_comparison_and_writes_its_page(
     evidence: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "new" / "comparison.html"
@@ -311,7 +276,7 @@ def test_the_command_prints_the_comparison_and_writes_its_page(
     assert page.read_text().startswith("<!doctype html>")
 
 
-def test_wrong_input_of_the_command_ends_in_one_message(
+def test_wrong_input_of_command_ends_in_one_message(
     evidence: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, message in (
@@ -352,7 +317,7 @@ def run_directory(evidence: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return path
 
 
-def test_a_run_its_report_and_its_evidence_tell_the_same_numbers(run_directory: Path) -> None:
+def test_run_its_report_and_its_evidence_tell_same_numbers(run_directory: Path) -> None:
     whole, report, pretrained, distilled = (
         read_compared_run(str(run_directory / place))
         for place in ("", "report", "pretrain-evidence", "distill-evidence")
@@ -368,12 +333,10 @@ def test_a_run_its_report_and_its_evidence_tell_the_same_numbers(run_directory: 
     assert not report.evidence
 
 
-def test_the_report_of_a_run_may_lie_where_the_run_says(run_directory: Path, tmp_path: Path) -> None:
+def test_evidence_is_found_beside_its_report(run_directory: Path, tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_bytes((run_directory / "summary.json").read_bytes())
     assert read_compared_run(str(tmp_path)).trainings == read_compared_run(str(run_directory)).trainings
-
-
-def test_the_evidence_of_a_pipelines_run_is_found_beside_its_report(run_directory: Path, tmp_path: Path) -> None:
+    # The evidence of a pipelines run is found beside its report.
     tasks = tmp_path / "pipeline" / "distillation"
     for source, target in (
         ("report", "profile/report"),
@@ -384,16 +347,12 @@ def test_the_evidence_of_a_pipelines_run_is_found_beside_its_report(run_director
     shutil.copy(run_directory / "summary.json", tmp_path)
     rewrite(tmp_path / "summary.json", reports={"profile": str(tasks / "profile" / "report" / "report.html")})
     assert set(read_compared_run(str(tmp_path)).evidence) == {"mae", "distill"}
-
-
-def test_evidence_of_another_training_is_not_taken_for_the_reports(run_directory: Path, tmp_path: Path) -> None:
+    # Evidence of another training is not taken for the reports.
     shutil.copytree(run_directory, tmp_path, dirs_exist_ok=True)
     with artifacts.create(tmp_path / "distill-evidence", "evidence", settings={"another": True}):
         pass
     assert set(read_compared_run(str(tmp_path)).evidence) == {"mae"}
-
-
-def test_a_registration_is_read_as_its_run(run_directory: Path, tmp_path: Path) -> None:
+    # A registration is read as its run.
     with artifacts.create(tmp_path, "registration", settings={}) as draft:
         (draft.path / "summary.json").write_bytes((run_directory / "summary.json").read_bytes())
     assert read_compared_run(str(tmp_path)).trainings == read_compared_run(str(run_directory)).trainings

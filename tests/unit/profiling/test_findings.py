@@ -58,26 +58,31 @@ def test_findings_stand_by_their_saving_and_severe_ones_first() -> None:
     ]
 
 
-def test_the_verdict_names_the_costliest_finding_with_its_saving(summary: TrainingSummary) -> None:
+def test_verdict(summary: TrainingSummary) -> None:
     priced = replace(answer("loader_workers", SLOW), dollars=0.3)
     assert verdict([priced, answer("other", replace(SLOW, saving=None))], [summary]).text == (
         "Distillation: “Loader workers” costs the most; curing it would save about 30 s (25 % of the training, $0.30); "
         "1 more finding."
     )
-
-
-def test_the_verdict_on_a_spoiled_training_says_so(summary: TrainingSummary) -> None:
+    # The verdict on a spoiled training says so.
     ruined = answer("exploding_gradients", replace(SLOW, severity="severe"))
     assert verdict([answer("loader_workers", SLOW), ruined], [summary]).text.startswith(
         "Distillation: “Exploding gradients”, so continuing it is of no use"
     )
-
-
-def test_the_verdict_counts_rules_and_not_answers(summary: TrainingSummary) -> None:
+    # The verdict counts rules and not answers.
     given = [answer("a", Healthy(text="")), answer("a", Healthy(text="")), answer("b", NotJudged(reason=""))]
     assert "1 rule looked and found nothing, 1 rule could not judge" in verdict(given, [summary]).text
     assert "no rule could judge it" in verdict(given[2:], [summary]).text
     assert "Nothing was trained" in verdict([], []).text
+    # A note is advice and no finding.
+    note = answer("recorded_outputs", replace(SLOW, severity="note", saving=Saving(seconds=1000.0, reason="")))
+    result = verdict([*healthy_and_short(20, 0), note], [summary])
+    assert result.outcome == "healthy"
+    assert result.text.endswith("20 rules looked and found nothing, 8 rules could not judge; 1 note.")
+    assert [answer.rule for answer, _ in ranked_findings([note, answer("small", SLOW)])] == [
+        "small",
+        "recorded_outputs",
+    ]
 
 
 def healthy_and_short(healthy: int, short: int, unfit: int = 8) -> list[Answer]:
@@ -90,30 +95,18 @@ def healthy_and_short(healthy: int, short: int, unfit: int = 8) -> list[Answer]:
 @pytest.mark.parametrize(
     ("healthy", "short", "outcome"), [(15, 5, "healthy"), (14, 5, "too_short"), (0, 1, "too_short")]
 )
-def test_more_than_a_quarter_of_the_rules_that_apply_without_enough_to_judge(
+def test_too_many_rules_without_enough_to_judge(
     summary: TrainingSummary, healthy: int, short: int, outcome: str
 ) -> None:
     assert verdict(healthy_and_short(healthy, short), [summary]).outcome == outcome
 
 
-def test_the_verdict_on_a_short_training_counts_the_rules_and_says_what_to_do(summary: TrainingSummary) -> None:
+def test_verdict_on_short_trainings(summary: TrainingSummary, evidence: Path) -> None:
     assert verdict(healthy_and_short(8, 11), [summary]).text == (
         "Too short to judge: 11 of 27 rules on Distillation (40 steps); train longer (distill.epochs) before you trust "
         "that nothing was found."
     )
-
-
-def test_a_loop_of_ones_own_that_is_short_has_no_section_of_settings(summary: TrainingSummary) -> None:
-    given = [replace(one, training="mine") for one in healthy_and_short(8, 11)]
-    assert "train longer (epochs) before" in verdict(given, [replace(summary, name="mine")]).text
-
-
-def test_what_is_found_in_a_short_training_comes_first(summary: TrainingSummary) -> None:
-    given = [*healthy_and_short(0, 20), answer("loader_workers", SLOW)]
-    assert verdict(given, [summary]).outcome == "findings"
-
-
-def test_each_of_two_trainings_is_long_enough_or_not_by_itself(summary: TrainingSummary) -> None:
+    # Each of two trainings is long enough or not by itself.
     other = replace(summary, name="finetune", steps=6)
     given = [*healthy_and_short(20, 0), *(replace(one, training="finetune") for one in healthy_and_short(5, 15))]
     result = verdict(given, [other, summary])
@@ -121,20 +114,7 @@ def test_each_of_two_trainings_is_long_enough_or_not_by_itself(summary: Training
     assert "15 of 28 rules on Fine-tuning (6 steps); train longer (pretrain.finetune.epochs)" in result.text
     assert "Distillation" not in result.text
 
-
-def test_a_note_is_advice_and_no_finding(summary: TrainingSummary) -> None:
-    note = answer("recorded_outputs", replace(SLOW, severity="note", saving=Saving(seconds=1000.0, reason="")))
-    result = verdict([*healthy_and_short(20, 0), note], [summary])
-    assert result.outcome == "healthy"
-    assert result.text.endswith("20 rules looked and found nothing, 8 rules could not judge; 1 note.")
-    assert [answer.rule for answer, _ in ranked_findings([note, answer("small", SLOW)])] == [
-        "small",
-        "recorded_outputs",
-    ]
-
-
-def test_a_few_recorded_steps_are_too_short_to_judge(evidence: Path) -> None:
-    """A real recording of three steps: no rule finds anything, and most had too little to look at."""
+    # A real recording of three steps: no rule finds anything, and most had too little to look at.
     recorded = read_evidence(evidence)
     first = replace(recorded, trainings=recorded.trainings[:1])
     result = verdict(judged(first, RuleSettings()), [summarize(one) for one in first.trainings])
@@ -142,7 +122,7 @@ def test_a_few_recorded_steps_are_too_short_to_judge(evidence: Path) -> None:
     assert "rules on Masked autoencoder (3 steps); train longer (pretrain.mae.epochs)" in result.text
 
 
-def test_dollars_are_those_of_the_place_where_the_training_ran() -> None:
+def test_dollars_are_those_of_place_where_training_ran() -> None:
     """Twenty minutes of fetching, which need not be, on two nodes at 36 dollars an hour."""
 
     def start_up(seconds: float, place: Machines | None) -> Answer:

@@ -89,7 +89,7 @@ def test_own_cpu_time_and_memory_are_seen() -> None:
     assert cpu > 5
 
 
-def test_what_the_host_takes_of_the_training_s_core_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_host_takes_of_training_s_core_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def kernel_counts(busy: int, idle: int, steal: int) -> None:
         """So many hundredths of a second of the second core; the first one, where no training is, loses all its time."""
         columns = (f"{busy} 0 0 {idle} 0 0 0 {steal} 0 0", f"0 0 0 0 0 0 0 {busy + idle + steal} 0 0")
@@ -129,33 +129,14 @@ def test_loader_processes_are_seen_while_there_are_some() -> None:
     assert np.isnan(ended)
 
 
-def test_memory_in_use_is_below_what_the_machine_has() -> None:
-    (used,) = signals(CPU, machine=True)["memory"]().read()
-    assert 0 < used < psutil.virtual_memory().total
-
-
-def test_signals_of_the_machine_are_sampled_by_one_process_only() -> None:
+def test_signals_of_machine_are_sampled_by_one_process_only() -> None:
     assert {"cpu", "memory", "disk", "network", "process"} <= signals(CPU, machine=True).keys()
     assert not {"cpu", "memory", "disk", "network"} & signals(CPU, machine=False).keys()
 
 
-def test_samples_have_a_value_for_each_column_and_rising_times() -> None:
-    monitor = Monitor(signals(CPU, machine=True), 0.02, origin_ns=time.perf_counter_ns())
-    columns = sampled(monitor, 0.2)
-    assert len(columns["end_s"]) >= 3
-    assert (np.diff(columns["end_s"]) > 0).all()
-    cores = [name for name in columns if name.startswith("cpu")]
-    assert len(cores) == psutil.cpu_count()
-    for name in cores:
-        assert ((columns[name] >= 0) & (columns[name] <= 100)).all()
-
-
-def test_a_gpu_that_is_not_there_is_missing_with_the_reason() -> None:
+def test_gpu_that_is_not_there_is_missing_with_reason() -> None:
     monitor = Monitor(signals(CPU, machine=False), 0.02, origin_ns=0)
-    assert monitor.missing == {
-        "gpu_utilization": "the training runs on cpu",
-        "gpu_memory": "the training runs on cpu",
-    }
+    assert monitor.missing == {"gpu_utilization": "the training runs on cpu", "gpu_memory": "the training runs on cpu"}
     assert "gpu_percent" not in monitor.columns
 
 
@@ -171,16 +152,14 @@ def test_swapping_is_sampled_where_there_is_swap(monkeypatch: pytest.MonkeyPatch
     assert (columns["swap_out_bytes_per_s"] == 0).all()
 
 
-def test_a_signal_that_cannot_be_set_up_is_missing_and_the_others_go_on() -> None:
+def test_signals_that_fail() -> None:
     def broken() -> Signal:
         raise PermissionError("not for you")
 
     monitor = monitor_of(("broken", broken), ("count", Count))
     assert monitor.missing == {"broken": "not for you"}
     assert len(sampled(monitor, 0.05)["count"]) > 0
-
-
-def test_a_signal_that_fails_later_is_missing_from_there_and_not_asked_again() -> None:
+    # A signal that fails later is missing from there and not asked again.
     count = Count(fails_at=3)
     columns = sampled(monitor_of(("count", lambda: count)), 0.1)
     assert np.isfinite(columns["count"][0])
@@ -188,7 +167,7 @@ def test_a_signal_that_fails_later_is_missing_from_there_and_not_asked_again() -
     assert count.readings == 3
 
 
-def test_a_full_table_is_averaged_in_pairs_and_the_interval_doubles() -> None:
+def test_full_table_is_averaged_in_pairs_and_interval_doubles() -> None:
     count = Count()
     monitor = monitor_of(("count", lambda: count), interval_s=0.001, kept=8)
     columns = sampled(monitor, 0.3)

@@ -43,26 +43,24 @@ def test_the_window_sees_the_operators_of_its_steps() -> None:
     assert {row.category for row in rows.values()} >= {"matrix product", "normalization", "optimizer"}
 
 
-def test_a_training_shorter_than_the_start_of_the_window_says_so() -> None:
+def test_short_trainings() -> None:
     window = OperatorWindows((20,), 3, CPU)
     window.finish(train_steps(window, 4))
     assert window.table is None
     assert window.missing == "the training ended after 4 steps, and the first window would have begun after 20"
-
-
-def test_a_training_that_ends_in_the_window_says_so_and_stops_the_profiler() -> None:
+    # A training that ends in the window says so and stops the profiler.
     window = OperatorWindows((2,), 10, CPU)
     window.finish(train_steps(window, 4))
     assert window.table is None
     assert window.missing == "the training ended after 4 steps, within the window from step 3"
     with profile():
         torch.ones(1).add(1)
-
-
-def test_a_window_without_steps_is_off() -> None:
-    window = OperatorWindows((20,), 0, CPU)
-    window.finish(100)
-    assert window.missing == "turned off (operators_steps is 0, or operators_at empty)"
+    # A window that the end cuts leaves the table of those before.
+    windows = OperatorWindows((1, 5), 3, CPU)
+    windows.finish(train_steps(windows, 7))
+    assert windows.table is not None
+    assert windows.table.steps == 3
+    assert not windows.missing
 
 
 def test_several_windows_are_added_up() -> None:
@@ -74,14 +72,6 @@ def test_several_windows_are_added_up() -> None:
     assert rows["aten::addmm"].calls == 2 * 4
     times = [row.self_cpu_ms for row in windows.table.operators]
     assert times == sorted(times, reverse=True)
-
-
-def test_a_window_that_the_end_cuts_leaves_the_table_of_those_before() -> None:
-    windows = OperatorWindows((1, 5), 3, CPU)
-    windows.finish(train_steps(windows, 7))
-    assert windows.table is not None
-    assert windows.table.steps == 3
-    assert not windows.missing
 
 
 def test_reading_a_value_back_is_seen() -> None:
@@ -103,7 +93,7 @@ def averaged(key: str, device: str, *, annotation: bool) -> SimpleNamespace:
     )
 
 
-def test_the_span_of_an_operator_on_a_gpu_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_span_of_operator_on_gpu_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch gives `Optimizer.step` a row of its own among the kernels, as long as all of those that it starts."""
     rows = [
         averaged("Optimizer.step#AdamW.step", "CPU", annotation=True),

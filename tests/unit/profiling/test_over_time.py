@@ -39,7 +39,7 @@ def rank(plain: list[TrainingEvidence]) -> RankEvidence:
     return replace(first, record=first.record.model_copy(update={"outside": outside}), steps=steps, spans=spans)
 
 
-def test_shares_over_time_add_up_to_the_seconds_recorded(rank: RankEvidence) -> None:
+def test_shares_over_time_add_up_to_seconds_recorded(rank: RankEvidence) -> None:
     shares = phase_shares(rank, EDGES)
     np.testing.assert_allclose(np.sum(list(shares.values()), axis=0), 1)
     assert {name: values.sum() for name, values in shares.items()} == pytest.approx(
@@ -48,28 +48,24 @@ def test_shares_over_time_add_up_to_the_seconds_recorded(rank: RankEvidence) -> 
     assert shares["evaluate"].tolist() == pytest.approx([0, 0, 0, 0, 0, 0.5, 1, 0.5, 0, 0])
 
 
-def test_where_steps_are_not_kept_only_the_known_time_is_shared(rank: RankEvidence) -> None:
+def test_time_that_is_not_kept(rank: RankEvidence) -> None:
     thinned = rank.record.model_copy(update={"steps": rank.record.steps.model_copy(update={"kept_of": 2})})
     shares = phase_shares(replace(rank, record=thinned), EDGES)
     assert "between" not in shares
     assert shares["data"][:4].tolist() == pytest.approx([1 / 3] * 4)
-
-
-def test_where_ranges_outside_of_steps_are_not_kept_their_time_is_not_between_steps(rank: RankEvidence) -> None:
+    # Where ranges outside of steps are not kept their time is not between steps.
     outside = {"between": OutsideRecord(count=5, seconds=1.7), "evaluate": OutsideRecord(count=2, seconds=2.3)}
     thinned = replace(rank, record=rank.record.model_copy(update={"outside": outside}))
     shares = phase_shares(thinned, EDGES)
     assert "between" not in shares
     assert shares["evaluate"].tolist() == pytest.approx([0, 0, 0, 0, 0, 0.5, 1, 1, 0, 0])
-
-
-def test_a_device_that_ends_a_step_late_does_not_count_time_twice(rank: RankEvidence) -> None:
+    # A device that ends a step late does not count time twice.
     late = replace(rank, steps={**rank.steps, "start_s": np.array([0.0, 1, 2, 3])})
     shares = phase_shares(late, EDGES)
     assert np.sum(list(shares.values()), axis=0).max() == pytest.approx(1)
 
 
-def test_loaders_that_began_later_are_drawn_where_all_steps_fall_into_one_bin(plain: list[TrainingEvidence]) -> None:
+def test_late_loaders_are_drawn_in_one_bin(plain: list[TrainingEvidence]) -> None:
     first = plain[1].ranks[0]
     queued = np.where(first.steps["step"] < 13, np.nan, 2.0)
     long = first.record.model_copy(update={"ended_s": 1e6})
@@ -87,25 +83,19 @@ def looks(names: list[str], steps: int = 2, **columns: list[float]) -> TensorSam
     return TensorSamples(tensors=names, steps=order, seconds=order / 10, values=usual | given)
 
 
-def test_a_layers_norm_is_that_of_all_its_tensors() -> None:
+def test_layers_are_all_their_tensors() -> None:
     grouped = by_layer(looks(["blocks.0.a.weight", "blocks.0.a.bias", "head.weight"], gradient_norm=[3, 4, 1, 6, 8, 2]))
     assert grouped.names == ["blocks.0", "head"]
     assert grouped.steps.tolist() == [0, 50]
     assert grouped.values["gradient_norm"].tolist() == [[5, 10], [1, 2]]
-
-
-def test_a_layers_update_is_against_all_its_weights() -> None:
+    # A layers update is against all its weights.
     grouped = by_layer(looks(["blocks.0.w", "blocks.0.b"], steps=1, weight_norm=[3, 4], update_ratio=[1, 0]))
     assert grouped.values["update_ratio"].tolist() == [[pytest.approx(3 / 5)]]
-
-
-def test_what_is_not_known_of_a_frozen_layer_stays_unknown() -> None:
+    # What is not known of a frozen layer stays unknown.
     grouped = by_layer(looks(["frozen.weight", "head.weight"], steps=1, gradient_norm=[np.nan, 1]))
     assert np.isnan(grouped.values["gradient_norm"][0, 0])
     assert grouped.values["gradient_norm"][1, 0] == 1
-
-
-def test_a_layer_is_broken_where_one_of_its_tensors_is_not_finite() -> None:
+    # A layer is broken where one of its tensors is not finite.
     given = looks(["blocks.0.w", "blocks.0.b"], gradient_nonfinite=[0, 0, 0, 0.5], gradient_norm=[1, 1, 1, np.inf])
     assert by_layer(given).broken.tolist() == [[False, True]]
 
@@ -123,12 +113,10 @@ def test_many_layers_are_brought_together(names: list[str], expected: int) -> No
     assert len(by_layer(looks(names)).names) == expected
 
 
-def test_nothing_is_drawn_where_nothing_was_looked_at(plain: list[TrainingEvidence]) -> None:
+def test_maps_with_nothing_to_draw(plain: list[TrainingEvidence]) -> None:
     first = replace(plain[0].ranks[0], tensors=looks([], steps=0))
     assert layers(replace(plain[0], ranks=[first], metrics={})) is None
-
-
-def test_weights_that_are_all_zero_have_no_map_of_their_norm(plain: list[TrainingEvidence]) -> None:
+    # Weights that are all zero have no map of their norm.
     zeros = looks(["head.weight"], weight_norm=[0, 0], update_ratio=[np.nan, np.nan])
     shown = layers(replace(plain[0], ranks=[replace(plain[0].ranks[0], tensors=zeros)]))
     assert shown is not None

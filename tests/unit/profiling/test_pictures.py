@@ -13,7 +13,7 @@ from trainer.profiling.training_summary import summarize
 from trainer.report import pages
 
 
-def test_each_side_is_drawn_with_its_findings_and_the_two_together(
+def test_each_side_is_drawn_with_its_findings_and_two_together(
     plain: list[TrainingEvidence], large: TrainingEvidence, answers: list[Answer]
 ) -> None:
     sides = [

@@ -78,7 +78,7 @@ def large_page(large: TrainingEvidence, answers: list[Answer]) -> str:
 
 
 @pytest.mark.parametrize("which", ["plain", "large"])
-def test_the_page_is_well_formed_and_refers_to_nothing_outside(
+def test_page_is_well_formed_and_refers_to_nothing_outside(
     which: str, plain: list[TrainingEvidence], large_page: str
 ) -> None:
     page = large_page if which == "large" else page_of(plain)
@@ -91,7 +91,7 @@ def test_the_page_is_well_formed_and_refers_to_nothing_outside(
     assert not re.search(r'[=" ](nan|inf|None)[" ]', page)
 
 
-def test_a_page_about_many_gpus_holds_what_only_they_have(large_page: str) -> None:
+def test_page_about_many_gpus_holds_what_only_they_have(large_page: str) -> None:
     for wanted in (
         "Distillation: “Exploding gradients”, so continuing it is of no use; 1 more finding.",
         "1. Exploding gradients",
@@ -129,7 +129,7 @@ def test_slow_steps_are_listed_with_what_made_them_slow(large_page: str) -> None
     assert re.search(r"no core for the training for [\d,]+ ms", first)
 
 
-def test_a_reader_of_the_page_counts_steps_from_1_as_the_log_does(large_page: str) -> None:
+def test_the_page_counts_steps_from_1(large_page: str) -> None:
     assert "steps 41 to 4,001" in large_page
     slowest = large_page.partition("Slowest steps")[2].partition("<tbody>")[2]
     step = int(re.findall(r"<td[^>]*>([\d,]+)</td>", slowest)[0].replace(",", ""))
@@ -142,19 +142,15 @@ def test_a_reader_of_the_page_counts_steps_from_1_as_the_log_does(large_page: st
     assert [row[1] for row in rows if row] == ["1", "1,001"], "from which step on"
 
 
-def test_kernels_are_named_without_their_namespaces(large_page: str) -> None:
+def test_page_says_what_happened(large_page: str, plain: list[TrainingEvidence]) -> None:
     assert "<td>vectorized_layer_norm_kernel&lt;float, float, false&gt;(int, float)</td>" in large_page
     assert "at::native" not in large_page
-
-
-def test_a_finding_without_a_window_is_not_drawn_over_time(large_page: str) -> None:
+    # A finding without a window is not drawn over time.
     course = large_page.partition("The training and the machine over time")[2].partition("</svg>")[0]
     assert "1. Exploding gradients" in course
     assert "3. Step outliers" in course
     assert "2. Loader workers" not in course
-
-
-def test_the_sentence_names_what_dominates(plain: list[TrainingEvidence]) -> None:
+    # The sentence names what dominates.
     summary = summarize(plain[1])
     shares = dict.fromkeys(summary.recorded_shares, 0.0) | {"backward": 0.625, "data": 0.375}
     sentence = facts([replace(summary, recorded_shares=shares, recorded_s=90.0)])
@@ -184,9 +180,7 @@ def test_names_are_escaped(record: Callable[..., Recorder], answers: list[Answer
     assert "&lt;b&gt;distill" in page
 
 
-def test_a_page_on_three_large_trainings_with_many_named_ranges_stays_small(
-    large: TrainingEvidence, answers: list[Answer]
-) -> None:
+def test_a_page_on_large_trainings_stays_small(large: TrainingEvidence, answers: list[Answer]) -> None:
     first = large.ranks[0]
     named = {f"range {index} {'x' * 40}": 0.01 * first.steps["seconds"] for index in range(40)}
     ranks = [replace(rank, steps={**rank.steps, **named}) for rank in large.ranks]
@@ -199,20 +193,16 @@ def test_a_page_on_three_large_trainings_with_many_named_ranges_stays_small(
     assert "named ranges" in page
 
 
-def test_an_error_that_ended_the_training_is_shown(plain: list[TrainingEvidence]) -> None:
+def test_page_without_steps(plain: list[TrainingEvidence], record: Callable[..., Recorder], tmp_path: Path) -> None:
     first = plain[1].ranks[0]
-    record = first.record.model_copy(update={"failed": "the loss is <not> finite"})
-    page = page_of([replace(plain[1], ranks=[replace(first, record=record)])])
+    failed = first.record.model_copy(update={"failed": "the loss is <not> finite"})
+    page = page_of([replace(plain[1], ranks=[replace(first, record=failed)])])
     assert page.count("ended with an error: the loss is &lt;not&gt; finite") == 2
-
-
-def test_a_training_without_steps_has_a_page(record: Callable[..., Recorder], tmp_path: Path) -> None:
+    # A training without steps has a page.
     with artifacts.create(tmp_path, "evidence", settings={}) as draft:
         record(steps=0).write(draft.path)
     page = page_of(list(read_evidence(tmp_path).trainings))
     assert "it had no steps to measure" in page
     assert "Not recorded: the training ended after 0 steps" in page
-
-
-def test_nothing_trained_is_said() -> None:
+    # Nothing trained is said.
     assert "Nothing was trained" in build([], [], make_bill([]), top_operators=5)

@@ -25,7 +25,7 @@ print(json.dumps([startup.until(time.time()), Startup().until(time.time())]))
 """
 
 
-def test_the_parts_make_up_the_time_from_the_launch_to_the_recording() -> None:
+def test_parts_make_up_the_start() -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     environment.pop("TORCHELASTIC_RESTART_COUNT", None)
     launched = time.time()
@@ -48,7 +48,7 @@ def test_the_parts_make_up_the_time_from_the_launch_to_the_recording() -> None:
     assert set(second) == {"preparation"}, "the imports are counted once"
 
 
-def test_a_part_that_comes_twice_is_added_and_a_later_training_begins_anew() -> None:
+def test_repeated_parts_are_added() -> None:
     began = time.time()
     startup = Startup()
     for _ in range(2):
@@ -70,7 +70,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_what_a_step_compiles_is_counted_with_its_time() -> None:
+def test_what_step_compiles_is_counted_with_its_time() -> None:
     timeline = Timeline(HostClock())
     compilations = Compilations(timeline)
     compiled = torch.compile(lambda x: x.sin() + 1, backend="eager", dynamic=False)

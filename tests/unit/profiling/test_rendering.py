@@ -184,7 +184,7 @@ def test_faults_of_a_page_are_noticed(tmp_path: Path) -> None:
     assert "on one another" in content
 
 
-def test_a_picture_of_a_part_has_no_empty_space_around_it(tmp_path: Path) -> None:
+def test_picture_of_part_has_no_empty_space_around_it(tmp_path: Path) -> None:
     picture([Paragraph("Only a line.")], tmp_path / "line.png")
     with Image.open(tmp_path / "line.png") as image:
         assert image.width == 1000

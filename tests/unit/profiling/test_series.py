@@ -13,15 +13,8 @@ def filled(rows: int, capacity: int = 64) -> ThinnedTable:
     return table
 
 
-def test_a_short_series_is_kept_whole() -> None:
-    table = filled(64)
-    assert table.stride == 1
-    assert table.column("step").tolist() == list(range(64))
-    assert table.column("seconds").tolist() == [step / 2 for step in range(64)]
-
-
 @pytest.mark.parametrize("rows", [65, 128, 129, 1000, 100_000])
-def test_a_long_series_stays_bounded_and_covers_everything_evenly(rows: int) -> None:
+def test_long_series_stays_bounded_and_covers_everything_evenly(rows: int) -> None:
     table = filled(rows)
     steps = table.column("step")
     assert table.appended == rows
@@ -31,43 +24,40 @@ def test_a_long_series_stays_bounded_and_covers_everything_evenly(rows: int) -> 
     assert steps.tolist() == [table.stride * row for row in range(len(steps))]
 
 
-def test_a_new_column_is_zero_in_earlier_rows() -> None:
+def test_series_are_averaged() -> None:
     table = filled(3)
     table.add_column("late")
     table.append((3, 1.5, 7.0))
     assert table.columns == ["step", "seconds", "late"]
     assert table.column("late").tolist() == [0, 0, 0, 7]
     assert table.column("step").tolist() == [0, 1, 2, 3]
-
-
-def test_a_signal_is_averaged_by_the_time_that_each_sample_stands_for() -> None:
+    # A signal is averaged by the time that each sample stands for.
     ends, values = np.array([1.0, 2.0, 4.0]), np.array([10.0, 20.0, 40.0])
     means = mean_in_bins(ends, values, np.array([0.0, 2.0, 3.0, 4.0]))
     assert means.tolist() == pytest.approx([15, 40, 40])
-
-
-def test_what_is_unknown_stays_unknown() -> None:
+    # What is unknown stays unknown.
     ends, values = np.array([1.0, 2.0, 3.0]), np.array([10.0, np.nan, 30.0])
     means = mean_in_bins(ends, values, np.array([0.0, 1.0, 2.0, 3.0, 5.0]))
     np.testing.assert_allclose(means[[0, 2]], [10, 30])
     assert np.isnan(means[[1, 3]]).all()
-
-
-def test_many_samples_give_the_mean_of_their_bin() -> None:
+    # Many samples give the mean of their bin.
     values = np.random.default_rng(0).random(1000)
     means = mean_in_bins(np.arange(1.0, 1001.0), values, np.linspace(0, 1000, 11))
     np.testing.assert_allclose(means, values.reshape(10, 100).mean(axis=1))
 
 
-def test_a_short_curve_is_drawn_as_it_is_and_a_long_one_by_means() -> None:
+def test_curves_are_drawn() -> None:
     x, y = np.arange(1000.0), np.arange(1000.0) * 2
     assert thin_curve(x, y, 2000)[1] is y
     thin_x, thin_y = thin_curve(x, y, 10)
     np.testing.assert_allclose(thin_y, y.reshape(10, 100).mean(axis=1))
     np.testing.assert_allclose(thin_x, x.reshape(10, 100).mean(axis=1))
-
-
-def test_a_long_curve_is_the_mean_of_what_is_known() -> None:
+    # A long curve is the mean of what is known.
     y = np.where(np.arange(1000) % 2, np.nan, 3.0)
     y[:100] = np.nan
     np.testing.assert_array_equal(thin_curve(np.arange(1000.0), y, 10)[1], [np.nan, *[3.0] * 9])
+    # A short series is kept whole.
+    table = filled(64)
+    assert table.stride == 1
+    assert table.column("step").tolist() == list(range(64))
+    assert table.column("seconds").tolist() == [step / 2 for step in range(64)]

@@ -54,7 +54,7 @@ def cause(rank: RankEvidence) -> str:
         ),
     ],
 )
-def test_what_the_machine_did_not_give_to_a_slow_step_is_named(system: Mapping[str, Any], expected: str) -> None:
+def test_causes_of_a_slow_step_are_named(system: Mapping[str, Any], expected: str) -> None:
     assert cause(recorded(system)).startswith(expected)
 
 
@@ -85,7 +85,7 @@ def test_without_samples_of_the_machine_that_is_said() -> None:
     assert cause(recorded()) == "not sampled"
 
 
-def test_a_queue_that_was_empty_a_graph_and_a_core_that_was_lacking() -> None:
+def test_several_causes_of_a_slow_step() -> None:
     queued = np.where(NUMBERS == SLOW, 0.0, 2.0)
     assert cause(recorded(columns={"queued": queued})) == "no batch was ready"
     assert cause(recorded(columns={"queued": np.zeros(STEPS)})) == "not sampled", "it is always empty"
@@ -105,7 +105,7 @@ def test_a_queue_that_was_empty_a_graph_and_a_core_that_was_lacking() -> None:
         ("rules", 0.6, "not sampled"),
     ],
 )
-def test_a_step_just_after_a_checkpoint_or_an_evaluation(name: str, ends_s: float, expected: str) -> None:
+def test_step_just_after_checkpoint_or_evaluation(name: str, ends_s: float, expected: str) -> None:
     """The slow step starts after 0.6 s."""
     spans = Spans(names=[name], start_s=np.array([ends_s - 0.05]), seconds=np.array([0.05]))
     assert cause(replace(recorded(), spans=spans)) == expected

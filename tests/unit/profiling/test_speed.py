@@ -26,9 +26,7 @@ def page_of(training: TrainingEvidence) -> str:
     return unescape(build([(training, summarize(training))], [], make_bill([]), top_operators=5))
 
 
-def test_images_a_second_are_the_same_in_the_log_and_on_the_page(
-    record: Callable[..., Recorder], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_images_a_second_agree(record: Callable[..., Recorder], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     recorder = record(steps=40)
     with ProgressBar("distill", first_step=0, total_steps=40, images_per_step=1, active=True) as progress:
@@ -41,7 +39,7 @@ def test_images_a_second_are_the_same_in_the_log_and_on_the_page(
     assert f"<b>{formatting.short(shown)}</b><span>images a second" in page_of(training).replace("\n", "")
 
 
-def test_the_first_step_and_those_of_the_profiler_are_not_measured() -> None:
+def test_first_step_and_those_of_profiler_are_not_measured() -> None:
     profiled = np.array([0.0, 0.0, 1.0, 0.0])
     assert measured_steps({"profiled": profiled}).tolist() == [1, 3]
     steps = {"profiled": profiled, "images": np.full(4, 8.0), "seconds": np.array([100.0, 1.0, 50.0, 3.0])}
@@ -53,7 +51,7 @@ def test_the_first_step_and_those_of_the_profiler_are_not_measured() -> None:
     )
 
 
-def test_the_median_step_is_the_same_in_the_rule_and_on_the_page() -> None:
+def test_median_steps_agree() -> None:
     """Other programs take a third of every step, and the rule compares what is left; the median is that of the steps as they were."""
     numbers = np.arange(STEPS)
     steps = steps_of(forward=np.where(numbers % 50 == 20, 400.0, 17.0), host_delayed_seconds=8.0)
@@ -67,7 +65,7 @@ def test_the_median_step_is_the_same_in_the_rule_and_on_the_page() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
-def test_the_share_of_communication_is_the_same_in_the_rule_and_on_the_page(device: str) -> None:
+def test_shares_of_communication_agree(device: str) -> None:
     traveling = CommunicationRecord(steps=50, backward_s=0.002, exchange_s=0.012, hidden_s=0.002)
     case = case_of(*together(*[steps_of(backward=12)] * 2, device=device, communication=traveling))
     found, summary = judge_by(Communication, case), summarize(case.training)

@@ -114,7 +114,7 @@ def test_phases_and_the_rest_sum_to_the_step(timeline: Timeline, time: Time) -> 
     assert (step["host_data_seconds"], step["host_to_device_seconds"]) == pytest.approx((1, 0.125))
 
 
-def test_nested_ranges_are_counted_once(timeline: Timeline, time: Time) -> None:
+def test_ranges_nest(timeline: Timeline, time: Time) -> None:
     with timeline.step(0), timeline.span("forward"):
         time.pass_(1)
         with timeline.span("attention"):
@@ -128,9 +128,15 @@ def test_nested_ranges_are_counted_once(timeline: Timeline, time: Time) -> None:
     assert step["forward/attention/softmax"] == pytest.approx(4)
     assert step["teacher_forward"] == pytest.approx(8)
     assert step["seconds"] == pytest.approx(31)
+    # A range of the same name nests in itself.
+    with timeline.step(0), timeline.span("block"):
+        time.pass_(1)
+        spend(timeline, time, "block", 2)
+    step = row(timeline)
+    assert (step["block"], step["block/block"]) == pytest.approx((1, 2))
 
 
-def test_a_span_belongs_to_the_timeline_of_its_context(timeline: Timeline, time: Time) -> None:
+def test_span_belongs_to_timeline_of_its_context(timeline: Timeline, time: Time) -> None:
     other = Timeline(HostClock(time), nanoseconds=time)
     other.start()
     with recording_to(other):
@@ -144,7 +150,7 @@ def test_a_span_belongs_to_the_timeline_of_its_context(timeline: Timeline, time:
     assert "forward" not in timeline.outside | other.outside
 
 
-def test_what_another_thread_does_is_no_part_of_the_training(timeline: Timeline, time: Time) -> None:
+def test_what_another_thread_does_is_no_part_of_training(timeline: Timeline, time: Time) -> None:
     def work() -> None:
         with span("data"):
             time.pass_(1)
@@ -152,14 +158,6 @@ def test_what_another_thread_does_is_no_part_of_the_training(timeline: Timeline,
     with recording_to(timeline), timeline.step(0), ThreadPoolExecutor() as threads:
         threads.submit(work).result()
     assert (row(timeline)["data"], row(timeline)[OTHER]) == (0, 1)
-
-
-def test_a_range_of_the_same_name_nests_in_itself(timeline: Timeline, time: Time) -> None:
-    with timeline.step(0), timeline.span("block"):
-        time.pass_(1)
-        spend(timeline, time, "block", 2)
-    step = row(timeline)
-    assert (step["block"], step["block/block"]) == pytest.approx((1, 2))
 
 
 def test_time_between_steps_is_not_lost(timeline: Timeline, time: Time) -> None:
@@ -195,7 +193,13 @@ def test_the_whole_recording_is_accounted_for(timeline: Timeline, time: Time) ->
     assert sum(timeline.totals.ranges) == pytest.approx(timeline.totals.seconds)
 
 
-def test_sums_stay_exact_and_the_table_bounded_in_a_long_run(time: Time) -> None:
+def test_ranges_without_any_step_are_taken_in_as_they_end(timeline: Timeline, time: Time) -> None:
+    for _ in range(2 * MOST_PENDING):
+        spend(timeline, time, "evaluate", 0.001)
+    assert timeline.outside["evaluate"].count == 2 * MOST_PENDING
+
+
+def test_sums_stay_exact_and_table_bounded_in_long_run(time: Time) -> None:
     timeline = Timeline(HostClock(time), nanoseconds=time, steps_kept=64, spans_kept=16)
     timeline.start()
     for number in range(5000):
@@ -209,13 +213,7 @@ def test_sums_stay_exact_and_the_table_bounded_in_a_long_run(time: Time) -> None
     assert timeline.outside["evaluate"].seconds == pytest.approx(10)
 
 
-def test_ranges_without_any_step_are_taken_in_as_they_end(timeline: Timeline, time: Time) -> None:
-    for _ in range(2 * MOST_PENDING):
-        spend(timeline, time, "evaluate", 0.001)
-    assert timeline.outside["evaluate"].count == 2 * MOST_PENDING
-
-
-def test_more_names_than_are_kept_count_for_the_range_around_them(timeline: Timeline, time: Time) -> None:
+def test_more_names_than_are_kept_count_for_range_around_them(timeline: Timeline, time: Time) -> None:
     with timeline.step(0), timeline.span("forward"):
         for number in range(3 * MOST_RANGES):
             spend(timeline, time, f"layer{number}", 1)
@@ -225,22 +223,7 @@ def test_more_names_than_are_kept_count_for_the_range_around_them(timeline: Time
     assert step["forward"] == pytest.approx(3 * MOST_RANGES - (MOST_RANGES - 1 - len(PHASES)))
 
 
-def test_a_step_that_fails_is_no_step(timeline: Timeline, time: Time) -> None:
-    def explode() -> None:
-        time.pass_(3)
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError), timeline.step(0), timeline.span("forward"):
-        explode()
-    with timeline.step(1):
-        spend(timeline, time, "forward", 1)
-    timeline.finish()
-    assert timeline.totals.steps == 1
-    assert row(timeline)["forward"] == pytest.approx(1)
-    assert timeline.outside[INTERRUPTED].seconds == pytest.approx(3)
-
-
-def test_marks_of_a_device_are_read_only_after_it_passed_them(time: Time) -> None:
+def test_marks_of_device_are_read_only_after_it_passed_them(time: Time) -> None:
     device = Device(time)
     timeline = Timeline(device, nanoseconds=time)
     timeline.start()
@@ -258,21 +241,7 @@ def test_marks_of_a_device_are_read_only_after_it_passed_them(time: Time) -> Non
     assert timeline.totals.lost == 0
 
 
-def test_a_device_that_keeps_up_reuses_its_marks(time: Time) -> None:
-    device = Device(time)
-    timeline = Timeline(device, nanoseconds=time)
-    timeline.start()
-    for number in range(100):
-        with timeline.step(number):
-            for name in PHASES:
-                spend(timeline, time, name, 0.001)
-        device.reached = time.now - SECOND // 100
-    assert device.made < 100
-    timeline.finish()
-    assert timeline.steps.column("seconds").tolist() == pytest.approx([0.006] * 100)
-
-
-def test_steps_of_a_device_that_never_comes_are_given_up_and_counted(time: Time) -> None:
+def test_steps_of_a_lost_device_are_counted(time: Time) -> None:
     device = Device(time)
     timeline = Timeline(device, nanoseconds=time)
     timeline.start()
@@ -301,7 +270,7 @@ class RecordingWindow:
         self._time.pass_(1)
 
 
-def test_steps_in_the_window_are_marked_and_its_cost_is_kept_out(time: Time) -> None:
+def test_the_windows_cost_is_kept_out(time: Time) -> None:
     timeline = Timeline(HostClock(time), windows=RecordingWindow(time), nanoseconds=time)
     timeline.start()
     for number in range(10, 17):
@@ -328,6 +297,21 @@ def test_a_timeline_that_was_not_started_says_so(time: Time) -> None:
     step = Timeline(HostClock(time)).step(0)
     with pytest.raises(RuntimeError, match="not recording"):
         step.__enter__()
+
+
+def test_a_step_that_fails_is_no_step(timeline: Timeline, time: Time) -> None:
+    def explode() -> None:
+        time.pass_(3)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), timeline.step(0), timeline.span("forward"):
+        explode()
+    with timeline.step(1):
+        spend(timeline, time, "forward", 1)
+    timeline.finish()
+    assert timeline.totals.steps == 1
+    assert row(timeline)["forward"] == pytest.approx(1)
+    assert timeline.outside[INTERRUPTED].seconds == pytest.approx(3)
 
 
 class Counted:
@@ -365,7 +349,7 @@ class BackwardElsewhere(HostClock):
 @pytest.mark.skipif(
     not Path("/proc/thread-self/schedstat").exists(), reason="the kernel does not count waiting for cores"
 )
-def test_the_thread_of_the_backward_pass_is_counted_where_that_is_another() -> None:
+def test_another_backward_thread_is_counted() -> None:
     """As on a GPU: the training's thread sleeps meanwhile."""
     core = {min(os.sched_getaffinity(0))}
 

@@ -96,7 +96,7 @@ def test_what_a_validation_compiles_is_no_evaluation(tmp_path, beside_s, compile
     assert parts["training"] == pytest.approx(85)
 
 
-def test_a_training_is_billed_from_the_start_of_its_process_to_the_end_of_its_stage(tmp_path):
+def test_a_training_is_billed_from_start_to_end(tmp_path):
     bill = stage_bill("distill", manifest(), evidence(tmp_path, record()))
     assert bill.parts == pytest.approx(
         {
@@ -115,15 +115,7 @@ def test_a_training_is_billed_from_the_start_of_its_process_to_the_end_of_its_st
     assert bill.images_per_second == pytest.approx(64.0)
 
 
-def test_two_trainings_of_a_stage_are_one_bill(tmp_path):
-    mae = record(name="mae", ended_s=20.0, compilations=(), outside={}, overhead={})
-    finetune = record(name="finetune", began_unix=BEGAN + 35, ended_s=70.0, compilations=(), outside={}, overhead={})
-    bill = stage_bill("pretrain", manifest(), evidence(tmp_path, mae, finetune))
-    assert bill.parts == pytest.approx({"startup": 10.0 + 5.0, "training": 90.0, "ending": 8.0})
-    assert bill.seconds == pytest.approx(113)
-
-
-def test_what_a_failure_cost_is_lost_and_what_a_checkpoint_kept_is_not(tmp_path):
+def test_a_failure_loses_what_no_checkpoint_kept(tmp_path):
     first = AttemptRecord(began_unix=BEGAN - 5000, seen_unix=BEGAN - 4900, first_step=0, steps_seen=50)
     second = AttemptRecord(began_unix=BEGAN - 1000, seen_unix=BEGAN - 990, first_step=40, steps_seen=0)
     third = AttemptRecord(began_unix=BEGAN, seen_unix=BEGAN + 110, first_step=40, steps_seen=170)
@@ -134,7 +126,7 @@ def test_what_a_failure_cost_is_lost_and_what_a_checkpoint_kept_is_not(tmp_path)
     assert bill.iterations_per_second == pytest.approx(2.0)
 
 
-def test_a_launched_stage_without_evidence_tells_its_start_up(tmp_path):
+def test_launched_stage_without_evidence(tmp_path, monkeypatch):
     reported = stage_bill("reinforce", manifest(place=GPUS))
     assert reported.parts == {"startup": 9.0, "work": 104.0}
     assert reported.seconds == pytest.approx(113)
@@ -142,9 +134,14 @@ def test_a_launched_stage_without_evidence_tells_its_start_up(tmp_path):
     assert given_weights.parts == {"startup": 9.0, "work": 104.0}
     task = stage_bill("prepare", manifest(startup_seconds=None))
     assert (task.parts, task.seconds, task.place, task.dollars) == ({}, 104.0, None, None)
+    # A stage in this process costs what its user says.
+    monkeypatch.delenv(PLACE_VARIABLE, raising=False)
+    assert bill_here("register", 100.0).dollars is None
+    monkeypatch.setenv(PLACE_VARIABLE, GPUS.model_dump_json())
+    assert bill_here("register", 100.0).dollars == pytest.approx(2.0)
 
 
-def test_the_total_says_what_it_leaves_out(tmp_path):
+def test_total_notes_what_it_leaves_out(tmp_path):
     stages = [
         stage_bill("prepare", manifest(startup_seconds=None)),
         stage_bill("distill", manifest(), evidence(tmp_path, record())),
@@ -156,9 +153,7 @@ def test_the_total_says_what_it_leaves_out(tmp_path):
     assert make_bill(stages[:1]).dollars is None
     assert make_bill(stages[:1]).notes == ()
     assert Bill.model_validate_json(bill.model_dump_json()) == bill
-
-
-def test_an_old_price_is_noted(tmp_path):
+    # An old price is noted.
     old = GPUS.model_copy(update={"price": PRICE.model_copy(update={"date": "2020-01"})})
     (note,) = make_bill([stage_bill("reinforce", manifest(place=old)), stage_bill("tune", manifest(place=old))]).notes
     assert note.startswith("the price of 36.00 $/h (us-east-1; list) is of 2020-01, ")
@@ -177,7 +172,7 @@ def test_rows_split_the_time_and_add_up(tmp_path):
     assert total == ("total", "", "113 s", "$2.26", "")
 
 
-def test_forecast_against_actual_covers_the_stages_that_it_was_of(tmp_path):
+def test_forecast_against_actual_covers_stages_that_it_was_of(tmp_path):
     stages = [
         stage_bill("reinforce", manifest(place=GPUS)),
         stage_bill("distill", manifest(), evidence(tmp_path, record())),
@@ -194,10 +189,3 @@ def test_forecast_against_actual_covers_the_stages_that_it_was_of(tmp_path):
     assert text.startswith("reinforce and distill: ")
     assert text.endswith("and it took 3.8 min, $4.52: 49.8% less")
     assert billing.forecast_text(make_bill(stages)) == ""
-
-
-def test_a_stage_in_this_process_costs_what_its_user_says(monkeypatch):
-    monkeypatch.delenv(PLACE_VARIABLE, raising=False)
-    assert bill_here("register", 100.0).dollars is None
-    monkeypatch.setenv(PLACE_VARIABLE, GPUS.model_dump_json())
-    assert bill_here("register", 100.0).dollars == pytest.approx(2.0)

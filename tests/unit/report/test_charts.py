@@ -35,18 +35,6 @@ def test_texts_and_attributes_are_escaped_and_elements_are_not() -> None:
     assert isinstance(inner, Markup)
 
 
-def test_attributes_are_written_as_svg_has_them() -> None:
-    drawn = charts.element("rect", x=1.26, stroke_width=3, viewBox="0 0 1 1", aria_label="a", opacity=None)
-    assert drawn == '<rect x="1.3" stroke-width="3" viewBox="0 0 1 1" aria-label="a"></rect>'
-
-
-def test_a_hint_is_the_elements_title() -> None:
-    assert charts.rectangle(0, 0, 1, 1, "bar", "3 < 4") == (
-        '<rect x="0.0" y="0.0" width="1.0" height="1.0" class="bar"><title>3 &lt; 4</title></rect>'
-    )
-    assert "<title>" not in charts.rectangle(0, 0, 1, 1, "bar")
-
-
 @pytest.mark.parametrize(
     ("low", "high", "count", "expected"),
     [(0, 1, 5, [0, 0.2, 0.4, 0.6, 0.8, 1]), (0, 97, 4, [0, 50]), (3, 3, 4, [3]), (-1, 1, 2, [-1, 0, 1])],
@@ -57,7 +45,7 @@ def test_ticks_are_round(low: float, high: float, count: int, expected: list[flo
 
 @pytest.mark.parametrize("keep_end", [True, False])
 @pytest.mark.parametrize("label", ["x" * 200, "W" * 30, "BLACK BEAR " * 3, "猫" * 40, "قطة صغيرة جدا " * 5, "a猫" * 20])
-def test_a_label_that_is_too_long_is_cut_to_what_fits(label: str, keep_end: bool) -> None:
+def test_label_that_is_too_long_is_cut_to_what_fits(label: str, keep_end: bool) -> None:
     shown = charts.fitted(label, keep_end=keep_end)
     assert 18 <= formatting.columns(shown) <= 22
     assert label.endswith(shown[1:]) if keep_end else label.startswith(shown[:-1])
@@ -69,13 +57,16 @@ def test_the_labels_of_phases_are_whole(name: str) -> None:
     assert charts.fitted(name) == name
 
 
-def test_a_label_that_was_cut_is_whole_in_its_hint() -> None:
+def test_labels_are_cut_and_hinted() -> None:
     label = "a class with a rather long name"
     assert f"<title>{label}</title>" in charts.row_label(0, 0, label)
     assert "<title>" not in charts.row_label(0, 0, "short")
-
-
-def test_a_chart_with_text_is_scrolled_before_its_text_gets_too_small() -> None:
+    # A hint is the elements title.
+    assert charts.rectangle(0, 0, 1, 1, "bar", "3 < 4") == (
+        '<rect x="0.0" y="0.0" width="1.0" height="1.0" class="bar"><title>3 &lt; 4</title></rect>'
+    )
+    assert "<title>" not in charts.rectangle(0, 0, 1, 1, "bar")
+    # A chart with text is scrolled before its text gets too small.
     assert "--least: 800px" in charts.drawing(10, title="it", width=1000)
     assert "--least: 0px" in charts.drawing(10, title="it", width=1000, shrinks=True)
     assert 'role="img" aria-label="it"' in charts.drawing(10, title="it")
@@ -85,17 +76,20 @@ def widths(drawn: str) -> list[float]:
     return [float(value) for value in re.findall(r'<rect [^>]*width="([\d.]+)"', drawn)]
 
 
-def test_a_stacked_bar_is_divided_by_shares() -> None:
+def test_stacked_bars() -> None:
     names = {"data": "waiting", "mine": "<mine>"}
     drawn = stacked_bar({"data": 0.25, "mine": 0.75}, "shares", spoken=names.__getitem__)
     assert widths(drawn) == [259, 779]
     assert "<title>waiting: 25.0 %</title>" in drawn
     assert "<title>&lt;mine&gt;: 75.0 %</title>" in drawn
     assert re.findall(r'class="(f-\w+)"', drawn) == ["f-data", "f-named"]
+    # Amounts without a color of their own are summed.
+    assert by_color({"data": 1.0, "mine": 2.0, "yours": 3.0}) == {"data": 1.0, "named": 5.0}
+    assert by_color({"data": 1.0, "mine": 2.0}) == {"data": 1.0, "mine": 2.0}
 
 
 @pytest.mark.parametrize("rows", [1, 40])
-def test_rows_are_on_one_scale_and_many_of_them_have_no_hints(rows: int) -> None:
+def test_rows_share_one_scale(rows: int) -> None:
     given = [(f"rank {row}", {"waiting": 10 / (row + 1)}, "") for row in range(rows)]
     drawn = stacked_rows(given, "ms", "ranks", spoken=str)
     first, *others = widths(drawn)
@@ -103,22 +97,11 @@ def test_rows_are_on_one_scale_and_many_of_them_have_no_hints(rows: int) -> None
     assert ("<title>waiting: 10 ms</title>" in drawn) == (rows == 1)
 
 
-def test_rows_without_any_amount_are_drawn() -> None:
-    assert widths(stacked_rows([("none", {"data": 0.0}, "")], "s", "bill", spoken=str)) == [0]
-
-
-def test_amounts_without_a_color_of_their_own_are_summed() -> None:
-    assert by_color({"data": 1.0, "mine": 2.0, "yours": 3.0}) == {"data": 1.0, "named": 5.0}
-    assert by_color({"data": 1.0, "mine": 2.0}) == {"data": 1.0, "mine": 2.0}
-
-
-def test_a_histogram_counts_every_value() -> None:
+def test_columns_and_histograms() -> None:
     values = np.array([*np.arange(1.0, 100.0), 5000.0])
     drawn = histogram(values, [(50.0, "median")], "ms", "steps")
     assert sum(int(count) for count in re.findall(r"<title>[^<]* ms: (\d+)</title>", drawn)) == 100
-
-
-def test_columns_are_sorted_and_say_their_parts() -> None:
+    # Columns are sorted and say their parts.
     drawn = stacked_columns(["few", "many"], [("train", [1, 1200]), ("test", [2, 300])], "classes")
     assert re.findall(r"<title>([^<]*)</title>", drawn) == ["many: 1,200 train, 300 test", "few: 1 train, 2 test"]
     assert re.findall(r">([\d,]+)</text>", drawn) == ["1,500"]
@@ -129,7 +112,6 @@ STUDENT = ReliabilityCurve(name="student", confidence=[0.25, 0.75], accuracy=[0.
 
 
 def dots(drawn: str) -> list[tuple[str, float, float]]:
-    """Hint and place of each."""
     found = re.findall(r'<g><title>([^<]*)</title><circle cx="([\d.]+)" cy="([\d.]+)"', drawn)
     return [(hint, float(x), float(y)) for hint, x, y in found]
 
@@ -144,7 +126,7 @@ def test_reliability_shows_both_models_and_leaves_out_empty_bins() -> None:
     assert charts.reliability([STUDENT], "calibration") != drawn
 
 
-def test_recalls_are_sorted_by_the_last_model_and_unknown_ones_are_left_out() -> None:
+def test_recalls() -> None:
     given: Mapping[str, np.ndarray] = {"teacher": np.array([1, np.nan, 0.5]), "student": np.array([0.9, 0.2, np.nan])}
     drawn = charts.recalls(given, ["a", "b", "<c>"], "recall")
     assert [hint for hint, *_ in dots(drawn)] == [
@@ -154,8 +136,7 @@ def test_recalls_are_sorted_by_the_last_model_and_unknown_ones_are_left_out() ->
         "&lt;c&gt;: teacher 50 %",
     ]
 
-
-def test_recalls_grow_with_the_classes_and_stop_growing() -> None:
+    # Recalls grow with the classes and stop growing.
     def height(classes: int) -> float:
         values = np.linspace(0, 1, classes)
         values[0] = np.nan
@@ -171,10 +152,7 @@ def test_outlines_share_one_scale_and_say_their_counts(most: int) -> None:
     drawn = charts.outlines({"a": [0, most], "b": [most // 2, 0]}, ["low", "high"], ["0", "1", "2"], "note", "title")
     lines = re.findall(r'class="line s\d" d="([^"]*)"', drawn)
     if most:
-        assert lines == [
-            "M0.0 160.0L360.0 160.0L360.0 0.0L720.0 0.0",
-            "M0.0 80.0L360.0 80.0L360.0 160.0L720.0 160.0",
-        ]
+        assert lines == ["M0.0 160.0L360.0 160.0L360.0 0.0L720.0 0.0", "M0.0 80.0L360.0 80.0L360.0 160.0L720.0 160.0"]
     assert f"<title>high: {most} at a, 0 at b</title>" in drawn
 
 
@@ -196,31 +174,19 @@ def test_confusion_matrix_is_drawn_for_few_and_many_classes(classes: int, counts
     assert 300 < width < 1400
 
 
-def test_each_cell_says_its_count_and_share() -> None:
+def test_confusions_of_many_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = charts.confusion(np.array([[3, 1], [0, 0]]), ["cat", "<dog>"], "confusion")
     assert "<title>cat taken for cat: 3 (75 % of the class)</title>" in drawn
     assert "<title>cat taken for &lt;dog&gt;: 1 (25 % of the class)</title>" in drawn
     assert "&lt;dog&gt; taken for" not in drawn
     assert re.findall(r'opacity="(0\.\d\d)"', drawn) == ["0.75", "0.25"]
-
-
-def test_of_many_classes_each_row_says_what_it_is_taken_for() -> None:
+    # Of many classes each row says what it is taken for.
     matrix = 8 * np.eye(30, dtype=np.int64)
     matrix[3, 7] = 2
     drawn = charts.confusion(matrix, [f"c{index}" for index in range(30)], "confusion")
     assert "<title>c3: 8 of 10 right, most often taken for c7 (2)</title>" in drawn
     assert "<title>c4: 8 of 8 right</title>" in drawn
-
-
-def test_a_cell_of_a_small_share_is_drawn_too() -> None:
-    matrix = 99 * np.eye(150, dtype=np.int64)
-    matrix[149, 0] = 1
-    drawn = charts.confusion(matrix, [""] * 150, "confusion")
-    [faint] = re.findall(r'<path class="heat" opacity="0.1"[^>]*d="([^"]*)"', drawn)
-    assert faint == f"M0 {149.5 * 800 / 150:g}h1"
-
-
-def test_only_the_largest_of_very_many_cells_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only the largest of very many cells are drawn.
     monkeypatch.setattr(charts, "MOST_CELLS", 150)
     matrix = 9 * np.eye(150, dtype=np.int64)
     matrix[0, 100:] = 1
@@ -232,7 +198,7 @@ def drawn(lane: charts.Lane) -> str:
     return "".join(lane.content)
 
 
-def test_a_line_has_a_gap_where_a_value_is_unknown_and_says_its_range() -> None:
+def test_a_line_has_gaps_and_a_range() -> None:
     seconds = np.array([0.0, 1, 2, 3, 4])
     curve = ChartLine(style="s0", label="loss", seconds=seconds, values=np.array([2.0, 1.0, np.nan, 0.0, np.nan]))
     lane = charts.line_lane("Loss", "training", [curve], 4.0, height=100)
@@ -249,7 +215,7 @@ def test_the_axis_is_in_a_unit_that_fits(duration_s: float, unit: str) -> None:
     assert f"time in {unit}</text>" in charts.over_time([lane], duration_s, "over time")
 
 
-def test_a_window_is_marked_at_both_ends_but_not_where_it_is_nearly_all() -> None:
+def test_a_window_is_marked_at_both_ends() -> None:
     windows = [
         MarkedTime(label="short", style="severe", start_s=25, end_s=50),
         MarkedTime(label="<all>", style="note", start_s=1, end_s=99),
@@ -263,7 +229,7 @@ def test_a_window_is_marked_at_both_ends_but_not_where_it_is_nearly_all() -> Non
     assert "&lt;all&gt;" in chart
 
 
-def test_shares_are_stacked_and_each_says_what_it_is() -> None:
+def test_shares_and_heat_maps() -> None:
     shares = {"data": np.array([0.25, 0.0]), "mine": np.array([0.75, 1.0])}
     lane = charts.stack_lane("Time", "%", shares, {"data": "waiting for data", "mine": "<mine>"})
     found = re.findall(r'<path class="(\S+)".*? d="([^"]*)"><title>([^<]*)</title>', drawn(lane))
@@ -271,9 +237,7 @@ def test_shares_are_stacked_and_each_says_what_it_is() -> None:
         ("f-data", "M0 0.750h1v0.250h-1z", "waiting for data"),
         ("f-named", "M0 0.000h1v0.750h-1zM1 0.000h1v1.000h-1z", "&lt;mine&gt;"),
     ]
-
-
-def test_many_rows_of_a_heat_map_are_averaged() -> None:
+    # Many rows of a heat map are averaged.
     lane = charts.heat_lane("CPU cores", "% busy", np.full((96, 2), 100.0))
     assert lane.unit == "% busy, 2 a row"
     [runs] = re.findall(r'<path class="heat" opacity="1.0"[^>]* d="([^"]*)"', drawn(lane))

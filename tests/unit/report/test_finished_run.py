@@ -18,11 +18,7 @@ from trainer.report.finished_run import PricedRun, Registered, price_rows, price
 from trainer.report.forecast import Forecast
 
 PRICE = Price(dollars_an_hour=36.0, date="2026-11", region="us-east-1", source="list")
-EXPECTED = Forecast(
-    place=Machines(pool="gpu", price=PRICE),
-    hours=0.01,
-    dollars=0.36,
-)
+EXPECTED = Forecast(place=Machines(pool="gpu", price=PRICE), hours=0.01, dollars=0.36)
 
 TEACHER = {
     "architecture": "vit_base_patch16_224",
@@ -116,20 +112,7 @@ def test_values_come_from_where_they_were_measured():
     assert content["mlflow"]["model_version"] == "3"
 
 
-def test_a_missing_figure_is_no_silent_gap():
-    evaluation = {"teacher": TEACHER, "student": {}, "verdict": {"passed": True, "reasons": []}}
-    with pytest.raises(KeyError, match="architecture"):
-        built(evaluation=evaluation)
-
-
-def test_the_table_says_how_to_see_mlflows_pages_where_no_server_has_them():
-    assert "sqlite:///x.db (run abc); `python -m trainer ui` shows it" in table(built())
-    for uri in ("http://mlflow:5000", "databricks"):
-        server = Registered(tracking_uri=uri, run_id="abc", model_name="vit-student", model_version="3")
-        assert table(built(registered=server)).endswith(f"{uri} (run abc)")
-
-
-def test_table_shows_what_a_reader_looks_for():
+def test_table():
     text = table(built())
     for expected in (
         "1,437 train, 180 val, 180 test images of 10 classes",
@@ -145,9 +128,22 @@ def test_table_shows_what_a_reader_looks_for():
         "sqlite:///x.db (run abc)",
     ):
         assert expected in text, expected
+    # Table is aligned.
+    lines = table(built()).splitlines()
+    figures = [line for line in lines[:6] if line.startswith(("stage ", "prepare", "distill", "register"))]
+    assert len({line.index(text) for line, text in zip(figures, ("main", "1,437", "student", "vit"), strict=True)}) == 1
+    models = [line for line in lines if line.startswith(("test top-1", "parameters", "latency"))]
+    ends = [line.index(text) + len(text) for line, text in zip(models, ("95.00%", "33,000", "1.00 ms"), strict=True)]
+    assert len(set(ends)) == 1
+    assert all(line == line.rstrip() for line in lines)
+    # The table says how to see mlflows pages where no server has them.
+    assert "sqlite:///x.db (run abc); `python -m trainer ui` shows it" in table(built())
+    for uri in ("http://mlflow:5000", "databricks"):
+        server = Registered(tracking_uri=uri, run_id="abc", model_name="vit-student", model_version="3")
+        assert table(built(registered=server)).endswith(f"{uri} (run abc)")
 
 
-def test_recorded_outputs_have_their_keys_and_their_line_and_no_others_do():
+def test_recorded_outputs_have_their_keys():
     recorded = {
         "samples": 1437, "views": 30, "top_k": 10, "mib": 1.97, "bytes_per_view": 48,
         "mass": {"t1": {"mean": 0.99876, "p5": 0.99, "p1": 0.98}},
@@ -173,17 +169,7 @@ def test_recorded_outputs_have_their_keys_and_their_line_and_no_others_do():
     assert "teacher_outputs" not in built()
 
 
-def test_table_is_aligned():
-    lines = table(built()).splitlines()
-    figures = [line for line in lines[:6] if line.startswith(("stage ", "prepare", "distill", "register"))]
-    assert len({line.index(text) for line, text in zip(figures, ("main", "1,437", "student", "vit"), strict=True)}) == 1
-    models = [line for line in lines if line.startswith(("test top-1", "parameters", "latency"))]
-    ends = [line.index(text) + len(text) for line, text in zip(models, ("95.00%", "33,000", "1.00 ms"), strict=True)]
-    assert len(set(ends)) == 1
-    assert all(line == line.rstrip() for line in lines)
-
-
-def test_table_of_a_failed_gate_and_an_untracked_run():
+def test_table_of_other_runs():
     evaluation = {
         "teacher": TEACHER,
         "student": STUDENT,
@@ -194,23 +180,19 @@ def test_table_of_a_failed_gate_and_an_untracked_run():
     assert "  - latency: too long" in text
     assert "nothing is tracked" in text
     assert "None" not in text
-
-
-def test_a_student_that_is_larger_and_slower_is_called_so():
+    # A student that is larger and slower is called so.
     student = copy.deepcopy(STUDENT) | {"parameters": 938_000, "latency_ms": {"p50": 5.0, "p95": 6.0}}
     text = table(built(evaluation={"teacher": TEACHER, "student": student, "verdict": {"passed": True, "reasons": []}}))
     assert "2.0x larger" in text
     assert "2.0x slower" in text
-
-
-def test_the_table_tells_the_verdict_on_the_trainings_and_what_was_forecast():
+    # The table tells the verdict on the trainings and what was forecast.
     lines = table(built(bill=bill(EXPECTED, tune=5.0, distill=40.0, profile=1.0))).splitlines()
     shown = {line.split()[0]: line for line in lines[:4]}
     assert "forecast 36 s, $0.36" in shown["tune"]
     assert "nothing slows it" in shown["profile"]
 
 
-def test_the_bill_is_in_the_table_with_dollars_where_there_is_a_price():
+def test_the_bill_is_in_the_table():
     priced = bill(EXPECTED, Machines(pool="gpu", instance="g5.xlarge", nodes=2, price=PRICE), distill=40.0)
     plain = bill(prepare=10.0)
     content = built(bill=make_bill([*plain.stages, *priced.stages], EXPECTED))
@@ -235,7 +217,7 @@ def reports(folder):
     return {name: str(file) for name, file in made.items()} | {"reconstructions": str(folder / "stages" / "seen.png")}
 
 
-def test_it_leads_to_copies_of_the_pages_and_says_what_came_out(tmp_path):
+def test_the_index_leads_to_copies_of_the_pages(tmp_path):
     run = tmp_path / "one <run>"
     run.mkdir()
     content = built(reports=reports(tmp_path))
@@ -258,7 +240,7 @@ def test_it_leads_to_copies_of_the_pages_and_says_what_came_out(tmp_path):
         assert said in page, said
 
 
-def test_a_run_that_did_not_pass_and_is_not_tracked(tmp_path):
+def test_run_that_did_not_pass_and_is_not_tracked(tmp_path):
     verdict = {"passed": False, "reasons": ["accuracy: below <0.9>", "latency: too long"]}
     evaluation = {"teacher": TEACHER, "student": STUDENT, "verdict": verdict}
     finished_run.write_front_page(tmp_path, built(evaluation=evaluation, registered=Registered(), reports={}))
@@ -295,12 +277,7 @@ A100 = PricedRun(
 )
 
 
-def test_the_published_comparison_of_a_bert_is_reproduced():
-    """Published: 41.47 and 68.60 dollars.
-
-    6553 s at 37.69 $/h are 68.606: the cent is cut off there and rounded here. 6033 s at 24.725 $/h are 41.435: what was published is
-    3.5 cents more, which no rounding of these inputs gives (it would take 24.746 $/h, or 6038 s), so it is held to a tenth of a percent.
-    """
+def test_published_comparisons_are_reproduced():
     assert A100.dollars == pytest.approx(68.60, abs=0.01)
     assert TRAINIUM.dollars == pytest.approx(41.47, rel=1e-3)
     assert column([TRAINIUM, A100], "dollars") == ["$41.43", "$68.61"]
@@ -308,10 +285,7 @@ def test_the_published_comparison_of_a_bert_is_reproduced():
     assert column([TRAINIUM, A100], "accuracy") == ["98.40%", "98.40%"]
     assert column([TRAINIUM, A100], "time") == ["100.5 min", "109.2 min"]
     assert column([TRAINIUM, A100], "") == ["cheapest, fastest", ""]
-
-
-def test_the_model_case_is_reproduced():
-    """300 epochs at 3.2 h on 2 A100-80GB were 40 days; 210 at 0.11 h on 32 A100-40GB a day: an epoch 29 times as fast."""
+    # The model case is reproduced.
     before = PricedRun(name="before", place=Machines(pool="2 x A100-80GB"), seconds=300 * 3.20 * 3600, epochs=300)
     after = PricedRun(
         name="after", place=Machines(pool="8 x A100-40GB", nodes=4, processes_per_node=8), seconds=210 * 0.11 * 3600, epochs=210
@@ -361,37 +335,26 @@ def test_runs_stand_side_by_side_whatever_they_ran_on(tmp_path, capsys):
     assert third.endswith("24 h")
 
 
-def test_one_run_shows_its_stages(tmp_path, capsys):
-    run = write_run(tmp_path / "run", at=place("gpu", 36.0))
-    assert cli.main(["bill", str(run)]) == 0
-    text = capsys.readouterr().out
-    assert "distill  gpu      60 min   $36.00  training 98%, start-up 2%" in text
-    assert "total           60.1 min   $36.00" in text
-    assert "the dollars are without prepare (5 s)" in text
-
-
 def test_the_teachers_recording_is_part_of_the_price(tmp_path):
     entry, _ = read_run(write_run(tmp_path / "run", at=place("gpu", 36.0), recorded=1800.0))
     assert entry.dollars == pytest.approx(54)
     assert entry.epoch_s == pytest.approx(540)
 
 
-def test_what_was_compiled_beforehand_is_part_of_the_price(tmp_path):
+def test_what_was_compiled_beforehand_is_part_of_price(tmp_path):
     """Else a run would look cheaper for having paid earlier."""
     entry, _ = read_run(write_run(tmp_path / "run", at=place("neuron-trn1-16", 21.5), seconds=3600.0, warmed=900.0))
     assert entry.seconds == 4500
     assert entry.dollars == pytest.approx(1.25 * 21.5)
 
 
-def test_a_registration_is_named_like_its_run(tmp_path):
+def test_comparison_names_time_and_registrations(tmp_path):
     entry, _ = read_run(write_run(tmp_path / "my-run" / "registration"))
     assert entry.name == "my-run"
     assert read_run(tmp_path / "my-run" / "registration" / "summary.json")[0] == entry
     (tmp_path / "latest").symlink_to("my-run")
     assert read_run(tmp_path / "latest" / "registration")[0] == entry
-
-
-def test_the_table_says_what_time_it_is_of_and_doubts_old_prices():
+    # The table says what time it is of and doubts old prices.
     old = Machines(pool="gpu", price=Price(dollars_an_hour=1.0, date="2020-01", region="r", source="s"))
     text = "\n".join(price_table([PricedRun(name="a", place=old, seconds=3600.0)]))
     assert "warm_up, reinforce, distill, with start-up and compilation" in text
@@ -420,18 +383,18 @@ def test_a_wrong_summary_is_one_message(tmp_path, content, message):
         ({"settings": {"distill": {"epochs": "many"}}}, "could not convert string to float: 'many'"),
     ],
 )
-def test_a_summary_without_accuracy_or_epochs_is_one_message(tmp_path, changes, message):
+def test_summary_without_accuracy_or_epochs_is_one_message(tmp_path, changes, message):
     with pytest.raises(ArtifactError, match=rf"summary\.json: is not the summary of a run \({message}\)"):
         read_run(write_run(tmp_path / "run", **changes))
 
 
-def test_a_run_without_distillation_is_left_out_by_hand(tmp_path):
+def test_run_without_distillation_is_left_out_by_hand(tmp_path):
     bill = make_bill([StageBill(stage="prepare", seconds=5.0)]).model_dump(mode="json")
     with pytest.raises(ArtifactError, match="run: its bill has no distillation"):
         read_run(write_run(tmp_path / "run", bill=bill))
 
 
-def test_a_bill_of_another_version_in_mlflow_is_one_message(mlflow_uri, monkeypatch, tmp_path):
+def test_bill_of_another_version_in_mlflow_is_one_message(mlflow_uri, monkeypatch, tmp_path):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_uri)
     store = MlflowClient(mlflow_uri)
     run = store.create_run(

@@ -58,7 +58,7 @@ def test_work_is_counted_as_the_loop_does_it(samples, size):
         assert work_of(settings, samples) == expected
 
 
-def test_every_part_counts_as_often_as_it_comes():
+def test_forecast_parts():
     work = work_of(SETTINGS, SAMPLES)
     assert work == WorkCount(steps=1000, validations=10, checkpoints=4, windows=1)
     expected = forecast(measured(), work)
@@ -68,8 +68,7 @@ def test_every_part_counts_as_often_as_it_comes():
     assert expected.assumptions == ()
     assert str(expected) == "61.9 min, $10.32, by 50 steps of 3.6 s"
 
-
-def test_windows_of_the_profiler_are_counted_where_they_open():
+    # Windows of the profiler are counted where they open.
     def windows(**evidence):
         return work_of(SETTINGS.model_copy(update={"evidence": EvidenceSettings(**evidence)}), SAMPLES).windows
 
@@ -79,35 +78,24 @@ def test_windows_of_the_profiler_are_counted_where_they_open():
     slower = forecast(measured(window_s=36.0), work)
     assert slower.hours == pytest.approx(forecast(measured(), work).hours + 0.01)
 
-
-def test_compiling_is_reported_separately():
-    work = work_of(SETTINGS, SAMPLES)
     expected = forecast(measured(startup_s=336.0, compile_s=300.0), work)
     assert expected.hours == pytest.approx(forecast(measured(), work).hours + 300 / 3600)
     assert expected.compile_hours == pytest.approx(300 / 3600)
     assert str(expected).startswith("66.9 min (5 min of it compiling), $")
-
-
-def test_recording_the_teacher_is_part_of_it_where_it_has_to_be_done():
-    work = work_of(SETTINGS, SAMPLES)
     recorded = forecast(measured(recording_s=3600.0), work)
     assert recorded.hours == pytest.approx(forecast(measured(), work).hours + 1)
     assert recorded.stages == ("reinforce", "distill")
 
 
-def test_without_a_price_there_are_no_dollars():
+def test_prices_of_a_forecast():
     expected = forecast(measured(price=None), WorkCount(steps=10, validations=0, checkpoints=0))
     assert expected.dollars is None
     assert "$" not in str(expected)
-
-
-def test_an_old_price_is_among_the_assumptions():
+    # An old price is among the assumptions.
     old = PRICE.model_copy(update={"date": "2020-01"})
     (said,) = forecast(measured(price=old), WorkCount(steps=10, validations=0, checkpoints=0)).assumptions
     assert "is of 2020-01" in said
-
-
-def test_what_the_last_version_wrote_is_read():
+    # What the last version wrote is read.
     intervals = {"hours_low": 1.0, "hours_high": 3.0, "dollars_low": None, "dollars_high": None}
     former = {"place": {"pool": "gpu"}, "hours": 2.0, "dollars": None, **intervals}
     assert str(Forecast.model_validate(former)) == "2 h"
@@ -125,7 +113,7 @@ def step_s(expected):
     return (3600 * expected.hours - 36) / 1000
 
 
-def test_more_nodes_are_assumed_and_said_where_one_number_was_measured():
+def test_more_nodes():
     expected = on_nodes([measured()], STEPS_ALONE, 4, assumed_efficiency=0.9)
     assert step_s(expected) == pytest.approx(3.6 / 1.8**2)
     assert expected.place.nodes == 4
@@ -134,9 +122,7 @@ def test_more_nodes_are_assumed_and_said_where_one_number_was_measured():
     said = " ".join(expected.assumptions)
     assert "twice as many nodes are assumed to be 1.8 times as fast; only 1 node measured" in said
     assert "start-up, validation and checkpoints as on 1 node" in said
-
-
-def test_more_nodes_scale_as_measured():
+    # More nodes scale as measured.
     tried = [measured(1, 4.0), measured(2, 2.5), measured(4, 1.6)]
     assert on_nodes(tried, STEPS_ALONE, 2) == forecast(tried[1], STEPS_ALONE)
     expected = on_nodes(tried, STEPS_ALONE, 16, assumed_efficiency=1.0)
@@ -145,18 +131,10 @@ def test_more_nodes_scale_as_measured():
     between = on_nodes([measured(1, 4.0), measured(4, 2.0)], STEPS_ALONE, 2)
     assert step_s(between) == pytest.approx(4.0 / 2**0.5)
     assert "taken to hold" not in between.assumptions[0]
-
-
-def test_a_speed_up_beyond_the_nodes_share_is_not_believed():
+    # A speed up beyond the nodes share is not believed.
     expected = on_nodes([measured(1, 4.0), measured(2, 1.0)], STEPS_ALONE, 4)
     assert step_s(expected) == pytest.approx(0.5)
-
-
-def test_fewer_nodes_take_longer():
-    assert step_s(on_nodes([measured(4, 1.0)], STEPS_ALONE, 2, assumed_efficiency=0.9)) == pytest.approx(1.8)
-
-
-def test_measurements_of_other_machines_are_not_mixed():
+    # Measurements of other machines are not mixed.
     other = measured().model_copy(update={"place": Machines(pool="cpu")})
     with pytest.raises(ValueError, match="one pool and one batch size"):
         on_nodes([measured(), other], STEPS_ALONE, 2)
@@ -166,13 +144,7 @@ def test_measurements_of_other_machines_are_not_mixed():
 # The budget
 
 
-def test_within_the_budget_nothing_happens():
-    expected = forecast(measured(), work_of(SETTINGS, SAMPLES))
-    refuse_over_budget(expected, {}, budget_usd=20, budget_hours=2)
-    refuse_over_budget(expected, {}, budget_usd=0, budget_hours=None)
-
-
-def test_a_refusal_names_forecast_budget_and_alternatives():
+def test_budget():
     work = work_of(SETTINGS, SAMPLES)
     alternatives = {
         "distill.teacher=recorded": forecast(measured(step_s=1.0), work),
@@ -187,9 +159,7 @@ def test_a_refusal_names_forecast_budget_and_alternatives():
         "Not within it: pool gpu-h100 (60.3 min, $10.04); pool gpu-h100-spot (3.6 min, price not known). "
         "Choose one of these, or raise the budget"
     )
-
-
-def test_dollars_are_not_limited_where_no_price_is_known():
+    # Dollars are not limited where no price is known.
     for place in (None, Machines(pool="cpu")):
         check_budget(place, None)
         check_budget(place, 0)
@@ -197,6 +167,8 @@ def test_dollars_are_not_limited_where_no_price_is_known():
             check_budget(place, 50)
     with pytest.raises(BudgetError, match=r"run\.budget_usd=50 cannot be kept"):
         refuse_over_budget(forecast(measured(price=None), STEPS_ALONE), {}, budget_usd=50, budget_hours=None)
+    # No budget takes all epochs.
+    assert epochs_that_fit(measured(), SETTINGS, SAMPLES, budget_usd=None, budget_hours=0.0) == SETTINGS.epochs
 
 
 @pytest.mark.parametrize(("limits", "epochs"), [((9, None), 87), ((None, 0.5), 47), ((9, 0.5), 47), ((0.1, None), 0)])
@@ -211,7 +183,3 @@ def test_as_many_epochs_as_fit(limits, epochs):
         refuse_over_budget(taken(epochs), {}, budget_usd=usd, budget_hours=hours)
     with pytest.raises(BudgetError):
         refuse_over_budget(taken(epochs + 1), {}, budget_usd=usd, budget_hours=hours)
-
-
-def test_no_budget_takes_all_epochs():
-    assert epochs_that_fit(measured(), SETTINGS, SAMPLES, budget_usd=None, budget_hours=0.0) == SETTINGS.epochs

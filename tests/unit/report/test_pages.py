@@ -102,40 +102,32 @@ def test_every_kind_of_block_is_shown() -> None:
     )
 
 
-def test_a_table_without_headers_has_no_row_for_them() -> None:
+def test_blocks_leave_out_nothing_given() -> None:
     assert "<thead>" not in body(Table(["", ""], [["seconds", 3]]))
     assert "<thead><tr><th></th><th>teacher</th></tr></thead>" in body(Table(["", "teacher"], []))
-
-
-def test_what_is_none_is_left_out() -> None:
+    # What is none is left out.
     assert body(None, Details("folded", [None]), None) == "<details><summary>folded</summary></details>"
+    # A chart that is plain text is text.
+    assert "&lt;svg onload=alert(1)&gt;" in body(Figure("<svg onload=alert(1)>"))  # type: ignore[arg-type]
 
 
-def test_texts_are_escaped_and_charts_are_not() -> None:
+def test_templates_escape() -> None:
     shown = body(Paragraph("a < b & \"c\" 'd'"), Figure(Markup("<svg>&amp;</svg>"), "<b>"))
     assert "<p>a &lt; b &amp; &#34;c&#34; &#39;d&#39;</p>" in shown
     assert "<svg>&amp;</svg>" in shown
     assert "<figcaption>&lt;b&gt;</figcaption>" in shown
-
-
-def test_a_chart_that_is_plain_text_is_text() -> None:
-    assert "&lt;svg onload=alert(1)&gt;" in body(Figure("<svg onload=alert(1)>"))  # type: ignore[arg-type]
-
-
-def test_no_template_turns_escaping_off() -> None:
+    # No template turns escaping off.
     templates = sorted(TEMPLATES.iterdir())
     assert {path.name for path in templates} == {"page.html.jinja", "blocks.html.jinja", "style.css.jinja"}
     for path in templates:
         assert not re.search(r"\bsafe\b|autoescape|Markup", path.read_text()), path.name
-
-
-def test_a_value_that_a_template_lacks_is_an_error() -> None:
+    # A value that a template lacks is an error.
     template = pages._environment().get_template("page.html.jinja")
     with pytest.raises(UndefinedError, match="lead"):
         template.render(title="title", blocks=[])
 
 
-def test_a_page_is_whole_and_refers_to_nothing_outside() -> None:
+def test_page_is_whole_and_refers_to_nothing_outside() -> None:
     page = pages.render("a <title>", "lead", EVERY)
     assert page.startswith('<!doctype html>\n<html lang="en">')
     assert page.endswith("</html>")

@@ -11,6 +11,6 @@ def test_figures_have_the_score_of_their_kind():
 
 
 @pytest.mark.parametrize("found", [scores.name, scores.title, scores.score])
-def test_figures_without_a_score_are_a_value_error_that_says_so(found):
+def test_figures_without_score_are_value_error_that_says_so(found):
     with pytest.raises(ValueError, match="there is no score among its figures, top1 or map"):
         found({"top5": 0.9})

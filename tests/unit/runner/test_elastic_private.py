@@ -57,18 +57,18 @@ def test_who_was_asked_to_end_is_started_again_as_often_as_that_happens(starts):
     assert launched[0] == 1.0
 
 
-def test_a_crash_is_tried_again_as_often_as_the_job_allows(starts):
+def test_crash_is_tried_again_as_often_as_job_allows(starts):
     launched, failed = starts(CRASH_EXIT_CODE, max_restarts=1)
     assert (len(launched), failed) == (2, CRASH_EXIT_CODE)
 
 
-def test_an_error_of_the_trainers_own_is_not_tried_again(starts):
+def test_error_of_trainers_own_is_not_tried_again(starts):
     launched, failed = starts(EXIT_CODE, max_restarts=3)
     assert (len(launched), failed) == (1, EXIT_CODE)
 
 
 @pytest.mark.parametrize("code", [PREEMPTED_EXIT_CODE, CRASH_EXIT_CODE])
-def test_in_a_job_that_is_not_elastic_nothing_is_started_again(starts, code):
+def test_in_job_that_is_not_elastic_nothing_is_started_again(starts, code):
     launched, failed = starts(code, max_restarts=0)
     assert (len(launched), failed) == (1, code)
 

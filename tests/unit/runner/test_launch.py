@@ -49,7 +49,7 @@ def spec(**changes):
 
 
 @pytest.mark.parametrize("name", [name for name, stage in stages.STAGES.items() if stage.launched])
-def test_the_command_is_one_that_the_command_line_takes(name, monkeypatch):
+def test_command_is_one_that_command_line_takes(name, monkeypatch):
     stage, called = stages.STAGES[name], {}
     monkeypatch.setattr(stages, "call", lambda *arguments, **_: called.update(arguments=arguments))
     places = {keyword: f"/{keyword}" for keyword in (*stage.all_inputs, *stage.outputs)}
@@ -111,7 +111,7 @@ LOST = "rank 1 went away during step 4 (Connection closed by peer [10.0.0.7]:471
         "an abort without a message",
     ],
 )
-def test_a_request_to_end_can_be_distinguished_from_a_failure(tmp_path, exit_codes, reported, expected):
+def test_request_to_end_can_be_distinguished_from_failure(tmp_path, exit_codes, reported, expected):
     for rank, message in reported.items():
         leave(tmp_path, rank, message, when=1000 + rank)
     error = launch._explain(spec(), tmp_path, exit_codes)
@@ -119,16 +119,18 @@ def test_a_request_to_end_can_be_distinguished_from_a_failure(tmp_path, exit_cod
     assert isinstance(error, PreemptedError) == ("asked to end" in expected)
 
 
-def test_processes_that_the_agent_had_to_end_are_not_to_blame():
-    """Such as one that was stopped, for which the others waited in vain: it is killed half a minute after they have failed."""
+def test_blame(tmp_path, capsys):
     failures = {
         0: SimpleNamespace(local_rank=0, exitcode=1, timestamp=1000),
         1: SimpleNamespace(local_rank=1, exitcode=-9, timestamp=1030),
     }
     assert launch._first_exit_codes(SimpleNamespace(failures=failures)) == {0: 1}
-
-
-def test_the_earliest_message_is_reported_with_its_traceback(tmp_path, capsys):
+    # A killed process is to blame before those that miss it.
+    leave(tmp_path, 0, "Connection closed by peer", when=100)
+    error = launch._explain(spec(), tmp_path, {0: 1, 1: -signal.SIGKILL})
+    assert str(error).startswith("distill: process 1 of 2: was ended by SIGKILL; the machine may be out of memory")
+    assert capsys.readouterr().err == ""
+    # The earliest message is reported with its traceback.
     leave(tmp_path, 0, "Connection closed by peer", when=200)
     leave(tmp_path, 1, "ValueError: planted", when=100)
     error = launch._explain(spec(), tmp_path, {0: 1, 1: 1})
@@ -136,28 +138,13 @@ def test_the_earliest_message_is_reported_with_its_traceback(tmp_path, capsys):
     assert capsys.readouterr().err == "trace of 1\n"
 
 
-def test_a_killed_process_is_to_blame_before_those_that_miss_it(tmp_path, capsys):
-    leave(tmp_path, 0, "Connection closed by peer", when=100)
-    error = launch._explain(spec(), tmp_path, {0: 1, 1: -signal.SIGKILL})
-    assert str(error).startswith("distill: process 1 of 2: was ended by SIGKILL; the machine may be out of memory")
-    assert capsys.readouterr().err == ""
-
-
-def test_a_silent_end_is_reported_by_its_exit_code(tmp_path):
+def test_ends_without_a_message(tmp_path, monkeypatch, capsys):
     error = launch._explain(spec(processes_per_node=1), tmp_path, {0: 7})
     assert str(error) == "distill: ended with exit code 7; its last lines of output stand above"
-
-
-def test_a_process_without_launcher_prints_its_traceback(monkeypatch, capsys):
+    # A process without launcher prints its traceback.
     monkeypatch.delenv(launch.FAILURES_VARIABLE, raising=False)
     launch.record_failure("message", "the trace")
     assert capsys.readouterr().err == "the trace\n"
-
-
-def test_a_failure_before_the_last_start_is_not_to_blame(tmp_path):
-    leave(tmp_path, 0, "of the first start", when=100, start=0)
-    leave(tmp_path, 1, "of the second start", when=200, start=1)
-    assert "process 1 of 2: of the second start" in str(launch._explain(spec(), tmp_path, {1: 1}))
 
 
 def test_a_node_is_named_where_there_are_others(tmp_path):
@@ -184,7 +171,7 @@ def test_a_process_that_misses_another_node_points_there(tmp_path, message):
     assert "another node" not in str(launch._explain(spec(), tmp_path, {0: 1}))
 
 
-def test_the_nodes_of_a_job_are_started_with_all_that_they_need():
+def test_nodes_are_started_with_what_they_need():
     job = spec()
     assert job.arguments("--node")[:5] == ["-m", "trainer", "stage", "distill", "--node"]
     assert [text if text != "--node" else "--worker" for text in job.arguments("--node")] == job.arguments()
@@ -206,7 +193,7 @@ def node(monkeypatch, tmp_path):
     return set_variables
 
 
-def test_a_node_outside_of_a_job_is_refused_and_leaves_its_last_words(node, capsys):
+def test_a_node_outside_of_a_job_is_refused(node, capsys):
     last_words = node()
     assert cli.main(["stage", "distill", "--node", *DIRECTORIES]) == EXIT_CODE
     printed = capsys.readouterr().err
@@ -224,7 +211,7 @@ def test_variables_that_describe_no_node_are_shown(node, name, value, capsys):
         launch.join_node(spec())
 
 
-def test_a_first_node_that_never_comes_is_not_waited_for_without_end(node):
+def test_an_absent_first_node_is_not_awaited(node):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -235,7 +222,7 @@ def test_a_first_node_that_never_comes_is_not_waited_for_without_end(node):
             launch.join_node(spec())
 
 
-def test_a_node_that_was_started_again_waits_until_the_first_node_was_too(monkeypatch):
+def test_a_restarted_node_waits_for_the_first(monkeypatch):
     """The first node serves a lost group until it notices; who joined that would never meet those that start anew."""
     port = free_port()
     start = {"is_master": True, "wait_for_workers": False, "timeout": timedelta(seconds=5)}
@@ -258,7 +245,7 @@ def test_a_node_that_was_started_again_waits_until_the_first_node_was_too(monkey
     assert len(anew) == 1
 
 
-def test_a_node_of_an_elastic_job_waits_for_the_one_where_all_meet(monkeypatch):
+def test_an_elastic_node_waits_for_the_meeting_place(monkeypatch):
     port, slept = free_port(), []
     config = SimpleNamespace(rdzv_backend="c10d", rdzv_endpoint=f"127.0.0.1:{port}", rdzv_configs={"timeout": 1})
     launch._wait_for_first_node(config, spec(), "node worker-0")  # this machine: it serves the others itself
@@ -272,21 +259,13 @@ def test_a_node_of_an_elastic_job_waits_for_the_one_where_all_meet(monkeypatch):
     assert len(slept) == 1
 
 
-def test_last_words_have_the_length_that_kubernetes_keeps(node):
-    last_words = node()
-    launch.write_termination_message("ä" * 5000)
-    assert len(last_words.read_bytes()) == launch.TERMINATION_LOG_BYTES
-    launch.write_termination_message("no file \udcff.jpg")  # as Python names a file whose name is not UTF-8
-    assert last_words.read_text() == r"no file \udcff.jpg"
-
-
 def test_last_words_that_cannot_be_written_are_reported(node, caplog):
     node().mkdir()
     launch.write_termination_message("why")
     assert "the message could not be written to" in caplog.text
 
 
-def test_an_unexpected_error_of_a_node_is_its_last_words(node, monkeypatch, capsys):
+def test_unexpected_error_of_node_is_its_last_words(node, monkeypatch, capsys):
     last_words = node()
     monkeypatch.setattr(launch, "join_node", lambda _spec: 1 / 0)
     assert cli.main(["stage", "distill", "--node", *DIRECTORIES]) == CRASH_EXIT_CODE
@@ -309,7 +288,7 @@ def test_an_unexpected_error_of_a_node_is_its_last_words(node, monkeypatch, caps
         (ValueError("a bug"), CRASH_EXIT_CODE),
     ],
 )
-def test_the_exit_code_of_a_process_tells_what_may_pass(monkeypatch, tmp_path, error, code):
+def test_exit_code_of_process_tells_what_may_pass(monkeypatch, tmp_path, error, code):
     monkeypatch.setenv(launch.FAILURES_VARIABLE, str(tmp_path))
     monkeypatch.setattr(stages, "call", lambda *_, **__: (_ for _ in ()).throw(error))
     assert cli.main(["stage", "distill", "--worker", "--settings", "{}", *DIRECTORIES]) == code
@@ -323,7 +302,7 @@ def test_the_exit_code_of_a_process_tells_what_may_pass(monkeypatch, tmp_path, e
         (PreemptedError("distill: was asked to end"), PREEMPTED_EXIT_CODE),
     ],
 )
-def test_the_exit_code_of_a_node_asks_an_operator_to_start_it_again_or_not_to(node, monkeypatch, error, code):
+def test_a_nodes_exit_code_asks_for_a_restart(node, monkeypatch, error, code):
     last_words = node()
     monkeypatch.setattr(launch, "join_node", lambda _spec: (_ for _ in ()).throw(error))
     assert cli.main(["stage", "distill", "--node", *DIRECTORIES]) == code
@@ -350,7 +329,6 @@ def silence():
 
 @contextmanager
 def start_node(rank, port, dataset, folder, **further):
-    """One of two nodes, as a pod starts it."""
     job = spec(
         settings=config.Settings().for_stage("distill"),
         inputs={"dataset": str(dataset), "teacher": "/none"},
@@ -387,7 +365,7 @@ def is_worker(process):
 
 
 @pytest.mark.slow
-def test_two_nodes_meet_one_fails_the_other_is_ended(tmp_path, silence):
+def test_two_nodes_meet_one_fails_other_is_ended(tmp_path, silence):
     """As on a cluster: the operator sees one pod fail and ends the others."""
     hanging, environment = silence
     port = free_port()
@@ -446,6 +424,6 @@ def test_gpus_are_those_that_torch_would_use(monkeypatch):
 @pytest.mark.parametrize(
     ("gpus", "device", "processes"), [(0, "auto", 1), (4, "auto", 4), (4, "cuda", 4), (4, "cpu", 1)]
 )
-def test_a_process_for_each_gpu_that_is_to_be_trained_on(monkeypatch, gpus, device, processes):
+def test_process_for_each_gpu_that_is_to_be_trained_on(monkeypatch, gpus, device, processes):
     monkeypatch.setattr(launch, "gpus", lambda: gpus)
     assert launch.processes_here(device) == processes

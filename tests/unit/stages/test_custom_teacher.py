@@ -142,11 +142,7 @@ def test_a_function_of_the_users_teaches(code, trained_digits, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("function", "overrides", "message"),
     [
-        (
-            "teacher",
-            [],
-            r"does not say its input's image_size and mean and std; set pretrain\.teacher\.image_size=\.\.\.",
-        ),
+        ("teacher", [], r"does not say its input's image_size and mean and std.*pretrain\.teacher"),
         (
             "teacher",
             [*GIVEN, "pretrain.teacher.args={depth=6}"],
@@ -165,20 +161,6 @@ def test_a_function_that_makes_no_teacher(code, trained_digits, tmp_path, functi
     given = settings(f"module:digit_teacher:{function}", *overrides)
     with pytest.raises(ModelError, match=message):
         run_stage("pretrain", given, dataset=trained_digits.dataset, teacher=tmp_path / "t", evidence=tmp_path / "e")
-
-
-@pytest.mark.parametrize(
-    ("name", "modules", "message"),
-    [
-        ("my-models", "my-models", "write it as module:PACKAGE.MODULE:FUNCTION"),
-        ("os:getcwd", "", "runs code of the module os, which is not allowed here"),
-        ("not_here:teacher", "not_here", "not_here cannot be imported .*PYTHONPATH"),
-    ],
-)
-def test_a_name_that_is_no_function(monkeypatch, name, modules, message):
-    monkeypatch.setenv(custom_networks.MODULES_VARIABLE, modules)
-    with pytest.raises(ModelError, match=message):
-        pretrained.check(settings(f"module:{name}").pretrain, ModelSettings(architecture=f"module:{name}"))
 
 
 @pytest.mark.parametrize(
@@ -209,21 +191,7 @@ def test_what_is_compared_beside_logits_is_refused(code, tmp_path):
         networks.with_labels(model, ["a"])
 
 
-@pytest.mark.parametrize(
-    ("config_of_model", "message"),
-    [
-        ({"model_type": "no such"}, "cannot be built from its configuration"),
-        ({}, "cannot be built from its configuration"),
-        ("no json", "cannot be built from its configuration"),
-    ],
-)
-def test_a_directory_whose_configuration_is_none(config_of_model, message):
-    text = config_of_model if isinstance(config_of_model, str) else json.dumps(config_of_model)
-    with pytest.raises(ModelError, match=message):
-        custom_networks.create("transformers:a/b", {"config": text}, 3)
-
-
-def test_a_directory_cannot_ask_transformers_for_code_from_elsewhere(folder):
+def test_directory_cannot_ask_transformers_for_code_from_elsewhere(folder):
     given = json.loads((folder / "config.json").read_text())
     hostile = given | {"auto_map": {"AutoConfig": "x.Y"}, "_attn_implementation": "a/b", "attn_implementation": "a/b"}
     built = custom_networks.create("transformers:a/b", {"config": json.dumps(hostile)}, 3)
@@ -231,7 +199,7 @@ def test_a_directory_cannot_ask_transformers_for_code_from_elsewhere(folder):
     assert not hasattr(built.module.config, "auto_map")
 
 
-def test_a_folder_that_is_no_model_of_transformers_is_named(tmp_path):
+def test_folder_that_is_no_model_of_transformers_is_named(tmp_path):
     absent = TransformersWeights(str(tmp_path / "absent"), "")
     with pytest.raises(ModelError, match=r"absent: there is no such folder on this machine"):
         pretrained.load(absent, ModelSettings(architecture="transformers:x"))
@@ -240,7 +208,7 @@ def test_a_folder_that_is_no_model_of_transformers_is_named(tmp_path):
         pretrained.load(TransformersWeights(str(tmp_path), ""), ModelSettings(architecture="transformers:x"))
 
 
-def test_a_model_of_the_hub_has_a_revision_and_a_license(model_hub):
+def test_model_of_hub_has_revision_and_license(model_hub):
     model_hub.revisions["models/somebody/vit-food"] = "1" * 40
     model_hub.licenses["models/somebody/vit-food"] = "cc-by-nc-4.0"
     pinned = pretrained.pin(TransformersWeights("somebody/vit-food", ""))
@@ -253,7 +221,7 @@ def test_a_model_of_the_hub_has_a_revision_and_a_license(model_hub):
         pretrained.start(given, given.teacher)
 
 
-def test_other_weights_in_a_folder_make_what_came_of_them_stale(folder):
+def test_other_weights_in_folder_make_what_came_of_them_stale(folder):
     before = artifacts.weights_version(f"transformers:{folder}")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")

@@ -89,7 +89,7 @@ def post(address, **content):
             return error.code, json.load(error)
 
 
-def test_mlflow_serves_a_registered_student_where_nothing_else_is(registered, machine, trained_digits, tmp_path):
+def test_mlflow_serves_registered_student_where_nothing_else_is(registered, machine, trained_digits, tmp_path):
     import mlflow.pyfunc
 
     pictures = [png(image) for image in trained_digits.images[:9]]

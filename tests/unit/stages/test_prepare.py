@@ -26,7 +26,7 @@ def photos(tmp_path: Path) -> Path:
     return root
 
 
-def test_the_artifact_has_figures_and_a_fingerprint_that_repeats(photos: Path, tmp_path: Path) -> None:
+def test_artifact_has_figures_and_fingerprint_that_repeats(photos: Path, tmp_path: Path) -> None:
     settings = DataSettings(source=f"imagefolder:{photos}", image_size=16)
     first = run(settings, dataset=tmp_path / "one")
     assert first.kind == "dataset"
@@ -40,7 +40,7 @@ def test_the_artifact_has_figures_and_a_fingerprint_that_repeats(photos: Path, t
     assert artifacts.read(tmp_path / "two", "dataset").figures == first.figures
 
 
-def test_loader_processes_are_no_matter_of_the_data_set_but_the_rest_is(photos: Path, tmp_path: Path) -> None:
+def test_loader_processes_do_not_change_the_data_set(photos: Path, tmp_path: Path) -> None:
     def fingerprint(**values: object) -> str:
         settings = DataSettings.model_validate({"source": f"imagefolder:{photos}", "image_size": 16, **values})
         return run(settings, dataset=tmp_path / "out").fingerprint
@@ -51,7 +51,7 @@ def test_loader_processes_are_no_matter_of_the_data_set_but_the_rest_is(photos: 
     )
 
 
-def test_what_is_known_of_classes_is_part_of_the_data_set_and_of_its_fingerprint(photos: Path, tmp_path: Path) -> None:
+def test_class_tables_belong_to_the_fingerprint(photos: Path, tmp_path: Path) -> None:
     table, groups = tmp_path / "table.csv", tmp_path / "groups.csv"
     groups.write_text("class,parent\nclass 0,all\nclass 1,all\n")
 
@@ -82,7 +82,7 @@ def test_what_is_known_of_classes_is_part_of_the_data_set_and_of_its_fingerprint
     assert "What is known of the classes" not in (plain.path / "card.html").read_text()
 
 
-def test_a_table_of_other_classes_ends_before_an_image_is_decoded(photos: Path, tmp_path: Path, monkeypatch) -> None:
+def test_table_of_other_classes_ends_before_image_is_decoded(photos: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(preparation, "_decode_all", lambda *_: pytest.fail("decodes"))
     (tmp_path / "table.csv").write_text("class,energy\nclass 0,5\n")
     settings = DataSettings(source=f"imagefolder:{photos}", attributes=str(tmp_path / "table.csv"))
@@ -90,15 +90,13 @@ def test_a_table_of_other_classes_ends_before_an_image_is_decoded(photos: Path, 
         run(settings, dataset=tmp_path / "out")
 
 
-def test_a_failure_leaves_no_artifact(photos: Path, tmp_path: Path) -> None:
+def test_failures_leave_no_artifact(photos: Path, tmp_path: Path) -> None:
     run(DataSettings(source=f"imagefolder:{photos}", image_size=16), dataset=tmp_path / "out")
     with pytest.raises(DataError):
         run(DataSettings(source=f"imagefolder:{tmp_path}/nowhere"), dataset=tmp_path / "out")
     with pytest.raises(ArtifactError, match="never completed"):
         artifacts.read(tmp_path / "out", "dataset")
-
-
-def test_an_output_that_cannot_be_written(photos: Path, tmp_path: Path) -> None:
+    # An output that cannot be written.
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="cannot write"):
         run(DataSettings(source=f"imagefolder:{photos}"), dataset=tmp_path / "file" / "out")

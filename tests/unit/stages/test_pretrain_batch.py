@@ -42,7 +42,7 @@ def pretrained(trained_digits, tmp_path, monkeypatch):
     return run
 
 
-def test_a_batch_larger_than_the_data_is_clamped_for_each_training_by_its_own_images(pretrained, monkeypatch, caplog):
+def test_batches_are_clamped_for_each_training(pretrained, monkeypatch, caplog):
     """1,020 images with those without labels, and 1,000 labeled ones; pretraining with as many as there are is the same training."""
     keep = Checkpoints.save
 

@@ -69,14 +69,6 @@ def test_the_report_holds_the_page_and_its_numbers(
         assert report.parents[name] == artifacts.read(path, "evidence").fingerprint
 
 
-def test_no_training_at_all_still_makes_a_report(inputs: dict[str, Path], tmp_path: Path) -> None:
-    empty = inputs["pretrain_evidence"]
-    report = profile.run(ProfileSettings(), pretrain_evidence=empty, distill_evidence=empty, report=tmp_path / "report")
-    assert "Nothing was trained" in (report.path / "report.html").read_text()
-    assert list(report.figures) == ["verdict", "outcome"]
-    assert report.figures["outcome"] == "nothing_trained"
-
-
 def test_damaged_evidence_is_refused_before_anything_is_written(inputs: dict[str, Path], tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(inputs["distill_evidence"], damaged)

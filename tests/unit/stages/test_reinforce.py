@@ -59,7 +59,7 @@ def shards_of(path):
 # What is recorded
 
 
-def test_a_record_is_what_the_teacher_says_of_the_sample_s_view(trained_digits, outputs):
+def test_records_hold_the_teachers_outputs(trained_digits, outputs):
     """Views, mixing and outputs computed once more, a few samples at a time, in the order of a training."""
     samples = Samples([open_dataset(trained_digits.dataset).split("train")])
     views = Views(samples, size=16, seed=7, settings=VIEWS)
@@ -78,7 +78,7 @@ def test_a_record_is_what_the_teacher_says_of_the_sample_s_view(trained_digits, 
     assert torch.allclose(read.rest, torch.stack([rest.logsumexp(1), (rest / 2).logsumexp(1)], 1), atol=1e-4)
 
 
-def test_a_view_is_the_same_where_images_are_not_kept_decoded(trained_digits, tmp_path, monkeypatch):
+def test_view_is_same_where_images_are_not_kept_decoded(trained_digits, tmp_path, monkeypatch):
     """The student will see it decoded at full size; a training that draws views anew decodes large JPEG files at a half or less."""
 
     def jpeg(image):
@@ -98,7 +98,7 @@ def test_a_view_is_the_same_where_images_are_not_kept_decoded(trained_digits, tm
     assert shards[0] == shards[1]
 
 
-def test_the_artifact_says_what_it_is_and_leaves_nothing_beside_it(outputs):
+def test_artifact_says_what_it_is_and_leaves_nothing_beside_it(outputs):
     manifest = artifacts.read(outputs, "teacher_outputs")
     assert set(manifest.parents) == {"dataset", "teacher"}
     assert set(manifest.files) == {
@@ -115,27 +115,13 @@ def test_the_artifact_says_what_it_is_and_leaves_nothing_beside_it(outputs):
     assert figures["views_per_second"] > 0
 
 
-def test_the_report_stands_alone_and_names_what_matters(outputs):
-    page = (outputs / "report.html").read_text()
-    assert len(page) < 60_000
-    assert "http" not in page.replace("http-equiv", "")
-    for text in (
-        "3 views of 1,020 training images (20 of them without a label), 4 of 10 logits each",
-        "T = 2",
-        "at most",
-        "distill.views.mixup",
-        "0.8",
-    ):
-        assert text in page, text
-
-
 def test_loader_processes_and_a_second_run_change_nothing(trained_digits, outputs, tmp_path):
     again = record(trained_digits, tmp_path / "outputs", features=True, workers=2)
     assert shards_of(again) == shards_of(outputs)
     assert (again / "keys.bin").read_bytes() == (outputs / "keys.bin").read_bytes()
 
 
-def test_patch_tokens_are_those_of_the_view_and_the_report_names_their_bytes(trained_digits, tmp_path):
+def test_patch_tokens_are_those_of_the_view(trained_digits, tmp_path):
     path = record(trained_digits, tmp_path / "outputs", views=1, tokens=True)
     teacher, data, outputs = (
         networks.load(trained_digits.teacher),
@@ -158,11 +144,11 @@ def test_patch_tokens_are_those_of_the_view_and_the_report_names_their_bytes(tra
     assert ((read - tokens).abs() <= tokens.abs().amax(-1, keepdim=True) / 254 + 1e-4).all()
 
 
-def test_records_that_take_too_much_are_refused_before_the_first_one(trained_digits, tmp_path, caplog):
+def test_records_that_take_too_much_are_refused_before_first_one(trained_digits, tmp_path, caplog):
     with pytest.raises(
         SettingsError,
         match=r"reinforce would take 0\.000\d+ GiB: 1 views of 1,020 images, \d+ bytes each, but reinforce\.largest_gib is 0\.0001"
-        r"allow reinforce\.largest_gib=1, or set distill\.teacher=online",
+        r".*allow reinforce\.largest_gib=1, or set distill\.teacher=online",
     ):
         record(trained_digits, tmp_path / "outputs", views=1, tokens=True, largest_gib=1e-4)
     assert not (tmp_path / "outputs").exists()
@@ -182,34 +168,18 @@ def test_a_gpu_records_what_a_cpu_does(trained_digits, outputs, tmp_path, monkey
     assert (on_gpu.indices[:, 0] == on_cpu.indices[:, 0]).float().mean() > 0.97
 
 
-def test_more_entries_than_classes_are_all_classes(trained_digits, tmp_path):
-    path = record(trained_digits, tmp_path / "outputs", views=1, top_k=100)
-    read = open_recording(path).read(np.arange(5), np.zeros(5, dtype=np.int64))
-    assert read.indices.shape == (5, 10)
-    assert torch.isneginf(read.rest).all()
-    assert artifacts.manifest(path, "teacher_outputs").figures["mass"]["t1"]["mean"] == 1
-    assert "All logits were recorded" in (path / "report.html").read_text()
-
-
-def test_shards_of_an_earlier_recording_do_not_stay(trained_digits, tmp_path):
-    record(trained_digits, tmp_path / "outputs", views=2)
-    path = record(trained_digits, tmp_path / "outputs", views=1)
-    assert list(shards_of(path)) == ["view-00000-block-00000.bin"]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Interruptions
 
 
-def test_a_teacher_that_fails_on_a_view_stops_with_the_samples_named(trained_digits, tmp_path):
+def test_a_failing_teacher_names_the_samples(trained_digits, tmp_path):
     model = networks.load(trained_digits.teacher)
     with torch.no_grad():
         model.network.head.bias[3] = torch.nan
     with artifacts.create(tmp_path / "teacher", "model", settings={}) as draft:
         networks.save(model, draft.path)
     with pytest.raises(
-        TrainingError,
-        match=r"outputs on view 0 are not finite, .* for [0-9a-f]{16} digits/0, .* and 138 more",
+        TrainingError, match=r"outputs on view 0 are not finite, .* for [0-9a-f]{16} digits/0, .* and 138 more"
     ):
         reinforce.run(
             SETTINGS, dataset=trained_digits.dataset, teacher=tmp_path / "teacher", teacher_outputs=tmp_path / "outputs"
@@ -217,9 +187,7 @@ def test_a_teacher_that_fails_on_a_view_stops_with_the_samples_named(trained_dig
     assert not artifacts.exists(tmp_path / "outputs")
 
 
-def test_a_store_that_fails_in_the_middle_costs_nothing_that_was_finished(
-    trained_digits, outputs, object_store, caplog
-):
+def test_a_failing_store_costs_no_finished_shard(trained_digits, outputs, object_store, caplog):
     places = {
         "dataset": str(trained_digits.dataset),
         "teacher": str(trained_digits.teacher),
@@ -264,11 +232,7 @@ def check(outputs, trained_digits, *, dataset=None, teacher=None, **settings):
     )
 
 
-def test_outputs_fit_the_teacher_and_data_that_they_are_from(outputs, trained_digits):
-    assert check(outputs, trained_digits, temperature=5).top_k == 4
-
-
-def test_another_teacher_is_refused(outputs, trained_digits):
+def test_other_recordings_are_refused(outputs, trained_digits, monkeypatch):
     then = artifacts.manifest(trained_digits.teacher, "model").fingerprint[:12]
     now = artifacts.manifest(trained_digits.student, "model").fingerprint[:12]
     with pytest.raises(
@@ -277,18 +241,14 @@ def test_another_teacher_is_refused(outputs, trained_digits):
         rf".*student is model {now}; record again with the stage reinforce, or give the teacher that they are from",
     ):
         check(outputs, trained_digits, teacher=trained_digits.student)
-
-
-def test_other_views_are_refused_with_every_difference(outputs, trained_digits):
+    # Other views are refused with every difference.
     views = VIEWS.model_copy(update={"flip": False, "mixup": 0.2})
     with pytest.raises(
         ArtifactError,
         match=r"the views are others: distill.views.flip was True and is False, distill.views.mixup was 0.8 and is 0.2",
     ):
         check(outputs, trained_digits, views=views)
-
-
-def test_another_decoder_is_refused(outputs, trained_digits, monkeypatch):
+    # Another decoder is refused.
     check(outputs, trained_digits, decode_on="cuda")  # images that are kept decoded are not left to the GPU
     monkeypatch.setattr("trainer.data.dataset.IN_MEMORY_BYTES", 0)
     with pytest.raises(
@@ -298,7 +258,7 @@ def test_another_decoder_is_refused(outputs, trained_digits, monkeypatch):
         check(outputs, trained_digits, decode_on="cuda")
 
 
-def test_a_changed_data_set_is_refused_with_its_settings_and_images(outputs, trained_digits, tmp_path, monkeypatch):
+def test_changed_data_set_is_refused_with_its_settings_and_images(outputs, trained_digits, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "tests.trained_digits.IMAGES",
         {"train": range(10, 1003), "val": range(1200, 1300), "test": range(1300, 1500), "unlabeled": range(1500, 1501)},
@@ -325,7 +285,7 @@ def test_the_same_images_stored_differently_are_refused(outputs, trained_digits,
         check(outputs, trained_digits, dataset=tmp_path / "dataset")
 
 
-def test_all_that_differs_is_said_at_once_without_reading_a_record(outputs, trained_digits, tmp_path):
+def test_all_that_differs_is_said_at_once_without_reading_record(outputs, trained_digits, tmp_path):
     shutil.copytree(outputs, tmp_path / "outputs", ignore=shutil.ignore_patterns("records"))
     with pytest.raises(ArtifactError, match=r"(?s)another teacher.*; and the views are others"):
         check(

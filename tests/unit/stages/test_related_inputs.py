@@ -45,7 +45,7 @@ def made(tmp_path):
         ("register", "student", "evaluation {}/evaluation: was made from another student"),
     ],
 )
-def test_an_input_that_was_made_from_another_one_is_named(made, stage, other, message):
+def test_input_that_was_made_from_another_one_is_named(made, stage, other, message):
     declared = stages.STAGES[stage]
     places = {name: str(made / name) for name in (*declared.all_inputs, *declared.outputs) if (made / name).exists()}
     places |= {other: str(made / f"other-{other}")}

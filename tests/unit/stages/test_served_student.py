@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import threading
 import time
@@ -11,13 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from tests.unit.stages.photos import KINDS, measure, write_photos
 from trainer.evaluation import metrics
-from trainer.models import networks
-from trainer.models.served_student.preprocessing import BadImageError, decode, from_array
+from trainer.models.served_student.preprocessing import BadImageError, decode
 from trainer.models.served_student.student import BadParameterError, Predictor, to_probabilities
 
 
@@ -32,7 +29,7 @@ def files(tmp_path_factory):
 @pytest.mark.parametrize(
     ("settings", "top1"), [({"fit": "crop", "image_size": 64}, 0.6), ({"fit": "stretch", "image_size": 16}, 0.3)]
 )
-def test_a_photos_file_gets_the_answer_that_was_measured(trained_digits, files, tmp_path, settings, top1):
+def test_photos_file_gets_answer_that_was_measured(trained_digits, files, tmp_path, settings, top1):
     known = measure(trained_digits.student, files, tmp_path, **settings)
     assert len(known.files) == 300
     assert {file.name.partition("-")[0] for file in known.files} == {kind.__name__.strip("_") for kind in KINDS}
@@ -41,7 +38,7 @@ def test_a_photos_file_gets_the_answer_that_was_measured(trained_digits, files, 
     assert metrics.top_k(served, known.labels, 1) == metrics.top_k(known.logits, known.labels, 1) > top1
 
 
-def test_that_squares_were_stored_as_jpeg_changes_no_answer_but_a_draw(trained_digits, files, tmp_path):
+def test_jpeg_squares_change_only_draws(trained_digits, files, tmp_path):
     known = measure(trained_digits.student, files, tmp_path, image_size=64, encoding="jpeg")
     served = Predictor(known.student).table(known.files).to_numpy()
     probabilities = to_probabilities(known.logits)
@@ -58,12 +55,11 @@ def student(trained_digits):
 
 
 def one(files, kind):
-    """A photo's file of this kind."""
     return min((files / "test").glob(f"*/{kind}-*"))
 
 
 @pytest.mark.parametrize("kind", ["wide", "transparent", "gray", "deep"])
-def test_an_array_gets_the_answer_of_the_file_with_its_pixels(student, files, kind):
+def test_array_gets_answer_of_file_with_its_pixels(student, files, kind):
     path = one(files, kind)
     array = np.asarray(Image.open(path))
     expected = student.table([path])
@@ -91,13 +87,6 @@ def test_the_most_probable_labels_alone(student, files):
         student.table(paths, top_k=-1)
 
 
-def test_a_files_bytes_may_come_as_text(student, files):
-    path = one(files, "turned")
-    text = base64.b64encode(path.read_bytes()).decode()
-    for given in (text, [text], np.array([text]), np.array([text], dtype=object)):
-        assert student.table(given).equals(student.table(path))
-
-
 def test_photos_of_different_shapes_and_kinds_in_one_call(student, files):
     paths = [one(files, kind) for kind in ("wide", "tall", "turned", "transparent", "gray", "deep", "printed")]
     mixed = [
@@ -121,16 +110,6 @@ def as_objects(items):
     return array
 
 
-def test_a_batch_is_larger_than_what_is_computed_at_once_or_empty(student, trained_digits):
-    images = trained_digits.images.permute(0, 2, 3, 1).numpy()
-    assert len(images) > 2 * 128
-    with torch.inference_mode():
-        expected = networks.load(trained_digits.student)(trained_digits.images).softmax(1)
-    np.testing.assert_allclose(student.table(images).to_numpy(), expected, atol=1e-5)
-    assert student.table(images[:0]).shape == (0, 10)
-    assert student.table([]).shape == (0, 10)
-
-
 def test_whole_numbers_of_json_are_pixels(student, trained_digits):
     image = trained_digits.images[0].permute(1, 2, 0).numpy()
     expected = student.table(image)
@@ -140,25 +119,6 @@ def test_whole_numbers_of_json_are_pixels(student, trained_digits):
         np.array([image.tolist()], dtype=object),
     ):
         assert student.table(given).equals(expected)
-
-
-@pytest.mark.parametrize(
-    ("pixels", "expected"),
-    [
-        (np.array([[7, 255]], np.uint8), [7, 255]),
-        (np.array([[0x07FF, 0xFF00]], np.uint16), [7, 255]),
-        (np.array([[0x07FF, 0xFF00]], ">u2"), [7, 255]),
-        (np.array([[False, True]]), [0, 255]),
-        (np.array([[7, 255]], np.int64), [7, 255]),
-        (np.array([[[7], [255]]], np.uint8), [7, 255]),
-        (np.array([[[7, 255], [7, 0]]], np.uint8), [7, 255]),
-        (np.array([[[7, 7, 7, 255], [7, 7, 7, 0]]], np.uint8), [7, 255]),
-        (np.array([[[7, 7, 7], [255, 255, 255]]], np.uint16) << 8, [7, 255]),
-    ],
-)
-def test_arrays_become_rgb_as_files_do(pixels, expected):
-    picture = np.asarray(from_array(pixels))
-    np.testing.assert_array_equal(picture, np.array(expected, np.uint8)[None, :, None].repeat(3, 2))
 
 
 @pytest.mark.parametrize(
@@ -186,14 +146,14 @@ def test_what_is_no_image_is_named(student, images, message):
         student.table(images)
 
 
-def test_a_file_with_more_pixels_than_were_prepared_is_not_decoded(student):
+def test_file_with_more_pixels_than_were_prepared_is_not_decoded(student):
     buffer = io.BytesIO()
     Image.new("L", (400, 300)).save(buffer, "PNG")
     with pytest.raises(BadImageError, match=r"image 0: too many pixels: 120000, more than data\.max_pixels=100000"):
         student.table(buffer.getvalue())
 
 
-def test_pillows_limit_is_of_one_thread_at_a_time(files, monkeypatch):
+def test_pillows_limit_is_of_one_thread_at_time(files, monkeypatch):
     """It is the whole process's, and a server answers in several threads."""
     content = one(files, "wide").read_bytes()
     opened, first_is_there, first_may_go_on = [], threading.Event(), threading.Event()

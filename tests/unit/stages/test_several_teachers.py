@@ -87,9 +87,7 @@ def distilled(trained_digits, tmp_path):
     return run
 
 
-def test_each_new_teacher_costs_its_own_recording_and_teaches_as_in_every_step(
-    distilled, first, record, other, headless, trained_digits
-):
+def test_each_teacher_costs_one_recording(distilled, first, record, other, headless, trained_digits):
     before = {file: file.stat().st_mtime_ns for file in first.rglob("*")}
     several = {"further_teachers": [str(other), str(headless)], "teacher_weights": [1, 2, 3], "feature_weight": 0.5}
     places = [record(other), record(headless)]

@@ -77,7 +77,7 @@ def test_the_use_of_the_machine_goes_to_mlflow_under_its_names(monkeypatch: pyte
     assert all(name.startswith("system/") for _, values in sink.points for name in values)
 
 
-def test_a_finding_is_reported_once_in_the_log_and_in_mlflow() -> None:
+def test_finding_is_reported_once_in_log_and_in_mlflow() -> None:
     sink, _ = train(**ALWAYS)
     (line,) = sink.said
     assert line.startswith(
@@ -105,7 +105,7 @@ def test_other_processes_do_not_judge() -> None:
     assert "rules" not in recorder.snapshot().ranks[0].record.overhead
 
 
-def test_what_judging_costs_is_counted_and_no_part_of_a_step() -> None:
+def test_what_judging_costs_is_counted_and_no_part_of_step() -> None:
     record = train(**ALWAYS)[1].snapshot().ranks[0].record
     assert 0 < record.outside["rules"].seconds <= record.overhead["rules"]
     assert record.outside["rules"].count == 5
@@ -161,7 +161,7 @@ def test_it_rings_once_and_says_how_long_and_where() -> None:
     assert place == "somewhere", "this test is none of the trainer's code"
 
 
-def test_a_waiting_main_thread_is_ended_with_the_message() -> None:
+def test_waiting_main_thread_is_ended_with_message() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     began = time.monotonic()
     watchdog = HangWatchdog(0.05, paused=lambda: False, on_hang=Bell("it hangs"), ends=True)
@@ -203,7 +203,7 @@ def test_in_another_thread_it_tells_but_ends_nothing() -> None:
     assert len(bell.reported) == 1
 
 
-def test_what_came_to_its_end_while_the_alarm_rang_is_not_ended() -> None:
+def test_what_ended_during_the_alarm_goes_on() -> None:
     rung, heard = threading.Event(), threading.Event()
 
     def ring(_seconds: float, _place: str) -> str:

@@ -52,8 +52,7 @@ def operation(draw):
 
     def parameters(name, count):
         return draw(count, ViewSettings())._replace(
-            operations=torch.full((count, 1), OPERATIONS.index(name)),
-            negative=torch.arange(count).view(-1, 1) % 2 == 1,
+            operations=torch.full((count, 1), OPERATIONS.index(name)), negative=torch.arange(count).view(-1, 1) % 2 == 1
         )
 
     return parameters

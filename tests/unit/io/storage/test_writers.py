@@ -41,7 +41,7 @@ def holder(tmp_path):
         process.communicate()
 
 
-def test_a_second_writer_is_told_who_is_first_and_takes_over_from_one_that_was_killed(holder, tmp_path):
+def test_a_second_writer_waits_or_takes_over(holder, tmp_path):
     output = tmp_path / "run"
     process = holder(output)
     message = rf"cannot write to {output}: process {process.pid} on .*, since 20.*, is writing there; wait until it has"
@@ -62,7 +62,7 @@ def test_a_second_writer_is_told_who_is_first_and_takes_over_from_one_that_was_k
     assert list(output.iterdir()) == []
 
 
-def test_a_run_and_a_stage_alone_keep_each_other_out(holder, tmp_path):
+def test_run_and_stage_alone_keep_each_other_out(holder, tmp_path):
     run, student = tmp_path / "run", tmp_path / "run" / "student"
     process = holder(student)
     with (
@@ -92,7 +92,7 @@ def test_the_lock_is_no_part_of_an_artifact(tmp_path):
     assert [*artifacts.read(tmp_path / "student", "model").files] == ["config.json"]
 
 
-def test_a_disk_that_refuses_to_remove_the_lock_leaves_the_error_that_stopped_the_work(tmp_path, monkeypatch):
+def test_a_lock_that_stays_hides_no_error(tmp_path, monkeypatch):
     def refuse(self, missing_ok=False):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
 

@@ -32,7 +32,7 @@ def drawn(count: int = 200) -> np.ndarray:
     return np.random.default_rng(0).dirichlet([0.4] * 5, count)
 
 
-def test_a_class_that_ends_above_a_level_stands_for_itself_there():
+def test_answers_by_level():
     assert FOOD.paths == (
         ("fruit", "apple", "gala"), ("fruit", "apple", "granny"), ("fruit", "kiwi"), ("drinks", "milk"), ("drinks", "oat"),
     )  # fmt: skip
@@ -41,20 +41,7 @@ def test_a_class_that_ends_above_a_level_stands_for_itself_there():
     ]  # fmt: skip
     assert FOOD.levels[1].of_class.tolist() == [0, 0, 1, 2, 3]
     assert [level.names for level in ClassTags(labels=LABELS).levels] == [LABELS]
-
-
-@pytest.mark.parametrize("threshold", [0.0, 0.5, 0.8, 0.95, 1.0])
-def test_answers_are_those_of_a_walk_up_from_the_most_probable_class(threshold):
-    probabilities = drawn()
-    columns = FOOD.answering(risk=0.1, threshold=threshold).columns(probabilities)
-    expected = [climb(row, threshold) for row in probabilities]
-    assert columns["answer"].tolist() == [name for name, _ in expected]
-    np.testing.assert_allclose(columns["confidence"], [sure for _, sure in expected], atol=1e-12)
-    if 0 < threshold < 1:
-        assert {None, "fruit", "apple", "gala"} <= set(columns["answer"]), "the draws reach every level"
-
-
-def test_without_a_threshold_the_answer_is_the_class_to_the_last_bit_of_its_attributes():
+    # Without a threshold the answer is the class to the last bit of its attributes.
     probabilities = drawn()
     columns = FOOD.columns(probabilities)
     best = probabilities.argmax(axis=1)
@@ -67,7 +54,18 @@ def test_without_a_threshold_the_answer_is_the_class_to_the_last_bit_of_its_attr
     assert known.dtype == np.float64
 
 
-def test_a_groups_number_is_weighted_by_probability_and_its_texts_are_all_of_its_classes():
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 0.8, 0.95, 1.0])
+def test_answers_walk_up_from_the_best_class(threshold):
+    probabilities = drawn()
+    columns = FOOD.answering(risk=0.1, threshold=threshold).columns(probabilities)
+    expected = [climb(row, threshold) for row in probabilities]
+    assert columns["answer"].tolist() == [name for name, _ in expected]
+    np.testing.assert_allclose(columns["confidence"], [sure for _, sure in expected], atol=1e-12)
+    if 0 < threshold < 1:
+        assert {None, "fruit", "apple", "gala"} <= set(columns["answer"]), "the draws reach every level"
+
+
+def test_a_groups_values_come_from_its_classes():
     probabilities = np.array([[0.6, 0.2, 0.1, 0.1, 0.0], [0.0, 0.0, 0.1, 0.5, 0.4], [0.3, 0.0, 0.2, 0.3, 0.2]])
     columns = FOOD.answering(risk=0.1, threshold=0.7).columns(probabilities)
     assert columns["answer"].tolist() == ["apple", "drinks", None]
@@ -78,7 +76,7 @@ def test_a_groups_number_is_weighted_by_probability_and_its_texts_are_all_of_its
     assert columns["confidence"].tolist() == pytest.approx([0.8, 0.9, 0.5])
 
 
-def test_confidence_never_falls_on_the_way_up_nor_exceeds_one():
+def test_confidence_never_falls_on_way_up_nor_exceeds_one():
     labels = tuple(map(str, range(40)))
     parents = {label: "rare" if int(label) % 5 == 0 else "usual" for label in labels}
     tags = ClassTags(labels=labels, parents=parents | {"rare": "all", "usual": "all"})
@@ -92,13 +90,6 @@ def test_confidence_never_falls_on_the_way_up_nor_exceeds_one():
         confidences = tags.confidences(given)
         assert (np.diff(confidences, axis=1) <= 0).all()
         assert confidences.max() <= 1
-
-
-def test_no_photos_have_no_answers():
-    columns = FOOD.answering(risk=0.1, threshold=0.7).columns(np.empty((0, 5)))
-    assert {name: len(values) for name, values in columns.items()} == {
-        "answer": 0, "confidence": 0, "energy": 0, "allergens": 0,
-    }  # fmt: skip
 
 
 def test_what_is_written_is_read_again(tmp_path):

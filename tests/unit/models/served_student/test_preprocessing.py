@@ -90,29 +90,20 @@ def test_damage_in_other_tags_does_not_matter() -> None:
     np.testing.assert_array_equal(decoded(bytes(content)), np.rot90(noise(), -1))
 
 
-@pytest.mark.parametrize("orientation", [0, 9, 65535])
-def test_an_orientation_that_does_not_exist_is_upright(orientation: int) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    np.testing.assert_array_equal(decoded(file(Image.fromarray(noise()), exif=exif)), noise())
-
-
-@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM"])
-def test_rgb_is_kept_as_it_is(kind: str) -> None:
-    np.testing.assert_array_equal(decoded(file(Image.fromarray(noise()), kind)), noise())
-
-
-def test_gray_becomes_three_equal_channels() -> None:
+def test_colors_become_rgb() -> None:
     gray = noise()[..., 0]
     np.testing.assert_array_equal(decoded(file(Image.fromarray(gray))), np.stack([gray] * 3, -1))
-
-
-def test_black_and_white() -> None:
+    # Black and white.
     bits = noise()[..., 0] > 127
     np.testing.assert_array_equal(decoded(file(Image.fromarray(bits))), np.stack([bits * np.uint8(255)] * 3, -1))
+    # Sixteen bit grays keep their upper bits.
+    deep = np.random.default_rng(0).integers(0, 2**16, (9, 11)).astype(np.uint16)
+    expected = np.stack([(deep // 256).astype(np.uint8)] * 3, -1)
+    for kind in ("PNG", "TIFF"):
+        np.testing.assert_array_equal(decoded(file(Image.fromarray(deep), kind)), expected)
 
 
-def test_alpha_is_laid_over_white() -> None:
+def test_alpha() -> None:
     rgb, alpha = noise(), noise(seed=1)[..., :1]
     share = alpha / 255
     expected = rgb * share + 255 * (1 - share)
@@ -120,9 +111,7 @@ def test_alpha_is_laid_over_white() -> None:
     np.testing.assert_allclose(actual, expected, atol=1)
     gray_alpha = Image.merge("LA", [Image.fromarray(rgb[..., 0]), Image.fromarray(alpha[..., 0])])
     np.testing.assert_allclose(decoded(file(gray_alpha)), np.repeat(expected[..., :1], 3, -1), atol=1)
-
-
-def test_a_transparent_palette_color_is_white() -> None:
+    # A transparent palette color is white.
     image = Image.new("P", (6, 5), 0)
     image.putpalette([10, 20, 30, 200, 100, 50])
     image.putpixel((2, 1), 1)
@@ -131,17 +120,18 @@ def test_a_transparent_palette_color_is_white() -> None:
     np.testing.assert_array_equal(decoded(file(image, transparency=1)), expected)
     expected[1, 2] = (200, 100, 50)
     np.testing.assert_array_equal(decoded(file(image)), expected)
-
-
-def test_sixteen_bit_grays_keep_their_upper_bits() -> None:
-    deep = np.random.default_rng(0).integers(0, 2**16, (9, 11)).astype(np.uint16)
-    expected = np.stack([(deep // 256).astype(np.uint8)] * 3, -1)
-    for kind in ("PNG", "TIFF"):
-        np.testing.assert_array_equal(decoded(file(Image.fromarray(deep), kind)), expected)
+    # The alpha of deep grays uses all bits.
+    deep = np.stack([np.full((8, 8), 4095), np.full((8, 8), 0xFFFF)], -1).astype(np.uint16)
+    np.testing.assert_array_equal(np.asarray(from_array(deep, gray_bits=12)), np.full((8, 8, 3), 255))
+    # An alpha that is zero everywhere is ignored.
+    rgb = noise()
+    unfilled = np.concatenate([rgb, np.zeros_like(rgb[..., :1])], -1)
+    np.testing.assert_array_equal(decoded(file(Image.fromarray(unfilled))), rgb)
+    np.testing.assert_array_equal(np.asarray(from_array(unfilled)), rgb)
 
 
 @pytest.mark.parametrize("bits", [8, 10, 12, 16])
-def test_grays_that_use_fewer_bits_keep_the_upper_ones_of_these(bits: int) -> None:
+def test_grays_that_use_fewer_bits_keep_upper_ones_of_these(bits: int) -> None:
     deep = np.random.default_rng(0).integers(0, 2**bits, (9, 11)).astype(np.uint16)
     deep[0, 0] = 2**bits - 1
     expected = np.stack([(deep >> (bits - 8)).astype(np.uint8)] * 3, -1)
@@ -157,25 +147,13 @@ def test_grays_that_use_fewer_bits_keep_the_upper_ones_of_these(bits: int) -> No
             decode(file(Image.fromarray(deep)), max_pixels=10_000, gray_bits=bits - 1)
 
 
-def test_a_photo_is_read_with_the_bits_of_its_square() -> None:
+def test_photo_is_read_with_bits_of_its_square() -> None:
     deep = (np.arange(64 * 64).reshape(64, 64) % 4096).astype(np.uint16)
     for bits, levels in ((12, 256), (16, 16)):
         square = Square(fit="crop", size=64, max_pixels=10_000, gray_bits=bits)
         assert len(np.unique(to_pixels(file(Image.fromarray(deep)), square))) == levels
     with pytest.raises(ValueError, match="gray_bits must be a whole number from 8 to 16, got 7"):
         Square(fit="crop", size=64, max_pixels=10_000, gray_bits=7)
-
-
-def test_the_alpha_of_deep_grays_uses_all_bits() -> None:
-    deep = np.stack([np.full((8, 8), 4095), np.full((8, 8), 0xFFFF)], -1).astype(np.uint16)
-    np.testing.assert_array_equal(np.asarray(from_array(deep, gray_bits=12)), np.full((8, 8, 3), 255))
-
-
-def test_an_alpha_that_is_zero_everywhere_is_ignored() -> None:
-    rgb = noise()
-    unfilled = np.concatenate([rgb, np.zeros_like(rgb[..., :1])], -1)
-    np.testing.assert_array_equal(decoded(file(Image.fromarray(unfilled))), rgb)
-    np.testing.assert_array_equal(np.asarray(from_array(unfilled)), rgb)
 
 
 def chunk(name: bytes, content: bytes, *, crc: int | None = None) -> bytes:
@@ -204,7 +182,7 @@ def test_notes_in_a_png_file_do_not_matter(notes: bytes) -> None:
     np.testing.assert_array_equal(decoded(content[:header] + notes + content[header:]), noise())
 
 
-def test_a_transparent_color_and_the_frames_of_a_png_file_are_no_notes() -> None:
+def test_transparency_and_frames_are_no_notes() -> None:
     content = png(2, 1, 8, 2, b"\0" + bytes([9, 9, 9, 1, 2, 3]))
     header = 8 + 25
     content = content[:header] + chunk(b"tRNS", bytes([0, 1, 0, 2, 0, 3])) + content[header:]
@@ -224,17 +202,6 @@ def test_a_heic_photo_is_read_with_the_extra() -> None:
     np.testing.assert_allclose(decoded(buffer.getvalue()).astype(int), np.rot90(smooth, -1).astype(int), atol=8)
     with pytest.raises(BadImageError, match="damaged: HEIC photo"):
         decoded(buffer.getvalue()[:200])
-
-
-def test_sixteen_bit_colors_keep_their_upper_bits() -> None:
-    deep = np.random.default_rng(0).integers(0, 2**16, (9, 11, 3)).astype(">u2")
-    rows = b"".join(b"\0" + row.tobytes() for row in deep)
-    np.testing.assert_array_equal(decoded(png(11, 9, 16, 2, rows)), (deep // 256).astype(np.uint8))
-
-
-def test_cmyk() -> None:
-    red = Image.new("CMYK", (16, 16), (0, 255, 255, 0))
-    np.testing.assert_allclose(decoded(file(red, "JPEG", quality=95)), np.full((16, 16, 3), (255, 0, 0)), atol=8)
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
@@ -258,10 +225,7 @@ DIM = np.full((8, 8, 3), 4095).astype(">u2")
         (b"this is no image, whatever its name says\n" * 20, "no image that can be read: a text file"),
         (b"\n<!DOCTYPE HTML><html>404", "web page instead of an image: fetch the image again"),
         (b'<?xml version="1.0"?><Error>AccessDenied', "no image that can be read: XML, as a store's error is"),
-        (
-            b"version https://git-lfs.github.com/spec/v1\noid sha256:0",
-            "Git LFS pointer: the image was not fetched; run git lfs",
-        ),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "Git LFS pointer: the image was not fetched"),
         (bytes(5000), "empty file: only zeros"),
         (b"\0\0\0\x18ftypmp42\0\0\0\0isom", "no image that can be read: a video"),
         (
@@ -299,7 +263,7 @@ def test_what_cannot_be_used_has_a_reason(content: bytes, reason: str) -> None:
     assert "0x7" not in str(caught.value)
 
 
-def test_a_damaged_file_is_bad_wherever_the_damage_is() -> None:
+def test_damaged_file_is_bad_wherever_damage_is() -> None:
     """Any flipped byte gives a picture or a `BadImageError`, never another exception."""
     for kind in ("PNG", "GIF", "JPEG", "TIFF", "WEBP", "BMP"):
         content = file(Image.fromarray(noise(20, 20)), kind)
@@ -310,18 +274,11 @@ def test_a_damaged_file_is_bad_wherever_the_damage_is() -> None:
                 assert decode(bytes(damaged), max_pixels=10_000, min_edge=4).mode == "RGB"
 
 
-def test_pillows_own_limit_is_left_as_it_was() -> None:
-    before = Image.MAX_IMAGE_PIXELS
-    with pytest.raises(BadImageError):
-        decoded(png(60_000, 60_000, 8, 2, b""))
-    assert before == Image.MAX_IMAGE_PIXELS
-
-
 def fitted(image: Image.Image, size: int, fit: Fit) -> Pixels:
     return np.asarray(to_square(image, Square(fit=fit, size=size, max_pixels=1)))
 
 
-def test_crop_keeps_the_middle_and_stretch_keeps_everything() -> None:
+def test_squares() -> None:
     wide = np.zeros((10, 30, 3), np.uint8)
     wide[:, :10, 0] = wide[:, 10:20, 1] = wide[:, 20:, 2] = 255
     for image in (Image.fromarray(wide), Image.fromarray(wide.transpose(1, 0, 2))):
@@ -330,9 +287,7 @@ def test_crop_keeps_the_middle_and_stretch_keeps_everything() -> None:
     stretched = fitted(Image.fromarray(wide), 30, "stretch")
     np.testing.assert_array_equal(stretched[:, [4, 15, 25]].argmax(-1), np.tile([0, 1, 2], (30, 1)))
 
-
-def test_reduction_is_antialiased() -> None:
-    """A fine checkerboard becomes gray, where taking every fourth pixel would leave it black or white."""
+    # A fine checkerboard becomes gray, where taking every fourth pixel would leave it black or white.
     board = (np.indices((64, 64)).sum(0) % 2 * 255).astype(np.uint8)
     small = fitted(Image.fromarray(board).convert("RGB"), 16, "crop")
     np.testing.assert_allclose(small, 127.5, atol=3)

@@ -15,7 +15,6 @@ from trainer.devices import device as device_module
 from trainer.io.errors import ModelError
 from trainer.models import networks
 from trainer.models.networks import Classifier, EmbeddingStatistics
-from trainer.objectives.distillation import frozen_teacher as module
 from trainer.objectives.distillation.frozen_teacher import Balance, FrozenTeacher, hadamard
 
 TINY = {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 3, "num_heads": 3}
@@ -55,7 +54,7 @@ def freeze(model, device, **changes):
 
 
 @pytest.mark.parametrize("batch_size", [0, 1, 3, 5, 10, 64])
-def test_outputs_are_those_of_the_model_whatever_the_parts(model, device, images, expected, batch_size):
+def test_outputs_are_those_of_model_whatever_parts(model, device, images, expected, batch_size):
     outputs = freeze(model, device, batch_size=batch_size)(images)
     torch.testing.assert_close(outputs.logits, expected[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(outputs.features, expected[1], rtol=1e-4, atol=1e-4)
@@ -76,26 +75,15 @@ def test_all_passes_have_one_shape(model, device, images, monkeypatch, batch_siz
     assert seen == shapes
 
 
-def test_a_convolutional_network_gets_as_many_in_bf16_too(device):
+def test_convolutional_network_gets_as_many_in_bf16_too(device):
     network = networks.create(ModelSettings(architecture="tf_efficientnet_lite0", image_size=56), ["a", "b"])
     frozen = freeze(network, device, precision="bf16")
     assert frozen._limit == 8 * 4**2
     assert frozen._model.preprocess.memory_format is torch.channels_last
 
 
-def test_a_cpu_gets_as_many_pixels_as_its_caches_hold(model, device, images, monkeypatch):
-    assert freeze(model, device)._limit == 8 * 7**2
-    assert freeze(model, device, precision="bf16")._limit == 0
-    monkeypatch.setattr(module, "CPU_PIXELS", 3 * 32**2)
-    assert freeze(model, device)._limit == 3
-
-
-def test_without_features_there_are_none(model, device, images):
-    assert freeze(model, device, features=False)(images).features is None
-
-
-def test_bf16_stays_within_its_rounding(model, device, images, expected):
-    """Nearer to float32 than autocast is, whose head rounds too; and as near as autocast in the features."""
+def test_bf16_teacher(model, device, images, expected):
+    # Nearer to float32 than autocast is, whose head rounds too; and as near as autocast in the features.
     outputs = freeze(model, device, precision="bf16")(images)
     assert outputs.logits.dtype == outputs.features.dtype == torch.float32
     with torch.inference_mode(), device.autocast("bf16"):
@@ -110,25 +98,19 @@ def test_bf16_stays_within_its_rounding(model, device, images, expected):
     assert error(outputs.logits, expected[0]) < error(rounded[0], expected[0])
     assert error(outputs.features, expected[1]) < 1.2 * error(rounded[1], expected[1])
     assert torch.equal(outputs.logits.argmax(1), expected[0].argmax(1))
-
-
-def test_the_head_stays_in_float32_within_a_training_in_bf16(model, device, images):
+    # The head stays in float32 within a training in bf16.
     frozen = freeze(model, device)
     alone = frozen(images)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         within = frozen(images)
     assert torch.equal(within.logits, alone.logits)
-
-
-def test_in_bf16_all_weights_but_the_heads_are_bf16(model, device):
+    # In bf16 all weights but the heads are bf16.
     frozen = freeze(model, device, precision="bf16")._model
     kinds = {name: weight.dtype for name, weight in frozen.named_parameters()}
     assert kinds["network.patch_embed.proj.weight"] == kinds["network.blocks.0.attn.qkv.weight"] == torch.bfloat16
     assert kinds["network.head.weight"] == kinds["network.norm.weight"] == kinds["network.pos_embed"] == torch.float32
     assert not any(weight.requires_grad for weight in frozen.parameters())
-
-
-def test_autograd_may_keep_what_it_says(model, device, images):
+    # Autograd may keep what it says.
     outputs = freeze(model, device)(images)
     student = torch.ones_like(outputs.logits, requires_grad=True)
     (student * outputs.logits).sum().backward()
@@ -136,7 +118,7 @@ def test_autograd_may_keep_what_it_says(model, device, images):
     assert not outputs.logits.is_inference()
 
 
-def test_a_network_that_ends_in_another_way_speaks_for_itself(device):
+def test_network_that_ends_in_another_way_speaks_for_itself(device):
     """VOLO adds a second head's logits, so its head and its pooled features do not make them."""
     torch.manual_seed(0)
     network = VOLO((1, 1, 1, 1), img_size=32, num_classes=2, embed_dims=(16, 32, 32, 32), num_heads=(2, 2, 2, 2))
@@ -189,14 +171,8 @@ def test_heads_that_read_no_pooled_features_speak_for_themselves(device, archite
         networks.feature_size(model)
 
 
-def test_the_same_bits_again(model, device, images):
-    first, again = freeze(model, device)(images), freeze(model, device)(images)
-    assert torch.equal(first.logits, again.logits)
-    assert torch.equal(first.features, again.features)
-
-
 @pytest.mark.parametrize("batch_size", [0, 3])
-def test_a_teacher_without_a_head_says_its_standardized_embedding_alone(model, device, images, expected, batch_size):
+def test_teacher_without_head_says_its_standardized_embedding_alone(model, device, images, expected, batch_size):
     headless = networks.with_labels(model, ()).eval()
     plain = freeze(headless, device, batch_size=batch_size)(images)
     torch.testing.assert_close(plain.features, expected[1], rtol=1e-4, atol=1e-4)
@@ -234,7 +210,7 @@ def correlated(count, size, seed):
     return generator.normal(size=(count, size)) @ mixing + 5
 
 
-def test_every_number_varies_alike_and_nothing_is_stretched():
+def test_embeddings_of_any_teacher():
     features = correlated(3000, 48, seed=0)
     balanced = Balance(features)(torch.tensor(features)).double()
     assert balanced.mean(0).abs().max() < 1e-4
@@ -246,9 +222,7 @@ def test_every_number_varies_alike_and_nothing_is_stretched():
         torch.linalg.norm(balanced[1:] - balanced[0], dim=1),
     )
     assert np.allclose(before / factor, after.numpy(), rtol=1e-4)
-
-
-def test_teachers_of_any_size_have_equal_sway_over_a_squared_error():
+    # Teachers of any size have equal sway over a squared error.
     small, large = correlated(2000, 12, seed=1) * 1e-3, correlated(2000, 96, seed=2) * 1e3
     for features in (small, large):
         balanced = Balance(features)(torch.tensor(features))

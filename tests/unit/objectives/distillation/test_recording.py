@@ -50,12 +50,15 @@ def random_records(description, count, seed=0):
 # Layout
 
 
-def test_the_bytes_of_a_record():
+def test_record_bytes(written):
     description = replace(DESCRIPTION, classes=3, top_k=2, features=1)
     records = records_of(torch.tensor([[1.0, -2.0, 3.0]]), description, torch.tensor([[0.5]]))
     indices, logits, rest, features = "02000000", "0042003c", "000000c0000080bf", "0038"
     assert records.tobytes().hex() == indices + logits + rest + features
     assert records["rest"].tolist() == [[-2.0, -1.0]]  # one class is left: its logit, and half of it
+    # A description is read back whole.
+    path, description, _ = written
+    assert recording.describe(path) == description
 
 
 @pytest.mark.parametrize(("classes", "index", "size"), [(1000, 2, 48), (65_536, 2, 48), (65_537, 4, 68)])
@@ -75,7 +78,7 @@ def embeddings(count, seed=0):
     return 7 * torch.randn(count, EMBEDDING.features, generator=torch.Generator().manual_seed(seed))
 
 
-def test_of_a_teacher_without_a_head_the_embedding_is_all_that_is_recorded():
+def test_a_headless_teacher_records_its_embedding():
     given = embeddings(40)
     records = records_of(torch.empty(40, 0), EMBEDDING, given)
     assert records.dtype.names == ("features",)
@@ -88,13 +91,7 @@ def test_of_a_teacher_without_a_head_the_embedding_is_all_that_is_recorded():
     assert kept.rest.isneginf().all()
 
 
-def test_an_embedding_that_half_precision_cannot_hold_is_unusable():
-    given = embeddings(3)
-    given[1, 2] = 7e4
-    assert unusable(records_of(torch.empty(3, 0), EMBEDDING, given)).tolist() == [False, True, False]
-
-
-def test_int8_is_off_by_half_a_step_at_most():
+def test_int8_is_off_by_half_step_at_most():
     """The bound that the report states, number by number, with a step for each record."""
     given = torch.cat([embeddings(40), 1e-3 * embeddings(5, seed=1), torch.zeros(1, EMBEDDING.features)])
     description = replace(EMBEDDING, feature_format="int8")
@@ -108,14 +105,6 @@ def test_int8_is_off_by_half_a_step_at_most():
     assert (kept - given).abs().max() > 1e-3
 
 
-def test_int8_beside_logits():
-    description = replace(DESCRIPTION, features=3, feature_format="int8")
-    given = torch.tensor([[1.0, -127.0, 0.4]])
-    kept = recording.unpack(records_of(torch.arange(12.0)[None], description, given))
-    assert kept.features.tolist() == [[1.0, -127.0, 0.0]]
-    assert kept.indices.tolist() == [[11, 10, 9, 8]]
-
-
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_what_is_not_finite_is_unusable_in_int8_too(value):
     given = embeddings(3)
@@ -124,27 +113,13 @@ def test_what_is_not_finite_is_unusable_in_int8_too(value):
     assert unusable(records).tolist() == [False, False, True]
 
 
-def test_the_format_is_named_where_it_is_not_the_usual_one():
+def test_format_is_named_where_it_is_not_usual_one():
     """So what describes a recording, and what is found again of one in the making, is as it was before there were two."""
     assert "feature_format" not in EMBEDDING.content()
     assert replace(EMBEDDING, feature_format="int8").content()["feature_format"] == "int8"
 
 
-def test_blank_embeddings_are_read_by_sample_and_view(tmp_path):
-    placeholder = placeholder_recording(tmp_path, EMBEDDING)
-    read = placeholder.read(np.array([0, 24, 3]), np.array([0, 0, 0]))
-    assert read.features.tolist() == [[0.0] * EMBEDDING.features] * 3
-    assert read.logits.shape == (3, 0)
-
-
-def test_wide_indices_are_kept():
-    description = replace(DESCRIPTION, classes=70_000, top_k=2)
-    logits = torch.zeros(1, 70_000)
-    logits[0, 69_999], logits[0, 65_536] = 9, 8
-    assert records_of(logits, description)["indices"].tolist() == [[69_999, 65_536]]
-
-
-def test_logits_are_kept_to_half_precision_and_the_rest_to_single():
+def test_logits_are_kept_to_half_precision_and_rest_to_single():
     logits = (6 * torch.randn(200, 12, generator=torch.Generator().manual_seed(1))).double()
     kept = recording.unpack(records_of(logits.float(), DESCRIPTION))
     values, indices = logits.topk(4, dim=1)
@@ -155,14 +130,6 @@ def test_logits_are_kept_to_half_precision_and_the_rest_to_single():
         exact = torch.log(torch.exp(others / temperature).sum(1))
         assert torch.allclose(kept.rest[:, column].double(), exact, rtol=1e-6, atol=1e-6)
     assert kept.features is None
-
-
-def test_where_all_logits_are_kept_nothing_is_left_over():
-    description = replace(DESCRIPTION, top_k=12)
-    kept = recording.unpack(random_records(description, 5))
-    assert torch.equal(kept.indices.sort(1).values, torch.arange(12).expand(5, 12))
-    assert torch.isneginf(kept.rest).all()
-    assert not unusable(random_records(description, 5)).any()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 65_520.0, -np.inf])
@@ -177,12 +144,16 @@ def test_numbers_that_a_record_cannot_hold_are_found(value):
     assert unusable(records_of(torch.randn(4, 12), with_features, features)).tolist() == [False, True, False, False]
 
 
-def test_the_largest_numbers_of_half_precision_are_kept():
+def test_numbers_of_half_precision():
     logits = torch.zeros(1, 12)
     logits[0, 0] = 65_504
     records = records_of(logits, DESCRIPTION)
     assert not unusable(records).any()
     assert records["logits"][0, 0] == 65_504
+    # An embedding that half precision cannot hold is unusable.
+    given = embeddings(3)
+    given[1, 2] = 7e4
+    assert unusable(records_of(torch.empty(3, 0), EMBEDDING, given)).tolist() == [False, True, False]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -220,7 +191,7 @@ def test_samples_and_views_are_read_in_any_order(written, monkeypatch, maps):
     assert [part.dtype for part in read[:4]] == [torch.int64, torch.float32, torch.float32, torch.float32]
 
 
-def test_a_recording_travels_to_another_process_without_its_maps(written):
+def test_shards_travel_and_are_let_go(written, monkeypatch):
     opened = open_recording(written[0])
     first = opened.read(np.array([1]), np.array([0]))
     sent = pickle.dumps(opened)
@@ -228,20 +199,13 @@ def test_a_recording_travels_to_another_process_without_its_maps(written):
     again = pickle.loads(sent)
     assert isinstance(again, Recording)
     assert torch.equal(again.read(np.array([1]), np.array([0])).logits, first.logits)
-
-
-def test_shards_that_were_not_read_for_long_are_let_go(written, monkeypatch):
+    # Shards that were not read for long are let go.
     monkeypatch.setattr(recording, "MOST_MAPS", 2)
     opened, descriptors = open_recording(written[0]), Path("/proc/self/fd")
     before = len(list(descriptors.iterdir()))
     for view in range(3):
         opened.read(np.arange(25), np.full(25, view))
     assert len(list(descriptors.iterdir())) - before <= 2
-
-
-def test_a_description_is_read_back_whole(written):
-    path, description, _ = written
-    assert recording.describe(path) == description
 
 
 def test_a_damaged_shard_is_refused(written):
@@ -254,20 +218,13 @@ def test_a_damaged_shard_is_refused(written):
         open_recording(path)
 
 
-def test_something_else_than_a_description_is_refused(tmp_path):
-    with artifacts.create(tmp_path / "outputs", "teacher_outputs", settings={}) as draft:
-        (draft.path / recording.DESCRIPTION).write_text('{"samples": 3}')
-    with pytest.raises(ArtifactError, match=r"recording.json does not describe recorded outputs"):
-        open_recording(tmp_path / "outputs")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Before there are any
 
 LARGE = replace(DESCRIPTION, samples=50_000, views=30, block=12_500, classes=1000, top_k=10, features=4, view_size=224)
 
 
-def test_any_sample_is_there_in_the_shape_of_real_records_and_a_loss_can_be_computed(tmp_path):
+def test_any_recorded_sample_gives_a_loss(tmp_path):
     read = placeholder_recording(tmp_path, LARGE).read(
         np.array([0, 12_499, 12_500, 49_999]), np.zeros(4, dtype=np.int64)
     )

@@ -32,7 +32,7 @@ def masses(logits, temperature, entries):
 
 
 @pytest.mark.parametrize("top_k", [1, 4, 5, 12])
-def test_mass_and_labels_are_those_of_a_slow_computation(logits, labels, top_k):
+def test_mass_and_labels_are_those_of_slow_computation(logits, labels, top_k):
     held = recording_report.count(records_of(logits, replace(DESCRIPTION, top_k=top_k)), labels, 12)
     assert held.views == VIEWS
     order = (-logits).argsort(1).numpy()[:, :top_k]
@@ -70,14 +70,7 @@ def test_parts_add_up_to_the_whole(logits, labels):
         assert np.allclose(getattr(parts, name), value, rtol=1e-12), name
 
 
-def test_where_all_logits_are_recorded_nothing_is_missing(logits, labels):
-    held = recording_report.count(records_of(logits, replace(DESCRIPTION, top_k=12)), labels, 12)
-    assert held.mean_mass().tolist() == [1, 1]
-    assert held.figures()["mass"]["t2"] == {"mean": 1.0, "p5": 1.0, "p1": 1.0}
-    assert held.figures()["label_recorded"] == 1
-
-
-def test_shares_of_labels_are_of_the_images_that_have_one(logits, labels):
+def test_shares_and_entries(logits, labels):
     records, half = records_of(logits, DESCRIPTION), np.where(np.arange(VIEWS) % 2, labels, -1)
     held, labeled = recording_report.count(records, half, 12), recording_report.count(records[1::2], labels[1::2], 12)
     assert (held.views, held.labeled) == (VIEWS, VIEWS // 2)
@@ -85,16 +78,14 @@ def test_shares_of_labels_are_of_the_images_that_have_one(logits, labels):
         assert held.figures()[name] == labeled.figures()[name] > 0
     nothing = recording_report.count(records, np.full(VIEWS, -1), 12)
     assert nothing.figures()["teacher_top1"] == 0
-
-
-def test_the_numbers_of_entries_end_with_those_recorded():
+    # The numbers of entries end with those recorded.
     assert [recording_report.entries(top_k) for top_k in (1, 2, 3, 10, 16)] == [
         [1], [1, 2], [1, 2, 3], [1, 2, 4, 8, 10], [1, 2, 4, 8, 16],
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("features", "tokens"), [(16, None), (0, (2, 3, 8)), (16, (2, 3, 8))])
-def test_of_a_teacher_without_a_head_the_page_names_all_that_is_kept(features, tokens):
+def test_the_page_of_a_headless_teacher(features, tokens):
     held = replace(DESCRIPTION, classes=0, top_k=0, features=features, tokens=tokens)
     parents = {"teacher": "1" * 16, "dataset": "2" * 16}
     page = recording_report.render(held, None, recording_report.RecordedWork(views=0, seconds=0.0), parents)

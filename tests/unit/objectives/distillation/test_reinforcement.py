@@ -56,7 +56,7 @@ def test_batches_are_so_even_that_hardly_any_view_is_computed_twice(block, batch
     assert batches * batch - block < batches
 
 
-def test_a_batch_that_reaches_over_the_end_of_its_unit_repeats_the_last_sample():
+def test_batches_of_a_plan():
     units = [Unit(view=2, first=10, count=7, block=1), Unit(view=3, first=0, count=10, block=0)]
     parts = list(batches_of_units(units, 4))
     assert [(part.unit.view, part.start) for part in parts] == [(2, 0), (2, 4), (3, 0), (3, 4), (3, 8)]
@@ -66,9 +66,7 @@ def test_a_batch_that_reaches_over_the_end_of_its_unit_repeats_the_last_sample()
     assert taken[4].indices.tolist() == [8, 9, 9, 9]
     assert taken[0].numbers.tolist() == [2, 2, 2, 2]
     assert taken[0].partners is None
-
-
-def test_partners_are_those_of_the_view_whatever_was_loaded_before():
+    # Partners are those of the view whatever was loaded before.
     settings = ViewSettings(cutmix=1)
     unit, other = Unit(view=1, first=0, count=17, block=0), Unit(view=2, first=0, count=17, block=0)
     batches = UnitBatches(Numbered(17, settings), 17)
@@ -87,7 +85,7 @@ def test_batches_come_in_order_from_loader_processes():
         assert loaded == [(part.unit.view, part.start) for part in parts]
 
 
-def test_a_batch_is_read_back_when_the_next_one_is_under_way():
+def test_batches_are_read_back_one_behind():
     description, order = replace(DESCRIPTION, classes=3, top_k=3), []
 
     def teacher(images):
@@ -139,7 +137,7 @@ class Kept(dict):
         self[unit.name] = records
 
 
-def test_processes_meet_equally_often_and_long_before_a_shard_is_full(monkeypatch):
+def test_processes_meet_equally_often_and_long_before_shard_is_full(monkeypatch):
     description = replace(DESCRIPTION, samples=5000, block=2500, views=3)
     missing = shards.units(3, samples=5000, size=2500)[:5]  # of which the second process has one less
     notes = []

@@ -16,7 +16,7 @@ def some_records(count=5):
 
 
 @pytest.mark.parametrize("samples", [1, 7, 16_384, 16_385, 50_000])
-def test_units_cover_every_view_of_every_sample_once_in_blocks_of_nearly_one_size(samples):
+def test_units_cover_every_view_once(samples):
     seen = np.zeros((2, samples), dtype=int)
     units = shards.units(2, samples=samples, size=shards.block_size(samples))
     for unit in units:
@@ -28,14 +28,12 @@ def test_units_cover_every_view_of_every_sample_once_in_blocks_of_nearly_one_siz
     assert max(counts) - min(counts) < len(units)
 
 
-def test_a_shard_gives_back_what_was_put_in():
+def test_shard_is_written_and_read():
     records = some_records()
     content = encode(UNIT, records, PLAN)
     assert len(content) == shards.HEADER_BYTES + records.nbytes == 128 + 5 * 16
     assert decode(UNIT, content, PLAN, RECORD).tobytes() == records.tobytes()
-
-
-def test_the_header_stays_as_it_is():
+    # The header stays as it is.
     header = encode(UNIT, some_records(), PLAN)[: shards.HEADER_BYTES]
     assert header[:40].hex() == (
         b"VITRECRD".hex() + "01000000" + "10000000" + "0300000000000000" + "0a00000000000000" + "0500000000000000"
@@ -44,7 +42,7 @@ def test_the_header_stays_as_it_is():
 
 
 @pytest.mark.parametrize("place", [0, 9, 20, 45, 80, 127], ids=lambda place: f"byte {place}")
-def test_a_changed_byte_of_header_or_records_is_noticed(place):
+def test_changed_byte_of_header_or_records_is_noticed(place):
     content = bytearray(encode(UNIT, some_records(), PLAN))
     content[place] ^= 1
     if place in range(104, shards.HEADER_BYTES):  # what fills the header up means nothing

@@ -102,7 +102,7 @@ def test_the_mean_squared_feature_is_timms_feature_distillation(pair):
 
 
 @pytest.mark.parametrize(("kind", "loss"), [("soft", "kl"), ("hard", "hard")])
-def test_a_distillation_token_learns_as_in_timms_token_distillation(pair, kind, loss):
+def test_distillation_token_learns_as_in_timms_token_distillation(pair, kind, loss):
     teacher, _, their_teacher, _ = pair
     student = classifier(2, 16, "deit_tiny_distilled_patch16_224")
     nn.init.normal_(student.network.head_dist.weight)

@@ -40,13 +40,12 @@ async def all_of(batcher, count):
     return await asyncio.gather(*(batcher.submit(row(number)) for number in range(count)), return_exceptions=True)
 
 
-def test_each_gets_its_own_row_and_no_batch_is_too_large():
+def test_batches():
     found, sizes = answers(lambda batcher: all_of(batcher, 10))
     assert [one.tolist() for one in found] == [[2 * number] * 2 for number in range(10)]
     assert sizes == [4, 4, 2]
 
-
-def test_one_alone_waits_for_others_only_so_long():
+    # One alone waits for others only so long.
     async def alone(batcher):
         start = time.monotonic()
         await batcher.submit(row(1))
@@ -59,7 +58,7 @@ def test_one_alone_waits_for_others_only_so_long():
     assert answers(alone, wait_s=0.2, coming=lambda: 1)[0] < 0.15, "no other one is on its way"
 
 
-def test_what_comes_while_a_batch_is_computed_is_the_next_one_without_waiting():
+def test_arrivals_form_the_next_batch():
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(rows):
@@ -82,7 +81,7 @@ def test_what_comes_while_a_batch_is_computed_is_the_next_one_without_waiting():
     assert took < 5
 
 
-def test_a_batch_that_fails_fails_its_own_rows_and_the_next_is_computed():
+def test_a_failing_batch_fails_alone():
     def picky(rows):
         if (rows == 1).any():
             raise ValueError("no ones")

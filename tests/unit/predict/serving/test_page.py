@@ -95,7 +95,7 @@ def expected(exported, photo):
     ],
     ids=["desktop", "phone in the dark"],
 )
-def test_a_chosen_photo_gets_its_bars_and_what_is_known(browser, address, exported, photo, look, tmp_path):
+def test_chosen_photo_gets_its_bars_and_what_is_known(browser, address, exported, photo, look, tmp_path):
     said = expected(exported, photo)
     with opened(browser, address, **look) as page:
         page.set_input_files("#file", photo)
@@ -114,7 +114,7 @@ def test_a_chosen_photo_gets_its_bars_and_what_is_known(browser, address, export
         page.screenshot(path=tmp_path / "page.png", full_page=True)
 
 
-def test_the_keyboard_alone_chooses_a_photo(browser, address, photo):
+def test_photos_are_chosen(browser, address, photo):
     with opened(browser, address) as page:
         page.on("filechooser", lambda _: None)  # the browser reports none that opens before it has heard of a listener
         page.keyboard.press("Tab")
@@ -124,8 +124,6 @@ def test_the_keyboard_alone_chooses_a_photo(browser, address, photo):
         chooser.value.set_files(photo)
         assert len(shown(page)) == 5
 
-
-def test_a_photo_is_dropped_and_pasted(browser, address, photo):
     put = """([kind, bytes]) => {
         const data = new DataTransfer();
         data.items.add(new File([new Uint8Array(bytes)], "photo.png", { type: "image/png" }));
@@ -139,7 +137,7 @@ def test_a_photo_is_dropped_and_pasted(browser, address, photo):
             assert len(shown(page)) == 5
 
 
-def test_a_refusal_is_shown_and_the_next_photo_is_answered(browser, address, photo, tmp_path):
+def test_refusal_is_shown_and_next_photo_is_answered(browser, address, photo, tmp_path):
     (tmp_path / "broken.png").write_bytes(b"no photo")
     with opened(browser, address) as page:
         page.set_input_files("#file", tmp_path / "broken.png")
@@ -168,8 +166,7 @@ NGINX = (
 def test_a_proxy_that_answers_itself_is_reported(browser, address, photo, status, title, shown):
     with opened(browser, address) as page:
         page.route(
-            "**/predict",
-            lambda route: route.fulfill(status=status, content_type="text/html", body=NGINX.format(title)),
+            "**/predict", lambda route: route.fulfill(status=status, content_type="text/html", body=NGINX.format(title))
         )
         page.set_input_files("#file", photo)
         page.wait_for_selector("#status.bad")

@@ -49,7 +49,7 @@ def served(exported, *arguments):
             process.kill()
 
 
-def test_asked_to_end_it_is_not_ready_but_answers_and_then_ends_in_order(exported, trained_digits, tmp_path):
+def test_asked_to_end_it_drains_in_order(exported, trained_digits, tmp_path):
     log = tmp_path / "logs" / "predictions.jsonl"
     photo, statuses = png(trained_digits.images[0]), []
     with served(exported, "--drain", "1", "--log", str(log)) as (process, address):
@@ -84,7 +84,7 @@ def test_asked_to_end_it_is_not_ready_but_answers_and_then_ends_in_order(exporte
     assert "Traceback" not in lines
 
 
-def test_without_a_drain_it_ends_at_once_and_by_ctrl_c_too(exported):
+def test_without_a_drain_it_ends_at_once(exported):
     for request in (signal.SIGTERM, signal.SIGINT):
         with served(exported) as (process, _):
             start = time.monotonic()

@@ -148,11 +148,7 @@ def on_xla(
     steps = dict(steps or steps_of())
     steps["transfers"] = np.zeros(len(steps["step"])) + transfers
     exchanged = TransferRecord(
-        from_device=200,
-        from_device_s=2.0,
-        from_device_bytes=800,
-        to_device_bytes=10**6,
-        fallbacks=fallbacks or {},
+        from_device=200, from_device_s=2.0, from_device_bytes=800, to_device_bytes=10**6, fallbacks=fallbacks or {}
     )
     compilations = tuple(
         CompilationRecord(step=step, graphs=1, seconds=spent)
@@ -175,7 +171,6 @@ def together(*steps: Mapping[str, np.ndarray], **record: Any) -> list[RankEviden
 
 
 def judge_by(kind: type[Rule], case: Case) -> Any:
-    """Judge by one rule, with the thresholds of the case."""
     return case.rule(kind).judge(case)
 
 

@@ -8,17 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.profiling.rules.synthetic import (
-    GPU,
-    STEPS,
-    all_fired,
-    case_of,
-    finding,
-    judge_by,
-    rank_of,
-    steps_of,
-    together,
-)
+from tests.unit.profiling.rules.synthetic import GPU, STEPS, all_fired, case_of, finding, judge_by, rank_of, steps_of
 from trainer.profiling.evidence import RankEvidence
 from trainer.profiling.rules.loading import CoresOversubscribed
 from trainer.profiling.rules.outcomes import Healthy, NotJudged
@@ -70,7 +60,7 @@ def two_gpus(**given: Any) -> list[RankEvidence]:
     ]
 
 
-def test_loader_processes_that_starve_two_gpus_are_named_and_nothing_else() -> None:
+def test_starving_loaders_are_named() -> None:
     ranks = two_gpus()
     assert all_fired(*ranks) == [RULE]
     found = finding(CoresOversubscribed, *ranks)
@@ -81,18 +71,15 @@ def test_loader_processes_that_starve_two_gpus_are_named_and_nothing_else() -> N
     assert found.saving is not None
     assert "For 89 % of a step the training was ready and had no core, and the GPU idles for 42 %" in found.text
     assert found.saving.seconds == pytest.approx(0.42 * ranks[0].record.steps.seconds, rel=0.02)
-
-
-def test_the_same_training_is_not_judged_where_its_waiting_was_not_recorded() -> None:
+    # The same training is not judged where its waiting was not recorded.
     old = two_gpus(host_delayed_seconds=np.full(STEPS, np.nan), host_backward_delayed_seconds=np.full(STEPS, np.nan))
     outcome = judge_by(CoresOversubscribed, case_of(*old))
     assert outcome == NotJudged("how long the training was ready and had no core was not recorded")
     assert RULE not in all_fired(*old)
-
-
-def test_a_busy_gpu_does_not_wait_for_its_host() -> None:
-    system = machine(training=0.5, loaders=1.5, gpu_percent=97.0)
-    assert all_fired(rank_of(waits(8), device=GPU, workers=3, system=system)) == []
+    # There the work of loading has to be done by the same cores, whoever does it.
+    fast, slow = (rank_of(waits(wait), workers=3, system=machine(training=0.8, loaders=1.2)) for wait in (6, 8))
+    assert isinstance(judge_by(CoresOversubscribed, case_of(fast)), Healthy)
+    assert all_fired(slow) == [RULE]
 
 
 WHO = {
@@ -114,14 +101,7 @@ def test_who_has_the_cores_is_said(severity: str, text: str, record: dict[str, A
     assert (found.severity, found.text[: len(text)]) == (severity, text)
 
 
-def test_loading_beside_a_processor_that_trains_is_given_more() -> None:
-    """There the work of loading has to be done by the same cores, whoever does it."""
-    fast, slow = (rank_of(waits(wait), workers=3, system=machine(training=0.8, loaders=1.2)) for wait in (6, 8))
-    assert isinstance(judge_by(CoresOversubscribed, case_of(fast)), Healthy)
-    assert all_fired(slow) == [RULE]
-
-
-def test_free_cores_or_a_training_that_waits_for_batches_are_not_for_this_rule() -> None:
+def test_cores_are_free_or_batches_awaited() -> None:
     free = {"cpu0_percent": 50.0, "cpu1_percent": 50.0, "process_cpu_percent": 60.0, "loaders_cpu_percent": 40.0}
     assert all_fired(rank_of(waits(12), workers=3, system=free)) == []
     slow = steps_of(
@@ -135,29 +115,14 @@ def test_free_cores_or_a_training_that_waits_for_batches_are_not_for_this_rule()
     outcome = judge_by(CoresOversubscribed, case_of(rank_of(slow, workers=3, system=machine(loaders=1.7))))
     assert isinstance(outcome, NotJudged)
     assert "loader_workers" in outcome.reason
-
-
-def test_more_loaders_than_cores_that_do_take_them_have_one_finding() -> None:
+    # More loaders than cores that do take them have one finding.
     crowded = {"workers": 8, "system": machine(training=0.4, loaders=1.6)}
     assert all_fired(rank_of(waits(1), **crowded)) == ["loader_workers"]
     assert all_fired(rank_of(waits(12), **crowded)) == [RULE]
 
-
-def test_a_quota_is_full_where_the_machine_is_not() -> None:
-    """A container may use two of many cores."""
+    # A container may use two of many cores.
     cores = {f"cpu{number}_percent": 40.0 for number in range(16)}
     system = cores | {"process_cpu_percent": 40.0, "loaders_cpu_percent": 150.0}
     found = finding(CoresOversubscribed, rank_of(waits(12), workers=3, system=system))
     assert "loader processes take 1.5, the training 0.4, other programs 0.0" in found.text
     assert "data.workers=1 in place of 3" in found.advice
-
-
-def test_the_median_process_and_its_machine_count() -> None:
-    full = machine(training=0.4, loaders=0.6)
-    apart = together(waits(0), waits(12), waits(12), workers=1, cores=3)
-    ranks = [
-        rank_of(rank.steps, rank=number, world_size=3, workers=1, host=host, system=full)
-        for number, (rank, host) in enumerate(zip(apart, ("a", "b", "b"), strict=True))
-    ]
-    found = finding(CoresOversubscribed, *ranks)
-    assert "of the 2 cores of b loader processes take 1.2, the training 0.8" in found.text

@@ -19,7 +19,6 @@ from tests.unit.profiling.rules.synthetic import (
     on_xla,
     rank_of,
     steps_of,
-    together,
 )
 from trainer.config.rules import RuleSettings
 from trainer.profiling.evidence import CompilationRecord, ContextRecord, Evidence, RankEvidence, TrainingEvidence
@@ -41,7 +40,7 @@ def fires(kind: type[Rule], *ranks: RankEvidence, **thresholds: Any) -> bool:
 # -- start-up
 
 
-def test_a_start_of_more_than_twenty_minutes() -> None:
+def test_slow_start() -> None:
     parts = {"imports": 30.0, "fetch": 300.0, "compile": 600.0, "first_step": 260.0}
     assert not fires(StartUp, rank_of(startup=parts))
     found = outcome_of(StartUp, rank_of(startup=parts | {"first_step": 271.0}))
@@ -51,11 +50,20 @@ def test_a_start_of_more_than_twenty_minutes() -> None:
     assert found.saving is not None
     assert found.saving.seconds == 900
 
+    # A minute before the first training is half of it, and a tenth of the stage.
+    first = rank_of(name="mae", startup={"launch": 60.0, "first_step": 1.0}, first_step_s=1.0, ended_s=60.0)
+    second = rank_of(name="finetune", startup={"preparation": 10.0}, ended_s=470.0, began_unix=100.0)
+    trainings = [TrainingEvidence(name=one.record.name, ranks=[one], metrics={}) for one in (first, second)]
 
-def test_a_start_up_that_no_cache_shortens_saves_nothing_known() -> None:
-    found = outcome_of(StartUp, rank_of(startup={"join": 2000.0}))
-    assert isinstance(found, Finding)
-    assert found.saving is None
+    def noted(*given: TrainingEvidence) -> bool:
+        answers = judged(Evidence(path=Path(), fingerprint="", trainings=given), RuleSettings())
+        return any(one.rule == "start_up" and isinstance(one.outcome, Finding) for one in answers)
+
+    assert noted(trainings[0])
+    assert not noted(*trainings)
+    # A start up that was not recorded is not judged.
+    assert isinstance(outcome_of(StartUp, rank_of()), NotJudged)
+    assert isinstance(outcome_of(StartUp, rank_of(first_step_s=None)), NotJudged)
 
 
 @pytest.mark.parametrize(
@@ -78,35 +86,10 @@ def test_a_start_up_is_set_against_its_stage(seconds: float, stage_s: float | No
         assert outcome.advice.endswith("a longer training bears a start-up better.")
 
 
-def test_a_start_of_more_than_twenty_minutes_is_a_warning_in_a_long_stage_too() -> None:
-    outcome = judge_by(StartUp, case_of(rank_of(startup={"fetch": 1201.0}), stage_s=86_400.0))
-    assert isinstance(outcome, Finding)
-    assert outcome.severity == "warning"
-
-
-def test_the_stage_of_a_training_is_all_its_trainings_with_their_start_ups() -> None:
-    """A minute before the first training is half of it, and a tenth of the stage."""
-    first = rank_of(name="mae", startup={"launch": 60.0, "first_step": 1.0}, first_step_s=1.0, ended_s=60.0)
-    second = rank_of(name="finetune", startup={"preparation": 10.0}, ended_s=470.0, began_unix=100.0)
-    trainings = [TrainingEvidence(name=one.record.name, ranks=[one], metrics={}) for one in (first, second)]
-
-    def noted(*given: TrainingEvidence) -> bool:
-        answers = judged(Evidence(path=Path(), fingerprint="", trainings=given), RuleSettings())
-        return any(one.rule == "start_up" and isinstance(one.outcome, Finding) for one in answers)
-
-    assert noted(trainings[0])
-    assert not noted(*trainings)
-
-
-def test_a_start_up_that_was_not_recorded_is_not_judged() -> None:
-    assert isinstance(outcome_of(StartUp, rank_of()), NotJudged)
-    assert isinstance(outcome_of(StartUp, rank_of(first_step_s=None)), NotJudged)
-
-
 # -- outliers
 
 
-def test_single_steps_that_take_far_longer() -> None:
+def test_step_outliers() -> None:
     hangs = np.where(NUMBERS % 50 == 20, 200.0, 2.0)
     found = outcome_of(StepOutliers, rank_of(steps_of(forward=hangs)))
     assert isinstance(found, Finding)
@@ -116,39 +99,22 @@ def test_single_steps_that_take_far_longer() -> None:
     assert found.steps == (20, 70)
     assert found.saving is not None
     assert found.saving.seconds == pytest.approx(2 * 0.198)
-
-
-def test_outliers_must_cost_something() -> None:
+    # Outliers must cost something.
     assert not fires(StepOutliers, rank_of(steps_of(forward=np.where(NUMBERS == 50, 20.0, 2.0))))
     assert fires(StepOutliers, rank_of(steps_of(forward=np.where(NUMBERS == 50, 60.0, 2.0))))
-
-
-def test_the_first_steps_and_stalls_are_no_outliers() -> None:
+    # The first steps and stalls are no outliers.
     assert not fires(StepOutliers, rank_of(steps_of(forward=np.where(NUMBERS < 10, 500.0, 2.0))))
     stall = rank_of(steps_of(forward=np.where(NUMBERS == 50, 2e6, 2.0)))
     assert not fires(StepOutliers, stall)
-
-
-def test_the_last_step_which_ends_the_loader_processes_is_no_outlier() -> None:
+    # The last step which ends the loader processes is no outlier.
     ends = steps_of(data=np.where(NUMBERS == STEPS - 1, 500.0, 1.0))
     assert not fires(StepOutliers, rank_of(ends, context=ContextRecord(total_steps=STEPS)))
     assert fires(StepOutliers, rank_of(ends, context=ContextRecord(total_steps=STEPS + 1)))
-
-
-def test_measurements_of_the_recorder_and_a_core_that_was_taken_are_no_outliers() -> None:
+    # Measurements of the recorder and a core that was taken are no outliers.
     hangs = np.where(NUMBERS % 50 == 20, 200.0, 0.0)
     assert not fires(StepOutliers, rank_of(steps_of(recorder=hangs)))
     assert not fires(StepOutliers, rank_of(steps_of(forward=2 + hangs, host_delayed_seconds=hangs)))
-
-
-def test_a_core_that_was_taken_from_another_process_is_no_outlier_either() -> None:
-    hangs = np.where(NUMBERS % 50 == 20, 200.0, 0.0)
-    held_up = together(steps_of(backward=2 + hangs), steps_of(forward=2 + hangs, host_delayed_seconds=hangs))
-    assert not fires(StepOutliers, *held_up)
-    assert fires(StepOutliers, *together(steps_of(backward=2 + hangs), steps_of(forward=2 + hangs)))
-
-
-def test_waiting_for_slow_loading_is_no_outlier() -> None:
+    # Waiting for slow loading is no outlier.
     waits = np.where(NUMBERS % 10 == 0, 300.0, 1.0)
     late = rank_of(steps_of(data=waits, queued=0), workers=1, device=GPU, cores=2, system={"loaders_cpu_percent": 99.0})
     assert isinstance(outcome_of(StepOutliers, late), NotJudged | Healthy)
@@ -167,42 +133,34 @@ def test_memory_that_grows_all_the_time(signal: str) -> None:
     assert not fires(GpuMemoryGrowth, rank(-0.12))
 
 
-def test_memory_that_jumps_or_settles_does_not_leak() -> None:
+def test_memory_leak() -> None:
     settles = 1e9 * (2 - np.exp(-np.arange(100) / 10))
     jumps = 1e9 * np.where(np.arange(100) < 60, 1.0, 1.5)
     assert not fires(GpuMemoryGrowth, rank_of(system={"process_private_bytes": settles}))
     assert not fires(GpuMemoryGrowth, rank_of(system={"process_private_bytes": jumps}))
+    # A leak shows beneath what a step computes with.
+    samples = 2.0**20 * np.tile(WITHIN_STEPS, 5)
+    assert not fires(GpuMemoryGrowth, rank_of(system={"gpu_memory_allocated_bytes": samples}))
+    leaks = samples + 2.0**20 * 16 * np.arange(100)
+    assert fires(GpuMemoryGrowth, rank_of(system={"gpu_memory_allocated_bytes": leaks}))
+    # Mapped files are no leak.
+    system = {"process_rss_bytes": 1e9 * np.linspace(1, 2, 100), "process_private_bytes": 1e9}
+    assert not fires(GpuMemoryGrowth, rank_of(system=system))
+    # The finding says when memory will be full.
+    half = 4 * 2**30
+    found = outcome_of(GpuMemoryGrowth, rank_of(system={"process_private_bytes": half * np.linspace(0.5, 1, 100)}))
+    assert isinstance(found, Finding)
+    assert "from 2669 MiB to 3972 MiB" in found.text
+    assert found.numbers["hourly_bytes"] == pytest.approx(half * 0.5 / (STEPS * 0.010) * 3600, rel=0.05)
+    # Few samples of memory are not judged.
+    assert isinstance(outcome_of(GpuMemoryGrowth, rank_of(samples=20, system={"process_rss_bytes": 1e9})), NotJudged)
+    assert isinstance(outcome_of(GpuMemoryGrowth, rank_of()), NotJudged)
 
 
 # MiB that torch had allocated on an H100, at moments anywhere within its steps: what a step computes with comes and goes.
 WITHIN_STEPS = np.array(
     [555, 852, 955, 1120, 880, 554, 3335, 553, 2793, 1410, 562, 2575, 717, 563, 716, 1082, 716, 717, 3331, 3123.0]
 )
-
-
-def test_a_leak_shows_beneath_what_a_step_computes_with() -> None:
-    samples = 2.0**20 * np.tile(WITHIN_STEPS, 5)
-    assert not fires(GpuMemoryGrowth, rank_of(system={"gpu_memory_allocated_bytes": samples}))
-    leaks = samples + 2.0**20 * 16 * np.arange(100)
-    assert fires(GpuMemoryGrowth, rank_of(system={"gpu_memory_allocated_bytes": leaks}))
-
-
-def test_mapped_files_are_no_leak() -> None:
-    system = {"process_rss_bytes": 1e9 * np.linspace(1, 2, 100), "process_private_bytes": 1e9}
-    assert not fires(GpuMemoryGrowth, rank_of(system=system))
-
-
-def test_the_finding_says_when_memory_will_be_full() -> None:
-    half = 4 * 2**30
-    found = outcome_of(GpuMemoryGrowth, rank_of(system={"process_private_bytes": half * np.linspace(0.5, 1, 100)}))
-    assert isinstance(found, Finding)
-    assert "from 2669 MiB to 3972 MiB" in found.text
-    assert found.numbers["hourly_bytes"] == pytest.approx(half * 0.5 / (STEPS * 0.010) * 3600, rel=0.05)
-
-
-def test_few_samples_of_memory_are_not_judged() -> None:
-    assert isinstance(outcome_of(GpuMemoryGrowth, rank_of(samples=20, system={"process_rss_bytes": 1e9})), NotJudged)
-    assert isinstance(outcome_of(GpuMemoryGrowth, rank_of()), NotJudged)
 
 
 # -- compilation
@@ -212,7 +170,7 @@ def compiled(*at: int) -> RankEvidence:
     return rank_of(compilations=tuple(CompilationRecord(step=step, graphs=2, seconds=30.0) for step in at))
 
 
-def test_graphs_compiled_late() -> None:
+def test_recompiled_graphs() -> None:
     assert isinstance(outcome_of(Recompilation, rank_of()), NotJudged)
     assert not fires(Recompilation, compiled(0, 9))
     found = outcome_of(Recompilation, compiled(0, 10, 50))
@@ -220,14 +178,31 @@ def test_graphs_compiled_late() -> None:
     assert found.text.startswith("4 graphs were compiled again after 10 steps (first after step 10)")
     assert found.saving is not None
     assert found.saving.seconds == 60
-
-
-def test_graphs_compiled_late_in_a_process_that_resumed() -> None:
+    # Graphs of the first ten steps are no finding.
+    assert all_fired(on_xla(compiled={9: 1.0})) == []
+    assert all_fired(on_xla(compiled={10: 1.0})) == ["recompilation"]
+    # A batch of another size is named.
     steps = steps_of()
-    late = (CompilationRecord(step=50, graphs=1, seconds=30.0),)
-    found = finding(Recompilation, rank_of(steps | {"step": steps["step"] + 4000}, compilations=late))
-    assert "(first after step 4050)" in found.text
-    assert found.steps == (4050, 4050), "as the table of steps counts them"
+    steps["images"] = np.where(NUMBERS == 40, 77.0, 128.0)
+    found = finding(Recompilation, on_xla(steps, compiled={40: 30.0}))
+    assert found.text.endswith("which took 30 s. The number of images had changed: 77 instead of 128.")
+    assert "pad or drop" in found.advice
+    assert found.steps == (40, 40)
+    # Steps are found in a training that went on.
+    steps = steps_of()
+    steps["step"] = steps["step"] + 1000
+    steps["images"] = np.where(NUMBERS == 40, 77.0, 128.0)
+    assert "77 instead of 128" in finding(Recompilation, on_xla(steps, compiled={40: 30.0})).text
+
+    # A look at the weights is named.
+    def finding_at(*steps: int) -> Finding:
+        rank = on_xla(compiled=dict.fromkeys(steps, 30.0), tensors=2)
+        looks = replace(rank.tensors, steps=np.array([50.0, 100.0]))
+        return finding(Recompilation, replace(rank, tensors=looks))
+
+    assert "a measurement of the weights" in finding_at(50, 100).text
+    assert "evidence.tensors_every" in finding_at(50).advice
+    assert "measurement" not in finding_at(50, 51).text
 
 
 def test_graphs_compiled_where_the_input_grows_by_plan() -> None:
@@ -251,7 +226,7 @@ def test_graphs_compiled_where_the_input_grows_by_plan() -> None:
 # -- what watching costs
 
 
-def test_watching_that_costs_more_than_a_hundredth() -> None:
+def test_own_overhead() -> None:
     def rank(seconds: float) -> RankEvidence:
         return rank_of(overhead={"marks": seconds / 2, "tensors": seconds / 2}, ended_s=100.0)
 
@@ -261,9 +236,7 @@ def test_watching_that_costs_more_than_a_hundredth() -> None:
     assert isinstance(found, Finding)
     assert found.saving is not None
     assert found.saving.seconds == pytest.approx(1.0)
-
-
-def test_a_short_recording_says_nothing_of_its_cost() -> None:
+    # A short recording says nothing of its cost.
     short = rank_of(overhead={"tensors": 5.0}, ended_s=59.0)
     assert "lasts 59 s" in str(outcome_of(OwnOverhead, short))
     assert fires(OwnOverhead, short, own_overhead=OwnOverhead(fewest_seconds=0))
@@ -273,62 +246,24 @@ def test_a_short_recording_says_nothing_of_its_cost() -> None:
 # -- on XLA
 
 
-def test_graphs_of_the_first_ten_steps_are_no_finding() -> None:
-    assert all_fired(on_xla(compiled={9: 1.0})) == []
-    assert all_fired(on_xla(compiled={10: 1.0})) == ["recompilation"]
-
-
-def test_a_batch_of_another_size_is_named() -> None:
-    steps = steps_of()
-    steps["images"] = np.where(NUMBERS == 40, 77.0, 128.0)
-    found = finding(Recompilation, on_xla(steps, compiled={40: 30.0}))
-    assert found.text.endswith("which took 30 s. The number of images had changed: 77 instead of 128.")
-    assert "pad or drop" in found.advice
-    assert found.steps == (40, 40)
-
-
-def test_steps_are_found_in_a_training_that_went_on() -> None:
-    steps = steps_of()
-    steps["step"] = steps["step"] + 1000
-    steps["images"] = np.where(NUMBERS == 40, 77.0, 128.0)
-    assert "77 instead of 128" in finding(Recompilation, on_xla(steps, compiled={40: 30.0})).text
-
-
-def test_a_look_at_the_weights_is_named() -> None:
-    def finding_at(*steps: int) -> Finding:
-        rank = on_xla(compiled=dict.fromkeys(steps, 30.0), tensors=2)
-        looks = replace(rank.tensors, steps=np.array([50.0, 100.0]))
-        return finding(Recompilation, replace(rank, tensors=looks))
-
-    assert "a measurement of the weights" in finding_at(50, 100).text
-    assert "evidence.tensors_every" in finding_at(50).advice
-    assert "measurement" not in finding_at(50, 51).text
-
-
-def test_a_number_in_the_graph_is_distinguished_from_a_value_that_changed_once() -> None:
+def test_recompiling_by_other_causes() -> None:
     always = finding(Recompilation, on_xla(compiled=dict.fromkeys(range(12, STEPS), 0.1)))
     assert "a number that changes in each step" in always.text
     once = finding(Recompilation, on_xla(compiled={12: 0.1, 60: 0.1}))
     assert "A shape changed, or a Python value" in once.text
     assert all("PT_XLA_DEBUG_LEVEL=2" in found.advice for found in (always, once))
-
-
-def test_a_step_that_the_table_no_longer_holds_had_as_many_images_as_any() -> None:
+    # A step that the table no longer holds had as many images as any.
     steps = steps_of()
     steps["images"] = np.where(NUMBERS == 42, 77.0, 128.0)
     kept = {name: values[::2] for name, values in steps.items()}
     assert "number of images" not in finding(Recompilation, on_xla(kept, compiled={41: 30.0})).text
     assert "number of images" in finding(Recompilation, on_xla(kept, compiled={42: 30.0})).text
-
-
-def test_a_training_that_ended_in_its_first_step_has_no_sizes_to_compare() -> None:
+    # A training that ended in its first step has no sizes to compare.
     nothing = on_xla({name: values[:0] for name, values in steps_of().items()}, samples=1)
     found = judge_by(Recompilation, case_of(nothing, rules=RuleSettings(recompilation=Recompilation(after_steps=0))))
     assert isinstance(found, Finding)
     assert "A shape changed" in found.text
-
-
-def test_a_long_compilation_has_a_cache_of_its_own() -> None:
+    # A long compilation has a cache of its own.
     found = finding(StartUp, on_xla(startup={"compile": 2000.0}))
     assert "NEURON_COMPILE_CACHE_URL" in found.advice
     assert "TORCHINDUCTOR" not in found.advice

@@ -84,7 +84,7 @@ def test_a_cause_has_one_finding(expected: list[str], milliseconds: dict[str, fl
     assert fired(rank_of(steps_of(**milliseconds), **record)) == expected
 
 
-def test_a_gpu_that_idles_beside_a_busy_core_or_waiting_cores() -> None:
+def test_gpu_that_idles_beside_busy_core_or_waiting_cores() -> None:
     busy = {"cpu0_percent": 100.0, "cpu1_percent": 5.0, "iowait_percent": 0.0, "gpu_percent": 5.0}
     assert fired(rank_of(device=GPU, cores=1, system=busy)) == ["cpu_bottleneck"]
     assert fired(rank_of(device=GPU, cores=1, system=busy | {"gpu_percent": 50.0})) == []
@@ -93,20 +93,10 @@ def test_a_gpu_that_idles_beside_a_busy_core_or_waiting_cores() -> None:
     assert fired(rank_of(device=GPU, system=busy | {"cpu0_percent": 5.0, "iowait_percent": 40.0})) == []
 
 
-def test_a_gpu_idles_rightly_while_the_first_step_compiles() -> None:
-    """As on an H100, where a core compiled for most of the recording's time."""
-    compiles = {"cpu0_percent": [100.0] * 70 + [20.0] * 30, "gpu_percent": [0.0] * 70 + [95.0] * 30}
-    seconds = float(steps_of()["seconds"].sum())
-    assert fired(rank_of(device=GPU, cores=1, system=compiles, first_step_s=0.7 * seconds)) == []
-    assert fired(rank_of(device=GPU, cores=1, system=compiles)) == ["cpu_bottleneck"]
-
-
-def test_a_process_that_alone_waits_is_not_the_loaders_fault() -> None:
+def test_loading_is_judged() -> None:
     assert fired(*together(steps_of(), steps_of(data=20), cores=4)) == []
     assert fired(*together(steps_of(data=20), steps_of(data=20), cores=4)) == ["loader_workers"]
-
-
-def test_the_advised_number_of_workers_keeps_up() -> None:
+    # The advised number of workers keeps up.
     waiting = finding(LoaderWorkers, rank_of(steps_of(data=27), device=GPU, cores=16))
     assert "data.workers=4" in waiting.advice  # 27 ms to load, 9 to compute: three, and a margin
     assert waiting.saving is not None
@@ -115,9 +105,21 @@ def test_the_advised_number_of_workers_keeps_up() -> None:
     assert "data.workers=2" in few.advice
     assert few.saving is not None
     assert few.saving.seconds == pytest.approx(110 * 0.027 / 2)
+    # What waiting costs is reported.
+    slow = finding(IoBottleneck, rank_of(steps_of(data=11, host_cpu_seconds=9, host_data_cpu_seconds=0)))
+    assert slow.text.startswith("55% of each step (11 ms of 20 ms undisturbed)")
+    assert slow.saving is not None
+    assert slow.saving.seconds == pytest.approx(110 * 0.011)
+    # Few steps are not judged.
+    for rule in RULES:
+        outcome = judge_by(rule, case_of(rank_of(steps_of(39, data=50))))
+        assert outcome == NotJudged(
+            reason="only 29 steps were measured after the first 10; 30 are needed", too_short=True
+        )
+        assert isinstance(judge_by(rule, case_of(rank_of(steps_of(40)))), Healthy)
 
 
-def test_too_many_workers_are_a_note_until_the_training_waits() -> None:
+def test_too_many_workers_are_note_until_training_waits() -> None:
     note = finding(LoaderWorkers, rank_of(workers=4))
     assert note.severity == "note"
     assert note.saving is None
@@ -127,19 +129,3 @@ def test_too_many_workers_are_a_note_until_the_training_waits() -> None:
         LoaderWorkers, rank_of(steps_of(data=5, queued=0, host_data_cpu_seconds=0), workers=4, system=system)
     )
     assert warning.severity == "warning"
-
-
-def test_what_waiting_costs_is_reported() -> None:
-    slow = finding(IoBottleneck, rank_of(steps_of(data=11, host_cpu_seconds=9, host_data_cpu_seconds=0)))
-    assert slow.text.startswith("55% of each step (11 ms of 20 ms undisturbed)")
-    assert slow.saving is not None
-    assert slow.saving.seconds == pytest.approx(110 * 0.011)
-
-
-def test_few_steps_are_not_judged() -> None:
-    for rule in RULES:
-        outcome = judge_by(rule, case_of(rank_of(steps_of(39, data=50))))
-        assert outcome == NotJudged(
-            reason="only 29 steps were measured after the first 10; 30 are needed", too_short=True
-        )
-        assert isinstance(judge_by(rule, case_of(rank_of(steps_of(40)))), Healthy)

@@ -30,7 +30,7 @@ def slower(milliseconds: float, **record: object) -> list[RankEvidence]:
     return together(*waiting, steps_of(forward=2 + milliseconds), **record)
 
 
-def test_a_process_that_is_always_slower() -> None:
+def test_stragglers() -> None:
     assert fired(slower(2.4)) == []
     assert fired(slower(2.6)) == ["stragglers"]
     found = finding(Stragglers, slower(10))
@@ -38,24 +38,18 @@ def test_a_process_that_is_always_slower() -> None:
     assert "`forward`" in found.text
     assert found.saving is not None
     assert found.saving.seconds == pytest.approx(STEPS * 0.010)
-
-
-def test_a_process_that_was_slower_for_a_while_is_no_straggler() -> None:
+    # A process that was slower for a while is no straggler.
     forward = np.where(np.arange(STEPS) < 50, 22.0, 2.0)
     assert fired(together(steps_of(backward=forward), steps_of(forward=forward))) == []
 
-
-def test_a_process_whose_core_others_use_is_no_straggler() -> None:
-    """Half of its time it was ready and had no core."""
+    # Half of its time it was ready and had no core.
     crowded = steps_of(data=2, teacher_forward=8, forward=4, optimizer=2, host_cpu_seconds=9, host_delayed_seconds=9)
     assert fired(together(steps_of(backward=10, host_cpu_seconds=10), crowded)) == []
     assert fired(together(steps_of(backward=10), crowded, device=GPU)) == [
         "stragglers"
     ]  # there its clock is the device's
 
-
-def test_a_process_whose_core_the_host_takes_is_no_straggler() -> None:
-    """A virtual machine's kernel counts that for the core, not for the thread: half of the time of the slow process."""
+    # A virtual machine's kernel counts that for the core, not for the thread: half of the time of the slow process.
     slow = steps_of(data=2, teacher_forward=8, forward=4, optimizer=2, backward=4, host_backward_cpu_seconds=4)
 
     def ranks(percent: float) -> list[RankEvidence]:
@@ -81,7 +75,7 @@ def test_processes_that_are_slow_by_turns() -> None:
     assert saving.seconds == pytest.approx(STEPS * 0.005)
 
 
-def test_gpus_that_are_not_used_alike() -> None:
+def test_uneven_gpus() -> None:
     def used(percent: float) -> list[RankEvidence]:
         percents = [[95.0] * 100, [95.0] * 40 + [percent] * 60]
         return [
@@ -92,9 +86,7 @@ def test_gpus_that_are_not_used_alike() -> None:
     assert fired(used(96.0)) == []
     assert fired(used(55.0)) == ["load_balance"]
     assert "0.60 apart" in finding(LoadBalance, used(55.0)).text
-
-
-def test_an_optimizer_that_exchanges_weights_waits_there_too() -> None:
+    # An optimizer that exchanges weights waits there too.
     ranks = [steps_of(optimizer=11), steps_of(forward=12)]
     assert fired(together(*ranks)) == []
     sharded = ContextRecord(settings={"zero": True})
@@ -142,7 +134,7 @@ def test_what_cannot_be_compared_is_not_judged() -> None:
 # -- on XLA
 
 
-def test_waiting_for_others_where_the_graph_is_handed_over_is_no_own_work() -> None:
+def test_waiting_inside_a_graph_is_no_work() -> None:
     def both(**slower: float) -> list[RankEvidence]:
         return together(steps_of(dispatch=5.0), steps_of(**slower), device=XLA)
 

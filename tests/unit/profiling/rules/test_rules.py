@@ -29,36 +29,18 @@ def test_a_rule_says_what_it_is(rule: Rule) -> None:
         assert f"`{name}`" in fires + needs, f"docs/rules.md does not say what {name} is for"
 
 
-def test_a_rule_that_is_turned_off_says_so() -> None:
+def test_rule_applies_where_it_can() -> None:
     case = case_of(rules={"start_up": {"enabled": False}})
     assert judge(case)[case.rule(StartUp)] == NotJudged(reason="turned off (profile.rules.start_up.enabled)")
-
-
-def test_a_running_training_is_judged_by_live_rules_only() -> None:
+    # A running training is judged by live rules only.
     assert list(judge(case_of(live=True))) == [rule for rule in RULES if rule.live]
-
-
-def test_a_healthy_training_on_xla_fires_nothing() -> None:
+    # A healthy training on xla fires nothing.
     assert all_fired(on_xla()) == []
-
-
-def test_nothing_recorded_is_no_finding() -> None:
-    """Rules can say that they cannot say."""
+    # Rules can say that they cannot say.
     empty = case_of(steps={name: values[:0] for name, values in case_of().training.ranks[0].steps.items()})
     for rule, outcome in judge(empty).items():
         assert not isinstance(outcome, Finding), rule.name
-
-
-def short(**given: Any) -> set[str]:
-    """Rules that a longer training would let judge."""
-    return {
-        rule.name
-        for rule, outcome in judge(case_of(**given)).items()
-        if isinstance(outcome, NotJudged) and outcome.too_short
-    }
-
-
-def test_a_longer_training_does_not_help_where_a_signal_is_off() -> None:
+    # A longer training does not help where a signal is off.
     weights = {"exploding_gradients", "vanishing_gradients", "update_ratio", "unchanged_weights"}
     assert weights <= short(tensors=measured(1)), "the first step is always measured"
     assert not weights & short(tensors=measured(0)), "measurements are turned off"
@@ -68,3 +50,12 @@ def test_a_longer_training_does_not_help_where_a_signal_is_off() -> None:
     assert "host_syncs" not in short(**few, settings=off)
     assert "host_syncs" not in short(), "all 110 steps passed, and yet there is no window"
     assert not {"stragglers", "batch_size", "low_recorded_mass", "start_up"} & short(**few), "do not apply"
+
+
+def short(**given: Any) -> set[str]:
+    """Rules that a longer training would let judge."""
+    return {
+        rule.name
+        for rule, outcome in judge(case_of(**given)).items()
+        if isinstance(outcome, NotJudged) and outcome.too_short
+    }

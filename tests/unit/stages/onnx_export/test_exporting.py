@@ -39,7 +39,7 @@ def made(judged_run, tmp_path_factory):
     return exporting.export(str(judged_run), tmp_path_factory.mktemp("exported") / "served")
 
 
-def test_every_variant_is_measured_and_the_fastest_that_passes_is_kept(made, judged_run):
+def test_every_variant_is_measured_and_fastest_that_passes_is_kept(made, judged_run):
     itself, *others = made.candidates
     assert itself.name == "torch"
     assert {one.name for one in others} == {"fp32", "int8", "int8-mixed"}
@@ -125,7 +125,7 @@ SERVE = """
 
 
 @pytest.mark.slow
-def test_photos_of_every_kind_get_the_measured_logits_without_torch(judged_run, trained_digits, tmp_path):
+def test_photos_of_every_kind_get_measured_logits_without_torch(judged_run, trained_digits, tmp_path):
     write_photos(tmp_path / "photos")
     known = measure(trained_digits.student, tmp_path / "photos", tmp_path, image_size=64)
     assert {file.name.partition("-")[0] for file in known.files} == {kind.__name__.strip("_") for kind in KINDS}

@@ -71,7 +71,7 @@ def test_int8_answers_are_exact_without_vnni_too(trained_digits, tmp_path):
     np.testing.assert_allclose(OnnxStudent(tmp_path / "int8.onnx", threads=1).logits(images), expected, atol=0.2)
 
 
-def test_a_student_learns_to_answer_in_int8_as_it_did(model, trained_digits, caplog, tmp_path):
+def test_student_learns_to_answer_in_int8_as_it_did(model, trained_digits, caplog, tmp_path):
     caplog.set_level(logging.INFO)
     data = open_dataset(trained_digits.dataset)
     before = {name: value.clone() for name, value in model.network.state_dict().items()}

@@ -79,7 +79,6 @@ def climbed(measure, job=JOB, *, limit_s=ENDLESS, **start):
 
 
 def changed(ladder):
-    """The settings that were changed."""
     before, after = ladder.given.candidate, ladder.whole.candidate
     return {name: value for name, value in after if value != getattr(before, name)}
 
@@ -98,27 +97,20 @@ def affine(candidate):
 
 
 @pytest.mark.parametrize(("loading_s", "workers"), [(0.0, 0), (0.001, 1), (0.004, 4), (0.1, 8)])
-def test_a_gpu_gets_the_fewest_loader_processes_that_keep_up(loading_s, workers):
+def test_gpu_gets_fewest_loader_processes_that_keep_up(loading_s, workers):
     ladder = climbed(Machine(lambda _: 0.1, loading_s), GPU)
     assert ladder.whole.candidate.workers == workers
     assert changed(ladder) == ({"workers": workers} if workers else {})
 
 
-def test_a_step_that_becomes_faster_gets_more_loader_processes():
+def test_loader_processes_follow_the_step():
     machine = Machine(lambda one: 0.05 if one.precision == "bf16" else 0.1, loading_s=0.002)
     ladder = climbed(machine, GPU)
     taken = [tried.trial.candidate.workers for tried in ladder.tried if tried.taken and tried.trial.loads]
     assert taken == [0, 2, 4]
     assert changed(ladder) == {"workers": 4, "precision": "bf16"}
 
-
-def test_a_faster_step_is_worth_nothing_where_no_core_is_left_to_load():
-    machine = Machine(lambda one: 0.05 if one.precision == "bf16" else 0.1, loading_s=0.02)
-    ladder = climbed(machine, GPU)
-    assert changed(ladder) == {"workers": 8}
-
-
-def test_loader_processes_that_crowd_a_cpu_are_taken_away():
+    # Loader processes that crowd a cpu are taken away.
     def measure(candidate, *, loads=False):
         crowd = 1 + max(0, (0 if candidate.workers == "auto" else candidate.workers) - 2) / 4
         return Machine(lambda _: 0.1 * crowd if loads else 0.1)(candidate, loads=loads)
@@ -127,23 +119,15 @@ def test_loader_processes_that_crowd_a_cpu_are_taken_away():
     assert changed(climbed(measure, workers=1)) == {}
 
 
-def test_auto_is_measured_once():
-    ladder = climbed(Machine(loading_s=0.001), GPU, workers="auto")
-    assert [tried.trial.candidate.workers for tried in ladder.tried if tried.trial.loads] == ["auto"]
-    assert ladder.given.candidate.workers == 2
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Precision, compile, teacher, micro-batches
 
 
-def test_only_a_gain_beyond_the_noise_is_kept():
+def test_only_gains_beyond_the_noise():
     for gain, noise, kept in ((1.04, 0.001, True), (1.04, 0.05, False), (1.005, 0.0, False), (0.9, 0.0, False)):
         machine = Machine(lambda one, gain=gain: 0.1 / (gain if one.precision == "bf16" else 1), noise=noise)
         assert changed(climbed(machine)) == ({"precision": "bf16"} if kept else {})
 
-
-def test_changes_that_are_worse_together_with_the_loader_are_given_back():
     def measure(candidate, *, loads=False):
         return Machine(lambda one: 0.05 if one.precision == "bf16" and not loads else 0.1)(candidate, loads=loads)
 
@@ -151,7 +135,7 @@ def test_changes_that_are_worse_together_with_the_loader_are_given_back():
     assert (changed(ladder), ladder.reasons) == ({}, [])
 
 
-def test_a_device_gets_only_the_rungs_that_it_has(monkeypatch):
+def test_device_gets_only_rungs_that_it_has(monkeypatch):
     found = climbed(Machine(), GPU)
     tried = {tried.idea.split(":")[0] for tried in found.tried}
     assert {"precision=bf16", "compile=on"} <= tried
@@ -171,7 +155,7 @@ def test_the_teacher_is_recorded_where_that_pays(recording_s, share, chosen):
         assert climbed(machine, job, teacher=given).whole.candidate.teacher == chosen
 
 
-def test_micro_batches_become_larger_where_that_is_faster_and_changes_no_loss():
+def test_micro_batches_grow_where_that_is_faster():
     machine = Machine(lambda one: 0.1 + 0.02 * one.accumulation)
     assert changed(climbed(machine, accumulation=4)) == {"accumulation": 1}
     dist = replace(JOB, why_parts_count="logit_loss=dist compares its images with one another")
@@ -187,7 +171,7 @@ def test_micro_batches_become_larger_where_that_is_faster_and_changes_no_loss():
 @pytest.mark.parametrize(
     ("gib", "found"), [(20.0, 1024), (20.9, 1024), (21.0, 1088), (22.5, 1152), (23.0, 1216), (80.0, 4096)]
 )
-def test_the_largest_batch_that_fits_is_found_in_sixteenths_by_two_peaks(gib, found):
+def test_the_largest_batch_is_found_in_sixteenths(gib, found):
     """Weights, optimizer and teacher of 4 GiB, of which the teacher's 1 GiB is known, and 16 GiB for 1,024 images."""
 
     def memory(held):
@@ -205,16 +189,13 @@ def test_the_largest_batch_that_fits_is_found_in_sixteenths_by_two_peaks(gib, fo
     assert all(tried.trial.ended == "measured" for tried in ladder.tried)
 
 
-def test_the_largest_batch_is_found_where_memory_is_not_measured():
+def test_largest_batch_of_unmeasured_memory():
     machine = Machine(affine, ended=lambda one: "measured" if one.held <= 1190 else "out of memory")
     ladder = climbed(machine, replace(JOB, largest_batch=4096), batch_size=1024)
     assert ladder.whole.candidate.batch_size == 1152
     assert sizes(ladder)[-5:] == [2048, 1536, 1280, 1152, 1216]
     assert ladder.untried["batch_size=1216"] == "does not fit into memory"
-
-
-def test_a_host_is_not_filled_up_on_a_guess():
-    """The first bound takes all memory to grow with the images, but for 1 GiB; each larger batch makes it sharper."""
+    # The first bound takes all memory to grow with the images, but for 1 GiB; each larger batch makes it sharper.
     machine = Machine(affine, memory=lambda held: int((4 + held / 64) * GIB), fixed=GIB)
     ladder = climbed(machine, replace(JOB, largest_batch=4096, memory_limit=30 * GIB), batch_size=1024)
     assert max(sizes(ladder)) <= (30 - 4) * 64
@@ -227,11 +208,6 @@ def test_a_batch_grows_to_its_limit(largest, found):
     assert ladder.whole.candidate.batch_size == found
     assert "more were not asked for" in ladder.untried[f"batch_size={found + 4}"]
     assert any(f"grown from 64 to {found} images" in text for text in ladder.reasons) == (found > 64)
-
-
-def test_a_batch_that_is_no_faster_does_not_grow():
-    ladder = climbed(Machine(lambda one: one.batch_size * 0.001), replace(JOB, largest_batch=256))
-    assert (sizes(ladder)[-1], ladder.whole.candidate.batch_size) == (128, 64)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,7 +227,7 @@ def test_given_settings_that_do_not_fit_are_halved_until_they_do():
         climbed(nothing, replace(JOB, least_part=2, world_size=4))
 
 
-def test_trials_that_compile_nothing_are_not_taken_and_given_ones_are_repeated_uncompiled():
+def test_uncompiled_trials_are_not_taken():
     machine = Machine(
         lambda one: 0.01 if one.compile == "on" else 0.1,
         ended=lambda one: "not compiled" if one.compile == "on" else "measured",
@@ -269,19 +245,15 @@ def test_weights_that_are_not_finite_are_refused_or_not_taken():
         climbed(machine, batch_size=128)
 
 
-def test_the_time_limit_holds_and_the_rungs_left_out_are_named():
+def test_search_is_limited():
     ladder = climbed(Machine(affine, trial_s=10.0), replace(JOB, largest_batch=256), limit_s=30.0)
     assert ladder.seconds <= 30.0
     assert ladder.stopped == ladder.untried["batch_size=128"] == "the 0.5 minutes of the search are over (tune.minutes)"
-
-
-def test_a_short_distillation_is_not_searched():
+    # A short distillation is not searched.
     ladder = climbed(Machine(affine, trial_s=10.0), replace(JOB, images=5_000, largest_batch=256))
     assert all(tried.trial.candidate == START for tried in ladder.tried)
     assert "more than a tenth of a distillation of" in ladder.stopped
-
-
-def test_the_same_measurements_give_the_same_climb():
+    # The same measurements give the same climb.
     job = replace(GPU, largest_batch=4096)
     first, second = (climbed(Machine(affine, loading_s=0.0005), job).tried for _ in range(2))
     assert first == second

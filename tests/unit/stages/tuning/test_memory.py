@@ -19,7 +19,7 @@ def group(kind):
     return Processes(rank=0, world_size=4, local_rank=0, local_world_size=4, device=device)
 
 
-def test_each_process_has_a_gpu_for_itself_but_shares_the_machines_memory(monkeypatch):
+def test_processes_share_the_machines_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 2000))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 200)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
@@ -47,7 +47,7 @@ def test_memory_that_a_trial_uses_is_measured():
         ({"memory/memory.limit_in_bytes": "1000\n", "memory/memory.usage_in_bytes": "300\n"}, 700),
     ],
 )
-def test_a_container_may_have_less_memory_than_its_machine(tmp_path, files, room):
+def test_container_may_have_less_memory_than_its_machine(tmp_path, files, room):
     (tmp_path / "memory").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)

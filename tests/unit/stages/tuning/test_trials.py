@@ -79,21 +79,17 @@ def drive(timer, step_s):
     raise AssertionError("the laps never end")
 
 
-def test_steps_that_warm_up_are_not_counted_and_short_steps_share_a_lap():
+def test_steps_are_measured():
     timer = StepTimer(100, warm_steps=2, total_steps=10_000)
     drive(timer, [5.0, *[0.01] * 9_999])
     assert timer.plan.steps == round(LAP_S / 0.01)
     assert timer.rates[0] == pytest.approx(100 / 0.01)
-
-
-def test_steps_that_vary_are_measured_longer_but_not_for_ever():
+    # Steps that vary are measured longer but not for ever.
     varying = [0.1, 0.1, 0.5, 0.2, 0.1, 0.3, 0.4]
     steady, varied, short = (StepTimer(100, warm_steps=1, total_steps=steps) for steps in (10**6, 10**6, 100))
     assert drive(steady, [0.2]) < drive(short, varying) < drive(varied, varying) < LONGEST_S + 2
     assert varied.rates[1] < varied.rates[0] < varied.rates[2]
-
-
-def test_long_steps_are_measured_until_there_is_an_interval():
+    # Long steps are measured until there is an interval.
     timer = StepTimer(100, warm_steps=1, total_steps=1000)
     drive(timer, [30.0])
     assert timer.steps == 4
@@ -139,9 +135,7 @@ def tried(loader, *, step_s, compile_s=30.0, accumulation=1, **timing):
 @pytest.mark.parametrize(("step_s", "batch_s", "workers"), SLOW_LOADERS)
 @pytest.mark.parametrize("thoroughness", [1.0, THOROUGHNESS])
 @pytest.mark.parametrize("accumulation", [1, 2, 5])
-def test_batches_that_were_loaded_during_the_compilation_do_not_count(
-    step_s, batch_s, workers, thoroughness, accumulation
-):
+def test_batches_that_were_loaded_during_compilation_do_not_count(step_s, batch_s, workers, thoroughness, accumulation):
     loader = Loader(workers, batch_s * workers / accumulation)
     timer, _ = tried(loader, step_s=step_s, accumulation=accumulation, total_steps=3_600, thoroughness=thoroughness)
     truth = max(step_s, batch_s)
@@ -150,7 +144,7 @@ def test_batches_that_were_loaded_during_the_compilation_do_not_count(
 
 
 @pytest.mark.parametrize("workers", [1, 12])
-def test_a_loader_that_keeps_up_makes_a_trial_little_longer(workers):
+def test_loader_that_keeps_up_makes_trial_little_longer(workers):
     timer, seconds = tried(Loader(workers, 0.08 * workers), step_s=0.1, total_steps=36_000)
     alone, least = tried(Loader(workers, 0.0), step_s=0.1, total_steps=36_000)
     assert timer.rates[0] == pytest.approx(alone.rates[0])

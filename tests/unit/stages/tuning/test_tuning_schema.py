@@ -13,7 +13,7 @@ from trainer.report.forecast import Measurement, WorkCount, forecast
 from trainer.stages.tuning.tuning_schema import FILE, Candidate, Tuning, read_tuning, read_tunings, subject_of
 
 
-def test_a_candidate_changes_what_it_is_about_and_nothing_else():
+def test_candidate_changes_what_it_is_about_and_nothing_else():
     settings = DistillSettings(epochs=7, temperature=3.0)
     candidate = Candidate.of(settings)
     assert candidate.workers == "auto"
@@ -23,11 +23,17 @@ def test_a_candidate_changes_what_it_is_about_and_nothing_else():
     assert larger.held == 1024
 
 
-def test_a_file_of_another_version_is_refused(tmp_path):
+def test_wrong_tuning_files(tmp_path, capsys):
     with artifacts.create(tmp_path / "tuning", "tuning", settings={}) as draft:
         (draft.path / FILE).write_text('{"place": "somewhere"}')
     with pytest.raises(ArtifactError, match=r"tuning.json is not one of this version"):
         read_tuning(tmp_path / "tuning")
+    # What is no tuning is one message.
+    assert cli.main(["forecast", str(tmp_path / "nowhere")]) == EXIT_CODE
+    assert "nowhere/tuning; a run has one with tune.enabled=true" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["forecast", "x", "--efficiency", "1.5"])
+    assert "must be above 0 and up to 1, got 1.5" in capsys.readouterr().err
 
 
 def place(pool, nodes, dollars):
@@ -94,7 +100,7 @@ def test_another_distillation_is_refused(tmp_path, capsys, changes, message):
     assert message in capsys.readouterr().err
 
 
-def test_a_tuning_from_elsewhere_is_of_the_distillation_that_is_to_be_run(tmp_path):
+def test_a_foreign_tuning_fits_its_distillation(tmp_path):
     place = write_tuning(tmp_path / "elsewhere", "gpu", 1.0)
     settings = DistillSettings().model_dump(mode="json")
     wanted = subject_of({"dataset": "d", "teacher": "t"}, settings)
@@ -102,11 +108,3 @@ def test_a_tuning_from_elsewhere_is_of_the_distillation_that_is_to_be_run(tmp_pa
     another = subject_of({"dataset": "d", "teacher": "t2"}, settings)
     with pytest.raises(ArtifactError, match="elsewhere: is of another teacher"):
         read_tunings([place], another)
-
-
-def test_what_is_no_tuning_is_one_message(tmp_path, capsys):
-    assert cli.main(["forecast", str(tmp_path / "nowhere")]) == EXIT_CODE
-    assert "nowhere/tuning; a run has one with tune.enabled=true" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        cli.main(["forecast", "x", "--efficiency", "1.5"])
-    assert "must be above 0 and up to 1, got 1.5" in capsys.readouterr().err
