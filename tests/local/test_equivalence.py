@@ -23,7 +23,9 @@ def reference(digits, teacher, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.long] if way == "compiled" else []) for way in WAYS]
+)
 def test_losses_and_weights_are_those_of_one_process(distillation, reference, way):
     processes, settings = WAYS[way]
     if "compile" in settings and not shutil.which("g++"):

@@ -1,11 +1,13 @@
 """`make neuron-warm-up`: what it refuses before anything starts, and the job that it sends."""
 
 import base64
+import os
 import subprocess
 import sys
 
 import pytest
 
+from pipelines import precompile
 from tests.pipelines.local_runs import ROOT, run
 from tests.stand_ins.kubernetes.resources import PYTORCHJOBS, SECRETS
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn, Node
@@ -23,8 +25,23 @@ secrets.AWS_SECRET_ACCESS_KEY = { name = "vit-distillation-store", key = "AWS_SE
 """
 
 
-def warm_up(folder, *arguments, **variables):
-    return run([sys.executable, "-m", "pipelines.precompile", *arguments], folder, **variables)
+@pytest.fixture
+def refused(monkeypatch, tmp_path, capsys):
+    """Give the command in an empty folder; gives the one line with which it ends."""
+    for name in [name for name in os.environ if name.startswith(("MLFLOW_", "TRAINER_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+    def refused(*arguments, **variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert precompile.main(arguments) == EXIT_CODE
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ")
+        assert not (tmp_path / "runs").exists()
+        return line
+
+    return refused
 
 
 @pytest.mark.parametrize(
@@ -36,20 +53,15 @@ def warm_up(folder, *arguments, **variables):
         ("neuron-trn1", {"NEURON_COMPILE_CACHE_URL": "s3://bucket/cache"}, "TRAINER_ARTIFACTS='': a cluster's job can"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, pool, variables, message):
-    ended = warm_up(tmp_path, "--pool", pool, **variables)
-    assert ended.returncode == EXIT_CODE
-    (line,) = ended.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
-    assert not (tmp_path / "runs").exists()
+def test_what_cannot_work_is_refused_before_anything_starts(refused, pool, variables, message):
+    assert message in refused("--pool", pool, **variables)
 
 
-def test_a_recipe_for_photos_takes_a_data_set(tmp_path):
+def test_a_recipe_for_photos_takes_a_data_set(refused):
     """Without one, the images are missing; with one, the next thing that is wrong is."""
     command = ("--pool", "neuron-trn1", "--recipe", "photos")
-    assert "error: data.source is empty" in warm_up(tmp_path, *command).stderr
-    assert "lies in the pods" in warm_up(tmp_path, *command, "--dataset", "s3://bucket/prepared").stderr
+    assert "error: data.source is empty" in refused(*command)
+    assert "lies in the pods" in refused(*command, "--dataset", "s3://bucket/prepared")
 
 
 def test_make_hands_everything_on():
@@ -78,7 +90,8 @@ def test_the_job_runs_and_its_end_is_reported(tmp_path):
             "TRAINER_NAMESPACE": cluster.namespace,
             "NEURON_COMPILE_CACHE_URL": f"s3://{store.bucket}/neuron-cache",
         }
-        ended = warm_up(tmp_path, "--pool", "neuron", "--recipe", "digits", **variables)
+        command = [sys.executable, "-m", "pipelines.precompile", "--pool", "neuron", "--recipe", "digits"]
+        ended = run(command, tmp_path, **variables)
         (job,) = cluster.list(PYTORCHJOBS)
     assert ended.returncode == EXIT_CODE
     assert "torch_xla" in ended.stderr.splitlines()[-1]
