@@ -26,8 +26,7 @@ def configure(
     pool: str,
     nodes: int,
     processes_per_node: int,
-    optional_stages: str,
-    generation: str,
+    fresh: bool,
     run_name: str,
 ) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
     "Sections",
@@ -60,8 +59,7 @@ def configure(
         pool: Node pool that the trainings run on.
         nodes: How many machines of the pool.
         processes_per_node: Training processes on each machine.
-        optional_stages: Which of the stages that not every run needs are in this pipeline's graph.
-        generation: Of what KFP's cache holds; what was made under another one is not taken from it.
+        fresh: Whether earlier cached results no longer count, in this run and in later ones.
         run_name: As Kubeflow shows the run.
     """
     from components import launching, sections, task
@@ -69,7 +67,7 @@ def configure(
     with task.reporting("configure"):
         settings = sections.resolve(recipe, overrides, dataset, teacher, experiment)
         place = launching.Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
-        return sections.configure(settings, place, optional_stages, generation, run_name)
+        return sections.configure(settings, place, task.generation(fresh=fresh), run_name)
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)

@@ -45,6 +45,23 @@ def shared(uri: str, kind: Kind, run: str) -> str:
     return reference
 
 
+def generation(uri: str, run: str, *, fresh: bool) -> str:
+    """Return the run since which results of KFP's cache count; empty where all do. `fresh` makes it this run.
+
+    KFP can neither forget a cached result nor replace one, and what runs without its cache is not put there. So the first cached task of a
+    run reads this text, which a store keeps beside the references of `shared`.
+
+    Args:
+        uri: of this run, in the pipeline's root.
+        run: as for `shared`.
+    """
+    root, _, _ = uri.partition(f"/{run}/")
+    entry = storage.join(root, "references", "generation")
+    if fresh:
+        storage.write_bytes(entry, run.encode())
+    return storage.read_limited(entry, limits.TOML_BYTES).decode(errors="replace") if storage.exists(entry) else ""
+
+
 def _is_complete(reference: str, kind: Kind, fingerprint: str) -> bool:
     """Check that a reference is to this content, and that every file of it is there. Their sizes are compared, and nothing is read."""
     parts = _PATTERN.fullmatch(reference)

@@ -11,10 +11,10 @@ from collections import namedtuple
 from components.launching import Placement
 from trainer import config
 from trainer.data import class_tables
-from trainer.graph import OPTIONAL_STAGES, STAGES, needed_stages
+from trainer.graph import STAGES
 from trainer.io import artifacts
 from trainer.io.artifacts import canonical_json
-from trainer.io.errors import SettingsError, TrackingError
+from trainer.io.errors import TrackingError
 from trainer.io.host import environment_variables
 from trainer.report import tracking
 from trainer.runner import preflight
@@ -35,7 +35,6 @@ def resolve(
 def configure(
     settings: config.Settings,
     place: Placement,
-    optional: str = " ".join(OPTIONAL_STAGES),
     generation: str = "",
     run_name: str = "",
 ) -> tuple[str, ...]:
@@ -44,8 +43,7 @@ def configure(
     Args:
         settings: of the run.
         place: where its trainings run.
-        optional: those of `OPTIONAL_STAGES` that the pipeline's graph has, with spaces between them.
-        generation: of what KFP's cache holds; a new one makes everything again.
+        generation: the run since which KFP's cached results count.
         run_name: as Kubeflow shows the run.
 
     Returns:
@@ -54,14 +52,9 @@ def configure(
         all settings.
 
     Raises:
-        SettingsError: the graph lacks a stage that the settings ask for; or as `Placement.check` and `Placement.check_cache` say.
+        SettingsError: as `Placement.check` and `Placement.check_cache` say.
         TrainerError: a late stage would end, as `preflight.checked` says; or there are no images, or MLflow does not answer.
     """
-    if missing := [stage for stage in needed_stages(settings) if stage not in optional.split()]:
-        raise SettingsError(
-            f"these settings need {', '.join(missing)}, which this version of the pipeline leaves out; start them with "
-            "make deploy-pipeline RUN=1, which makes a version for them, or choose one with all stages, which make deploy-pipeline uploads"
-        )
     place.check(warms_up=settings.warm_up.enabled)
     device = place.device(settings.run.device)
     processes = place.processes(settings.run.device)

@@ -111,6 +111,12 @@ def predict(photos: str, model: str, output: str, top: int, force: bool) -> tupl
         return int(made["photos"]), int(made["unreadable"])
 
 
+def generation(*, fresh: bool) -> str:
+    """Return the generation of cached results that this task's run takes, as `references.generation`."""
+    run = os.environ.get("KFP_RUN_ID", "")  # of a run on a cluster, whose cache outlives it
+    return references.generation(_place("generation"), run, fresh=fresh) if run else ""
+
+
 def _places(stage: str) -> dict[str, str]:
     """Return keyword of each output of a stage -> its URI in this task's folder of the pipeline's root."""
     return {name: _place(made.task_folder or name) for name, made in stages.STAGES[stage].makes.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,16 @@ from kfp import compiler
 from kfp.dsl.base_component import BaseComponent
 
 from components.launch import IMAGE_VARIABLE
-from pipelines.distillation import NAME, definition
-from trainer.graph import OPTIONAL_STAGES
+from pipelines.distillation import NAME, distillation
 from trainer.io import commands
 from trainer.io.errors import DeployError
 
 COMPILED = Path(__file__).parent / "compiled" / f"{NAME}.yaml"
 
 
-def compiled_text(optional: Collection[str] = OPTIONAL_STAGES, generation: str = "") -> str:
-    """Compile `definition` to KFP's YAML."""
-    return yaml_of(definition(optional, generation))
+def compiled_text() -> str:
+    """Compile the pipeline to KFP's YAML."""
+    return yaml_of(distillation)
 
 
 def yaml_of(pipeline: BaseComponent) -> str:
@@ -35,7 +33,7 @@ def yaml_of(pipeline: BaseComponent) -> str:
 
 
 def committed_text() -> str:
-    """Return the compiled pipeline with all stages, as it is committed; a `DeployError` if the definition says something else now."""
+    """Return the compiled pipeline as it is committed; a `DeployError` if the definition says something else now."""
     text = compiled_text()
     if not COMPILED.is_file() or COMPILED.read_text(encoding="utf-8") != text:
         raise DeployError(

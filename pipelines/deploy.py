@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from components import sections
@@ -22,7 +23,6 @@ from components.launch import IMAGE
 from pipelines import compile as compilation
 from pipelines import connection, runs, versions
 from pipelines.distillation import SERVICE_ACCOUNT, add_parameters, given_parameters, given_place
-from trainer.graph import OPTIONAL_STAGES, needed_stages
 from trainer.io import commands
 from trainer.io.errors import SettingsError
 
@@ -56,8 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def deploy(options: argparse.Namespace) -> None:
     """Check everything that can be checked here, before anything is sent, then upload, schedule, run, wait."""
-    if options.wait and not options.run:
-        raise SettingsError("WAIT=1 follows a run; add RUN=1")
+    for name, what in (("wait", "WAIT=1 follows a run"), ("fresh", "FRESH=1 is of a run")):
+        if getattr(options, name) and not options.run:
+            raise SettingsError(f"{what}; add RUN=1")
     if Path(options.recipe).suffix:
         raise SettingsError(
             f"recipe {options.recipe} is a file of this machine, which a cluster's tasks cannot read; "
@@ -68,12 +69,10 @@ def deploy(options: argparse.Namespace) -> None:
     settings = sections.resolve(**parameters)
     cron = versions.cron_of(options.cron) if options.cron else ""
     starts = bool(options.run or cron)
-    image, optional = options.image or IMAGE, needed_stages(settings) if starts else OPTIONAL_STAGES
-    content = versions.content_of(image)
+    image = options.image or IMAGE
+    text = compilation.for_cluster(compilation.committed_text(), image)
     with connection.connect(options) as api:
-        generation = versions.next_generation() if options.fresh else versions.generation(api)
-        text = compilation.for_cluster(compilation.compiled_text(optional, generation), image)
-        version = versions.upload(api, versions.name_of(content, optional, generation), text)
+        version = versions.upload(api, versions.name_of(text), text)
         if "/" in options.image and "@" not in options.image:
             print(
                 f"{image} is named by a tag, behind which another image may stand tomorrow; its digest names it for good: "
@@ -82,18 +81,14 @@ def deploy(options: argparse.Namespace) -> None:
         if not starts:
             return
         experiment = settings.tracking.experiment
-        request = runs.request(
-            version=version,
-            experiment_id=runs.experiment(api, experiment),
-            parameters={**parameters, **dataclasses.asdict(place)},
-            service_account=options.service_account,
-        )
+        request = partial(runs.request, version, runs.experiment(api, experiment), options.service_account)
+        given = {**parameters, **dataclasses.asdict(place)}
         if cron:
-            versions.put_schedule(api, f"scheduled {options.recipe}", cron, request)
+            versions.put_schedule(api, f"scheduled {options.recipe}", cron, request(given))
         if options.run:
             name = runs.name_of(options.recipe)
             described = f"In MLflow: run {name!r} of the experiment {experiment!r}. {MLFLOW_UI}"
-            run = runs.start(api, name, request, described)
+            run = runs.start(api, name, request({**given, "fresh": options.fresh}), described)
             if options.wait:
                 runs.follow(api, run.run_id, compilation.task_names(text), hours=options.hours)
 

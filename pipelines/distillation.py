@@ -1,14 +1,12 @@
-"""The pipeline: configure -> prepare -> [warm_up] -> pretrain -> [tune] -> [reinforce] -> distill -> profile, evaluate -> [export] ->
-register; finish in any case.
+"""The pipeline: configure -> prepare -> warm_up -> pretrain -> tune -> reinforce -> distill -> profile, evaluate -> export -> register;
+finish in any case.
 
 It is for a cluster; on one machine `trainer/runner/local_run.py` runs the same stages. A task's name is the stage's name; the tasks hand
 references to artifacts to one another (`components/references.py`), and each gets its own section of the settings only, so that a changed
 distillation setting leaves the cached teacher valid.
 
-The stages in brackets are in the graph where they are asked for. `definition` makes it with those that a run's settings need, because each
-task costs a cluster two pods and some twenty seconds, also one that does nothing; `distillation` has all of them, and there warm_up,
-tune, reinforce and export hand on an empty reference where they are not wanted. A task's cache key is the same in every such graph. There
-is no `dsl.If`: KFP 2.17 cannot take an output from a branch (`dsl.OneOf`) whose task comes from its cache.
+warm_up, tune, reinforce and export hand on an empty reference where the settings do not need them; such a task costs a cluster two pods
+and some twenty seconds. There is no `dsl.If`: KFP 2.17 cannot take an output from a branch (`dsl.OneOf`) whose task comes from its cache.
 
 pretrain waits for warm_up and takes nothing from it, so that a cached teacher stays valid; tune hands on the settings of the
 distillation, which it may change.
@@ -18,11 +16,9 @@ was lost or the run was stopped, and only then do jobs on the node pools and the
 """
 
 import argparse
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from kfp import dsl, kubernetes
-from kfp.dsl.base_component import BaseComponent
 from kfp.dsl.pipeline_channel import PipelineParameterChannel
 
 from components import kfp_components
@@ -30,8 +26,7 @@ from components.launch.finishing import RUN_LABEL, WORKFLOW
 from components.launch.job_manifest import AUTOSCALER_ANNOTATION, KARPENTER_ANNOTATION, USER
 from components.launching import Placement
 from components.sections import KUBEFLOW_UI
-from components.task import RECORDED
-from trainer.graph import OPTIONAL_STAGES, STAGES
+from trainer.graph import STAGES
 from trainer.io import commands
 
 NAME = "distillation"
@@ -82,78 +77,6 @@ SMALL = Size(cpu="200m", cpu_limit="1", memory="512Mi", memory_limit="2Gi")
 WORK = Size(cpu="1", cpu_limit="4", memory="2Gi", memory_limit="16Gi")  # for a task that does its work itself
 
 
-def definition(optional: Collection[str] = OPTIONAL_STAGES, generation: str = "") -> BaseComponent:
-    """Define the pipeline with these `OPTIONAL_STAGES`; nothing that KFP cached under another `generation` is taken."""
-
-    @dsl.pipeline(
-        name=NAME,
-        display_name="Distill a vision transformer",
-        description=DESCRIPTION,
-        pipeline_config=dsl.PipelineConfig(
-            ttl_seconds_after_finished=KEPT_S,
-            ttl_seconds_after_success=KEPT_S,  # KFP's controller has an hour for each end that is left open
-            ttl_seconds_after_failure=KEPT_S,
-        ),
-    )
-    def distillation(
-        recipe: str = "digits",
-        overrides: str = "",
-        dataset: str = "",
-        teacher: str = "",
-        experiment: str = "",
-        pool: str = DEFAULT_POOL,
-        nodes: int = 1,
-        processes_per_node: int = 0,
-    ) -> None:
-        """Train or take a teacher, distill a student from it, and prove what was done.
-
-        Args:
-            recipe: Name of a recipe in trainer/config/recipes, such as digits.
-            overrides: Settings that differ from the recipe, `distill.epochs=20 distill.temperature=3`; see docs/configuration.md.
-            dataset: Images: digits, imagefolder:PATH_OR_URI, manifest:FILE.csv or hub:NAME. Empty: the recipe's.
-            teacher: Weights of the teacher: a model directory (path or URI) or timm:NAME. Empty: the recipe's.
-            experiment: MLflow experiment. Empty: the recipe's.
-            pool: Node pool that the trainings run on, such as cpu or gpu-a100. Empty: on this machine; refused on a cluster.
-            nodes: Machines of the pool for each training.
-            processes_per_node: Training processes on each machine. 0: one for each of its devices.
-        """
-        place = {"pool": pool, "nodes": nodes, "processes_per_node": processes_per_node}
-        finishing = kfp_components.finish(pool=pool).set_caching_options(False).set_display_name("Finish")
-        with dsl.ExitHandler(on_cluster(finishing, SMALL), name="Distillation"):
-            configuring = kfp_components.configure(
-                recipe=recipe,
-                overrides=overrides,
-                dataset=dataset,
-                teacher=teacher,
-                experiment=experiment,
-                optional_stages=" ".join(optional),
-                generation=generation,
-                run_name=dsl.PIPELINE_JOB_NAME_PLACEHOLDER,
-                **place,
-            ).set_caching_options(False)  # images change and tracking servers go down without a change of parameters
-            settings = on_cluster(configuring, WORK).set_display_name("Configure").outputs
-
-            # What a task can take, by the name of its parameter. A stage that is left out hands on empty references.
-            left_out = {spec.name: "" for stage in STAGES.values() for spec in stage.makes.values()}
-            given = {**left_out, **settings, "recipe": recipe, "distill_teacher": RECORDED, **place}
-            tasks: dict[str, dsl.PipelineTask] = {}
-            for name, stage in STAGES.items():
-                if stage.needed_if and name not in optional:
-                    continue
-                component = getattr(kfp_components, name)
-                wanted = component.component_spec.inputs  # and its own section of the settings
-                task = component(**{key: given[name if key == "settings" else key] for key in wanted})
-                if not stage.cached:
-                    task.set_caching_options(False)
-                on_cluster(task, SMALL if stage.launched else WORK).set_display_name(stage.title)
-                tasks[name] = task.after(*(tasks[other] for other in stage.after if other in tasks))
-                # Later tasks can take references to what the stage makes, and its task's other outputs.
-                said = {key: out for key, out in task.outputs.items() if isinstance(out, PipelineParameterChannel)}
-                given |= said | {spec.name: said[f"{keyword}_uri"] for keyword, spec in stage.makes.items()}
-
-    return distillation
-
-
 def on_cluster(task: dsl.PipelineTask, size: Size) -> dsl.PipelineTask:
     """Set the size, environment and rights of a task's own pod, which `kfp.local` ignores."""
     task.set_cpu_request(size.cpu).set_cpu_limit(size.cpu_limit)
@@ -177,7 +100,69 @@ def on_cluster(task: dsl.PipelineTask, size: Size) -> dsl.PipelineTask:
     return task
 
 
-distillation = definition()
+@dsl.pipeline(
+    name=NAME,
+    display_name="Distill a vision transformer",
+    description=DESCRIPTION,
+    pipeline_config=dsl.PipelineConfig(
+        ttl_seconds_after_finished=KEPT_S,
+        ttl_seconds_after_success=KEPT_S,  # KFP's controller has an hour for each end that is left open
+        ttl_seconds_after_failure=KEPT_S,
+    ),
+)
+def distillation(
+    recipe: str = "digits",
+    overrides: str = "",
+    dataset: str = "",
+    teacher: str = "",
+    experiment: str = "",
+    pool: str = DEFAULT_POOL,
+    nodes: int = 1,
+    processes_per_node: int = 0,
+    fresh: bool = False,
+) -> None:
+    """Train or take a teacher, distill a student from it, and prove what was done.
+
+    Args:
+        recipe: Name of a recipe in trainer/config/recipes, such as digits.
+        overrides: Settings that differ from the recipe, `distill.epochs=20 distill.temperature=3`; see docs/configuration.md.
+        dataset: Images: digits, imagefolder:PATH_OR_URI, manifest:FILE.csv or hub:NAME. Empty: the recipe's.
+        teacher: Weights of the teacher: a model directory (path or URI) or timm:NAME. Empty: the recipe's.
+        experiment: MLflow experiment. Empty: the recipe's.
+        pool: Node pool that the trainings run on, such as cpu or gpu-a100. Empty: on this machine; refused on a cluster.
+        nodes: Machines of the pool for each training.
+        processes_per_node: Training processes on each machine. 0: one for each of its devices.
+        fresh: Make everything again: earlier cached results count neither in this run nor in later ones.
+    """
+    place = {"pool": pool, "nodes": nodes, "processes_per_node": processes_per_node}
+    finishing = kfp_components.finish(pool=pool).set_caching_options(False).set_display_name("Finish")
+    with dsl.ExitHandler(on_cluster(finishing, SMALL), name="Distillation"):
+        configuring = kfp_components.configure(
+            recipe=recipe,
+            overrides=overrides,
+            dataset=dataset,
+            teacher=teacher,
+            experiment=experiment,
+            fresh=fresh,
+            run_name=dsl.PIPELINE_JOB_NAME_PLACEHOLDER,
+            **place,
+        ).set_caching_options(False)  # images change and tracking servers go down without a change of parameters
+        settings = on_cluster(configuring, WORK).set_display_name("Configure").outputs
+
+        # What a task can take, by the name of its parameter. In a run tune reads no recorded outputs.
+        given = {**settings, "recipe": recipe, **place}
+        tasks: dict[str, dsl.PipelineTask] = {}
+        for name, stage in STAGES.items():
+            component = getattr(kfp_components, name)
+            wanted = component.component_spec.inputs  # and its own section of the settings
+            task = component(**{key: given[name if key == "settings" else key] for key in wanted})
+            if not stage.cached:
+                task.set_caching_options(False)
+            on_cluster(task, SMALL if stage.launched else WORK).set_display_name(stage.title)
+            tasks[name] = task.after(*(tasks[other] for other in stage.after))
+            # Later tasks can take references to what the stage makes, and its task's other outputs.
+            said = {key: out for key, out in task.outputs.items() if isinstance(out, PipelineParameterChannel)}
+            given |= said | {spec.name: said[f"{keyword}_uri"] for keyword, spec in stage.makes.items()}
 
 
 def add_parameters(options: commands.Options) -> None:

@@ -55,7 +55,7 @@ def name_of(recipe: str) -> str:
 
 
 def request(
-    version: Any, experiment_id: str, parameters: Mapping[str, str | int], service_account: str
+    version: Any, experiment_id: str, service_account: str, parameters: Mapping[str, str | int]
 ) -> dict[str, Any]:
     """Return KFP's fields that start a run or a schedule of a pipeline's version."""
     return {

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from components.launch import IMAGE
+from pipelines import compile as compilation
 from pipelines import connection, versions
 from pipelines.connection import Api
 from pipelines.distillation import NAME
@@ -35,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def undeploy(options: argparse.Namespace) -> None:
     """Remove a version, or all, and say what was removed; what is not there needs no removing."""
-    content = "" if options.all or options.version else versions.content_of(options.image or IMAGE)
+    wanted = options.version
+    if not (options.all or wanted):
+        wanted = versions.name_of(compilation.for_cluster(compilation.committed_text(), options.image or IMAGE))
     with connection.connect(options) as api:
         pipeline = versions.pipeline(api)
         if pipeline is None:
@@ -48,10 +51,8 @@ def undeploy(options: argparse.Namespace) -> None:
             print(f"removed: pipeline {NAME}")
         else:
             there = versions.versions(api, pipeline.pipeline_id)
-            wanted = options.version or content
-            doomed = sorted(name for name in there if name == wanted or (content and name.startswith(f"{content}-")))
-            _remove(api, pipeline.pipeline_id, {name: there[name] for name in doomed})
-            if not doomed:
+            _remove(api, pipeline.pipeline_id, {wanted: there[wanted]} if wanted in there else {})
+            if wanted not in there:
                 others = ", ".join(there) or "no version"
                 print(f"version {wanted} is not there; nothing to remove; there: {others}")
 

@@ -2,52 +2,26 @@
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import re
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import kfp_server_api
 
-from pipelines import compile as compilation
 from pipelines.connection import CONFLICT, NOT_FOUND, Api, RefusedError, every
 from pipelines.distillation import DESCRIPTION, NAME
 from trainer import __version__
-from trainer.graph import OPTIONAL_STAGES
 from trainer.io.errors import SettingsError
 
-_GENERATION = re.compile(r"-fresh-(\d{8}t\d{6}z)$")
 _CRON_FIELDS = (("minute", 0, 59), ("hour", 0, 23), ("day", 1, 31), ("month", 1, 12), ("weekday", 0, 6))
 
 
-def content_of(image: str) -> str:
-    """Name the versions of one content: by the project's version and a digest of the whole compiled pipeline with its image."""
-    text = compilation.for_cluster(compilation.committed_text(), image)
+def name_of(text: str) -> str:
+    """Name a version by the project's version and a digest of the compiled pipeline with its image: `0.1.0-0123456789ab`."""
     return f"{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
-def name_of(content: str, optional: Collection[str], generation: str) -> str:
-    """Name a version: `0.1.0-0123456789ab`, `0.1.0-0123456789ab-plain`, `0.1.0-0123456789ab-tune-reinforce-fresh-20260131t120000z`."""
-    stages = "" if set(optional) == set(OPTIONAL_STAGES) else f"-{'-'.join(optional) or 'plain'}".replace("_", "-")
-    return f"{content}{stages}{f'-fresh-{generation}' if generation else ''}"
-
-
-def generation(api: Api) -> str:
-    """Return when everything was last to be made again, as the versions' names say; empty if never.
-
-    KFP can neither forget nor replace a cached result, so a parameter of the first cached task changes from then on.
-    """
-    found = pipeline(api)
-    names = versions(api, found.pipeline_id) if found else ()
-    return max((match[1] for name in names if (match := _GENERATION.search(name))), default="")
-
-
-def next_generation() -> str:
-    """Make a generation that is newer than the earlier ones."""
-    return f"{datetime.datetime.now(datetime.UTC):%Y%m%dt%H%M%Sz}"
 
 
 def pipeline(api: Api) -> Any | None:

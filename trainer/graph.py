@@ -238,16 +238,6 @@ def flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-OPTIONAL_STAGES = tuple(name for name, stage in STAGES.items() if stage.needed_if)
-"""The stages that not every run needs."""
-
-
-def needed_stages(settings: object) -> tuple[str, ...]:
-    """List those of `OPTIONAL_STAGES` that a run with these `trainer.config.Settings` needs, or may need once another stage has decided."""
-    wanted = {name for name, stage in STAGES.items() if stage.is_needed(settings)}
-    return tuple(name for name in OPTIONAL_STAGES if {name, STAGES[name].decided_by} & wanted)
-
-
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
     """A stage to be run by a group of processes."""

@@ -2,7 +2,7 @@
 
     python -m tests.cluster.empty_pipeline [--image vit-distillation:0.1.0]
 
-The graph has the tasks of a run that needs no optional stage, in the same order and the same exit handler, and the same ones are cached.
+The graph has the tasks of a run, in the same order and the same exit handler, and the same ones are cached.
 What a run of the real pipeline takes beyond this is the work of its tasks, and the start of their Python.
 """
 
@@ -33,9 +33,9 @@ def empty(text: str) -> None:
         configuring = nothing(text=text).set_caching_options(False).set_display_name("configure")
         made: dict[str, dsl.PipelineTask] = {}
         for name, stage in STAGES.items():
-            if stage.needed_if:
-                continue
-            before = [task for other, task in made.items() if {*STAGES[other].makes.values()} & {*stage.reads}]
+            read = {*stage.reads, *stage.reads_if_made}
+            waits = {*stage.after, *(["tune"] if name in ("reinforce", "distill") else [])}  # for what tune decides
+            before = [task for other, task in made.items() if other in waits or {*STAGES[other].makes.values()} & read]
             *_, last = [configuring, *before]
             task = nothing(text=last.output).after(*before)
             made[name] = task.set_caching_options(stage.cached).set_display_name(name)

@@ -67,6 +67,17 @@ def test_a_spoilt_entry_is_written_again(root, text):
     assert storage.read_bytes(entry).decode() == second
 
 
+def test_a_fresh_run_begins_a_generation_for_all_later_ones(root):
+    """KFP's cache would go on to give the old result to every run that is not fresh itself."""
+
+    def generation(run, *, fresh=False):
+        return references.generation(f"{root}/{run}/configure/generation", run, fresh=fresh)
+
+    assert [generation("run-1"), generation("run-2", fresh=True), generation("run-3"), generation("run-4", fresh=True)] == [
+        "", "run-2", "run-2", "run-4",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("run", ["", "elsewhere"])
 def test_outside_of_clusters_run_task_hands_on_its_own(dataset, run):
     assert references.shared(references.uri_of(dataset), "dataset", run) == dataset

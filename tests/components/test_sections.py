@@ -12,7 +12,7 @@ from components import sections
 from components.launching import Placement
 from tests.distillations import blank_teacher
 from trainer import config
-from trainer.graph import STAGES, needed_stages
+from trainer.graph import STAGES
 from trainer.io import artifacts
 from trainer.io.errors import DataError, SettingsError, TrackingError
 from trainer.report import tracking
@@ -211,28 +211,6 @@ def test_a_cluster_has_one_place_to_track_in(tmp_path, monkeypatch):
     for override in ("tracking.enabled=false", "tracking.uri=http://elsewhere:5000"):
         with pytest.raises(TrackingError, match=rf"{override}: this cluster tracks at {here}"):
             configured("digits", override)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "needed"),
-    [
-        ("", ("export",)),
-        ("export.enabled=false", ()),
-        ("warm_up.enabled=true", ("warm_up", "export")),
-        ("distill.teacher=recorded", ("reinforce", "export")),
-        ("tune.enabled=true", ("tune", "reinforce", "export")),
-        ("run.budget_hours=3", ("tune", "reinforce", "export")),
-    ],
-)
-def test_graph_has_stages_that_settings_need(overrides, needed):
-    assert needed_stages(sections.resolve("digits", overrides)) == needed
-
-
-def test_settings_that_need_stage_that_graph_lacks_are_refused():
-    """As "Create run" in Kubeflow's UI can combine them."""
-    settings = sections.resolve("digits", "distill.teacher=recorded")
-    with pytest.raises(SettingsError, match=r"need reinforce, which this version of the pipeline leaves out.*RUN=1"):
-        sections.configure(settings, Placement(), "tune export")
 
 
 def test_new_generation_makes_first_cached_task_another_one():

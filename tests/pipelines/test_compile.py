@@ -19,7 +19,7 @@ from pipelines import compile as compilation
 from pipelines import distillation
 from pipelines.distillation import CONFIG_MAP, STORE_SECRET, TRACKING_SECRET
 from tests.cluster import empty_pipeline
-from trainer.graph import OPTIONAL_STAGES, STAGES
+from trainer.graph import STAGES
 from trainer.runner import preflight
 
 compiled_text = functools.cache(compilation.compiled_text)  # a second each
@@ -104,47 +104,22 @@ def test_recorded_outputs_come_from_reinforce(compiled, reader):
     assert source_of(compiled, "reinforce", "distill_teacher") == ("tune", "distill_teacher")
 
 
-@pytest.mark.parametrize("optional", [(), ("warm_up",), ("reinforce",), OPTIONAL_STAGES], ids=" ".join)
-def test_every_input_comes_from_its_stage(optional):
-    compiled = next(load(compiled_text(optional)))
-    there = [name for name in STAGES if name in optional or name not in OPTIONAL_STAGES]
-    assert set(stages_of(compiled)) == {"configure", *(TASKS[name] for name in there)}
-    makers = {key: name for name in there for key in STAGES[name].outputs if key != "evidence"}
-    for name in there:
-        for keyword, kind in STAGES[name].all_inputs.items():
-            owner = keyword.removesuffix("_evidence") if keyword.endswith("_evidence") else makers.get(keyword, "")
-            key = "evidence" if keyword.endswith("_evidence") else keyword
-            given = stages_of(compiled)[TASKS[name]]["inputs"]["parameters"].get(keyword)
-            if given is None:
+def test_every_input_comes_from_its_stage(compiled):
+    makers = {spec.name: (stage, keyword) for stage in STAGES.values() for keyword, spec in stage.makes.items()}
+    for name, stage in STAGES.items():
+        for keyword, kind in stage.all_inputs.items():
+            if keyword not in stages_of(compiled)[TASKS[name]]["inputs"]["parameters"]:
                 assert (name, keyword) == ("tune", "teacher_outputs")
-            elif owner:
-                assert source_of(compiled, TASKS[name], keyword) == (TASKS[owner], f"{key}_uri")
-                assert STAGES[owner].outputs[key] == kind
-            else:
-                assert given == {"runtimeValue": {"constant": ""}}
-                assert keyword in STAGES[name].optional_inputs
-    assert constant(compiled, "configure", "optional_stages") == " ".join(optional)
+                continue
+            maker, key = makers[keyword]
+            assert source_of(compiled, TASKS[name], keyword) == (TASKS[maker.name], f"{key}_uri")
+            assert maker.outputs[key] == kind
 
 
 def test_every_stage_gets_its_section(compiled):
     for name in STAGES:
         maker = "tune" if name == "distill" else "configure"
         assert source_of(compiled, TASKS[name], "settings") == (maker, name)
-    plain = next(load(compiled_text(())))
-    assert source_of(plain, "distill", "settings") == ("configure", "distill")
-
-
-def test_a_task_is_the_same_in_every_graph(compiled):
-    """KFP's key: image, command, inputs by value, and the specification of the outputs."""
-    plain = next(load(compiled_text(())))
-    for name in stages_of(plain):
-        assert plain["components"][f"comp-{name}"] == compiled["components"][f"comp-{name}"]
-        executor = f"exec-{name}"
-        assert (
-            plain["deploymentSpec"]["executors"][executor]["container"]
-            == compiled["deploymentSpec"]["executors"][executor]["container"]
-        )
-    assert plain["pipelineInfo"]["name"] == compiled["pipelineInfo"]["name"]
 
 
 def test_one_look_at_graph_shows_what_person_opens(compiled):
@@ -177,18 +152,21 @@ def test_caching(compiled):
     assert cached == {"prepare", "warm-up", "pretrain", "tune", "reinforce", "distill", "profile", "export"}
 
 
-def test_the_empty_pipeline_has_the_default_graph():
+def test_the_empty_pipeline_has_our_graph():
     """Or its time would say nothing of what Kubeflow Pipelines takes for ours."""
 
     def shape(text, names):
         tasks = stages_of(next(load(text)))
         known = {task: names(task, one) for task, one in tasks.items()}
         return {
-            known[task]: ({known[other] for other in one.get("dependentTasks", ())}, bool(one["cachingOptions"]))
+            known[task].replace("_", "-"): (
+                {known[other].replace("_", "-") for other in one.get("dependentTasks", ())},
+                bool(one["cachingOptions"]),
+            )
             for task, one in tasks.items()
         }
 
-    ours = shape(compiled_text(()), lambda task, _: task)
+    ours = shape(compiled_text(), lambda task, _: task)
     empty = shape(compilation.yaml_of(empty_pipeline.empty), lambda _, one: one["taskInfo"]["name"])
     assert empty.keys() == ours.keys()
     for task, (after, cached) in empty.items():
@@ -199,7 +177,7 @@ def test_the_empty_pipeline_has_the_default_graph():
 
 def test_every_parameter_has_a_default_and_a_description(compiled):
     parameters = compiled["root"]["inputDefinitions"]["parameters"]
-    named = {"recipe", "overrides", "dataset", "teacher", "experiment"}
+    named = {"recipe", "overrides", "dataset", "teacher", "experiment", "fresh"}
     assert set(parameters) == named | {field.name for field in dataclasses.fields(Placement)}
     assert all(parameter["description"] and "defaultValue" in parameter for parameter in parameters.values())
 
@@ -246,6 +224,7 @@ def test_the_forms_defaults_pass_all_checks(compiled, monkeypatch):
     given = {name: value["defaultValue"] for name, value in inputs.items()}
     assert given.keys() == inputs.keys()
     place = {name: given.pop(name) for name in ("pool", "nodes", "processes_per_node")}
+    assert given.pop("fresh") is False
     parser = argparse.ArgumentParser()
     distillation.add_parameters(parser)
     options = parser.parse_args([])
@@ -281,8 +260,8 @@ def parse():
 def test_every_parameter_of_the_pipeline_is_an_option(parse):
     options = parse()
     place = vars(distillation.given_place(options))
-    wanted = distillation.definition(OPTIONAL_STAGES, "").component_spec.inputs
-    assert {*distillation.given_parameters(options), *place} == {*wanted}
+    wanted = distillation.distillation.component_spec.inputs
+    assert {*distillation.given_parameters(options), *place, "fresh"} == {*wanted}
     assert {**distillation.given_parameters(options), **place} == {
         **dict.fromkeys(("overrides", "dataset", "teacher", "experiment"), ""),
         "recipe": "digits", "pool": "cpu", "nodes": 1, "processes_per_node": 0,

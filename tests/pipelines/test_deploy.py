@@ -138,6 +138,7 @@ def test_run_gets_parameters_experiment_and_account(api, command):
         "pool": "cpu",
         "nodes": 2,
         "processes_per_node": 1,
+        "fresh": False,
     }
     assert run.service_account == "vit-distillation"
     assert run.pipeline_version_reference.pipeline_version_id in api.store.versions
@@ -154,9 +155,7 @@ def test_run_is_on_cpu_pool_unless_another_is_named(api, command):
 
 def test_parameters_that_version_does_not_have_are_refused(api, command, monkeypatch):
     known = runs.request
-    monkeypatch.setattr(
-        runs, "request", lambda parameters, **rest: known(parameters={**parameters, "color": "red"}, **rest)
-    )
+    monkeypatch.setattr(runs, "request", lambda *given: known(*given[:-1], {**given[-1], "color": "red"}))
     code, _, errors = command(deploy.main, "--run")
     assert code == 2
     assert "parameter(s) provided are not required by pipeline: color" in errors
@@ -390,7 +389,7 @@ def test_undeploying_removes_this_contents_version_and_its_schedules(api, comman
     assert code == 0
     assert output.splitlines()[1:] == [
         "removed: schedule 'scheduled digits'",
-        f"removed: version {versions.content_of(deploy.IMAGE)}-export",
+        f"removed: version {versions.name_of(for_cluster(compiled_text(), deploy.IMAGE))}",
     ]
     (left,) = api.store.versions.values()
     assert [schedule.display_name for schedule in api.store.schedules.values()] == ["scheduled grocery"]
@@ -402,41 +401,19 @@ def test_undeploying_removes_this_contents_version_and_its_schedules(api, comman
     assert not api.store.schedules
 
 
-def test_undeploying_removes_every_version_of_a_content(api, command):
-    content = versions.content_of(deploy.IMAGE)
-    command(deploy.main)
-    command(deploy.main, "--run", "--fresh", "--set", "distill.teacher=recorded")
-    names = [version.name for version in api.store.versions.values()]
-    assert names[0] == content
-    assert re.fullmatch(rf"{content}-reinforce-export-fresh-\d{{8}}t\d{{6}}z", names[1])
-    assert command(undeploy.main)[0] == 0
-    assert not api.store.versions
-
-
-def configured_with(api, version):
-    """The constants that a version's task configure gets."""
-    specification = next(yaml.safe_load_all(version.pipeline_spec["text"]))
-    inputs = specification["components"]["comp-exit-handler-1"]["dag"]["tasks"]["configure"]["inputs"]["parameters"]
-    return {name: inputs[name]["runtimeValue"]["constant"] for name in ("optional_stages", "generation")}
-
-
-def test_a_run_gets_a_version_with_its_stages(api, command):
-    command(deploy.main)
-    command(deploy.main, "--run")
-    command(deploy.main, "--run", "--set", "tune.enabled=true")
-    stages = [configured_with(api, version)["optional_stages"] for version in api.store.versions.values()]
-    assert stages == ["warm_up tune reinforce export", "export", "tune reinforce export"]
-
-
-def test_a_fresh_run_outdates_the_cache(api, command, monkeypatch):
-    """KFP's cache would go on to give the old result to every run that does not ask for a fresh one."""
-    monkeypatch.setattr(versions, "next_generation", iter(("20260131t120000z", "20260201t120000z")).__next__)
-    for arguments in (("--run",), ("--run", "--fresh"), ("--run", "--image", "x:2"), ("--run", "--fresh"), ("--run",)):
+def test_all_runs_are_of_one_version(api, command):
+    for arguments in (
+        [],
+        ["--run"],
+        ["--run", "--set", "tune.enabled=true"],
+        ["--run", "--fresh", "--cron", "0 3 * * *"],
+    ):
         assert command(deploy.main, *arguments)[0] == 0
-    ids = [run.pipeline_version_reference.pipeline_version_id for run in api.store.runs.values()]
-    asked = [configured_with(api, api.store.versions[version])["generation"] for version in ids]
-    assert asked == ["", "20260131t120000z", "20260131t120000z", "20260201t120000z", "20260201t120000z"]
-    assert ids[3] == ids[4]
+    assert len(api.store.versions) == 1
+    assert [run.runtime_config.parameters.get("fresh") for run in api.store.runs.values()] == [False, False, True]
+    (schedule,) = api.store.schedules.values()
+    assert "fresh" not in schedule.runtime_config.parameters
+    assert "FRESH=1 is of a run; add RUN=1" in command(deploy.main, "--fresh")[2]
 
 
 def test_undeploying_everything(api, command):

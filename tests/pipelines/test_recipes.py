@@ -5,7 +5,6 @@ Teacher and student are built at their real shapes on the meta device, where a t
 
 import csv
 import dataclasses
-import functools
 import re
 import shlex
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ from trainer.config import BUNDLED, RECIPES
 from trainer.data.batch import Batch, Mixing, Recorded
 from trainer.data.loader import micro_batch_size
 from trainer.devices import Device
-from trainer.graph import PACKAGE, STAGES, needed_stages
+from trainer.graph import PACKAGE, STAGES
 from trainer.io.errors import ModelError, SettingsError
 from trainer.models import networks, pretrained
 from trainer.runner import preflight
@@ -102,14 +101,11 @@ def test_commands_of_the_comment_pass_all_checks(command, photos):
         settings = sections.resolve(command["RECIPE"], shlex.join([*overrides, photos(classes_of(settings))]))
     processes = place.processes("auto") if place.pool else 1  # there are too few images for several
     preflight.checked(settings, trains_here=not place.pool, processes=processes)
-    tasks = compilation.task_names(compiled(needed_stages(settings)))
+    tasks = compilation.task_names(compilation.committed_text())
     for name, stage in STAGES.items():
         if stage.is_needed(settings):
             assert name.replace("_", "-") in tasks
             config.validate_section(stage.section, settings.for_stage(name))
-
-
-compiled = functools.cache(compilation.compiled_text)  # a second each
 
 
 # ---------------------------------------------------------------------------------------------------------------------
