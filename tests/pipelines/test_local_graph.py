@@ -7,8 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
-
 from pipelines.compile import COMPILED
 from tests.pipelines import local_runs
 from tests.pipelines.local_runs import SMALL
@@ -25,7 +23,6 @@ components.load_component_from_file(compiled)(recipe="digits", overrides=overrid
 """
 
 
-@pytest.mark.long
 def test_the_compiled_graph_makes_a_student(tmp_path):
     overrides = f"{SMALL} pretrain.mae.epochs=0 export.enabled=false"
     paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # kfp starts `python3`
