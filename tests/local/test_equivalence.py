@@ -8,8 +8,13 @@ import torch
 WAYS = {
     "two processes, sharded optimizer state, loader processes": (2, {"zero": True, "workers": 1}),
     "three processes, two micro-batches of which some are smaller": (3, {"accumulation": 2}),
-    "compiled": (1, {"compile": "on"}),
     "two processes, gradients sent in bf16": (2, {"gradient_compression": "bf16"}),
+}
+LONG = {
+    "two processes": (2, {}),
+    "four micro-batches": (1, {"accumulation": 4}),
+    "two processes, two micro-batches": (2, {"accumulation": 2}),
+    "compiled": (1, {"compile": "on"}),
 }
 ROUNDED = {"two processes, gradients sent in bf16": {"rtol": 5e-3, "atol": 2e-2}}
 """Where numbers are rounded on purpose; elsewhere only the order of sums differs."""
@@ -23,11 +28,9 @@ def reference(digits, teacher, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.long] if way == "compiled" else []) for way in WAYS]
-)
+@pytest.mark.parametrize("way", [*WAYS, *(pytest.param(way, marks=pytest.mark.long) for way in LONG)])
 def test_losses_and_weights_are_those_of_one_process(distillation, reference, way):
-    processes, settings = WAYS[way]
+    processes, settings = (WAYS | LONG)[way]
     if "compile" in settings and not shutil.which("g++"):
         pytest.skip("torch.compile needs a C++ compiler on a CPU, and this machine has no g++")
     other = distillation("other", **settings).train(processes)

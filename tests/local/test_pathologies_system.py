@@ -132,6 +132,7 @@ def changing_strides():
 
 
 PATHOLOGIES = {
+    "storage that is slow": ("io_bottleneck", {"fault": partial(before_batch, partial(time.sleep, 0.03))}),
     "storage that is slow for a loader": (
         "io_bottleneck",
         {"fault": partial(before_batch, partial(time.sleep, 0.2)), "workers": 1, "epochs": 5},

@@ -39,6 +39,7 @@ from trainer.training.loop import Trainer
 LOOKS = SETTINGS["evidence"] | {"tensors_every": 5, "tensors_budget": 1.0, "operators_steps": 0}
 """Many looks in a short training."""
 WATCH = {"interval_s": 0.0, "budget": 1.0}
+long = partial(pytest.param, marks=pytest.mark.long)
 """Judges after every step."""
 QUICK = {"epochs": 4, "evidence": LOOKS}
 DIGITS = {"image_size": 32, "encoding": "png", "workers": 0}
@@ -160,9 +161,16 @@ def one_step(number, action):
 # Weights and gradients
 
 
-def test_poor_initialization(distill):
-    one_block = each_matrix(lambda weights: weights.mul_(50), "blocks.1.mlp")
-    found = findings(distill(fault=partial(changed_student, one_block)))
+@pytest.mark.parametrize(
+    "change",
+    [
+        long(each_matrix(lambda weights: weights.normal_(std=1e3)), id="1000 times too large"),
+        long(each_matrix(lambda weights: weights.fill_(0.02)), id="all alike"),
+        pytest.param(each_matrix(lambda weights: weights.mul_(50), "blocks.1.mlp"), id="one block at another scale"),
+    ],
+)
+def test_poor_initialization(distill, change):
+    found = findings(distill(fault=partial(changed_student, change)))
     assert set(found) == {"poor_initialization"}, found
 
 
@@ -172,9 +180,16 @@ def test_exploding_gradients(distill):
     assert "times its own norm" in found["exploding_gradients"]
 
 
-def test_evidence_tells_why_a_loss_was_not_finite(distill):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        long({"fault": partial(scaled_loss, 1e38)}, id="loss scale"),
+        pytest.param({"base_learning_rate": 1e4}, id="learning rate"),
+    ],
+)
+def test_evidence_tells_why_a_loss_was_not_finite(distill, settings):
     with pytest.raises(TrainingError, match="the loss is not finite at step") as caught:
-        distill(evidence=LOOKS | {"tensors_every": 1}, base_learning_rate=1e4)
+        distill(evidence=LOOKS | {"tensors_every": 1}, **settings)
     place = str(caught.value).rpartition("; what it recorded is at ")[2]
     (training,) = read_evidence(place).trainings
     found = findings(training)
@@ -236,7 +251,9 @@ def test_overfitting_of_wrong_labels(patient, tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
+        long({"label_weight": 1e-9}, id="label weight"),
         pytest.param({"logit_weight": 1e-9}, id="logit weight"),
+        long({"temperature": 1e-4}, id="low temperature"),
         pytest.param({"temperature": 1e4}, id="high temperature"),
     ],
 )
