@@ -329,7 +329,7 @@ def test_stalled_training(distill, caplog):
     assert set(found) == {"stalled_training"}, found
     assert "between steps 20 and 21" in found["stalled_training"]
     (line,) = (line for line in caplog.messages if "severe: Stalled training. " in line)
-    assert "since step 20; the first process is in trainer.training.loop.Trainer.train (line " in line
+    assert "since step 20; the first process is in trainer.training.loop.Trainer.take_step (line " in line
 
 
 def test_a_training_that_hangs_is_ended(distill):
