@@ -55,7 +55,9 @@ def generation(uri: str, run: str, *, fresh: bool) -> str:
         uri: of this run, in the pipeline's root.
         run: as for `shared`.
     """
-    root, _, _ = uri.partition(f"/{run}/")
+    root, inside, _ = uri.partition(f"/{run}/")
+    if not inside:  # no place that later runs share
+        return run if fresh else ""
     entry = storage.join(root, "references", "generation")
     if fresh:
         storage.write_bytes(entry, run.encode())

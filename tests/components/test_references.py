@@ -78,6 +78,11 @@ def test_a_fresh_run_begins_a_generation_for_all_later_ones(root):
     ]  # fmt: skip
 
 
+def test_outside_of_a_runs_folder_only_a_fresh_run_is_apart(root):
+    place = f"{root}/run-1/configure/generation"
+    assert [references.generation(place, "run-2", fresh=fresh) for fresh in (True, False)] == ["run-2", ""]
+
+
 @pytest.mark.parametrize("run", ["", "elsewhere"])
 def test_outside_of_clusters_run_task_hands_on_its_own(dataset, run):
     assert references.shared(references.uri_of(dataset), "dataset", run) == dataset

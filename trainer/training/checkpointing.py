@@ -52,7 +52,7 @@ class Checkpointing(Hook):
         with self.attempts.resumed_at(trainer.first_step), self._checkpoints:
             yield
 
-    def after_step(self, step: int, losses: Losses) -> None:  # noqa: ARG002
+    def after_step(self, step: int, losses: Losses) -> None:  # noqa: ARG002  # they are logged
         """Save the state after `step` if that is due.
 
         Raises:

@@ -114,7 +114,7 @@ class LiveRules(Hook):
         self._watchdog: HangWatchdog | None = None
 
     @contextmanager
-    def running(self, trainer: Trainer) -> Iterator[None]:  # noqa: ARG002
+    def running(self, trainer: Trainer) -> Iterator[None]:  # noqa: ARG002  # the trace has all
         stalled = StalledTraining.of(self._settings.rules)
         self._began = time.perf_counter()
         self._due = self._began + self._settings.interval_s
@@ -131,7 +131,7 @@ class LiveRules(Hook):
                 self._watchdog = stack.enter_context(watchdog)
             yield
 
-    def after_step(self, step: int, losses: Losses) -> None:  # noqa: ARG002
+    def after_step(self, step: int, losses: Losses) -> None:  # noqa: ARG002  # the trace has them
         """Judge, if it is time; a `TrainingError` if a rule of `stop_on` has a finding."""
         if not self._active:
             return

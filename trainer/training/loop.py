@@ -54,15 +54,19 @@ class Hook:
     """
 
     @contextmanager
-    def running(self, trainer: Trainer) -> Iterator[None]:  # noqa: ARG002
+    def running(self, trainer: Trainer) -> Iterator[None]:  # noqa: ARG002  # hooks override it
         """Surround all steps; the code before the `yield` may change where the training begins."""
         yield
 
-    def around_step(self, step: int) -> AbstractContextManager[object]:  # noqa: ARG002
+    def around_step(self, step: int) -> AbstractContextManager[object]:  # noqa: ARG002  # hooks override it
         """Surround a step."""
         return nullcontext()
 
-    def around_update(self, step: int, forward: Callable[[], None]) -> AbstractContextManager[object]:  # noqa: ARG002
+    def around_update(  # hooks override it
+        self,
+        step: int,  # noqa: ARG002
+        forward: Callable[[], None],  # noqa: ARG002
+    ) -> AbstractContextManager[object]:
         """Surround the update of the weights; `forward` runs the model alone over a few images of the step."""
         return nullcontext()
 
