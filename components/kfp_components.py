@@ -1,388 +1,211 @@
-"""The components of the pipeline: `configure`, one for each stage in the order of the graph (`trainer/graph.py`), and `finish`;
-`predict_photos` is of a pipeline of its own (`pipelines/predict_photos.py`).
+"""The components: `configure`, one for each stage of the graph (`trainer/graph.py`), `finish`; and `predict_photos`.
 
-Each is thin: at most five statements, counted by a test, which call `components.task`. What a signature has beside its stage's inputs is
-of Kubeflow Pipelines: the stage's settings, the place of a training, what else makes a cached result stale, and the artifacts that a
-person opens.
-
-KFP ships the source of a component's function alone and evaluates its annotations there. So this module does without
-`from __future__ import annotations`, and what a body needs is imported inside it.
+A stage's component is generated from its entry in the graph: settings, inputs, place of a training, what else makes a cached result stale;
+references to what it makes; pages and artifacts for Kubeflow's UI. KFP ships the source text of a component's function, so the text is
+generated, and registered where `inspect` looks for it, as `dataclasses` and `attrs` do.
 """
 
-from typing import NamedTuple
+import linecache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from kfp import dsl
+from kfp import dsl, kubernetes
 
 from components.launch import IMAGE
+from components.launch.finishing import RUN_LABEL, WORKFLOW
+from components.launch.job_manifest import AUTOSCALER_ANNOTATION, KARPENTER_ANNOTATION, USER
+from components.sections import KUBEFLOW_UI
+from trainer.graph import STAGES, Kind, Stage
+
+# The names of the ConfigMaps and Secrets are those of `manifests/base`.
+CONFIG_MAP = "vit-distillation"
+ENVIRONMENT = (
+    "MLFLOW_TRACKING_URI",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_DEFAULT_REGION",
+    "TRAINER_ARTIFACTS",
+    "TRAINER_CHECKPOINTS",
+    "NEURON_COMPILE_CACHE_URL",
+    KUBEFLOW_UI,
+)  # keys of `CONFIG_MAP` that every task finds in its environment
+POOLS_CONFIG_MAP = "vit-distillation-pools"
+POOLS_FOLDER = "/etc/vit-distillation"
+STORE_SECRET = "vit-distillation-store"
+STORE_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+TRACKING_SECRET = "vit-distillation-tracking"
+TRACKING_KEYS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
+RETRIES = 2
+"""A pod that was taken away is started again; a job that still runs is then followed further, not started twice."""
+TRIED_FOR = f"{30 * 24 * 3600}s"
+"""How long a task is tried again. Argo counts from the start of the first attempt, so the longest training has to fit into it."""
 
 
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
-def configure(
-    recipe: str,
-    overrides: str,
-    dataset: str,
-    teacher: str,
-    experiment: str,
-    pool: str,
-    nodes: int,
-    processes_per_node: int,
-    fresh: bool,
-    run_name: str,
-) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
-    "Sections",
-    [
-        ("prepare", str),
-        ("warm_up", str),
-        ("pretrain", str),
-        ("reinforce", str),
-        ("tune", str),
-        ("distill", str),
-        ("profile", str),
-        ("evaluate", str),
-        ("export", str),
-        ("register", str),
-        ("source_version", str),
-        ("teacher_weights_version", str),
-        ("student_weights_version", str),
-        ("device", str),
-        ("resolved", str),
-    ],
-):
-    """Resolve the settings, and make sure that the images and the node pool are there and that tracking answers.
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Resources of a pod: its requests, and its limits."""
 
-    Args:
-        recipe: Name of a recipe.
-        overrides: Settings that differ from it, `key=value key=value`.
-        dataset: Source of the images, instead of the recipe's.
-        teacher: Weights of the teacher, instead of the recipe's.
-        experiment: MLflow experiment, instead of the recipe's.
-        pool: Node pool that the trainings run on.
-        nodes: How many machines of the pool.
-        processes_per_node: Training processes on each machine.
-        fresh: Whether earlier cached results no longer count, in this run and in later ones.
-        run_name: As Kubeflow shows the run.
+    cpu: str
+    cpu_limit: str
+    memory: str
+    memory_limit: str
+
+
+SMALL = Size(cpu="200m", cpu_limit="1", memory="512Mi", memory_limit="2Gi")
+"""For a task that only launches a job and follows it."""
+WORK = Size(cpu="1", cpu_limit="4", memory="2Gi", memory_limit="16Gi")  # for a task that does its work itself
+
+
+def on_cluster(task: dsl.PipelineTask, *, size: Size | None = None) -> dsl.PipelineTask:
+    """Set title, caching, size, environment and rights of a task and its pod; `kfp.local` ignores the pod's.
+
+    Without `size` the pod of a stage that is launched as a job is small, and others are large enough to work in.
     """
-    from components import launching, sections, task
-
-    with task.reporting("configure"):
-        settings = sections.resolve(recipe, overrides, dataset, teacher, experiment)
-        place = launching.Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
-        return sections.configure(settings, place, task.generation(fresh=fresh), run_name)
-
-
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
-def prepare(
-    settings: str,
-    source_version: str,  # noqa: ARG001  # changes with the images, and with it KFP's cache key
-    data_card: dsl.Output[dsl.HTML],
-) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
-    "Prepared", [("dataset_uri", str)]
-):
-    """Validate, deduplicate, resize, split and describe the images; gives where the data set is.
-
-    Args:
-        settings: The section `data`, as JSON.
-        source_version: What the images are now; another value makes a cached data set stale.
-        data_card: What is in the data set, as a page.
-    """
-    from components import task
-
-    (dataset,) = task.run_stage("prepare", settings, {})
-    task.show_page(dataset, "card.html", data_card)
-    return (dataset,)
+    name = task.component_spec.name.replace("-", "_")
+    stage = STAGES.get(name)
+    if stage is None or not stage.cached:
+        task.set_caching_options(False)
+    task.set_display_name(stage.title if stage else name.replace("_", " ").capitalize())
+    size = size or (SMALL if stage is not None and stage.launched else WORK)
+    task.set_cpu_request(size.cpu).set_cpu_limit(size.cpu_limit)
+    task.set_memory_request(size.memory).set_memory_limit(size.memory_limit)
+    task.set_retry(RETRIES, backoff_duration="30s", backoff_factor=2, backoff_max_duration=TRIED_FOR)
+    for variable, field in {
+        "KFP_RUN_ID": f"metadata.labels['{RUN_LABEL}']",
+        "TRAINER_RUN": f"metadata.labels['{RUN_LABEL}']",
+        "TRAINER_NAMESPACE": "metadata.namespace",
+        WORKFLOW: "metadata.labels['workflows.argoproj.io/workflow']",
+    }.items():
+        kubernetes.use_field_path_as_env(task, variable, field)
+    kubernetes.use_config_map_as_env(task, CONFIG_MAP, {name: name for name in ENVIRONMENT}, optional=True)
+    kubernetes.use_config_map_as_volume(task, POOLS_CONFIG_MAP, POOLS_FOLDER, optional=True)
+    kubernetes.use_secret_as_env(task, STORE_SECRET, {name: name for name in STORE_KEYS}, optional=True)
+    kubernetes.use_secret_as_env(task, TRACKING_SECRET, {name: name for name in TRACKING_KEYS}, optional=True)
+    # The pod that follows a training asks for little of a shared node, which would be the first to be emptied.
+    for name, value in (AUTOSCALER_ANNOTATION | KARPENTER_ANNOTATION).items():
+        kubernetes.add_pod_annotation(task, name, value)
+    kubernetes.set_security_context(task, run_as_user=USER, run_as_group=USER, run_as_non_root=True)
+    return task
 
 
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
-def warm_up(
-    settings: str,
-    device: str,  # noqa: ARG001  # changes with run.device, and with it KFP's cache key
-    pool: str,
-    nodes: int,
-    processes_per_node: int,
-    dataset: str,
-) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
-    "Warmed", [("warmed_uri", str)]
-):
-    """Compile beforehand what the trainings need; gives where the report is. Without `enabled` nothing is launched.
+class Parameter(NamedTuple):
+    """A parameter of a component."""
 
-    Args:
-        settings: The section `warm_up`, as JSON.
-        device: Kind of the devices that it runs on; another one makes a cached result stale.
-        pool: Node pool of the trainings; empty: this task's own machine.
-        nodes: How many machines of the pool.
-        processes_per_node: Processes on each machine; 0: one for each of its devices.
-        dataset: The prepared data set, its URI and digest.
-    """
-    from components import launching, task
-
-    place = launching.Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
-    return task.warm_up(settings, {"dataset": dataset}, place)
+    type: str
+    description: str
+    default: object = None  # none: it has to be given
 
 
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
-def pretrain(
-    settings: str,
-    teacher_weights_version: str,  # noqa: ARG001  # changes with given weights, and with it KFP's cache key
-    device: str,  # noqa: ARG001  # changes with run.device, and with it KFP's cache key
-    pool: str,
-    nodes: int,
-    processes_per_node: int,
-    dataset: str,
-    teacher: dsl.Output[dsl.Model],
-) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
-    "Pretrained", [("teacher_uri", str), ("evidence_uri", str)]
-):
-    """Make the teacher: masked-autoencoder pretraining, then fine-tuning; or take given weights. Gives where it is, and the evidence.
-
-    Args:
-        settings: The section `pretrain`, as JSON.
-        teacher_weights_version: What given weights are now; another value makes a cached teacher stale.
-        device: Kind of the devices that it runs on; another one makes a cached result stale.
-        pool: Node pool to train on; empty: this task's own machine.
-        nodes: How many machines of the pool.
-        processes_per_node: Training processes on each machine; 0: one for each of its devices.
-        dataset: The prepared data set, its URI and digest.
-        teacher: The teacher's model directory.
-    """
-    from components import launching, task
-
-    place = launching.Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
-    return task.train("pretrain", settings, {"dataset": dataset}, place, {"teacher": teacher})
-
-
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
-def tune(
-    settings: str,
-    device: str,  # noqa: ARG001  # changes with run.device, and with it KFP's cache key
-    pool: str,
-    nodes: int,
-    processes_per_node: int,
-    dataset: str,
-    teacher: str,
-) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
-    "Tuned", [("distill", str), ("distill_teacher", str), ("tuning_uri", str)]
-):
-    """Try the distillation where it will run; gives its settings, tuned if that is asked for. Without `enabled` nothing is launched.
-
-    Args:
-        settings: The section `tune`, as JSON.
-        device: Kind of the devices that it runs on; another one makes a cached result stale.
-        pool: Node pool to run on; empty: this task's own machine.
-        nodes: How many machines of the pool.
-        processes_per_node: Processes on each machine; 0: one for each of its devices.
-        dataset: The prepared data set, its URI and digest.
-        teacher: The teacher's model directory, its URI and digest.
-    """
-    from components import launching, task
-
-    place = launching.Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
-    return task.tune(settings, {"dataset": dataset, "teacher": teacher}, place)
-
-
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
-def reinforce(
-    settings: str,
-    distill_teacher: str,
-    device: str,  # noqa: ARG001  # changes with run.device, and with it KFP's cache key
-    pool: str,
-    nodes: int,
-    processes_per_node: int,
-    dataset: str,
-    teacher: str,
-    recording: dsl.Output[dsl.HTML],
-) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
-    "Recorded", [("teacher_outputs_uri", str)]
-):
-    """Record the teacher's outputs on augmented views of the training images; gives where they are. Without `recorded` nothing is launched.
-
-    Args:
-        settings: The section `reinforce`, as JSON.
-        distill_teacher: `recorded`, or `online` where the teacher runs in every step of the distillation.
-        device: Kind of the devices that it runs on; another one makes a cached result stale.
-        pool: Node pool to run on; empty: this task's own machine.
-        nodes: How many machines of the pool.
-        processes_per_node: Processes on each machine; 0: one for each of its devices.
-        dataset: The prepared data set, its URI and digest.
-        teacher: The teacher's model directory, its URI and digest.
-        recording: What the recorded outputs hold, as a page.
-    """
-    from components import launching, task
-
-    place = launching.Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
-    inputs = {"dataset": dataset, "teacher": teacher}
-    return task.reinforce(settings, distill_teacher, inputs, place, recording)
-
-
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
-def distill(
-    settings: str,
-    student_weights_version: str,  # noqa: ARG001  # changes with given weights, and with it KFP's cache key
-    device: str,  # noqa: ARG001  # changes with run.device, and with it KFP's cache key
-    pool: str,
-    nodes: int,
-    processes_per_node: int,
-    dataset: str,
-    teacher: str,
-    teacher_outputs: str,
-    student: dsl.Output[dsl.Model],
-) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
-    "Distilled", [("student_uri", str), ("evidence_uri", str)]
-):
-    """Train the student on the teacher's logits and the labels; gives where it is, and the evidence.
-
-    Args:
-        settings: The section `distill`, as JSON.
-        student_weights_version: What the weights are now that the student starts from; another value makes a cached student stale.
-        device: Kind of the devices that it runs on; another one makes a cached result stale.
-        pool: Node pool to train on; empty: this task's own machine.
-        nodes: How many machines of the pool.
-        processes_per_node: Training processes on each machine; 0: one for each of its devices.
-        dataset: The prepared data set, its URI and digest.
-        teacher: The teacher's model directory, its URI and digest.
-        teacher_outputs: The teacher's recorded outputs, their URI and digest; empty: the teacher runs in every step.
-        student: The student's model directory.
-    """
-    from components import launching, task
-
-    place = launching.Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
-    inputs = {"dataset": dataset, "teacher": teacher, "teacher_outputs": teacher_outputs}
-    return task.train("distill", settings, inputs, place, {"student": student})
-
-
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
-def profile(
-    settings: str,
-    pretrain_evidence: str,
-    distill_evidence: str,
-    profile: dsl.Output[dsl.HTML],
-) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
-    "Profiled", [("report_uri", str)]
-):
-    """Report where the trainings' time went, what slows or spoils them, and what they cost; gives where the report is.
-
-    Args:
-        settings: The section `profile`, as JSON.
-        pretrain_evidence: What the teacher's training recorded of itself, its URI and digest.
-        distill_evidence: What the student's training recorded of itself, its URI and digest.
-        profile: The report, as a page.
-    """
-    from components import task
-
-    inputs = {"pretrain_evidence": pretrain_evidence, "distill_evidence": distill_evidence}
-    (report,) = task.run_stage("profile", settings, inputs)
-    task.show_page(report, "report.html", profile)
-    return (report,)
-
-
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
-def evaluate(
-    settings: str,
-    dataset: str,
-    teacher: str,
-    student: str,
-    evaluation: dsl.Output[dsl.HTML],
-    metrics: dsl.Output[dsl.Metrics],
-    student_confusion: dsl.Output[dsl.ClassificationMetrics],
-) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
-    "Evaluated", [("evaluation_uri", str)]
-):
-    """Measure teacher and student on the test split and judge the student; gives where the measurements are.
-
-    Args:
-        settings: The section `evaluate`, as JSON.
-        dataset: The prepared data set, its URI and digest.
-        teacher: The teacher's model directory, its URI and digest.
-        student: The student's model directory, its URI and digest.
-        evaluation: The measurements and the verdict, as a page.
-        metrics: The main numbers.
-        student_confusion: The student's confusion matrix on the test split, of at most 200 classes.
-    """
-    from components import task
-
-    (made,) = task.run_stage("evaluate", settings, {"dataset": dataset, "teacher": teacher, "student": student})
-    task.show_evaluation(made, evaluation, metrics, student_confusion)
-    return (made,)
-
-
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
-def export(
-    settings: str,
-    dataset: str,
-    student: str,
-    evaluation: str,
-    variants: dsl.Output[dsl.HTML],
-) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
-    "Exported", [("exported_uri", str)]
-):
-    """Write the student as ONNX and choose the fastest variant that passes; gives where it is. Without `enabled` nothing is done.
-
-    Args:
-        settings: The section `export`, as JSON.
-        dataset: The prepared data set, its URI and digest.
-        student: The student's model directory, its URI and digest.
-        evaluation: The measurements and the verdict, their URI and digest.
-        variants: What each variant measured, as a page.
-    """
-    from components import task
-
-    return task.export(settings, {"dataset": dataset, "student": student, "evaluation": evaluation}, variants)
-
-
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
-def register(
-    settings: str,
-    recipe: str,
-    resolved: str,
-    dataset: str,
-    teacher: str,
-    student: str,
-    pretrain_evidence: str,
-    distill_evidence: str,
-    report: str,
-    evaluation: str,
-    exported: str,
-    teacher_outputs: str,
-    tuning: str,
-    warmed: str,
-) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
-    "Registered", [("registration_uri", str)]
-):
-    """Log the student to MLflow, register it, and promote it if it passed; gives where the summary of the run is.
-
-    Args:
-        settings: The section `register`, as JSON.
-        recipe: The recipe's name.
-        resolved: All settings of the run, as JSON.
-        dataset: The prepared data set, its URI and digest.
-        teacher: The teacher's model directory, its URI and digest.
-        student: The student's model directory, its URI and digest.
-        pretrain_evidence: What the teacher's training recorded of itself.
-        distill_evidence: What the student's training recorded of itself.
-        report: The report on both trainings.
-        evaluation: The measurements and the verdict.
-        exported: The student as an ONNX file; empty: it was not exported.
-        teacher_outputs: The teacher's recorded outputs; empty: the teacher ran in every step.
-        tuning: The forecast of the distillation; empty: none was made.
-        warmed: The report on what was compiled beforehand; empty: nothing was.
-    """
-    import json
-
-    from components import task
-
-    inputs = {
-        "dataset": dataset,
-        "teacher": teacher,
-        "student": student,
-        "pretrain_evidence": pretrain_evidence,
-        "distill_evidence": distill_evidence,
-        "report": report,
-        "evaluation": evaluation,
-        "exported": exported,
-        "teacher_outputs": teacher_outputs,
-        "tuning": tuning,
-        "warmed": warmed,
+PLACE = {
+    "pool": Parameter("str", "Node pool of the trainings; empty: this task's own machine.", ""),
+    "nodes": Parameter("int", "Machines of the pool.", 1),
+    "processes_per_node": Parameter("int", "Processes on each machine; 0: one for each of its devices.", 0),
+}
+"""The fields of `launching.Placement`."""
+CACHE_KEYS: Mapping[str, Mapping[str, str]] = {
+    "prepare": {"source_version": "Version of the images"},
+    "pretrain": {"teacher_weights_version": "Version of given weights"},
+    "distill": {"student_weights_version": "Version of the weights that the student starts from"},
+}
+"""Further parameters of a stage: no code reads them, and another value makes a cached result stale."""
+ARTIFACT_TYPES: Mapping[Kind, str] = {"dataset": "Dataset", "model": "Model", "export": "Model"}
+"""Kinds of artifacts that are KFP's artifacts too, under the keyword of the output."""
+FURTHER_ARTIFACTS = {
+    "evaluate": {
+        "metrics": Parameter("dsl.Output[dsl.Metrics]", "The main numbers."),
+        "student_confusion": Parameter(
+            "dsl.Output[dsl.ClassificationMetrics]", "Confusion matrix of the student, of at most 200 classes."
+        ),
     }
-    return task.run_stage("register", settings, inputs, recipe=recipe, resolved=json.loads(resolved))
+}
+FURTHER_OUTPUTS = {"tune": {"distill": "str"}}
+"""Outputs of a stage's task beside the references: tune hands on the settings of the distillation, which it may change."""
+
+
+def _component(
+    name: str, summary: str, parameters: Mapping[str, Parameter], outputs: Mapping[str, str], call: str
+) -> Any:
+    """Make a lightweight component, whose function returns `components.task.<call>` of all that it is given."""
+    ordered = sorted(parameters.items(), key=lambda item: item[1].default is not None)
+    signature = [f"{key}: {one.type}" + ("" if one.default is None else f" = {one.default!r}") for key, one in ordered]
+    described = [f"{key}: {one.description}" for key, one in ordered]
+    fields = [f'("{key}", {kind})' for key, kind in outputs.items()]
+    source = "\n".join(
+        [
+            f"def {name}(",
+            *(f"    {one}," for one in signature),
+            f') -> NamedTuple("Outputs", [{", ".join(fields)}]):',
+            f'    """{summary}\n\n    Args:',
+            *(f"        {one}" for one in described),
+            '    """',
+            "    given = dict(locals())",
+            "    from components import task",
+            "",
+            f"    return task.{call}",
+            "",
+        ]
+    )
+    file, namespace = f"<component {name}>", {"NamedTuple": NamedTuple, "dsl": dsl, "__name__": __name__}
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    exec(compile(source, file, "exec"), namespace)  # the text above, of the graph's names
+    function: Callable[..., Any] = namespace[name]
+    return dsl.component(function, base_image=IMAGE, install_kfp_package=False)
+
+
+def _of_stage(stage: Stage) -> Any:
+    parameters = {"settings": Parameter("str", f"The section `{stage.section}`, as JSON.", "{}")}
+    if stage.needed_if:
+        parameters["needed"] = Parameter("bool", "Whether to run it; otherwise its outputs are empty texts.", True)
+    for key, text in CACHE_KEYS.get(stage.name, {}).items():
+        parameters[key] = Parameter("str", f"{text}; another value makes a cached result stale.", "")
+    if stage.launched:
+        text = "Kind of the devices that it runs on; another one makes a cached result stale."
+        parameters |= {"device": Parameter("str", text, ""), **PLACE}
+    for spec in stage.reads:
+        parameters[spec.name] = Parameter("str", f"Reference to an artifact of kind {spec.kind}.")
+    for spec in stage.reads_if_made:
+        parameters[spec.name] = Parameter("str", f"Reference to an artifact of kind {spec.kind}; empty: none.", "")
+    if stage.takes_recipe:
+        parameters["recipe"] = Parameter("str", "Name of the recipe.")
+        parameters["resolved"] = Parameter("str", "All settings of the run, as JSON.")
+    for keyword, spec in stage.makes.items():
+        if kind := ARTIFACT_TYPES.get(spec.kind):
+            parameters[keyword] = Parameter(f"dsl.Output[dsl.{kind}]", f"The {spec.kind} that it makes.")
+    for page, file in stage.pages.items():
+        parameters[page] = Parameter("dsl.Output[dsl.HTML]", f"{file} of what it makes, as a page.")
+    parameters |= FURTHER_ARTIFACTS.get(stage.name, {})
+    outputs = dict(FURTHER_OUTPUTS.get(stage.name, {}))
+    outputs |= {f"{other.name}_needed": "bool" for other in STAGES.values() if other.decided_by == stage.name}
+    outputs |= {f"{keyword}_uri": "str" for keyword in stage.makes}
+    summary = f"{stage.summary[0].upper()}{stage.summary[1:]}."
+    return _component(stage.name, summary, parameters, outputs, f'run_stage("{stage.name}", given)')
+
+
+configure = _component(
+    "configure",
+    "Resolve the settings, and check that images, node pool and tracking are available.",
+    {
+        "recipe": Parameter("str", "Name of a recipe."),
+        "overrides": Parameter("str", "Settings that differ from it, `key=value key=value`.", ""),
+        "dataset": Parameter("str", "Source of the images, instead of the recipe's.", ""),
+        "teacher": Parameter("str", "Weights of the teacher, instead of the recipe's.", ""),
+        "experiment": Parameter("str", "MLflow experiment, instead of the recipe's.", ""),
+        **PLACE,
+        "fresh": Parameter(
+            "bool", "Whether earlier cached results no longer count, in this run and in later ones.", False
+        ),
+        "run_name": Parameter("str", "As Kubeflow shows the run.", ""),
+    },
+    {
+        **dict.fromkeys(STAGES, "str"),
+        **{f"{name}_needed": "bool" for name, stage in STAGES.items() if stage.needed_if},
+        **{key: "str" for keys in CACHE_KEYS.values() for key in keys},
+        "device": "str",
+        "resolved": "str",
+    },
+    "configure(**given)",
+)
+of_stages = {name: _of_stage(stage) for name, stage in STAGES.items()}
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)

@@ -37,7 +37,7 @@ def configure(
     place: Placement,
     generation: str = "",
     run_name: str = "",
-) -> tuple[str, ...]:
+) -> tuple[object, ...]:
     """Check what can be checked before anything expensive, and give each stage its own section.
 
     Args:
@@ -47,9 +47,9 @@ def configure(
         run_name: as Kubeflow shows the run.
 
     Returns:
-        Each stage's own section, as JSON, and what else decides whether a cached result is still right: `source_version`,
-        `teacher_weights_version`, `student_weights_version`, `device` (the kind that the trainings run on); and for the record `resolved`,
-        all settings.
+        Each stage's own section, as JSON, and for an optional stage whether it is needed; what else decides whether a cached result is
+        still right: `source_version`, `teacher_weights_version`, `student_weights_version`, `device` (the kind that the trainings run on);
+        and for the record `resolved`, all settings.
 
     Raises:
         SettingsError: as `Placement.check` and `Placement.check_cache` say.
@@ -81,7 +81,8 @@ def configure(
     student += [artifacts.manifest(uri, "model").fingerprint for uri in distill.further_teachers]
     student += [artifacts.manifest(uri, "teacher_outputs").fingerprint for uri in distill.further_recordings]
     outputs = {
-        **{stage: canonical_json(settings.for_stage(stage)) for stage in STAGES},
+        **{name: canonical_json(settings.for_stage(name)) for name in STAGES},
+        **{f"{name}_needed": stage.is_needed(settings) for name, stage in STAGES.items() if stage.needed_if},
         "source_version": f"{source_version} {generation}".rstrip(),  # the first task that is cached reads it
         "teacher_weights_version": artifacts.weights_version(settings.pretrain.weights, settings.pretrain.weights_file),
         "student_weights_version": " ".join(filter(None, student)),
@@ -89,7 +90,7 @@ def configure(
         "resolved": canonical_json(resolved),
     }
     # KFP takes each output by its name from a tuple of such a class, whatever their order.
-    made: tuple[str, ...] = namedtuple("Sections", outputs)(**outputs)
+    made: tuple[object, ...] = namedtuple("Sections", outputs)(**outputs)
     return made
 
 

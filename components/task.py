@@ -13,14 +13,15 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from components import launching, references
+from components import launching, references, sections
 from components.launching import Placement
 from trainer import stages
-from trainer.config import DistillSettings, ExportSettings, TuneSettings, WarmUpSettings
+from trainer.config import DistillSettings, TuneSettings
+from trainer.graph import STAGES
 from trainer.io import artifacts, limits, storage
 from trainer.io.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, PreemptedError, TrainerError
 from trainer.io.host import ended_by_sigterm, ensure_home, escape_what_cannot_be_printed
@@ -37,8 +38,6 @@ logger = logging.getLogger(__name__)
 DEBUG = "TRAINER_DEBUG"  # environment variable, set to show the traceback of an error that has a message
 MOST_CONFUSED_CLASSES = 200
 """Of a confusion matrix in Kubeflow's UI, which keeps it whole in the run's metadata: 40,000 numbers are some 400 kB there."""
-RECORDED, ONLINE = "recorded", "online"
-"""Where a distillation takes the teacher's outputs from: a recording, or the teacher itself in every step."""
 
 
 def log_plainly() -> None:
@@ -73,32 +72,63 @@ def reporting(name: str) -> Iterator[None]:
         raise SystemExit(INTERRUPTED_EXIT_CODE) from interruption
 
 
-def run_stage(stage: str, settings: str, inputs: Mapping[str, str], **further: object) -> tuple[str, ...]:
-    """Run a stage in this process; returns references to its outputs, in the stage's order. An optional input may be an empty text."""
-    with reporting(stage):
-        places = _places(stage)
-        stages.call(stage, settings, {**references.uris(inputs), **places}, **further)
-        return _made(stage, places)
+def configure(
+    fresh: bool, run_name: str, pool: str, nodes: int, processes_per_node: int, **named: str
+) -> tuple[object, ...]:
+    """Resolve a run's settings from the parameters of `sections.resolve`, and cut them as `sections.configure`."""
+    with reporting("configure"):
+        place = Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
+        run = os.environ.get("KFP_RUN_ID", "")  # of a run on a cluster, whose cache outlives it
+        generation = references.generation(_place("generation"), run, fresh=fresh) if run else ""
+        return sections.configure(sections.resolve(**named), place, generation, run_name)
 
 
-def train(
-    stage: str,
-    settings: str,
-    inputs: Mapping[str, str],
-    place: Placement,
-    models: Mapping[str, dsl.Model] = MappingProxyType({}),
-) -> tuple[str, ...]:
-    """Run a training stage as a group of processes, here or on a node pool; else as `run_stage`.
+def run_stage(name: str, given: Mapping[str, Any]) -> tuple[object, ...]:
+    """Run a stage in this process, or, where the stage trains, as a group of processes here or on a node pool.
 
-    `models` has the keyword of each output that is one of KFP's artifacts too, which gets kind and fingerprint as metadata.
+    Args:
+        name: of the stage.
+        given: the arguments of its component (`components/kfp_components.py`).
+
+    Returns:
+        Its outputs, in the component's order: references, which are empty where the stage is not needed.
     """
-    with reporting(stage):
-        places = _places(stage)
-        launching.launch(stage, settings, references.uris(inputs), places, place, record=_place("job"))
-        for name, model in models.items():
-            kind = stages.STAGES[stage].outputs[name]
-            model.metadata.update(kind=kind, fingerprint=artifacts.manifest(places[name], kind).fingerprint)
-        return _made(stage, places)
+    stage, settings = STAGES[name], given["settings"]
+    with reporting(name):
+        if not given.get("needed", True):
+            return (*_handed_on(name, settings), *("" for _ in stage.makes))
+        inputs = references.uris({key: given[key] for key in stage.all_inputs})
+        places = {key: _place(spec.task_folder or key) for key, spec in stage.makes.items()}
+        if stage.launched:
+            place = Placement(**{field.name: given[field.name] for field in fields(Placement)})
+            launching.launch(name, settings, inputs, places, place, record=_place("job"))
+        else:
+            further = (
+                {"recipe": given["recipe"], "resolved": json.loads(given["resolved"])} if stage.takes_recipe else {}
+            )
+            stages.call(name, settings, {**inputs, **places}, **further)
+        for key, kind in stage.outputs.items():
+            if key in given:  # one of KFP's artifacts too
+                given[key].metadata.update(kind=kind, fingerprint=artifacts.manifest(places[key], kind).fingerprint)
+        made = next(iter(places.values()))
+        for page, file in stage.pages.items():
+            Path(given[page].path).write_bytes(storage.read_bytes(storage.join(made, file)))
+        if name == "evaluate":
+            show_evaluation(made, given["metrics"], given["student_confusion"])
+        run = os.environ.get("KFP_RUN_ID", "")
+        shared = [references.shared(places[key], kind, run) for key, kind in stage.outputs.items()]
+        return (*_handed_on(name, settings, made), *shared)
+
+
+def _handed_on(name: str, settings: str, made: str = "") -> tuple[object, ...]:
+    """Return what tune hands on, measured or as given: the settings for distill, and whether they need the stage reinforce."""
+    if name != "tune":
+        return ()
+    if made:
+        distill = DistillSettings.model_validate(read_tuning(made).settings)
+    else:
+        distill = TuneSettings.model_validate_json(settings).distill or DistillSettings()
+    return artifacts.canonical_json(distill.model_dump(mode="json")), distill.reads_recording
 
 
 def predict(photos: str, model: str, output: str, top: int, force: bool) -> tuple[int, int]:
@@ -111,90 +141,18 @@ def predict(photos: str, model: str, output: str, top: int, force: bool) -> tupl
         return int(made["photos"]), int(made["unreadable"])
 
 
-def generation(*, fresh: bool) -> str:
-    """Return the generation of cached results that this task's run takes, as `references.generation`."""
-    run = os.environ.get("KFP_RUN_ID", "")  # of a run on a cluster, whose cache outlives it
-    return references.generation(_place("generation"), run, fresh=fresh) if run else ""
-
-
-def _places(stage: str) -> dict[str, str]:
-    """Return keyword of each output of a stage -> its URI in this task's folder of the pipeline's root."""
-    return {name: _place(made.task_folder or name) for name, made in stages.STAGES[stage].makes.items()}
-
-
 def _place(name: str) -> str:
     from kfp import dsl  # at hand in a task, and nowhere else needed
 
     return str(dsl.get_uri(name))
 
 
-def _made(stage: str, places: Mapping[str, str]) -> tuple[str, ...]:
-    run = os.environ.get("KFP_RUN_ID", "")  # of a run on a cluster
-    return tuple(references.shared(places[name], kind, run) for name, kind in stages.STAGES[stage].outputs.items())
+def show_evaluation(made: str, metrics: dsl.Metrics, confusion: dsl.ClassificationMetrics) -> None:
+    """Show an evaluation's numbers, `{"student": {"top1": 0.9}}` as `student.top1`, and the student's errors in Kubeflow's UI.
 
-
-def warm_up(settings: str, inputs: Mapping[str, str], place: Placement) -> tuple[str, ...]:
-    """Run the stage warm_up if its section enables it; returns the reference to its report, or an empty text."""
-    if not WarmUpSettings.model_validate_json(settings).enabled:
-        return ("",)
-    return train("warm_up", settings, inputs, place)
-
-
-class Tuned(NamedTuple):
-    """The outputs of the task tune."""
-
-    distill: str  # the section of the distillation, as JSON
-    distill_teacher: str  # `recorded` if reinforce has to run before distill, `online` if not
-    tuning_uri: str  # the reference to the tuning; empty where nothing was measured
-
-
-def tune(settings: str, inputs: Mapping[str, str], place: Placement) -> Tuned:
-    """Run the stage tune if its section enables it, and return the settings for distill."""
-    section = TuneSettings.model_validate_json(settings)
-    if not section.enabled:
-        return _tuned(section.distill or DistillSettings())
-    (made,) = train("tune", settings, inputs, place)
-    found = read_tuning(references.uri_of(made))
-    return _tuned(DistillSettings.model_validate(found.settings), made)
-
-
-def _tuned(settings: DistillSettings, made: str = "") -> Tuned:
-    text = artifacts.canonical_json(settings.model_dump(mode="json"))
-    return Tuned(text, RECORDED if settings.reads_recording else ONLINE, made)
-
-
-def reinforce(
-    settings: str, distill_teacher: str, inputs: Mapping[str, str], place: Placement, recording: dsl.HTML
-) -> tuple[str, ...]:
-    """Run the stage reinforce if the distillation reads recorded outputs; returns the reference to them, or an empty text."""
-    if distill_teacher != RECORDED:
-        return ("",)
-    (made,) = train("reinforce", settings, inputs, place)
-    show_page(made, "report.html", recording)
-    return (made,)
-
-
-def export(settings: str, inputs: Mapping[str, str], variants: dsl.HTML) -> tuple[str, ...]:
-    """Run the stage export if its section enables it; returns the reference to its output, or an empty text."""
-    if not ExportSettings.model_validate_json(settings).enabled:
-        return ("",)
-    (made,) = run_stage("export", settings, inputs)
-    show_page(made, "export.html", variants)
-    return (made,)
-
-
-def show_page(made: str, file: str, page: dsl.HTML) -> None:
-    """Show a page of a stage's output in Kubeflow's UI."""
-    Path(page.path).write_bytes(_content(made, file))
-
-
-def show_evaluation(made: str, page: dsl.HTML, metrics: dsl.Metrics, confusion: dsl.ClassificationMetrics) -> None:
-    """Show an evaluation in Kubeflow's UI: its page, its numbers, `{"student": {"top1": 0.9}}` as `student.top1`, and the student's errors.
-
-    Numbers and errors are written to the artifacts' files too: KFP's local cache takes an artifact without a file for lost.
+    Both are written to the artifacts' files too: KFP's local cache takes an artifact without a file for lost.
     """
-    show_page(made, "report.html", page)
-    figures = artifacts.manifest(references.uri_of(made), "evaluation").figures
+    figures = artifacts.manifest(made, "evaluation").figures
     numbers = {name.replace("/", "."): value for name, value in tracking.numbers(figures).items()}
     for name, value in numbers.items():
         metrics.log_metric(name, value)
@@ -202,7 +160,7 @@ def show_evaluation(made: str, page: dsl.HTML, metrics: dsl.Metrics, confusion: 
     if "map" in figures["student"]["test"]:  # images that may have several labels have no such matrix
         Path(confusion.path).write_text("{}", encoding="utf-8")
         return
-    content = _content(made, "confusion.json")
+    content = storage.read_bytes(storage.join(made, "confusion.json"))
     Path(confusion.path).write_bytes(content)
     found = json.loads(content)
     if (classes := len(found["labels"])) > MOST_CONFUSED_CLASSES:  # the page has the worst ones
@@ -211,7 +169,3 @@ def show_evaluation(made: str, page: dsl.HTML, metrics: dsl.Metrics, confusion: 
     for truth, predicted, count in found["pairs"]:
         matrix[truth][predicted] = count
     confusion.log_confusion_matrix(found["labels"], matrix)
-
-
-def _content(made: str, file: str) -> bytes:
-    return storage.read_bytes(storage.join(references.uri_of(made), file))

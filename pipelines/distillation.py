@@ -16,16 +16,13 @@ was lost or the run was stopped, and only then do jobs on the node pools and the
 """
 
 import argparse
-from dataclasses import dataclass
 
-from kfp import dsl, kubernetes
+from kfp import dsl
 from kfp.dsl.pipeline_channel import PipelineParameterChannel
 
 from components import kfp_components
-from components.launch.finishing import RUN_LABEL, WORKFLOW
-from components.launch.job_manifest import AUTOSCALER_ANNOTATION, KARPENTER_ANNOTATION, USER
+from components.kfp_components import SMALL, on_cluster
 from components.launching import Placement
-from components.sections import KUBEFLOW_UI
 from trainer.graph import STAGES
 from trainer.io import commands
 
@@ -38,66 +35,6 @@ DESCRIPTION = (
     "or default-editor for several users) may lack the rights to training jobs and an identity for the object store."
 )  # shown in Kubeflow's UI where a pipeline and its version are chosen
 KEPT_S = 7 * 24 * 3600  # how long the pods of a run and their logs stay on the cluster after its end
-
-# The names of the ConfigMaps and Secrets are those of `manifests/base`.
-CONFIG_MAP = "vit-distillation"
-ENVIRONMENT = (
-    "MLFLOW_TRACKING_URI",
-    "AWS_ENDPOINT_URL_S3",
-    "AWS_DEFAULT_REGION",
-    "TRAINER_ARTIFACTS",
-    "TRAINER_CHECKPOINTS",
-    "NEURON_COMPILE_CACHE_URL",
-    KUBEFLOW_UI,
-)  # keys of `CONFIG_MAP` that every task finds in its environment
-POOLS_CONFIG_MAP = "vit-distillation-pools"
-POOLS_FOLDER = "/etc/vit-distillation"
-STORE_SECRET = "vit-distillation-store"
-STORE_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-TRACKING_SECRET = "vit-distillation-tracking"
-TRACKING_KEYS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
-RETRIES = 2
-"""A pod that was taken away is started again; a job that still runs is then followed further, not started twice."""
-TRIED_FOR = f"{30 * 24 * 3600}s"
-"""How long a task is tried again. Argo counts from the start of the first attempt, so the longest training has to fit into it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """Resources of a pod: its requests, and its limits."""
-
-    cpu: str
-    cpu_limit: str
-    memory: str
-    memory_limit: str
-
-
-SMALL = Size(cpu="200m", cpu_limit="1", memory="512Mi", memory_limit="2Gi")
-"""For a task that only launches a job and follows it."""
-WORK = Size(cpu="1", cpu_limit="4", memory="2Gi", memory_limit="16Gi")  # for a task that does its work itself
-
-
-def on_cluster(task: dsl.PipelineTask, size: Size) -> dsl.PipelineTask:
-    """Set the size, environment and rights of a task's own pod, which `kfp.local` ignores."""
-    task.set_cpu_request(size.cpu).set_cpu_limit(size.cpu_limit)
-    task.set_memory_request(size.memory).set_memory_limit(size.memory_limit)
-    task.set_retry(RETRIES, backoff_duration="30s", backoff_factor=2, backoff_max_duration=TRIED_FOR)
-    for variable, field in {
-        "KFP_RUN_ID": f"metadata.labels['{RUN_LABEL}']",
-        "TRAINER_RUN": f"metadata.labels['{RUN_LABEL}']",
-        "TRAINER_NAMESPACE": "metadata.namespace",
-        WORKFLOW: "metadata.labels['workflows.argoproj.io/workflow']",
-    }.items():
-        kubernetes.use_field_path_as_env(task, variable, field)
-    kubernetes.use_config_map_as_env(task, CONFIG_MAP, {name: name for name in ENVIRONMENT}, optional=True)
-    kubernetes.use_config_map_as_volume(task, POOLS_CONFIG_MAP, POOLS_FOLDER, optional=True)
-    kubernetes.use_secret_as_env(task, STORE_SECRET, {name: name for name in STORE_KEYS}, optional=True)
-    kubernetes.use_secret_as_env(task, TRACKING_SECRET, {name: name for name in TRACKING_KEYS}, optional=True)
-    # The pod that follows a training asks for little of a shared node, which would be the first to be emptied.
-    for name, value in (AUTOSCALER_ANNOTATION | KARPENTER_ANNOTATION).items():
-        kubernetes.add_pod_annotation(task, name, value)
-    kubernetes.set_security_context(task, run_as_user=USER, run_as_group=USER, run_as_non_root=True)
-    return task
 
 
 @dsl.pipeline(
@@ -135,34 +72,32 @@ def distillation(
         fresh: Make everything again: earlier cached results count neither in this run nor in later ones.
     """
     place = {"pool": pool, "nodes": nodes, "processes_per_node": processes_per_node}
-    finishing = kfp_components.finish(pool=pool).set_caching_options(False).set_display_name("Finish")
-    with dsl.ExitHandler(on_cluster(finishing, SMALL), name="Distillation"):
-        configuring = kfp_components.configure(
-            recipe=recipe,
-            overrides=overrides,
-            dataset=dataset,
-            teacher=teacher,
-            experiment=experiment,
-            fresh=fresh,
-            run_name=dsl.PIPELINE_JOB_NAME_PLACEHOLDER,
-            **place,
-        ).set_caching_options(False)  # images change and tracking servers go down without a change of parameters
-        settings = on_cluster(configuring, WORK).set_display_name("Configure").outputs
-
+    with dsl.ExitHandler(on_cluster(kfp_components.finish(pool=pool), size=SMALL), name="Distillation"):
+        # Never cached: images change and tracking servers go down without a change of parameters.
+        configuring = on_cluster(
+            kfp_components.configure(
+                recipe=recipe,
+                overrides=overrides,
+                dataset=dataset,
+                teacher=teacher,
+                experiment=experiment,
+                fresh=fresh,
+                run_name=dsl.PIPELINE_JOB_NAME_PLACEHOLDER,
+                **place,
+            )
+        )
         # What a task can take, by the name of its parameter. In a run tune reads no recorded outputs.
-        given = {**settings, "recipe": recipe, **place}
+        given = {**configuring.outputs, "recipe": recipe, **place}
         tasks: dict[str, dsl.PipelineTask] = {}
         for name, stage in STAGES.items():
-            component = getattr(kfp_components, name)
-            wanted = component.component_spec.inputs  # and its own section of the settings
-            task = component(**{key: given[name if key == "settings" else key] for key in wanted})
-            if not stage.cached:
-                task.set_caching_options(False)
-            on_cluster(task, SMALL if stage.launched else WORK).set_display_name(stage.title)
+            component = kfp_components.of_stages[name]
+            of_its_own = {"settings": name, "needed": f"{name}_needed"}
+            sources = {key: of_its_own.get(key, key) for key in component.component_spec.inputs}
+            task = on_cluster(component(**{key: given[source] for key, source in sources.items() if source in given}))
             tasks[name] = task.after(*(tasks[other] for other in stage.after))
             # Later tasks can take references to what the stage makes, and its task's other outputs.
-            said = {key: out for key, out in task.outputs.items() if isinstance(out, PipelineParameterChannel)}
-            given |= said | {spec.name: said[f"{keyword}_uri"] for keyword, spec in stage.makes.items()}
+            made = {key: out for key, out in task.outputs.items() if isinstance(out, PipelineParameterChannel)}
+            given |= made | {spec.name: made[f"{keyword}_uri"] for keyword, spec in stage.makes.items()}
 
 
 def add_parameters(options: commands.Options) -> None:

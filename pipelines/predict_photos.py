@@ -17,11 +17,12 @@ import yaml
 from kfp import dsl
 
 from components import kfp_components
+from components.kfp_components import on_cluster
 from components.launch import IMAGE
 from pipelines import compile as compilation
 from pipelines import connection, runs
 from pipelines.deploy_student import ALIAS, pinned
-from pipelines.distillation import SERVICE_ACCOUNT, WORK, on_cluster
+from pipelines.distillation import SERVICE_ACCOUNT
 from trainer import config
 from trainer.io import commands, storage
 from trainer.io.errors import SettingsError
@@ -85,8 +86,7 @@ def predict(options: argparse.Namespace) -> None:
 @dsl.pipeline(name="batch-prediction", display_name="Predict photos")
 def batch_prediction(photos: str, output: str, model: str, top: int = 5, force: bool = False) -> None:
     """Predict the labels of all photos of a folder or a bucket."""
-    task = kfp_components.predict_photos(photos=photos, output=output, model=model, top=top, force=force)
-    on_cluster(task.set_caching_options(False), WORK).set_display_name("Predict photos")
+    on_cluster(kfp_components.predict_photos(photos=photos, output=output, model=model, top=top, force=force))
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ class Stage:
     """What a stage reads and makes, where it runs, and when it is needed."""
 
     name: str
-    """Also of its module in `trainer/stages`, and of its component in `components/kfp_components.py`."""
+    """Also of its module in `trainer/stages`, and of its component."""
     summary: str
     """What it does, in one line."""
     title: str
@@ -78,6 +78,8 @@ class Stage:
     """What it can do without."""
     makes: Mapping[str, ArtifactSpec] = field(default_factory=dict)
     """Keyword of each output -> the artifact. By the first one the stage is billed."""
+    pages: Mapping[str, str] = field(default_factory=dict)
+    """Name of a page in Kubeflow's UI -> its file in the first output."""
     takes_recipe: bool = False
     """Whether it is also given the name of the recipe and all resolved settings of the run."""
     launched: bool = False
@@ -144,6 +146,7 @@ STAGES: Mapping[str, Stage] = {
             summary="validate, deduplicate, resize, split and describe the images",
             section="data",
             makes={"dataset": DATASET},
+            pages={"data_card": "card.html"},
         ),
         Stage(
             name="warm_up",
@@ -180,6 +183,7 @@ STAGES: Mapping[str, Stage] = {
             summary="record the teacher's outputs on augmented views of the training images",
             reads=(DATASET, TEACHER),
             makes={"teacher_outputs": TEACHER_OUTPUTS},
+            pages={"recording": "report.html"},
             launched=True,
             needed_if="distill.reads_recording",
             decided_by="tune",
@@ -199,6 +203,7 @@ STAGES: Mapping[str, Stage] = {
             summary="report where the trainings' time went, what slows or spoils them, and what they cost",
             reads=(PRETRAIN_EVIDENCE, DISTILL_EVIDENCE),
             makes={"report": REPORT},
+            pages={"profile": "report.html"},
         ),
         Stage(
             name="evaluate",
@@ -206,6 +211,7 @@ STAGES: Mapping[str, Stage] = {
             summary="measure teacher and student on the test split and judge the student",
             reads=(DATASET, TEACHER, STUDENT),
             makes={"evaluation": EVALUATION},
+            pages={"evaluation": "report.html"},
             cached=False,  # latency is that of the machine of this run
         ),
         Stage(
@@ -214,6 +220,7 @@ STAGES: Mapping[str, Stage] = {
             summary="write the student as ONNX, measure its variants, and choose the fastest that passes the gate",
             reads=(DATASET, STUDENT, EVALUATION),
             makes={"exported": EXPORTED},
+            pages={"variants": "export.html"},
             needed_if="export.enabled",
         ),
         Stage(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import pytest
 
@@ -119,3 +120,19 @@ def test_job_without_room_for_its_inputs_is_refused(tmp_path, small_pool, monkey
     # What has room gets as far as the store that is missing.
     with pytest.raises(SettingsError if refused else LaunchError, match=refused or "TRAINER_ARTIFACTS"):
         launching.launch(stage, json.dumps(settings), inputs, {}, small_pool, record="")
+
+
+@pytest.mark.parametrize(
+    ("record", "task"),
+    [
+        ("s3://bucket/v2/my-pipeline/run-1/distill-2/5f1c/job", "distill-2"),
+        ("s3://bucket/v2/my-pipeline/other/5f1c/job", "distill"),
+    ],
+)
+def test_two_tasks_of_one_stage_have_a_job_each(monkeypatch, record, task):
+    monkeypatch.setenv("KFP_RUN_ID", "run-1")
+    launched = mock.Mock()
+    monkeypatch.setattr("components.launch.launcher.ClusterLauncher", launched)
+    launching.launch("distill", "{}", {}, {}, Placement(pool="cpu"), record=record)
+    _, identity = launched.call_args.args
+    assert identity.task == task

@@ -46,7 +46,7 @@ def test_each_stage_gets_its_own_section_only():
     ("overrides", "changed"),
     [
         ("distill.temperature=3.5", {"tune", "distill"}),
-        ("distill.teacher=recorded", {"tune", "distill"}),
+        ("distill.teacher=recorded", {"tune", "distill", "reinforce_needed"}),
         ("distill.views.flip=true", {"reinforce", "tune", "distill"}),
         ("reinforce.views=7", {"reinforce", "tune", "profile"}),
         ("run.seed=7", {"pretrain", "reinforce", "tune", "distill"}),
@@ -57,8 +57,8 @@ def test_each_stage_gets_its_own_section_only():
         ("export.int8=false", {"export"}),
         ("tracking.experiment=other", set()),
         ("run.device=cpu", {"device"}),
-        ("warm_up.enabled=true", {"warm_up"}),
-        ("warm_up.enabled=true distill.temperature=3.5", {"warm_up", "tune", "distill"}),
+        ("warm_up.enabled=true", {"warm_up", "warm_up_needed"}),
+        ("warm_up.enabled=true distill.temperature=3.5", {"warm_up", "warm_up_needed", "tune", "distill"}),
     ],
 )
 def test_a_setting_changes_only_sections_that_read_it(monkeypatch, overrides, changed):

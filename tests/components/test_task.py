@@ -30,18 +30,18 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "task"
 
 
-def test_evaluation_is_shown_as_page_numbers_and_matrix(tmp_path):
-    path = tmp_path / "measurements"
+def evaluation(path, confusion):
     with artifacts.create(path, "evaluation", settings={}) as draft:
-        (path / "confusion.json").write_text(
-            json.dumps({"labels": ["a", "b"], "pairs": [[0, 0, 3], [0, 1, 1], [1, 1, 4]]})
-        )
-        (path / "report.html").write_text("<p>report</p>")
+        (path / "confusion.json").write_text(json.dumps(confusion))
         draft.figures.update(student={"test": {"top1": 0.875}, "architecture": "vit"}, verdict={"passed": True})
-    page, metrics = dsl.HTML(uri=str(tmp_path / "page")), dsl.Metrics(uri=str(tmp_path / "metrics"))
+    return str(path)
+
+
+def test_evaluation_is_shown_as_numbers_and_matrix(tmp_path):
+    made = evaluation(tmp_path / "measurements", {"labels": ["a", "b"], "pairs": [[0, 0, 3], [0, 1, 1], [1, 1, 4]]})
+    metrics = dsl.Metrics(uri=str(tmp_path / "metrics"))
     confusion = dsl.ClassificationMetrics(uri=str(tmp_path / "confusion"))
-    task.show_evaluation(references.to(str(path), "evaluation"), page, metrics, confusion)
-    assert (tmp_path / "page").read_text() == "<p>report</p>"
+    task.show_evaluation(made, metrics, confusion)
     assert metrics.metadata == {"student.test.top1": 0.875, "verdict.passed": 1.0}
     assert json.loads((tmp_path / "metrics").read_text()) == metrics.metadata
     matrix = confusion.metadata["confusionMatrix"]
@@ -50,26 +50,11 @@ def test_evaluation_is_shown_as_page_numbers_and_matrix(tmp_path):
 
 
 def test_confusions_of_very_many_classes_are_left_to_page(tmp_path):
-    path, classes = tmp_path / "measurements", task.MOST_CONFUSED_CLASSES + 1
-    content = {"labels": [str(index) for index in range(classes)], "pairs": [[0, 1, 2]]}
-    with artifacts.create(path, "evaluation", settings={}) as draft:
-        (path / "confusion.json").write_text(json.dumps(content))
-        (path / "report.html").write_text("<p>report</p>")
-        draft.figures.update(student={"test": {"top1": 0.875}})
-    page, metrics = dsl.HTML(uri=str(tmp_path / "page")), dsl.Metrics(uri=str(tmp_path / "metrics"))
-    confusion = dsl.ClassificationMetrics(uri=str(tmp_path / "confusion"))
-    task.show_evaluation(references.to(str(path), "evaluation"), page, metrics, confusion)
+    content = {"labels": [str(index) for index in range(task.MOST_CONFUSED_CLASSES + 1)], "pairs": [[0, 1, 2]]}
+    made, confusion = evaluation(tmp_path / "made", content), dsl.ClassificationMetrics(uri=str(tmp_path / "confusion"))
+    task.show_evaluation(made, dsl.Metrics(uri=str(tmp_path / "metrics")), confusion)
     assert not confusion.metadata
     assert json.loads((tmp_path / "confusion").read_text()) == content
-
-
-def test_page_that_job_wrote_comes_from_store(object_store, tmp_path):
-    uri = f"minio://{object_store.bucket}/outputs"
-    with artifacts.create(uri, "teacher_outputs", settings={}) as draft:
-        (draft.path / "report.html").write_text("<p>recorded</p>")
-    page = dsl.HTML(uri=str(tmp_path / "page"))
-    task.show_page(references.to(uri, "teacher_outputs"), "report.html", page)
-    assert (tmp_path / "page").read_text() == "<p>recorded</p>"
 
 
 def test_errors_of_a_task(capfd):
@@ -111,58 +96,67 @@ def test_a_traceback_is_shown_when_debugging(monkeypatch, capfd):
 PREPARE = json.dumps({"source": "digits", "image_size": 8, "encoding": "png"})
 
 
-def test_a_stage_writes_into_its_tasks_folder(folder):
-    (made,) = task.run_stage("prepare", PREPARE, {})
-    assert made == f"{folder}/dataset#dataset={artifacts.read(folder / 'dataset', 'dataset').fingerprint}"
+def prepare(folder, settings=PREPARE):
+    """Run the stage prepare with KFP's artifacts in a folder; returns the reference and the artifacts."""
+    shown = {"dataset": dsl.Dataset(uri=str(folder / "shown")), "data_card": dsl.HTML(uri=str(folder / "card"))}
+    (made,) = task.run_stage("prepare", {"settings": settings, "source_version": "", **shown})
+    return made, shown
 
 
-def test_stage_on_cluster_writes_into_store(object_store, monkeypatch):
+def test_a_stage_writes_into_its_tasks_folder_and_shows_what_it_made(folder, tmp_path):
+    made, shown = prepare(tmp_path)
+    manifest = artifacts.read(folder / "dataset", "dataset")
+    assert made == f"{folder}/dataset#dataset={manifest.fingerprint}"
+    assert shown["dataset"].metadata == {"kind": "dataset", "fingerprint": manifest.fingerprint}
+    assert (tmp_path / "card").read_bytes() == (folder / "dataset" / "card.html").read_bytes()
+
+
+def test_stage_on_cluster_writes_into_store_and_shows_the_stores_page(object_store, monkeypatch, tmp_path):
     """KFP's executor names the folder by the path that KFP's launcher would upload from."""
     monkeypatch.setattr(artifact_types, "CONTAINER_TASK_ROOT", f"/minio/{object_store.bucket}/v2/prepare")
-    (made,) = task.run_stage("prepare", PREPARE, {})
+    made, _ = prepare(tmp_path)
     assert made.startswith(f"minio://{object_store.bucket}/v2/prepare/dataset#dataset=")
     artifacts.read(references.uri_of(made), "dataset")
+    assert (tmp_path / "card").read_text().startswith("<!doctype html>")
 
 
-def test_equal_results_share_one_reference(object_store, monkeypatch):
+def test_equal_results_share_one_reference(object_store, monkeypatch, tmp_path):
     made = set()
     for run in ("run-1", "run-2"):
         monkeypatch.setenv("KFP_RUN_ID", run)
         monkeypatch.setattr(artifact_types, "CONTAINER_TASK_ROOT", f"/minio/{object_store.bucket}/v2/{run}/prepare")
-        made |= {*task.run_stage("prepare", PREPARE, {})}
+        made.add(prepare(tmp_path)[0])
     (reference,) = made
     assert reference.startswith(f"minio://{object_store.bucket}/v2/run-1/prepare/dataset#dataset=")
 
 
-def test_a_wrong_setting_ends_the_task(folder, capfd):
+def test_a_wrong_setting_ends_the_task(folder, tmp_path, capfd):
     with pytest.raises(SystemExit):
-        task.run_stage("prepare", '{"image_size": 1}', {})
+        prepare(tmp_path, '{"image_size": 1}')
     assert "data.image_size must be >= 8, got 1" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("overrides", "asked"),
+    ("overrides", "reads"),
     [
-        ("", "online"),
-        ("distill.teacher=recorded", "recorded"),
-        (
-            "distill.teacher=recorded distill.logit_weight=0 distill.feature_weight=1 reinforce.features=true",
-            "recorded",
-        ),
-        ("distill.teacher=recorded distill.logit_weight=0", "online"),
+        ("", False),
+        ("distill.teacher=recorded", True),
+        ("distill.teacher=recorded distill.logit_weight=0 distill.feature_weight=1 reinforce.features=true", True),
+        ("distill.teacher=recorded distill.logit_weight=0", False),
     ],
 )
-def test_without_tuning_the_distillation_stays(folder, overrides, asked):
+def test_without_tuning_the_distillation_stays(folder, overrides, reads):
     sections = configure(resolve("digits", overrides), Placement())
-    assert task.tune(sections.tune, {}, Placement()) == (sections.distill, asked, "")
+    assert sections.reinforce_needed is reads
+    assert task.run_stage("tune", {"settings": sections.tune, "needed": sections.tune_needed}) == (
+        sections.distill, reads, ""
+    )  # fmt: skip
     assert not folder.exists()
 
 
-def test_a_stage_not_asked_for_is_not_launched(folder, tmp_path):
-    sections = configure(resolve("digits"), Placement())
-    page = dsl.HTML(uri=str(tmp_path / "page"))
-    assert task.reinforce(sections.reinforce, task.ONLINE, {}, Placement(), page) == ("",)
-    assert task.warm_up(sections.warm_up, {}, Placement()) == ("",)
-    off = configure(resolve("digits", "export.enabled=false"), Placement())
-    assert task.export(off.export, {}, page) == ("",)
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("name", ["warm_up", "reinforce", "export"])
+def test_a_stage_that_is_not_needed_makes_nothing(folder, name):
+    sections = configure(resolve("digits", "export.enabled=false"), Placement())
+    given = {"settings": getattr(sections, name), "needed": getattr(sections, f"{name}_needed")}
+    assert task.run_stage(name, given) == ("",)
+    assert not folder.exists()

@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from components import sections
+from components.kfp_components import CONFIG_MAP, STORE_SECRET, TRACKING_SECRET
 from components.launch import IMAGE, IMAGE_VARIABLE
 from components.launching import Placement
 from pipelines import compile as compilation
 from pipelines import distillation
-from pipelines.distillation import CONFIG_MAP, STORE_SECRET, TRACKING_SECRET
 from tests.cluster import empty_pipeline
 from trainer.graph import STAGES
 from trainer.runner import preflight
@@ -101,7 +101,7 @@ def test_every_task(compiled):
 @pytest.mark.parametrize("reader", ["distill", "register"])
 def test_recorded_outputs_come_from_reinforce(compiled, reader):
     assert source_of(compiled, reader, "teacher_outputs") == ("reinforce", "teacher_outputs_uri")
-    assert source_of(compiled, "reinforce", "distill_teacher") == ("tune", "distill_teacher")
+    assert source_of(compiled, "reinforce", "needed") == ("tune", "reinforce_needed")
 
 
 def test_every_input_comes_from_its_stage(compiled):
@@ -116,10 +116,12 @@ def test_every_input_comes_from_its_stage(compiled):
             assert maker.outputs[key] == kind
 
 
-def test_every_stage_gets_its_section(compiled):
-    for name in STAGES:
+def test_every_stage_gets_its_section_and_hears_whether_it_is_needed(compiled):
+    for name, stage in STAGES.items():
         maker = "tune" if name == "distill" else "configure"
         assert source_of(compiled, TASKS[name], "settings") == (maker, name)
+        if stage.needed_if:
+            assert source_of(compiled, TASKS[name], "needed") == (stage.decided_by or "configure", f"{name}_needed")
 
 
 def test_one_look_at_graph_shows_what_person_opens(compiled):
@@ -131,7 +133,7 @@ def test_one_look_at_graph_shows_what_person_opens(compiled):
         for artifact in component.get("outputDefinitions", {}).get("artifacts", {})
     ]
     assert sorted(shown) == sorted({*shown})
-    assert len(shown) <= 9
+    assert len(shown) <= 11
     names = [task["taskInfo"]["name"] for task in stages_of(compiled).values()]
     assert len(names) == len({*names})
     assert all(name[0].isupper() for name in names)

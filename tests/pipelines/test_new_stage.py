@@ -1,4 +1,4 @@
-"""Adding a stage takes four edits: its own file, its component, its entry in the graph, and its test. All else follows."""
+"""Adding a stage takes three edits: its own file, its entry in the graph, and its test. All else follows."""
 
 from __future__ import annotations
 
@@ -23,17 +23,6 @@ def run(settings, *, dataset, student, inspection):
     with artifacts.create(inspection, "inspection", settings=settings.model_dump(mode="json"), parents=parents) as draft:
         (draft.path / "inspection.json").write_text("{}")
 """
-COMPONENT = '''
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
-def inspect(settings: str, dataset: str, student: str) -> NamedTuple("Inspected", [("inspection_uri", str)]):
-    """Look at the student."""
-    from components import task
-
-    return task.run_stage("inspect", settings, {"dataset": dataset, "student": student})
-
-
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
-def profile('''
 EDITS = {
     "trainer/graph.py": {
         '    "registration",\n': '    "registration",\n    "inspection",\n',
@@ -51,14 +40,8 @@ EDITS = {
 """,
         "(EXPORTED, TEACHER_OUTPUTS, TUNING, WARMED)": "(EXPORTED, TEACHER_OUTPUTS, TUNING, WARMED, INSPECTION)",
     },
-    "components/kfp_components.py": {
-        "\n@dsl.component(base_image=IMAGE, install_kfp_package=False)\ndef profile(": COMPONENT,
-        '        ("profile", str),\n': '        ("inspect", str),\n        ("profile", str),\n',
-        "    warmed: str,\n) ->": "    warmed: str,\n    inspection: str,\n) ->",
-        '        "warmed": warmed,\n': '        "warmed": warmed,\n        "inspection": inspection,\n',
-    },
 }
-"""File -> what is replaced in it, by what; `configure` hands the section on, and `register` puts the stage on the bill."""
+"""File -> what is replaced in it, by what."""
 
 
 @pytest.fixture(scope="module")

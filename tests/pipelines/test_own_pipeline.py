@@ -1,0 +1,62 @@
+"""The pipeline of one's own in docs/cluster.md, as it stands there: it compiles for a cluster, and runs on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import yaml
+
+from tests.pipelines import local_runs
+from tests.pipelines.local_runs import ROOT
+from trainer.io import artifacts
+
+LOCALLY = """
+import warnings
+from kfp import local
+warnings.filterwarnings("ignore")
+local.init(local.SubprocessRunner(use_venv=False), pipeline_root="made")
+from two_students import two_students
+two_students(pool="")
+"""
+
+
+def written(folder):
+    """Write the page's pipeline into a folder, with fewer epochs than there."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/cluster.md").read_text(), re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    assert code.count('resolve_run("digits")') == 1
+    short = "pretrain.mae.epochs=0 pretrain.finetune.epochs=1 distill.epochs=1 evaluate.latency_runs=10"
+    (folder / "two_students.py").write_text(code.replace('resolve_run("digits")', f'resolve_run("digits", "{short}")'))
+
+
+def test_it_trains_two_students_of_one_teacher(tmp_path):
+    written(tmp_path)
+    compiled = local_runs.run([sys.executable, "two_students.py"], tmp_path)
+    assert compiled.returncode == 0, compiled.stderr
+    specification, platform = yaml.safe_load_all((tmp_path / "two_students.yaml").read_text())
+    tasks = specification["root"]["dag"]["tasks"]
+    assert {*tasks} == {"prepare", "pretrain", "distill", "evaluate", "distill-2", "evaluate-2"}
+    for student in ("distill", "distill-2"):
+        source = tasks[student]["inputs"]["parameters"]["teacher"]["taskOutputParameter"]
+        assert source == {"producerTask": "pretrain", "outputParameterKey": "teacher_uri"}
+    pods = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    assert all(pod["securityContext"]["runAsNonRoot"] for pod in pods.values())
+
+    (tmp_path / "local_run.py").write_text(LOCALLY)
+    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # kfp starts `python3`
+    ended = local_runs.run(
+        [sys.executable, "local_run.py"],
+        tmp_path,
+        PATH=paths,
+        PYTHONWARNINGS="ignore",
+        TRAINER_CHECKPOINTS=str(tmp_path / "checkpoints"),
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (made,) = (tmp_path / "made").iterdir()
+    students = [artifacts.read(made / name / "student", "model") for name in ("distill", "distill-2")]
+    assert students[0].settings["seed"] != students[1].settings["seed"]
+    for name, student in zip(("evaluate", "evaluate-2"), students, strict=True):
+        assert artifacts.read(made / name / "measurements", "evaluation").parents["student"] == student.fingerprint
