@@ -74,10 +74,10 @@ from trainer.stages import prepare, reinforce
 from trainer.training.checkpointing import Checkpointing
 from trainer.training.checkpoints import Checkpoints
 from trainer.training.classification import cross_entropy
+from trainer.training.cpu_kernels import use_fast_kernels
 from trainer.training.loop import Trainer
 from trainer.training.metric_logger import MetricLogger
 from trainer.training.optimizers import make_optimizer, parameter_groups
-from trainer.training.parallelize import use_fast_kernels
 from trainer.training.prefetch import Prefetcher
 from trainer.training.spec import Losses, Objective, TrainingSpec
 from trainer.training.trace import Trace

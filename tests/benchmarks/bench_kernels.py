@@ -1,4 +1,4 @@
-"""What the faster kernels of `trainer/training/parallelize.py` give on this CPU: `python tests/benchmarks/bench_kernels.py`.
+"""What the faster kernels of `trainer/training/cpu_kernels.py` give on this CPU: `python tests/benchmarks/bench_kernels.py`.
 
 Each pair runs in turns in one process, forward and backward, or forward alone for the teacher; medians over rounds. The rows `linear` show
 what the convolution would give, the others what is chosen for this processor.
@@ -24,7 +24,7 @@ from trainer.devices import Device, choose_device
 from trainer.devices.device import keep_freed_memory
 from trainer.models import networks
 from trainer.objectives.distillation.frozen_teacher import FrozenTeacher
-from trainer.training.parallelize import ConvolvedLinear, use_fast_kernels
+from trainer.training.cpu_kernels import ConvolvedLinear, use_fast_kernels
 
 LABELS = tuple(str(number) for number in range(100))
 TOKENS = 197

@@ -132,6 +132,9 @@ class Device:
         """AdamW with its state dealt to the processes."""
         return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **options)
 
+    def make_adamw_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the state of AdamW beforehand, where the first step may not differ from the others."""
+
     def numbers(self, values: Sequence[float]) -> Sequence[float | Tensor]:
         """Numbers that differ from step to step, as an operation takes them here."""
         return values

@@ -133,6 +133,15 @@ class XlaDevice(Device):
     ) -> torch.optim.Optimizer:
         return ShardedAdamW(groups, options, clip_norm=clip_norm)
 
+    def make_adamw_state(self, optimizer: torch.optim.Optimizer) -> None:
+        # Made in the first step it would make that another graph than those that follow.
+        for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+            optimizer.state[weight] = {
+                "step": torch.zeros((), dtype=torch.float32, device=weight.device),
+                "exp_avg": torch.zeros_like(weight, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(weight, memory_format=torch.preserve_format),
+            }
+
     def numbers(self, values: Sequence[float]) -> Sequence[Tensor]:
         # On the device: else 0 and 1 would be constants of the graph, and others decide which operations it is made of.
         return list(torch.tensor(values, dtype=torch.float32).to(self.torch_device))

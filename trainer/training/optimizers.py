@@ -55,15 +55,7 @@ def make_optimizer(
         optimizer = device.sharded_adamw(groups, options, clip_norm=settings.clip_norm)
     else:
         optimizer = torch.optim.AdamW(groups, **options)
-    if device.is_lazy:
-        # Made in the first step, AdamW's state would make that another graph than those that follow.
-        local = local_optimizer(optimizer)
-        for weight in (weight for group in local.param_groups for weight in group["params"]):
-            local.state[weight] = {
-                "step": torch.zeros((), dtype=torch.float32, device=weight.device),
-                "exp_avg": torch.zeros_like(weight, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(weight, memory_format=torch.preserve_format),
-            }
+    device.make_adamw_state(local_optimizer(optimizer))
     return optimizer
 
 

@@ -24,7 +24,7 @@ from trainer.io.errors import ModelError
 from trainer.models import networks
 from trainer.models.networks import Classifier
 from trainer.objectives.distillation.losses import TeacherOutputs
-from trainer.training.parallelize import is_convolutional, use_fast_kernels
+from trainer.training.cpu_kernels import is_convolutional, use_fast_kernels
 
 CPU_PIXELS = 8 * 224**2
 """Of a forward pass on a CPU; more of them leave its caches, fewer do not fill it. Transformers in bf16 take any number alike.
