@@ -46,7 +46,10 @@ def write_photos(folder, classes, count=4):
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [
-        (["run", "digit"], r"unknown recipe 'digit'; did you mean digits\?; known: digits, few-labels, food101"),
+        (
+            ["run", "digit"],
+            r"unknown recipe 'digit'; did you mean digits\?; known: digits, few-labels, food101, from-scratch",
+        ),
         (["run", "digits", "--set", "distill.temprature=2"], r"unknown setting distill.temprature.*distill.temp"),
         (["run", "digits", "--set", "distill.temperature=0"], r"distill.temperature must be > 0\.0, got 0"),
         (["run", "digits", "--set", "distill"], r"override 'distill': is not key=value"),

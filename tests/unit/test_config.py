@@ -322,7 +322,8 @@ def test_a_wrong_section_of_a_stage_is_named_in_full():
 
 def test_an_unknown_recipe_is_answered_with_the_nearest(tmp_path):
     with pytest.raises(
-        SettingsError, match=r"unknown recipe 'digit'; did you mean digits\?; known: digits, few-labels, food101"
+        SettingsError,
+        match=r"unknown recipe 'digit'; did you mean digits\?; known: digits, few-labels, food101, from-scratch",
     ):
         config.resolve("digit")
     with pytest.raises(SettingsError, match=r"unknown recipe '.*mine.toml'"):

@@ -225,7 +225,11 @@ def _check_compared(settings: Settings, teacher: Classifier | None, student: Cla
 
 
 def _check_sizes(settings: Settings, teacher: Classifier | None, student: Classifier) -> None:
-    """Make sure that no view is larger than the stored image that it is cut from, and no input larger than a recorded view."""
+    """Make sure that no view is larger than the stored image that it is cut from, and no input larger than a recorded view.
+
+    A teacher with given weights may enlarge images, since those of some data sets are smaller than any network with public weights takes.
+    """
+    stored = settings.data.image_size
     sizes = {"pretrain.teacher": teacher.card.image_size} if teacher is not None else {}
     sizes["distill.student"] = student.card.image_size
     recorded = settings.reinforce.view_size or sizes.get("pretrain.teacher")
@@ -235,8 +239,15 @@ def _check_sizes(settings: Settings, teacher: Classifier | None, student: Classi
         if mistakes := conflicts(facts):
             raise SettingsError("\n".join(mistakes))
         sizes["reinforce.view_size"] = recorded
+    if settings.pretrain.weights and sizes.get("pretrain.teacher", 0) > stored:
+        enlarged = sizes.pop("pretrain.teacher")
+        if recorded == enlarged:
+            sizes.pop("reinforce.view_size", None)
+        logger.warning(
+            "pretrain.teacher enlarges images of %d pixels to %d: right where they are no larger; otherwise set data.image_size=%d",
+            stored, enlarged, enlarged,
+        )  # fmt: skip
     name, largest = max(sizes.items(), key=lambda item: item[1])
-    stored = settings.data.image_size
     if largest > stored:
         raise SettingsError(
             f"{name} asks for views of {largest} pixels, but data.image_size stores images of {stored}; set data.image_size={largest}, or "

@@ -179,6 +179,20 @@ def test_an_impossible_probe_is_refused_early(name, overrides, architecture, why
         checked(*overrides, *args)
 
 
+def test_a_given_teacher_may_enlarge_small_images(caplog):
+    weights = ("pretrain.weights=package:tf_efficientnet_lite0", "pretrain.teacher.architecture=tf_efficientnet_lite0")
+    teacher = (*weights, "pretrain.teacher.args={}", "pretrain.teacher.image_size=64", "pretrain.mae.epochs=0")
+    for recorded in ((), ("distill.teacher=recorded",)):
+        caplog.clear()
+        checked(*teacher, *recorded)
+        assert any("enlarges images of 32 pixels to 64" in line for line in caplog.messages)
+    # What students learn from is not enlarged.
+    with pytest.raises(SettingsError, match=r"distill\.student asks for views of 48 pixels"):
+        checked(*teacher, "distill.student.args.img_size=48")
+    with pytest.raises(SettingsError, match=r"reinforce\.view_size asks for views of 48 pixels"):
+        checked(*teacher, "distill.teacher=recorded", "reinforce.view_size=48")
+
+
 def test_given_weights_are_looked_at(tmp_path):
     given = [
         f"pretrain.weights={blank_teacher(tmp_path / 'teacher')}",
