@@ -174,12 +174,7 @@ def pod_template(spec: JobSpec, pool: Pool, identity: Identity, *, container: di
 
     A `LaunchError` if the image is not known, or the environment holds a secret or a reserved variable.
     """
-    placement = {
-        "nodeSelector": pool.node_selector,
-        "tolerations": [toleration.manifest() for toleration in pool.tolerations],
-        "serviceAccountName": pool.service_account,
-    }
-    return {
+    template = {
         "metadata": {
             # A sidecar would outlive the training, and the pod would never end.
             "labels": identity.labels(spec.stage) | {"sidecar.istio.io/inject": "false"},
@@ -188,7 +183,6 @@ def pod_template(spec: JobSpec, pool: Pool, identity: Identity, *, container: di
             "annotations": AUTOSCALER_ANNOTATION | ({} if pool.spot else KARPENTER_ANNOTATION),
         },
         "spec": {
-            **{name: value for name, value in placement.items() if value},
             # The API server is the launcher's business, not the training's.
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
@@ -222,6 +216,23 @@ def pod_template(spec: JobSpec, pool: Pool, identity: Identity, *, container: di
             ],
         },
     }
+    return _merge_under(dict(pool.pod.items()), template)
+
+
+def _merge_under(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the pool's part of a pod under ours: lists of tables are joined, and the one container is merged; else ours wins."""
+    merged = dict(below)
+    for key, value in above.items():
+        lower = below.get(key)
+        if isinstance(lower, Mapping) and isinstance(value, Mapping):
+            merged[key] = _merge_under(lower, value)
+        elif key == "containers" and lower:
+            merged[key] = [_merge_under(lower[0], value[0])]
+        elif isinstance(lower, list) and isinstance(value, list) and all(isinstance(item, dict) for item in value):
+            merged[key] = [*lower, *value]
+        else:
+            merged[key] = value
+    return merged
 
 
 def pod_image(pool: Pool, task: str = IMAGE) -> str:
@@ -336,6 +347,7 @@ class Backend:
     """Type of a condition in a job's status -> phase; where several are true, the first one here decides."""
     pod_selector: Callable[[str], str]  # a job's name -> the label selector of its pods
     replica: Callable[[Mapping[str, str]], str]  # a pod's labels -> its replica's name, such as `worker-3`
+    first_replica: Callable[[Mapping[str, Any]], str]  # a manifest -> the name of the replica whose log is followed
 
     def render(self, spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
         """Render the manifest of a job as it is sent, with the environment and the image that this process forwards."""
@@ -427,18 +439,18 @@ def render_trainjob(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, 
 
 
 def _runtime_patch(pod: Mapping[str, Any], pool: Pool) -> dict[str, Any]:
-    # Trainer lets a patch set these fields only.
-    fields = ["nodeSelector", "tolerations", "serviceAccountName", "securityContext"]
+    # A patch cannot set these; what else it cannot set, of the pool's part, the API server refuses by name.
+    left_out = {"automountServiceAccountToken", "enableServiceLinks", "containers"}
     # Kueue 0.19 writes a TrainJob with the types of Trainer 2.2, which drops this field of 2.3 when it lets a job start; JobSet
     # then denies the change, and the job stays suspended.
-    fields += [] if pool.queue else ["terminationGracePeriodSeconds"]
+    left_out |= {"terminationGracePeriodSeconds"} if pool.queue else set()
     (container,) = pod["spec"]["containers"]
+    elsewhere = {"image", "command", "args", "env", "resources", "imagePullPolicy", "terminationMessagePolicy"}
     template = {
         "metadata": pod["metadata"],
         "spec": {
-            **{name: pod["spec"][name] for name in fields if name in pod["spec"]},
-            "containers": [{name: container[name] for name in ("name", "volumeMounts", "securityContext")}],
-            "volumes": pod["spec"]["volumes"],
+            **{name: value for name, value in pod["spec"].items() if name not in left_out},
+            "containers": [{name: value for name, value in container.items() if name not in elsewhere}],
         },
     }
     return {
@@ -480,6 +492,7 @@ BACKENDS: Mapping[str, Backend] = {
         },
         pod_selector="training.kubeflow.org/job-name={}".format,
         replica="{0[training.kubeflow.org/replica-type]}-{0[training.kubeflow.org/replica-index]}".format,
+        first_replica=lambda job: "master-0" if "Master" in job["spec"]["pytorchReplicaSpecs"] else "worker-0",
     ),
     "trainjob": Backend(
         resource=TRAINJOBS,
@@ -489,5 +502,6 @@ BACKENDS: Mapping[str, Backend] = {
         phases={"Failed": "failed", "Complete": "succeeded", "Suspended": "suspended"},
         pod_selector=f"jobset.sigs.k8s.io/jobset-name={{}},jobset.sigs.k8s.io/replicatedjob-name={TRAINJOB_NODE}".format,
         replica=f"{TRAINJOB_NODE}-{{0[batch.kubernetes.io/job-completion-index]}}".format,
+        first_replica=lambda _job: f"{TRAINJOB_NODE}-0",
     ),
 }  # name of a pool's backend -> the backend

@@ -69,27 +69,6 @@ class _PoolTable(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class Toleration(_PoolTable):
-    """A taint that the pods tolerate."""
-
-    key: str = ""
-    operator: Literal["Exists", "Equal"] = "Equal"
-    value: str = ""
-    effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = ""
-
-    @model_validator(mode="after")
-    def _is_complete(self) -> Self:
-        if self.operator == "Exists" and self.value:
-            raise ValueError('operator = "Exists" takes no value')
-        if self.operator == "Equal" and not self.key:
-            raise ValueError('a key is needed, or operator = "Exists" to tolerate every taint')
-        return self
-
-    def manifest(self) -> dict[str, str]:
-        """Render it for a pod's specification."""
-        return {name: value for name, value in self.model_dump().items() if value}
-
-
 class SecretKey(_PoolTable):
     """Where the value of a secret variable is stored."""
 
@@ -109,8 +88,7 @@ class Pool(_PoolTable):
     resources: dict[ResourceName, Quantity]
     shared_memory: Quantity = "1Gi"
     cache: Quantity = "20Gi"
-    node_selector: dict[str, str] = {}
-    tolerations: Annotated[tuple[Toleration, ...], Field(strict=False)] = ()
+    pod: dict[Literal["metadata", "spec"], dict[str, Any]] = {}
     environment: dict[Variable, str] = {}
     secrets: dict[Variable, SecretKey] = {}
     price: Price | None = None
@@ -118,7 +96,6 @@ class Pool(_PoolTable):
     backend: Literal["pytorchjob", "trainjob"] = "pytorchjob"
     runtime: Name = "torch-distributed"
     queue: str = ""
-    service_account: str = ""
     queued_minutes: Minutes = 60
     running_minutes: Minutes = 2880
     silent_minutes: Minutes = 30
@@ -135,6 +112,16 @@ class Pool(_PoolTable):
             if SECRET.search(name):
                 raise ValueError(f"{name} looks like a secret; name a Secret and its key under secrets.{name} instead")
         return environment
+
+    @field_validator("pod")
+    @classmethod
+    def _has_one_container(cls, pod: dict[str, Any]) -> dict[str, Any]:
+        containers = pod.get("spec", {}).get("containers", [{}])
+        if not (isinstance(containers, list) and len(containers) == 1 and isinstance(containers[0], dict)):
+            raise ValueError("spec.containers must have one table, of the container that trains")
+        if "env" in containers[0]:
+            raise ValueError("variables are given under environment and secrets; leave spec.containers.env out")
+        return pod
 
     @model_validator(mode="after")
     def _fits_the_node(self) -> Self:

@@ -41,7 +41,7 @@ def fails(namespace, monkeypatch):
 
     def fails(**changes):
         little = {"cpu": "100m", "memory": "128Mi", "ephemeral-storage": "64Mi"}
-        own = {"service_account": "default", "retries": 0, "resources": little}
+        own = {"pod": {}, "retries": 0, "resources": little}
         pool = pools.get("cpu").model_copy(update={**own, **changes})
         job = Identity(run=f"test-{secrets.token_hex(4)}", task="pretrain", namespace=namespace)
         with pytest.raises(LaunchError) as failed:

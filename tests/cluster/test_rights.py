@@ -55,7 +55,7 @@ def strict_namespace():
 
 
 def test_the_pods_of_a_job_are_restricted(strict_namespace):
-    for number, template in enumerate(templates(job("gpu-a100", service_account="default"))):
+    for number, template in enumerate(templates(job("gpu-a100", pod={}))):
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"pod-{number}"}, "spec": template["spec"]}
         result = subprocess.run(
             ["kubectl", "--namespace", strict_namespace, "create", "--dry-run=server", "--filename=-"],

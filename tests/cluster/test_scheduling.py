@@ -50,8 +50,8 @@ def node():
 
     def add(pool):
         called = f"pretended-{secrets.token_hex(4)}"
-        selector = pools.get(pool).node_selector
-        taint = next(iter(pools.get(pool).tolerations)).manifest()
+        selector = pools.get(pool).pod["spec"]["nodeSelector"]
+        taint = pools.get(pool).pod["spec"]["tolerations"][0]
         taints = [{"key": taint["key"], "value": "true", "effect": "NoSchedule"}]
         body = {
             "apiVersion": "v1",
@@ -102,7 +102,8 @@ def pod_of(name):
 def test_job_goes_to_nodes_of_its_pool(node, submit, name):
     made = node(name)
     there = {
-        one["metadata"]["name"] for one in objects("nodes", f"{INSTANCE}={pools.get(name).node_selector[INSTANCE]}")
+        one["metadata"]["name"]
+        for one in objects("nodes", f"{INSTANCE}={pools.get(name).pod['spec']['nodeSelector'][INSTANCE]}")
     }
     assert made in there
     submitted = submit(name)

@@ -53,7 +53,7 @@ def test_a_pool_has_a_flavor_with_room(objects, quotas, name):
         one["metadata"]["name"]: one.get("spec", {}).get("nodeLabels", {}) for one in of(objects, "ResourceFlavor")
     }
     keys = {key for given in labels.values() for key in given}
-    wanted = {key: value for key, value in pool.node_selector.items() if key in keys}
+    wanted = {key: value for key, value in pool.pod["spec"].get("nodeSelector", {}).items() if key in keys}
     fitting = [flavor for flavor, given in labels.items() if given.items() >= wanted.items()]
     assert fitting
     assert any(

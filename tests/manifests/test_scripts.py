@@ -202,7 +202,7 @@ def test_pretended_nodes_suit_their_pools(complete):
     assert taints == ["nvidia.com/gpu=true:NoSchedule", "aws.amazon.com/neuron=true:NoSchedule"]
     for name, machine, patch in zip(("gpu-a100", "neuron-trn1-16"), machines, patches, strict=True):
         pool = pools.get(name)
-        assert pool.node_selector == {"node.kubernetes.io/instance-type": machine}
+        assert pool.pod["spec"]["nodeSelector"] == {"node.kubernetes.io/instance-type": machine}
         capacity = {one["path"].removeprefix("/status/capacity/").replace("~1", "/"): one["value"] for one in patch}
         assert capacity == {name: count for name, count in pool.resources.items() if "/" in name}
 

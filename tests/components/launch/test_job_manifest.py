@@ -181,7 +181,7 @@ def test_placement_says_nothing_where_the_pool_says_nothing():
         names = ("nodeSelector", "tolerations", "serviceAccountName")
         return {name: value for name, value in pod_on(pool)["spec"].items() if name in names}
 
-    assert placement(pools.get("cpu").model_copy(update={"service_account": ""})) == {}
+    assert placement(pools.get("cpu").model_copy(update={"pod": {}})) == {}
     assert placement(pools.get("gpu-a10g-spot")) == {
         "nodeSelector": {"node.kubernetes.io/instance-type": "g5.xlarge", "eks.amazonaws.com/capacityType": "SPOT"},
         "tolerations": [
@@ -190,6 +190,50 @@ def test_placement_says_nothing_where_the_pool_says_nothing():
         ],
         "serviceAccountName": "vit-distillation",
     }
+
+
+OWN_POD = {
+    "metadata": {"labels": {"team": "vision"}, "annotations": {"karpenter.sh/do-not-disrupt": "false"}},
+    "spec": {
+        "priorityClassName": "high",
+        "enableServiceLinks": True,
+        "securityContext": {"runAsUser": 0, "supplementalGroups": [5]},
+        "volumes": [{"name": "photos", "persistentVolumeClaim": {"claimName": "fsx"}}],
+        "containers": [
+            {
+                "name": "mine",
+                "command": ["bash"],
+                "volumeMounts": [{"name": "photos", "mountPath": "/photos"}],
+                "resources": {"limits": {"hugepages-2Mi": "1Gi", "cpu": "99"}},
+            }
+        ],
+    },
+}
+
+
+def test_pools_own_part_of_pod_is_merged_under_the_launchers():
+    plain, own = pod_on(pools.get("cpu")), pod_on(pools.get("cpu").model_copy(update={"pod": OWN_POD}))
+    assert own["metadata"]["labels"] == {"team": "vision"} | plain["metadata"]["labels"]
+    assert own["metadata"]["annotations"] == plain["metadata"]["annotations"]
+    assert own["spec"]["priorityClassName"] == "high"
+    assert own["spec"]["enableServiceLinks"] is False
+    assert own["spec"]["securityContext"] == {"supplementalGroups": [5]} | plain["spec"]["securityContext"]
+    assert own["spec"]["volumes"] == OWN_POD["spec"]["volumes"] + plain["spec"]["volumes"]
+    (container,), (before,) = own["spec"]["containers"], plain["spec"]["containers"]
+    assert container["volumeMounts"] == [{"name": "photos", "mountPath": "/photos"}, *before["volumeMounts"]]
+    assert container["resources"]["limits"] == {"hugepages-2Mi": "1Gi"} | before["resources"]["limits"]
+    assert {name: container[name] for name in ("name", "command", "args", "env")} == {
+        name: before[name] for name in ("name", "command", "args", "env")
+    }
+
+
+def test_pools_own_part_of_pod_reaches_trainjobs():
+    (patch,) = trainjob(pod=OWN_POD)["spec"]["runtimePatches"]
+    (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = replicated["template"]["spec"]["template"]
+    assert pod["metadata"]["labels"]["team"] == "vision"
+    assert pod["spec"]["volumes"][0] == OWN_POD["spec"]["volumes"][0]
+    assert pod["spec"]["containers"][0]["volumeMounts"][0]["mountPath"] == "/photos"
 
 
 # The environment

@@ -47,8 +47,8 @@ def test_a_pod_leaves_room_for_the_system(name):
     assert 0.7 * gibibytes * GIB <= pools.quantity(pool.resources["memory"]) <= 0.9 * gibibytes * GIB
     assert pool.accelerators == accelerators
     assert int(pool.resources.get("vpc.amazonaws.com/efa", 0)) == network_cards
-    assert pool.node_selector["node.kubernetes.io/instance-type"] == pool.instance
-    assert pools.ACCELERATORS[pool.device] in {toleration.key for toleration in pool.tolerations}
+    assert pool.pod["spec"]["nodeSelector"]["node.kubernetes.io/instance-type"] == pool.instance
+    assert pools.ACCELERATORS[pool.device] in {toleration["key"] for toleration in pool.pod["spec"]["tolerations"]}
     assert pool.processes_per_node == pool.max_processes
     if pool.spot:
         assert pool.price is None
@@ -64,8 +64,9 @@ def test_spot_pool_is_its_base_on_nodes_that_may_go():
     assert spot.spot
     assert spot.resources == base.resources
     assert spot.environment == base.environment
-    assert spot.node_selector == base.node_selector | {"eks.amazonaws.com/capacityType": "SPOT"}
-    assert [toleration.key for toleration in spot.tolerations] == ["nvidia.com/gpu", "vit-distillation/spot"]
+    selector = base.pod["spec"]["nodeSelector"] | {"eks.amazonaws.com/capacityType": "SPOT"}
+    assert spot.pod["spec"]["nodeSelector"] == selector
+    assert [one["key"] for one in spot.pod["spec"]["tolerations"]] == ["nvidia.com/gpu", "vit-distillation/spot"]
     assert (base.retries, spot.retries) == (0, 5)
 
 
@@ -111,11 +112,14 @@ def test_unknown_pool_is_answered_with_nearest_and_all(monkeypatch):
         ('shared_memory = "9Gi"', "shared_memory = 9Gi must be within resources.memory = 8Gi"),
         ('shared_memory = "2 GB"', "shared_memory: must be a quantity above 0, such as 8, 500m or 64Gi, got '2 GB'"),
         ("elastic_min_nodes = 1", "elastic_min_nodes needs retries >= 1"),
-        ('tolerations = [{ key = "a", effect = "Never" }]', "tolerations.0.effect must be "),
-        ('tolerations = [{ operator = "Equal" }]', 'a key is needed, or operator = "Exists"'),
-        ('tolerations = [{ key = "a", operator = "Exists", value = "b" }]', 'operator = "Exists" takes no value'),
-        ('tolerations = "gpu"', "tolerations must be a list, got 'gpu'"),
-        ("node_selector = { zone = 1 }", "node_selector.zone must be text, got 1; quote it"),
+        ("pod.volumes = []", "pod"),
+        ('pod = "gpu"', "pod must be a group, such as {NAME=VALUE}, got 'gpu'"),
+        ("pod.spec = 1", "pod.spec must be a group, such as {NAME=VALUE}, got 1"),
+        ("pod.spec.containers = [{}, {}]", "pod: spec.containers must have one table"),
+        (
+            'pod.spec.containers = [{ env = [{ name = "A" }] }]',
+            "pod: variables are given under environment and secrets",
+        ),
         ('environment = { "A B" = "c" }', "environment.A B"),
         ('environment = { PET_NNODES = "2" }', "PET_NNODES is set by the launcher or the operator; leave it out"),
         ('environment = { NEURON_RT_NUM_CORES = "1" }', "NEURON_RT_NUM_CORES is set by the launcher or the operator"),
