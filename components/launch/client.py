@@ -12,13 +12,14 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import urllib3
 import yaml
-from kubernetes import client, config
+from kubernetes import client, config, watch
 from kubernetes.config.config_exception import ConfigException
 
 from components.launch.job_manifest import PODS, Resource, default_namespace
@@ -39,16 +40,17 @@ BACKOFF = Retry(first_s=0.2, longest_s=10.0)
 SETTLE_S = 10.0  # time after the API server's return until its watches have delivered everything that was missed
 
 _RETRYABLE = {408, 429, 500, 502, 503, 504}
-_METHODS: Mapping[str, str] = {"create": "POST", "patch": "PATCH", "delete": "DELETE"}
 
 JOB_VERBS = ("create", "delete", "get", "list", "patch", "watch")
 VERBS: Mapping[str, tuple[str, ...]] = {
     "pods": ("get", "list", "watch"),
     "pods/log": ("get",),
-    "events": ("list", "watch"),
+    "events": ("list",),
 }  # the verbs that a launcher needs on each kind of object; on the jobs of either backend it needs `JOB_VERBS`
 
 Result = TypeVar("Result")
+Opened = Callable[[urllib3.BaseHTTPResponse], None]
+"""Takes a stream that was opened, for another thread to end it."""
 
 
 @dataclass(frozen=True)
@@ -169,40 +171,6 @@ def cause(error: Exception) -> str:
     return str(error).rpartition("): ")[2] or type(error).__name__
 
 
-class Stream:
-    """Lines of an open-ended response, which another thread can end. A context manager."""
-
-    def __init__(self, response: urllib3.BaseHTTPResponse, host: str) -> None:
-        self._response, self._host = response, host
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._response.close()
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield lines as they come, until the server ends the response; an `ApiUnavailableError` if it broke, or `end` was called."""
-        rest = b""
-        while data := self._read():
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                yield line.decode(errors="replace")
-        if rest:
-            yield rest.decode(errors="replace")
-
-    def _read(self) -> bytes:
-        try:
-            return self._response.read1(65536)
-        except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:  # ValueError: TLS, shut down
-            raise ApiUnavailableError(f"a stream of the API server {self._host} broke: {cause(error)}") from error
-
-    def end(self) -> None:
-        """Wake the thread that reads at once."""
-        with suppress(RuntimeError, ValueError, OSError):  # it has ended already
-            self._response.shutdown()
-
-
 class Cluster:
     """A namespace of a cluster. A context manager, which closes the connections."""
 
@@ -213,6 +181,7 @@ class Cluster:
         configuration.connection_pool_maxsize = POOL_SIZE
         self._client = client.ApiClient(configuration)
         self._client.user_agent = f"vit-distillation/{__version__}"
+        self._core, self._custom = client.CoreV1Api(self._client), client.CustomObjectsApi(self._client)
 
     @classmethod
     def connect(cls, namespace: str = "") -> Self:
@@ -247,14 +216,14 @@ class Cluster:
     def create(self, resource: Resource, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Create an object, and return it as the server made it."""
         # Strict: by default the server drops unknown fields with a warning, and the job would run without them.
-        return self._json("create", resource, query={"fieldValidation": "Strict"}, body=manifest)
+        return self._json("create", resource, body=manifest, field_validation="Strict")
 
     def get(self, resource: Resource, name: str) -> dict[str, Any]:
         return self._json("get", resource, name)
 
     def list(self, resource: Resource, *, labels: str = "", fields: str = "") -> dict[str, Any]:
         """Return the list of all objects that the selectors match; it is empty where the namespace does not exist."""
-        return self._json("list", resource, query=_selectors(labels, fields))
+        return self._json("list", resource, **_selectors(labels, fields))
 
     def patch(self, resource: Resource, name: str, change: Mapping[str, Any]) -> dict[str, Any]:
         """Change an object by a JSON merge patch."""
@@ -267,86 +236,118 @@ class Cluster:
         options = {"propagationPolicy": "Foreground", "preconditions": preconditions}
         self._json("delete", resource, name, body=options)
 
-    def watch(self, resource: Resource, version: str, *, labels: str = "", fields: str = "") -> Stream:
-        """Stream the changes since a resource version, one JSON object a line; see `watch_events`."""
-        query = {"watch": "true", "timeoutSeconds": WATCH_TIMEOUT_S, "allowWatchBookmarks": "true"}
-        query |= {"resourceVersion": version, **_selectors(labels, fields)}
-        return Stream(self._open("watch", resource, query=query, timeout_s=WATCH_TIMEOUT_S + 10), self.host)
+    def watch(
+        self, resource: Resource, version: str, opened: Opened, *, labels: str = "", fields: str = ""
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the changes since a resource version, ADDED, MODIFIED or DELETED and the object, until the server ends the watch.
 
-    def log(self, pod: str, *, container: str, since: str = "", previous: bool = False) -> Stream:
-        """Stream the lines of a container, each after its time, with those that are still to come.
-
-        `since` is the RFC 3339 time of the first one wanted; the server may begin up to a second earlier. `previous` reads the container
-        before its last restart. A `LogNotReadyError` if the container has not started.
+        An `ExpiredError` if the version is too old; an `ApiUnavailableError` if the stream broke or reports an error.
         """
-        query: dict[str, Any] = {"container": container, "timestamps": "true"}
-        query |= {"previous": "true"} if previous else {"follow": "true"}
-        query |= {"sinceTime": since} if since else {}
-        return Stream(self._open("get", PODS, pod, "log", query=query, timeout_s=LOG_TIMEOUT_S), self.host)
+        list_objects = self._method("list", resource)
 
-    def _json(
-        self, verb: str, resource: Resource, *names: str, query: Mapping[str, Any] | None = None, body: object = None
-    ) -> dict[str, Any]:
-        response = self._open(verb, resource, *names, query=query or {}, timeout_s=RESPONSE_TIMEOUT_S, body=body)
-        try:
-            content: dict[str, Any] = json.loads(response.data)
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise unavailable(error, self.host) from error
-        except ValueError as error:
-            raise ClusterError(
-                f"{self.host} did not answer with JSON, so it is no API server; check the server in the kubeconfig"
-            ) from error
+        def open_watch(**arguments: Any) -> urllib3.BaseHTTPResponse:
+            response: urllib3.BaseHTTPResponse = list_objects(**arguments)
+            opened(response)
+            return response
+
+        events = watch.Watch(return_type="object").stream(
+            open_watch,
+            resource_version=version,
+            timeout_seconds=WATCH_TIMEOUT_S,
+            _request_timeout=(CONNECT_TIMEOUT_S, WATCH_TIMEOUT_S + 10),
+            **_selectors(labels, fields),
+        )
+        with self._explained("watch", resource):
+            try:
+                for event in events:
+                    yield event["type"], event["object"]
+            except (ValueError, KeyError) as error:  # it broke within a line; or TLS was shut down
+                raise unavailable(error, self.host) from error
+
+    def log(
+        self,
+        pod: str,
+        opened: Opened,
+        *,
+        uid: str,
+        container: str,
+        since_s: int | None = None,
+        follow: bool = False,
+        previous: bool = False,
+        timeout_s: float = LOG_TIMEOUT_S,
+    ) -> Iterator[str]:
+        """Yield the lines of a container, each after its time; with `follow` those that are still to come, too.
+
+        `since_s` leaves out lines that were written more seconds ago. `previous` reads the container before its last restart.
+        A `LogNotReadyError` if the container has not started; a `NotFoundError` if the pod of this name has another uid.
+        """
+        # The server and the client take no null for what is not asked for.
+        since = {} if since_s is None else {"since_seconds": since_s}
+        later = False
+        with self._explained("get", PODS, pod, "log"):
+            response = self._core.read_namespaced_pod_log(
+                name=pod,
+                namespace=self.namespace,
+                container=container,
+                timestamps=True,
+                follow=follow,
+                previous=previous,
+                _preload_content=False,
+                _request_timeout=(CONNECT_TIMEOUT_S, timeout_s),
+                **since,
+            )
+            with closing(response):
+                opened(response)
+                # A log is requested by the pod's name; only now is it certain that the request did not reach a later pod.
+                with suppress(NotFoundError):
+                    later = self.get(PODS, pod)["metadata"]["uid"] != uid
+                if later:
+                    raise NotFoundError(f"pod {pod} of uid {uid} does not exist")
+                try:
+                    for line in response:
+                        yield line.decode(errors="replace").rstrip("\r\n")
+                except ValueError as error:  # TLS was shut down
+                    raise unavailable(error, self.host) from error
+
+    def _json(self, verb: str, resource: Resource, *names: str, **arguments: Any) -> dict[str, Any]:
+        with self._explained(verb, resource, *names):
+            response = self._method(verb, resource)(
+                **({"name": names[0]} if names else {}),
+                **arguments,
+                _preload_content=False,
+                _request_timeout=(CONNECT_TIMEOUT_S, RESPONSE_TIMEOUT_S),
+            )
+            try:
+                content: dict[str, Any] = json.loads(response.data)
+            except ValueError as error:
+                raise ClusterError(
+                    f"{self.host} did not answer with JSON, so it is no API server; check the server in the kubeconfig"
+                ) from error
         return content
 
-    def _open(
-        self,
-        verb: str,
-        resource: Resource,
-        *names: str,
-        query: Mapping[str, Any],
-        timeout_s: float,
-        body: object = None,
-    ) -> urllib3.BaseHTTPResponse:
-        request = ServerRequest(self.host, self.namespace, verb, resource, names)
-        content = "application/merge-patch+json" if verb == "patch" else "application/json"
+    def _method(self, verb: str, resource: Resource) -> Callable[..., Any]:
+        """Return the typed client's method for a kind of object in our namespace."""
+        if not resource.group:
+            name = f"{'read' if verb == 'get' else verb}_namespaced_{resource.plural.removesuffix('s')}"
+            return partial(getattr(self._core, name), namespace=self.namespace)
+        method = getattr(self._custom, f"{verb}_namespaced_custom_object")
+        where = {"group": resource.group, "version": resource.version, "plural": resource.plural}
+        return partial(method, namespace=self.namespace, **where)
+
+    @contextmanager
+    def _explained(self, verb: str, resource: Resource, *names: str) -> Iterator[None]:
+        """Raise the errors of a request as `ClusterError`s."""
         try:
-            response: urllib3.BaseHTTPResponse = self._client.call_api(
-                resource.path(self.namespace, *names),
-                _METHODS.get(verb, "GET"),
-                query_params=[*query.items()],
-                header_params={"Accept": "application/json", "Content-Type": content},
-                body=body,
-                auth_settings=["BearerToken"],
-                _preload_content=False,
-                _return_http_data_only=True,
-                _request_timeout=(CONNECT_TIMEOUT_S, timeout_s),
-            )
+            yield
         except client.ApiException as error:
+            request = ServerRequest(self.host, self.namespace, verb, resource, names)
             raise response_error(error.status or 0, _message(error), request) from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise unavailable(error, self.host) from error
-        return response
-
-
-def watch_events(stream: Stream) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events of a watch: ADDED, MODIFIED, DELETED or BOOKMARK, and the object.
-
-    An `ExpiredError` for a resource version that is too old; an `ApiUnavailableError` if the stream broke or reports an error.
-    """
-    for line in stream:
-        try:
-            event = json.loads(line)
-        except ValueError as error:
-            raise ApiUnavailableError(f"a watch broke within a line: {line[:80]!r}") from error
-        if event["type"] != "ERROR":
-            yield event["type"], event["object"]
-            continue
-        message = event["object"].get("message", "")
-        raise (ExpiredError if event["object"].get("code") == 410 else ApiUnavailableError)(f"a watch ended: {message}")
 
 
 def _selectors(labels: str, fields: str) -> dict[str, str]:
-    return {name: text for name, text in (("labelSelector", labels), ("fieldSelector", fields)) if text}
+    return {name: text for name, text in (("label_selector", labels), ("field_selector", fields)) if text}
 
 
 def _message(error: client.ApiException) -> str:

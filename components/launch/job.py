@@ -40,25 +40,20 @@ class TaskJob:
     """The job of one task. What asks the API server raises a `ClusterError` if it does not answer or refuses."""
 
     def __init__(self, cluster: Cluster, backend: Backend, spec: JobSpec, pool: Pool, identity: Identity) -> None:
-        """Render the job, which may not fit the pool or the backend; nothing is sent before `submit`."""
         self.backend = backend
-        self.manifest = backend.render(spec, pool, identity)  # as it is sent
-        self._cluster, self._spec, self._pool, self._identity = cluster, spec, pool, identity
+        self.identity = identity  # its attempt is counted when it is submitted
+        self.manifest: dict[str, Any] = {}  # as it is sent; rendered when it is submitted
+        self._cluster, self._spec, self._pool = cluster, spec, pool
         self._created: dict[str, Any] = {}  # as the server has it; empty until it is created or adopted
         self._unanswered = False  # whether a request to create it got no answer
 
     @property
     def name(self) -> str:
-        return str(self.manifest["metadata"]["name"])
+        return self.identity.name
 
     @property
     def uid(self) -> str:
         return str(self._created["metadata"]["uid"])
-
-    @property
-    def attempt(self) -> int:
-        """Which of the task's jobs in its run it is, from 1 on; known when it is submitted."""
-        return _attempt(self.manifest)
 
     @property
     def may_exist(self) -> bool:
@@ -78,24 +73,34 @@ class TaskJob:
 
         A `LaunchError` if such a job has another specification or failed for good, or the API server refuses.
         """
-        labels = self._identity.labels(stage="")
+        labels = self.identity.labels(stage="")
         selector = f"{RUN_LABEL}={labels[RUN_LABEL]},{TASK_LABEL}={labels[TASK_LABEL]}"
         resource = self.backend.resource
         earlier = retry(lambda: self._cluster.list(resource, labels=selector))["items"]
+        running = next(
+            (
+                job
+                for job in earlier
+                if "deletionTimestamp" not in job["metadata"]
+                and self.backend.state(job).phase not in {"succeeded", "failed"}
+            ),
+            None,
+        )
+        # Counted from the jobs on the cluster, since a restarted task remembers none.
+        attempt = (_attempt(running) or 1) if running else 1 + max(map(_attempt, earlier), default=0)
+        self.identity = replace(self.identity, attempt=attempt)
+        self.manifest = self.backend.render(self._spec, self._pool, self.identity)
+        if running:
+            self._adopt(running, retry)
+            return False
         for job in earlier:
-            over = "deletionTimestamp" in job["metadata"] or self.backend.state(job).phase in {"succeeded", "failed"}
-            if not over:
-                self._adopt(job, retry)
-                return False
             message = job["metadata"].get("annotations", {}).get(FAILURE_ANNOTATION)
             if message and _hash(job) == _hash(self.manifest):
-                name, resource = job["metadata"]["name"], self.backend.resource
+                name = job["metadata"]["name"]
                 raise LaunchError(
                     f"not retried, since it would fail again: {message}. Fix that and start a new run; or, if the fix lies outside of "
                     f"the run, delete the failed job first (kubectl delete {resource} {name} -n {self._cluster.namespace})"
                 )
-        # Counted from the jobs on the cluster, since a restarted task remembers none.
-        self._set_attempt(1 + max((_attempt(job) for job in earlier), default=0))
         self._unanswered = True
         try:
             self._created = retry(lambda: self._cluster.create(resource, self.manifest))
@@ -141,13 +146,9 @@ class TaskJob:
                 self._created = found
             return
 
-    def _set_attempt(self, attempt: int) -> None:
-        self.manifest = self.backend.render(self._spec, self._pool, replace(self._identity, attempt=attempt))
-
     def _adopt(self, job: dict[str, Any], retry: ApiRetry) -> None:
         """Take an existing job, if its specification is the same (else a `LaunchError`), and make this task's pod its owner."""
         self._unanswered = False
-        self._set_attempt(_attempt(job) or 1)
         if _hash(job) != _hash(self.manifest):
             found = differences(job, self.manifest)
             # Fields that the server and the operator filled in by themselves explain least.

@@ -171,7 +171,7 @@ class JobProgress:
         self.state = JobState(phase="pending")
         self.replicas: dict[str, Replica] = {}
         self.log_tails: dict[str, deque[str]] = {}
-        self.last_line_at: dict[str, float] = {}  # replica -> when its last line came
+        self.last_line_at: dict[str, float] = {}  # replica -> when its last line was written
         self.events: dict[str, Mapping[str, Any]] = {}
         """Uid -> Kubernetes' event, in its last version: an event that happens again keeps its uid and has a higher count."""
         self.lost: dict[str, str] = {}
@@ -184,13 +184,18 @@ class JobProgress:
         self._last_failure = ""
         self.pods_readable = self.logs_readable = True
         """Without its pods, the job's own state decides; without its logs, silence says nothing."""
-        self._nodes, self._limits = nodes, limits
+        self._nodes, self.limits = nodes, limits
         self._deleted = False
         self._running, self._since, self._ran_s = False, now, 0.0
         self._last_output_at = now
         self._stuck, self._stuck_since = False, now
         self._status = ""
         self._messages: list[str] = []
+
+    @property
+    def running(self) -> bool:
+        """Whether all replicas run."""
+        return self._running
 
     def take_messages(self) -> list[str]:
         """Return the messages since the last call."""
@@ -234,14 +239,18 @@ class JobProgress:
                 self._lose(replica, f"was deleted {'while it ran' if replica.placed else 'before it had started'}")
             self.update_replica(replace(replica, placed=False, over=True, waiting=""), now)
 
-    def add_line(self, replica: str, text: str, now: float) -> None:
-        """Record a line that a replica wrote."""
+    def add_line(self, replica: str, text: str, now: float, *, age_s: float = 0.0, new: bool = True) -> None:
+        """Record a line that a replica wrote `age_s` seconds ago by its node's clock; a `new` one is output of now, whatever that says."""
         self.log_tails.setdefault(replica, deque(maxlen=TAIL_LINES)).append(text)
-        self.last_line_at[replica] = self._last_output_at = now
+        self.last_line_at[replica] = now - age_s
+        self._last_output_at = now if new else max(self._last_output_at, min(now, now - age_s))
 
     def add_event(self, about: str, event: Mapping[str, Any]) -> None:
         """Record an event of Kubernetes; `about`: the job, one of its replicas, or what else was made for it."""
-        self.events[event["metadata"]["uid"]] = event
+        uid = event["metadata"]["uid"]
+        if self.events.get(uid) == event:
+            return
+        self.events[uid] = event
         reason, message = event.get("reason") or "", (event.get("message") or "").strip()
         if event.get("type") != "Warning" and reason not in _NORMAL_PROBLEMS:
             return
@@ -256,7 +265,7 @@ class JobProgress:
             return JobOutcome(kind="succeeded" if self.state.phase == "succeeded" else "failed")
         if self._deleted:
             return JobOutcome(kind="deleted")
-        failures, retries = max(self._failures.values(), default=0), self._limits.retries
+        failures, retries = max(self._failures.values(), default=0), self.limits.retries
         if retries and failures > retries:
             message = (
                 f"has failed {failures} times, and its pool allows {retries} retries; the last time {self._last_failure}; fix that and "
@@ -277,7 +286,7 @@ class JobProgress:
         if self._running:
             yield from self._running_limits()
             return
-        limit_s = self._limits.queued_s
+        limit_s = self.limits.queued_s
         message = (
             f"was not running after {duration(limit_s)} ({self._status})"
             + (f"; last problem: {self.problem}" if self.problem else "")
@@ -294,7 +303,7 @@ class JobProgress:
             yield STUCK_S, self._stuck_since, JobOutcome(kind="limit", message=message)
 
     def _running_limits(self) -> Iterator[tuple[float, float, JobOutcome]]:
-        running_s, silent_s = self._limits.running_s, self._limits.silent_s
+        running_s, silent_s = self.limits.running_s, self.limits.silent_s
         message = (
             f"ran for {duration(running_s)}, the longest that its pool allows; run again, which resumes from the last "
             "checkpoint, or raise the pool's running_minutes"

@@ -8,15 +8,19 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Self
 
 from components.launch.client import (
+    LOG_TIMEOUT_S,
     ApiRetry,
     ApiUnavailableError,
     Cluster,
     ClusterError,
     ForbiddenError,
     KindNotInstalledError,
+    LogNotReadyError,
+    NotFoundError,
 )
 from components.launch.job import JobRecord, TaskJob
 from components.launch.job_manifest import BACKENDS, EVENTS, PODS, TRACKING_URI, Identity, tracks_in_reach
@@ -24,12 +28,13 @@ from components.launch.job_progress import (
     JobLimits,
     JobOutcome,
     JobProgress,
+    Replica,
     explain_failure,
     fails_again,
     read_replica,
 )
 from components.launch.pools import Pool
-from components.launch.readers import Change, Informer, LogLine, LogReader, ReaderThreads, ThreadEnded
+from components.launch.readers import Change, Listing, LogLine, ReaderThreads, ThreadEnded
 from trainer.graph import JobSpec
 from trainer.io import storage
 from trainer.io.errors import LaunchError
@@ -44,8 +49,10 @@ DELETE_TIMEOUT_S, GONE_TIMEOUT_S = 5.0, 15.0
 MAX_ATTEMPTS = 3
 """How many jobs a task may have in a run, one after the other, while they fail in a way that need not happen again."""
 RETRY_DELAY_S = 10.0  # pause before the next attempt, for the cause to pass
-ENDED_LOGS_S = 10.0  # how long the launcher waits for the last lines of replicas that have ended
-RUNNING_LOGS_S = 0.5  # how long it waits for lines of replicas that still run, such as workers after the master's end
+EVENTS_S = 10.0  # how often it lists events while not all replicas run
+ENDED_LOGS_S = 10.0  # how long the launcher waits for the last lines of a first replica that has ended
+RUNNING_LOGS_S = 0.5  # and of one that still runs when the job has ended
+OTHER_LOGS_S = 60.0  # how long it reads the logs of the other replicas at the end
 LONGEST_WAIT_S = 2.0  # for news of a job: a signal that comes just before a wait begins does not end it
 GONE_POLL_S = 0.5  # how often it checks whether a deleted job is gone
 LAST_LOOK_S = 0.5  # for news before a limit counts: where this process was held up, it has yet to read what came
@@ -101,7 +108,7 @@ class ClusterLauncher:
                     return self._run_attempt(job, spec, cluster, record)
                 except _RetryableJobError as failure:
                     # A job that reached a limit is deleted, so the cluster no longer counts it.
-                    attempt = max(attempt + 1, job.attempt)
+                    attempt = max(attempt + 1, job.identity.attempt)
                     if attempt >= self._attempts:
                         raise
                     logger.warning("%s", failure)
@@ -172,6 +179,7 @@ def _check_outcome(outcome: JobOutcome, job: TaskJob, progress: JobProgress) -> 
 class JobFollower:
     """Follows one job: threads read it from the API server, and the caller's thread interprets what they publish.
 
+    The first replica's log is followed, the others are read when they fail or the job ends; events are listed while not all replicas run.
     As a context manager it leaves no thread and no connection open.
     """
 
@@ -188,16 +196,16 @@ class JobFollower:
         """Prepare; `follow` reads. `progress` takes observations, `report` messages; log, status and events go below the URI `record`."""
         self._cluster, self._job, self._progress = cluster, job, progress
         self._record, self._report = JobRecord(record), report
-        self._inbox: queue.SimpleQueue[Change | LogLine | ThreadEnded] = queue.SimpleQueue()
-        self._retry, self._threads = retry, ReaderThreads(retry, self._inbox.put)
-        self._log_readers: dict[str, LogReader] = {}
-        self._unread_logs: set[str] = set()  # replicas whose log is not read to its end
-        self._finishing = False  # whether the job has ended, and only the rest of the logs is read
+        self._inbox: queue.SimpleQueue[Listing | Change | LogLine | ThreadEnded] = queue.SimpleQueue()
+        self._retry, self._threads = retry, ReaderThreads(cluster, retry, self._inbox.put)
+        self._followed: set[str] = set()  # uids of the first replica's pods
+        self._following = 0  # how many threads read their logs
+        self._read: set[tuple[str, int]] = set()  # pod and restart count of the other containers whose logs are read
+        self._events_at = time.monotonic() + EVENTS_S  # when events are listed next
         self._forbidden: set[str] = set()  # what the account may not read
         self._last_seen: dict[str, Any] = {}  # the job, as the API server showed it last
 
     def __enter__(self) -> Self:
-        self._threads.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -213,19 +221,17 @@ class JobFollower:
 
     def follow(self) -> JobOutcome:
         """Report the job's progress until it has ended and its logs are read, or a limit is reached."""
-        watches = {
-            "job": (self._job.backend.resource, {"fields": f"metadata.name={self._job.name}"}),
-            "pods": (PODS, {"labels": self._job.pod_selector}),
-            "events": (EVENTS, {}),
-        }
-        for name, (resource, selectors) in watches.items():
-            informer = Informer(self._cluster, resource, self._threads, **selectors)
-            self._threads.start(name, informer.run)
+        job = partial(self._threads.watch, self._job.backend.resource, fields=f"metadata.name={self._job.name}")
+        self._threads.start("job", job)
+        self._threads.start("pods", partial(self._threads.watch, PODS, labels=self._job.pod_selector))
         while not (outcome := self._outcome()):
             self._report_messages()
             self._process_next(self._progress.next_limit_s(time.monotonic()) or UNSETTLED_POLL_S)
-        if outcome.kind in {"succeeded", "failed"}:
+            if not self._progress.running and time.monotonic() >= self._events_at:
+                self._list_events()
+        if outcome.kind != "deleted":
             self._read_remaining_logs()
+        self._list_events()
         self._report_messages()
         return outcome
 
@@ -238,6 +244,10 @@ class JobFollower:
         self._process_next(LAST_LOOK_S)
         for _ in range(self._inbox.qsize()):
             self._process_next(0.0)
+        self._list_events()
+        if outcome.retryable:  # the first replica is silent: it may wait for another one, which works
+            for replica in self._others():
+                self._read_log(replica, OTHER_LOGS_S, since_s=1 + int(self._progress.limits.silent_s))
         return self._progress.outcome(time.monotonic())
 
     def delete_job(self) -> None:
@@ -269,90 +279,150 @@ class JobFollower:
         except queue.Empty:
             return
         if isinstance(item, LogLine):
-            self._record.add_line(item)  # first: Ctrl-C may come at once after a line that a user has seen
-            logger.info("%s | %s", item.replica, item.text)
-            self._progress.add_line(item.replica, item.text, time.monotonic())
+            self._on_line(item)
         elif isinstance(item, ThreadEnded):
             self._on_thread_end(item)
+        elif isinstance(item, Listing):
+            if item.resource == PODS:
+                self._on_pods(item.objects)
+            else:
+                self._on_job(next((one for one in item.objects if one["metadata"]["uid"] == self._job.uid), None))
         elif item.resource == PODS:
-            self._on_pod(item)
-        elif item.resource == EVENTS:
-            self._on_event(item)
+            self._on_pod(item.object, deleted=item.deleted)
         elif item.object["metadata"]["uid"] == self._job.uid:
             self._last_seen = item.object
-            if item.deleted:
-                self._progress.mark_job_deleted()
-                return
-            state, deleting = self._job.backend.state(item.object), "deletionTimestamp" in item.object["metadata"]
-            self._progress.set_job_state(state, deleting=deleting, now=time.monotonic())
+            self._on_job(None if item.deleted else item.object)
 
-    def _on_pod(self, change: Change) -> None:
-        name = self._job.backend.replica(change.object["metadata"]["labels"])
-        replica, now = read_replica(change.object, name, self._job.backend.container), time.monotonic()
-        if change.deleted:
+    def _on_line(self, line: LogLine, *, followed: bool = True) -> None:
+        self._record.add_line(line)  # first: Ctrl-C may come at once after a line that a user has seen
+        logger.info("%s | %s", line.replica, line.text)
+        age_s = time.time() - line.written if line.written else 0.0
+        self._progress.add_line(line.replica, line.text, time.monotonic(), age_s=age_s, new=followed)
+
+    def _on_job(self, job: dict[str, Any] | None) -> None:
+        """Take the job's state; None: it no longer exists."""
+        if job is None:
+            self._progress.mark_job_deleted()
+            return
+        self._last_seen = job
+        deleting = "deletionTimestamp" in job["metadata"]
+        self._progress.set_job_state(self._job.backend.state(job), deleting=deleting, now=time.monotonic())
+
+    def _on_pods(self, pods: list[dict[str, Any]]) -> None:
+        """Take all pods that there are."""
+        listed = {pod["metadata"]["uid"] for pod in pods}
+        for replica in [*self._progress.replicas.values()]:
+            if replica.uid not in listed:
+                self._progress.remove_replica(replica, time.monotonic())
+        for pod in pods:
+            self._on_pod(pod)
+
+    def _on_pod(self, pod: dict[str, Any], *, deleted: bool = False) -> None:
+        backend = self._job.backend
+        name = backend.replica(pod["metadata"]["labels"])
+        before, now = self._progress.replicas.get(name), time.monotonic()
+        replica = read_replica(pod, name, backend.container)
+        if deleted:
             self._progress.remove_replica(replica, now)
         else:
             self._progress.update_replica(replica, now)
-        replica = self._progress.replicas[name]
-        reader = self._log_readers.get(name)
-        if reader:
-            reader.update(replica)
-        elif replica.placed:
-            reader = LogReader(replica, self._job.backend.container, self._cluster, self._threads)
-            self._log_readers[name] = reader
-            self._unread_logs.add(name)
-            self._threads.start(name, reader.run)
-            if self._finishing:
-                reader.finish()
+        if name != backend.first_replica(self._job.manifest):
+            if replica.ended and replica.ended.exit_code != 0 and replica.ended != (before and before.ended):
+                self._read_log(replica, LOG_TIMEOUT_S)
+        elif replica.placed and not deleted and replica.uid not in self._followed:
+            self._followed.add(replica.uid)
+            self._following += 1
+            current = partial(self._progress.replicas.__getitem__, name)
+            self._threads.start(name, partial(self._threads.follow_log, replica, backend.container, current))
 
-    def _on_event(self, change: Change) -> None:
-        """Pass on an event about the job, or about an object made for it, whose name begins with the job's."""
-        event, about, job = change.object, change.object["involvedObject"], self._job.name
-        if change.deleted:  # Kubernetes removes events after an hour
+    def _list_events(self) -> None:
+        """Take the events about the job, or about an object made for it, whose name begins with the job's."""
+        self._events_at = time.monotonic() + EVENTS_S
+        if "events" in self._forbidden:
             return
-        name, kind = about.get("name", ""), about.get("kind", "")
-        if kind == self._job.backend.kind:
-            if about.get("uid") == self._job.uid:  # and not of an earlier job of the same name
-                self._progress.add_event("the job", event)
-        elif name == job:
-            self._progress.add_event(kind, event)
-        elif name.startswith(f"{job}-"):
-            self._progress.add_event(name.removeprefix(f"{job}-"), event)
+        try:
+            listing = self._cluster.list(EVENTS)
+        except ForbiddenError as error:
+            self._continue_without("events", error)
+            return
+        except ClusterError:  # whether the server is away, the watches find out
+            return
+        for event in listing["items"]:
+            about, job = event["involvedObject"], self._job.name
+            name, kind = about.get("name", ""), about.get("kind", "")
+            if kind == self._job.backend.kind:
+                if about.get("uid") == self._job.uid:  # and not of an earlier job of the same name
+                    self._progress.add_event("the job", event)
+            elif name == job:
+                self._progress.add_event(kind, event)
+            elif name.startswith(f"{job}-"):
+                self._progress.add_event(name.removeprefix(f"{job}-"), event)
 
     def _on_thread_end(self, ended: ThreadEnded) -> None:
         """Handle the end of a thread: raise its error, unless the job can be followed without it."""
-        self._unread_logs.discard(ended.name)
-        if ended.error is None:
-            return
+        is_log = ended.name not in {"job", "pods"}
+        self._following -= is_log
         if isinstance(ended.error, KindNotInstalledError):
             self._progress.mark_job_deleted()
-            return
-        if not isinstance(ended.error, ForbiddenError) or ended.name == "job":
+        elif isinstance(ended.error, ForbiddenError) and ended.name != "job":
+            self._continue_without("logs" if is_log else "pods", ended.error)
+        elif ended.error:
             raise ended.error
-        what = "logs" if ended.name in self._log_readers else ended.name
+
+    def _continue_without(self, what: str, error: ForbiddenError) -> None:
         if what not in self._forbidden:
-            logger.warning("%s; the job is followed without its %s", ended.error, what)
+            logger.warning("%s; the job is followed without its %s", error, what)
         self._forbidden.add(what)
         self._progress.pods_readable &= what != "pods"
         self._progress.logs_readable &= what == "events"
 
     def _read_remaining_logs(self) -> None:
-        self._finishing = True
         try:
             # The job's end may have been published before its pods'.
-            listing = ApiRetry(ENDED_LOGS_S)(lambda: self._cluster.list(PODS, labels=self._job.pod_selector))
-            for pod in listing["items"]:
-                self._on_pod(Change(PODS, pod))
+            self._on_pods(
+                ApiRetry(ENDED_LOGS_S)(lambda: self._cluster.list(PODS, labels=self._job.pod_selector))["items"]
+            )
         except ForbiddenError:
-            pass  # the pods' informer has failed with it, and the warning is logged
+            pass  # the pods' watch has failed with it, and the warning is logged
         except ClusterError as error:
             logger.warning("the last states of the replicas may be missing: %s", error)
-        for reader in self._log_readers.values():
-            reader.finish()
-        start = time.monotonic()
-        while self._unread_logs:
-            ended = any(self._log_readers[name].ends_by_itself for name in self._unread_logs)
-            left_s = start + (ENDED_LOGS_S if ended else RUNNING_LOGS_S) - time.monotonic()
+        first, start = self._job.backend.first_replica(self._job.manifest), time.monotonic()
+        while self._following:
+            replica = self._progress.replicas[first]
+            left_s = start + (ENDED_LOGS_S if replica.over else RUNNING_LOGS_S) - time.monotonic()
             if left_s <= 0:
-                return
+                break
             self._process_next(min(left_s, RUNNING_LOGS_S))
+        deadline = time.monotonic() + OTHER_LOGS_S
+        for replica in self._others():
+            if (left_s := deadline - time.monotonic()) > 0 and (replica.uid, replica.restarts) not in self._read:
+                self._read_log(replica, left_s)
+
+    def _others(self) -> list[Replica]:
+        """Return the replicas whose logs are not followed."""
+        first = self._job.backend.first_replica(self._job.manifest)
+        return [one for name, one in sorted(self._progress.replicas.items()) if one.placed and name != first]
+
+    def _read_log(self, replica: Replica, timeout_s: float, *, since_s: int | None = None) -> None:
+        """Read the log of a replica that is not followed, as far as it is written and if there still is one."""
+        if "logs" in self._forbidden:
+            return
+        if since_s is None:
+            self._read.add((replica.uid, replica.restarts))
+        try:
+            for line in self._cluster.log(
+                replica.pod,
+                self._threads.opened,
+                uid=replica.uid,
+                container=self._job.backend.container,
+                since_s=since_s,
+                previous=replica.running and replica.ended is not None and since_s is None,
+                timeout_s=timeout_s,
+            ):
+                self._on_line(LogLine.parse(replica.name, line), followed=False)
+        except ForbiddenError as error:
+            self._continue_without("logs", error)
+        except (LogNotReadyError, NotFoundError):
+            pass  # it ended before it began, or was deleted
+        except ClusterError as error:
+            logger.warning("the log of %s may be missing: %s", replica.name, error)

@@ -1,45 +1,85 @@
-"""The threads that read one job from the API server: an informer for each kind of object, a log reader for each replica.
+"""The threads that read one job from the API server: two watch the job and its pods, one follows the log of the first replica.
 
-They only publish what they read. Whatever breaks meanwhile, every change of an object and every line of a log is published once.
+They only publish what they read. Whatever breaks meanwhile, the last state of an object and every line are published at least once.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Self
+
+import urllib3
 
 from components.launch.client import (
     ApiRetry,
     ApiUnavailableError,
     Cluster,
-    ExpiredError,
+    ClusterError,
     ForbiddenError,
     LogNotReadyError,
     NotFoundError,
     RetryStopped,
-    Stream,
-    watch_events,
 )
-from components.launch.job_manifest import PODS, Resource
+from components.launch.job_manifest import Resource
 from components.launch.job_progress import Replica
 
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 5.0
 """How long threads have to end. A stream is ended at once; only a request without an answer yet can take longer."""
-POLL_S = 5.0
-SHORT_WATCH_S = 1.0  # a watch that ends sooner than this, without an event, is of no use
-MAX_SHORT_WATCHES = 5  # after so many of them in a row the informer polls
+RELIST_S = 2.0  # pause after a watch has ended, before the objects are listed and watched again
 RECONNECT_S = 1.0
+CLOCK_MARGIN_S = 10  # a log is read again from so long before its last line, since a node's clock may differ from ours
 
-_LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)(?: (.*))?", re.DOTALL)
+
+@dataclass(frozen=True)
+class Listing:
+    """All objects that there are at the start of a watch."""
+
+    resource: Resource
+    objects: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Change:
+    """An object was created, changed or deleted."""
+
+    resource: Resource
+    object: dict[str, Any]
+    deleted: bool = False
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A line that a replica wrote."""
+
+    replica: str
+    time: str  # RFC 3339; empty for a message of the node instead of a line
+    text: str
+
+    @classmethod
+    def parse(cls, replica: str, line: str) -> Self:
+        """Split a line of the API server."""
+        time_, _, text = line.partition(" ")
+        return cls(replica, time_, text) if _written(time_) is not None else cls(replica, "", line)
+
+    @property
+    def written(self) -> float | None:
+        """Seconds since the epoch; None for a message of the node."""
+        return _written(self.time)
+
+
+def _written(text: str) -> float | None:
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -50,24 +90,58 @@ class ThreadEnded:
     error: Exception | None = None
 
 
+class LogPosition:
+    """How far a log was read: after a lost connection it is read again from a while before, and what came before is left out."""
+
+    def __init__(self) -> None:
+        self._last: LogLine | None = None
+        self._last_at = 0.0  # when it came, in monotonic seconds
+        self._remark = ""  # the node's last message
+        self._repeating = False
+
+    def reopen(self) -> int | None:
+        """Expect lines again; return how many seconds ago the first of them was written at most; None: all are wanted."""
+        self._repeating = self._last is not None
+        if self._last is None:
+            return None
+        return CLOCK_MARGIN_S + int(max(time.monotonic() - self._last_at, time.time() - (self._last.written or 0)))
+
+    def take(self, line: LogLine) -> bool:
+        """Return whether a line is new."""
+        if line.written is None:  # such as "unable to retrieve container logs", at every attempt
+            is_new, self._remark = line.text != self._remark, line.text
+            return is_new
+        if self._last and self._repeating and (line == self._last or line.written < (self._last.written or 0)):
+            self._repeating = line != self._last  # all after the last one are new, whatever the node's clock does
+            return False
+        self._last, self._last_at, self._repeating = line, time.monotonic(), False
+        return True
+
+
 class ReaderThreads:
     """Threads and their streams. A context manager: after it none of them runs."""
 
-    def __init__(self, retry: ApiRetry, publish: Callable[[Change | LogLine | ThreadEnded], None]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        retry: ApiRetry,
+        publish: Callable[[Listing | Change | LogLine | ThreadEnded], None],
+    ) -> None:
         """Prepare; `retry` repeats the threads' requests, and stopping it ends their waits; `publish` takes what they read, in each."""
-        self.retry, self.publish = retry, publish
+        self._cluster, self._retry, self._publish = cluster, retry, publish
         self._threads: list[threading.Thread] = []
-        self._streams: set[Stream] = set()
+        self._streams: list[urllib3.BaseHTTPResponse] = []
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.retry.stop()
+        self._retry.stop()
         with self._lock:
             for stream in self._streams:
-                stream.end()
+                with suppress(RuntimeError, ValueError, OSError):  # it has ended already
+                    stream.shutdown()  # wakes the thread that reads
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -83,232 +157,80 @@ class ReaderThreads:
                 return
             except Exception as error:  # noqa: BLE001  # raised again in the thread that follows the job
                 failure = error
-            self.publish(ThreadEnded(name, failure))
+            self._publish(ThreadEnded(name, failure))
 
         # A daemon, since a request without an answer must not keep the process from ending.
         thread = threading.Thread(target=run, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    @contextmanager
-    def open(self, stream: Stream) -> Iterator[Stream]:
-        """Close a stream after the block, and end it when all threads are to end, in which case `RetryStopped` is raised."""
-        with stream:
+    def opened(self, stream: urllib3.BaseHTTPResponse) -> None:
+        """End a stream when all threads are to end; `RetryStopped` if they are already."""
+        with self._lock:
             # Under the lock, so that a stream is either refused here or ended by `__exit__`.
-            with self._lock:
-                self.retry.wait(0)
-                self._streams.add(stream)
             try:
-                yield stream
-            finally:
-                with self._lock:
-                    self._streams.discard(stream)
+                self._retry.wait(0)
+            except RetryStopped:
+                stream.close()
+                raise
+            self._streams = [*(one for one in self._streams if not one.closed), stream]
 
+    def watch(self, resource: Resource, **selectors: str) -> None:
+        """Publish objects and their changes until stopped.
 
-@dataclass(frozen=True)
-class Change:
-    """An object was created, changed or deleted."""
-
-    resource: Resource
-    object: dict[str, Any]
-    deleted: bool = False
-
-
-class Informer:
-    """Lists objects, then watches from there; lists again when the watch breaks; polls where a watch is not possible."""
-
-    def __init__(self, cluster: Cluster, resource: Resource, threads: ReaderThreads, **selectors: str) -> None:
-        self._cluster, self._resource, self._threads = cluster, resource, threads
-        self._selectors = selectors
-        self._known: dict[str, dict[str, Any]] = {}  # the objects at the last list or event, by uid
-        self._short_watches, self._polling = 0, False
-
-    def run(self) -> None:
-        """Publish changes until stopped; a `ClusterError` if the objects cannot be listed, or the API server was away for too long."""
+        A `ClusterError` if they cannot be listed, or the API server was away for too long. Where they cannot be watched, they are listed
+        again and again.
+        """
+        forbidden = False
         while True:
-            version = self._list()
-            while version and not self._polling:
-                version = self._watch(version)
-            if self._polling:
-                self._threads.retry.wait(POLL_S)
+            listing = self._retry(lambda: self._cluster.list(resource, **selectors))
+            self._publish(Listing(resource, listing["items"]))
+            version = listing["metadata"]["resourceVersion"]
+            try:
+                for kind, item in self._cluster.watch(resource, version, self.opened, **selectors):
+                    self._publish(Change(resource, item, deleted=kind == "DELETED"))
+            except ForbiddenError:
+                if not forbidden:
+                    logger.warning("%s: watching is not allowed, so they are listed every %g s", resource, RELIST_S)
+                forbidden = True
+            except ClusterError:
+                pass  # an expired version, a broken stream: the next list works, or raises the reason
+            self._retry.wait(RELIST_S)
 
-    def _list(self) -> str:
-        """Publish the changes since the last list or event, and return the resource version to watch from."""
-        listing = self._threads.retry(lambda: self._cluster.list(self._resource, **self._selectors))
-        listed = {item["metadata"]["uid"]: item for item in listing["items"]}
-        for uid, known in self._known.items():
-            if uid not in listed:
-                self._threads.publish(Change(self._resource, known, deleted=True))
-        for uid, item in listed.items():
-            if uid not in self._known or _version(item) != _version(self._known[uid]):
-                self._threads.publish(Change(self._resource, item))
-        self._known = listed
-        return _version(listing)
+    def follow_log(self, first: Replica, container: str, current: Callable[[], Replica]) -> None:
+        """Publish the lines of a replica's container until they are all read, or until stopped; a `ClusterError` if they cannot be read.
 
-    def _watch(self, version: str) -> str:
-        """Publish changes from a version on, and return the version to continue from; empty: list again."""
-        start, before = time.monotonic(), version
-        try:
-            with self._threads.open(self._cluster.watch(self._resource, version, **self._selectors)) as stream:
-                for kind, item in watch_events(stream):
-                    version = _version(item)
-                    if kind != "BOOKMARK":  # which only brings a newer resource version
-                        self._take(item, deleted=kind == "DELETED")
-        except ForbiddenError:
-            self._poll("watching them is not allowed")
-        except ExpiredError:
-            version = ""
-        except ApiUnavailableError:
-            self._threads.retry.wait(0)  # if stopped, the stream did not break but was ended
-            version = ""
-        if time.monotonic() - start >= SHORT_WATCH_S or version not in {"", before}:
-            self._short_watches = 0
-            return version
-        self._short_watches += 1
-        self._threads.retry.wait(0.1 * self._short_watches)
-        if self._short_watches >= MAX_SHORT_WATCHES:
-            self._poll("watches break at once")
-        return version
+        `current` returns the replica's state as it is known now.
+        """
+        position, restarts = LogPosition(), first.restarts
+        while True:
+            replica = current()
+            try:
+                if replica.restarts > restarts:  # the container that ran before may have written more than was read
+                    self._read_log(first, container, position, previous=True)
+                restarts = replica.restarts
+                self._read_log(first, container, position)
+                if replica.over:
+                    return
+            except LogNotReadyError:
+                if replica.over:
+                    return
+            except NotFoundError:
+                return  # the pod was deleted, and its log with it
+            except ApiUnavailableError:
+                self._retry.wait(0)  # if stopped, the stream did not break but was ended
+            self._retry.wait(RECONNECT_S)
 
-    def _take(self, item: dict[str, Any], *, deleted: bool) -> None:
-        self._known[item["metadata"]["uid"]] = item
-        if deleted:
-            del self._known[item["metadata"]["uid"]]
-        self._threads.publish(Change(self._resource, item, deleted=deleted))
-
-    def _poll(self, why: str) -> None:
-        self._polling = True
-        logger.warning("%s: %s, so they are listed every %g s", self._resource, why, POLL_S)
-
-
-def _version(item: dict[str, Any]) -> str:
-    return str(item["metadata"]["resourceVersion"])
-
-
-@dataclass(frozen=True)
-class LogLine:
-    """A line that a replica wrote."""
-
-    replica: str
-    time: str  # RFC 3339; empty for a message of the node instead of a line
-    text: str
-
-
-class LogPosition:
-    """How far a log was read.
-
-    `sinceTime` has whole seconds, so lines come again after a reconnection; several lines may have the same time.
-    Only repeated lines are left out: a clock that is set back loses nothing.
-    """
-
-    def __init__(self) -> None:
-        self.time = ""  # RFC 3339 time of the last line
-        self._nanoseconds, self._count = 0, 0
-        self._repeating, self._skipped = False, 0
-        self._node_message = ""
-
-    def reopen(self) -> None:
-        """Expect lines from `time` on, or from up to a second before it."""
-        self._repeating, self._skipped = bool(self.time), 0
-
-    def take(self, line: str) -> tuple[str, str] | None:
-        """Return the time and the text of a line; None if it came before."""
-        match = _LOG_LINE.fullmatch(line.rstrip("\r"))
-        if not match:  # such as "unable to retrieve container logs", at every attempt
-            new, self._node_message = line != self._node_message, line
-            return ("", line) if new else None
-        time, text = line.split(" ", 1)[0], match[4] or ""
-        seconds = datetime.fromisoformat(f"{match[1]}{match[3]}").timestamp()
-        nanoseconds = int(seconds) * 10**9 + int((match[2] or "").ljust(9, "0"))
-        if self._repeating and self._came_before(nanoseconds):
-            return None
-        self._count = self._count + 1 if nanoseconds == self._nanoseconds and self.time else 1
-        self.time, self._nanoseconds = time, nanoseconds
-        return time, text
-
-    def _came_before(self, nanoseconds: int) -> bool:
-        if nanoseconds == self._nanoseconds and self._skipped < self._count:
-            self._skipped += 1
-            return True
-        self._repeating = nanoseconds < self._nanoseconds
-        return self._repeating
-
-
-class LogReader:
-    """Reads the containers of one replica, one after the other."""
-
-    def __init__(self, replica: Replica, container: str, cluster: Cluster, threads: ReaderThreads) -> None:
-        self._replica, self._container, self._cluster, self._threads = replica, container, cluster, threads
-        self._position, self._changed = LogPosition(), threading.Condition()
-        self._last_read: tuple[str, int] | None = None  # pod and restart count of the last container that was read
-        self._complete = False  # whether that container had ended before its log was read to the end
-        self._finishing = False
-
-    def update(self, replica: Replica) -> None:
-        """Continue with a new state of the replica's pod."""
-        with self._changed:
-            self._replica = replica
-            self._changed.notify()
-
-    def finish(self) -> None:
-        """End when everything is read: no other container will start."""
-        with self._changed:
-            self._finishing = True
-            self._changed.notify()
-
-    @property
-    def ends_by_itself(self) -> bool:
-        """Whether no more lines will be written: the container has ended."""
-        return self._replica.over or not self._replica.placed
-
-    def run(self) -> None:
-        """Publish lines until everything is read after `finish`, or until stopped; a `ClusterError` if the log cannot be read."""
-        while replica := self._next():
-            self._read(replica)
-
-    def _next(self) -> Replica | None:
-        """Wait for a container that has something to read; None: everything is read."""
-        with self._changed:
-            while True:
-                self._threads.retry.wait(0)
-                replica = self._replica
-                if replica.placed and not (self._complete and self._last_read == (replica.uid, replica.restarts)):
-                    return replica
-                if self._finishing:
-                    return None
-                self._changed.wait(RECONNECT_S)
-
-    def _read(self, replica: Replica) -> None:
-        """Read a container's log until the stream ends, after the rest of the one that ran before it in the same pod."""
-        if self._last_read is None or self._last_read[0] != replica.uid:
-            self._position = LogPosition()
-        elif self._last_read[1] < replica.restarts:
-            self._stream(replica, previous=True)
-        self._last_read = (replica.uid, replica.restarts)
-        self._complete = self._stream(replica, previous=False) and replica.over
-        with self._changed:
-            if not self._complete and self._replica is replica and not self._finishing:
-                self._changed.wait(RECONNECT_S)
-
-    def _stream(self, replica: Replica, *, previous: bool) -> bool:
-        """Publish the new lines of one response, and return whether the server ended it."""
-        self._position.reopen()
-        since = self._position.time
-        try:
-            stream = self._cluster.log(replica.pod, container=self._container, since=since, previous=previous)
-            with self._threads.open(stream):
-                # A log is requested by the pod's name; only now is it certain that the request did not reach a later pod.
-                with suppress(NotFoundError):
-                    if self._cluster.get(PODS, replica.pod)["metadata"]["uid"] != replica.uid:
-                        return False
-                for line in stream:
-                    if taken := self._position.take(line):
-                        self._threads.publish(LogLine(replica.name, *taken))
-        except LogNotReadyError:
-            return replica.over  # then it ended before it began
-        except ApiUnavailableError:
-            self._threads.retry.wait(0)  # if stopped, the stream did not break but was ended
-            return False
-        except NotFoundError:
-            return True  # the pod was deleted, and its log with it
-        return True
+    def _read_log(self, replica: Replica, container: str, position: LogPosition, *, previous: bool = False) -> None:
+        lines = self._cluster.log(
+            replica.pod,
+            self.opened,
+            uid=replica.uid,
+            container=container,
+            since_s=position.reopen(),
+            follow=not previous,
+            previous=previous,
+        )
+        for line in lines:
+            if position.take(parsed := LogLine.parse(replica.name, line)):
+                self._publish(parsed)

@@ -14,7 +14,10 @@ from trainer.graph import JobSpec
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """Nothing of this machine's own Kubernetes or pipeline."""
+    """Nothing of this machine's own Kubernetes or pipeline, and short pauses."""
+    monkeypatch.setattr("components.launch.launcher.EVENTS_S", 0.1)
+    monkeypatch.setattr("components.launch.readers.RELIST_S", 0.05)
+    monkeypatch.setattr("components.launch.readers.RECONNECT_S", 0.05)
     for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST", "TRAINER_NAMESPACE", "TRAINER_POOLS", "TRAINER_IMAGE"):
         monkeypatch.delenv(name, raising=False)
 

@@ -17,6 +17,7 @@ from components.launch.client import (
     Cluster,
     ClusterError,
     ConflictError,
+    ExpiredError,
     ForbiddenError,
     LogNotReadyError,
     NotFoundError,
@@ -25,7 +26,6 @@ from components.launch.client import (
     UnauthorizedError,
     proxy_to_service,
     response_error,
-    watch_events,
 )
 from components.launch.job_manifest import PODS
 from tests.stand_ins.kubernetes import resources as kinds
@@ -132,14 +132,13 @@ def test_refusals_are_named(kubernetes, cluster):
 
 def test_watch_gives_changes_until_it_is_ended_from_another_thread(kubernetes, cluster):
     kubernetes.script("*", Script(hang=True))
-    stream, ended = cluster.watch(PODS, cluster.list(PODS)["metadata"]["resourceVersion"]), []
+    version, streams, ended = cluster.list(PODS)["metadata"]["resourceVersion"], [], []
     seen = queue.SimpleQueue()
 
     def read():
         try:
-            with stream:
-                for kind, item in watch_events(stream):
-                    seen.put((kind, item["metadata"]["name"]))
+            for kind, item in cluster.watch(PODS, version, streams.append):
+                seen.put((kind, item["metadata"]["name"]))
         except ApiUnavailableError as error:
             ended.append(error)
 
@@ -148,19 +147,26 @@ def test_watch_gives_changes_until_it_is_ended_from_another_thread(kubernetes, c
     kubernetes.add_pod("p")
     assert seen.get(timeout=60) == ("ADDED", "p")
     time.sleep(0.3)  # the thread waits for more
-    stream.end()
+    streams[0].shutdown()
     thread.join(60)
     assert not thread.is_alive(), "the server would have it wait for ever"
     assert len(ended) == 1
-    stream.end()  # once more does no harm
+
+
+def test_watch_from_an_expired_version_says_so(kubernetes, cluster):
+    version = cluster.list(PODS)["metadata"]["resourceVersion"]
+    kubernetes.add_pod("p")
+    kubernetes.compact()
+    with pytest.raises(ExpiredError):
+        list(cluster.watch(PODS, version, lambda stream: None))
 
 
 def test_log_that_has_not_begun_is_not_ready(kubernetes, cluster):
     kubernetes.script("p", Script(pull_error_s=5))
-    cluster.create(PODS, POD)
+    uid = cluster.create(PODS, POD)["metadata"]["uid"]
     kubernetes.wait_for(lambda: any(reason == "Failed" for _, reason, _ in kubernetes.events("p")))
     with pytest.raises(LogNotReadyError, match="waiting to start"):
-        cluster.log("p", container="main")
+        list(cluster.log("p", lambda stream: None, uid=uid, container="main"))
 
 
 def test_page_of_proxy_is_no_api_server(monkeypatch, tmp_path):

@@ -167,9 +167,13 @@ def test_cluster_without_operator_says_what_to_install(kubernetes, job):
 
 
 def test_manifest_that_server_refuses_ends_with_its_words(kubernetes, job):
+    def renderer(*arguments):
+        manifest = BACKENDS["pytorchjob"].renderer(*arguments)
+        manifest["metadata"]["labels"]["bad label"] = "x"
+        return manifest
+
     wrong = job()
-    wrong.manifest["metadata"]["labels"]["bad label"] = "x"
-    wrong._set_attempt = lambda attempt: None  # the renderer makes none that is refused
+    wrong.backend = replace(wrong.backend, renderer=renderer)
     with pytest.raises(ClusterError, match="answered 4"):
         wrong.submit(ApiRetry(5))
     assert not wrong.delete()

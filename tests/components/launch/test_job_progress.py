@@ -131,6 +131,15 @@ def test_silence_has_a_limit(progress):
     assert "silent_minutes" in ending.message
 
 
+def test_line_that_was_read_late_ends_silence_at_its_own_time(progress):
+    start(progress, 10)
+    progress.add_line("worker-1", "step 7", 59, age_s=20, new=False)
+    assert progress.outcome(88) is None
+    assert "(the last was worker-1's: step 7)" in progress.outcome(89).message
+    progress.add_line("worker-0", "from a node whose clock is slow", 88, age_s=1000)
+    assert progress.outcome(137) is None
+
+
 def test_unreadable_logs_and_pods(progress):
     progress.logs_readable = False
     start(progress, 10)

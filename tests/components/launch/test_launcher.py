@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from components.launch import launcher, pools, readers
+from components.launch import launcher, pools
 from components.launch.client import ApiUnavailableError
 from components.launch.job_manifest import Owner
 from components.launch.launcher import ClusterLauncher
@@ -146,16 +146,36 @@ def test_logs_are_followed_from_pending_on(kubernetes, run, logged):
 
 @pytest.mark.parametrize("exit_code", [PREEMPTED_EXIT_CODE, CRASHED_NODE_EXIT_CODE, 137])
 def test_log_of_restarted_replica_is_read_further(kubernetes, run, logged, exit_code):
-    kubernetes.script("*-master-0", Script(output=["step 1", 1.5, "step 2"]))
+    kubernetes.script("*-worker-0", Script(output=["step 1", 1.5, "step 2"]))
     kubernetes.script(
-        "*-worker-0",
+        "*-master-0",
         Script(output=["first", 0.5], exit_code=exit_code, termination_message="why"),
-        Script(output=["second"]),
+        Script(output=["second", 1.5]),
     )
     run(retries=3)
-    worker = [line for line in logged() if line.startswith("worker-0 |")]
-    assert worker == ["worker-0 | first", "worker-0 | second"]
-    assert any(line.endswith(f"worker-0 ended with exit code {exit_code}: why") for line in logged())
+    first = [line for line in logged() if line.startswith("master-0 |")]
+    assert first == ["master-0 | first", "master-0 | second"]
+    assert any(line.endswith(f"master-0 ended with exit code {exit_code}: why") for line in logged())
+
+
+def test_restarted_worker_is_explained_and_read_at_the_end(kubernetes, run, logged):
+    """The operator may delete its first pod before the log is read; the message of its end is kept all the same."""
+    kubernetes.script("*-master-0", Script(output=["step 1", 1.5, "step 2"]))
+    kubernetes.script(
+        "*-worker-0", Script(output=["first", 0.5], exit_code=137, termination_message="why"), Script(output=["second"])
+    )
+    run(retries=3)
+    assert [line for line in logged() if line.startswith("worker-0 |")][-1] == "worker-0 | second"
+    assert any(line.endswith("worker-0 ended with exit code 137: why") for line in logged())
+
+
+def test_log_of_failing_worker_is_read_while_the_others_run(kubernetes, run, logged, meanwhile, tmp_path):
+    kubernetes.script("*-master-0", HANGING)
+    kubernetes.script("*-worker-0", Script(output=["step 1", "Traceback"], exit_code=CRASHED_NODE_EXIT_CODE))
+    meanwhile("worker-0 | Traceback", interrupt)
+    with pytest.raises((KeyboardInterrupt, LaunchError)):
+        run(record=str(tmp_path / "record"))
+    assert "Traceback" in read(tmp_path / "record")["logs/worker-0.log"]
 
 
 def test_a_preemption_is_no_failure_that_is_counted(kubernetes, run):
@@ -170,12 +190,11 @@ def test_a_preempted_replica_is_waited_for(kubernetes, run, logged, meanwhile):
     kubernetes.script("*-master-0", Script(output=["step 1", 1.2, "step 2"]))
     kubernetes.script("*-worker-0", HANGING, QUICK)
     meanwhile(
-        "worker-0 | step 1", lambda: kubernetes.preempt(kubernetes.list(PODS, "*-worker-0")[0]["metadata"]["name"])
+        "master-0 | step 1", lambda: kubernetes.preempt(kubernetes.list(PODS, "*-worker-0")[0]["metadata"]["name"])
     )
     run(retries=3)
     assert any("worker-0: Preempted: Preempted by pod" in line for line in logged())
-    assert [line for line in logged() if line.startswith("worker-0 |")] == [
-        "worker-0 | step 1",
+    assert [line for line in logged() if line.startswith("worker-0 |")][-2:] == [
         "worker-0 | step 1",
         "worker-0 | step 2",
     ]
@@ -281,6 +300,14 @@ def test_attempts_are_limited_across_pods(kubernetes, fails):
     assert len(jobs(kubernetes)) == 3
 
 
+@pytest.mark.usefixtures("minutes_of_half_a_second")
+def test_silent_master_that_waits_for_a_worker_does_not_hang(kubernetes, run, logged):
+    kubernetes.script("*-master-0", Script(output=["step 1", 2.0, "step 2"]))
+    kubernetes.script("*-worker-0", Script(output=[item for number in range(40) for item in (f"step {number}", 0.1)]))
+    run(silent_minutes=1)
+    assert "worker-0 | step 13" in logged()
+
+
 @pytest.mark.usefixtures("soon", "minutes_of_half_a_second")
 def test_attempts_of_job_that_hangs_are_limited(kubernetes, fails, logged):
     """It is deleted, and what it was cannot be counted on the cluster."""
@@ -305,7 +332,7 @@ def test_a_kind_that_is_removed_says_so(kubernetes, fails, meanwhile):
         kubernetes.uninstall("pytorchjobs")
         kubernetes.faults.cut()
 
-    meanwhile("worker-0 | step 1", remove)
+    meanwhile("master-0 | step 1", remove)
     assert "as all jobs of its kind: this cluster has no pytorchjobs.kubeflow.org" in fails()
 
 
@@ -330,7 +357,7 @@ def test_waiting_too_long_ends_the_job_for_good(kubernetes, fails, logged):
 @pytest.mark.parametrize("when", ["created", "running"])
 def test_ctrl_c_deletes_job_and_waits_until_it_is_gone(kubernetes, run, logged, meanwhile, when):
     kubernetes.script("*", HANGING if when == "running" else Script(pending_s=30))
-    moments = {"created": lambda: bool(jobs(kubernetes)), "running": "worker-0 | step 1"}
+    moments = {"created": lambda: bool(jobs(kubernetes)), "running": "master-0 | step 1"}
     meanwhile(moments[when], interrupt)
     with pytest.raises(KeyboardInterrupt):
         run()
@@ -342,7 +369,7 @@ def test_ctrl_c_deletes_job_and_waits_until_it_is_gone(kubernetes, run, logged, 
 def test_signal_that_ends_no_wait_is_noticed_soon(kubernetes, run, meanwhile):
     kubernetes.script("*", HANGING)
     began = []
-    meanwhile("worker-0 | step 1", lambda: (time.sleep(1), began.append(time.monotonic()), _thread.interrupt_main()))
+    meanwhile("master-0 | step 1", lambda: (time.sleep(1), began.append(time.monotonic()), _thread.interrupt_main()))
     with pytest.raises(KeyboardInterrupt):
         run()
     assert time.monotonic() - began[0] < 60
@@ -361,7 +388,7 @@ def test_ctrl_c_during_creation_leaves_no_job(kubernetes, run, meanwhile):
 def test_a_job_that_cannot_be_deleted_is_named(kubernetes, run, meanwhile, logged):
     kubernetes.script("*", HANGING)
     kubernetes.faults.deny("delete", "pytorchjobs")
-    meanwhile("worker-0 | step 1", interrupt)
+    meanwhile("master-0 | step 1", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run()
     name = jobs(kubernetes)[0]["metadata"]["name"]
@@ -375,7 +402,7 @@ def test_a_job_that_cannot_be_deleted_is_named(kubernetes, run, meanwhile, logge
 def test_a_short_outage_does_not_end_the_run(kubernetes, run, logged, meanwhile):
     kubernetes.script("*-master-0", Script(output=["step 1", 2.2, "step 2"]))
     kubernetes.script("*-worker-0", Script(output=["step 1", 1.5, "step 2"]))
-    meanwhile("worker-0 | step 1", lambda: kubernetes.faults.away(1.0))
+    meanwhile("master-0 | step 1", lambda: kubernetes.faults.away(1.0))
     run()
     assert sum("does not answer" in line for line in logged()) == 1
     assert sum("answers again" in line for line in logged()) == 1
@@ -385,7 +412,7 @@ def test_a_short_outage_does_not_end_the_run(kubernetes, run, logged, meanwhile)
 def test_long_outage_leaves_job_to_be_adopted(kubernetes, run, fails, logged, meanwhile):
     first, second = (kubernetes.add_pod(name)["metadata"]["uid"] for name in ("task-1", "task-2"))
     kubernetes.script("distill-*", Script(output=["step 1", 2.0, "step 2"]))
-    meanwhile("worker-0 | step 1", lambda: kubernetes.faults.away(1.0))
+    meanwhile("master-0 | step 1", lambda: kubernetes.faults.away(1.0))
     message = fails(ApiUnavailableError, owner=Owner(name="task-1", uid=first), api_timeout_s=0.3)
     name = jobs(kubernetes)[0]["metadata"]["name"]
     assert f"job {name} continues on its own: run the same task again to follow it" in message
@@ -408,8 +435,7 @@ def test_what_may_not_be_read_is_done_without(kubernetes, run, logged, verb, res
     assert logged()[-1].endswith("succeeded")
 
 
-def test_watches_that_break_and_expire_do_no_harm(kubernetes, run, logged, monkeypatch):
-    monkeypatch.setattr(readers, "POLL_S", 0.2)  # which is what they come to when they break all the time
+def test_watches_that_break_and_expire_do_no_harm(kubernetes, run, logged):
     steps = [item for number in range(12) for item in (f"step {number}", 0.1)]
     kubernetes.script("*-master-0", Script(output=[*steps, 0.7]))
     kubernetes.script("*-worker-0", Script(output=steps))
@@ -439,34 +465,30 @@ def test_while_server_is_unavailable_missing_line_is_no_silence(kubernetes, run,
     steps = [item for number in range(12) for item in (f"step {number}", 0.2)]
     kubernetes.script("*-master-0", Script(output=[*steps, 0.2]))
     kubernetes.script("*-worker-0", Script(output=steps))
-    meanwhile("worker-0 | step 1", lambda: kubernetes.faults.away(1.2))
+    meanwhile("master-0 | step 1", lambda: kubernetes.faults.away(1.2))
     run(silent_minutes=1)
     assert "worker-0 | step 11" in logged()
 
 
 @pytest.mark.usefixtures("minutes_of_half_a_second")
-def test_launcher_that_was_held_up_reads_before_it_judges(kubernetes, run, logged, meanwhile):
+def test_launcher_that_was_held_up_reads_before_it_judges(kubernetes, run, logged):
     steps = [item for number in range(12) for item in (f"step {number}", 0.2)]
     kubernetes.script("*-master-0", Script(output=[*steps, 0.2]))
     kubernetes.script("*-worker-0", Script(output=steps))
 
-    def warn(message):
-        (pod,) = kubernetes.list(PODS, "*-worker-0")
-        kubernetes.store.record_event(pod, "Warning", "Unhealthy", message, "kubelet")
-
     def hold_up(record):
-        if "probe failed once" in record.getMessage():
-            warn("probe failed twice")  # so what it reads first afterward is no line
+        if record.getMessage() == "master-0 | step 1":
+            (pod,) = kubernetes.list(PODS, "*-worker-0")
+            with kubernetes.store.changing(PODS, "kubeflow", pod["metadata"]["name"]) as changed:
+                changed["metadata"]["labels"]["else"] = "x"  # so what it reads first afterward is no line
             time.sleep(2.0)
         return True
 
     launcher.logger.addFilter(hold_up)
-    meanwhile("worker-0 | step 1", lambda: warn("probe failed once"))
     try:
         run(silent_minutes=1)
     finally:
         launcher.logger.removeFilter(hold_up)
-    assert any("probe failed twice" in line for line in logged())
     assert "worker-0 | step 11" in logged()
 
 
@@ -478,7 +500,7 @@ def test_a_login_that_runs_out_is_waited_for(kubernetes, run, logged, meanwhile)
         kubernetes.faults.fail(401, times=8)
         kubernetes.faults.cut()
 
-    meanwhile("worker-0 | step 1", refuse)
+    meanwhile("master-0 | step 1", refuse)
     run()
     assert any("does not know who you are" in line for line in logged())
     assert "worker-0 | step 2" in logged()
@@ -496,7 +518,7 @@ def test_an_interruption_survives_a_dead_connection(kubernetes, run, meanwhile):
         kubernetes.faults.away(0.5)
         interrupt()
 
-    meanwhile("worker-0 | step 1", interrupt_badly)
+    meanwhile("master-0 | step 1", interrupt_badly)
     with pytest.raises(KeyboardInterrupt):
         run()
     assert jobs(kubernetes) == []
@@ -527,11 +549,11 @@ def test_a_job_that_succeeds_leaves_its_record(kubernetes, run, tmp_path):
 
 def test_job_that_is_cancelled_leaves_its_record_too(kubernetes, run, tmp_path, meanwhile):
     kubernetes.script("*", HANGING)
-    meanwhile("worker-0 | step 1", interrupt)
+    meanwhile("master-0 | step 1", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(record=str(tmp_path / "record"))
     kept = read(tmp_path / "record")
-    assert "step 1" in kept["logs/worker-0.log"]
+    assert "step 1" in kept["logs/master-0.log"]
     assert json.loads(kept["job.json"])["kind"] == "PyTorchJob"
 
 

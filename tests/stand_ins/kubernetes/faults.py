@@ -64,6 +64,11 @@ class Faults:
         with self._lock:
             self._failures.append(_Failure(code, times, verb, resource, retry_after_s))
 
+    def clear(self) -> None:
+        """Fail no more requests."""
+        with self._lock:
+            self._failures.clear()
+
     def away(self, seconds: float) -> None:
         """Break off all streams, and close every connection without an answer, for a while or until `away(0)`."""
         self._away_until = time.monotonic() + seconds
