@@ -23,12 +23,14 @@ _HEAD = """\
 
 A recipe (`trainer/config/recipes/NAME.toml`) states what differs from the defaults below, and overrides change single settings:
 
-    make run RECIPE=digits SET="distill.temperature=3 data.source=imagefolder:/photos"
-    python -m trainer run digits --set distill.temperature=3
+    make run RECIPE=digits SET="distill.logit.temperature=3 data.source=imagefolder:/photos"
+    python -m trainer run digits --set distill.logit.temperature=3
 
 A value with spaces is quoted as in a shell. A table in braces, as in `distill.views={min_scale=0.5}`, takes the place of the recipe's:
 what it does not name has its default again, where `distill.views.min_scale=0.5` changes one value. `python -m trainer config RECIPE` shows
 what a recipe resolves to.
+The loss between logits has only the settings of its kind: `distill.logit.loss=dkd distill.logit.beta=4`, or as a table
+`'distill.logit={loss="dkd",beta=4}'`. A changed `distill.logit.loss` drops what only the recipe's loss has.
 A setting without a default is taken from the one that its meaning names.
 
 ## Recipes
@@ -72,7 +74,7 @@ def _section(name: str) -> str:
 
 
 def _rows(name: str, section: Section) -> Iterator[str]:
-    for setting, default, values, meaning in config.walk(section, name):
+    for setting, default, values, meaning in config.walk(section, name, every_kind=True):
         plain = float(f"{default:.7g}") if isinstance(default, float) else default
         shown = "" if default is None else f"`{json.dumps(plain)}`"
         yield f"| `{setting}` | {shown} | {_cell(values)} | {_cell(meaning)} |"

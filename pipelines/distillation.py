@@ -62,7 +62,7 @@ def distillation(
 
     Args:
         recipe: Name of a recipe in trainer/config/recipes, such as digits.
-        overrides: Settings that differ from the recipe, `distill.epochs=20 distill.temperature=3`; see docs/configuration.md.
+        overrides: Settings that differ from the recipe, `distill.epochs=20 distill.logit.temperature=3`; see docs/configuration.md.
         dataset: Images: digits, imagefolder:PATH_OR_URI, manifest:FILE.csv or hub:NAME. Empty: the recipe's.
         teacher: Weights of the teacher: a model directory (path or URI) or timm:NAME. Empty: the recipe's.
         experiment: MLflow experiment. Empty: the recipe's.

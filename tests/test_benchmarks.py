@@ -180,7 +180,7 @@ def test_accuracy(bench, monkeypatch):
 def test_methods(bench, monkeypatch):
     monkeypatch.setattr(bench_accuracy.subprocess, "run", run_command)
     monkeypatch.setattr(cli, "ended_by_sigterm", contextlib.nullcontext)
-    own = "kl at T = 4: distill.temperature=4"
+    own = "kl at T = 4: distill.logit.temperature=4"
     table = bench(
         "bench_accuracy", "methods", "digits", "--only", "hard", "--variant", own, "--seeds", "0",
         "--set", *RECIPE, "distill.teacher=recorded", "reinforce.views=1",
@@ -261,7 +261,7 @@ def test_a_method_that_there_is_not(bench):
     with pytest.raises(SystemExit, match=r"--only soft: no such method"):
         bench("bench_accuracy", "methods", "digits", "--only", "soft")
     with pytest.raises(SystemExit, match="give it a name of its own"):
-        bench("bench_accuracy", "methods", "digits", "--variant", "kl: distill.temperature=4")
+        bench("bench_accuracy", "methods", "digits", "--variant", "kl: distill.logit.temperature=4")
 
 
 def test_minutes_of_what_former_call_began_are_not_known(tmp_path):

@@ -45,7 +45,7 @@ def run_stage(
     Args:
         name: of the stage, such as `evaluate`.
         recipe: takes the stage's settings from this recipe; the defaults without one.
-        overrides: `key=value` settings, such as `distill.temperature=2`.
+        overrides: `key=value` settings, such as `distill.logit.temperature=2`.
         processes: how many processes train, in a stage that trains; 0: one for each GPU, or else one.
         directories: of each input and output, by the stage's keywords, such as `dataset` and `evaluation`.
 

@@ -11,7 +11,7 @@ folder of a former call is given as `--output`, what it has finished is kept.
                 `--set distill.teacher=recorded` from outputs that are recorded once
 
     python tests/benchmarks/bench_accuracy.py labels digits
-    python tests/benchmarks/bench_accuracy.py methods digits --only kl dkd --variant "kl at T = 4: distill.temperature=4"
+    python tests/benchmarks/bench_accuracy.py methods digits --only kl dkd --variant "kl at T = 4: distill.logit.temperature=4"
     python tests/benchmarks/bench_accuracy.py unlabeled grocery --set data.source=imagefolder:/photos/grocery --output runs/unlabeled
 """
 
@@ -214,12 +214,12 @@ def unlabeled(bench: Bench) -> Scores:
 
 METHODS = {
     "labels alone": "distill.logit_weight=0 distill.label_weight=1 distill.unlabeled=false",
-    "kl": "distill.logit_loss=kl",
-    "kl, standardized": "distill.logit_loss=kl distill.standardize_logits=true",
-    "hard": "distill.logit_loss=hard",
-    "dkd": "distill.logit_loss=dkd",
-    "dist": "distill.logit_loss=dist",
-    "kl and embedding": "distill.logit_loss=kl distill.feature_weight=1 distill.feature_loss=cosine_smooth_l1",
+    "kl": "distill.logit.loss=kl",
+    "kl, standardized": "distill.logit.loss=kl distill.logit.standardize=true",
+    "hard": "distill.logit.loss=hard",
+    "dkd": "distill.logit.loss=dkd",
+    "dist": "distill.logit.loss=dist",
+    "kl and embedding": "distill.logit.loss=kl distill.feature_weight=1 distill.feature_loss=cosine_smooth_l1",
 }
 """What `methods` compares; whatever else a recipe says of the student and its training is the same for all."""
 

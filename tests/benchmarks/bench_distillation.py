@@ -139,7 +139,7 @@ class Bench:
             "epochs": 10_000,
             "batch_size": self.case.batch_size,
             "precision": self.case.precision,
-            "temperature": TEMPERATURE,
+            "logit": {"temperature": TEMPERATURE},
             "logit_weight": LOGIT_WEIGHT,
             "label_weight": 1 - LOGIT_WEIGHT,
             "checkpoint_every": 0,

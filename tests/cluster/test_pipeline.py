@@ -51,7 +51,7 @@ def test_two_runs_at_once_their_cache_and_changed_setting(run_pipeline, mlflow):
     second = run_pipeline(seeds[0])
     assert second.exit_code == 0, second.output
     assert trained(second) == set()
-    third = run_pipeline(f"{seeds[0]} distill.temperature=3")
+    third = run_pipeline(f"{seeds[0]} distill.logit.temperature=3")
     assert third.exit_code == 0, third.output
     assert trained(third) == {"distill"}
 

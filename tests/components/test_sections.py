@@ -45,7 +45,7 @@ def test_each_stage_gets_its_own_section_only():
 @pytest.mark.parametrize(
     ("overrides", "changed"),
     [
-        ("distill.temperature=3.5", {"tune", "distill"}),
+        ("distill.logit.temperature=3.5", {"tune", "distill"}),
         ("distill.teacher=recorded", {"tune", "distill", "reinforce_needed"}),
         ("distill.views.flip=true", {"reinforce", "tune", "distill"}),
         ("reinforce.views=7", {"reinforce", "tune", "profile"}),
@@ -58,7 +58,7 @@ def test_each_stage_gets_its_own_section_only():
         ("tracking.experiment=other", set()),
         ("run.device=cpu", {"device"}),
         ("warm_up.enabled=true", {"warm_up", "warm_up_needed"}),
-        ("warm_up.enabled=true distill.temperature=3.5", {"warm_up", "warm_up_needed", "tune", "distill"}),
+        ("warm_up.enabled=true distill.logit.temperature=3.5", {"warm_up", "warm_up_needed", "tune", "distill"}),
     ],
 )
 def test_a_setting_changes_only_sections_that_read_it(monkeypatch, overrides, changed):
@@ -160,7 +160,7 @@ def test_images_are_found_and_versioned(tmp_path):
     assert first.source_version != second.source_version
     assert first.prepare == second.prepare
     # An unknown setting is named.
-    with pytest.raises(SettingsError, match=r"distill\.temprature.*did you mean distill\.temperature"):
+    with pytest.raises(SettingsError, match=r"distill\.temprature.*did you mean distill\.logit\.temperature"):
         sections.resolve("digits", "distill.temprature=3")
 
 

@@ -160,7 +160,7 @@ def _read_recipe(content: bytes, folder: Path) -> None:
 
 def _overrides() -> tuple[bytes, ...]:
     return (
-        b"distill.temperature=2 data.source=imagefolder:/photos",
+        b"distill.logit.temperature=2 data.source=imagefolder:/photos",
         b"distill.student.args='{img_size = 32, depth = 2}' evaluate.batch_size=64 distill.views.flip=false",
         b'reinforce.top_k=all distill.evidence.operators_at=[1,2] data.source="digits" run.seed=1',
     )

@@ -132,7 +132,7 @@ def test_the_same_output_again_keeps_what_is_there(small):
 def test_the_next_run_takes_what_did_not_change(small):
     settings, folder, _ = small
     first = (folder / "runs" / "latest").resolve()
-    ended = run(folder, "--processes", "1", "--set", *settings, "distill.temperature=3")
+    ended = run(folder, "--processes", "1", "--set", *settings, "distill.logit.temperature=3")
     assert ended.returncode == 0, ended.stderr
     assert kept(ended) == dict.fromkeys(("prepare", "pretrain", "reinforce"), f"({first})")
     before, after = read_summary(first), read_summary(folder / "runs" / "latest")

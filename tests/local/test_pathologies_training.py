@@ -253,8 +253,8 @@ def test_overfitting_of_wrong_labels(patient, tmp_path):
     [
         long({"label_weight": 1e-9}, id="label weight"),
         pytest.param({"logit_weight": 1e-9}, id="logit weight"),
-        long({"temperature": 1e-4}, id="low temperature"),
-        pytest.param({"temperature": 1e4}, id="high temperature"),
+        long({"logit": {"temperature": 1e-4}}, id="low temperature"),
+        pytest.param({"logit": {"temperature": 1e4}}, id="high temperature"),
     ],
 )
 def test_vanishing_loss_term(distill, settings):
@@ -300,7 +300,9 @@ def test_low_recorded_mass(patient, tmp_path):
     )
     outputs = tmp_path / "outputs"
     reinforce.run(record, dataset=patient.dataset, teacher=patient.teacher, teacher_outputs=outputs)
-    found = findings(patient.distill(teacher="recorded", teacher_outputs=str(outputs), temperature=4.0, **QUICK))
+    found = findings(
+        patient.distill(teacher="recorded", teacher_outputs=str(outputs), logit={"temperature": 4.0}, **QUICK)
+    )
     assert set(found) == {"low_recorded_mass"}, found
 
 

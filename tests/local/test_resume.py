@@ -69,7 +69,7 @@ def test_it_ends_with_same_bits_and_same_losses(distill, way):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "settings"),
-    [pytest.param(2, 1, {}, marks=pytest.mark.long), (1, 2, {}), (2, 1, {"logit_loss": "dist"})],
+    [pytest.param(2, 1, {}, marks=pytest.mark.long), (1, 2, {}), (2, 1, {"logit": {"loss": "dist"}})],
     ids=["from two to one", "from one to two", "from two to one, images of a micro-batch compared"],
 )
 def test_resuming_with_other_processes_keeps_samples_and_losses(distill, digits, before, after, settings):

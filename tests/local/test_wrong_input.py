@@ -50,8 +50,8 @@ def write_photos(folder, classes, count=4):
             ["run", "digit"],
             r"unknown recipe 'digit'; did you mean digits\?; known: digits, few-labels, food101, from-scratch",
         ),
-        (["run", "digits", "--set", "distill.temprature=2"], r"unknown setting distill.temprature.*distill.temp"),
-        (["run", "digits", "--set", "distill.temperature=0"], r"distill.temperature must be > 0\.0, got 0"),
+        (["run", "digits", "--set", "distill.temprature=2"], r"unknown setting distill.temprature.*distill.logit.temp"),
+        (["run", "digits", "--set", "distill.logit.temperature=0"], r"distill.logit.temperature must be > 0\.0, got 0"),
         (["run", "digits", "--set", "distill"], r"override 'distill': is not key=value"),
         (
             ["run", "digits", "--set", "pretrain.finetune.epochs=0"],
@@ -65,8 +65,8 @@ def write_photos(folder, classes, count=4):
             r"--settings '\[\]' is not a",
         ),
         (
-            [*stage("distill", "dataset teacher student evidence"), "--settings", '{"temperature": -1}'],
-            r"distill.temperature must be > 0",
+            [*stage("distill", "dataset teacher student evidence"), "--settings", '{"logit": {"temperature": -1}}'],
+            r"distill.logit.temperature must be > 0",
         ),
     ],
 )
@@ -267,9 +267,9 @@ def test_every_command_explains_itself(capsys, command):
 
 
 def test_the_resolved_settings_are_shown_with_their_meaning(capsys):
-    assert cli.main(["config", "digits", "--set", "distill.temperature=7"]) == 0
+    assert cli.main(["config", "digits", "--set", "distill.logit.temperature=7"]) == 0
     shown = capsys.readouterr().out
-    assert "distill.temperature = 7.0\n    Temperature T that softens" in shown
+    assert "distill.logit.temperature = 7.0\n    Temperature T that softens" in shown
     assert all(f"{name} = " in shown for name, *_ in config.walk(config.resolve("digits")))
     assert cli.main(["config", "digits", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == config.resolve("digits").model_dump(mode="json")

@@ -53,6 +53,44 @@ def test_defaults_of_a_part_survive_an_override_of_another():
     assert config.resolve("", "pretrain.mae.views.flip=false").pretrain.mae.views.min_scale == 0.2
 
 
+DKD = config.DkdSettings(beta=7)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "logit"),
+    [
+        ("", config.KlSettings(temperature=3.0, standardize=True)),
+        ("distill.logit.standardize=false", config.KlSettings(temperature=3.0)),
+        ("distill.logit.loss=kl", config.KlSettings(temperature=3.0, standardize=True)),
+        ("distill.logit.loss=hard", config.HardSettings()),
+        ("distill.logit.beta=7 distill.logit.loss=dkd", config.DkdSettings(temperature=3.0, standardize=True, beta=7)),
+        (['distill.logit={loss="dkd",beta=7}'], DKD),
+        ("""'distill.logit={loss="dkd",beta=7}'""", DKD),
+        (['distill.logit={loss="dkd"}', "distill.logit.beta=7"], DKD),
+        ("distill.logit={}", config.KlSettings()),
+    ],
+)
+def test_the_kind_of_logit_loss_decides_which_settings_there_are(overrides, logit, tmp_path):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text("[distill.logit]\ntemperature = 3\nstandardize = true\n")
+    assert config.resolve(str(recipe), overrides).distill.logit == logit
+
+
+def test_own_settings_of_a_replaced_logit_loss_are_dropped(tmp_path):
+    """Also where the other loss has one of the same name, with another meaning."""
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('[distill.logit]\nloss = "dkd"\nalpha = 2\nbeta = 3\ntemperature = 4\n')
+    for loss, expected in {
+        "dist": config.DistSettings(temperature=4),
+        "kl": config.KlSettings(temperature=4),
+        "hard": config.HardSettings(),
+    }.items():
+        assert config.resolve(str(recipe), f"distill.logit.loss={loss}").distill.logit == expected
+    recipe.write_text('[distill.logit]\nloss = "hard"\ntemperature = 4\n')
+    with pytest.raises(SettingsError, match=r"distill.logit: temperature is 4, but loss is hard"):
+        config.resolve(str(recipe))
+
+
 def test_overrides_are_text_or_toml():
     parsed = config.parse_overrides(
         "a=1 b=0.5 c=true d=plain e=imagefolder:/a/b 'f=two words' g=[1,2] h=\"1\" i=1e-3 j="
@@ -175,11 +213,11 @@ def test_what_is_recorded_is_what_the_student_will_see():
         ("distill.teacher=recorded", (True, True, False)),
         ("distill.teacher=recorded distill.logit_weight=0 distill.label_weight=1", (False, False, False)),
         ("distill.logit_weight=0 distill.feature_weight=1", (True, False, False)),
-        ("distill.logit_loss=hard", (True, False, False)),
-        ("distill.logit_loss=dkd", (True, False, True)),
-        ("distill.logit_loss=dist", (True, False, True)),
-        ("distill.standardize_logits=true", (True, False, True)),
-        ("distill.logit_loss=dkd distill.logit_weight=0", (False, False, False)),
+        ("distill.logit.loss=hard", (True, False, False)),
+        ("distill.logit.loss=dkd", (True, False, True)),
+        ("distill.logit.loss=dist", (True, False, True)),
+        ("distill.logit.standardize=true", (True, False, True)),
+        ("distill.logit.loss=dkd distill.logit_weight=0", (False, False, False)),
     ],
 )
 def test_a_distillation_says_what_it_needs_of_the_teacher(overrides, needs):
@@ -188,7 +226,7 @@ def test_a_distillation_says_what_it_needs_of_the_teacher(overrides, needs):
 
 
 def test_a_stage_gets_its_own_section_only():
-    settings, changed = config.resolve("digits"), config.resolve("digits", "distill.temperature=9 data.workers=3")
+    settings, changed = config.resolve("digits"), config.resolve("digits", "distill.logit.temperature=9 data.workers=3")
     assert settings.for_stage("prepare") == changed.for_stage("prepare")
     assert settings.for_stage("evaluate") == changed.for_stage("evaluate")
     assert settings.for_stage("distill") != changed.for_stage("distill")
@@ -198,23 +236,30 @@ def test_a_stage_gets_its_own_section_only():
 
 
 WRONG = {
-    "distill.temprature=2": r"unknown setting distill.temprature; did you mean distill.temperature",
-    "temperature=2": r"unknown setting temperature; did you mean distill.temperature",
-    "distill.temperature=-1": r"distill.temperature must be > 0.*, got -1",
+    "distill.temprature=2": r"unknown setting distill.temprature; did you mean distill.logit.temperature",
+    "temperature=2": r"unknown setting temperature; did you mean distill.logit.temperature",
+    "distill.logit.temperature=-1": r"distill.logit.temperature must be > 0.*, got -1",
     "distill.epochs=2.5": r"distill.epochs must be a whole number, got 2.5",
     "distill.epochs=many": r"distill.epochs must be a whole number, got 'many'",
     "data.fit=squeeze": r"data.fit must be 'crop' or 'stretch', got 'squeeze'",
     "distill.zero=perhaps": r"distill.zero must be true or false, got 'perhaps'",
     "distill=3": r"distill is a group of settings and cannot be 3",
-    "distill.temperature.x=3": r"distill.temperature",
+    "distill.logit.temperature.x=3": r"distill.logit.temperature",
     "distill.logit_weight=0 distill.label_weight=0": r"distill: logit_weight and label_weight are both 0.*give one of them a weight",
     "distill.kl_weight=1": r"unknown setting distill.kl_weight; did you mean distill\.weights or distill\.token_weight or",
-    "distill.logit_loss=mse": r"distill.logit_loss must be 'kl', 'hard', 'dkd' or 'dist', got 'mse'",
+    "distill.logit.temperature=3 distill.logit.loss=hard": r"distill.logit: temperature is 3, but loss is hard, which has none; leave",
+    "distill.logit.alpha=2": r"distill.logit: alpha is 2, but loss is kl, .* leave distill.logit.alpha out, or set distill.logit.loss=dkd",
+    "distill.logit.alhpa=2": r"unknown setting distill.logit.alhpa; did you mean distill.logit.alpha",
+    "distill.logit=dkd": r"distill.logit is a group of settings and cannot be 'dkd'; set one of its members",
+    "distill.logit.loss=mse": r"distill.logit.loss must be 'kl', 'hard', 'dkd' or 'dist', got 'mse'",
     "distill.teacher=offline": r"distill.teacher must be 'online' or 'recorded', got 'offline'",
-    "distill.logit_loss=dkd distill.views.mixup=0.8": r"distill: logit_loss is dkd, .* views.cutmix mixes them; set both to 0",
-    "distill.logit_loss=dkd distill.dkd_alpha=0 distill.dkd_beta=0": r"distill: logit_loss is dkd, but dkd_alpha and dkd_beta are both 0",
-    "distill.logit_loss=dist distill.dist_beta=0 distill.dist_gamma=0": r"distill: logit_loss is dist, but dist_beta and dist_gamma",
-    "distill.logit_loss=hard distill.standardize_logits=true": r"distill: logit_loss is hard.*set standardize_logits=false",
+    "distill.logit.loss=dkd distill.views.mixup=0.8": r"distill: logit.loss is dkd, .* views.cutmix mixes them; set both to 0",
+    "distill.logit.loss=dkd distill.logit.alpha=0 distill.logit.beta=0": r"distill: logit.loss is dkd, but logit.alpha and logit",
+    "distill.logit.loss=dist distill.logit.beta=0 distill.logit.gamma=0": r"distill: logit.loss is dist, but logit.beta and logit.gamma",
+    "distill.logit.loss=hard distill.logit.standardize=true": (
+        r"distill.logit: standardize is True, but loss is hard, which has none; leave distill.logit.standardize out, or set "
+        r"distill.logit.loss=kl or dkd or dist"
+    ),
     "distill.head=probe": r"distill: head is probe, .* but logit_weight=0.9 and label_weight=0.1; set distill.logit_weight=0 and",
     "distill.block_weight=1": r"distill: blocks is \{\}, but block_weight is 1; give both",
     "distill.blocks={3=7}": r"distill: blocks is \{3: 7\}, but block_weight is 0; give both",
@@ -241,7 +286,7 @@ WRONG = {
         r"distill: low_resolution.epochs is 9 of 9 epochs, so none is left at the network's own resolution"
     ),
     "pretrain.mae.mask_ratio=1": r"pretrain.mae.mask_ratio must be < 1.*, got 1",
-    "distill.temperature=nan": r"distill.temperature must be a finite number",
+    "distill.logit.temperature=nan": r"distill.logit.temperature must be a finite number",
     "evaluate.latency_batch_sizes=[4,0]": r"evaluate.latency_batch_sizes.1 must be >= 1, got 0",
     "epochs": r"override 'epochs': is not key=value",
     "=3": r"override '=3': is not key=value",
@@ -311,13 +356,13 @@ def test_a_recording_without_the_embedding_is_refused_before_it_is_made():
 
 def test_all_wrong_settings_are_reported_at_once():
     with pytest.raises(SettingsError) as caught:
-        config.resolve("digits", "distill.temperature=-1 data.image_size=2")
+        config.resolve("digits", "distill.logit.temperature=-1 data.image_size=2")
     assert len(str(caught.value).splitlines()) == 2
 
 
 def test_a_wrong_section_of_a_stage_is_named_in_full():
-    with pytest.raises(SettingsError, match=r"^distill.temperature must be > 0"):
-        config.validate(config.DistillSettings, {"temperature": 0}, prefix="distill")
+    with pytest.raises(SettingsError, match=r"^distill.logit.temperature must be > 0"):
+        config.validate(config.DistillSettings, {"logit": {"temperature": 0}}, prefix="distill")
 
 
 def test_an_unknown_recipe_is_answered_with_the_nearest(tmp_path):
@@ -331,8 +376,8 @@ def test_an_unknown_recipe_is_answered_with_the_nearest(tmp_path):
 
 
 def test_a_recipe_of_ones_own_is_a_toml_file(tmp_path):
-    (tmp_path / "mine.toml").write_text("# Mine.\n[distill]\ntemperature = 7\n")
-    assert config.resolve(str(tmp_path / "mine.toml")).distill.temperature == 7
+    (tmp_path / "mine.toml").write_text("# Mine.\n[distill.logit]\ntemperature = 7\n")
+    assert config.resolve(str(tmp_path / "mine.toml")).distill.logit.temperature == 7
     (tmp_path / "broken.toml").write_text("[distill")
     with pytest.raises(SettingsError, match=r"broken.toml: cannot be read"):
         config.resolve(str(tmp_path / "broken.toml"))
@@ -380,9 +425,9 @@ def test_a_setting_with_alternatives_is_explained_in_one_message(override, messa
     ("overrides", "top_k", "kept"),
     [
         ("", 10, 10),
-        ("distill.logit_loss=dkd", "all", 81),
-        ("distill.standardize_logits=true", "all", 81),
-        ("distill.logit_loss=dkd reinforce.top_k=20", 20, 20),
+        ("distill.logit.loss=dkd", "all", 81),
+        ("distill.logit.standardize=true", "all", 81),
+        ("distill.logit.loss=dkd reinforce.top_k=20", 20, 20),
         ("reinforce.top_k=all", "all", 81),
         ("reinforce.top_k=200", 200, 81),
     ],

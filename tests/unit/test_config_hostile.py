@@ -11,8 +11,10 @@ from trainer.io.errors import SettingsError
 
 def test_an_override_is_one_setting():
     for further in ("evil = 3", "[run]\nseed = 3"):
-        with pytest.raises(SettingsError, match=r"distill.temperature has characters that cannot be shown: '2\\n"):
-            config.resolve("", [f"distill.temperature=2\n{further}"])
+        with pytest.raises(
+            SettingsError, match=r"distill.logit.temperature has characters that cannot be shown: '2\\n"
+        ):
+            config.resolve("", [f"distill.logit.temperature=2\n{further}"])
 
 
 @pytest.mark.parametrize("text", ["\x1b]0;owned\x07", "a\nb", "\u202egpj", "a\0b", "\ud800"])

@@ -1,6 +1,6 @@
 """From a recipe and overrides to the settings of a run, all checked, with a message that names each wrong one.
 
-A recipe (`trainer/config/recipes/NAME.toml`) states only what differs from the defaults; overrides are text (`distill.temperature=2`).
+A recipe (`trainer/config/recipes/NAME.toml`) states only what differs from the defaults; overrides are text (`distill.epochs=2`).
 `resolve` turns both into one frozen `Settings`, and fills in what sections take from one another. Every setting stands in `settings`.
 Nothing here imports torch.
 """
@@ -17,10 +17,13 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from trainer.config.conflicts import Facts, conflicts, planned
+from trainer.config.former_names import FORMER_NAMES
+from trainer.config.former_names import with_present_names as with_present_names
 from trainer.config.settings import BUNDLED as BUNDLED
 from trainer.config.settings import DEVICE_VARIABLE as DEVICE_VARIABLE
 from trainer.config.settings import FOLDERS as FOLDERS
 from trainer.config.settings import LOADING as LOADING
+from trainer.config.settings import LOGIT_LOSSES, SoftenedSettings
 from trainer.config.settings import TOP_K as TOP_K
 from trainer.config.settings import WAIT_VARIABLE as WAIT_VARIABLE
 from trainer.config.settings import ClassReference as ClassReference
@@ -28,13 +31,18 @@ from trainer.config.settings import Compile as Compile
 from trainer.config.settings import DataSettings as DataSettings
 from trainer.config.settings import DecodeOn as DecodeOn
 from trainer.config.settings import DistillSettings as DistillSettings
+from trainer.config.settings import DistSettings as DistSettings
+from trainer.config.settings import DkdSettings as DkdSettings
 from trainer.config.settings import EvaluateSettings as EvaluateSettings
 from trainer.config.settings import EvidenceSettings as EvidenceSettings
 from trainer.config.settings import ExportSettings as ExportSettings
 from trainer.config.settings import FeatureFormat as FeatureFormat
 from trainer.config.settings import FinetuneSettings as FinetuneSettings
 from trainer.config.settings import GateSettings as GateSettings
+from trainer.config.settings import HardSettings as HardSettings
+from trainer.config.settings import KlSettings as KlSettings
 from trainer.config.settings import LoadingSettings as LoadingSettings
+from trainer.config.settings import LogitSettings as LogitSettings
 from trainer.config.settings import LoraSettings as LoraSettings
 from trainer.config.settings import LowResolutionSettings as LowResolutionSettings
 from trainer.config.settings import MaeSettings as MaeSettings
@@ -98,7 +106,7 @@ def load_recipe(recipe: str) -> dict[str, Any]:
 
 
 def parse_overrides(overrides: str | Iterable[str]) -> dict[str, Any]:
-    """Parse `"distill.temperature=2 data.source=digits"` -> `{"distill.temperature": 2, "data.source": "digits"}`.
+    """Parse `"distill.logit.temperature=2 data.source=digits"` -> `{"distill.logit.temperature": 2, "data.source": "digits"}`.
 
     A value is read as TOML where it is TOML (numbers, true, quoted text, lists) and as plain text otherwise; a value with spaces
     is quoted as in a shell.
@@ -111,7 +119,7 @@ def parse_overrides(overrides: str | Iterable[str]) -> dict[str, Any]:
     for item in items:
         key, equals, text = item.partition("=")
         if not equals or not key:
-            raise SettingsError(f"override {item!r}: is not key=value, such as distill.temperature=2")
+            raise SettingsError(f"override {item!r}: is not key=value, such as distill.logit.temperature=2")
         parsed[key] = _parse_value(item, key, text)
     return parsed
 
@@ -164,8 +172,10 @@ def _kind(path: Sequence[str]) -> Any:
 
 def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
     """Change the defaults by a recipe, and then by overrides; a `SettingsError` names all that is wrong."""
-    values = load_recipe(recipe) if recipe else {}
-    for key, value in parse_overrides(overrides).items():
+    values, given = load_recipe(recipe) if recipe else {}, parse_overrides(overrides)
+    for key, value in given.items():
+        _make_way(values, key, value)
+    for key, value in given.items():
         *path, last = key.split(".")
         if len(path) > limits.NESTING:
             raise SettingsError(
@@ -177,9 +187,33 @@ def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
             if not isinstance(group, dict):
                 raise SettingsError(f"override {key}: {part} is a value, not a group of settings")
         group[last] = value
-    defaults = Settings().model_dump()
+    defaults = Settings().model_dump(exclude={"distill": {"logit"}})  # each logit loss has defaults of its own
     defaults["register"]["model_name"] = student_name(recipe)
     return _inherit(validate(Settings, merge(defaults, values)))
+
+
+def _make_way(recipe: dict[str, Any], key: str, value: Any) -> None:
+    """Remove from a recipe what an override replaces: the setting under another name, and what only the recipe's logit loss has."""
+    now = FORMER_NAMES[key][0] if key in FORMER_NAMES else key
+    if now == "distill.logit.loss":
+        logit = _group(recipe, "distill.logit")
+        before, after = (LOGIT_LOSSES.get(str(loss)) for loss in (logit.get("loss", "kl"), value))
+        if before and after and before is not after:
+            shared = SoftenedSettings.model_fields.keys() & after.model_fields.keys()
+            for name in before.model_fields.keys() - shared:
+                logit.pop(name, None)
+    formers = [former for former, (name, _) in FORMER_NAMES.items() if f"{name}.".startswith(f"{key}.")]
+    for other in formers if now == key else [now]:
+        section, _, name = other.rpartition(".")
+        _group(recipe, section).pop(name, None)
+
+
+def _group(values: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return the group of settings at a path; an empty one if there is none."""
+    group: Any = values
+    for part in path.split("."):
+        group = group.get(part) if isinstance(group, dict) else None
+    return group if isinstance(group, dict) else {}
 
 
 def student_name(recipe: str = "") -> str:
@@ -290,17 +324,29 @@ def validate_section(name: str, values: Mapping[str, Any]) -> Section:
     return validate(section, values, prefix=name)
 
 
-def walk(section: type[Section] | Section, prefix: str = "") -> Iterator[tuple[str, Any, str, str]]:
-    """Walk through every setting below a section: (full name, value or default, type and limits as text, meaning)."""
+def walk(
+    section: type[Section] | Section, prefix: str = "", *, every_kind: bool = False
+) -> Iterator[tuple[str, Any, str, str]]:
+    """Walk through every setting below a section: (full name, value or default, type and limits as text, meaning).
+
+    Where a kind decides which settings a group has, these are those of the chosen kind; of a class, or with `every_kind`, those of all.
+    """
+    every_kind = every_kind or isinstance(section, type)
     model = section if isinstance(section, type) else type(section)
     for name, field in model.model_fields.items():
         full = f"{prefix}.{name}" if prefix else name
         value = field.get_default(call_default_factory=True) if isinstance(section, type) else getattr(section, name)
         annotation = field.annotation
-        if isinstance(value, Section):
-            yield from walk(value, full)
+        if isinstance(field.discriminator, str):  # a group whose kind decides which settings it has
+            tag, groups = field.discriminator, get_args(annotation)
+            kinds = ", ".join(f"`{group.model_fields[tag].default}`" for group in groups)
+            yield f"{full}.{tag}", getattr(value, tag), kinds, meanings(model)[name]
+            rows = (row for one in (groups if every_kind else [value]) for row in walk(one, full))
+            yield from dict.fromkeys(row for row in rows if row[0] != f"{full}.{tag}")
+        elif isinstance(value, Section):
+            yield from walk(value, full, every_kind=every_kind)
         elif isinstance(annotation, type) and issubclass(annotation, Section):
-            yield from walk(annotation, full)
+            yield from walk(annotation, full, every_kind=every_kind)
         else:
             yield full, value, _schema_text(_properties(model)[name]), meanings(model).get(name, "")
 

@@ -101,7 +101,9 @@ def _of_recorded(distill: DistillSettings, recorded: KeptOutputs, facts: Facts) 
     by_class = facts.multi_label and distill.logit_weight > 0
     is_short = recorded.top_k != "all" and (recorded.classes is None or recorded.top_k < recorded.classes)
     if (distill.needs_all_logits or by_class) and is_short:
-        loss = f"distill.logit_loss={distill.logit_loss}" + " with standardize_logits" * distill.standardize_logits
+        loss = (
+            f"distill.logit.loss={distill.logit.loss}" + " with distill.logit.standardize" * distill.logit.standardize
+        )
         loss += " of several labels an image (data.multi_label)" * by_class
         all_of = "" if recorded.classes is None else f"{recorded.classes} "
         yield (
@@ -140,14 +142,14 @@ def _of_views(distill: DistillSettings, reinforce: ReinforceSettings) -> Iterato
 def _of_several_labels(facts: Facts) -> Iterator[str]:
     """Yield what is not known of images with several labels."""
     distill, pretrain, evaluate = facts.distill, facts.pretrain, facts.evaluate
-    if distill and distill.logit_weight and distill.logit_loss != "kl":
+    if distill and distill.logit_weight and distill.logit.loss != "kl":
         yield (
-            f"distill.logit_loss is {distill.logit_loss}, which is for images of one class, but the data set's may have several labels; "
-            "set distill.logit_loss=kl"
+            f"distill.logit.loss is {distill.logit.loss}, which is for images of one class, but the data set's may have several labels; "
+            "set distill.logit.loss=kl"
         )
-    if distill and distill.logit_weight and distill.standardize_logits:
+    if distill and distill.logit_weight and distill.logit.standardize:
         yield (
-            "distill.standardize_logits is true, which compares the classes of an image with one another, but the data set's may have "
+            "distill.logit.standardize is true, which compares the classes of an image with one another, but the data set's may have "
             "several labels; set it to false"
         )
     if distill and distill.head == "probe":

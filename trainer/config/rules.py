@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
+from trainer.config.former_names import accepting_former_names
 from trainer.io.base_models import Fraction, NonNegative, NonNegativeFloat, Percent, Positive, Section
 
 FEW_LABELS = 50
@@ -229,7 +227,7 @@ class LowRecordedMassThresholds(Thresholds):
 class RuleSettings(Section):
     """Every rule, with its thresholds; docs/rules.md describes them."""
 
-    former_names: ClassVar[Mapping[str, str]] = {"poor_initialisation": "poor_initialization"}
+    _renamed = accepting_former_names("rules")
 
     io_bottleneck: IoBottleneckThresholds = IoBottleneckThresholds()
     loader_workers: LoaderWorkersThresholds = LoaderWorkersThresholds()

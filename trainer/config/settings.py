@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WrapValidator, field_validator, model_validator
 
+from trainer.config.former_names import accepting_former_names
 from trainer.config.loss_terms import RECORDED_VIEWS, TAUGHT
 from trainer.config.rules import RuleSettings
 from trainer.graph import MODULE, PACKAGE, STAGES, TIMM, TRANSFORMERS
@@ -386,7 +387,7 @@ class TrainingSettings(Section):
 class DataSettings(Section):
     """Which images, and how `prepare` stores them."""
 
-    former_names: ClassVar[Mapping[str, str]] = {"grey_bits": "gray_bits"}
+    _renamed = accepting_former_names("data")
 
     source: Place = "digits"
     """`digits`, `imagefolder:PATH_OR_URI`, `manifest:FILE.csv` or `hub:NAME[:CONFIG]`."""
@@ -665,8 +666,79 @@ class ReinforceSettings(LoadingSettings):
         return classes if self.top_k == "all" else min(self.top_k or TOP_K, classes)
 
 
+class SoftenedSettings(Section):
+    """Of each loss between distributions over the classes."""
+
+    loss: str
+    temperature: Annotated[float, Field(gt=0)] = 2.0
+    """Temperature T that softens both distributions; not of `hard`. From recorded outputs `kl` is exact for T = 1 and 2, close between and
+    above, and rough below 1."""
+    standardize: bool = False
+    """Standardize the logits of both before they are compared, so that T counts in standard deviations (Sun et al. 2024); not of `hard`.
+    Recorded outputs serve it as they serve `dkd`."""
+
+
+class KlSettings(SoftenedSettings):
+    """The divergence from the teacher's distribution."""
+
+    loss: Literal["kl"] = "kl"
+
+
+class HardSettings(Section):
+    """The cross-entropy with the teacher's top class."""
+
+    loss: Literal["hard"] = "hard"
+    standardize: ClassVar = False
+
+
+class DkdSettings(SoftenedSettings):
+    """The divergence, decoupled around the true class."""
+
+    loss: Literal["dkd"] = "dkd"
+    alpha: NonNegativeFloat = 1.0
+    """DKD's weight of the target-class term (TCKD)."""
+    beta: NonNegativeFloat = 8.0
+    """DKD's weight of the non-target-class term (NCKD)."""
+
+
+class DistSettings(SoftenedSettings):
+    """Correlations between the classes of an image, and between the images."""
+
+    loss: Literal["dist"] = "dist"
+    beta: NonNegativeFloat = 1.0
+    """DIST's weight of the inter-class relation (between the classes of an image)."""
+    gamma: NonNegativeFloat = 1.0
+    """DIST's weight of the intra-class relation (between the images of a micro-batch, for each class)."""
+
+
+LOGIT_LOSSES: Mapping[str, type[Section]] = {
+    one.model_fields["loss"].default: one for one in (KlSettings, HardSettings, DkdSettings, DistSettings)
+}
+
+
+def _by_loss(values: Any, union: Callable[[Any], Any]) -> Any:
+    """Check settings as those of the loss that they name, `kl` if none; by the union alone, messages would name the loss as a group."""
+    loss = values.get("loss", "kl") if isinstance(values, Mapping) else None
+    if not isinstance(loss, str) or loss not in LOGIT_LOSSES:
+        return union(values)
+    for name in sorted(values.keys() - LOGIT_LOSSES[loss].model_fields.keys()):
+        if having := " or ".join(other for other, one in LOGIT_LOSSES.items() if name in one.model_fields):
+            raise ValueError(
+                f"{name} is {values[name]}, but loss is {loss}, which has none; leave distill.logit.{name} out, or set "
+                f"distill.logit.loss={having}"
+            )
+    return LOGIT_LOSSES[loss].model_validate(values)
+
+
+LogitSettings = Annotated[
+    KlSettings | HardSettings | DkdSettings | DistSettings, Field(discriminator="loss"), WrapValidator(_by_loss)
+]
+
+
 class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     """The student: loss = the sum of weight x loss over logits, features, tokens, blocks, similarities, labels."""
+
+    _renamed = accepting_former_names("distill")
 
     watch: WatchSettings | None = None
     """Rules checked while the training runs; set from `profile` if that has a `stop_on`."""
@@ -694,26 +766,12 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     with the same views."""
     teacher_weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
     """Weight of each teacher in that mean, the pipeline's own first; empty: all have the same."""
-    logit_loss: Literal["kl", "hard", "dkd", "dist"] = "kl"
+    logit: LogitSettings = KlSettings()
     """Between logits: `kl` (Hinton et al. 2015), `hard` (DeiT's, Touvron et al. 2021), `dkd` (Zhao et al. 2022), `dist` (Huang et al.
     2022); recorded outputs serve `dkd` and `dist` only if they hold all logits (`reinforce.top_k`). With `data.multi_label` there is `kl`
     alone: the sum over the classes of the divergence of each one's two-way distribution."""
     logit_weight: NonNegativeFloat = 0.9
     """Weight of the logit loss; 0 turns it off."""
-    temperature: Annotated[float, Field(gt=0)] = 2.0
-    """Temperature T that softens both distributions (`hard` has none); from recorded outputs `kl` is exact for T = 1 and 2, close between
-    and above, and rough below 1."""
-    standardize_logits: bool = False
-    """Standardize the logits of both before they are compared, so that T counts in standard deviations (Sun et al. 2024); recorded outputs
-    serve it as they serve `dkd`."""
-    dkd_alpha: NonNegativeFloat = 1.0
-    """DKD's weight of the target-class term (TCKD)."""
-    dkd_beta: NonNegativeFloat = 8.0
-    """DKD's weight of the non-target-class term (NCKD)."""
-    dist_beta: NonNegativeFloat = 1.0
-    """DIST's weight of the inter-class relation (between the classes of an image)."""
-    dist_gamma: NonNegativeFloat = 1.0
-    """DIST's weight of the intra-class relation (between the images of a micro-batch, for each class)."""
     feature_loss: Literal["cosine", "mse", "cosine_smooth_l1"] = "cosine"
     """Between the pooled features, and between patch tokens, the student's after a linear projection that is trained with it and not kept;
     those of a teacher without a head are standardized before. `cosine_smooth_l1` is UNIC's (Sariyildiz et al. 2024)."""
@@ -779,20 +837,17 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     @property
     def relates_images(self) -> bool:
         """Whether a loss compares the images of a micro-batch with one another, so that its size is a part of what is learned."""
-        return self.logit_weight > 0 and self.logit_loss == "dist" and self.dist_gamma > 0
+        return self.logit_weight > 0 and isinstance(self.logit, DistSettings) and self.logit.gamma > 0
 
     @property
     def needs_all_logits(self) -> bool:
         """Whether the logit loss compares the logits of all classes, so that the largest ones alone are not enough."""
-        return self.logit_weight > 0 and (self.logit_loss in ("dkd", "dist") or self.standardize_logits)
+        compares_all = isinstance(self.logit, DkdSettings | DistSettings) or self.logit.standardize
+        return self.logit_weight > 0 and compares_all
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         self.check_weights("distill", "student", self.student.architecture)
-        mixes = self.views.mixup > 0 or self.views.cutmix > 0
-        is_dkd, is_dist, is_hard = (
-            self.logit_loss == name and self.logit_weight > 0 for name in ("dkd", "dist", "hard")
-        )
         if self.head == "probe":
             self._check_probe()
         elif self.logit_weight == self.label_weight == 0:
@@ -816,19 +871,17 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
                 f"distillation_token is true, but logit_weight is {self.logit_weight:g} and label_weight {self.label_weight:g}, and each "
                 "of them teaches one of the two heads; give both a weight, or set distillation_token=false"
             )
-        if is_dkd and mixes:
+        mixes = self.views.mixup > 0 or self.views.cutmix > 0
+        if self.logit_weight and isinstance(self.logit, DkdSettings) and mixes:
             raise ValueError(
-                "logit_loss is dkd, which needs one true class an image, but views.mixup or views.cutmix mixes them; "
-                "set both to 0 or choose another logit_loss"
+                "logit.loss is dkd, which needs one true class an image, but views.mixup or views.cutmix mixes them; "
+                "set both to 0 or choose another logit.loss"
             )
-        if is_dkd and self.dkd_alpha == self.dkd_beta == 0:
-            raise ValueError("logit_loss is dkd, but dkd_alpha and dkd_beta are both 0; give one of them a weight")
-        if is_dist and self.dist_beta == self.dist_gamma == 0:
-            raise ValueError("logit_loss is dist, but dist_beta and dist_gamma are both 0; give one of them a weight")
-        if is_hard and self.standardize_logits:
+        weights = {name: value for name, value in self.logit if name in ("alpha", "beta", "gamma")}
+        if self.logit_weight and weights and not any(weights.values()):
+            first, second = (f"logit.{name}" for name in weights)
             raise ValueError(
-                "logit_loss is hard, which takes only the top class from the teacher, so there are no logits to standardize; "
-                "set standardize_logits=false or choose another logit_loss"
+                f"logit.loss is {self.logit.loss}, but {first} and {second} are both 0; give one of them a weight"
             )
         return self
 

@@ -6,18 +6,15 @@ import ast
 import difflib
 import functools
 import inspect
-import logging
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
-
-logger = logging.getLogger(__name__)
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -77,19 +74,6 @@ class Section(StrictModel):
     """A frozen group of settings; the text below a field is its meaning, shown by `python -m trainer config`."""
 
     model_config = ConfigDict(validate_default=True, allow_inf_nan=False)
-    former_names: ClassVar[Mapping[str, str]] = {}  # name in the last version -> name of the setting now
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_former_names(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping) or cls.former_names.keys().isdisjoint(values):
-            return values
-        renamed = dict(values)
-        for former, name in cls.former_names.items():
-            if former in values:
-                logger.warning("the setting %s is now %s; the next version will refuse the old name", former, name)
-                renamed[name] = renamed.pop(former)
-        return renamed
 
     @field_validator("*")
     @classmethod
@@ -159,7 +143,11 @@ def explain(
             messages.append(f'{name} must be text, got {value}; quote it: "{value}"')
         elif allowed:
             messages.append(f"{name} must be {' or '.join(allowed)}, got {shown}")
-        elif kind == "model_type":
+        elif kind == "union_tag_invalid":
+            tag = alternatives[0]["ctx"]
+            of_all = " or ".join(tag["expected_tags"].rsplit(", ", 1))
+            messages.append(f"{name}.{tag['discriminator'].strip(chr(39))} must be {of_all}, got {tag['tag']!r}")
+        elif kind in ("model_type", "model_attributes_type"):
             group = f"is a group of {noun}s and cannot be {shown}; set one of its members, such as {name}.NAME=VALUE"
             messages.append(f"{name} {group}")
         elif kind == "value_error":
@@ -216,7 +204,7 @@ def flatten(
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Ask whether the nearest names were meant, `; did you mean A or B?`; empty where none is near."""
-    candidates = list(known)
+    candidates = [*dict.fromkeys(known)]
     close = difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)
     if not close:  # the right name in the wrong section
         last = name.rsplit(".", 1)[-1]

@@ -90,7 +90,7 @@ def add_recipe(
 
 def add_overrides(options: Options) -> None:
     """Add the settings that differ from the recipe's: `options.overrides`, a list of texts."""
-    text = "change settings, such as distill.temperature=2 (`python -m trainer config RECIPE` lists them)"
+    text = "change settings, such as distill.logit.temperature=2 (`python -m trainer config RECIPE` lists them)"
     form: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "KEY=VALUE"}
     options.add_argument("--set", dest="overrides", default=[], help=text, **form)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from trainer.config import with_present_names
 from trainer.config.rules import RuleSettings
 from trainer.io import artifacts, storage
 from trainer.io.base_models import flatten, what_is_wrong
@@ -419,7 +420,7 @@ def _at(content: Mapping[str, Any] | None, keys: Sequence[str]) -> float | None:
 
 def _settings(before: ComparedRun, after: ComparedRun) -> Table:
     if before.run is not None and after.run is not None:
-        sides = [before.run["settings"], after.run["settings"]]
+        sides = [with_present_names(run["settings"]) for run in (before.run, after.run)]
     else:
         sides = [{name: one.settings for name, one in side.trainings.items()} for side in (before, after)]
     a, b = (flatten(settings) for settings in sides)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from trainer.config import EvidenceSettings
+from trainer.config import EvidenceSettings, with_present_names
 from trainer.graph import SCHEMA_VERSIONS
 from trainer.io.base_models import StrictModel
 from trainer.io.costs import Machines
@@ -149,7 +150,8 @@ class AttemptRecord(StrictModel):
 class ContextRecord(StrictModel):
     """Facts on the training that rules need beside the measurements; None if unknown."""
 
-    settings: Mapping[str, Any] = {}  # the training's section, or its part of a section
+    settings: Annotated[Mapping[str, Any], AfterValidator(partial(with_present_names, section="distill"))] = {}
+    """The training's section, or its part of a section; of these only `distill` has had other names."""
     total_steps: Count | None = None
     low_resolution_steps: Count | None = None
     """The first steps, in which the input is smaller: the one after them compiles again, by plan."""

@@ -247,7 +247,7 @@ def _reuse(stage: Stage, settings: config.Settings, directory: Path, device: str
         try:
             made = [artifacts.manifest(place, kind) for place, kind in outputs.items()]
             fits = all(
-                one.settings == section
+                config.with_present_names(one.settings, stage.section) == section
                 and inputs <= set(one.parents.values())
                 and one.source_version == source_version
                 and (run == directory or one.code == artifacts.code_version())

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from trainer.config import with_present_names
 from trainer.devices.process_group import Processes, wait_limit_s
 from trainer.io import artifacts, storage
 from trainer.io.artifacts import CHECKPOINTS_VARIABLE, Manifest
@@ -425,7 +426,7 @@ def differences(
     was: tuple[Mapping[str, Any], Mapping[str, str]], now: tuple[Mapping[str, Any], Mapping[str, str]], *, section: str
 ) -> list[str]:
     """List what keeps a training from resuming, each difference in a few words."""
-    settings = [flatten(compatible(side[0]), section) for side in (was, now)]
+    settings = [flatten(compatible(with_present_names(side[0], section)), section) for side in (was, now)]
     inputs = [{f"input {name}": value[:_SHOWN_DIGITS] for name, value in side[1].items()} for side in (was, now)]
     return [
         f"{name} was {before.get(name, 'not there')}, is {after.get(name, 'not there')}"

@@ -167,7 +167,7 @@ def smallest_micro_batch(model: nn.Module) -> int:
 def why_micro_batches_count(section: LoadingSettings, model: nn.Module) -> str:
     """Say why the size of a micro-batch is a part of what a model learns; empty where it only decides how a step is computed."""
     if isinstance(section, DistillSettings) and section.relates_images:
-        return "logit_loss=dist compares its images with one another"
+        return "logit.loss=dist compares its images with one another"
     if smallest_micro_batch(model) > 1:
         return "batch normalization takes mean and variance over its images"
     return ""

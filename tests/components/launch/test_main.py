@@ -14,9 +14,7 @@ from trainer.io.errors import EXIT_CODE
 
 
 def test_the_printed_manifest_is_what_the_launcher_sends(capsys):
-    command = (
-        "render --pool gpu-a100 --nodes 4 --set distill.temperature=3 --run r --namespace team --dataset s3://data/set"
-    )
+    command = "render --pool gpu-a100 --nodes 4 --set distill.logit.temperature=3 --run r --namespace team --dataset s3://data/set"
     assert main(command.split()) == 0
     printed = capsys.readouterr().out
     manifest = yaml.safe_load(printed)
@@ -24,7 +22,7 @@ def test_the_printed_manifest_is_what_the_launcher_sends(capsys):
     uri = "s3://bucket/r/{}".format
     spec = JobSpec(
         stage="distill",
-        settings=config.resolve("digits", "distill.temperature=3").for_stage("distill"),
+        settings=config.resolve("digits", "distill.logit.temperature=3").for_stage("distill"),
         inputs={"dataset": "s3://data/set", "teacher": uri("teacher")},
         outputs={"student": uri("student"), "evidence": uri("evidence")},
         nodes=4,
@@ -77,7 +75,10 @@ def test_pools_are_table_with_prices_and_their_dates(capsys):
     [
         ("render --pool gpu-b200", "error: unknown pool 'gpu-b200'"),
         ("render --pool cpu --recipe digit", "error: unknown recipe 'digit'; did you mean digits?"),
-        ("render --pool cpu --set distill.temperature=-1", "error: distill.temperature must be > 0.0, got -1"),
+        (
+            "render --pool cpu --set distill.logit.temperature=-1",
+            "error: distill.logit.temperature must be > 0.0, got -1",
+        ),
         (
             "render --pool gpu-a10g --processes 2",
             "error: processes_per_node must be 0 (the pool's own number) to 1 on pool",

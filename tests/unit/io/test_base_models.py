@@ -90,15 +90,6 @@ def test_settings_have_meanings():
     assert [name for name, *_, meaning in config.walk(config.Settings) if not meaning] == []
 
 
-def test_former_names_of_settings_are_read(caplog):
-    given = ["data.grey_bits=12", "profile.rules.poor_initialisation.enabled=false"]
-    settings = config.resolve("digits", given)
-    assert settings.data.gray_bits == 12
-    assert not settings.profile.rules.poor_initialization.enabled
-    for former, name in {"grey_bits": "gray_bits", "poor_initialisation": "poor_initialization"}.items():
-        assert f"the setting {former} is now {name}; the next version will refuse the old name" in caplog.messages
-
-
 def test_what_last_version_wrote_in_files_is_read():
     square = {"fit": "crop", "size": 32, "max_pixels": 1000, "grey_bits": 12}
     assert Square(**with_present_names(square)).gray_bits == 12

@@ -182,8 +182,8 @@ def test_tokens_and_blocks_are_taught_with_smaller_input_too(distilled):
 
 FOLLOWING = {
     "kl and features": {"feature_weight": 1.0},
-    "dkd": {"logit_loss": "dkd", "temperature": 4.0},
-    "dist of standardized logits": {"logit_loss": "dist", "standardize_logits": True},
+    "dkd": {"logit": {"loss": "dkd", "temperature": 4.0}},
+    "dist of standardized logits": {"logit": {"loss": "dist", "standardize": True}},
 }
 
 
@@ -331,10 +331,10 @@ def test_resuming_takes_other_workers_but_no_other_temperature(distilled, monkey
     monkeypatch.delenv("TRAINER_CHECKPOINTS", raising=False)
     interrupt(distilled, monkeypatch, checkpoint_every=6)
     with pytest.raises(SettingsError) as caught:
-        distilled("interrupted", checkpoint_every=6, temperature=3.0)
+        distilled("interrupted", checkpoint_every=6, logit={"temperature": 3.0})
     (folder,) = (tmp_path / "interrupted" / "checkpoints").glob("distill-*")
     assert str(caught.value) == (
-        f"distill: {folder} holds an unfinished training of other settings or inputs: distill.temperature was 2.0, is 3.0; "
+        f"distill: {folder} holds an unfinished training of other settings or inputs: distill.logit.temperature was 2.0, is 3.0; "
         "give the old ones to continue it, remove that folder to begin anew, or choose another output"
     )
     assert len(distilled("interrupted", checkpoint_every=5, log_every=1, workers=1).curves()["loss"]) == 4
@@ -453,14 +453,14 @@ def test_view_is_as_large_as_larger_input(distilled, size, wanted):
 REFUSED = {
     "not given": ({}, SettingsError, r"distill\.teacher is recorded, but no recorded outputs were given"),
     "a loss that needs all": (
-        {"logit_loss": "dkd"},
+        {"logit": {"loss": "dkd"}},
         SettingsError,
-        r"distill\.logit_loss=dkd needs the teacher's logits of all 10 classes, but .* holds the 3 largest .*reinforce\.top_k=all",
+        r"distill\.logit\.loss=dkd needs the teacher's logits of all 10 classes, but .* holds the 3 largest .*reinforce\.top_k=all",
     ),
     "standardized logits": (
-        {"standardize_logits": True},
+        {"logit": {"standardize": True}},
         SettingsError,
-        r"distill\.logit_loss=kl with standardize_logits needs .* distill\.teacher=online",
+        r"distill\.logit\.loss=kl with distill\.logit\.standardize needs .* distill\.teacher=online",
     ),
     "features": (
         {"feature_weight": 0.5},
@@ -559,7 +559,7 @@ def test_the_student_learns_from_images_without_labels(half, tmp_path, caplog, s
     assert sum(context.classes.values()) == 500
 
 
-@pytest.mark.parametrize("settings", [{"labeled_share": 0.49}, {"logit_loss": "dkd", "views": VIEWS}], ids=str)
+@pytest.mark.parametrize("settings", [{"labeled_share": 0.49}, {"logit": {"loss": "dkd"}, "views": VIEWS}], ids=str)
 def test_recorded_outputs_of_images_without_labels_follow_teacher(half, half_recorded, tmp_path, settings):
     settings = {"views": MIXED_VIEWS} | settings
     outputs = half_recorded

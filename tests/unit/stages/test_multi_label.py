@@ -34,6 +34,7 @@ from trainer.config import (
 from trainer.config.rules import RuleSettings
 from trainer.data.dataset import open_dataset
 from trainer.io import artifacts
+from trainer.io.base_models import flatten
 from trainer.io.errors import DataError, ModelError, SettingsError
 from trainer.models import networks
 from trainer.models.served_student.student import Prediction
@@ -384,8 +385,8 @@ def test_a_recording_of_some_logits_is_refused(made, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"logit_loss": "dkd"}, "distill.logit_loss is dkd, which is for images of one class"),
-        ({"standardize_logits": True}, "distill.standardize_logits is true, which compares the classes"),
+        ({"logit": {"loss": "dkd"}}, "distill.logit.loss is dkd, which is for images of one class"),
+        ({"logit": {"standardize": True}}, "distill.logit.standardize is true, which compares the classes"),
         (
             {"head": "probe", "logit_weight": 0, "label_weight": 0, "feature_weight": 1},
             "distill.head is probe, and no head is fitted",
@@ -402,7 +403,7 @@ def test_losses_between_classes_of_image_are_refused(made, tmp_path, change, mes
             student=tmp_path / "student",
             evidence=tmp_path / "evidence",
         )
-    overrides = [f"distill.{name}={json.dumps(value)}" for name, value in change.items()]
+    overrides = [f"distill.{name}={json.dumps(value)}" for name, value in flatten(change).items()]
     with pytest.raises(SettingsError, match=message):
         resolve_run("digits", [f"data.source=manifest:{made.list}", "data.multi_label=true", *overrides])
 

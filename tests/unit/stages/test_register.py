@@ -549,7 +549,7 @@ def test_parent_run_holds_reports_settings_and_figures_and_is_finished(
     parent = tracked.get_run(summary["mlflow"]["run_id"])
     assert parent.info.status == "FINISHED"
     assert parent.info.run_name == "a run of its own"
-    assert parent.data.params["distill.temperature"] == str(RESOLVED["distill"]["temperature"])
+    assert parent.data.params["distill.logit.temperature"] == str(RESOLVED["distill"]["logit"]["temperature"])
     assert parent.data.metrics["student/test/top1"] == summary["student"]["test"]["top1"]
     reports = tracked.list_artifacts(parent.info.run_id, "reports")
     assert [report.path for report in reports] == ["reports/data", "reports/evaluation", "reports/profile"]

@@ -220,7 +220,7 @@ def test_epochs_and_recording_are_counted_over_images_that_are_read(tuned):
         ({"logit_weight": 0.0}, "no loss compares with the teacher"),
         ({"feature_weight": 1.0}, r"reinforce\.features is false"),
         ({"blocks": {"0": 0}, "block_weight": 1.0}, r"what the teacher's blocks give is not recorded"),
-        ({"logit_loss": "dkd"}, r"logits of all 10 classes, .*; set reinforce\.top_k=all"),
+        ({"logit": {"loss": "dkd"}}, r"logits of all 10 classes, .*; set reinforce\.top_k=all"),
         ({"views": {"flip": True}}, r"reinforce\.augmentation differs from distill\.views"),
     ],
 )
@@ -432,7 +432,7 @@ def test_trials_are_repeated_for_another_distillation_but_not_for_another_budget
         return noted(tmp_path)
 
     before = refused()
-    both = refused(temperature=3.0)
+    both = refused(logit={"temperature": 3.0})
     assert before[0] in both
     assert len(both) > len(before)
     assert trials_of(tuned(SEARCH["distill"], minutes=0.01, budget_hours=1e9)) == before

@@ -84,7 +84,7 @@ def test_pretraining_and_finetuning(digits, tmp_path, gpu):
 
 
 @pytest.mark.parametrize(
-    "loss", [{"logit_loss": "kl", "feature_weight": 0.5}, {"logit_loss": "dist", "accumulation": 2}]
+    "loss", [{"logit": {"loss": "kl"}, "feature_weight": 0.5}, {"logit": {"loss": "dist"}, "accumulation": 2}]
 )
 def test_distilling_from_a_teacher_that_is_online(digits, teacher, tmp_path, gpu, loss):
     settings = config.validate(DistillSettings, TWO_STEPS | IN_THE_MAIN_PROCESS | loss | {"student": MODEL})
@@ -175,7 +175,7 @@ def distillation(*, online, **settings):
         masked_autoencoder,
         lambda: FinetuneObjective(classifier(), label_smoothing=0.1),
         partial(distillation, online=True),
-        partial(distillation, online=True, feature_weight=0.5, logit_loss="dkd"),
+        partial(distillation, online=True, feature_weight=0.5, logit={"loss": "dkd"}),
         partial(distillation, online=False, teacher="recorded", feature_weight=0.5),
     ],
     ids=["mae", "finetune", "online", "features", "recorded"],

@@ -100,9 +100,9 @@ def made(architecture, **args):
 def test_micro_batches_count_where_images_meet_in_them():
     tiny = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
     transformer, convolutional = made("vit_tiny_patch16_224", **tiny), made("test_resnet")
-    related = DistillSettings(logit_loss="dist")
-    assert why_micro_batches_count(related, transformer).startswith("logit_loss=dist compares")
-    for settings in ({}, {"logit_loss": "dist", "dist_gamma": 0}, {"logit_weight": 0, "label_weight": 1}):
+    related = DistillSettings(logit={"loss": "dist"})
+    assert why_micro_batches_count(related, transformer).startswith("logit.loss=dist compares")
+    for settings in ({}, {"logit": {"loss": "dist", "gamma": 0}}, {"logit_weight": 0, "label_weight": 1}):
         assert not why_micro_batches_count(DistillSettings(**settings), transformer), settings
     assert why_micro_batches_count(DistillSettings(), convolutional).startswith("batch normalization takes")
     convolutional.trains_head_alone = True

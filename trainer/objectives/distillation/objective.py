@@ -15,7 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.config import DistillSettings, TrainingSettings
+from trainer.config import (
+    DistillSettings,
+    DistSettings,
+    DkdSettings,
+    HardSettings,
+    KlSettings,
+    LogitSettings,
+    TrainingSettings,
+)
 from trainer.data.batch import Batch, Recorded
 from trainer.data.dataset import Targets
 from trainer.data.loader import shard_positions
@@ -121,10 +129,11 @@ class DistillObjective:
         if settings.logit_weight and said.logits.shape[1]:
             logits = _required(ours.logits)
             if self._by_class:
+                assert isinstance(settings.logit, KlSettings), "the settings refuse others for several labels"
                 whole = all_logits(said, logits.shape[1])
-                yield "logit", losses.binary_kl(logits, whole, settings.temperature)
+                yield "logit", losses.binary_kl(logits, whole, settings.logit.temperature)
             else:
-                yield "logit", logit_loss(settings, logits, said, labels)
+                yield "logit", logit_loss(settings.logit, logits, said, labels)
         if settings.feature_weight:
             yield "feature", between(_required(ours.features), _required(said.features))
         if settings.token_weight:
@@ -191,33 +200,26 @@ def _required(part: Tensor | None) -> Tensor:
     return part
 
 
-def logit_loss(settings: DistillSettings, student: Tensor, said: TeacherSignal, labels: Tensor) -> Tensor:
-    """Compute the loss that `logit_loss` names, of the student's logits [B, C]; the labels [B] are -1 where there is none."""
-    classes, temperature = student.shape[1], settings.temperature
-    if settings.standardize_logits:
+def logit_loss(settings: LogitSettings, student: Tensor, said: TeacherSignal, labels: Tensor) -> Tensor:
+    """Compute a loss of the student's logits [B, C]; the labels [B] are -1 where there is none."""
+    classes = student.shape[1]
+    if settings.standardize:
         student, said = losses.standardize(student), TeacherOutputs(losses.standardize(all_logits(said, classes)))
-    match settings.logit_loss:
-        case "kl":
+    match settings:
+        case KlSettings(temperature=temperature):
             if isinstance(said, Recorded):
                 return losses.recorded_kl(student, said, temperature)
             return losses.distillation_kl(student, said.logits, temperature)
-        case "hard":
+        case HardSettings():
             return losses.hard_distillation(student, top_class(said))
-        case "dkd":
-            return losses.decoupled_kl(
-                student,
-                all_logits(said, classes),
-                # Where there is no label, the teacher's top class stands for it: the divergence can be decoupled around any class.
-                labels.where(labels >= 0, top_class(said)),
-                temperature=temperature,
-                alpha=settings.dkd_alpha,
-                beta=settings.dkd_beta,
-            )
-        case "dist":
-            beta, gamma = settings.dist_beta, settings.dist_gamma
-            return losses.relation_loss(
-                student, all_logits(said, classes), temperature=temperature, beta=beta, gamma=gamma
-            )
+        case DkdSettings(temperature=temperature, alpha=alpha, beta=beta):
+            # Where there is no label, the teacher's top class stands for it: the divergence can be decoupled around any class.
+            true = labels.where(labels >= 0, top_class(said))
+            whole = all_logits(said, classes)
+            return losses.decoupled_kl(student, whole, true, temperature=temperature, alpha=alpha, beta=beta)
+        case DistSettings(temperature=temperature, beta=beta, gamma=gamma):
+            whole = all_logits(said, classes)
+            return losses.relation_loss(student, whole, temperature=temperature, beta=beta, gamma=gamma)
 
 
 FEATURE_LOSSES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {

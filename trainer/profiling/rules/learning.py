@@ -146,7 +146,7 @@ class LowRecordedMass(TrainingRule, rules.LowRecordedMassThresholds):
         context, limit = case.record.context, self.mass
         if not context.recorded_mass:
             return NotJudged("the training reads no recorded outputs of a teacher")
-        wanted = float(context.settings.get("temperature", 1.0))
+        wanted = float(context.settings.get("logit", {}).get("temperature", 1.0))
         temperature = min(context.recorded_mass, key=lambda text: abs(float(text) - wanted))
         mass = context.recorded_mass[temperature]
         seen = f"hold {mass:.1%} of the teacher's probability at temperature {temperature} in the mean"
@@ -156,7 +156,7 @@ class LowRecordedMass(TrainingRule, rules.LowRecordedMassThresholds):
             confidence=0.9 if float(temperature) == wanted else 0.7,
             text=f"The recorded outputs {seen} (limit {limit:.0%}); of the other classes only their sum is known.",
             advice=(
-                "Record more of them (reinforce.top_k=all, or twice the number), lower distill.temperature, or set "
+                "Record more of them (reinforce.top_k=all, or twice the number), lower distill.logit.temperature, or set "
                 "distill.teacher=online."
             ),
             numbers={"mass": mass},
@@ -185,8 +185,9 @@ class VanishingLossTerm(TrainingRule, rules.VanishingLossTermThresholds):
             return too_short(f"fewer than {_FEWEST_POINTS} points of the loss were recorded")
         if answer := case.start_unseen or case.first_cause(WeakTeacher):
             return answer
-        temperature = float(settings.get("temperature", 1))
-        if settings.get("logit_loss") in _SOFTENED and "logit" in terms:
+        logit = settings.get("logit", {})
+        temperature = float(logit.get("temperature", 1))
+        if logit.get("loss") in _SOFTENED and "logit" in terms:
             rounding, term = temperature**2 * float(np.finfo(np.float32).eps), float(np.median(np.abs(terms["logit"])))
             if rounding > term:
                 return Finding(
@@ -195,7 +196,7 @@ class VanishingLossTerm(TrainingRule, rules.VanishingLossTermThresholds):
                         f"At temperature {temperature:g} the logit term is lost in float32's rounding: that is {rounding:.2g} in each "
                         f"image, and the term {term:.2g}."
                     ),
-                    advice="Choose a distill.temperature between 1 and 10.",
+                    advice="Choose a distill.logit.temperature between 1 and 10.",
                     numbers={"rounding": rounding, "term": term},
                 )
         sizes = np.stack([weight[name] * np.abs(values) for name, values in terms.items()])
@@ -207,8 +208,8 @@ class VanishingLossTerm(TrainingRule, rules.VanishingLossTermThresholds):
             listing = ", ".join(f"{name} up to {share:.0%}" for name, share in shares.items())
             return Healthy(f"shares of the loss: {listing}")
         softened = f" (now {weight[least]:g})"
-        if least == "logit" and settings.get("temperature"):
-            softened += f" or distill.temperature (now {temperature:g})"
+        if least == "logit" and "temperature" in logit:
+            softened += f" or distill.logit.temperature (now {temperature:g})"
         return Finding(
             confidence=0.85,
             text=(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.config import DistillSettings
+from trainer.config import DistillSettings, HardSettings
 from trainer.data.batch import Recorded
 from trainer.objectives.distillation import losses
 from trainer.objectives.distillation.losses import TeacherOutputs, all_logits, complete, top_class
@@ -162,7 +162,7 @@ def similarity(temperature, teacher_temperature):
 
 def chosen(**settings):
     """What the objective computes with these settings, as a function of the student's logits."""
-    loss = partial(logit_loss, DistillSettings(**settings))
+    loss = partial(logit_loss, DistillSettings(logit=settings).logit)
     return lambda student: loss(student, TeacherOutputs(TEACHER), LABELS)
 
 
@@ -174,19 +174,19 @@ LOSSES = {
         )
         for temperature in TEMPERATURES
     },
-    "hard": (chosen(logit_loss="hard"), hard_by_hand),
-    "dkd": (chosen(logit_loss="dkd", temperature=4), lambda student: dkd_by_hand(student, 4, 1, 8)),
+    "hard": (chosen(loss="hard"), hard_by_hand),
+    "dkd": (chosen(loss="dkd", temperature=4), lambda student: dkd_by_hand(student, 4, 1, 8)),
     "dkd with other weights": (
-        chosen(logit_loss="dkd", temperature=1, dkd_alpha=0.3, dkd_beta=2),
+        chosen(loss="dkd", temperature=1, alpha=0.3, beta=2),
         lambda student: dkd_by_hand(student, 1, 0.3, 2),
     ),
-    "dist": (chosen(logit_loss="dist", temperature=1), lambda student: dist_by_hand(student, 1, 1, 1)),
+    "dist": (chosen(loss="dist", temperature=1), lambda student: dist_by_hand(student, 1, 1, 1)),
     "dist with other weights": (
-        chosen(logit_loss="dist", temperature=4, dist_beta=2, dist_gamma=0.5),
+        chosen(loss="dist", temperature=4, beta=2, gamma=0.5),
         lambda student: dist_by_hand(student, 4, 2, 0.5),
     ),
     "standardized kl": (
-        chosen(standardize_logits=True, temperature=2),
+        chosen(standardize=True, temperature=2),
         lambda student: standardized_by_hand(student, 2),
     ),
     "similarity": similarity(0.2, 0.01),
@@ -294,7 +294,7 @@ def test_dist_overlooks_an_affine_change_of_the_probabilities():
 
 
 def test_standardized_logits():
-    student, ours = logits(0), chosen(standardize_logits=True)
+    student, ours = logits(0), chosen(standardize=True)
     assert float(ours(student * 5 - 3)) == pytest.approx(float(ours(student)), rel=1e-4)
     assert float(chosen()(student * 5 - 3)) != pytest.approx(float(chosen()(student)), rel=0.1)
     # Standardized logits are z scores.
@@ -335,11 +335,11 @@ def test_complete_recorded_logits_differ_by_the_rounding_alone(temperature):
     assert 0 < abs(float(ours.detach()) - float(full.detach())) <= bound + 1e-6
 
 
-OTHERS = [{"logit_loss": "hard"}, {"logit_loss": "dkd"}, {"logit_loss": "dist"}, {"standardize_logits": True}]
+OTHERS = [{"loss": "hard"}, {"loss": "dkd"}, {"loss": "dist"}, {"standardize": True}]
 
 
 def test_recorded_logits_keep_their_top_class():
-    loss = partial(logit_loss, DistillSettings(logit_loss="hard"))
+    loss = partial(logit_loss, HardSettings())
     assert torch.equal(loss(logits(0), record(TEACHER, 1), LABELS), loss(logits(0), TeacherOutputs(TEACHER), LABELS))
     # All recorded logits come back in their places.
     whole = complete(first_logits(3), 3)
@@ -462,13 +462,13 @@ def test_the_rest_is_taught_as_one_class():
     [
         *((settings, count) for settings in ({}, *OTHERS) for count in (None, CLASSES)),
         ({}, 2),
-        ({"logit_loss": "hard"}, 2),
+        ({"loss": "hard"}, 2),
     ],
     ids=str,
 )
 def test_no_loss_reads_a_value_back(settings, count):
     """Tensors without values stand in for those of a device: whatever waits for a value raises."""
-    loss, recorded = partial(logit_loss, DistillSettings(**settings)), record(TEACHER, count or CLASSES)
+    loss, recorded = partial(logit_loss, DistillSettings(logit=settings).logit), record(TEACHER, count or CLASSES)
     said = recorded._replace(
         **{name: part.to("meta") for name, part in recorded._asdict().items() if isinstance(part, torch.Tensor)}
     )

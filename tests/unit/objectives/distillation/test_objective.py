@@ -72,7 +72,7 @@ def values(result):
 
 
 def test_loss_is_weighted_sum_of_its_parts(losses):
-    settings = DistillSettings(logit_weight=0.7, label_weight=0.2, temperature=3.0)
+    settings = DistillSettings(logit_weight=0.7, label_weight=0.2, logit={"temperature": 3.0})
     teacher, student = classifier(32, 1).eval(), classifier(16, 2)
     expected = distillation_kl(student(IMAGES), teacher(IMAGES), 3.0).detach()
     result = values(losses(DistillObjective(student, [frozen(teacher)], settings)))
@@ -87,7 +87,7 @@ SETS = np.array([[0, 0, 0], [1, 0, 1], [0, 1, 0]], dtype=np.uint8)
 
 
 def test_of_several_labels_image_each_class_is_compared_by_itself(losses):
-    settings = DistillSettings(logit_weight=0.7, label_weight=0.2, temperature=3.0)
+    settings = DistillSettings(logit_weight=0.7, label_weight=0.2, logit={"temperature": 3.0})
     batch = BATCH._replace(labels=BATCH.labels % len(SETS))
     teacher, student = classifier(32, 1).eval(), classifier(16, 2)
     expected = binary_kl(student(IMAGES), teacher(IMAGES), 3.0).detach()
@@ -125,11 +125,11 @@ def test_where_no_loss_compares_teacher_is_not_asked(losses):
 
 
 WAYS = [
-    {"logit_loss": "kl"},
-    {"logit_loss": "hard"},
-    {"logit_loss": "dkd"},
-    {"logit_loss": "dist"},
-    {"standardize_logits": True},
+    {"logit": {"loss": "kl"}},
+    {"logit": {"loss": "hard"}},
+    {"logit": {"loss": "dkd"}},
+    {"logit": {"loss": "dist"}},
+    {"logit": {"standardize": True}},
     {"feature_weight": 1.0, "feature_loss": "cosine"},
     {"feature_weight": 1.0, "feature_loss": "mse"},
     {"token_weight": 1.0, "feature_loss": "cosine_smooth_l1"},
@@ -158,7 +158,7 @@ def test_only_the_student_learns_and_all_of_it(losses, settings):
 
 def test_recorded_outputs_take_the_teachers_place(losses):
     student = ProjectedStudent(classifier(32, 2), 5)
-    settings = DistillSettings(feature_weight=1.0, temperature=1.5)
+    settings = DistillSettings(feature_weight=1.0, logit={"temperature": 1.5})
     result = losses(DistillObjective(student, [], settings), BATCH._replace(recorded=RECORDED))
     logits, _, features, *_ = student(IMAGES, compared=True)
     assert torch.equal(result["logit"], recorded_kl(logits, RECORDED, 1.5))
@@ -208,13 +208,13 @@ def test_the_teacher_speaks_of_unlabeled_images_too(losses, settings):
         logits = student(IMAGES)
     assert result["label"] == pytest.approx(float(F.cross_entropy(logits[::2], BATCH.labels[::2])), rel=1e-5)
     same = {"agreement", "feature", "token", "block", "similarity", "logit"} & result.keys() - (
-        {"logit"} if chosen.logit_loss == "dkd" else set()
+        {"logit"} if chosen.logit.loss == "dkd" else set()
     )
     assert same
     assert {name: result[name] for name in same} == {name: every[name] for name in same}
-    if chosen.logit_loss == "dkd":
+    if chosen.logit.loss == "dkd":
         target = torch.where(PARTLY.labels >= 0, BATCH.labels, said.logits.argmax(1))
-        settings = {"temperature": chosen.temperature, "alpha": chosen.dkd_alpha, "beta": chosen.dkd_beta}
+        settings = chosen.logit.model_dump(include={"temperature", "alpha", "beta"})
         assert result["logit"] == pytest.approx(float(decoupled_kl(logits, said.logits, target, **settings)), rel=1e-5)
 
 
@@ -415,7 +415,7 @@ def test_the_mean_divergence_has_its_gradient(losses):
     settings = DistillSettings(
         logit_weight=1.0,
         label_weight=0.0,
-        temperature=3.0,
+        logit={"temperature": 3.0},
         further_teachers=("a", "b"),
         teacher_weights=(1.0, 2.0, 5.0),
     )
@@ -478,6 +478,6 @@ def test_a_headless_teacher_beside_one_with_a_head(losses):
     says = [frozen(one, features=True) for one in (headed, headless)]
     result = values(losses(DistillObjective(student, says, settings)))
     with torch.no_grad():
-        logits = distillation_kl(student(IMAGES), says[0](IMAGES).logits, settings.temperature)
+        logits = distillation_kl(student(IMAGES), says[0](IMAGES).logits, settings.logit.temperature)
     assert result["logit"] == pytest.approx(float(logits), rel=1e-4), "the mean is over the teachers that have logits"
     assert 0 <= result["agreement"] <= 1

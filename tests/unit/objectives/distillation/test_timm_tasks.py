@@ -7,7 +7,7 @@ import torch
 from timm.task import FeatureDistillationTask, LogitDistillationTask, TokenDistillationTask
 from torch import nn
 
-from trainer.config import DistillSettings, ModelSettings
+from trainer.config import DistillSettings, HardSettings, KlSettings, ModelSettings
 from trainer.data.batch import Batch
 from trainer.devices import choose_device
 from trainer.models import networks
@@ -59,7 +59,7 @@ def assert_same_gradients(ours, theirs):
 @pytest.mark.parametrize(("temperature", "weights"), [(1.0, (1.0, 1.0)), (4.0, (0.7, 0.3))])
 def test_kl_and_labels_are_timms_logit_distillation(pair, temperature, weights):
     teacher, student, their_teacher, their_student = pair
-    settings = DistillSettings(temperature=temperature, logit_weight=weights[0], label_weight=weights[1])
+    settings = DistillSettings(logit={"temperature": temperature}, logit_weight=weights[0], label_weight=weights[1])
     frozen = FrozenTeacher(teacher, choose_device(), precision="fp32")
     ours = DistillObjective(student, [frozen], settings)(student, BATCH)
     task = LogitDistillationTask(
@@ -101,15 +101,13 @@ def test_the_mean_squared_feature_is_timms_feature_distillation(pair):
     assert_same_gradients(gradients(projected.projection), gradients(task.trainable_module.projection))
 
 
-@pytest.mark.parametrize(("kind", "loss"), [("soft", "kl"), ("hard", "hard")])
-def test_distillation_token_learns_as_in_timms_token_distillation(pair, kind, loss):
+@pytest.mark.parametrize(("kind", "logit"), [("soft", KlSettings(temperature=3.0)), ("hard", HardSettings())])
+def test_distillation_token_learns_as_in_timms_token_distillation(pair, kind, logit):
     teacher, _, their_teacher, _ = pair
     student = classifier(2, 16, "deit_tiny_distilled_patch16_224")
     nn.init.normal_(student.network.head_dist.weight)
     their_student = copy.deepcopy(student.network)
-    settings = DistillSettings(
-        distillation_token=True, logit_loss=loss, temperature=3.0, logit_weight=0.7, label_weight=0.3
-    )
+    settings = DistillSettings(distillation_token=True, logit=logit, logit_weight=0.7, label_weight=0.3)
     model = prepared_student(student, settings, teacher)
     frozen = FrozenTeacher(teacher, choose_device(), precision="fp32")
     ours = DistillObjective(model, [frozen], settings)(model, BATCH)

@@ -160,7 +160,10 @@ def test_teacher_of_several_labels_is_judged_by_its_map(
     ("mass", "kind"), [({"1": 0.9, "2": 0.5}, Healthy), ({"1": 0.9, "2": 0.49}, Finding), (None, NotJudged)]
 )
 def test_low_recorded_mass(mass: Any, kind: type) -> None:
-    outcome = judge_by(LowRecordedMass, case_of(context={"recorded_mass": mass, "settings": {"temperature": 2.0}}))
+    outcome = judge_by(
+        LowRecordedMass,
+        case_of(context={"recorded_mass": mass, "settings": {"logit": {"loss": "kl", "temperature": 2.0}}}),
+    )
     assert isinstance(outcome, kind)
     if isinstance(outcome, Finding):
         assert "hold 49.0% of the teacher's probability at temperature 2" in outcome.text
@@ -169,10 +172,11 @@ def test_low_recorded_mass(mass: Any, kind: type) -> None:
 
 # -- terms of the loss
 
-DISTILL = {"logit_weight": 0.9, "feature_weight": 0.0, "label_weight": 0.1, "temperature": 2.0, "logit_loss": "kl"}
+LOGIT = {"loss": "kl", "temperature": 2.0}
+DISTILL = {"logit_weight": 0.9, "feature_weight": 0.0, "label_weight": 0.1, "logit": LOGIT}
 
 
-def terms(logit: Any, label: Any, **settings: Any) -> Any:
+def terms(logit: Any, label: Any, /, **settings: Any) -> Any:
     curves = {"logit": curve_of(logit), "label": curve_of(label)}
     return judge_by(VanishingLossTerm, case_of(metrics=curves, context={"settings": DISTILL | settings}))
 
@@ -189,8 +193,9 @@ def test_a_term_without_a_share(label: float, fires: bool) -> None:
 @pytest.mark.parametrize(("temperature", "fires"), [(2000, False), (3000, True)])
 def test_a_temperature_that_rounds_the_term_away(temperature: float, fires: bool) -> None:
     """float32 rounds to 1.2e-7: times 9e6 it is 1.07, and the term 1."""
-    assert isinstance(terms([1.0] * 30, [1.0] * 30, temperature=temperature), Finding if fires else Healthy)
-    assert isinstance(terms([1.0] * 30, [1.0] * 30, temperature=temperature, logit_loss="hard"), Healthy)
+    softened = {"loss": "kl", "temperature": temperature}
+    assert isinstance(terms([1.0] * 30, [1.0] * 30, logit=softened), Finding if fires else Healthy)
+    assert isinstance(terms([1.0] * 30, [1.0] * 30, logit={"loss": "hard"}), Healthy)
 
 
 def test_few_points_or_another_training_are_not_judged() -> None:

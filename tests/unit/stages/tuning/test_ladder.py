@@ -158,10 +158,10 @@ def test_the_teacher_is_recorded_where_that_pays(recording_s, share, chosen):
 def test_micro_batches_grow_where_that_is_faster():
     machine = Machine(lambda one: 0.1 + 0.02 * one.accumulation)
     assert changed(climbed(machine, accumulation=4)) == {"accumulation": 1}
-    dist = replace(JOB, why_parts_count="logit_loss=dist compares its images with one another")
+    dist = replace(JOB, why_parts_count="logit.loss=dist compares its images with one another")
     ladder = climbed(machine, dist, accumulation=4)
     assert changed(ladder) == {}
-    assert "logit_loss=dist" in ladder.untried["accumulation"]
+    assert "logit.loss=dist" in ladder.untried["accumulation"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

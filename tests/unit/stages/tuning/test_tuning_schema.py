@@ -14,12 +14,12 @@ from trainer.stages.tuning.tuning_schema import FILE, Candidate, Tuning, read_tu
 
 
 def test_candidate_changes_what_it_is_about_and_nothing_else():
-    settings = DistillSettings(epochs=7, temperature=3.0)
+    settings = DistillSettings(epochs=7, logit={"temperature": 3.0})
     candidate = Candidate.of(settings)
     assert candidate.workers == "auto"
     assert candidate.applied(settings) == settings.model_copy(update={"workers": "auto"})
     larger = candidate.model_copy(update={"batch_size": 2048, "accumulation": 2})
-    assert larger.applied(settings).temperature == 3.0
+    assert larger.applied(settings).logit.temperature == 3.0
     assert larger.held == 1024
 
 
