@@ -104,10 +104,6 @@ class ConflictError(ClusterError):
     """409: an object of this name exists already, or it is not the one that was meant."""
 
 
-class ExpiredError(ClusterError):
-    """410: the resource version is too old to watch from."""
-
-
 class LogNotReadyError(ClusterError):
     """400 for a log: the container has not started."""
 
@@ -139,9 +135,9 @@ def response_error(status: int, message: str, request: ServerRequest) -> Cluster
         return KindNotInstalledError(
             f"on this cluster {resource} (version {resource.version}) have no field {', '.join(unknown)}: install a newer "
             "version of the operator that runs them (a TrainJob needs Trainer 2.3 or later), or choose a pool "
-            "with the other backend (pytorchjob or trainjob)"
+            "with the other backend (pytorchjob or trainjob); or take them out of the pool's table pod"
         )
-    kinds = {409: ConflictError, 410: ExpiredError} | ({400: LogNotReadyError} if request.kind == "pods/log" else {})
+    kinds = {409: ConflictError} | ({400: LogNotReadyError} if request.kind == "pods/log" else {})
     return kinds.get(status, ClusterError)(f"cannot {request}: the API server {host} answered {status}: {message}")
 
 
@@ -186,24 +182,22 @@ class Cluster:
     @classmethod
     def connect(cls, namespace: str = "") -> Self:
         """Find the cluster: `KUBECONFIG`, else the pod's own service account, else `~/.kube/config`; a `ClusterError` if there is none."""
-        configuration = client.Configuration()
-        if not os.environ.get("KUBECONFIG") and os.environ.get("KUBERNETES_SERVICE_HOST"):
-            try:
+        configuration, files = client.Configuration(), os.environ.get("KUBECONFIG")
+        in_pod = not files and os.environ.get("KUBERNETES_SERVICE_HOST")
+        files = files or "~/.kube/config"
+        try:
+            if in_pod:
                 config.load_incluster_config(client_configuration=configuration)
-            except (ConfigException, OSError) as error:
-                raise ClusterError(
-                    f"in a pod without a usable service account ({error}): set automountServiceAccountToken and serviceAccountName, "
-                    "or KUBECONFIG"
-                ) from error
-        else:
-            files = os.environ.get("KUBECONFIG") or "~/.kube/config"
-            try:
+            else:
                 config.load_kube_config(config_file=files, client_configuration=configuration, persist_config=False)
-            except (ConfigException, OSError, yaml.YAMLError) as error:
-                raise ClusterError(
-                    f"no cluster to launch on: not in a pod, and kubeconfig {files} is not usable ({error}); set KUBECONFIG; "
-                    "a training needs no cluster if its pool is left empty"
-                ) from error
+        except (ConfigException, OSError, yaml.YAMLError) as error:
+            raise ClusterError(
+                f"in a pod without a usable service account ({error}): set automountServiceAccountToken and serviceAccountName, "
+                "or KUBECONFIG"
+                if in_pod
+                else f"no cluster to launch on: not in a pod, and kubeconfig {files} is not usable ({error}); set KUBECONFIG; "
+                "a training needs no cluster if its pool is left empty"
+            ) from error
         return cls(configuration, namespace or default_namespace())
 
     def __enter__(self) -> Self:
@@ -241,7 +235,7 @@ class Cluster:
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the changes since a resource version, ADDED, MODIFIED or DELETED and the object, until the server ends the watch.
 
-        An `ExpiredError` if the version is too old; an `ApiUnavailableError` if the stream broke or reports an error.
+        A `ClusterError` if the version is too old, or the stream broke or reports an error.
         """
         list_objects = self._method("list", resource)
 

@@ -7,10 +7,10 @@ import logging
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from components.launch.client import ApiRetry, ApiUnavailableError, Cluster, ClusterError, ConflictError, NotFoundError
 from components.launch.job_manifest import (
@@ -208,31 +208,25 @@ class JobRecord:
     """
 
     def __init__(self, uri: str) -> None:
-        self._uri, self._open = uri, ExitStack()
-        self._folder = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="launch-")))
-        self._logs: dict[str, TextIO] = {}
+        self._uri, self._folder = uri, tempfile.TemporaryDirectory(prefix="launch-")
 
     def add_line(self, line: LogLine) -> None:
         """Keep a line of a replica's log."""
-        if not self._uri:
-            return
-        with self._until_it_fails():
-            if line.replica not in self._logs:
-                file = (self._folder / f"{line.replica}.log").open("w", encoding="utf-8")
-                self._logs[line.replica] = self._open.enter_context(file)
-            self._logs[line.replica].write(f"{line.time} {line.text}\n")
+        if self._uri:
+            path = Path(self._folder.name) / f"{line.replica}.log"
+            with self._until_it_fails(), path.open("a", encoding="utf-8") as file:
+                file.write(f"{line.time} {line.text}\n")
 
     def write(self, **contents: object) -> None:
         """Write the logs, and each of the contents as JSON in a file of its name; nothing more can be added then."""
-        with self._open, self._until_it_fails():
+        with self._folder, self._until_it_fails():
             if not self._uri:
                 return
             for name, content in contents.items():
                 text = json.dumps(content, indent=2, ensure_ascii=False)
                 storage.write_bytes(storage.join(self._uri, f"{name}.json"), text.encode())
-            for replica, file in self._logs.items():
-                file.flush()
-                storage.write_bytes(storage.join(self._uri, "logs", f"{replica}.log"), Path(file.name).read_bytes())
+            for log in Path(self._folder.name).iterdir():
+                storage.write_bytes(storage.join(self._uri, "logs", log.name), log.read_bytes())
             logger.info("manifest, status, events and logs of the job are kept in %s", self._uri)
 
     @contextmanager

@@ -47,11 +47,6 @@ class Resource:
     def __str__(self) -> str:
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
-    def path(self, namespace: str, *names: str) -> str:
-        """Return the path of the collection, of an object in it, or of a subresource of the object."""
-        root = f"/apis/{self.group}" if self.group else "/api"
-        return "/".join((root, self.version, "namespaces", namespace, self.plural, *names))
-
 
 PODS = Resource("pods")
 EVENTS = Resource("events")

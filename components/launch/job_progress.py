@@ -186,16 +186,11 @@ class JobProgress:
         """Without its pods, the job's own state decides; without its logs, silence says nothing."""
         self._nodes, self.limits = nodes, limits
         self._deleted = False
-        self._running, self._since, self._ran_s = False, now, 0.0
+        self.running, self._since, self._ran_s = False, now, 0.0  # running: all replicas run
         self._last_output_at = now
         self._stuck, self._stuck_since = False, now
         self._status = ""
         self._messages: list[str] = []
-
-    @property
-    def running(self) -> bool:
-        """Whether all replicas run."""
-        return self._running
 
     def take_messages(self) -> list[str]:
         """Return the messages since the last call."""
@@ -256,7 +251,7 @@ class JobProgress:
             return
         count = event.get("count") or (event.get("series") or {}).get("count") or 1
         replica = self.replicas.get(about)
-        resolved = reason in _UNSCHEDULED and (self._running or (replica is not None and replica.placed))
+        resolved = reason in _UNSCHEDULED and (self.running or (replica is not None and replica.placed))
         self._report_problem(about, f"{reason}: {message}", count, resolved=resolved)
 
     def outcome(self, now: float) -> JobOutcome | None:
@@ -283,7 +278,7 @@ class JobProgress:
 
     def _current_limits(self) -> Iterator[tuple[float, float, JobOutcome]]:
         """Yield the limits that apply now: seconds, the start of their clock, and the outcome when they are reached."""
-        if self._running:
+        if self.running:
             yield from self._running_limits()
             return
         limit_s = self.limits.queued_s
@@ -336,9 +331,9 @@ class JobProgress:
         placed = sum(replica.placed for replica in self.replicas.values())
         enough = placed >= self._nodes or not self.pods_readable
         running = self.state.phase in {"running", "restarting"} and enough
-        if running != self._running:
-            self._ran_s += now - self._since if self._running else 0.0
-            self._running, self._since, self._last_output_at = running, now, now
+        if running != self.running:
+            self._ran_s += now - self._since if self.running else 0.0
+            self.running, self._since, self._last_output_at = running, now, now
             if running:
                 self.problem = self._problem_about = ""
         stuck = any(replica.stuck for replica in self.replicas.values())
@@ -348,7 +343,7 @@ class JobProgress:
         if phase == "suspended":
             status = "suspended, waiting in its queue"
         elif phase in {"pending", "running"} and self.pods_readable:
-            word = "running" if self._running else "waiting for its machines"
+            word = "running" if self.running else "waiting for its machines"
             status = f"{word} ({min(placed, self._nodes)} of {self._nodes} replicas)"
         elif phase in {"restarting", "failed"} and self.state.message:
             status = f"{phase}: {self.state.message}"

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Self
 
 from components.launch.client import (
-    LOG_TIMEOUT_S,
     ApiRetry,
     ApiUnavailableError,
     Cluster,
@@ -34,7 +33,7 @@ from components.launch.job_progress import (
     read_replica,
 )
 from components.launch.pools import Pool
-from components.launch.readers import Change, Listing, LogLine, ReaderThreads, ThreadEnded
+from components.launch.readers import Change, LogLine, ReaderThreads, ThreadEnded
 from trainer.graph import JobSpec
 from trainer.io import storage
 from trainer.io.errors import LaunchError
@@ -196,7 +195,7 @@ class JobFollower:
         """Prepare; `follow` reads. `progress` takes observations, `report` messages; log, status and events go below the URI `record`."""
         self._cluster, self._job, self._progress = cluster, job, progress
         self._record, self._report = JobRecord(record), report
-        self._inbox: queue.SimpleQueue[Listing | Change | LogLine | ThreadEnded] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Change | LogLine | ThreadEnded] = queue.SimpleQueue()
         self._retry, self._threads = retry, ReaderThreads(cluster, retry, self._inbox.put)
         self._followed: set[str] = set()  # uids of the first replica's pods
         self._following = 0  # how many threads read their logs
@@ -231,8 +230,11 @@ class JobFollower:
                 self._list_events()
         if outcome.kind != "deleted":
             self._read_remaining_logs()
+        if outcome.kind == "succeeded":  # what Kubernetes reported on the way is for the record only
+            self._report_messages()
         self._list_events()
-        self._report_messages()
+        if outcome.kind != "succeeded":
+            self._report_messages()
         return outcome
 
     def _outcome(self) -> JobOutcome | None:
@@ -247,7 +249,9 @@ class JobFollower:
         self._list_events()
         if outcome.retryable:  # the first replica is silent: it may wait for another one, which works
             for replica in self._others():
-                self._read_log(replica, OTHER_LOGS_S, since_s=1 + int(self._progress.limits.silent_s))
+                self._read_log(replica, since_s=1 + int(self._progress.limits.silent_s))
+                if not self._progress.outcome(time.monotonic()):
+                    break
         return self._progress.outcome(time.monotonic())
 
     def delete_job(self) -> None:
@@ -265,6 +269,7 @@ class JobFollower:
                 "job %s may be left running: %s; delete it with `%s`", job.name, error, job.kubectl("delete")
             )
             return
+        self._list_events()
         late = f"still being deleted after {duration(GONE_TIMEOUT_S)}; the cluster will finish that"
         self._report("deleted" if gone else late)
 
@@ -282,16 +287,10 @@ class JobFollower:
             self._on_line(item)
         elif isinstance(item, ThreadEnded):
             self._on_thread_end(item)
-        elif isinstance(item, Listing):
-            if item.resource == PODS:
-                self._on_pods(item.objects)
-            else:
-                self._on_job(next((one for one in item.objects if one["metadata"]["uid"] == self._job.uid), None))
         elif item.resource == PODS:
-            self._on_pod(item.object, deleted=item.deleted)
-        elif item.object["metadata"]["uid"] == self._job.uid:
-            self._last_seen = item.object
-            self._on_job(None if item.deleted else item.object)
+            self._on_pods(item)
+        else:
+            self._on_job(item)
 
     def _on_line(self, line: LogLine, *, followed: bool = True) -> None:
         self._record.add_line(line)  # first: Ctrl-C may come at once after a line that a user has seen
@@ -299,41 +298,37 @@ class JobFollower:
         age_s = time.time() - line.written if line.written else 0.0
         self._progress.add_line(line.replica, line.text, time.monotonic(), age_s=age_s, new=followed)
 
-    def _on_job(self, job: dict[str, Any] | None) -> None:
-        """Take the job's state; None: it no longer exists."""
-        if job is None:
+    def _on_job(self, change: Change) -> None:
+        # Another job of its name does not matter.
+        job = next((one for one in change.objects if one["metadata"]["uid"] == self._job.uid), None)
+        self._last_seen = job or self._last_seen
+        if change.kind == ("DELETED" if job else "LISTED"):
             self._progress.mark_job_deleted()
-            return
-        self._last_seen = job
-        deleting = "deletionTimestamp" in job["metadata"]
-        self._progress.set_job_state(self._job.backend.state(job), deleting=deleting, now=time.monotonic())
+        elif job:
+            state, deleting = self._job.backend.state(job), "deletionTimestamp" in job["metadata"]
+            self._progress.set_job_state(state, deleting=deleting, now=time.monotonic())
 
-    def _on_pods(self, pods: list[dict[str, Any]]) -> None:
-        """Take all pods that there are."""
-        listed = {pod["metadata"]["uid"] for pod in pods}
-        for replica in [*self._progress.replicas.values()]:
-            if replica.uid not in listed:
-                self._progress.remove_replica(replica, time.monotonic())
-        for pod in pods:
-            self._on_pod(pod)
-
-    def _on_pod(self, pod: dict[str, Any], *, deleted: bool = False) -> None:
-        backend = self._job.backend
-        name = backend.replica(pod["metadata"]["labels"])
-        before, now = self._progress.replicas.get(name), time.monotonic()
-        replica = read_replica(pod, name, backend.container)
-        if deleted:
-            self._progress.remove_replica(replica, now)
-        else:
-            self._progress.update_replica(replica, now)
-        if name != backend.first_replica(self._job.manifest):
-            if replica.ended and replica.ended.exit_code != 0 and replica.ended != (before and before.ended):
-                self._read_log(replica, LOG_TIMEOUT_S)
-        elif replica.placed and not deleted and replica.uid not in self._followed:
-            self._followed.add(replica.uid)
-            self._following += 1
-            current = partial(self._progress.replicas.__getitem__, name)
-            self._threads.start(name, partial(self._threads.follow_log, replica, backend.container, current))
+    def _on_pods(self, change: Change) -> None:
+        progress, backend, now = self._progress, self._job.backend, time.monotonic()
+        if change.kind == "LISTED":
+            listed = {pod["metadata"]["uid"] for pod in change.objects}
+            for replica in [one for one in progress.replicas.values() if one.uid not in listed]:
+                progress.remove_replica(replica, now)
+        for pod in change.objects:
+            name = backend.replica(pod["metadata"]["labels"])
+            before, replica = progress.replicas.get(name), read_replica(pod, name, backend.container)
+            if change.kind == "DELETED":
+                progress.remove_replica(replica, now)
+            else:
+                progress.update_replica(replica, now)
+            if name != backend.first_replica(self._job.manifest):
+                if replica.ended and replica.ended.exit_code and replica.ended != (before and before.ended):
+                    self._read_log(replica)
+            elif replica.placed and change.kind != "DELETED" and replica.uid not in self._followed:
+                self._followed.add(replica.uid)
+                self._following += 1
+                current = partial(progress.replicas.__getitem__, name)
+                self._threads.start(name, partial(self._threads.follow_log, replica, backend.container, current))
 
     def _list_events(self) -> None:
         """Take the events about the job, or about an object made for it, whose name begins with the job's."""
@@ -379,9 +374,8 @@ class JobFollower:
     def _read_remaining_logs(self) -> None:
         try:
             # The job's end may have been published before its pods'.
-            self._on_pods(
-                ApiRetry(ENDED_LOGS_S)(lambda: self._cluster.list(PODS, labels=self._job.pod_selector))["items"]
-            )
+            listing = ApiRetry(ENDED_LOGS_S)(lambda: self._cluster.list(PODS, labels=self._job.pod_selector))
+            self._on_pods(Change(PODS, "LISTED", listing["items"]))
         except ForbiddenError:
             pass  # the pods' watch has failed with it, and the warning is logged
         except ClusterError as error:
@@ -395,15 +389,15 @@ class JobFollower:
             self._process_next(min(left_s, RUNNING_LOGS_S))
         deadline = time.monotonic() + OTHER_LOGS_S
         for replica in self._others():
-            if (left_s := deadline - time.monotonic()) > 0 and (replica.uid, replica.restarts) not in self._read:
-                self._read_log(replica, left_s)
+            if time.monotonic() < deadline and (replica.uid, replica.restarts) not in self._read:
+                self._read_log(replica)
 
     def _others(self) -> list[Replica]:
         """Return the replicas whose logs are not followed."""
         first = self._job.backend.first_replica(self._job.manifest)
         return [one for name, one in sorted(self._progress.replicas.items()) if one.placed and name != first]
 
-    def _read_log(self, replica: Replica, timeout_s: float, *, since_s: int | None = None) -> None:
+    def _read_log(self, replica: Replica, *, since_s: int | None = None) -> None:
         """Read the log of a replica that is not followed, as far as it is written and if there still is one."""
         if "logs" in self._forbidden:
             return
@@ -417,7 +411,7 @@ class JobFollower:
                 container=self._job.backend.container,
                 since_s=since_s,
                 previous=replica.running and replica.ended is not None and since_s is None,
-                timeout_s=timeout_s,
+                timeout_s=ENDED_LOGS_S,  # its node may be dead
             ):
                 self._on_line(LogLine.parse(replica.name, line), followed=False)
         except ForbiddenError as error:

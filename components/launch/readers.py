@@ -39,20 +39,12 @@ CLOCK_MARGIN_S = 10  # a log is read again from so long before its last line, si
 
 
 @dataclass(frozen=True)
-class Listing:
-    """All objects that there are at the start of a watch."""
-
-    resource: Resource
-    objects: list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
 class Change:
-    """An object was created, changed or deleted."""
+    """What a list or a watch shows of objects."""
 
     resource: Resource
-    object: dict[str, Any]
-    deleted: bool = False
+    kind: str  # LISTED: there are no others; or the type of a watch's event: ADDED, MODIFIED, DELETED
+    objects: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -125,7 +117,7 @@ class ReaderThreads:
         self,
         cluster: Cluster,
         retry: ApiRetry,
-        publish: Callable[[Listing | Change | LogLine | ThreadEnded], None],
+        publish: Callable[[Change | LogLine | ThreadEnded], None],
     ) -> None:
         """Prepare; `retry` repeats the threads' requests, and stopping it ends their waits; `publish` takes what they read, in each."""
         self._cluster, self._retry, self._publish = cluster, retry, publish
@@ -184,11 +176,11 @@ class ReaderThreads:
         forbidden = False
         while True:
             listing = self._retry(lambda: self._cluster.list(resource, **selectors))
-            self._publish(Listing(resource, listing["items"]))
+            self._publish(Change(resource, "LISTED", listing["items"]))
             version = listing["metadata"]["resourceVersion"]
             try:
                 for kind, item in self._cluster.watch(resource, version, self.opened, **selectors):
-                    self._publish(Change(resource, item, deleted=kind == "DELETED"))
+                    self._publish(Change(resource, kind, [item]))
             except ForbiddenError:
                 if not forbidden:
                     logger.warning("%s: watching is not allowed, so they are listed every %g s", resource, RELIST_S)

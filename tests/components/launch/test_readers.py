@@ -12,7 +12,7 @@ from components.launch import readers
 from components.launch.client import ApiRetry, ForbiddenError
 from components.launch.job_manifest import PODS
 from components.launch.job_progress import Replica, read_replica
-from components.launch.readers import Change, Listing, LogLine, LogPosition, ReaderThreads, ThreadEnded
+from components.launch.readers import LogLine, LogPosition, ReaderThreads, ThreadEnded
 from tests.stand_ins.kubernetes import resources as kinds
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn, Script
 
@@ -54,12 +54,12 @@ class TestWatch:
                 item = inbox.get(timeout=5)
                 if isinstance(item, ThreadEnded):
                     raise item.error
-                objects = item.objects if isinstance(item, Listing) else [item.object]
-                if isinstance(item, Listing):
+                if item.kind == "LISTED":
                     known.clear()
-                known.update({one["metadata"]["name"]: one["metadata"]["labels"].get("value", "") for one in objects})
-                if isinstance(item, Change) and item.deleted:
-                    del known[item.object["metadata"]["name"]]
+                for one in item.objects:
+                    known[one["metadata"]["name"]] = one["metadata"]["labels"].get("value", "")
+                    if item.kind == "DELETED":
+                        del known[one["metadata"]["name"]]
 
         return wait_for
 

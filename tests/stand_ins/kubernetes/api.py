@@ -19,8 +19,6 @@ from tests.stand_ins.kubernetes.store import Change, Object, Store, merge
 
 HEARTBEAT_S = 0.1
 """How often a stream without news looks whether it should end."""
-BOOKMARK_S = 0.5
-"""How often a silent watch that wants bookmarks gets one; the real server takes about a minute."""
 _LONGEST_WATCH_S = 3600.0
 _FIXED = ("name", "namespace", "uid", "creationTimestamp", "generation", "deletionTimestamp")
 _PATCH_TYPES = ("application/merge-patch+json", "application/strategic-merge-patch+json")
@@ -147,7 +145,7 @@ class Api:
 
     def _watching(self, request: Request, fits: Selector, version: int) -> Stream:
         ends = time.monotonic() + float(request.query.get("timeoutSeconds") or _LONGEST_WATCH_S)
-        expiries, spoken = self.expiries, time.monotonic()
+        expiries = self.expiries
         if not version:
             items, version = self._listing(request, fits)
             yield b"".join(_line("ADDED", item) for item in items)
@@ -157,11 +155,7 @@ class Api:
                 return
             changes = self.store.changes_after(version) if self.store.wait(version, HEARTBEAT_S) else []
             version = changes[-1].version if changes else version
-            piece = b"".join(_seen(change, fits) for change in changes if _concerns(request, change))
-            if not piece and request.flag("allowWatchBookmarks") and time.monotonic() - spoken > BOOKMARK_S:
-                piece = _line("BOOKMARK", _bookmark(request.resource, version))
-            spoken = time.monotonic() if piece else spoken
-            yield piece
+            yield b"".join(_seen(change, fits) for change in changes if _concerns(request, change))
 
     def _log(self, request: Request) -> Answer | Stream:
         pod = self.store.get(request.resource, request.namespace or "", request.name)
@@ -207,11 +201,6 @@ def _seen(change: Change, fits: Selector) -> bytes:
     if after:
         return _line("ADDED", change.object)
     return _line("DELETED", change.object) if before else b""
-
-
-def _bookmark(resource: Resource, version: int) -> Object:
-    metadata = {"resourceVersion": str(version), "creationTimestamp": None}
-    return {"kind": resource.kind, "apiVersion": resource.api_version, "metadata": metadata}
 
 
 def _line(type_: str, target: Mapping[str, Any]) -> bytes:

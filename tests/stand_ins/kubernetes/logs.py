@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 
 _HEARTBEAT_S = 0.1
 _NANOSECONDS = 1_000_000_000
@@ -27,11 +26,9 @@ class LogQuery:
 
 
 def log_query(query: Mapping[str, str]) -> LogQuery:
-    """The query of a request. `sinceTime` counts in whole seconds: the real server cuts its fraction off."""
+    """The query of a request."""
     flags = {name: query.get(name, "").lower() == "true" for name in ("previous", "follow", "timestamps")}
     since = 0
-    if "sinceTime" in query:
-        since = int(datetime.fromisoformat(query["sinceTime"]).timestamp()) * _NANOSECONDS
     if "sinceSeconds" in query:
         since = time.time_ns() - int(query["sinceSeconds"]) * _NANOSECONDS
     tail = int(query["tailLines"]) if "tailLines" in query else None

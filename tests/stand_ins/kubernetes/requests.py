@@ -36,9 +36,6 @@ class Request:
         """As roles name it: `pods`, `pods/log`."""
         return f"{self.resource.plural}/{self.subresource}" if self.subresource else self.resource.plural
 
-    def flag(self, name: str) -> bool:
-        return self.query.get(name, "").lower() in {"true", "1"}
-
 
 def parse(
     method: str, path: str, query: Mapping[str, str], content_type: str, body: Mapping[str, Any] | None
