@@ -52,26 +52,18 @@ class LogLine:
     """A line that a replica wrote."""
 
     replica: str
-    time: str  # RFC 3339; empty for a message of the node instead of a line
     text: str
+    time: str = ""  # RFC 3339; empty for a message of the node instead of a line
+    written: float | None = None  # the same in seconds since the epoch
 
     @classmethod
     def parse(cls, replica: str, line: str) -> Self:
         """Split a line of the API server."""
-        time_, _, text = line.partition(" ")
-        return cls(replica, time_, text) if _written(time_) is not None else cls(replica, "", line)
-
-    @property
-    def written(self) -> float | None:
-        """Seconds since the epoch; None for a message of the node."""
-        return _written(self.time)
-
-
-def _written(text: str) -> float | None:
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return None
+        begin, _, text = line.partition(" ")
+        try:
+            return cls(replica, text, begin, datetime.fromisoformat(begin).timestamp())
+        except ValueError:
+            return cls(replica, line)
 
 
 @dataclass(frozen=True)

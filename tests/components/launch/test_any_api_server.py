@@ -134,6 +134,21 @@ def test_field_that_cluster_does_not_know_is_refused(jobs, cluster, pool, identi
     assert jobs.names() == []
 
 
+def test_pools_own_part_of_pods_is_accepted(jobs, cluster, pool, identity, spec, backend):
+    own = {
+        "metadata": {"labels": {"team": "vision"}},
+        "spec": {
+            "imagePullSecrets": [{"name": "registry"}],
+            "volumes": [{"name": "photos", "persistentVolumeClaim": {"claimName": "fsx"}}],
+            "containers": [{"volumeMounts": [{"name": "photos", "mountPath": "/photos"}]}],
+        },
+    }
+    chosen = pool.model_copy(update={"backend": backend, "runtime": "torch-distributed", "pod": own})
+    job = TaskJob(cluster, BACKENDS[backend], spec, chosen, identity)
+    assert job.submit(ApiRetry(5))
+    assert "claimName': 'fsx'" in str(jobs.get(job.name)["spec"])
+
+
 def test_a_job_that_fails_is_an_error(jobs, launch):
     with launch() as ended:
         jobs.set_condition(jobs.wait(), "Failed", "the replicas were not to be had")
