@@ -420,10 +420,10 @@ def _at(content: Mapping[str, Any] | None, keys: Sequence[str]) -> float | None:
 
 def _settings(before: ComparedRun, after: ComparedRun) -> Table:
     if before.run is not None and after.run is not None:
-        sides = [with_present_names(run["settings"]) for run in (before.run, after.run)]
+        sides = [before.run["settings"], after.run["settings"]]
     else:
         sides = [{name: one.settings for name, one in side.trainings.items()} for side in (before, after)]
-    a, b = (flatten(settings) for settings in sides)
+    a, b = (flatten(with_present_names(settings)) for settings in sides)
     rows: list[Row] = []
     for name in {**a, **b}:
         repeats = name.removeprefix("tune.distill.") != name  # tune starts from the settings of distill

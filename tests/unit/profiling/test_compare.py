@@ -182,6 +182,11 @@ def test_settings_that_differ_are_named(training: TrainingEvidence) -> None:
     assert rows["distill.batch_size"] == ("32", "64")
     assert rows["distill.zero"] == ("not there", "False")
     assert "distill.views.flip" not in rows
+    # Those of the last version by their names now.
+    before = replace(summary, settings={"logit_loss": "kl", "temperature": 2.0, "dkd_beta": 8.0})
+    after = replace(summary, settings={"logit": {"loss": "kl", "temperature": 3.0}})
+    rows = table(compare(side("a", before), side("b", after)), "Settings that differ")
+    assert rows == {"setting": ("before", "after"), "distill.logit.temperature": ("2.0", "3.0")}
 
 
 def run(top1: float, seconds: float, dollars: float | None) -> dict[str, Any]:

@@ -144,6 +144,27 @@ def test_results_are_taken_from_other_runs(earlier):
     assert {path.name for path in directory.iterdir()} == {"dataset", "teacher", "pretrain-evidence", "teacher-outputs"}
 
 
+def test_results_of_the_last_version_are_kept_in_the_output(earlier, monkeypatch):
+    """It recorded the settings under former names."""
+    section = SETTINGS.for_stage("distill")
+    softened = section.pop("logit")
+    was = section | {
+        "logit_loss": softened["loss"],
+        "temperature": softened["temperature"],
+        "standardize_logits": softened["standardize"],
+        "dkd_beta": 8.0,
+    }
+    with monkeypatch.context() as former:
+        former.setattr(config.Settings, "for_stage", lambda *_: was)
+        make(
+            earlier,
+            "distill",
+            parents=[("recorded", artifacts.manifest(earlier / "teacher-outputs", "teacher_outputs").fingerprint)],
+        )
+    assert reuse(earlier, "distill")
+    assert not reuse(earlier, "distill", "distill.logit.temperature=3")
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
