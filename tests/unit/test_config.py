@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainer import config
+from trainer.config.settings import DistSettings, DkdSettings, HardSettings, KlSettings
 from trainer.graph import STAGES
 from trainer.io.errors import SettingsError
 
@@ -53,21 +54,21 @@ def test_defaults_of_a_part_survive_an_override_of_another():
     assert config.resolve("", "pretrain.mae.views.flip=false").pretrain.mae.views.min_scale == 0.2
 
 
-DKD = config.DkdSettings(beta=7)
+DKD = DkdSettings(beta=7)
 
 
 @pytest.mark.parametrize(
     ("overrides", "logit"),
     [
-        ("", config.KlSettings(temperature=3.0, standardize=True)),
-        ("distill.logit.standardize=false", config.KlSettings(temperature=3.0)),
-        ("distill.logit.loss=kl", config.KlSettings(temperature=3.0, standardize=True)),
-        ("distill.logit.loss=hard", config.HardSettings()),
-        ("distill.logit.beta=7 distill.logit.loss=dkd", config.DkdSettings(temperature=3.0, standardize=True, beta=7)),
+        ("", KlSettings(temperature=3.0, standardize=True)),
+        ("distill.logit.standardize=false", KlSettings(temperature=3.0)),
+        ("distill.logit.loss=kl", KlSettings(temperature=3.0, standardize=True)),
+        ("distill.logit.loss=hard", HardSettings()),
+        ("distill.logit.beta=7 distill.logit.loss=dkd", DkdSettings(temperature=3.0, standardize=True, beta=7)),
         (['distill.logit={loss="dkd",beta=7}'], DKD),
         ("""'distill.logit={loss="dkd",beta=7}'""", DKD),
         (['distill.logit={loss="dkd"}', "distill.logit.beta=7"], DKD),
-        ("distill.logit={}", config.KlSettings()),
+        ("distill.logit={}", KlSettings()),
     ],
 )
 def test_the_kind_of_logit_loss_decides_which_settings_there_are(overrides, logit, tmp_path):
@@ -81,9 +82,9 @@ def test_own_settings_of_a_replaced_logit_loss_are_dropped(tmp_path):
     recipe = tmp_path / "mine.toml"
     recipe.write_text('[distill.logit]\nloss = "dkd"\nalpha = 2\nbeta = 3\ntemperature = 4\n')
     for loss, expected in {
-        "dist": config.DistSettings(temperature=4),
-        "kl": config.KlSettings(temperature=4),
-        "hard": config.HardSettings(),
+        "dist": DistSettings(temperature=4),
+        "kl": KlSettings(temperature=4),
+        "hard": HardSettings(),
     }.items():
         assert config.resolve(str(recipe), f"distill.logit.loss={loss}").distill.logit == expected
     recipe.write_text('[distill.logit]\nloss = "hard"\ntemperature = 4\n')

@@ -31,16 +31,12 @@ from trainer.config.settings import Compile as Compile
 from trainer.config.settings import DataSettings as DataSettings
 from trainer.config.settings import DecodeOn as DecodeOn
 from trainer.config.settings import DistillSettings as DistillSettings
-from trainer.config.settings import DistSettings as DistSettings
-from trainer.config.settings import DkdSettings as DkdSettings
 from trainer.config.settings import EvaluateSettings as EvaluateSettings
 from trainer.config.settings import EvidenceSettings as EvidenceSettings
 from trainer.config.settings import ExportSettings as ExportSettings
 from trainer.config.settings import FeatureFormat as FeatureFormat
 from trainer.config.settings import FinetuneSettings as FinetuneSettings
 from trainer.config.settings import GateSettings as GateSettings
-from trainer.config.settings import HardSettings as HardSettings
-from trainer.config.settings import KlSettings as KlSettings
 from trainer.config.settings import LoadingSettings as LoadingSettings
 from trainer.config.settings import LogitSettings as LogitSettings
 from trainer.config.settings import LoraSettings as LoraSettings

@@ -837,13 +837,12 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     @property
     def relates_images(self) -> bool:
         """Whether a loss compares the images of a micro-batch with one another, so that its size is a part of what is learned."""
-        return self.logit_weight > 0 and isinstance(self.logit, DistSettings) and self.logit.gamma > 0
+        return self.logit_weight > 0 and self.logit.loss == "dist" and self.logit.gamma > 0
 
     @property
     def needs_all_logits(self) -> bool:
         """Whether the logit loss compares the logits of all classes, so that the largest ones alone are not enough."""
-        compares_all = isinstance(self.logit, DkdSettings | DistSettings) or self.logit.standardize
-        return self.logit_weight > 0 and compares_all
+        return self.logit_weight > 0 and (self.logit.loss in ("dkd", "dist") or self.logit.standardize)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -872,7 +871,7 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
                 "of them teaches one of the two heads; give both a weight, or set distillation_token=false"
             )
         mixes = self.views.mixup > 0 or self.views.cutmix > 0
-        if self.logit_weight and isinstance(self.logit, DkdSettings) and mixes:
+        if self.logit_weight and self.logit.loss == "dkd" and mixes:
             raise ValueError(
                 "logit.loss is dkd, which needs one true class an image, but views.mixup or views.cutmix mixes them; "
                 "set both to 0 or choose another logit.loss"

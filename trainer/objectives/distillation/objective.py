@@ -15,15 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.config import (
-    DistillSettings,
-    DistSettings,
-    DkdSettings,
-    HardSettings,
-    KlSettings,
-    LogitSettings,
-    TrainingSettings,
-)
+from trainer.config import DistillSettings, LogitSettings, TrainingSettings
 from trainer.data.batch import Batch, Recorded
 from trainer.data.dataset import Targets
 from trainer.data.loader import shard_positions
@@ -129,7 +121,7 @@ class DistillObjective:
         if settings.logit_weight and said.logits.shape[1]:
             logits = _required(ours.logits)
             if self._by_class:
-                assert isinstance(settings.logit, KlSettings), "the settings refuse others for several labels"
+                assert settings.logit.loss == "kl", "the settings refuse others for several labels"
                 whole = all_logits(said, logits.shape[1])
                 yield "logit", losses.binary_kl(logits, whole, settings.logit.temperature)
             else:
@@ -205,21 +197,28 @@ def logit_loss(settings: LogitSettings, student: Tensor, said: TeacherSignal, la
     classes = student.shape[1]
     if settings.standardize:
         student, said = losses.standardize(student), TeacherOutputs(losses.standardize(all_logits(said, classes)))
-    match settings:
-        case KlSettings(temperature=temperature):
+    match settings.loss:
+        case "kl":
             if isinstance(said, Recorded):
-                return losses.recorded_kl(student, said, temperature)
-            return losses.distillation_kl(student, said.logits, temperature)
-        case HardSettings():
+                return losses.recorded_kl(student, said, settings.temperature)
+            return losses.distillation_kl(student, said.logits, settings.temperature)
+        case "hard":
             return losses.hard_distillation(student, top_class(said))
-        case DkdSettings(temperature=temperature, alpha=alpha, beta=beta):
-            # Where there is no label, the teacher's top class stands for it: the divergence can be decoupled around any class.
-            true = labels.where(labels >= 0, top_class(said))
-            whole = all_logits(said, classes)
-            return losses.decoupled_kl(student, whole, true, temperature=temperature, alpha=alpha, beta=beta)
-        case DistSettings(temperature=temperature, beta=beta, gamma=gamma):
-            whole = all_logits(said, classes)
-            return losses.relation_loss(student, whole, temperature=temperature, beta=beta, gamma=gamma)
+        case "dkd":
+            return losses.decoupled_kl(
+                student,
+                all_logits(said, classes),
+                # Where there is no label, the teacher's top class stands for it: the divergence can be decoupled around any class.
+                labels.where(labels >= 0, top_class(said)),
+                temperature=settings.temperature,
+                alpha=settings.alpha,
+                beta=settings.beta,
+            )
+        case "dist":
+            temperature, beta, gamma = settings.temperature, settings.beta, settings.gamma
+            return losses.relation_loss(
+                student, all_logits(said, classes), temperature=temperature, beta=beta, gamma=gamma
+            )
 
 
 FEATURE_LOSSES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.config import DistillSettings, HardSettings
+from trainer.config import DistillSettings
+from trainer.config.settings import HardSettings
 from trainer.data.batch import Recorded
 from trainer.objectives.distillation import losses
 from trainer.objectives.distillation.losses import TeacherOutputs, all_logits, complete, top_class

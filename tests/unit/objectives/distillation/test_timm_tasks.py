@@ -7,7 +7,8 @@ import torch
 from timm.task import FeatureDistillationTask, LogitDistillationTask, TokenDistillationTask
 from torch import nn
 
-from trainer.config import DistillSettings, HardSettings, KlSettings, ModelSettings
+from trainer.config import DistillSettings, ModelSettings
+from trainer.config.settings import HardSettings, KlSettings
 from trainer.data.batch import Batch
 from trainer.devices import choose_device
 from trainer.models import networks
