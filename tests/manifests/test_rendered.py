@@ -9,8 +9,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from components import kfp_components
 from components.launch import pools
-from pipelines import distillation
 from tests.manifests.pod_security import violations
 from tests.manifests.workloads import SERVERS, containers, servers, template, workloads
 
@@ -20,8 +20,8 @@ MANIFESTS = Path(__file__).parents[2] / "manifests"
 REAPER = "vit-distillation-reaper"
 SECRETS = {
     "mlflow-database": {"password"},
-    distillation.STORE_SECRET: set(distillation.STORE_KEYS),
-    distillation.TRACKING_SECRET: set(distillation.TRACKING_KEYS),
+    kfp_components.STORE_SECRET: set(kfp_components.STORE_KEYS),
+    kfp_components.TRACKING_SECRET: set(kfp_components.TRACKING_KEYS),
 }
 """Secrets that are made by whoever installs it; manifests/README.md says how."""
 
@@ -197,8 +197,8 @@ def plain_values(one) -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_tasks_find_their_environment(render, folder):
     """The pipeline names ConfigMap and keys; what is missing would be passed over, for they are optional there."""
-    environment = named(render(folder), "ConfigMap")[distillation.CONFIG_MAP]["data"]
-    assert set(environment) == set(distillation.ENVIRONMENT)
+    environment = named(render(folder), "ConfigMap")[kfp_components.CONFIG_MAP]["data"]
+    assert set(environment) == set(kfp_components.ENVIRONMENT)
     assert all(environment.values())
     for name in ("TRAINER_ARTIFACTS", "TRAINER_CHECKPOINTS", "NEURON_COMPILE_CACHE_URL"):
         assert environment[name].startswith("s3://")
@@ -210,7 +210,7 @@ def test_tasks_find_their_environment(render, folder):
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_mlflow_is_where_tasks_look_for_it(render, folder):
     objects = render(folder)
-    address = named(objects, "ConfigMap")[distillation.CONFIG_MAP]["data"]["MLFLOW_TRACKING_URI"]
+    address = named(objects, "ConfigMap")[kfp_components.CONFIG_MAP]["data"]["MLFLOW_TRACKING_URI"]
     service = named(objects, "Service")["mlflow"]
     assert address == f"http://mlflow:{service['spec']['ports'][0]['port']}"
     (container,) = template(named(objects, "Deployment")["mlflow"])["spec"]["containers"]
@@ -242,7 +242,7 @@ def test_mlflows_server_runs_no_jobs(render):
 
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_the_pools_are_the_bundled_ones(render, folder):
-    (text,) = named(render(folder), "ConfigMap")[distillation.POOLS_CONFIG_MAP]["data"].values()
+    (text,) = named(render(folder), "ConfigMap")[kfp_components.POOLS_CONFIG_MAP]["data"].values()
     assert text == pools.BUNDLED.read_text()
     assert tomllib.loads(text)["pools"]
 
