@@ -1,6 +1,7 @@
 """Make pictures of reports, and of Kubeflow's UI, with Chromium.
 
-python docs/pictures.py RUN                       that of README.md
+python docs/pictures.py RUN                       README.md's report
+python docs/pictures.py docs/experiments.md       README.md's curves: accuracy against labels, of the page's table
 python docs/pictures.py BEFORE AFTER              those of docs/profiling.md
 python docs/pictures.py RUN_ID --kubeflow URL     that of docs/cluster.md: a run that has ended, in the UI at this address
 """
@@ -138,6 +139,36 @@ def kubeflow_picture(ui: str, run: str, file: Path) -> None:
         opened.close()
 
 
+def labels_picture(page: Path, file: Path) -> None:
+    """Draw accuracy against labels a class into a PNG file, from the page's table that begins with `labels a kind`.
+
+    Its columns `STUDENT, labels alone` and `STUDENT, distilled` make a panel of two curves; the last row's number of labels is the mean.
+    """
+    import matplotlib.pyplot as plt
+
+    table = re.search(r"^\| labels a kind .*\n\|[-|]+\n((?:\|.*\n)+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    if table is None:
+        raise ArtifactError(f"{page} has no table whose first column is `labels a kind`")
+    names, *rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.group().splitlines()]
+    rows = rows[1:]
+    labels = [int(re.findall(r"\d+", row[0])[-1]) for row in rows]
+    students = [name.removesuffix(", distilled") for name in names if name.endswith(", distilled")]
+    figure, panels = plt.subplots(1, len(students), figsize=(8, 3), sharey=True, squeeze=False, layout="constrained")
+    for student, panel in zip(students, panels[0], strict=True):
+        for way, style in (("distilled", "o-"), ("labels alone", "s--")):
+            column = names.index(f"{student}, {way}")
+            measured = [
+                (count, float(row[column])) for count, row in zip(labels, rows, strict=True) if row[column] != "not run"
+            ]
+            panel.plot(*zip(*measured, strict=True), style, label=way)
+        panel.set(title=student, xlabel="labels a kind", xscale="log", xticks=labels, xticklabels=labels)
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+        panel.legend()
+    panels[0][0].set_ylabel("test top-1, %")
+    figure.savefig(file, dpi=130)
+
+
 def report_parts(side: ComparedRun) -> list[Block | None]:
     """The parts of a run's report that its picture shows: what was found in the distillation, and where its steps' time goes."""
     if TRAINING not in side.trainings:
@@ -150,7 +181,7 @@ def report_parts(side: ComparedRun) -> list[Block | None]:
 def main() -> int:
     """Make the pictures and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before", metavar="RUN", help="directory of a run")
+    parser.add_argument("before", metavar="RUN", help="directory of a run, or a page with a table of labels")
     parser.add_argument("after", nargs="?", metavar="AFTER", help="directory of another run, with other settings")
     parser.add_argument(
         "--kubeflow", metavar="URL", help="of Kubeflow Pipelines' UI: the picture of the run with the id RUN there"
@@ -161,6 +192,9 @@ def main() -> int:
         make_directory(options.output)
         if options.kubeflow:
             kubeflow_picture(options.kubeflow, options.before, options.output / "run.png")
+            return 0
+        if options.before.endswith(".md"):
+            labels_picture(Path(options.before), options.output / "labels.png")
             return 0
         before = read_compared_run(options.before)
         if options.after is None:
