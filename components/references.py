@@ -28,14 +28,16 @@ def shared(uri: str, kind: Kind, run: str) -> str:
     """Make the reference to what a run made, or return that to the same content if another run made it before.
 
     Runs that start together each make the same data set. With two references to it, a later run would get one of them from KFP's cache,
-    and train again what the cache has under the other. The artifact is in the run's folder of the pipeline's root, `ROOT/RUN/...`; `run` is
-    empty where there is none, as in `kfp.local`.
+    and train again what the cache has under the other. A fresh run shares none with earlier ones, or it would get their trainings from the
+    cache. The artifact is in the run's folder of the pipeline's root, `ROOT/RUN/...`; `run` is empty where there is none, as in
+    `kfp.local`.
     """
     reference = to(uri, kind)
     root, inside, _ = uri.partition(f"/{run}/")
     if not (run and inside):
         return reference
-    entry = storage.join(root, "references", f"{kind}-{_parts(reference)['fingerprint']}")
+    name = f"{kind}-{_parts(reference)['fingerprint']}"
+    entry = storage.join(root, "references", "-".join(filter(None, (name, generation(uri, run, fresh=False)))))
     if storage.create_bytes(entry, reference.encode()):
         return reference
     earlier = storage.read_limited(entry, limits.TOML_BYTES).decode(errors="replace")

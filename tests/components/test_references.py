@@ -78,6 +78,16 @@ def test_a_fresh_run_begins_a_generation_for_all_later_ones(root):
     ]  # fmt: skip
 
 
+def test_a_fresh_run_shares_no_reference_with_earlier_ones(root):
+    """Equal data under the old reference would bring the old teacher and student out of KFP's cache."""
+    first = made(root, "run-1")
+    references.generation(f"{root}/run-2/configure/generation", "run-2", fresh=True)
+    fresh, later = made(root, "run-2"), made(root, "run-3")
+    assert first.startswith(f"{root}/run-1/")
+    assert fresh.startswith(f"{root}/run-2/")
+    assert later == fresh
+
+
 def test_outside_of_a_runs_folder_only_a_fresh_run_is_apart(root):
     place = f"{root}/run-1/configure/generation"
     assert [references.generation(place, "run-2", fresh=fresh) for fresh in (True, False)] == ["run-2", ""]
