@@ -6,6 +6,7 @@ import base64
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
 import pytest
 from kfp import dsl
@@ -80,7 +81,8 @@ def train_on_cluster(job, place, run, environment, store, monkeypatch):
     inputs = {name: references.to(f"{root}/{name}", kind) for name, kind in STAGES["distill"].inputs.items()}
     student = dsl.Model(uri=f"{root}/student")
     monkeypatch.setattr(artifact_types, "CONTAINER_TASK_ROOT", f"/minio/{store.bucket}/v2/artifacts/{run}")
-    task.train("distill", json.dumps(job.settings), inputs, place, {"student": student})
+    given = {"settings": json.dumps(job.settings), "teacher_outputs": "", "student": student}
+    task.run_stage("distill", {**given, **inputs, **asdict(place)})
     return root, student
 
 
