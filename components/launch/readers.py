@@ -129,6 +129,9 @@ class ReaderThreads:
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):  # a stream that is read cannot be closed
+            for stream in self._streams:
+                stream.close()  # where its reader failed, a traceback may hold it
 
     def start(self, name: str, target: Callable[[], None]) -> None:
         """Run a function in a thread until it returns, fails or is stopped."""
