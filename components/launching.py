@@ -151,7 +151,8 @@ def launch(
 
     place.check_cache(name, config.validate_section(stage.section, spec.settings), inputs)
     # The pipeline's task has the stage's name, or, where a pipeline of one's own has two of them, a name like `distill-2`.
-    task_name = record.partition(f"/{os.environ.get('KFP_RUN_ID')}/")[2].partition("/")[0] or name
+    run = os.environ.get("KFP_RUN_ID")
+    task_name = (record.partition(f"/{run}/")[2].partition("/")[0] if run else "") or name
     pool, task = pools.get(place.pool), job_manifest.Identity.from_environment(task_name)
     reached = {
         key: uri if storage.is_remote(uri) else storage.join(exchange_folder(), "runs", task.run, name, key)

@@ -62,10 +62,10 @@ class Hook:
         """Surround a step."""
         return nullcontext()
 
-    def around_update(  # hooks override it
+    def around_update(
         self,
-        step: int,  # noqa: ARG002
-        forward: Callable[[], None],  # noqa: ARG002
+        step: int,  # noqa: ARG002  # hooks override it
+        forward: Callable[[], None],  # noqa: ARG002  # hooks override it
     ) -> AbstractContextManager[object]:
         """Surround the update of the weights; `forward` runs the model alone over a few images of the step."""
         return nullcontext()
