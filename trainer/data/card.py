@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -154,23 +154,22 @@ def _sizes(members: Sequence[ImageCandidate], image_size: int) -> PageSection:
     width = np.array([member.width for member in members])
     height = np.array([member.height for member in members])
     shorter, longer = np.minimum(width, height), np.maximum(width, height)
-    rows = [
-        ("width, pixels", *_quantiles(width)),
-        ("height, pixels", *_quantiles(height)),
-        ("shorter edge, pixels", *_quantiles(shorter)),
-        ("longer edge / shorter edge", *_quantiles(longer / shorter)),
-    ]
+    measures: dict[str, np.typing.NDArray[Any]] = {
+        "width, pixels": width,
+        "height, pixels": height,
+        "shorter edge, pixels": shorter,
+        "longer edge / shorter edge": longer / shorter,
+    }
+    rows = []
+    for name, values in measures.items():
+        found = np.quantile(values, [0, 0.05, 0.5, 0.95, 1], method="lower" if values.dtype.kind == "i" else "linear")
+        rows.append((name, *found.tolist()))
     enlarged = int((shorter < image_size).sum())
     sentence = (
         f"{enlarged:,} of {len(members):,} images were enlarged: their shorter edge was below {image_size} pixels."
     )
     headers = ["", "smallest", "5 %", "median", "95 %", "largest"]
     return PageSection("Original sizes", [Table(headers, rows), Paragraph(sentence)])
-
-
-def _quantiles(values: np.typing.NDArray[np.int64] | np.typing.NDArray[np.float64]) -> list[int | float]:
-    found = np.quantile(values, [0, 0.05, 0.5, 0.95, 1], method="lower" if values.dtype.kind == "i" else "linear")
-    return [value.item() for value in found]
 
 
 def _samples(classes: Sequence[str], of_labels: Members, splits: Splits, read: Callable[[int], bytes]) -> PageSection:

@@ -168,11 +168,6 @@ def _files(table: datasets.Dataset) -> pa.ChunkedArray:
     return pyarrow.compute.struct_field(table.data.column("image"), "bytes")
 
 
-def decoder_of(encoded: bytes | memoryview) -> str:
-    """Return name and version of the decoder that `decode_square` uses for such a file."""
-    return f"simplejpeg {simplejpeg.__version__}" if is_jpeg(encoded) else f"pillow {PIL.__version__}"
-
-
 def decode_square(encoded: bytes | memoryview, size: int, *, out: Pixels | None = None, shrink: int = 1) -> Pixels:
     """Decode a stored square into `out`, or into a new array: RGB uint8 [E, E, 3].
 
@@ -259,7 +254,9 @@ class PreparedDataset:
     def decoder_name(self) -> str:
         """Name the decoder of the stored images, such as `simplejpeg 1.9.0`: another one may give slightly different pixels."""
         first = next((split for split in map(self.split, SPLITS) if len(split)), None)
-        return decoder_of(first.encoded(0)) if first is not None else "none"
+        if first is None:
+            return "none"
+        return f"simplejpeg {simplejpeg.__version__}" if is_jpeg(first.encoded(0)) else f"pillow {PIL.__version__}"
 
     def training_splits(self, *, unlabeled: bool) -> list[Split]:
         """Return the labeled images to learn from, followed by those without labels if `unlabeled`; raises as `split`."""
@@ -327,22 +324,19 @@ def open_dataset(uri: str | Path, splits: Collection[SplitName] = ()) -> Prepare
     """Open a prepared data set; these splits are fetched and checked now, others when they are opened."""
     artifact = artifacts.read(uri, "dataset", only=(DESCRIPTION, TAGS))
     description = DatasetDescription.read(artifact.path)
-    tags = _read_tags(artifact, description) if TAGS in artifact.files else None
+    tags = None
+    if TAGS in artifact.files:
+        try:
+            tags = ClassTags.of(storage.read_json(artifact.path / TAGS))
+            if tags.labels != description.classes:
+                raise ValueError("it has other classes")
+            taken = columns_of_predictions(several=description.label_sets is not None) & tags.attributes.keys()
+            if taken:  # as prepare refuses it; an earlier version did not
+                raise ValueError(f"an attribute is named {min(taken)!r}, as another column of the predictions is")
+        except (StorageError, ValueError) as error:
+            raise ArtifactError(
+                f"dataset {artifact.path}: {TAGS} does not describe its classes ({limits.cut(str(error), 500)}); prepare it again"
+            ) from error
     data = PreparedDataset(uri, artifact, description, tags)
     data.fetch(*splits)
     return data
-
-
-def _read_tags(artifact: Artifact, description: DatasetDescription) -> ClassTags:
-    try:
-        tags = ClassTags.of(storage.read_json(artifact.path / TAGS))
-        if tags.labels != description.classes:
-            raise ValueError("it has other classes")
-        taken = columns_of_predictions(several=description.label_sets is not None) & tags.attributes.keys()
-        if taken:  # as prepare refuses it; an earlier version did not
-            raise ValueError(f"an attribute is named {min(taken)!r}, as another column of the predictions is")
-    except (StorageError, ValueError) as error:
-        raise ArtifactError(
-            f"dataset {artifact.path}: {TAGS} does not describe its classes ({limits.cut(str(error), 500)}); prepare it again"
-        ) from error
-    return tags

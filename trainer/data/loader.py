@@ -388,12 +388,6 @@ class _Limit:
                     process.kill()  # so that the wait for a batch, or for the rest of it, ends with an error
                 return
 
-    def error(self) -> LostProcessError:
-        return LostProcessError(
-            f"none of {len(self.processes)} loader processes had a batch within {self.seconds:g} s, so one of them hangs, probably where "
-            "it waits for storage; check that the data set can be read, or set data.workers=0"
-        )
-
 
 def _next(outcomes: Any, observer: LoaderObserver | None, limit: _Limit) -> _Outcome | None:
     if observer is not None:
@@ -404,7 +398,10 @@ def _next(outcomes: Any, observer: LoaderObserver | None, limit: _Limit) -> _Out
         return following
     except (RuntimeError, OSError, EOFError) as error:
         if limit.passed:
-            raise limit.error() from error
+            raise LostProcessError(
+                f"none of {len(limit.processes)} loader processes had a batch within {limit.seconds:g} s, so one of them hangs, probably "
+                "where it waits for storage; check that the data set can be read, or set data.workers=0"
+            ) from error
         sentinels = [process.sentinel for process in limit.processes]
         if not connection.wait(sentinels, timeout=_POLL_S):  # a process that has ended may be told of a moment later
             raise

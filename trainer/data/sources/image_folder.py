@@ -198,11 +198,14 @@ class ImageFolder(ImageSource):
                         f"{folders[first]:,} into the folder of theirs"
                     )
         uses = Counter(group[-1] for group in groups)
-        parts = [
-            groups[group][0]
-            for group in sorted(groups)
-            if len(group) > 1 and _is_part(group, is_shared=uses[group[-1]] > 1)
-        ]
+        parts = []
+        for group in sorted(groups):
+            is_shared = (
+                uses[group[-1]] > 1
+            )  # then any of its folders may be named like a part, else those within the first
+            names = [name.lower() for name in (group if is_shared else group[1:])]
+            if len(group) > 1 and any(_PART.fullmatch(name) or (is_shared and name.isdigit()) for name in names):
+                parts.append(groups[group][0])
         if parts:
             raise DataError(
                 f"folder {self.name}: the last folder above an image is its class, but some are named like parts of one, by time, batch or "
@@ -238,14 +241,6 @@ class ImageFolder(ImageSource):
                 "missing; add images with an ending that is read, such as .jpg or .png, or remove the folder"
             )
         return (f"Folders without an image that is read, which are no class: {listed(aside, 8)}.",) if aside else ()
-
-
-def _is_part(group: Group, *, is_shared: bool) -> bool:
-    """Whether a folder within a class, or one that shares the names of its classes with others, has the name of a part."""
-    names = [name.lower() for name in group]
-    if is_shared and any(name.isdigit() for name in names):
-        return True
-    return any(_PART.fullmatch(name) for name in (names if is_shared else names[1:]))
 
 
 def _merged(groups: Mapping[Group, Sequence[str]], *, has_splits: bool) -> Iterator[str]:

@@ -8,7 +8,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -120,14 +120,22 @@ class ImageManifest(ImageSource):
             )
             for row in rows
         ]
-        notes = [*columns.notes, *_unlabeled(rows, index)]
+        notes = [*columns.notes]
+        without = [row for row in rows if row.split == "unlabeled" and not row.label]
+        if without and index:
+            notes.append(
+                f"Lines without a label, whose images are unlabeled: {len(without):,}, first line {without[0].line}."
+            )
+        unused = [row for row in rows if row.split == "unlabeled" and row.label]
+        if unused:
+            notes.append(
+                f"Lines of the split unlabeled whose label is not used: {len(unused):,}, first line {unused[0].line}."
+            )
         if self.multi_label and separator != SEPARATOR:
             notes.append(
                 f"Labels of an image are separated by {separator!r}, since parts of them are labels elsewhere."
             )
-        kinds = {
-            limits.reading(row.label) for row in rows if row.split == "unlabeled" and row.label and not self.multi_label
-        }
+        kinds = {limits.reading(row.label) for row in unused if not self.multi_label}
         return SourceListing(
             items=items,
             classes=classes,
@@ -275,16 +283,6 @@ def _may_be(heading: str, name: str) -> bool:
     text = folded(heading)
     words = re.split(r"[\W_]+", text)
     return text in _HEADINGS[name] or name in words or difflib.SequenceMatcher(None, text, name).ratio() >= 0.75
-
-
-def _unlabeled(rows: Sequence[_Row], index: Collection[str]) -> Iterator[str]:
-    """Write a sentence on the lines without a label, and one on those whose label is not used."""
-    without = [row for row in rows if row.split == "unlabeled" and not row.label]
-    if without and index:
-        yield f"Lines without a label, whose images are unlabeled: {len(without):,}, first line {without[0].line}."
-    unused = [row for row in rows if row.split == "unlabeled" and row.label]
-    if unused:
-        yield f"Lines of the split unlabeled whose label is not used: {len(unused):,}, first line {unused[0].line}."
 
 
 # ---- Labels

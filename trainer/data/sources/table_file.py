@@ -105,22 +105,17 @@ class TableFile:
                 cells = [cell.strip() for cell in raw]
                 if any(cells):
                     width = width or len(cells)
-                    if reader.line_num > line:
-                        self._check_quotes(raw, line, reader.line_num, width)
+                    further = [part for cell in raw for part in cell.splitlines()[1:]]  # of quoted values
+                    if any(part.count(self.separator) >= max(width - 1, 1) for part in further):
+                        raise DataError(
+                            f"{self.name}, line {line}: a quoted value goes on to line {reader.line_num} and holds what look like lines of "
+                            "the table, which would be lost; see whether a quote is missing or too many, or write the value in one line"
+                        )
                     yield TableRow(line, cells)
                 line = reader.line_num + 1
         except csv.Error as error:
             said = "a quote is opened that nothing closes" if "unexpected end" in str(error) else str(error)
             raise DataError(f"{self.name}, line {line}: {said}; mend its quotes, or write the line anew") from error
-
-    def _check_quotes(self, cells: Sequence[str], line: int, last: int, width: int) -> None:
-        """Refuse a quoted value that holds what looks like whole lines of the table."""
-        for cell in cells:
-            if any(part.count(self.separator) >= max(width - 1, 1) for part in cell.splitlines()[1:]):
-                raise DataError(
-                    f"{self.name}, line {line}: a quoted value goes on to line {last} and holds what look like lines of the table, which "
-                    "would be lost; see whether a quote is missing or too many, or write the value in one line"
-                )
 
 
 def folded(heading: str) -> str:

@@ -30,7 +30,7 @@ from torchvision.transforms.v2 import functional as torchvision
 from trainer.config import ViewSettings
 from trainer.data.batch import Mixing, cache_sized_slices, to_device
 from trainer.data.sampler import Indices, Keys, uniform
-from trainer.data.views.parameters import OPERATIONS, Numbers, ViewParameters
+from trainer.data.views.parameters import OPERATIONS, ViewParameters
 from trainer.devices import full_float32
 
 _MIXING = 0x6D6978696E67  # keeps mixing's draws apart from those of the views
@@ -325,7 +325,12 @@ def draw_mixing(
     kind, quantile, x, y = uniform(_MIXING, seed, keys, numbers, np.arange(4)[:, None])
     kind_share = {(True, False): 0.0, (False, True): 1.0, (True, True): 0.5}[settings.mixup > 0, settings.cutmix > 0]
     is_cutmix = kind < kind_share
-    share = np.where(is_cutmix, _beta(settings.cutmix, quantile), _beta(settings.mixup, quantile))
+    # Quantiles of Beta(alpha, alpha); ones where alpha is 0, which leaves the image as it is.
+    cutmix, mixup = (
+        scipy.special.betaincinv(alpha, alpha, quantile) if alpha else np.ones_like(quantile)
+        for alpha in (settings.cutmix, settings.mixup)
+    )
+    share = np.where(is_cutmix, cutmix, mixup)
     edge = np.sqrt(1 - share) / 2
     box = np.clip(np.stack([x - edge, y - edge, x + edge, y + edge], axis=1), 0, 1)
     box[~is_cutmix] = 0
@@ -337,14 +342,6 @@ def draw_mixing(
         blend=torch.from_numpy(np.where(is_cutmix, 1.0, share)).float(),
         box=torch.from_numpy(box).float(),
     )
-
-
-def _beta(alpha: float, quantile: Numbers) -> Numbers:
-    """Compute quantiles of Beta(alpha, alpha); ones where alpha is 0, which leaves the image as it is."""
-    if not alpha:
-        return np.ones_like(quantile)
-    values: Numbers = scipy.special.betaincinv(alpha, alpha, quantile)
-    return values
 
 
 def mix(images: Tensor, mixing: Mixing) -> Tensor:
