@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -67,10 +67,26 @@ class OperatorWindows:
     def close(self, step: int) -> None:
         """Stop the profiler after a step and add what it saw."""
         profiled = self._stop()
-        if profiled is not None:
-            for row in profiled.key_averages():
-                self._add(row)
-            self._seen += step + 1 - self._opened
+        if profiled is None:
+            return
+        self._seen += step + 1 - self._opened
+        for row in profiled.key_averages():
+            name = str(row.key)
+            kind: Literal["operator", "kernel"] = "operator" if row.device_type.name == "CPU" else "kernel"
+            cpu_ms, device_ms = float(row.self_cpu_time_total) / 1000, float(row.self_device_time_total) / 1000
+            if not (cpu_ms or device_ms) or _OUTLINE.search(name):
+                continue
+            if kind == "kernel" and row.is_user_annotation:
+                continue  # the span of an operator's kernels on the device, which are there themselves
+            known = self._operators.get((kind, name))
+            self._operators[kind, name] = Operator(
+                name=name,
+                kind=kind,
+                category=category_of(name),
+                calls=int(row.count) + (known.calls if known else 0),
+                self_cpu_ms=cpu_ms + (known.self_cpu_ms if known else 0.0),
+                self_device_ms=device_ms + (known.self_device_ms if known else 0.0),
+            )
 
     def finish(self, steps_seen: int) -> None:
         """Drop an unfinished window after the last step, and record why there is no table if there is none."""
@@ -91,24 +107,6 @@ class OperatorWindows:
             self.missing = f"torch.profiler gave no result: {error}"
             return None
         return profiled
-
-    def _add(self, row: Any) -> None:
-        name = str(row.key)
-        kind: Literal["operator", "kernel"] = "operator" if row.device_type.name == "CPU" else "kernel"
-        cpu_ms, device_ms = float(row.self_cpu_time_total) / 1000, float(row.self_device_time_total) / 1000
-        if not (cpu_ms or device_ms) or _OUTLINE.search(name):
-            return
-        if kind == "kernel" and row.is_user_annotation:
-            return  # the span of an operator's kernels on the device, which are there themselves
-        known = self._operators.get((kind, name))
-        self._operators[kind, name] = Operator(
-            name=name,
-            kind=kind,
-            category=category_of(name),
-            calls=int(row.count) + (known.calls if known else 0),
-            self_cpu_ms=cpu_ms + (known.self_cpu_ms if known else 0.0),
-            self_device_ms=device_ms + (known.self_device_ms if known else 0.0),
-        )
 
 
 def category_of(name: str) -> Category:

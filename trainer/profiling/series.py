@@ -69,15 +69,12 @@ def mean_in_bins(ends: Series, values: Series, edges: Series) -> Series:
     """
     spent = np.diff(ends, prepend=0.0)
     known = np.isfinite(values)
-    weight = _integral(ends, spent * known, edges)
-    total = _integral(ends, spent * np.where(known, values, 0.0), edges)
+    ends = np.concatenate(([0.0], ends))
+    weight, total = (  # what falls into each bin of amounts that are spread evenly over their time
+        np.diff(np.interp(edges, ends, np.concatenate(([0.0], np.cumsum(amounts)))))
+        for amounts in (spent * known, spent * np.where(known, values, 0.0))
+    )
     return np.where(weight > 1e-9, total / np.maximum(weight, 1e-9), np.nan)
-
-
-def _integral(ends: Series, amounts: Series, edges: Series) -> Series:
-    """Sum what falls into each bin of amounts that are spread evenly over their time."""
-    x, y = np.concatenate(([0.0], ends)), np.concatenate(([0.0], np.cumsum(amounts)))
-    return np.diff(np.interp(edges, x, y))
 
 
 def thin_curve(seconds: Series, values: Series, points: int) -> tuple[Series, Series]:

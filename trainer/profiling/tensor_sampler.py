@@ -60,8 +60,13 @@ class TensorStats:
         self._sampled, sampled_gradients = self._sample(self._weights), self._sample(gradients)
         flags = [~self._sampled.isfinite(), sampled_gradients == 0, ~sampled_gradients.isfinite()]
         weight_nonfinite, zeros, nonfinite = self._means(flags)
-        of_weights, of_gradients = self._norms(self._weights), self._norms(gradients)
-        absent = self._absent()
+        of_weights, of_gradients = (  # norm and mean absolute value of each tensor, [T] each
+            (norm_all(tensors), norm_all(tensors, 1) / self._sizes[:, 0]) for tensors in (self._weights, gradients)
+        )
+        absent: Tensor | float = 0.0  # NaN for the tensors that have no gradient
+        if any(parameter.grad is None for parameter in self._parameters):
+            zero = self._lengths.new_zeros((), dtype=torch.float32)
+            absent = torch.stack([zero + math.nan if each.grad is None else zero for each in self._parameters])
         columns = [
             *of_weights,
             self._at_least_one(weight_nonfinite, of_weights[1]),
@@ -95,20 +100,9 @@ class TensorStats:
         sums = values.new_zeros(len(self.names), len(quantities)).index_add(0, self._owners, values)
         return (sums / self._lengths[:, None]).T
 
-    def _norms(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Norm and mean absolute value of each tensor, [T] each."""
-        return norm_all(tensors), norm_all(tensors, 1) / self._sizes[:, 0]
-
     def _at_least_one(self, share: Tensor, mean: Tensor) -> Tensor:
         """The share of elements that are not finite, at least one where the mean over all [T] is not."""
         return torch.where(mean.isfinite(), share, share.maximum(1 / self._sizes[:, 0]))
-
-    def _absent(self) -> Tensor | float:
-        """NaN for the tensors that have no gradient, and else 0."""
-        if all(parameter.grad is not None for parameter in self._parameters):
-            return 0.0
-        zero = self._lengths.new_zeros((), dtype=torch.float32)
-        return torch.stack([zero if parameter.grad is not None else zero + math.nan for parameter in self._parameters])
 
 
 def _stride(weights: Tensor) -> int:

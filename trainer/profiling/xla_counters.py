@@ -58,12 +58,12 @@ class XlaCounters:
 
     def stop(self) -> None:
         """Count compilations after the last step, and nothing later."""
-        self._count_beside()
+        self.beside_s += self._newly_compiled()[1]
         self._ended = _exchanged()
 
     def begin(self, ordinal: int) -> None:
         """A step begins, the so-manyth of the recording."""
-        self._count_beside()
+        self.beside_s += self._newly_compiled()[1]
         self._fallbacks_before = _fallbacks()
         self._transfers_before = _count(_FROM_DEVICE) if _is_counted(ordinal) else math.nan
 
@@ -86,10 +86,6 @@ class XlaCounters:
         before = _count(_FROM_DEVICE)
         yield
         self._transfers_before += _count(_FROM_DEVICE) - before
-
-    def _count_beside(self) -> None:
-        _, seconds = self._newly_compiled()
-        self.beside_s += seconds
 
     def _newly_compiled(self) -> tuple[int, float]:
         """Graphs that were compiled since the last call, and seconds in the compiler."""

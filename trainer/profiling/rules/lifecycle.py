@@ -163,6 +163,7 @@ class GpuMemoryGrowth(SystemRule, rules.GpuMemoryGrowthThresholds):
         went = []
         for owner, levels in by_owner.items():
             rises, whole = np.diff(levels), levels[-1] - levels[0]
+            change = f"from {levels[0] / 2**20:.0f} MiB to {levels[-1] / 2**20:.0f} MiB"
             if whole > limit * levels[0] and rises.min() > _STEADY * whole / len(rises):
                 seconds = 0.75 * (rank.record.ended_s - (rank.record.first_step_s or 0.0)) * (_PARTS - 1) / _PARTS
                 an_hour = whole / max(seconds, 1e-9) * 3600
@@ -171,8 +172,7 @@ class GpuMemoryGrowth(SystemRule, rules.GpuMemoryGrowthThresholds):
                 return Finding(
                     confidence=0.8,
                     text=(
-                        f"Memory of {owner} grows all the time, from {_mib(levels[0])} to {_mib(levels[-1])} after the warm-up; at this "
-                        f"rate it is full in {left_h:.1f} h."
+                        f"Memory of {owner} grows all the time, {change} after the warm-up; at this rate it is full in {left_h:.1f} h."
                     ),
                     advice=(
                         "Look for what is kept from step to step: losses or outputs with their graphs in a list (detach them), a cache "
@@ -184,7 +184,7 @@ class GpuMemoryGrowth(SystemRule, rules.GpuMemoryGrowthThresholds):
                         "hourly_bytes": float(an_hour),
                     },
                 )
-            went.append(f"Memory of {owner} went from {_mib(levels[0])} to {_mib(levels[-1])}.")
+            went.append(f"Memory of {owner} went {change}.")
         return Healthy(" ".join(went))
 
 
@@ -200,10 +200,6 @@ def _levels(rank: RankEvidence, name: str) -> Series | None:
         return None
     level = np.min if name in _WITHIN_STEPS else np.median
     return np.array([level(part) for part in parts])
-
-
-def _mib(value: float) -> str:
-    return f"{value / 2**20:.0f} MiB"
 
 
 class Recompilation(SystemRule, rules.RecompilationThresholds):
