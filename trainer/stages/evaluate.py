@@ -100,10 +100,11 @@ def _probed(subjects: Sequence[_Evaluated], data: PreparedDataset, settings: Eva
     """Probe the embeddings: votes of nearest neighbors for all models, and a linear probe as the head of a headless one."""
     device, train, test = choose_device().open(), data.split("train"), data.split("test")
     classes, done = len(data.classes), []
-    labels = train.labels[_bank(train)]
+    bank = evenly_spaced(len(train), MAX_IMAGES)
+    labels = train.labels[bank]
     for subject in subjects:
         model, size = subject.model, settings.batch_size
-        embedded = {"train": embed(model, train, _bank(train), device, size)}
+        embedded = {"train": embed(model, train, bank, device, size)}
         asked = embed(model, test, range(len(test)), device, size)
         votes = nearest_neighbors(embedded["train"], labels, asked, classes)
         if not model.card.labels:
@@ -115,10 +116,6 @@ def _probed(subjects: Sequence[_Evaluated], data: PreparedDataset, settings: Eva
         probed = model is not subject.model
         done.append(replace(subject, model=model.cpu(), knn_top1=knn_top1, probed=probed, embedded=embedded))
     return done
-
-
-def _bank(train: Split) -> list[int]:
-    return evenly_spaced(len(train), MAX_IMAGES)
 
 
 def _evaluate(
@@ -255,7 +252,7 @@ def _judged_labels(
     if settings.label_issues != "all":
         return held_out
     device, train, embedded = choose_device().open(), data.split("train"), dict(teacher.embedded)
-    chosen = np.array(_bank(train))
+    chosen = np.array(evenly_spaced(len(train), MAX_IMAGES))
     for split, indices in ((train, chosen), (val, np.arange(len(val)))):
         if split.name not in embedded:
             embedded[split.name] = embed(teacher.model, split, indices.tolist(), device, size)

@@ -344,7 +344,13 @@ class Checkpoints:
             raise
         self._whole.add(entry)
         try:
-            self._drop_old(self._generation.number)
+            present = self.entries()
+            self._whole &= set(present)  # a store may lose some
+            kept = sorted(self._whole, reverse=True)[: self._keep]
+            for old in present:
+                if old not in kept and old.generation <= self._generation.number:  # those of a later attempt stay
+                    artifacts.remove(self._uri(old))
+                    self._whole.discard(old)
         except (OutputError, StorageError) as error:  # when the next one is written it is tried again
             logger.warning("%s  old checkpoints stay: %s", self._name, error)
 
@@ -367,16 +373,6 @@ class Checkpoints:
         with artifacts.create(uri, "checkpoint", settings=self._settings, parents=self._parents) as draft:
             draft.figures.update(figures)
             self._snapshot.write(draft.path)
-
-    def _drop_old(self, generation: int) -> None:
-        """Keep the newest ones; of a later attempt nothing is touched."""
-        present = self.entries()
-        self._whole &= set(present)  # a store may lose some
-        kept = sorted(self._whole, reverse=True)[: self._keep]
-        for entry in present:
-            if entry not in kept and entry.generation <= generation:
-                artifacts.remove(self._uri(entry))
-                self._whole.discard(entry)
 
 
 def newest(checkpoints: Checkpoints, processes: Processes) -> TrainingState | None:

@@ -54,7 +54,7 @@ def choose_workers(seconds_per_batch: float, seconds_per_step: float, *, cores: 
     """Choose the fewest loader processes per training process that keep up with the step, as far as there are cores.
 
     Args:
-        seconds_per_batch: time that loader processes can save the training process per micro-batch (`_relievable`).
+        seconds_per_batch: time that loader processes can save the training process per micro-batch.
         seconds_per_step: the device's time for a micro-batch that is loaded already.
         cores: cores of this machine that loader processes may keep busy, and one that the training processes share.
 
@@ -142,27 +142,20 @@ def measured_workers(
         step: gives the device's time for a micro-batch that is at hand, in seconds; only asked where it matters.
     """
     loading = measure_loading(batches, indices)
-    if not _relievable(loading, processes):
+    # Where a CPU trains, loader processes can save only the waiting, for a core that loads does not train.
+    is_cpu = processes.device.kind == "cpu"
+    saved = loading.waiting if is_cpu else loading.seconds
+    if not saved:
         return 0
     seconds = step()
     if processes.is_first:
         figures = (1e3 * loading.seconds, 1e3 * loading.waiting, 1e3 * seconds)
         text = "%s  a micro-batch: %.1f ms to load, %.1f ms of them waiting for storage, %.1f ms to compute with"
         logger.info(text, name, *figures)
-    return advised_workers(loading, seconds, processes)
-
-
-def advised_workers(loading: LoadingTime, step_s: float, processes: Processes) -> int:
-    """Return how many loader processes beside this process keep up with the device."""
     local, cores = processes.local_world_size, usable_cores()
-    if processes.device.kind == "cpu":
+    if is_cpu:
         cores += local  # who waits needs no core
-    return choose_workers(_relievable(loading, processes), step_s, cores=cores, processes=local)
-
-
-def _relievable(loading: LoadingTime, processes: Processes) -> float:
-    """Return the seconds that loader processes can save this one: only the waiting where a CPU trains, for a core that loads does not."""
-    return loading.waiting if processes.device.kind == "cpu" else loading.seconds
+    return choose_workers(saved, seconds, cores=cores, processes=local)
 
 
 def measure_loading(batches: Dataset[Any], indices: Iterable[Any]) -> LoadingTime:

@@ -85,7 +85,8 @@ def capture(
 
     A collective if the optimizer is sharded: every rank of `processes` calls it, and rank 0 gets the full state, the others none.
     """
-    names, part, what = _names(model), optimizers.local_optimizer(optimizer), f"the checkpoint of step {step}"
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    part, what = optimizers.local_optimizer(optimizer), f"the checkpoint of step {step}"
     tensors = {
         f"{key}/{names[weight]}": value
         for weight, own in optimizers.held(optimizer)
@@ -125,7 +126,7 @@ def restore(
     Raises:
         ArtifactError: names, shapes or types do not fit; nothing was changed then.
     """
-    names = _names(model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
     _raise_if_any(state, "weights", _mismatches(state.model, model.state_dict()))
     _raise_if_any(
         state, "optimizer", [*_unknown_tensors(state.optimizer, names), *_other_options(state.groups, optimizer, names)]
@@ -148,10 +149,6 @@ def restore(
         found = by_weight.get(names[weight])
         if found is not None:
             part.state[weight] = {key: value.to(weight.device, copy=True) for key, value in found.items()}
-
-
-def _names(model: nn.Module) -> dict[nn.Parameter, str]:
-    return {parameter: name for name, parameter in model.named_parameters()}
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
