@@ -14,7 +14,6 @@ from components.launch.job_manifest import BACKENDS, DEFAULT_NAMESPACE, Identity
 from trainer import config
 from trainer.graph import STAGES, JobSpec, Stage, flag
 from trainer.io import commands
-from trainer.io.commands import Subparsers
 from trainer.io.errors import LaunchError, TrainerError
 from trainer.io.formatting import aligned
 
@@ -38,40 +37,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = commands.module_parser("components.launch", _DESCRIPTION)
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_render(subparsers)
-    text = "List the node pools: what a node is, how many processes train on it, and its price."
-    subparsers.add_parser("pools", help="list the node pools", description=text).set_defaults(command=_pools)
-    _add_reap(subparsers)
-    return parser
-
-
-def _add_render(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
+    render = subparsers.add_parser(
         "render",
         help="print the job that would be sent",
         description="Print the manifest of a training as it would be sent from here, with the image and the environment of this shell. "
         "Nothing is sent.",
     )
-    commands.add_place(parser, number=commands.positive)
-    parser.add_argument("--backend", choices=list(BACKENDS), help="kind of job (default: the pool's own)")
-    parser.add_argument("--stage", choices=list(LAUNCHED), default="distill", help="default: %(default)s")
-    commands.add_recipe(parser)
-    commands.add_overrides(parser)
-    parser.add_argument("--run", default="example", metavar="NAME", help="name of the run (default: %(default)s)")
-    parser.add_argument("--namespace", default=DEFAULT_NAMESPACE, help="default: %(default)s")
+    commands.add_place(render, number=commands.positive)
+    render.add_argument("--backend", choices=list(BACKENDS), help="kind of job (default: the pool's own)")
+    render.add_argument("--stage", choices=list(LAUNCHED), default="distill", help="default: %(default)s")
+    commands.add_recipe(render)
+    commands.add_overrides(render)
+    render.add_argument("--run", default="example", metavar="NAME", help="name of the run (default: %(default)s)")
+    render.add_argument("--namespace", default=DEFAULT_NAMESPACE, help="default: %(default)s")
     for name in DIRECTORIES:
-        parser.add_argument(f"--{flag(name)}", metavar="URI", help=f"default: s3://bucket/RUN/{name}")
-    parser.set_defaults(command=_render)
-
-
-def _add_reap(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
+        render.add_argument(f"--{flag(name)}", metavar="URI", help=f"default: s3://bucket/RUN/{name}")
+    render.set_defaults(command=_render)
+    text = "List the node pools: what a node is, how many processes train on it, and its price."
+    subparsers.add_parser("pools", help="list the node pools", description=text).set_defaults(command=_pools)
+    reap = subparsers.add_parser(
         "reap",
         help="delete jobs that were left over",
         description="Delete jobs of this project that are no longer followed, ended ones too, with their pods. Jobs of others are never "
         "touched. The cluster is the one of KUBECONFIG, the pod's own, or ~/.kube/config.",
     )
-    scope = parser.add_mutually_exclusive_group(required=True)
+    scope = reap.add_mutually_exclusive_group(required=True)
     scope.add_argument("--run", type=_name, metavar="NAME", help="the jobs of one run")
     scope.add_argument("--older-than", default="0s", metavar="AGE", help="jobs created longer ago than 30m, 2h, 7d")
     scope.add_argument(
@@ -81,9 +71,10 @@ def _add_reap(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "complete are ended in MLflow; a CronJob runs this",
     )
     scope.add_argument("--all", action="store_true", help="all jobs of all runs")
-    parser.add_argument("--dry-run", action="store_true", help="only list what would be deleted")
-    parser.add_argument("--namespace", default=default_namespace(), help="default: %(default)s")
-    parser.set_defaults(command=_reap)
+    reap.add_argument("--dry-run", action="store_true", help="only list what would be deleted")
+    reap.add_argument("--namespace", default=default_namespace(), help="default: %(default)s")
+    reap.set_defaults(command=_reap)
+    return parser
 
 
 def _name(text: str) -> str:

@@ -119,8 +119,14 @@ class TaskJob:
 
     def delete(self) -> bool:
         """Delete the job, if it was created; return whether there was one."""
-        if not self._created and self._unanswered:
-            self._find_created()
+        if not self._created and self._unanswered:  # the request may have created it all the same
+            for pause_s in (0.0, LATE_S):
+                time.sleep(pause_s)
+                with suppress(NotFoundError):
+                    found = self._cluster.get(self.backend.resource, self.name)
+                    if _hash(found) == _hash(self.manifest):
+                        self._created = found
+                    break
         if not self._created:
             return False
         with suppress(NotFoundError, ConflictError):  # it is gone, and another may have its name
@@ -133,18 +139,6 @@ class TaskJob:
             return bool(self._cluster.get(self.backend.resource, self.name)["metadata"]["uid"] != self.uid)
         except NotFoundError:
             return True
-
-    def _find_created(self) -> None:
-        """Find the job that a request without an answer has created."""
-        for pause_s in (0.0, LATE_S):
-            time.sleep(pause_s)
-            try:
-                found = self._cluster.get(self.backend.resource, self.name)
-            except NotFoundError:
-                continue
-            if _hash(found) == _hash(self.manifest):
-                self._created = found
-            return
 
     def _adopt(self, job: dict[str, Any], retry: ApiRetry) -> None:
         """Take an existing job, if its specification is the same (else a `LaunchError`), and make this task's pod its owner."""
