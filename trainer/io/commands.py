@@ -33,14 +33,11 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does."""
         words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_HOME.sub(_with_home, word) for word in words], namespace)
+        words = [_HOME.sub(lambda found: (found[1] or "") + with_home(found[2]), word) for word in words]
+        return super().parse_known_args(words, namespace)
 
 
 _HOME = re.compile(r"^(--[\w-]+=)?(~[^/]*)(?=/|$)")
-
-
-def _with_home(found: re.Match[str]) -> str:
-    return (found[1] or "") + with_home(found[2])
 
 
 def module_parser(module: str, text: str | None) -> argparse.ArgumentParser:

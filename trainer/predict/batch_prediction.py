@@ -101,7 +101,9 @@ def predict_folder(
         sink = pa.BufferOutputStream()
         pq.write_table(pa.Table.from_pylist(rows, schema=_schema(model)), sink, compression="zstd")
         storage.write_bytes(storage.join(output, name), sink.getvalue().to_pybytes())
-    unreadable = sum(_unreadable(storage.read_bytes(storage.join(output, name))) for name in names)
+    written = (pa.BufferReader(storage.read_bytes(storage.join(output, name))) for name in names)
+    errors = (pq.read_table(file, columns=["error"])["error"] for file in written)
+    unreadable = sum(int(len(one) - one.null_count) for one in errors)
     counts = {"photos": len(photos), "unreadable": unreadable}
     summary = asked | {"student": model.student, "labels": list(model.labels), **counts, "files": names}
     text = json.dumps(summary, indent=2, ensure_ascii=False)
@@ -180,8 +182,3 @@ def student_of(file: str, schema: pa.Schema) -> str:
         return ""
     summary = storage.read_json(beside)
     return str(summary.get("student") or summary.get("model", "")) if isinstance(summary, dict) else ""
-
-
-def _unreadable(content: bytes) -> int:
-    errors = pq.read_table(pa.BufferReader(content), columns=["error"])["error"]
-    return int(len(errors) - errors.null_count)

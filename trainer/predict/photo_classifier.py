@@ -169,11 +169,6 @@ def _exported(found: _Found, *, judged: bool, threads: int) -> PhotoClassifier:
     return loaded
 
 
-def _reads_runs() -> bool:
-    """Return whether the packages that read runs are installed: the server's image has only those that serve."""
-    return find_spec("torch") is not None
-
-
 def _refuse(place: str | Path, reasons: Sequence[object]) -> None:
     if reasons:
         raise ModelError(
@@ -196,8 +191,9 @@ class _Found:
 @contextmanager
 def _found(place: str, *, exported: bool) -> Iterator[_Found]:
     """Find a model, whose files may be removed at the end of the block."""
+    reads_runs = find_spec("torch") is not None  # the server's image has only the packages that serve
     if place.startswith(tracking.REGISTERED):
-        if not os.environ.get(tracking.URI) and _reads_runs():
+        if not os.environ.get(tracking.URI) and reads_runs:
             from trainer.runner import local_run
 
             local_run.track_here()
@@ -208,7 +204,7 @@ def _found(place: str, *, exported: bool) -> Iterator[_Found]:
                 raise ModelError(f"model {place}: holds no student; name one that the stage register has registered")
             name = place if place == version else f"{place} ({version})"
             yield _Found(name=name, directory=str(directory), refusals=() if passed else ("its MLflow run says why",))
-    elif artifacts.exists(place) or (exported and not _reads_runs()):
+    elif artifacts.exists(place) or (exported and not reads_runs):
         # A server without torch reads no runs, so what is missing there is named as a missing export.
         yield _Found(name=storage.with_target(place), directory=place)
     else:

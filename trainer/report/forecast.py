@@ -74,13 +74,9 @@ class Forecast(_Expected):
 
     def __str__(self) -> str:
         """Format it: `3.20 h (12.0 min of it compiling), $281.06, by 50 steps of 3.6 s`."""
-        compiling = f" ({_hours(self.compile_hours)} of it compiling)" if self.compile_hours else ""
+        compiling = f" ({duration(3600 * self.compile_hours)} of it compiling)" if self.compile_hours else ""
         dollars = "" if self.dollars is None else f", {dollars_text(self.dollars)}"
-        return f"{_hours(self.hours)}{compiling}{dollars}{f', by {self.basis}' if self.basis else ''}"
-
-
-def _hours(hours: float) -> str:
-    return duration(3600 * hours)
+        return f"{duration(3600 * self.hours)}{compiling}{dollars}{f', by {self.basis}' if self.basis else ''}"
 
 
 def work_of(settings: DistillSettings, samples: int) -> WorkCount:
@@ -204,8 +200,10 @@ def refuse_over_budget(
     said = " and ".join(f"run.{name}={limit:g}" for name, limit in limits.items() if limit)
     if _is_within(expected, **limits):
         return
-    fitting = [_option(name, one) for name, one in alternatives.items() if _is_within(one, **limits)]
-    other = [_option(name, one) for name, one in alternatives.items() if not _is_within(one, **limits)]
+    fitting, other = list[str](), list[str]()
+    for name, one in alternatives.items():
+        text = f"{name} ({duration(3600 * one.hours)}, {dollars_text(one.dollars) or 'price not known'})"
+        (fitting if _is_within(one, **limits) else other).append(text)
     assumed = f" (assuming that {'; '.join(expected.assumptions)})" if expected.assumptions else ""
     raise BudgetError(
         f"the distillation would take {expected} on {expected.place}{assumed}, but {said}; it was not started. "
@@ -219,7 +217,3 @@ def _is_within(one: Forecast, *, budget_usd: float | None, budget_hours: float |
     """Return whether a forecast is within the budget; unknown dollars are within no budget of dollars."""
     costs_too_much = bool(budget_usd) and (one.dollars is None or one.dollars > (budget_usd or 0.0))
     return not costs_too_much and not (budget_hours and one.hours > budget_hours)
-
-
-def _option(name: str, one: Forecast) -> str:
-    return f"{name} ({_hours(one.hours)}, {dollars_text(one.dollars) or 'price not known'})"

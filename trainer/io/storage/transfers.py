@@ -115,19 +115,15 @@ def _fetch(progress: _Progress, part: _Part) -> None:
     if len(content) != part.end - part.start:
         raise ObjectDamagedError(f"the file {part.uri} is shorter than it was; make it again or copy it whole")
     with writing_to(part.file):
-        _write_at(part.file, part.start, content)
-        _write_at(_journal(part.file), part.number, b"\1")
+        for file, offset, written in ((part.file, part.start, content), (_journal(part.file), part.number, b"\1")):
+            with file.open("r+b") as opened:
+                opened.seek(offset)
+                opened.write(written)
     progress.add(len(content))
 
 
 def _journal(file: Path) -> Path:
     return file.with_name(f"{file.name}.partial")
-
-
-def _write_at(file: Path, offset: int, content: bytes) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(offset)
-        opened.write(content)
 
 
 def _missing_parts(uri: str, directory: Path, name: str, record: FileRecord) -> Iterator[_Part]:

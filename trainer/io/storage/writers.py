@@ -90,13 +90,7 @@ def _taken(file: Path) -> int:
         except OSError as error:  # a file system without locks
             logger.warning("%s: no lock keeps others from writing there (%s)", file.parent, error.strerror)
             return descriptor
-        if _is_at(file, descriptor):
-            return descriptor
+        with suppress(FileNotFoundError):
+            if file.stat().st_ino == os.fstat(descriptor).st_ino:
+                return descriptor
         os.close(descriptor)  # the process that held it has removed it
-
-
-def _is_at(file: Path, descriptor: int) -> bool:
-    try:
-        return file.stat().st_ino == os.fstat(descriptor).st_ino
-    except FileNotFoundError:
-        return False

@@ -180,13 +180,6 @@ class ClassTags:
             made[name] = np.array(known, dtype=np.float64 if self.is_number(name) and None not in known else object)
         return made
 
-    def of_classes(self, members: Sequence[Sequence[int]]) -> dict[str, list[list[Value]]]:
-        """Return the attributes of several classes an image: attribute -> its value for each class, in their order, [B]."""
-        return {
-            name: [[values[member] for member in of_image] for of_image in members]
-            for name, values in self.attributes.items()
-        }
-
     def is_number(self, attribute: str) -> bool:
         """Return whether the values of an attribute are numbers."""
         return any(isinstance(value, float) for value in self.attributes[attribute])

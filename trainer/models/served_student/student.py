@@ -162,8 +162,8 @@ class Predictor:
         if self.threshold is None:
             return self.tags.columns(found) if self.tags is not None else {}
         members = [np.flatnonzero(row > self.threshold).tolist() for row in found]
-        named = [[self.labels[index] for index in of_image] for of_image in members]
-        return {NAMED: named} | (self.tags.of_classes(members) if self.tags is not None else {})
+        known = {NAMED: self.labels} | (dict(self.tags.attributes) if self.tags is not None else {})
+        return {name: [[values[index] for index in of_image] for of_image in members] for name, values in known.items()}
 
     def _read(self, index: int, photo: Any) -> Pixels:
         """Make a photo's square, uint8 [S, S, 3]."""

@@ -98,7 +98,12 @@ class DistillObjective:
             first, *others = (settings.weight(name) * part for name, part in parts.items())
             loss = sum(others, first)
             answer = (logits + taught).detach()
-            agreed = [(weight, self._agreement(answer, one)) for weight, one in said if one.logits.shape[1]]
+            agreed = []
+            for weight, one in said:
+                if one.logits.shape[1] and self._by_class:
+                    agreed.append((weight, losses.class_agreement(answer, all_logits(one, answer.shape[1]))))
+                elif one.logits.shape[1]:
+                    agreed.append((weight, losses.agreement(answer, top_class(one))))
             if agreed:
                 parts["agreement"] = _mean(agreed)
         return {"loss": loss} | parts
@@ -141,11 +146,6 @@ class DistillObjective:
             t, teacher_t = settings.similarity_temperature, settings.similarity_teacher_temperature
             loss = losses.similarity_loss(own, theirs, queue, temperature=t, teacher_temperature=teacher_t)
             yield "similarity", loss
-
-    def _agreement(self, answer: Tensor, said: TeacherSignal) -> Tensor:
-        if self._by_class:
-            return losses.class_agreement(answer, all_logits(said, answer.shape[1]))
-        return losses.agreement(answer, top_class(said))
 
     def forward_for_hooks(self, batch: Batch) -> None:
         """A forward pass of the student alone."""

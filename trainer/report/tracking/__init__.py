@@ -444,11 +444,8 @@ def parameters(settings: Mapping[str, Any]) -> dict[str, str]:
 
     A group with members that MLflow may refuse, such as names of classes, stays one parameter; so does an empty group, to be seen as empty.
     """
-
-    def is_value(group: Mapping[str, Any]) -> bool:
-        return not group or not all(member.isidentifier() for member in group)
-
-    return {name: str(value)[:PARAM_LENGTH] for name, value in flatten(settings, keep=is_value).items()}
+    flat = flatten(settings, keep=lambda group: not group or not all(member.isidentifier() for member in group))
+    return {name: str(value)[:PARAM_LENGTH] for name, value in flat.items()}
 
 
 def numbers(figures: Mapping[str, Any]) -> dict[str, float]:
