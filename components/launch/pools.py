@@ -124,7 +124,7 @@ class Pool(_PoolTable):
         return pod
 
     @model_validator(mode="after")
-    def _fits_the_node(self) -> Self:
+    def _fits_together(self) -> Self:
         missing = [name for name in ("cpu", "memory") if name not in self.resources]
         if missing:
             raise ValueError(f"resources must name {' and '.join(missing)}")
@@ -135,10 +135,6 @@ class Pool(_PoolTable):
             given = self.resources.get(resource)
             if given and quantity(size) > quantity(given):
                 raise ValueError(f"{field} = {size} must be within resources.{resource} = {given}")
-        return self
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
         for device, resource in ACCELERATORS.items():
             if device == self.device and self.accelerators < 1:
                 raise ValueError(f'device = "{device}" needs resources."{resource}" = 1 or more')

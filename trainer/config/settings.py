@@ -440,15 +440,11 @@ class DataSettings(Section):
     classes' folders in an image folder."""
 
     @model_validator(mode="after")
-    def _folders_are_there(self) -> Self:
+    def _source_fits(self) -> Self:
         if self.hierarchy == FOLDERS and not self.source.startswith("imagefolder:"):
             raise ValueError(
                 f"hierarchy is {FOLDERS}, but source is {self.source!r}, which has none; give a table, data.hierarchy=FILE.csv"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _may_have_several_labels(self) -> Self:
         if self.multi_label and not self.source.startswith(("manifest:", "hub:")):
             raise ValueError(
                 f"multi_label is true, but source is {self.source!r}, which gives an image one label; list the images in a CSV file, "
@@ -574,9 +570,32 @@ class PretrainSettings(WeightsSettings, LoadingSettings):
     def _weights_fit(self) -> Self:
         self.check_weights("pretrain", "teacher", self.teacher.architecture)
         if self.teacher.architecture.startswith((TRANSFORMERS, MODULE)):
-            self._check_custom()
+            given = {"head": self.head, "mae.epochs": self.mae.epochs, "finetune.epochs": self.finetune.epochs}
+            wanted = {"head": "classes", "mae.epochs": 0, "finetune.epochs": 0}
+            if other := {name: value for name, value in given.items() if value != wanted[name]}:
+                raise ValueError(
+                    f"teacher is {self.teacher.architecture}, which is taken as it is, with its own head, but "
+                    f"{' and '.join(f'{name}={value}' for name, value in other.items())}; set "
+                    f"{' '.join(f'pretrain.{name}={wanted[name]}' for name in other)}, or choose one of timm's architectures"
+                )
         if self.head != "classes":
-            self._check_frozen()
+            if self.finetune.epochs:
+                what = (
+                    "there is no classifier to fine-tune" if self.head == "none" else "the classifier alone is fitted"
+                )
+                raise ValueError(
+                    f"head is {self.head}, so {what}, but finetune.epochs is {self.finetune.epochs}; set pretrain.finetune.epochs=0, or "
+                    "head=classes"
+                )
+            if self.label_map:
+                raise ValueError(
+                    f"head is {self.head}, so no row of it can be chosen by label_map; leave label_map out"
+                )
+            if not self.weights and not self.mae.epochs:
+                raise ValueError(
+                    f"head is {self.head}, weights is empty and mae.epochs is 0, so the teacher would have learned nothing; give weights, "
+                    "or pretrain it with pretrain.mae.epochs"
+                )
             return self
         if not self.weights and not self.finetune.epochs:
             raise ValueError(
@@ -592,31 +611,6 @@ class PretrainSettings(WeightsSettings, LoadingSettings):
                 "label_map says what classes of weights mean, but weights is empty; give weights, or leave it out"
             )
         return self
-
-    def _check_custom(self) -> None:
-        given = {"head": self.head, "mae.epochs": self.mae.epochs, "finetune.epochs": self.finetune.epochs}
-        wanted = {"head": "classes", "mae.epochs": 0, "finetune.epochs": 0}
-        if other := {name: value for name, value in given.items() if value != wanted[name]}:
-            raise ValueError(
-                f"teacher is {self.teacher.architecture}, which is taken as it is, with its own head, but "
-                f"{' and '.join(f'{name}={value}' for name, value in other.items())}; set "
-                f"{' '.join(f'pretrain.{name}={wanted[name]}' for name in other)}, or choose one of timm's architectures"
-            )
-
-    def _check_frozen(self) -> None:
-        if self.finetune.epochs:
-            what = "there is no classifier to fine-tune" if self.head == "none" else "the classifier alone is fitted"
-            raise ValueError(
-                f"head is {self.head}, so {what}, but finetune.epochs is {self.finetune.epochs}; set pretrain.finetune.epochs=0, or "
-                "head=classes"
-            )
-        if self.label_map:
-            raise ValueError(f"head is {self.head}, so no row of it can be chosen by label_map; leave label_map out")
-        if not self.weights and not self.mae.epochs:
-            raise ValueError(
-                f"head is {self.head}, weights is empty and mae.epochs is 0, so the teacher would have learned nothing; give weights, or "
-                "pretrain it with pretrain.mae.epochs"
-            )
 
 
 TOP_K = 10  # logits that are recorded of a view where nothing else is said or needed
