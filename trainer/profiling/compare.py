@@ -90,7 +90,7 @@ def read_compared_run(uri: str) -> ComparedRun:
             trainings={training.name: summarize(training) for training in evidence.trainings},
             answers=findings.judged(evidence, RuleSettings()),
             evidence={training.name: training for training in evidence.trainings},
-            dataset=_dataset_of([uri]),
+            dataset=artifacts.manifest(uri, "evidence").parents.get("dataset"),
         )
     if storage.exists(storage.join(uri, SUMMARY)):
         return _read_run(uri)
@@ -129,12 +129,9 @@ def _read_run(uri: str) -> ComparedRun:
     places = [place for place in places if artifacts.manifest(place, "evidence").fingerprint in wanted]
     recorded = [read_evidence(place).trainings for place in places]
     evidence = {training.name: training for trainings in recorded for training in trainings}
-    return replace(read, name=uri, evidence=evidence, run=content, dataset=read.dataset or _dataset_of(places))
-
-
-def _dataset_of(places: Sequence[str]) -> str | None:
-    known = [artifacts.manifest(place, "evidence").parents.get("dataset") for place in places]
-    return next(filter(None, known), None)
+    datasets = (artifacts.manifest(place, "evidence").parents.get("dataset") for place in places)
+    dataset = read.dataset or next(filter(None, datasets), None)
+    return replace(read, name=uri, evidence=evidence, run=content, dataset=dataset)
 
 
 def _json(path: str) -> dict[str, Any]:
