@@ -801,6 +801,9 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     """Label smoothing: share of the target spread over all classes."""
     multi_label_loss: Annotated[MultiLabelLoss, Field(exclude_if=lambda value: value == "bce")] = "bce"
     """With the labels of `data.multi_label`, as `pretrain.finetune.multi_label_loss`."""
+    pause_epochs: Annotated[NonNegativeFloat, Field(exclude_if=_is_unset)] = 0.0
+    """Epochs after which the training pauses: it hands on the student as it is then and keeps its checkpoint, from which the same settings
+    with a larger value, or with 0, resume. 0: it does not pause. `search` sets it."""
 
     def weight(self, term: str) -> float:
         weight: float = getattr(self, f"{term}_weight")

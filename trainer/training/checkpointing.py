@@ -64,17 +64,19 @@ class Checkpointing(Hook):
         self.attempts.heartbeat(step + 1 - trainer.first_step)
         if trainer.preemption.should_stop(f"step {step + 1}"):
             self._stop(step)
-        if is_checkpoint_step(step, trainer.settings, len(trainer.spec.samples)):
+        spec, is_last = trainer.spec, step == trainer.spec.last_step - 1
+        paused = is_last and spec.last_step < spec.total_steps
+        if paused or is_checkpoint_step(step, trainer.settings, len(spec.samples)):
             self._flush()
             with span("checkpoint"):
-                save(trainer, self._checkpoints, step + 1, needed=step == trainer.spec.total_steps - 1)
+                save(trainer, self._checkpoints, step + 1, needed=is_last)
 
     def after_last_step(self) -> None:
-        """Wait until the last checkpoint is written; raises as `after_step`."""
+        """Wait until the last checkpoint is written, which has to be where the training pauses; raises as `after_step`."""
         if self._trainer.preemption.should_stop("the end of the training", wait=True):
-            self._stop(self._trainer.spec.total_steps - 1)
+            self._stop(self._trainer.spec.last_step - 1)
         with span("checkpoint"):
-            self._checkpoints.finish()
+            self._checkpoints.finish(needed=self._trainer.spec.last_step < self._trainer.spec.total_steps)
 
     def _flush(self) -> None:
         for hook in self._trainer.hooks:

@@ -59,6 +59,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         # What is noted and kept of the training.
         "log_every",
         "checkpoint_every",
+        "pause_epochs",
         "checkpoint_keep",
         "validate_every_epochs",
         "evidence",

@@ -150,11 +150,11 @@ class Trainer:
             if self.owes_validation:  # a request to end takes effect at once
                 self._validate(self.first_step - 1)
             with self.prefetch(self.first_step) as batches:
-                for step in range(self.first_step, spec.total_steps):
+                for step in range(self.first_step, spec.last_step):
                     with processes.waiting(f"step {step + 1}"):
                         losses = self.take_step(step, batches)
                     self._check_compilation(step)
-                    if is_validation_step(step, settings, len(spec.samples)):
+                    if step == spec.last_step - 1 or is_validation_step(step, settings, len(spec.samples)):
                         what = f"the validation after step {step + 1}"
                         self._validate(step, partial(preemption.should_stop, what))
                     for hook in self.hooks:
@@ -176,7 +176,7 @@ class Trainer:
     def prefetch(self, first_step: int) -> Iterator[Prefetcher]:
         """Load this process's micro-batches from `first_step` on, `accumulation` a step, one ahead on the device."""
         spec, processes, accumulation = self.spec, self.processes, self.settings.accumulation
-        views, last_step, world_size = spec.views, spec.total_steps, processes.world_size
+        views, last_step, world_size = spec.views, spec.last_step, processes.world_size
         batches = MicroBatches(
             views,
             spec.order,

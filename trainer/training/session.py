@@ -141,6 +141,7 @@ class Session:
             teacher_outputs=teacher_outputs,
             val_split=self.data.split("val") if labeled else None,
             labeled_share=labeled_share,
+            pause_epochs=self.pause_epochs,
         )
         is_first = self.processes.is_first
         checkpointing = Checkpointing(checkpoints, self.tracker, rank=self.processes.rank)
@@ -224,8 +225,12 @@ class Session:
         for checkpoints in self._trainings:
             checkpoints.check_ours()
 
+    @property
+    def pause_epochs(self) -> float:
+        return self.settings.pause_epochs if isinstance(self.settings, DistillSettings) else 0.0
+
     def remove_checkpoints(self) -> None:
-        if self.processes.is_first:
+        if self.processes.is_first and not self.pause_epochs:
             for checkpoints in self._trainings:
                 checkpoints.remove()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,6 +75,8 @@ class TrainingSpec:
     """Where the model's accuracy is measured; None where it is no classifier."""
     labeled_share: float = 0.0
     """Share of labeled images in each step, where there are others too; 0: they come as all do."""
+    pause_epochs: float = 0.0
+    """Epochs after which this attempt ends, to be resumed later; 0: at the end of the training."""
 
     @property
     def seed(self) -> int:
@@ -82,6 +85,12 @@ class TrainingSpec:
     @property
     def total_steps(self) -> int:
         return step_count(self.settings, len(self.samples))
+
+    @property
+    def last_step(self) -> int:
+        """The step before which this attempt ends."""
+        paused = math.ceil(self.pause_epochs * len(self.samples) / self.settings.batch_size)
+        return min(paused or self.total_steps, self.total_steps)
 
     @property
     def order(self) -> StatelessSampler:

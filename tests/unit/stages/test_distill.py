@@ -417,6 +417,28 @@ def test_student_that_drops_patches_in_training_sees_all_afterward(distilled, co
     assert torch.equal(trained.pooled(images), bare.pooled(images))
 
 
+def test_paused_training_resumes_exactly(distilled, tmp_path, monkeypatch):
+    monkeypatch.setenv(artifacts.CHECKPOINTS_VARIABLE, str(tmp_path / "checkpoints"))
+    whole = distilled("whole", epochs=2, ema_decay=0.9)
+    paused = distilled("paused", epochs=2, ema_decay=0.9, pause_epochs=0.5)
+    steps = len(paused.curves()["loss"])
+    assert 0 < steps < len(whole.curves()["loss"])
+    assert torch.equal(paused.curves()["loss"], whole.curves()["loss"][:steps])
+    (kept,) = (tmp_path / "checkpoints").glob("distill-*")
+    again = distilled("again", epochs=2, ema_decay=0.9, pause_epochs=0.5)  # as where the first attempt lost its student
+    heads = [networks.load(one.student).network.head.weight for one in (paused, again)]
+    assert torch.equal(*heads)
+    ended = distilled("ended", epochs=2, ema_decay=0.9)
+    assert torch.equal(ended.curves()["loss"], whole.curves()["loss"][steps:])
+    weights = networks.load(ended.student).network.state_dict()
+    for name, value in networks.load(whole.student).network.state_dict().items():
+        assert torch.equal(weights[name], value), name
+    assert not kept.exists()
+    scores = [artifacts.manifest(one.student, "model").figures["val_top1"] for one in (paused, again, ended, whole)]
+    assert scores[0] == scores[1]
+    assert scores[2] == scores[3]
+
+
 @pytest.mark.parametrize("settings", [{"epochs": 1}, {"epochs": 1, "teacher": "recorded", "logit_weight": 0}], ids=str)
 def test_recorded_outputs_that_no_loss_reads_are_not_opened(distilled, tmp_path, settings):
     student = distilled("student", tmp_path / "there is nothing here", **settings).student
