@@ -18,16 +18,20 @@ SBOMS := runtime neuron serving
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run ui test test-long test-gpu bench bench-gpu check lint compile deploy-pipeline undeploy-pipeline docs lock clean
-export SET OUT RECIPE POOL
+export SET OUT RECIPE POOL SEARCH
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## make the environment in .venv alone
 
-run: $(READY)  ## run the pipeline here [RECIPE=digits SET="key=value ..." OUT=dir PROCESSES=2 POOL=name NODES=1 FRESH=1 DEBUG=1]
+run: $(READY)  ## run the pipeline here [RECIPE=digits SET="key=value ..." OUT=dir SEARCH="key=log(1e-4,1e-2)" PROCESSES=2 POOL=name NODES=1 FRESH=1 DEBUG=1]
 	@$(VENV)/python -m $(if $(POOL)$(NODES),components.pool_run --pool "$$POOL",trainer run) "$$RECIPE" --overrides "$$SET" --output "$$OUT" \
-		$(if $(NODES),--nodes $(NODES)) $(if $(PROCESSES),--processes $(PROCESSES)) $(if $(FRESH),--fresh) $(if $(DEBUG),--debug)
+		$(if $(SEARCH),--search "$$SEARCH") $(if $(NODES),--nodes $(NODES)) $(if $(PROCESSES),--processes $(PROCESSES)) $(if $(FRESH),--fresh) $(if $(DEBUG),--debug)
+
+.PHONY: search
+search: SEARCH ?= auto
+search: run  ## the same with a search for better settings before the distillation [SEARCH="distill.drop_path=uniform(0,0.2)" and as run]
 
 ui: $(READY)  ## serve MLflow's pages on what was tracked [OUT=dir of a run that had one PORT=5000]
 	@$(VENV)/python -m trainer ui $(if $(PORT),--port $(PORT)) $(if $(OUT),--store "sqlite:///$(abspath $(OUT)/..)/mlflow.db")
@@ -105,9 +109,9 @@ lint: $(READY)  ## mend what can be mended: order of imports, format
 compile: $(READY)  ## write pipelines/compiled/distillation.yaml
 	$(VENV)/python -m pipelines.compile
 
-deploy-pipeline: $(READY)  ## upload the pipeline to Kubeflow and run it [KFP_HOST=url NAMESPACE=name IMAGE=name RUN=1 WAIT=1 FRESH=1 CRON="0 3 * * *" RECIPE= SET= POOL= NODES= PROCESSES= EXPERIMENT=]
+deploy-pipeline: $(READY)  ## upload the pipeline to Kubeflow and run it [KFP_HOST=url NAMESPACE=name IMAGE=name RUN=1 WAIT=1 FRESH=1 CRON="0 3 * * *" RECIPE= SET= SEARCH= POOL= NODES= PROCESSES= EXPERIMENT=]
 	@$(VENV)/python -m pipelines.deploy --image "$$IMAGE" --cron "$$CRON" $(if $(RUN),--run) $(if $(WAIT),--wait) \
-		$(if $(FRESH),--fresh) --recipe "$$RECIPE" --set "$$SET" --experiment "$$EXPERIMENT" --pool "$$POOL" \
+		$(if $(FRESH),--fresh) $(if $(SEARCH),--search "$$SEARCH") --recipe "$$RECIPE" --set "$$SET" --experiment "$$EXPERIMENT" --pool "$$POOL" \
 		$(if $(NODES),--nodes $(NODES)) $(if $(PROCESSES),--processes $(PROCESSES))
 
 .PHONY: neuron-warm-up
@@ -138,7 +142,7 @@ docs: $(READY)  ## write docs/configuration.md, rules.md and stages.md
 	$(VENV)/python docs/generate.py
 
 lock: $(UV)  ## pin the requirements after a change of pyproject.toml [UPGRADE=1 takes newer versions]
-	$(COMPILE_REQUIREMENTS) pyproject.toml --extra kubeflow --extra weights --extra export --extra openvino --extra serve --extra heic --extra transformers --group dev --output-file requirements/development.txt
+	$(COMPILE_REQUIREMENTS) pyproject.toml --extra kubeflow --extra weights --extra export --extra openvino --extra serve --extra heic --extra transformers --extra search --group dev --output-file requirements/development.txt
 	$(COMPILE_REQUIREMENTS) pyproject.toml --extra kubeflow --extra weights --extra export --extra openvino --constraint requirements/development.txt --output-file requirements/runtime.txt
 	$(COMPILE_REQUIREMENTS) pyproject.toml --extra kubeflow --override requirements/neuron-overrides.txt --output-file requirements/neuron.txt
 	cp requirements/development.txt requirements/xla.txt  # its versions are kept wherever the overrides let them

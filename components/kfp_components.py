@@ -66,7 +66,7 @@ def on_cluster(task: dsl.PipelineTask, *, size: Size | None = None) -> dsl.Pipel
     if stage is None or not stage.cached:
         task.set_caching_options(False)
     task.set_display_name(stage.title if stage else name.replace("_", " ").capitalize())
-    size = size or (SMALL if stage is not None and stage.launched else WORK)
+    size = size or (SMALL if stage is not None and (stage.launched or stage.launches) else WORK)
     task.set_cpu_request(size.cpu).set_cpu_limit(size.cpu_limit)
     task.set_memory_request(size.memory).set_memory_limit(size.memory_limit)
     task.set_retry(RETRIES, backoff_duration="30s", backoff_factor=2, backoff_max_duration=TRIED_FOR)
@@ -118,8 +118,8 @@ FURTHER_ARTIFACTS = {
         ),
     }
 }
-FURTHER_OUTPUTS = {"tune": {"distill": "str"}}
-"""Outputs of a stage's task beside the references: tune hands on the settings of the distillation, which it may change."""
+FURTHER_OUTPUTS = {"tune": {"distill": "str"}, "search": {"distill": "str"}}
+"""Outputs of a stage's task beside the references: tune and search hand on the settings of the distillation, which they may change."""
 
 
 def _component(
@@ -158,13 +158,17 @@ def _of_stage(stage: Stage) -> Any:
         parameters["needed"] = Parameter("bool", "Whether to run it; otherwise its outputs are empty texts.", True)
     for key, text in CACHE_KEYS.get(stage.name, {}).items():
         parameters[key] = Parameter("str", f"{text}; another value makes a cached result stale.", "")
-    if stage.launched:
+    if stage.launched or stage.launches:
         text = "Kind of the devices that it runs on; another one makes a cached result stale."
         parameters |= {"device": Parameter("str", text, ""), **PLACE}
     for spec in stage.reads:
         parameters[spec.name] = Parameter("str", f"Reference to an artifact of kind {spec.kind}.")
     for spec in stage.reads_if_made:
         parameters[spec.name] = Parameter("str", f"Reference to an artifact of kind {spec.kind}; empty: none.", "")
+    if stage.name == "search":
+        parameters["distill"] = Parameter(
+            "str", "The section `distill` to search around, as JSON; empty: that of `settings`.", ""
+        )
     if stage.takes_recipe:
         parameters["recipe"] = Parameter("str", "Name of the recipe.")
         parameters["resolved"] = Parameter("str", "All settings of the run, as JSON.")

@@ -127,19 +127,15 @@ def _fetched(stage: str, section: Section, inputs: Mapping[str, str]) -> Iterato
             yield name, sum(one["size"] for one in artifacts.manifest(uri, kind).files.values())
 
 
-def launch(
-    name: str, settings: str, inputs: Mapping[str, str], outputs: Mapping[str, str], place: Placement, record: str
-) -> None:
+def launch(spec: JobSpec, place: Placement, record: str) -> None:
     """Run a training stage to its end, and keep a record of the launch; a `LaunchError` names the failure, its cause and the next move.
 
     Args:
-        settings: its section of the settings, as JSON text.
-        inputs: keyword of each given input -> its URI.
-        outputs: keyword of each output -> its URI.
+        spec: what to run; `place` decides the numbers of its nodes and processes.
         record: URI of the launch's record; for a cluster's job also how it ended, its events and its logs.
     """
-    stage = STAGES[name]
-    spec = JobSpec(stage=name, settings=json.loads(settings), inputs=inputs, outputs=outputs, nodes=place.nodes)
+    name, stage = spec.stage, STAGES[spec.stage]
+    spec = replace(spec, nodes=place.nodes)
     if not place.pool:
         spec = replace(spec, processes_per_node=place.processes(os.environ.get(DEVICE_VARIABLE) or "auto"))
         folder = storage.local_path(record)
@@ -149,20 +145,21 @@ def launch(
         return
     from components.launch.launcher import ClusterLauncher
 
-    place.check_cache(name, config.validate_section(stage.section, spec.settings), inputs)
+    place.check_cache(name, config.validate_section(stage.section, spec.settings), spec.inputs)
     # The pipeline's task has the stage's name, or, where a pipeline of one's own has two of them, a name like `distill-2`.
     run = os.environ.get("KFP_RUN_ID")
     task_name = (record.partition(f"/{run}/")[2].partition("/")[0] if run else "") or name
+    task_name = "-".join(filter(None, [task_name, spec.part]))
     pool, task = pools.get(place.pool), job_manifest.Identity.from_environment(task_name)
     reached = {
-        key: uri if storage.is_remote(uri) else storage.join(exchange_folder(), "runs", task.run, name, key)
-        for key, uri in outputs.items()
+        key: uri if storage.is_remote(uri) else storage.join(exchange_folder(), "runs", task.run, task_name, key)
+        for key, uri in spec.outputs.items()
     }
-    shared = {key: _shared(uri, stage.all_inputs[key]) for key, uri in inputs.items()}
+    shared = {key: _shared(uri, stage.all_inputs[key]) for key, uri in spec.inputs.items()}
     processes = pool.processes(place.processes_per_node)
-    spec = replace(spec, inputs=shared, outputs=reached, processes_per_node=processes)
-    ClusterLauncher(pool, task, record=record).run(spec)
-    for key, uri in outputs.items():
+    job = replace(spec, inputs=shared, outputs=reached, processes_per_node=processes)
+    ClusterLauncher(pool, task, record=record).run(job)
+    for key, uri in spec.outputs.items():
         if reached[key] != uri:
             artifacts.copy(reached[key], uri, stage.outputs[key])
 

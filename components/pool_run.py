@@ -7,7 +7,6 @@ Everything else runs on this machine, as in `python -m trainer run`. Data sets a
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -51,8 +50,8 @@ def _run(options: argparse.Namespace) -> None:
     checkpoints = named if storage.is_remote(named) else storage.join(exchange, "checkpoints")
 
     def start(spec: JobSpec) -> None:
-        record = storage.join(storage.parent(next(iter(spec.outputs.values()))), "jobs", spec.stage)
-        launching.launch(spec.stage, json.dumps(spec.settings), spec.inputs, spec.outputs, place, record)
+        job = "-".join(filter(None, [spec.stage, spec.part]))
+        launching.launch(spec, place, storage.join(storage.parent(next(iter(spec.outputs.values()))), "jobs", job))
 
     with environment_variables({artifacts.CHECKPOINTS_VARIABLE: checkpoints}):
         result, page = local_run.run(

@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING, Any
 from components import launching, references, sections
 from components.launching import Placement
 from trainer import stages
-from trainer.config import DistillSettings, TuneSettings
-from trainer.graph import STAGES
+from trainer.config import DistillSettings
+from trainer.graph import STAGES, JobSpec
 from trainer.io import artifacts, limits, storage
 from trainer.io.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, PreemptedError, TrainerError
 from trainer.io.host import ended_by_sigterm, ensure_home, escape_what_cannot_be_printed
 from trainer.predict import batch_prediction, photo_classifier
 from trainer.report import tracking
 from trainer.runner.launch import write_termination_message
+from trainer.stages.searching.search_schema import read_search
 from trainer.stages.tuning.tuning_schema import read_tuning
 
 if TYPE_CHECKING:
@@ -95,17 +96,25 @@ def run_stage(name: str, given: Mapping[str, Any]) -> tuple[object, ...]:
     """
     stage, settings = STAGES[name], given["settings"]
     with reporting(name):
+        if name == "search" and given["distill"]:  # which tune may have changed
+            settings = json.dumps(json.loads(settings) | {"distill": json.loads(given["distill"])})
         if not given.get("needed", True):
             return (*_handed_on(name, settings), *("" for _ in stage.makes))
         inputs = references.uris({key: given[key] for key in stage.all_inputs})
         places = {key: _place(spec.task_folder or key) for key, spec in stage.makes.items()}
-        if stage.launched:
+        further: dict[str, Any] = {}
+        if stage.launched or stage.launches:
             place = Placement(**{field.name: given[field.name] for field in fields(Placement)})
-            launching.launch(name, settings, inputs, places, place, record=_place("job"))
+            record = _place("job")
+        if stage.launched:
+            spec = JobSpec(stage=name, settings=json.loads(settings), inputs=inputs, outputs=places)
+            launching.launch(spec, place, record)
         else:
-            further = (
-                {"recipe": given["recipe"], "resolved": json.loads(given["resolved"])} if stage.takes_recipe else {}
-            )
+            if stage.takes_recipe:
+                further |= {"recipe": given["recipe"], "resolved": json.loads(given["resolved"])}
+            if stage.launches:
+                further["launch"] = lambda spec: launching.launch(spec, place, storage.join(record, spec.part))
+                further["in_turns"] = not place.pool
             stages.call(name, settings, {**inputs, **places}, **further)
         for key, kind in stage.outputs.items():
             if key in given:  # one of KFP's artifacts too
@@ -121,14 +130,16 @@ def run_stage(name: str, given: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def _handed_on(name: str, settings: str, made: str = "") -> tuple[object, ...]:
-    """Return what tune hands on, measured or as given: the settings for distill, and whether they need the stage reinforce."""
-    if name != "tune":
+    """Return what tune and search hand on, chosen or as given: the settings for distill, and of tune whether they need reinforce."""
+    if name not in ("tune", "search"):
         return ()
     if made:
-        distill = DistillSettings.model_validate(read_tuning(made).settings)
+        chosen = read_tuning(made).settings if name == "tune" else read_search(made).chosen
     else:
-        distill = TuneSettings.model_validate_json(settings).distill or DistillSettings()
-    return artifacts.canonical_json(distill.model_dump(mode="json")), distill.reads_recording
+        chosen = json.loads(settings).get("distill") or {}
+    distill = DistillSettings.model_validate(chosen)
+    handed_on = artifacts.canonical_json(distill.model_dump(mode="json"))
+    return (handed_on, distill.reads_recording) if name == "tune" else (handed_on,)
 
 
 def predict(photos: str, model: str, output: str, top: int, force: bool) -> tuple[int, int]:

@@ -1,15 +1,16 @@
-"""The pipeline: configure -> prepare -> warm_up -> pretrain -> tune -> reinforce -> distill -> profile, evaluate -> export -> register;
-finish in any case.
+"""The pipeline: configure -> prepare -> warm_up -> pretrain -> tune -> reinforce -> search -> distill -> profile, evaluate -> export ->
+register; finish in any case.
 
 It is for a cluster; on one machine `trainer/runner/local_run.py` runs the same stages. A task's name is the stage's name; the tasks hand
 references to artifacts to one another (`components/references.py`), and each gets its own section of the settings only, so that a changed
 distillation setting leaves the cached teacher valid.
 
-warm_up, tune, reinforce and export hand on an empty reference where the settings do not need them; such a task costs a cluster two pods
-and some twenty seconds. There is no `dsl.If`: KFP 2.17 cannot take an output from a branch (`dsl.OneOf`) whose task comes from its cache.
+warm_up, tune, reinforce, search and export hand on an empty reference where the settings do not need them; such a task costs a
+cluster two pods and some twenty seconds. There is no `dsl.If`: KFP 2.17 cannot take an output from a branch (`dsl.OneOf`) whose task comes
+from its cache.
 
-pretrain waits for warm_up and takes nothing from it, so that a cached teacher stays valid; tune hands on the settings of the
-distillation, which it may change.
+pretrain waits for warm_up and takes nothing from it, so that a cached teacher stays valid; tune and search hand on the settings of
+the distillation, which they may change.
 
 The exit handler costs a level in Kubeflow's UI and a driver's pod. It stays because nothing else of a run is started when a task's pod
 was lost or the run was stopped, and only then do jobs on the node pools and the run in MLflow need to be ended.
@@ -104,6 +105,7 @@ def add_parameters(options: commands.Options) -> None:
     """Add an option for each parameter of the pipeline."""
     commands.add_recipe(options, files=False)  # a cluster's tasks cannot read a file of this machine
     commands.add_overrides(options)
+    commands.add_search(options)
     options.add_argument("--dataset", default="", help="images, instead of the recipe's data.source")
     options.add_argument(
         "--teacher", default="", help="weights of the teacher, instead of the recipe's pretrain.weights"

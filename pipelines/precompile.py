@@ -20,6 +20,7 @@ from pathlib import Path
 from components import launching, task
 from components.launching import Placement
 from trainer import config, stages
+from trainer.graph import JobSpec
 from trainer.io import commands, storage
 from trainer.io.errors import make_directory
 from trainer.runner import local_run
@@ -54,8 +55,11 @@ def warm_up(options: argparse.Namespace) -> None:
     if not dataset:
         dataset = str(directory / "dataset")
         stages.call("prepare", json.dumps(settings.for_stage("prepare")), {"dataset": dataset})
-    warmed, section = str(directory / "warmed"), json.dumps(settings.for_stage("warm_up"))
-    launching.launch("warm_up", section, {"dataset": dataset}, {"warmed": warmed}, place, record=str(directory / "job"))
+    warmed = str(directory / "warmed")
+    spec = JobSpec(
+        stage="warm_up", settings=settings.for_stage("warm_up"), inputs={"dataset": dataset}, outputs={"warmed": warmed}
+    )
+    launching.launch(spec, place, record=str(directory / "job"))
     print(f"what was compiled: {warmed}")
 
 

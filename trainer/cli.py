@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer import __version__, config, stages
 from trainer.graph import flag
-from trainer.io import commands, errors, limits, storage
+from trainer.io import artifacts, commands, errors, limits, storage
 from trainer.io.commands import Subparsers
 from trainer.io.errors import DataError, SettingsError, TrainerError
 from trainer.io.host import Terminated, ended_by_sigterm, ensure_home, escape_what_cannot_be_printed
@@ -42,6 +42,7 @@ _DESCRIPTION = """Train a vision-transformer teacher, distill it into a student,
   %(prog)s config digits                       every setting with its meaning
   %(prog)s stage evaluate --help               one stage on given inputs
   %(prog)s forecast runs/latest --nodes 1 4    time and dollars where `tune` has measured
+  %(prog)s search runs/latest                 what a search has found, trial by trial
   %(prog)s bill runs/latest                    what a run took and cost; of several, side by side
   %(prog)s predict photo.jpg                   what the latest run's student says of photos
   %(prog)s drift runs/latest predictions       whether new predictions still look like those that were judged
@@ -117,6 +118,7 @@ def _parser(program: str = "") -> argparse.ArgumentParser:
         _add_stage,
         _add_compare,
         _add_forecast,
+        _add_search,
         _add_bill,
         _add_predict,
         _add_drift,
@@ -158,8 +160,9 @@ def _add_stage(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         ]
         for name, required, text in directories:
             parser.add_argument(f"--{flag(name)}", required=required, metavar="DIR", help=text)
-        if stage.launched:
+        if stage.launched or stage.launches:
             commands.add_processes(parser, number=commands.positive)
+        if stage.launched:
             # How a launcher calls this: one training process; one node of a cluster's job, which starts such processes.
             parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
             parser.add_argument("--node", action="store_true", help=argparse.SUPPRESS)
@@ -226,13 +229,18 @@ def _start_stage(
     options: argparse.Namespace, settings: config.Settings, section: Any, directories: Mapping[str, str]
 ) -> None:
     stage: stages.Stage = options.stage
-    if stage.launched and not options.worker:
+    if options.worker:
+        stages.call(stage.name, json.dumps(section), directories)
+    elif options.node:
         config.validate_section(stage.section, section)
-        run = launch.join_node if options.node else launch.run_here
-        run(launch.job_of(stage, section, directories, options.processes))
-        return
-    further = {"recipe": options.recipe, "resolved": settings.model_dump(mode="json")} if stage.takes_recipe else {}
-    stages.call(stage.name, json.dumps(section), directories, **further)
+        launch.join_node(launch.job_of(stage, section, directories, options.processes))
+    else:
+        from trainer.runner import local_run
+
+        config.validate_section(stage.section, section)
+        given = {"recipe": options.recipe, "resolved": settings.model_dump(mode="json")}
+        count = options.processes if stage.launched or stage.launches else 0
+        local_run.run_stage(stage, section, directories, processes=count, given=given)
 
 
 def _config(options: argparse.Namespace) -> None:
@@ -331,6 +339,33 @@ def _forecast(options: argparse.Namespace) -> None:
 
     forecasts = forecast_table(read_tunings(options.tunings), options.nodes, assumed_efficiency=options.efficiency)
     print(limits.printable("\n".join(table_lines(forecasts))))
+
+
+def _add_search(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = commands.add_command(subparsers, _search, "show what a search has found")
+    parser.add_argument("run", metavar="RUN", help="the directory of a run, or of its search")
+    text = "open Optuna's dashboard on the trials instead, at this port of this machine (default: 8080); needs the package optuna-dashboard"
+    parser.add_argument("--dashboard", type=commands.positive, nargs="?", const=8080, metavar="PORT", help=text)
+
+
+def _search(options: argparse.Namespace) -> None:
+    """Show the trials of a search, the best first, and what was chosen. `run RECIPE --search` makes one (docs/search.md)."""
+    from trainer.stages.searching import search_page
+    from trainer.stages.searching.search_schema import read_search
+
+    inside = storage.join(options.run, "search")
+    found = read_search(inside if storage.exists(storage.join(inside, artifacts.MANIFEST)) else options.run)
+    if options.dashboard is None:
+        print(limits.printable("\n".join(search_page.lines(found))))
+        return
+    if importlib.util.find_spec("optuna_dashboard") is None:
+        raise SettingsError(
+            "--dashboard needs the package optuna-dashboard; pip install 'vit-distillation-pipeline[search]'"
+        )
+    from optuna_dashboard import run_server
+
+    print(f"http://127.0.0.1:{options.dashboard}  (Ctrl-C ends it)")
+    run_server(search_page.storage(found), host="127.0.0.1", port=options.dashboard)
 
 
 def _add_bill(subparsers: Subparsers[argparse.ArgumentParser]) -> None:

@@ -19,6 +19,7 @@ Kind = Literal[
     "model",
     "teacher_outputs",
     "tuning",
+    "search",
     "evidence",
     "report",
     "evaluation",
@@ -84,6 +85,8 @@ class Stage:
     """Whether it is also given the name of the recipe and all resolved settings of the run."""
     launched: bool = False
     """Whether it runs as a group of training processes: on a cluster as a job on the node pool, not in its task's own pod."""
+    launches: bool = False
+    """Whether it launches trainings itself, wherever those of a run train."""
     after: tuple[str, ...] = ()
     """Stages that it waits for without reading what they make."""
     needed_if: str = ""
@@ -129,6 +132,7 @@ WARMED = ArtifactSpec(name="warmed", kind="warm_up", folder="warm-up")
 TEACHER = ArtifactSpec(name="teacher", kind="model")
 PRETRAIN_EVIDENCE = ArtifactSpec(name="pretrain_evidence", kind="evidence")
 TUNING = ArtifactSpec(name="tuning", kind="tuning")
+SEARCH = ArtifactSpec(name="search", kind="search")
 TEACHER_OUTPUTS = ArtifactSpec(name="teacher_outputs", kind="teacher_outputs")
 STUDENT = ArtifactSpec(name="student", kind="model")
 DISTILL_EVIDENCE = ArtifactSpec(name="distill_evidence", kind="evidence")
@@ -189,6 +193,17 @@ STAGES: Mapping[str, Stage] = {
             decided_by="tune",
         ),
         Stage(
+            name="search",
+            title="Search",
+            summary="try other settings of the distillation, and take those with which the student is more accurate",
+            reads=(DATASET, TEACHER),
+            reads_if_made=(TEACHER_OUTPUTS,),
+            makes={"search": SEARCH},
+            pages={"trials": "search.html"},
+            launches=True,
+            needed_if="search.enabled",
+        ),
+        Stage(
             name="distill",
             title="Distill student",
             summary="train the student on the teacher's logits and the labels",
@@ -228,7 +243,13 @@ STAGES: Mapping[str, Stage] = {
             title="Register",
             summary="log the student to MLflow, register it, and promote it if it passed",
             reads=(DATASET, TEACHER, STUDENT, PRETRAIN_EVIDENCE, DISTILL_EVIDENCE, REPORT, EVALUATION),
-            reads_if_made=(EXPORTED, TEACHER_OUTPUTS, TUNING, WARMED),  # the last three for the bill and the summary
+            reads_if_made=(
+                EXPORTED,
+                TEACHER_OUTPUTS,
+                TUNING,
+                SEARCH,
+                WARMED,
+            ),  # all but the first for the bill and the summary
             makes={"registration": REGISTRATION},
             takes_recipe=True,
             # Every run has its own version in the registry, one for all tries at this stage.
@@ -250,6 +271,7 @@ class JobSpec:
     """A stage to be run by a group of processes."""
 
     stage: str
+    part: str = ""  # which of several jobs, where a task launches them
     settings: Mapping[str, Any]  # the stage's section
     inputs: Mapping[str, str]  # keyword of each input -> its URI
     outputs: Mapping[str, str]  # keyword of each output -> its URI

@@ -34,7 +34,8 @@ def empty(text: str) -> None:
         made: dict[str, dsl.PipelineTask] = {}
         for name, stage in STAGES.items():
             read = {*stage.reads, *stage.reads_if_made}
-            waits = {*stage.after, *(["tune"] if name in ("reinforce", "distill") else [])}  # for what tune decides
+            decides = {"reinforce": "tune", "search": "tune", "distill": "search"}  # what a stage takes settings from
+            waits = {*stage.after, decides.get(name)}
             before = [task for other, task in made.items() if other in waits or {*STAGES[other].makes.values()} & read]
             *_, last = [configuring, *before]
             task = nothing(text=last.output).after(*before)

@@ -20,6 +20,7 @@ SHOWN = {
     "prepare": {"dataset": "system.Dataset", "data_card": "system.HTML"},
     "pretrain": {"teacher": "system.Model"},
     "reinforce": {"recording": "system.HTML"},
+    "search": {"trials": "system.HTML"},
     "distill": {"student": "system.Model"},
     "profile": {"profile": "system.HTML"},
     "evaluate": {
@@ -30,9 +31,9 @@ SHOWN = {
     "export": {"exported": "system.Model", "variants": "system.HTML"},
 }
 """KFP's artifacts: what a person opens in the UI, by a name that says what it is of."""
-FURTHER = {"tune": {"distill": "String", "reinforce_needed": "Boolean"}}
+FURTHER = {"tune": {"distill": "String", "reinforce_needed": "Boolean"}, "search": {"distill": "String"}}
 """Outputs of a stage's task beside the references."""
-OPTIONAL = {"warm_up", "tune", "reinforce", "export"}
+OPTIONAL = {"warm_up", "tune", "reinforce", "search", "export"}
 
 
 def component(name):
@@ -60,7 +61,8 @@ def test_task_gets_references_and_no_artifact_that_kfp_would_fetch(name):
     expected = dict.fromkeys(["settings", *stage.all_inputs, *kfp_components.CACHE_KEYS.get(name, ())], "String")
     expected |= {"needed": "Boolean"} if name in OPTIONAL else {}
     expected |= {"recipe": "String", "resolved": "String"} if stage.takes_recipe else {}
-    expected |= {"device": "String", **fields} if stage.launched else {}
+    expected |= {"device": "String", **fields} if stage.launched or stage.launches else {}
+    expected |= {"distill": "String"} if name == "search" else {}
     assert {key: spec.type for key, spec in inputs.items()} == expected
     # What has no default is what no run can do without.
     required = {key for key, spec in inputs.items() if spec.default is None}

@@ -9,6 +9,7 @@ import pytest
 
 from components import launching
 from components.launching import Placement
+from trainer.graph import JobSpec
 from trainer.io import artifacts
 from trainer.io.errors import LaunchError, SettingsError
 
@@ -42,8 +43,9 @@ def test_what_was_launched_here_is_recorded_also_when_it_fails(tmp_path):
     inputs = {name: str(tmp_path / name) for name in ("dataset", "teacher")}
     outputs = {name: str(tmp_path / name) for name in ("student", "evidence")}
     place = Placement(processes_per_node=1)
+    spec = JobSpec(stage="distill", settings={"epochs": 1}, inputs=inputs, outputs=outputs)
     with pytest.raises(LaunchError, match="no such directory"):
-        launching.launch("distill", '{"epochs": 1}', inputs, outputs, place, record=str(tmp_path / "job"))
+        launching.launch(spec, place, record=str(tmp_path / "job"))
     recorded = json.loads((tmp_path / "job" / launching.JOB).read_text())
     assert recorded["stage"] == "distill"
     assert recorded["settings"] == {"epochs": 1}
@@ -58,7 +60,7 @@ def test_job_elsewhere_needs_store_that_both_reach(tmp_path, monkeypatch, exchan
         pass
     inputs, place = {"dataset": str(tmp_path / "dataset")}, Placement(pool="cpu")
     with pytest.raises(LaunchError, match=rf"TRAINER_ARTIFACTS='{exchange}': a cluster's job cannot read"):
-        launching.launch("pretrain", "{}", inputs, {}, place, record=str(tmp_path))
+        launching.launch(JobSpec(stage="pretrain", settings={}, inputs=inputs, outputs={}), place, record=str(tmp_path))
 
 
 @pytest.fixture
@@ -119,20 +121,22 @@ def test_job_without_room_for_its_inputs_is_refused(tmp_path, small_pool, monkey
         inputs.pop("teacher")
     # What has room gets as far as the store that is missing.
     with pytest.raises(SettingsError if refused else LaunchError, match=refused or "TRAINER_ARTIFACTS"):
-        launching.launch(stage, json.dumps(settings), inputs, {}, small_pool, record="")
+        launching.launch(JobSpec(stage=stage, settings=settings, inputs=inputs, outputs={}), small_pool, record="")
 
 
 @pytest.mark.parametrize(
-    ("record", "task"),
+    ("record", "part", "task"),
     [
-        ("s3://bucket/v2/my-pipeline/run-1/distill-2/5f1c/job", "distill-2"),
-        ("s3://bucket/v2/my-pipeline/other/5f1c/job", "distill"),
+        ("s3://bucket/v2/my-pipeline/run-1/distill-2/5f1c/job", "", "distill-2"),
+        ("s3://bucket/v2/my-pipeline/other/5f1c/job", "", "distill"),
+        ("s3://bucket/v2/my-pipeline/run-1/search/5f1c/job/003-1", "003-1", "search-003-1"),
     ],
 )
-def test_two_tasks_of_one_stage_have_a_job_each(monkeypatch, record, task):
+def test_two_tasks_of_one_stage_have_a_job_each(monkeypatch, record, part, task):
     monkeypatch.setenv("KFP_RUN_ID", "run-1")
     launched = mock.Mock()
     monkeypatch.setattr("components.launch.launcher.ClusterLauncher", launched)
-    launching.launch("distill", "{}", {}, {}, Placement(pool="cpu"), record=record)
+    spec = JobSpec(stage="distill", part=part, settings={}, inputs={}, outputs={})
+    launching.launch(spec, Placement(pool="cpu"), record=record)
     _, identity = launched.call_args.args
     assert identity.task == task

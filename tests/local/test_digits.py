@@ -90,7 +90,7 @@ def test_a_small_run_leaves_all_that_it_promises(small):
     assert "Traceback" not in ended.stderr
     summary = json.loads((folder / "runs" / "latest" / "summary.json").read_text())
     assert list(missing(KEYS, summary)) == []
-    assert list(summary["stages"]) == [name for name in STAGES if name not in ("tune", "warm_up")]
+    assert list(summary["stages"]) == [name for name in STAGES if name not in ("tune", "search", "warm_up")]
     assert summary["dataset"]["train"] + summary["dataset"]["val"] + summary["dataset"]["test"] == 1797
     assert summary["teacher"]["parameters"] >= 10 * summary["student"]["parameters"]
     assert summary["mlflow"]["model_version"] == "1"

@@ -118,10 +118,14 @@ def test_every_input_comes_from_its_stage(compiled):
 
 def test_every_stage_gets_its_section_and_hears_whether_it_is_needed(compiled):
     for name, stage in STAGES.items():
-        maker = "tune" if name == "distill" else "configure"
+        maker = "search" if name == "distill" else "configure"
         assert source_of(compiled, TASKS[name], "settings") == (maker, name)
         if stage.needed_if:
             assert source_of(compiled, TASKS[name], "needed") == (stage.decided_by or "configure", f"{name}_needed")
+
+
+def test_search_takes_what_tune_chose(compiled):
+    assert source_of(compiled, "search", "distill") == ("tune", "distill")
 
 
 def test_one_look_at_graph_shows_what_person_opens(compiled):
@@ -133,7 +137,7 @@ def test_one_look_at_graph_shows_what_person_opens(compiled):
         for artifact in component.get("outputDefinitions", {}).get("artifacts", {})
     ]
     assert sorted(shown) == sorted({*shown})
-    assert len(shown) <= 11
+    assert len(shown) <= 12
     names = [task["taskInfo"]["name"] for task in stages_of(compiled).values()]
     assert len(names) == len({*names})
     assert all(name[0].isupper() for name in names)
@@ -151,7 +155,7 @@ def test_trainings_wait_for_warm_up_and_take_nothing_from_it(compiled):
 def test_caching(compiled):
     tasks = {**stages_of(compiled), "finish": compiled["root"]["dag"]["tasks"]["finish"]}
     cached = {name for name, task in tasks.items() if task["cachingOptions"].get("enableCache", False)}
-    assert cached == {"prepare", "warm-up", "pretrain", "tune", "reinforce", "distill", "profile", "export"}
+    assert cached == {"prepare", "warm-up", "pretrain", "tune", "reinforce", "search", "distill", "profile", "export"}
 
 
 def test_the_empty_pipeline_has_our_graph():
@@ -248,7 +252,7 @@ def test_every_task_has_limits(compiled):
             resources
         )
         memory[name.removeprefix("exec-")] = float(resources["resourceMemoryLimit"].removesuffix("Gi"))
-    launching = {TASKS[name] for name, stage in STAGES.items() if stage.launched}
+    launching = {TASKS[name] for name, stage in STAGES.items() if stage.launched or stage.launches}
     assert {name for name, limit in memory.items() if limit <= 2} == {*launching, "finish"}
 
 

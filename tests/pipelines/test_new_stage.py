@@ -38,7 +38,7 @@ EDITS = {
         Stage(
             name="profile",
 """,
-        "(EXPORTED, TEACHER_OUTPUTS, TUNING, WARMED)": "(EXPORTED, TEACHER_OUTPUTS, TUNING, WARMED, INSPECTION)",
+        "TUNING, SEARCH, WARMED)": "TUNING, SEARCH, WARMED, INSPECTION)",
     },
 }
 """File -> what is replaced in it, by what."""

@@ -28,13 +28,14 @@ def test_stages_function_takes_inputs_and_outputs_of_graph(name):
     keywords = {
         argument.arg: default for argument, default in zip(run.args.kwonlyargs, run.args.kw_defaults, strict=True)
     }
-    beside = {"recipe", "resolved"} if stage.takes_recipe else set()
+    beside = {"recipe", "resolved"} if stage.takes_recipe else {"launch", "in_turns"} if stage.launches else set()
     expected = {*stage.all_inputs, *stage.outputs} | beside
     if run.args.kwarg:  # it takes whatever the graph says
         assert keywords.keys() == {*stage.outputs} | beside
     else:
         assert keywords.keys() == expected
-        assert {key for key, default in keywords.items() if default is not None} == {*stage.optional_inputs}
+        optional = {key for key, default in keywords.items() if default is not None} - {"in_turns"}
+        assert optional == {*stage.optional_inputs}
 
 
 def test_every_module_of_stage_is_in_graph():
@@ -100,7 +101,7 @@ def test_artifacts_of_a_local_run_have_folders():
     assert local_run.folders(STAGES["distill"], all_of_it)["teacher_outputs"] == "teacher-outputs"
     assert local_run.folders(STAGES["warm_up"], all_of_it) == {"dataset": "dataset", "warmed": "warm-up"}
     given = local_run.folders(STAGES["register"], all_of_it)
-    assert given.keys() == {*STAGES["register"].all_inputs, "registration"} - {"tuning"}
+    assert given.keys() == {*STAGES["register"].all_inputs, "registration"} - {"tuning", "search"}
     assert "teacher_outputs" not in local_run.folders(STAGES["tune"], all_of_it), (
         "tune decides whether they are recorded"
     )

@@ -11,6 +11,7 @@ import functools
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -19,6 +20,8 @@ from pydantic import ValidationError
 from trainer.config.conflicts import Facts, conflicts, planned
 from trainer.config.former_names import FORMER_NAMES
 from trainer.config.former_names import with_present_names as with_present_names
+from trainer.config.loss_terms import TAUGHT
+from trainer.config.search_space import Dimension, parse_dimension
 from trainer.config.settings import BUNDLED as BUNDLED
 from trainer.config.settings import DEVICE_VARIABLE as DEVICE_VARIABLE
 from trainer.config.settings import FOLDERS as FOLDERS
@@ -53,6 +56,7 @@ from trainer.config.settings import PretrainSettings as PretrainSettings
 from trainer.config.settings import ProfileSettings as ProfileSettings
 from trainer.config.settings import RegisterSettings as RegisterSettings
 from trainer.config.settings import ReinforceSettings as ReinforceSettings
+from trainer.config.settings import SearchSettings as SearchSettings
 from trainer.config.settings import Settings as Settings
 from trainer.config.settings import TimmWeights as TimmWeights
 from trainer.config.settings import TrackingSettings as TrackingSettings
@@ -168,7 +172,15 @@ def _kind(path: Sequence[str]) -> Any:
 
 def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
     """Change the defaults by a recipe, and then by overrides; a `SettingsError` names all that is wrong."""
-    values, given = load_recipe(recipe) if recipe else {}, parse_overrides(overrides)
+    values = load_recipe(recipe) if recipe else {}
+    _put(values, parse_overrides(overrides))
+    defaults = Settings().model_dump(exclude={"distill": {"logit"}})  # each logit loss has defaults of its own
+    defaults["register"]["model_name"] = student_name(recipe)
+    return _inherit(validate(Settings, merge(defaults, values)))
+
+
+def _put(values: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Put settings by their full names into groups of settings, in place of what is there."""
     for key, value in given.items():
         _make_way(values, key, value)
     for key, value in given.items():
@@ -183,9 +195,21 @@ def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
             if not isinstance(group, dict):
                 raise SettingsError(f"override {key}: {part} is a value, not a group of settings")
         group[last] = value
-    defaults = Settings().model_dump(exclude={"distill": {"logit"}})  # each logit loss has defaults of its own
-    defaults["register"]["model_name"] = student_name(recipe)
-    return _inherit(validate(Settings, merge(defaults, values)))
+
+
+def distill_with(distill: DistillSettings, given: Mapping[str, Any]) -> DistillSettings:
+    """Return a distillation with other settings, by their full names such as `distill.drop_path`; raises as `validate`."""
+    values = {"distill": distill.model_dump(mode="json")}
+    _put(values, given)
+    return validate(DistillSettings, values["distill"], prefix="distill")
+
+
+def setting_of(distill: DistillSettings, name: str) -> Any:
+    """Return the value of a setting of a distillation by its full name; None where its kind of logit loss does not have it."""
+    value: Any = {"distill": distill.model_dump(mode="json")}
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def _make_way(recipe: dict[str, Any], key: str, value: Any) -> None:
@@ -252,7 +276,62 @@ def resolve_run(recipe: str, overrides: str | Iterable[str] = (), *, is_prepared
     )
     if mistakes := conflicts(facts):
         raise SettingsError("\n".join(mistakes))
+    if settings.search.enabled:
+        check_search(settings.search, facts)
     return settings
+
+
+def search_space(search: SearchSettings) -> dict[str, Dimension]:
+    """Return the space of a search by full names of settings; that of `auto` lies around the settings of the distillation."""
+    distill = search.distill or DistillSettings()
+    if search.space != "auto":
+        return {name: parse_dimension(text) for name, text in search.space.items()}
+    around = {
+        "distill.base_learning_rate": distill.base_learning_rate,
+        "distill.weight_decay": distill.weight_decay,
+        **{f"distill.{term}_weight": distill.weight(term) for term in TAUGHT if term != "logit"},
+    }
+    space = {name: Dimension("log", [value / 4, value * 4]) for name, value in around.items() if value}
+    if distill.logit_weight:
+        if distill.label_weight:
+            space["distill.label_weight"] = Dimension("log", [distill.label_weight / 4, distill.label_weight * 4])
+        if isinstance(distill.logit, SoftenedSettings):
+            space["distill.logit.temperature"] = Dimension("log", [1.0, 8.0])
+    return space
+
+
+def check_search(search: SearchSettings, facts: Facts) -> None:
+    """Refuse a space with an unknown setting, a value that its setting does not take, or one that cannot work with the others.
+
+    Args:
+        facts: what is known of the run; its `distill` is replaced.
+    """
+    distill = search.distill or DistillSettings()
+    known, mistakes = [name for name, *_ in walk(DistillSettings, "distill")], list[str]()
+    groups = {name[:place] for name in known for place in range(len(name)) if name[place] == "."} - {"distill"}
+    for name, dimension in search_space(search).items():
+        if name not in {*known, *groups} or name in {
+            "distill.epochs",
+            "distill.pause_epochs",
+            "distill.seed",
+            "distill.teacher",
+        }:
+            if name in known:
+                mistakes.append(f"search.space: {name} cannot be searched, since all trials share it; leave it out")
+            else:
+                text = f"search.space: {name} is no setting of the distillation{nearest(name, known)}"
+                mistakes.append(f"{text}; `python -m trainer config RECIPE` lists them")
+            continue
+        for value in dimension.options:
+            try:
+                tried = distill_with(distill, {name: value})
+            except SettingsError as error:
+                mistakes.append(f"search.space: {name}={value}: {error}")
+            else:
+                found = conflicts(replace(facts, distill=tried))
+                mistakes += [f"search.space: {name}={value}: {one}" for one in found]
+    if mistakes:
+        raise SettingsError("\n".join(mistakes))
 
 
 def _inherit(settings: Settings) -> Settings:
@@ -282,6 +361,8 @@ def _inherit(settings: Settings) -> Settings:
     tune = _filled(settings.tune, {"distill": sections["distill"], "reinforce": sections["reinforce"], **budgets})
     is_limited = bool(tune.budget_usd or tune.budget_hours)
     sections["tune"] = tune.model_copy(update={"enabled": tune.enabled or is_limited})
+    if settings.search.enabled:
+        sections["search"] = _filled(settings.search, {"distill": sections["distill"]})
     if settings.warm_up.enabled:  # else every change of a training would make a cached task's settings others
         sections["warm_up"] = _filled(settings.warm_up, sections)
     return settings.model_copy(update=sections)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, WrapValidator, field_validator, model_validator
@@ -15,6 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WrapValidator, fiel
 from trainer.config.former_names import accepting_former_names
 from trainer.config.loss_terms import RECORDED_VIEWS, TAUGHT
 from trainer.config.rules import RuleSettings
+from trainer.config.search_space import parse_dimension
 from trainer.graph import MODULE, PACKAGE, STAGES, TIMM, TRANSFORMERS
 from trainer.io import limits
 from trainer.io.base_models import Fraction, NonNegative, NonNegativeFloat, Positive, Section, nearest
@@ -957,6 +959,56 @@ class TuneSettings(Section):
         return (self.distill or DistillSettings()).splits
 
 
+class SearchSettings(Section):
+    """A search for the settings of the distillation with which the student is most accurate on the validation split."""
+
+    enabled: bool = False
+    """Whether to search; the distillation then takes the settings found, where they are better by more than chance."""
+    space: Literal["auto"] | Mapping[str, str] = "auto"
+    """Settings of `distill` by full name, and their values as text: `log(1e-4, 1e-2)`, `uniform(0, 0.4)`, `int(2, 8)` or
+    `choice(kl, dist)`; or auto, a space for the losses of the recipe."""
+    trials: Annotated[int, Field(ge=2)] = 16
+    """Distillations that are begun, the recipe's own settings among them."""
+    parallel: Positive = 1
+    """Trials that train at a time, each as a job of the run's size; on one machine they take turns."""
+    sampler: Literal["tpe", "random"] = "tpe"
+    """How settings are drawn: the tree-structured Parzen estimator (Bergstra et al. 2011) from the trials before, or at random."""
+    rungs: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] = (0.08, 0.25, 1.0)
+    """Shares of the epochs after which trials are compared, the last one 1; the best resume (successive halving, Jamieson & Talwalkar
+    2016)."""
+    reduction: Annotated[int, Field(ge=2)] = 3
+    """One in so many trials goes on from each rung to the next."""
+    finalists: Positive = 3
+    """The best settings, which are trained again with other seeds, as are the recipe's own."""
+    seeds: Positive = 3
+    """Trainings of each finalist, whose mean decides."""
+    budget_hours: NonNegativeFloat | None = None
+    """Most hours that the search may take; fewer trials are begun where a forecast exceeds it. Default: no limit."""
+    distill: DistillSettings | None = None
+    """The distillation to search around; default: `distill`."""
+
+    @field_validator("space")
+    @classmethod
+    def _has_dimensions(cls, value: Literal["auto"] | Mapping[str, str]) -> Literal["auto"] | Mapping[str, str]:
+        if isinstance(value, str):
+            return value
+        if not value:
+            raise ValueError("is empty; name a setting, such as distill.base_learning_rate=log(1e-4,1e-2), or set auto")
+        for name, text in value.items():
+            try:
+                parse_dimension(text)
+            except ValueError as error:
+                raise ValueError(f"{name} {error}") from error
+        return value
+
+    @field_validator("rungs")
+    @classmethod
+    def _rises_to_the_whole(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if value[-1] != 1 or any(low >= high for low, high in pairwise(value)):
+            raise ValueError("has to rise, and to end with 1: the whole training")
+        return value
+
+
 class WarmUpSettings(Section):
     """Compile ahead of time: run the first steps of each training and throw them away, so that the compile cache is filled."""
 
@@ -1135,6 +1187,8 @@ class Settings(Section):
     """The teacher's recorded outputs."""
     tune: TuneSettings = TuneSettings()
     """Trials before the distillation."""
+    search: SearchSettings = SearchSettings()
+    """Trials of other settings of the distillation, for accuracy."""
     distill: DistillSettings = DistillSettings()
     """The student."""
     profile: ProfileSettings = ProfileSettings()
@@ -1145,6 +1199,12 @@ class Settings(Section):
     """The student as an ONNX file."""
     register: RegisterSettings = RegisterSettings()
     """The MLflow model."""
+
+    def with_distill(self, values: Mapping[str, Any]) -> Self:
+        """Return these settings with another section `distill`, which `search` tries too."""
+        distill = DistillSettings.model_validate(values)
+        search = self.search if self.search.distill is None else self.search.model_copy(update={"distill": distill})
+        return self.model_copy(update={"distill": distill, "search": search})
 
     def for_stage(self, stage: str) -> dict[str, Any]:
         """Return the JSON object that a stage gets: its own section, and nothing that it does not read."""

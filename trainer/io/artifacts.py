@@ -96,6 +96,7 @@ class Draft:
     figures: dict[str, Any] = field(default_factory=dict)
     startup_seconds: float | None = None  # from the launch of its stage until it was begun
     device: str | None = None  # kind of the devices that it is trained on
+    place: Machines | None = None  # where it is made; by default where this process is
     source_version: str | None = None  # version of the images that a data set is prepared from
     remote_files: dict[str, FileRecord] = field(default_factory=dict)
     """Files that `contribute` has sent from other machines."""
@@ -131,7 +132,7 @@ def create(
     An existing manifest is removed first, and the new one written when the block ends without an exception. Files that another artifact
     shares as hard links (`copy`) are removed too, so that nothing is written over them.
     """
-    place = place_here()
+    place = place_here()  # refused before the work
     with folder_for(uri) as path:
         if not storage.is_remote(uri):
             with suppress(ArtifactError):  # there is none yet
@@ -142,7 +143,7 @@ def create(
         start = time.monotonic()
         draft = Draft(path=path)
         yield draft
-        seconds = time.monotonic() - start
+        seconds, place = time.monotonic() - start, draft.place or place
         files = contribute(uri, path) | draft.remote_files
         if not storage.is_remote(uri):
             _keep_written(path, files)

@@ -7,6 +7,7 @@ stages come from a table, not from signatures.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import re
@@ -92,6 +93,32 @@ def add_overrides(options: Options) -> None:
     options.add_argument("--set", dest="overrides", default=[], help=text, **form)
 
 
+def add_search(options: Options) -> None:
+    """Add `--search` with the settings that a search tries; it extends `options.overrides`."""
+    options.add_argument(
+        "--search",
+        dest="overrides",
+        type=_space,
+        action="extend",
+        nargs="?",
+        const=_space(""),
+        metavar="SPACE",
+        help="search for better settings of the distillation first, such as 'distill.drop_path=uniform(0,0.2)'; auto, or nothing: around "
+        "the recipe's own (docs/search.md)",
+    )
+
+
+def _space(text: str) -> list[str]:
+    """Return the overrides for a search in a space such as `distill.drop_path=uniform(0,0.2) distill.logit.loss=choice(kl,dist)`."""
+    space = [word.partition("=") for word in _words(text)] if text.strip() != "auto" else []
+    if wrong := next((name for name, equals, _ in space if not equals), None):
+        raise argparse.ArgumentTypeError(f"{wrong!r} is not SETTING=VALUES, such as distill.drop_path=uniform(0,0.2)")
+    if not space:
+        return ["search.enabled=true"]
+    values = ",".join(f"{json.dumps(name)}={json.dumps(values)}" for name, _, values in space)
+    return ["search.enabled=true", f"search.space={{{values}}}"]
+
+
 def _words(text: str) -> list[str]:
     try:
         return shlex.split(text)
@@ -106,6 +133,7 @@ def add_run(options: Options) -> None:
     text = "the same in one text, quoted as in a shell, as `make run` and a pipeline's parameter have it"
     options.add_argument("--overrides", type=_words, action="extend", metavar="TEXT", help=text)
     options.add_argument("--output", metavar="DIR", help="where to write (default: runs/<time>-<recipe>)")
+    add_search(options)
     text = "take nothing from earlier runs beside the output, as run.reuse=false"
     options.add_argument("--fresh", dest="overrides", action="append_const", const="run.reuse=false", help=text)
 

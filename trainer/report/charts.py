@@ -526,6 +526,71 @@ def _upright(x: float, y: float, label: str, style: str) -> Markup:
     return element("text", isolated(shown), class_=style, transform=f"translate({x:.1f} {y:.1f}) rotate(-90)")
 
 
+# ---- Trials of a search: their scores as they train, and their settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialLine:
+    """A trial of a search."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    """(epochs, score) wherever it was measured; empty where it failed."""
+    positions: Sequence[float]
+    """Each setting's place between the ends of its axis, from 0 to 1."""
+    hint: str
+    is_best: bool = False
+
+
+def learning_curves(trials: Sequence[TrialLine], title: str) -> Markup:
+    """Draw each trial's score, a share, at the epochs at which it was measured; those that went on are lines."""
+    width, height, left = 640.0, 300.0, 56.0
+    scored = [point for trial in trials for point in trial.points]
+    if not scored:
+        return drawing(20, text(0, 14, "no trial was measured", "soft"), title=title)
+    most = max(epochs for epochs, _ in scored)
+    low, high = min(score for _, score in scored), max(score for _, score in scored)
+    low, high = (low, high) if high > low else (low - 0.01, high + 0.01)
+    content = [rectangle(0, 0, width, height, "panel")]
+    for tick in ticks(low, high, 5):
+        y = height * (high - tick) / (high - low)
+        content += [line(0, y, width, y, "grid"), text(-8, y + 4, percent(tick), "soft end")]
+    for tick in ticks(0, most, 6):
+        content.append(text(width * tick / most, height + 16, short(tick), "soft mid"))
+    for trial in sorted(trials, key=lambda one: one.is_best):
+        style = int(trial.is_best)
+        at = [(width * epochs / most, height * (high - score) / (high - low)) for epochs, score in trial.points]
+        if len(at) > 1:
+            content.append(path("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in at), f"line m{style}", trial.hint))
+        content += [_dot(x, y, f"g{style}", trial.hint) for x, y in at]
+    content += [text(width / 2, height + 34, "epochs", "soft mid")]
+    return drawing(
+        height + 60, group(left, 18, text(0, -6, "validation score", "soft"), *content), title=title, width=720
+    )
+
+
+def parallel_coordinates(axes: Sequence[tuple[str, str, str]], trials: Sequence[TrialLine], title: str) -> Markup:
+    """Draw the settings of each trial as a line across one axis a setting.
+
+    Args:
+        axes: name of each, and the texts of its lower and its upper end.
+        trials: with a position on each axis.
+    """
+    height, left, top = 240.0, 90.0, 40.0
+    step = (WIDTH - 2 * left) / max(1, len(axes) - 1)
+    content = []
+    for trial in sorted(trials, key=lambda one: one.is_best):
+        at = [(left + step * place, height * (1 - share)) for place, share in enumerate(trial.positions)]
+        data = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in at)
+        content.append(path(data, f"line m{int(trial.is_best)}", trial.hint, opacity="1" if trial.is_best else ".45"))
+    for place, (name, lower, upper) in enumerate(axes):
+        x = left + step * place
+        content += [line(x, 0, x, height, "axis"), text(x, height + 16, lower, "soft mid small")]
+        content += [text(x, -8, upper, "soft mid small")]
+        content.append(text(x, -24, fitted(name, small=True), "mid small", hint=name))
+    return drawing(height + top + 30, group(0, top, *content), title=title)
+
+
 # ---- A training over time: lanes of several kinds below one another, on one time axis
 
 

@@ -60,6 +60,7 @@ def build_summary(
     profile: Mapping[str, Any],
     evaluation: Mapping[str, Any],
     exported: Mapping[str, Any] | None,
+    search: Mapping[str, Any] | None = None,
     registered: Registered,
     reports: Mapping[str, str],
 ) -> dict[str, Any]:
@@ -83,6 +84,7 @@ def build_summary(
         "profile": {key: profile.get(key, "") for key in ("verdict", "outcome")},
         "verdict": dict(evaluation["verdict"]),
         **({"export": dict(exported)} if exported is not None else {}),
+        **({"search": dict(search)} if search is not None else {}),
         "mlflow": {key: value for key, value in asdict(registered).items() if key != "alias_stays" or value},
         "reports": dict(reports),
     }
@@ -146,6 +148,13 @@ def _stages(summary: Mapping[str, Any]) -> list[str]:
         )
     elif exported:
         figures["export"] = "no ONNX file: the registered model runs on torch"
+    if search := summary.get("search"):
+        found = (
+            f"trial {search['best']}, {100 * search['gain']:+.1f} points on val"
+            if search["best"]
+            else "the recipe stays"
+        )
+        figures["search"] = f"{search['trials']} trials: {found}"
     if outputs is not None:
         if "mass" in outputs:
             mass = outputs["mass"]["t1"]["mean"]

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from trainer.io.storage.writers import one_writer
 from trainer.report import finished_run, tracking
 from trainer.report.finished_run import SUMMARY
 from trainer.runner import launch, preflight
+from trainer.stages.searching.search_schema import read_search
 from trainer.stages.tuning.tuning_schema import read_tuning
 
 logger = logging.getLogger(__name__)
@@ -158,9 +160,11 @@ def _run_all(
                     stage, settings.for_stage(stage.name), directories, processes=processes, given=given, start=start
                 )
                 logger.info("%s  done in %.1f s", stage.name, time.monotonic() - began)
-            if stage.name == "tune":  # it chose the settings of the distillation, or was given them
-                chosen = config.DistillSettings.model_validate(read_tuning(directories["tuning"]).settings)
-                settings = settings.model_copy(update={"distill": chosen})
+            # They choose the settings of the distillation, or were given them.
+            if stage.name == "tune":
+                settings = settings.with_distill(read_tuning(directories["tuning"]).settings)
+            elif stage.name == "search":
+                settings = settings.with_distill(read_search(directories["search"]).chosen)
     except BaseException as error:  # register ends the parent run otherwise
         try:
             tracking.finish_parent("FAILED" if isinstance(error, Exception) else "KILLED")
@@ -219,8 +223,13 @@ def run_stage(
     """
     if stage.launched:
         start(launch.job_of(stage, section, directories, processes))
-    else:
-        stages.call(stage.name, json.dumps(section), directories, **(given if stage.takes_recipe else {}))
+        return
+    further: dict[str, Any] = dict(given) if stage.takes_recipe else {}
+    if stage.launches:
+        count = processes or launch.processes_here(os.environ[config.DEVICE_VARIABLE])
+        further["launch"] = lambda spec: start(replace(spec, processes_per_node=count))
+        further["in_turns"] = start is launch.run_here
+    stages.call(stage.name, json.dumps(section), directories, **further)
 
 
 def _reuse(stage: Stage, settings: config.Settings, directory: Path, device: str) -> bool:

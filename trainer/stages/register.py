@@ -42,6 +42,8 @@ from trainer.report.finished_run import SUMMARY, Registered, build_summary
 from trainer.report.tracking.stage_runs import stage_run
 from trainer.stages import evaluate, profile
 from trainer.stages.onnx_export import exporting
+from trainer.stages.searching.search_schema import PAGE as SEARCH_PAGE
+from trainer.stages.searching.search_schema import read_search
 from trainer.stages.tuning.tuning_schema import read_tuning
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_READ = ("student", "pretrain_evidence", "distill_evidence", "report", "evaluation", "exported")
+_READ = ("student", "pretrain_evidence", "distill_evidence", "report", "evaluation", "exported", "search")
 """Inputs whose files are read; of the data set the card, the tags and an example are."""
 _RECORDING = "reinforce.html"
 """Name of the copy of the recording's page; of the recording, which is large, nothing else is fetched."""
@@ -93,6 +95,8 @@ def run(
             "remove the directory and distill it again"
         )
     tuned = read_tuning(given["tuning"]) if "tuning" in given else None
+    searched = read_search(given["search"]) if "search" in given else None
+    distilled = {"distill": searched.chosen} if searched else {"distill": tuned.settings} if tuned else {}
     forecast = tuned.forecast if tuned else None
     stages = list(_stage_bills(made, given))
     values = settings.model_dump(mode="json")
@@ -110,13 +114,14 @@ def run(
             registered = _register(settings, read, given, reports, recipe, resolved, make_bill(stages, forecast))
         content = build_summary(
             recipe=recipe,
-            settings={**resolved, "distill": tuned.settings} if tuned else resolved,
+            settings={**resolved, **distilled},
             bill=make_bill([*stages, bill_here("register", time.monotonic() - start)], forecast),
             dataset=read["dataset"].figures,
             recording=made["teacher_outputs"].figures if "teacher_outputs" in made else None,
             profile=read["report"].figures,
             evaluation=read["evaluation"].figures,
             exported=read["exported"].figures if "exported" in read else None,
+            search=read["search"].figures if "search" in read else None,
             registered=registered,
             reports={name: _place(given[place], file) for name, (place, file) in shown.items()},
         )
@@ -159,6 +164,7 @@ def _reports(inputs: Mapping[str, Artifact]) -> dict[str, tuple[str, str]]:
         "profile": ("report", profile.REPORT),
         "evaluation": ("evaluation", evaluate.REPORT),
         **({"export": ("exported", exporting.PAGE)} if "exported" in inputs else {}),
+        **({"search": ("search", SEARCH_PAGE)} if "search" in inputs else {}),
     }
     evidence = inputs["pretrain_evidence"].path
     pictures = [picture.relative_to(evidence) for picture in sorted(evidence.glob(_PICTURES))]

@@ -55,6 +55,9 @@ class Tracker:
     def file(self, path: Path) -> None:
         """Record a file; waits for the upload, and only warns if it fails."""
 
+    def nested(self, name: str, settings: Mapping[str, Any], points: Sequence[tuple[int, str, float]]) -> None:
+        """Record a run of its own below this one, whole, with (step, metric, value) points; waits, and only warns if it fails."""
+
     def resume(self, place: str) -> None:
         """Send the points that an earlier attempt of the training kept at the URI `place`, where `keep` writes from now on."""
 
@@ -107,6 +110,19 @@ class _RunTracker(Tracker):
     def file(self, path: Path) -> None:
         with _warned(f"the file {path} is not recorded in MLflow"):
             self._mlflow.log_artifact(self.run_id, str(path))
+
+    def nested(self, name: str, settings: Mapping[str, Any], points: Sequence[tuple[int, str, float]]) -> None:
+        from mlflow.entities import Metric
+        from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
+
+        with _warned(f"{name} is not recorded in MLflow"):
+            experiment = self._mlflow.get_run(self.run_id).info.experiment_id
+            run = self._mlflow.create_run(experiment, run_name=name, tags={MLFLOW_PARENT_RUN_ID: self.run_id})
+            tracking.record_params(self._mlflow, run.info.run_id, settings)
+            now = int(time.time() * 1000)
+            metrics = [Metric(metric, value, now, step) for step, metric, value in points]
+            self._mlflow.log_batch(run.info.run_id, metrics=metrics)
+            self._mlflow.set_terminated(run.info.run_id, "FINISHED" if points else "FAILED")
 
     def finish(self, status: str, error: str = "") -> None:
         """Send the remaining points, for a bounded time, and end the run."""

@@ -1,0 +1,262 @@
+"""Searches whose trainings are a formula of their settings, which takes no time; tests/local/test_search.py has one that trains."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from trainer import config, stages
+from trainer.config.search_space import Dimension
+from trainer.graph import JobSpec
+from trainer.io import artifacts
+from trainer.io.errors import LaunchError, SettingsError
+from trainer.stages.searching.search_schema import PAGE, RECIPE, read_search
+from trainer.stages.searching.study import propose
+
+SPACE = {"distill.base_learning_rate": "log(1e-4, 1e-1)", "distill.drop_path": "uniform(0, 0.5)"}
+PEAK = {"base_learning_rate": 3e-3, "drop_path": 0.1}
+
+
+class Trainings:
+    """Stands for the launcher: a student is the better, the nearer its settings are to `PEAK`, and the longer it is trained."""
+
+    def __init__(self, *, noise=0.0, fails=lambda spec: False):
+        self.specs, self.noise, self.fails, self.together, self.most = [], noise, fails, 0, 0
+        self.lock = threading.Lock()
+
+    def __call__(self, spec: JobSpec):
+        with self.lock:
+            self.specs.append(spec)
+            self.together += 1
+            self.most = max(self.most, self.together)
+        try:
+            if self.fails(spec):
+                raise LaunchError(f"distill: loss is not finite ({spec.part})")
+            settings = spec.settings
+            far = abs(settings["base_learning_rate"] / PEAK["base_learning_rate"] - 1) / 30
+            far += abs(settings["drop_path"] - PEAK["drop_path"]) / 5
+            share = (settings.get("pause_epochs") or settings["epochs"]) / settings["epochs"]
+            score = 0.5 + 0.3 * share - far + self.noise * ((settings["seed"] * 7 + 3) % 5 - 2)
+            self.epochs(spec).parent.mkdir(parents=True, exist_ok=True)
+            self.epochs(spec).write_text(str(share * settings["epochs"]))  # what a checkpoint would be
+            with artifacts.create(spec.outputs["student"], "model", settings=settings) as draft:
+                draft.figures.update(val_top1=score, parameters=1000)
+            with artifacts.create(spec.outputs["evidence"], "evidence", settings=settings):
+                pass
+        finally:
+            with self.lock:
+                self.together -= 1
+
+    @staticmethod
+    def epochs(spec):
+        return Path(spec.environment[artifacts.CHECKPOINTS_VARIABLE]) / f"epochs of seed {spec.settings['seed']}"
+
+    @property
+    def trained(self):
+        return [spec.part for spec in self.specs]
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    for name, kind in {"dataset": "dataset", "teacher": "model"}.items():
+        with artifacts.create(tmp_path / name, kind, settings={}):
+            pass
+    return {name: str(tmp_path / name) for name in ("dataset", "teacher")}
+
+
+def search(inputs, output, trainings, *, in_turns=True, overrides=(), **changed):
+    """Run the stage, and read what it found."""
+    given = {"space": SPACE, "trials": 9, "finalists": 2, "seeds": 2, "enabled": True} | changed
+    own = [f"search.{name}={text(value)}" for name, value in given.items()]
+    settings = config.resolve_run("digits", [*own, *overrides])
+    directories = {**inputs, "search": str(output)}
+    stages.call("search", json.dumps(settings.for_stage("search")), directories, launch=trainings, in_turns=in_turns)
+    return read_search(str(output))
+
+
+def text(value):
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{json.dumps(name)}={json.dumps(one)}" for name, one in value.items()) + "}"
+    return json.dumps(value)
+
+
+def test_the_best_settings_are_found_by_halving(inputs, tmp_path):
+    trainings = Trainings()
+    found = search(inputs, tmp_path / "search", trainings)
+    reached = [len(one.attempts) for one in found.trials]
+    # 9 begin, 3 go on to the second rung, 1 to the end; finalists and the recipe are trained to the end afterward.
+    assert trainings.trained[:13] == [f"{number:03d}-0" for number in range(9)] + trainings.trained[9:13]
+    assert [part.split("-")[1] for part in trainings.trained[9:13]] == ["1", "1", "1", "2"]
+    assert reached[0] >= 2
+    assert sum(count == 3 for count in reached) <= 3
+    best = found.trials[found.best]
+    assert found.best > 0
+    assert found.chosen["base_learning_rate"] == best.values["distill.base_learning_rate"]
+    given, chosen = (config.validate(config.DistillSettings, one) for one in (found.given, found.chosen))
+    assert chosen == config.distill_with(given, best.values)
+    assert "pause_epochs" not in found.chosen
+    figures = artifacts.manifest(tmp_path / "search", "search").figures
+    assert figures["gain"] > 0.01
+    assert figures["trainings"] < 9 * 0.08 + 3 * 0.17 + 3
+    page = (tmp_path / "search" / PAGE).read_text()
+    assert f"Search: trial {found.best}" in page
+    assert "<script" not in page
+    (comment, *lines) = (tmp_path / "search" / RECIPE).read_text().splitlines()
+    assert comment.startswith("# trial")
+    assert len(lines) == len(SPACE)
+    assert not list((tmp_path / "checkpoints").iterdir())  # nothing of the trials is left
+
+
+def test_recipe_stays_unless_gain_exceeds_what_seeds_differ(inputs, tmp_path):
+    found = search(inputs, tmp_path / "search", Trainings(noise=0.2))
+    assert found.best == 0
+    assert "which is not more than seeds differ" in found.reason or "no other settings" in found.reason
+    assert found.chosen == found.given
+
+
+class KilledError(Exception):
+    """As SIGKILL, which no handler sees."""
+
+
+@pytest.mark.parametrize("at", [0, 4, 10, 13, 15])
+def test_killed_search_resumes_with_the_same_trials(inputs, tmp_path, at):
+    whole = Trainings()
+    expected = search(inputs, tmp_path / "whole" / "search", whole)
+
+    def dies(spec):
+        if len(first.specs) > at:
+            raise KilledError
+
+    first = Trainings(fails=dies)
+    with pytest.raises(KilledError):
+        search(inputs, tmp_path / "killed" / "search", first)
+    second = Trainings()
+    found = search(inputs, tmp_path / "killed" / "search", second)
+    without_times = {
+        "trials": {"__all__": {"attempts": {"__all__": {"seconds"}}, "repeats": {"__all__": {"seconds"}}}},
+        "seconds": True,
+    }
+    assert found.model_dump(exclude=without_times) == expected.model_dump(exclude=without_times)
+    assert first.trained[:at] + second.trained == whole.trained
+
+
+def test_trials_of_a_round_train_together_and_are_told_together(inputs, tmp_path):
+    trainings = Trainings()
+    found = search(inputs, tmp_path / "search", trainings, in_turns=False, parallel=3)
+    assert trainings.most <= 3
+    assert [one.number for one in found.trials] == list(range(9))
+    again = search(inputs, tmp_path / "again" / "search", Trainings(), in_turns=False, parallel=3)
+    assert [one.values for one in again.trials] == [one.values for one in found.trials]
+
+
+def test_failed_trial_is_named_and_others_go_on(inputs, tmp_path):
+    found = search(inputs, tmp_path / "search", Trainings(fails=lambda spec: spec.part.startswith("002")))
+    assert found.trials[2].failure == "distill: loss is not finite (002-0)"
+    assert not found.trials[2].attempts
+    assert found.best > 0
+    assert "loss is not finite (002-0)" in (tmp_path / "search" / PAGE).read_text()
+    assert artifacts.manifest(tmp_path / "search", "search").figures["failed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fails", "message"),
+    [
+        (lambda spec: True, r"search: the recipe's own settings fail: distill: loss is not finite \(000-0\)"),
+        (
+            lambda spec: not spec.part.startswith("000"),
+            r"search: 3 of 4 trials failed: distill: loss is not finite \(003-0\)",
+        ),
+    ],
+    ids=["recipe", "most"],
+)
+def test_search_ends_where_trainings_cannot_work(inputs, tmp_path, fails, message):
+    with pytest.raises(LaunchError, match=message):
+        search(inputs, tmp_path / "search", Trainings(fails=fails))
+    assert not artifacts.exists(tmp_path / "search")
+
+
+def test_estimator_learns_from_trials(inputs, tmp_path):
+    """Against random search with as many trials, summed over five seeds."""
+
+    def best(sampler, seed):
+        output = tmp_path / f"{sampler}-{seed}" / "search"
+        alone = {"trials": 20, "rungs": [1.0], "finalists": 1, "seeds": 1, "sampler": sampler}
+        found = search(inputs, output, Trainings(), overrides=[f"run.seed={seed}"], **alone)
+        return max(one.attempts[0].score for one in found.trials)
+
+    assert sum(best("tpe", seed) for seed in range(5)) > sum(best("random", seed) for seed in range(5))
+
+
+def test_budget_begins_fewer_trials_or_refuses(inputs, tmp_path, monkeypatch):
+    now = [0.0]
+    trainings = Trainings()
+
+    def takes(spec):
+        epochs = spec.settings.get("pause_epochs") or spec.settings["epochs"]
+        before = float(trainings.epochs(spec).read_text()) if trainings.epochs(spec).exists() else 0.0
+        now[0] += 60 * (epochs - before)  # a minute an epoch, from the checkpoint on
+        return False
+
+    trainings.fails = takes
+    monkeypatch.setattr("trainer.stages.search.time.monotonic", lambda: now[0])
+    found = search(inputs, tmp_path / "search", trainings, budget_hours=4.8, finalists=1)
+    assert 1 < len(found.trials) < 9
+    assert found.seconds <= 4.8 * 3600
+    with pytest.raises(SettingsError, match=r"search.budget_hours is 1, but one more trial and the finalists take \d"):
+        search(inputs, tmp_path / "refused" / "search", trainings, budget_hours=1, finalists=1)
+
+
+WRONG = {
+    "unknown": (
+        {"space": {"distill.droppath": "uniform(0, 1)"}},
+        r"droppath is no setting .*did you mean distill.drop_path",
+    ),
+    "reversed": (
+        {"space": {"distill.drop_path": "uniform(0.4, 0.1)"}},
+        r"'uniform\(0.4, 0.1\)'; the lowest value has to be below",
+    ),
+    "beyond": (
+        {"space": {"distill.drop_path": "uniform(0, 2)"}},
+        r"distill.drop_path=2.0: distill.drop_path must be < 1.0, got 2.0",
+    ),
+    "one point": ({"space": {"distill.drop_path": "choice(0.1)"}}, r"a choice needs two different values"),
+    "another stage": ({"space": {"pretrain.seed": "int(0, 5)"}}, r"pretrain.seed is no setting of the distillation"),
+    "shared": (
+        {"space": {"distill.epochs": "int(1, 5)"}},
+        r"distill.epochs cannot be searched, since all trials share it",
+    ),
+    "no logarithm": ({"space": {"distill.drop_path": "log(0, 0.1)"}}, r"a logarithm needs values above 0"),
+    "no form": ({"space": {"distill.drop_path": "0.1..0.3"}}, r"is '0.1..0.3'; write log\(1e-4, 1e-2\), uniform"),
+    "no rungs": ({"rungs": [0.5, 0.25, 1]}, r"search.rungs: has to rise, and to end with 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_space_is_refused_before_anything_runs(name):
+    changed, message = WRONG[name]
+    overrides = [f"search.{key}={text(value)}" for key, value in changed.items()]
+    with pytest.raises(SettingsError, match=message):
+        config.resolve_run("digits", ["search.enabled=true", *overrides])
+
+
+def test_own_space_lies_around_the_recipe():
+    settings = config.resolve_run("digits", ["search.enabled=true", "distill.token_weight=0.5"])
+    space = config.search_space(settings.search)
+    assert space["distill.token_weight"] == Dimension("log", [0.125, 2.0])
+    for name, dimension in space.items():
+        assert dimension.holds(config.setting_of(settings.distill, name)), name
+
+
+def test_choices_may_be_groups_of_settings(inputs, tmp_path):
+    small, large = ({"architecture": "vit_tiny_patch16_224", "args": {"depth": depth}} for depth in (1, 2))
+    space = {
+        "distill.student": Dimension("choice", [small, large]),
+        "distill.logit.loss": Dimension("choice", ["kl", "dkd"]),
+    }
+    proposed = propose(space, [], 6, sampler="random", trials=6, seed=0)
+    assert {json.dumps(one["distill.student"]) for one in proposed} == {json.dumps(small), json.dumps(large)}
+    made = config.distill_with(
+        config.resolve("digits").distill, {"distill.logit.loss": "dkd", "distill.student": large}
+    )
+    assert (made.logit.loss, made.student.args["depth"]) == ("dkd", 2)
