@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 import re
 import struct
 import threading
@@ -223,8 +224,10 @@ def _check_size(image: Image.Image, max_pixels: int, min_edge: int) -> None:
     width, height = image.size
     if width * height > max_pixels:
         raise BadImageError(f"too many pixels: {width} x {height}, more than data.max_pixels={max_pixels}")
-    if _tile_pixels(image) > max_pixels:  # its decoder would make room for a whole one
-        raise BadImageError(f"too many pixels: in a tile, more than data.max_pixels={max_pixels}")
+    if isinstance(image, TiffImagePlugin.TiffImageFile):  # whose tiles may be larger than the picture
+        tile = (int(image.tag_v2.get(tag, 0)) for tag in (TiffImagePlugin.TILEWIDTH, TiffImagePlugin.TILELENGTH))
+        if math.prod(tile) > max_pixels:  # its decoder would make room for a whole one
+            raise BadImageError(f"too many pixels: in a tile, more than data.max_pixels={max_pixels}")
     if min(width, height) < min_edge:
         raise BadImageError(f"too small: {width} x {height} pixels, below data.min_edge={min_edge}")
 
@@ -233,14 +236,6 @@ def _is_nearly_black(image: Image.Image) -> bool:
     """Whether no channel but alpha exceeds 15 of 255."""
     colors = image.convert(image.mode.rstrip("A")) if image.mode.endswith("A") else image
     return bool(np.max(colors.getextrema()) < 16)
-
-
-def _tile_pixels(image: Image.Image) -> int:
-    """Count the pixels of a tile of a TIFF file, which may be larger than the picture; 0: it has none."""
-    if not isinstance(image, TiffImagePlugin.TiffImageFile):
-        return 0
-    width, height = (image.tag_v2.get(tag, 0) for tag in (TiffImagePlugin.TILEWIDTH, TiffImagePlugin.TILELENGTH))
-    return int(width) * int(height)
 
 
 def is_jpeg(encoded: bytes | memoryview) -> bool:
