@@ -112,13 +112,16 @@ class _Searching:
         """Go through the rungs, then through the finalists' seeds."""
         self._begin_trials()
         going = ranking = self._ranked(range(len(self.trials)), 0)
-        for rung in range(1, len(self.settings.rungs)):
+        rungs = self.settings.rungs
+        trainings = len(self.trials) * rungs[0]
+        for rung in range(1, len(rungs)):
             going = going[: max(1, len(going) // self.settings.reduction)]
             self._forget_all_but({0, *going, *ranking[: self.settings.finalists + 1]})
             self._train([(number, rung) for number in going])
+            trainings += len(going) * (rungs[rung] - rungs[rung - 1])
             going = self._ranked(going, rung)
             ranking = [*going, *(number for number in ranking if number not in going)]
-        return self._found(self._repeat_finalists(ranking))
+        return self._found(self._repeat_finalists(ranking), trainings)
 
     def _begin_trials(self) -> None:
         """Train every trial to the first rung, in rounds of as many as train at a time; the first has the recipe's own settings."""
@@ -153,7 +156,7 @@ class _Searching:
             self._train([(number, last) for number in finalists], seed=(self.distill.seed or 0) + repeat)
         return [self.trials[number] for number in finalists if not self.trials[number].failure]
 
-    def _found(self, finalists: Sequence[SearchTrial]) -> SearchResult:
+    def _found(self, finalists: Sequence[SearchTrial], trainings: float) -> SearchResult:
         """Choose: the best mean, where it exceeds the recipe's by more than the seeds differ."""
         epochs = self.distill.epochs
         means = {one.number: statistics.mean(one.scores(epochs)) for one in finalists}
@@ -181,6 +184,7 @@ class _Searching:
             trials=tuple(self.trials),
             best=best,
             reason=reason,
+            trainings=trainings,
             seconds=sum(one.seconds for one in self.trials),
         )
 

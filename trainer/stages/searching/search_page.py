@@ -33,13 +33,8 @@ def figures(found: SearchResult) -> dict[str, Any]:
         "val_score_of_recipe": means[0],
         "gain": means[found.best] - means[0],
         "search_seconds": found.seconds,
-        "trainings": trainings(found),
+        "trainings": found.trainings,
     }
-
-
-def trainings(found: SearchResult) -> float:
-    """Return how many whole trainings the trials cost; the seeds of the finalists come on top."""
-    return sum(max((attempt.epochs for attempt in one.attempts), default=0.0) for one in found.trials) / found.epochs
 
 
 def recipe(found: SearchResult) -> str:
@@ -58,14 +53,14 @@ def render(found: SearchResult) -> str:
             (f"{numbers['val_score']:.1%}", "validation score, mean of the seeds"),
             (f"{100 * numbers['gain']:+.2f}", "points above the recipe"),
             (str(numbers["trials"]), "trials"),
-            (f"{numbers['trainings']:.1f}", "whole trainings that they cost, without the finalists' seeds"),
+            (f"{numbers['trainings']:.1f}", "whole trainings that they cost, without the finalists"),
             (duration(found.seconds), "of all trainings together"),
         ]
     )
     chosen = found.trials[found.best]
     lines = [_line(one, space, chosen) for one in found.trials]
     axes = [(_last(name), *_ends(dimension)) for name, dimension in space.items()]
-    settings = [f"{name} = {json.dumps(value)}" for name, value in chosen.values.items()] if found.best else []
+    settings = [f"{name} = {_shown(value)}" for name, value in chosen.values.items()] if found.best else []
     failed = [f"Trial {one.number} failed: {one.failure}" for one in found.trials if one.failure]
     matters = _importances(found, space)
     return pages.render(
@@ -131,8 +126,8 @@ def _finalists(found: SearchResult) -> Table:
 def _went_on(found: SearchResult) -> str:
     reached = [sum(_score(one, epochs) is not None for one in found.trials) for epochs in _rungs(found)]
     return (
-        f"{', '.join(map(str, reached))} trials reached each rung; all trained to the end would have cost {len(found.trials)} trainings "
-        f"instead of {trainings(found):.1f}."
+        f"{', '.join(map(str, reached))} trials have a score at each rung, the finalists at the last. To train all to the end would have "
+        f"cost {len(found.trials)} trainings; the halving cost {found.trainings:.1f}."
     )
 
 

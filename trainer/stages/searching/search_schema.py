@@ -69,6 +69,8 @@ class SearchResult(StrictModel):
     """Number of the trial whose settings are chosen; 0: the recipe's own stay."""
     reason: str
     """Why."""
+    trainings: float
+    """Whole trainings that the halving cost; what the finalists were trained beyond it is not counted."""
     seconds: float
     """Of all trainings together."""
 
