@@ -105,7 +105,7 @@ def add_parameters(options: commands.Options) -> None:
     """Add an option for each parameter of the pipeline."""
     commands.add_recipe(options, files=False)  # a cluster's tasks cannot read a file of this machine
     commands.add_overrides(options)
-    commands.add_search(options)
+    commands.add_search(options, quoted=True)
     options.add_argument("--dataset", default="", help="images, instead of the recipe's data.source")
     options.add_argument(
         "--teacher", default="", help="weights of the teacher, instead of the recipe's pretrain.weights"

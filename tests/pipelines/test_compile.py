@@ -263,6 +263,15 @@ def parse():
     return lambda *arguments: parser.parse_args(arguments)
 
 
+def test_space_of_a_search_travels_as_text(parse):
+    options = parse(
+        "--search", "distill.drop_path=uniform(0,0.2) distill.logit.loss=choice(kl,dist)", "--set", "search.trials=4"
+    )
+    search = config.resolve("digits", distillation.given_parameters(options)["overrides"]).search
+    assert search.space == {"distill.drop_path": "uniform(0,0.2)", "distill.logit.loss": "choice(kl,dist)"}
+    assert (search.enabled, search.trials) == (True, 4)
+
+
 def test_every_parameter_of_the_pipeline_is_an_option(parse):
     options = parse()
     place = vars(distillation.given_place(options))

@@ -93,15 +93,19 @@ def add_overrides(options: Options) -> None:
     options.add_argument("--set", dest="overrides", default=[], help=text, **form)
 
 
-def add_search(options: Options) -> None:
-    """Add `--search` with the settings that a search tries; it extends `options.overrides`."""
+def add_search(options: Options, *, quoted: bool = False) -> None:
+    """Add `--search` with the settings that a search tries; it extends `options.overrides`, `quoted` where these are `as_text`'s."""
+
+    def space(text: str) -> list[str]:
+        return [shlex.quote(one) for one in _space(text)] if quoted else _space(text)
+
     options.add_argument(
         "--search",
         dest="overrides",
-        type=_space,
+        type=space,
         action="extend",
         nargs="?",
-        const=_space(""),
+        const=space(""),
         metavar="SPACE",
         help="search for better settings of the distillation first, such as 'distill.drop_path=uniform(0,0.2)'; auto, or nothing: around "
         "the recipe's own (docs/search.md)",

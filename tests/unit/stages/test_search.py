@@ -1,5 +1,6 @@
 """Searches whose trainings are a formula of their settings, which takes no time; tests/local/test_search.py has one that trains."""
 
+import argparse
 import json
 import threading
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from trainer import config, stages
 from trainer.config.search_space import Dimension
 from trainer.graph import JobSpec
-from trainer.io import artifacts
+from trainer.io import artifacts, commands
 from trainer.io.errors import LaunchError, SettingsError
 from trainer.stages.searching.search_schema import PAGE, RECIPE, read_search
 from trainer.stages.searching.study import propose
@@ -238,6 +239,22 @@ def test_wrong_space_is_refused_before_anything_runs(name):
     overrides = [f"search.{key}={text(value)}" for key, value in changed.items()]
     with pytest.raises(SettingsError, match=message):
         config.resolve_run("digits", ["search.enabled=true", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("words", "space"),
+    [
+        (["--search"], "auto"),
+        (["--search", "auto"], "auto"),
+        (["--search", "distill.drop_path=uniform(0,0.2)"], {"distill.drop_path": "uniform(0,0.2)"}),
+    ],
+    ids=str,
+)
+def test_option_of_command_enables_search(words, space):
+    parser = argparse.ArgumentParser()
+    commands.add_run(parser)
+    settings = config.resolve_run("digits", parser.parse_args(["digits", *words]).overrides)
+    assert (settings.search.enabled, settings.search.space) == (True, space)
 
 
 def test_own_space_lies_around_the_recipe():
