@@ -19,6 +19,7 @@ from components.launching import Placement
 from pipelines import compile as compilation
 from pipelines import distillation
 from tests.cluster import empty_pipeline
+from trainer import config
 from trainer.graph import STAGES
 from trainer.runner import preflight
 
