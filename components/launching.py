@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
@@ -127,12 +128,13 @@ def _fetched(stage: str, section: Section, inputs: Mapping[str, str]) -> Iterato
             yield name, sum(one["size"] for one in artifacts.manifest(uri, kind).files.values())
 
 
-def launch(spec: JobSpec, place: Placement, record: str) -> None:
+def launch(spec: JobSpec, place: Placement, record: str, *, stop: threading.Event | None = None) -> None:
     """Run a training stage to its end, and keep a record of the launch; a `LaunchError` names the failure, its cause and the next move.
 
     Args:
         spec: what to run; `place` decides the numbers of its nodes and processes.
         record: URI of the launch's record; for a cluster's job also how it ended, its events and its logs.
+        stop: interrupts what follows a cluster's job, where that is not the main thread.
     """
     name, stage = spec.stage, STAGES[spec.stage]
     spec = replace(spec, nodes=place.nodes)
@@ -158,7 +160,7 @@ def launch(spec: JobSpec, place: Placement, record: str) -> None:
     shared = {key: _shared(uri, stage.all_inputs[key]) for key, uri in spec.inputs.items()}
     processes = pool.processes(place.processes_per_node)
     job = replace(spec, inputs=shared, outputs=reached, processes_per_node=processes)
-    ClusterLauncher(pool, task, record=record).run(job)
+    ClusterLauncher(pool, task, record=record, stop=stop).run(job)
     for key, uri in spec.outputs.items():
         if reached[key] != uri:
             artifacts.copy(reached[key], uri, stage.outputs[key])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 from collections.abc import Sequence
 
 from components import launching
@@ -49,9 +50,11 @@ def _run(options: argparse.Namespace) -> None:
     named = os.environ.get(artifacts.CHECKPOINTS_VARIABLE, "")
     checkpoints = named if storage.is_remote(named) else storage.join(exchange, "checkpoints")
 
-    def start(spec: JobSpec) -> None:
+    def start(spec: JobSpec, stop: threading.Event | None = None) -> None:
         job = "-".join(filter(None, [spec.stage, spec.part]))
-        launching.launch(spec, place, storage.join(storage.parent(next(iter(spec.outputs.values()))), "jobs", job))
+        launching.launch(
+            spec, place, storage.join(storage.parent(next(iter(spec.outputs.values()))), "jobs", job), stop=stop
+        )
 
     with environment_variables({artifacts.CHECKPOINTS_VARIABLE: checkpoints}):
         result, page = local_run.run(

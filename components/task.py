@@ -113,7 +113,9 @@ def run_stage(name: str, given: Mapping[str, Any]) -> tuple[object, ...]:
             if stage.takes_recipe:
                 further |= {"recipe": given["recipe"], "resolved": json.loads(given["resolved"])}
             if stage.launches:
-                further["launch"] = lambda spec: launching.launch(spec, place, storage.join(record, spec.part))
+                further["launch"] = lambda spec, stop: launching.launch(
+                    spec, place, storage.join(record, spec.part), stop=stop
+                )
                 further["in_turns"] = not place.pool
             stages.call(name, settings, {**inputs, **places}, **further)
         for key, kind in stage.outputs.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -73,6 +74,7 @@ class ClusterLauncher:
         record: str = "",
         attempts: int = MAX_ATTEMPTS,
         api_timeout_s: float = API_TIMEOUT_S,
+        stop: threading.Event | None = None,
     ) -> None:
         """Choose where jobs run.
 
@@ -83,7 +85,9 @@ class ClusterLauncher:
                 of further attempts go to attempt-2, attempt-3 below it. Empty: nowhere.
             attempts: how many jobs the task may have in its run.
             api_timeout_s: how long the API server may be unavailable.
+            stop: interrupts `run` where it is not in the main thread, as Ctrl-C does there.
         """
+        self._stop = stop or threading.Event()
         self._pool, self._identity, self._record = pool, identity, record
         self._attempts, self._api_timeout_s = attempts, api_timeout_s
 
@@ -129,7 +133,7 @@ class ClusterLauncher:
         )
         progress = JobProgress(nodes=pool.elastic_min_nodes or spec.nodes, limits=limits, now=start)
         retry = ApiRetry(self._api_timeout_s)
-        with JobFollower(cluster, job, progress, retry, record=record, report=report) as follower:
+        with JobFollower(cluster, job, progress, retry, record=record, report=report, stop=self._stop) as follower:
             try:
                 created = job.submit(retry)
                 report(
@@ -191,10 +195,11 @@ class JobFollower:
         *,
         record: str,
         report: Callable[[str], None],
+        stop: threading.Event | None = None,
     ) -> None:
-        """Prepare; `follow` reads. `progress` takes observations, `report` messages; log, status and events go below the URI `record`."""
+        """Prepare; `follow` reads until `stop` is set. `progress` takes observations, `report` messages, the URI `record` the rest."""
         self._cluster, self._job, self._progress = cluster, job, progress
-        self._record, self._report = JobRecord(record), report
+        self._record, self._report, self._stop = JobRecord(record), report, stop or threading.Event()
         self._inbox: queue.SimpleQueue[Change | LogLine | ThreadEnded] = queue.SimpleQueue()
         self._retry, self._threads = retry, ReaderThreads(cluster, retry, self._inbox.put)
         self._followed: set[str] = set()  # uids of the first replica's pods
@@ -224,6 +229,8 @@ class JobFollower:
         self._threads.start("job", job)
         self._threads.start("pods", partial(self._threads.watch, PODS, labels=self._job.pod_selector))
         while not (outcome := self._outcome()):
+            if self._stop.is_set():
+                raise KeyboardInterrupt
             self._report_messages()
             self._process_next(self._progress.next_limit_s(time.monotonic()) or UNSETTLED_POLL_S)
             if not self._progress.running and time.monotonic() >= self._events_at:

@@ -36,9 +36,9 @@ def test_trials_resume_from_their_checkpoints_and_the_best_is_found(digits, teac
     }
     specs = []
 
-    def start(spec):
+    def start(spec, stop):
         specs.append(spec)
-        return local_run.launch.run_here(spec)
+        return local_run.launch.run_here(spec, stop)
 
     settings = config.validate_section("search", section).model_dump(mode="json")
     local_run.run_stage(STAGES["search"], settings, directories, processes=1, given={}, start=start)

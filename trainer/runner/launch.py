@@ -15,9 +15,10 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -60,6 +61,9 @@ TERMINATION_LOG_BYTES = 4096  # more of it Kubernetes does not keep
 AT_ONCE_S = 10
 """Processes that fail later after the first one than this were ended by the agent, which gives them longer."""
 
+Start = Callable[[JobSpec, threading.Event | None], None]
+"""Runs a job to its end; the event interrupts it where it does not run in the main thread."""
+
 _LOST_CONNECTION = re.compile(
     r"[Cc]onnection (closed|reset) by peer|Broken pipe|remote process exited|ncclRemoteError|Dist(Backend|Network|Store)Error"
 )  # what torch says in a process that misses another one
@@ -76,8 +80,11 @@ def job_of(stage: Stage, settings: Mapping[str, Any], directories: Mapping[str, 
     )
 
 
-def run_here(spec: JobSpec) -> None:
-    """Run a job of one node on this machine; all processes end if one fails, which a `LaunchError` names, or at Ctrl-C or SIGTERM."""
+def run_here(spec: JobSpec, stop: threading.Event | None = None) -> None:  # noqa: ARG001  # as a cluster's launcher takes it
+    """Run a job of one node on this machine; all processes end if one fails, which a `LaunchError` names, or at Ctrl-C or SIGTERM.
+
+    Needs the main thread, so `stop`, which interrupts other threads, is not read.
+    """
     launched_unix = time.time()
     from torch.distributed.launcher.api import LaunchConfig
 

@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import datetime
@@ -18,7 +18,7 @@ from typing import Any
 
 from trainer import config, stages
 from trainer.data import class_tables
-from trainer.graph import STAGES, JobSpec, Kind, Stage
+from trainer.graph import STAGES, Kind, Stage
 from trainer.io import artifacts, storage
 from trainer.io.errors import ArtifactError, OutputError, TrackingError, make_directory, writing_to
 from trainer.io.host import environment_variables
@@ -106,7 +106,7 @@ def run(
     *,
     output: str | None,
     processes: int,
-    start: Callable[[JobSpec], None] = launch.run_here,
+    start: launch.Start = launch.run_here,
     device: str = "",
 ) -> tuple[dict[str, Any], Path]:
     """Run all stages, except for those whose results are there: in the output, or with `run.reuse` in an earlier run beside it.
@@ -136,7 +136,7 @@ def _run_all(
     settings: config.Settings,
     directory: Path,
     processes: int,
-    start: Callable[[JobSpec], None],
+    start: launch.Start,
     device: str,
 ) -> tuple[dict[str, Any], Path]:
     """Run the stages in the environment of the run; returns what `run` does."""
@@ -213,7 +213,7 @@ def run_stage(
     *,
     processes: int,
     given: Mapping[str, Any],
-    start: Callable[[JobSpec], None] = launch.run_here,
+    start: launch.Start = launch.run_here,
 ) -> None:
     """Run a stage on its inputs and outputs.
 
@@ -222,12 +222,12 @@ def run_stage(
         start: runs a launched stage to its end.
     """
     if stage.launched:
-        start(launch.job_of(stage, section, directories, processes))
+        start(launch.job_of(stage, section, directories, processes), None)
         return
     further: dict[str, Any] = dict(given) if stage.takes_recipe else {}
     if stage.launches:
         count = processes or launch.processes_here(os.environ[config.DEVICE_VARIABLE])
-        further["launch"] = lambda spec: start(replace(spec, processes_per_node=count))
+        further["launch"] = lambda spec, stop: start(replace(spec, processes_per_node=count), stop)
         further["in_turns"] = start is launch.run_here
     stages.call(stage.name, json.dumps(section), directories, **further)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,8 +36,8 @@ from trainer.stages.searching.study import propose
 logger = logging.getLogger(__name__)
 
 NAME = "search"
-Launch = Callable[[JobSpec], None]
-"""Runs a training to its end, where the run trains."""
+Launch = Callable[[JobSpec, threading.Event], None]
+"""Runs a training to its end, where the run trains; the event interrupts it."""
 _BESIDE_THE_TRIALS = {"enabled", "trials", "finalists", "seeds", "budget_hours"}
 """Settings that change neither a trial nor the order of proposals, so a search with others goes on with the trials that there are."""
 
@@ -107,6 +108,8 @@ class _Searching:
     trials: list[SearchTrial] = field(default_factory=list)
     place: Machines | None = None
     """Where the trials train."""
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Interrupts the trainings that run."""
 
     def run(self) -> SearchResult:
         """Go through the rungs, then through the finalists' seeds."""
@@ -197,7 +200,16 @@ class _Searching:
             made = [self._train_one(self.trials[number], rung, seed) for number, rung in wanted]
         else:
             with ThreadPoolExecutor(self.at_a_time, thread_name_prefix=NAME) as pool:
-                made = [*pool.map(lambda one: self._train_one(self.trials[one[0]], one[1], seed), wanted)]
+                training = [pool.submit(self._train_one, self.trials[number], rung, seed) for number, rung in wanted]
+                try:
+                    made = [one.result() for one in training]
+                except Exception:  # the others come to their end, and are recorded
+                    pool.shutdown(cancel_futures=True)
+                    raise
+                except BaseException:  # Ctrl-C and SIGTERM reach this thread alone
+                    self.stop.set()
+                    pool.shutdown(cancel_futures=True)
+                    raise
         for trial in made:
             self.trials[trial.number] = trial
         failed = [one for one in self.trials if one.failure]
@@ -235,7 +247,7 @@ class _Searching:
         began = time.monotonic()
         try:
             if not artifacts.exists(outputs["student"]):
-                self.launch(spec)
+                self.launch(spec, self.stop)
         except PreemptedError:
             raise
         except LaunchError as error:

@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -37,9 +38,10 @@ def minutes_of_half_a_second(monkeypatch):
 def run(kubernetes, pool, identity, spec, logged):
     """Run a job; changes of the pool by keyword."""
 
-    def run(*, owner=None, record="", attempts=1, api_timeout_s=60.0, **changes):
+    def run(*, owner=None, record="", attempts=1, api_timeout_s=60.0, stop=None, **changes):
         changed, owned = pool.model_copy(update=changes), replace(identity, owner=owner)
-        ClusterLauncher(changed, owned, record=record, attempts=attempts, api_timeout_s=api_timeout_s).run(spec)
+        further = {"record": record, "attempts": attempts, "api_timeout_s": api_timeout_s, "stop": stop}
+        ClusterLauncher(changed, owned, **further).run(spec)
 
     return run
 
@@ -363,6 +365,15 @@ def test_ctrl_c_deletes_job_and_waits_until_it_is_gone(kubernetes, run, logged, 
     assert jobs(kubernetes) == []
     assert kubernetes.list(PODS) == []
     assert logged()[-1].endswith(": deleted")
+
+
+def test_launcher_in_a_thread_is_stopped_by_its_event(kubernetes, run, meanwhile):
+    kubernetes.script("*", HANGING)
+    stop = threading.Event()
+    meanwhile("master-0 | step 1", stop.set)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt):
+        pool.submit(run, stop=stop).result()
+    assert jobs(kubernetes) == []
 
 
 def test_signal_that_ends_no_wait_is_noticed_soon(kubernetes, run, meanwhile):

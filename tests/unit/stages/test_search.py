@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 import threading
 from pathlib import Path
 
@@ -22,16 +23,19 @@ PEAK = {"base_learning_rate": 3e-3, "drop_path": 0.1}
 class Trainings:
     """Stands for the launcher: a student is the better, the nearer its settings are to `PEAK`, and the longer it is trained."""
 
-    def __init__(self, *, noise=0.0, fails=lambda spec: False):
+    def __init__(self, *, noise=0.0, fails=lambda spec: False, waits=lambda spec: False):
+        self.waits = waits
         self.specs, self.noise, self.fails, self.together, self.most = [], noise, fails, 0, 0
         self.lock = threading.Lock()
 
-    def __call__(self, spec: JobSpec):
+    def __call__(self, spec: JobSpec, stop: threading.Event):
         with self.lock:
             self.specs.append(spec)
             self.together += 1
             self.most = max(self.most, self.together)
         try:
+            if self.waits(spec) and stop.wait(30):
+                raise KeyboardInterrupt
             if self.fails(spec):
                 raise LaunchError(f"distill: loss is not finite ({spec.part})")
             settings = spec.settings
@@ -149,6 +153,23 @@ def test_trials_of_a_round_train_together_and_are_told_together(inputs, tmp_path
     assert [one.number for one in found.trials] == list(range(9))
     again = search(inputs, tmp_path / "again" / "search", Trainings(), in_turns=False, parallel=3)
     assert [one.values for one in again.trials] == [one.values for one in found.trials]
+
+
+@pytest.mark.timeout(60)
+def test_interrupted_search_ends_all_its_trainings_and_resumes(inputs, tmp_path):
+    def interrupts(spec):
+        if spec.part == "001-0":
+            signal.raise_signal(signal.SIGINT)
+        return False
+
+    trainings = Trainings(fails=interrupts, waits=lambda spec: spec.part in ("000-0", "002-0"))
+    with pytest.raises(KeyboardInterrupt):
+        search(inputs, tmp_path / "search", trainings, in_turns=False, parallel=3)
+    assert trainings.together == 0
+    again = Trainings()
+    found = search(inputs, tmp_path / "search", again, in_turns=False, parallel=3)
+    assert len(found.trials) == 9
+    assert "001-0" not in again.trained  # it had come to its end
 
 
 def test_failed_trial_is_named_and_others_go_on(inputs, tmp_path):
