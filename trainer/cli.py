@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer import __version__, config, stages
-from trainer.graph import flag
-from trainer.io import artifacts, commands, errors, limits, storage
+from trainer.graph import SEARCH, flag
+from trainer.io import commands, errors, limits, storage
 from trainer.io.commands import Subparsers
 from trainer.io.errors import DataError, SettingsError, TrainerError
 from trainer.io.host import Terminated, ended_by_sigterm, ensure_home, escape_what_cannot_be_printed
@@ -343,18 +343,27 @@ def _forecast(options: argparse.Namespace) -> None:
 
 def _add_search(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = commands.add_command(subparsers, _search, "show what a search has found")
-    parser.add_argument("run", metavar="RUN", help="the directory of a run, or of its search")
+    parser.add_argument("run", metavar="RUN", help="the directory of a run")
+    text = "write the settings of the run, with what was found, as a recipe: `make run RECIPE=FILE`"
+    parser.add_argument("--recipe", metavar="FILE", help=text)
     text = "open Optuna's dashboard on the trials instead, at this port of this machine (default: 8080); needs the package optuna-dashboard"
     parser.add_argument("--dashboard", type=commands.positive, nargs="?", const=8080, metavar="PORT", help=text)
 
 
 def _search(options: argparse.Namespace) -> None:
     """Show the trials of a search, the best first, and what was chosen. `run RECIPE --search` makes one (docs/search.md)."""
+    from trainer.report import finished_run
     from trainer.stages.searching import search_page
     from trainer.stages.searching.search_schema import read_search
 
-    inside = storage.join(options.run, "search")
-    found = read_search(inside if storage.exists(storage.join(inside, artifacts.MANIFEST)) else options.run)
+    found = read_search(finished_run.find(options.run, SEARCH))
+    if options.recipe is not None:
+        resolved = storage.read_json(storage.join(options.run, finished_run.SUMMARY))["settings"]
+        settings = config.validate(
+            config.Settings, resolved | {"search": {}}
+        )  # what is found need not be searched again
+        storage.write_bytes(options.recipe, f"# {found.reason}\n\n{config.recipe_of(settings)}".encode())
+        return
     if options.dashboard is None:
         print(limits.printable("\n".join(search_page.lines(found))))
         return

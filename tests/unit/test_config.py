@@ -384,6 +384,32 @@ def test_a_recipe_of_ones_own_is_a_toml_file(tmp_path):
         config.resolve(str(tmp_path / "broken.toml"))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        *((name, []) for name in config.recipes()),
+        (
+            "digits",
+            [
+                *("search.enabled=true", 'search.space={"distill.drop_path"="uniform(0,0.2)"}', "warm_up.enabled=true"),
+                *(
+                    "run.budget_hours=3",
+                    'profile.stop_on=["exploding_gradients"]',
+                    'pretrain.teacher.args={a="b \\"c",d=1.5}',
+                ),
+                *("distill.blocks={3=7}", "distill.block_weight=1", "distill.logit.loss=dkd"),
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_resolved_settings_are_written_as_a_recipe(tmp_path, recipe, overrides):
+    settings = config.resolve(recipe, overrides)
+    (tmp_path / "written.toml").write_text(config.recipe_of(settings))
+    named = f"register.model_name={settings.register.model_name}"  # else it follows the recipe's name
+    assert config.resolve(str(tmp_path / "written.toml"), [named]) == settings
+
+
 def test_the_students_of_each_recipe_have_a_name_of_their_own(tmp_path):
     recipe = tmp_path / "shelves.toml"
     recipe.write_text("")

@@ -8,6 +8,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import functools
+import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -103,6 +104,28 @@ def load_recipe(recipe: str) -> dict[str, Any]:
         raise SettingsError(f"recipe {path}: is not UTF-8 text ({error}); save it as UTF-8") from error
     except ValueError as error:
         raise SettingsError(f"recipe {path}: cannot be read: {error}") from error
+
+
+_COPIED = re.compile(r"(tune|search|warm_up)\.(pretrain|reinforce|distill)\.|(pretrain|distill)\.watch\.")
+"""Settings that `_inherit` copies from others."""
+
+
+def recipe_of(settings: Settings) -> str:
+    """Write resolved settings as a recipe: what differs from the defaults, in TOML."""
+    defaults, sections = {name: value for name, value, *_ in walk(resolve())}, dict[str, list[str]]()
+    for name, value, *_ in walk(settings):
+        if value is not None and value != defaults.get(name) and not _COPIED.match(name):
+            section, _, key = name.rpartition(".")
+            sections.setdefault(section, []).append(f"{key} = {_toml(value)}")
+    return "\n\n".join("\n".join([f"[{section}]", *lines]) for section, lines in sections.items()) + "\n"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(str(key))} = {_toml(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def parse_overrides(overrides: str | Iterable[str]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from trainer.io.formatting import duration
 from trainer.report import scores, tracking
 from trainer.report.tracking.stage_runs import Tracker, stage_run
 from trainer.stages.searching import search_page
-from trainer.stages.searching.search_schema import FILE, PAGE, RECIPE, Attempt, SearchResult, SearchTrial
+from trainer.stages.searching.search_schema import FILE, PAGE, Attempt, SearchResult, SearchTrial
 from trainer.stages.searching.study import propose
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,6 @@ def run(
         searching = _Searching(settings, distill, inputs, folder, launch, tracker, at_a_time)
         found = searching.run()
         (draft.path / FILE).write_text(found.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        (draft.path / RECIPE).write_text(search_page.recipe(found), encoding="utf-8")
         (draft.path / PAGE).write_text(search_page.render(found), encoding="utf-8")
         draft.figures.update(search_page.figures(found))
         if place := searching.place:

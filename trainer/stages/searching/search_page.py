@@ -1,4 +1,4 @@
-"""What a search shows: its page, its figures, and the recipe of what it found."""
+"""What a search shows: its page, its figures, and its table for a terminal."""
 
 from __future__ import annotations
 
@@ -35,13 +35,6 @@ def figures(found: SearchResult) -> dict[str, Any]:
         "search_seconds": found.seconds,
         "trainings": found.trainings,
     }
-
-
-def recipe(found: SearchResult) -> str:
-    """Write the settings that were chosen as overrides of the recipe, in TOML."""
-    values = found.trials[found.best].values if found.best else {}
-    lines = [f"# {found.reason}", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
-    return "\n".join(lines) + "\n"
 
 
 def render(found: SearchResult) -> str:

@@ -13,7 +13,7 @@ from trainer.io import artifacts, storage
 from trainer.io.base_models import StrictModel, what_is_wrong
 from trainer.io.errors import ArtifactError
 
-FILE, RECIPE, PAGE = "search.json", "recipe.toml", "search.html"
+FILE, PAGE = "search.json", "search.html"
 
 
 class Attempt(StrictModel):
