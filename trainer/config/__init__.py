@@ -8,7 +8,6 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import functools
-import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -106,7 +105,7 @@ def load_recipe(recipe: str) -> dict[str, Any]:
         raise SettingsError(f"recipe {path}: cannot be read: {error}") from error
 
 
-_COPIED = re.compile(r"(tune|search|warm_up)\.(pretrain|reinforce|distill)\.|(pretrain|distill)\.watch\.")
+_COPIED = re.compile(r"(tune|search|warm_up)\.(pretrain|reinforce|distill|gate)\.|(pretrain|distill)\.watch\.")
 """Settings that `_inherit` copies from others."""
 
 
@@ -116,16 +115,8 @@ def recipe_of(settings: Settings) -> str:
     for name, value, *_ in walk(settings):
         if value is not None and value != defaults.get(name) and not _COPIED.match(name):
             section, _, key = name.rpartition(".")
-            sections.setdefault(section, []).append(f"{key} = {_toml(value)}")
+            sections.setdefault(section, []).append(f"{key} = {limits.toml_value(value)}")
     return "\n\n".join("\n".join([f"[{section}]", *lines]) for section, lines in sections.items()) + "\n"
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(str(key))} = {_toml(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(value, ensure_ascii=False)
 
 
 def parse_overrides(overrides: str | Iterable[str]) -> dict[str, Any]:
@@ -385,7 +376,10 @@ def _inherit(settings: Settings) -> Settings:
     is_limited = bool(tune.budget_usd or tune.budget_hours)
     sections["tune"] = tune.model_copy(update={"enabled": tune.enabled or is_limited})
     if settings.search.enabled:
-        sections["search"] = _filled(settings.search, {"distill": sections["distill"]})
+        gate = (
+            settings.evaluate.gate if settings.search.cost != "none" else None
+        )  # else a changed gate would be another search
+        sections["search"] = _filled(settings.search, {"distill": sections["distill"], "gate": gate})
     if settings.warm_up.enabled:  # else every change of a training would make a cached task's settings others
         sections["warm_up"] = _filled(settings.warm_up, sections)
     return settings.model_copy(update=sections)

@@ -8,7 +8,6 @@ choice(kl, dist)     one of these values
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ class Dimension:
 
     def __str__(self) -> str:
         """Return it as text, as `parse_dimension` reads it."""
-        return f"{self.kind}({', '.join(json.dumps(one) for one in self.options)})"
+        return f"{self.kind}({', '.join(map(limits.toml_value, self.options))})"
 
     def holds(self, value: object) -> bool:
         """Return whether a value lies within."""

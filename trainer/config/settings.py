@@ -959,6 +959,22 @@ class TuneSettings(Section):
         return (self.distill or DistillSettings()).splits
 
 
+class GateSettings(Section):
+    """Conditions for promoting a student."""
+
+    max_accuracy_drop: Fraction = 0.05
+    """Largest drop of test top-1 (mAP with `data.multi_label`) from teacher to student, as a fraction."""
+    min_accuracy: Fraction = 0.0
+    """Smallest test top-1 (mAP with `data.multi_label`) of the student, as a fraction; 0 sets no limit."""
+    min_knn_accuracy: Fraction = 0.0
+    """Smallest test top-1 of the nearest neighbors of the student's frozen embeddings among the labeled training images, as a fraction;
+    0 sets no limit. It is measured if this is set or the teacher has no head."""
+    min_compression: NonNegativeFloat = 2.0
+    """Smallest ratio of the teacher's parameters to the student's."""
+    max_latency_ms: NonNegativeFloat = 0.0
+    """Largest p95 latency of the student on the evaluating machine's CPU at the first of `latency_batch_sizes`; 0 sets no limit."""
+
+
 class SearchSettings(Section):
     """A search for the settings of the distillation with which the student is most accurate on the validation split."""
 
@@ -982,10 +998,15 @@ class SearchSettings(Section):
     """The best settings, which are trained again with other seeds, as are the recipe's own."""
     seeds: Positive = 3
     """Trainings of each finalist, whose mean decides."""
+    cost: Literal["none", "parameters"] = "none"
+    """What a student costs, where the space has students of several sizes. Trials then go on where no other is both better and cheaper, and
+    of the finalists that pass `evaluate.gate` on the validation split the cheapest is taken."""
     budget_hours: NonNegativeFloat | None = None
     """Most hours that the search may take; fewer trials are begun where a forecast exceeds it. Default: no limit."""
     distill: DistillSettings | None = None
     """The distillation to search around; default: `distill`."""
+    gate: GateSettings | None = None
+    """What a student has to pass where `cost` counts; default: `evaluate.gate`."""
 
     @field_validator("space")
     @classmethod
@@ -1035,22 +1056,6 @@ class ProfileSettings(Section):
     """Rules whose finding ends a training while it runs, such as `exploding_gradients`; see docs/rules.md."""
     rules: RuleSettings = RuleSettings()
     """Thresholds of each rule."""
-
-
-class GateSettings(Section):
-    """Conditions for promoting a student."""
-
-    max_accuracy_drop: Fraction = 0.05
-    """Largest drop of test top-1 (mAP with `data.multi_label`) from teacher to student, as a fraction."""
-    min_accuracy: Fraction = 0.0
-    """Smallest test top-1 (mAP with `data.multi_label`) of the student, as a fraction; 0 sets no limit."""
-    min_knn_accuracy: Fraction = 0.0
-    """Smallest test top-1 of the nearest neighbors of the student's frozen embeddings among the labeled training images, as a fraction;
-    0 sets no limit. It is measured if this is set or the teacher has no head."""
-    min_compression: NonNegativeFloat = 2.0
-    """Smallest ratio of the teacher's parameters to the student's."""
-    max_latency_ms: NonNegativeFloat = 0.0
-    """Largest p95 latency of the student on the evaluating machine's CPU at the first of `latency_batch_sizes`; 0 sets no limit."""
 
 
 class EvaluateSettings(Section):

@@ -12,7 +12,7 @@ import math
 import re
 import tomllib
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 JSON_BYTES = 32 * 2**20  # a JSON file, such as a model's description
@@ -138,6 +138,15 @@ def parse_toml(text: str) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError(_TOO_DEEP) from error
     return value
+
+
+def toml_value(value: object) -> str:
+    """Write a value as TOML has it, a group in braces."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(str(key))} = {toml_value(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _refuse_constant(name: str) -> NoReturn:

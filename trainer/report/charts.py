@@ -535,20 +535,20 @@ class TrialLine:
 
     name: str
     points: Sequence[tuple[float, float]]
-    """(epochs, score) wherever it was measured; empty where it failed."""
+    """(epochs or another quantity, score) wherever it was measured; empty where it failed."""
     positions: Sequence[float]
     """Each setting's place between the ends of its axis, from 0 to 1."""
     hint: str
     is_best: bool = False
 
 
-def learning_curves(trials: Sequence[TrialLine], title: str) -> Markup:
-    """Draw each trial's score, a share, at the epochs at which it was measured; those that went on are lines."""
+def trial_scores(trials: Sequence[TrialLine], title: str, *, across: str) -> Markup:
+    """Draw each trial's score, a share, across its epochs or another quantity; several points of a trial are a line."""
     width, height, left = 640.0, 300.0, 56.0
     scored = [point for trial in trials for point in trial.points]
     if not scored:
         return drawing(20, text(0, 14, "no trial was measured", "soft"), title=title)
-    most = max(epochs for epochs, _ in scored)
+    most = max(x for x, _ in scored) or 1.0
     low, high = min(score for _, score in scored), max(score for _, score in scored)
     low, high = (low, high) if high > low else (low - 0.01, high + 0.01)
     content = [rectangle(0, 0, width, height, "panel")]
@@ -559,11 +559,11 @@ def learning_curves(trials: Sequence[TrialLine], title: str) -> Markup:
         content.append(text(width * tick / most, height + 16, short(tick), "soft mid"))
     for trial in sorted(trials, key=lambda one: one.is_best):
         style = int(trial.is_best)
-        at = [(width * epochs / most, height * (high - score) / (high - low)) for epochs, score in trial.points]
+        at = [(width * x / most, height * (high - score) / (high - low)) for x, score in trial.points]
         if len(at) > 1:
             content.append(path("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in at), f"line m{style}", trial.hint))
         content += [_dot(x, y, f"g{style}", trial.hint) for x, y in at]
-    content += [text(width / 2, height + 34, "epochs", "soft mid")]
+    content += [text(width / 2, height + 34, across, "soft mid")]
     return drawing(
         height + 60, group(left, 18, text(0, -6, "validation score", "soft"), *content), title=title, width=720
     )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import config
-from trainer.config import DistillSettings, SearchSettings
+from trainer.config import DistillSettings, GateSettings, SearchSettings
 from trainer.config.conflicts import Facts
 from trainer.graph import STAGES, JobSpec, Kind
 from trainer.io import artifacts, storage
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 NAME = "search"
 Launch = Callable[[JobSpec, threading.Event], None]
 """Runs a training to its end, where the run trains; the event interrupts it."""
-_BESIDE_THE_TRIALS = {"enabled", "trials", "finalists", "seeds", "budget_hours"}
+_BESIDE_THE_TRIALS = {"enabled", "trials", "finalists", "seeds", "budget_hours", "cost", "gate"}
 """Settings that change neither a trial nor the order of proposals, so a search with others goes on with the trials that there are."""
 
 
@@ -147,7 +147,20 @@ class _Searching:
         """Return those of the trials that reached a rung, the best first; whatever became of them later does not count."""
         epochs = self.settings.rungs[rung] * self.distill.epochs
         attempts = [(number, one) for number in numbers for one in self.trials[number].attempts if one.epochs == epochs]
-        return [number for number, one in sorted(attempts, key=lambda pair: -pair[1].score)]
+        ranked = [number for number, one in sorted(attempts, key=lambda pair: -pair[1].score)]
+        if self.settings.cost == "none":
+            return ranked
+        # By fronts: first those than which no other trial is both better and no dearer, then those of the rest, and so on.
+        ordered: list[int] = []
+        while ranked:
+            least, front = math.inf, list[int]()
+            for number in ranked:
+                if (size := self.trials[number].parameters or 0) < least:
+                    front.append(number)
+                    least = size
+            ordered += front
+            ranked = [number for number in ranked if number not in front]
+        return ordered
 
     def _repeat_finalists(self, ranking: Sequence[int]) -> list[SearchTrial]:
         """Train the best trials and the recipe's own settings to the end with every seed; returns them."""
@@ -158,24 +171,54 @@ class _Searching:
             self._train([(number, last) for number in finalists], seed=(self.distill.seed or 0) + repeat)
         return [self.trials[number] for number in finalists if not self.trials[number].failure]
 
-    def _found(self, finalists: Sequence[SearchTrial], trainings: float) -> SearchResult:
-        """Choose: the best mean, where it exceeds the recipe's by more than the seeds differ."""
-        epochs = self.distill.epochs
-        means = {one.number: statistics.mean(one.scores(epochs)) for one in finalists}
+    def _choose(self, finalists: Sequence[SearchTrial]) -> tuple[int, str]:
+        """Return the number of the trial whose settings are taken, and why.
+
+        That is the best mean, where it exceeds the recipe's by more than the seeds differ; or with `cost` the cheapest student that passes.
+        """
+        scored = [one.scores(self.distill.epochs) for one in finalists]
+        means = {one.number: statistics.mean(scores) for one, scores in zip(finalists, scored, strict=True)}
+        if self.settings.cost != "none":
+            passing = [one for one in finalists if self._passes(one, means[one.number])]
+            if passing:
+                cheapest = min(passing, key=lambda one: (one.parameters or 0, -means[one.number]))
+                which = f"trial {cheapest.number}" if cheapest.number else "the recipe"
+                size, score = f"{cheapest.parameters:,} parameters", f"{means[cheapest.number]:.1%}"
+                return (
+                    cheapest.number,
+                    f"{which} is the cheapest that passes the gate on the validation split: {size}, {score}",
+                )
+            logger.warning("search  no finalist passes the gate on the validation split, so cost does not decide")
         best = max(means, key=lambda number: (means[number], -number))
-        gain, deviation = means[best] - means[0], _deviation([one.scores(epochs) for one in finalists])
+        gain, deviation = means[best] - means[0], _deviation(scored)
         gained, differ = f"{100 * gain:+.2f} points", f"{100 * deviation:.2f} points"
         if best == 0:
-            reason = "no other settings are better than the recipe's own in the mean of the seeds"
-        elif gain <= deviation:
-            reason = (
-                f"trial {best} is better by {gained}, which is not more than seeds differ ({differ}); the recipe stays"
+            return 0, "no other settings are better than the recipe's own in the mean of the seeds"
+        if gain <= deviation:
+            return (
+                0,
+                f"trial {best} is better by {gained}, which is not more than seeds differ ({differ}); the recipe stays",
             )
-            best = 0
-        else:
-            reason = (
-                f"trial {best} is better than the recipe by {gained}, and seeds differ by {differ} (standard deviation)"
-            )
+        return (
+            best,
+            f"trial {best} is better than the recipe by {gained}, and seeds differ by {differ} (standard deviation)",
+        )
+
+    def _passes(self, trial: SearchTrial, score: float) -> bool:
+        """Return whether a student passes the gate by what is known before it is evaluated."""
+        gate, teacher = (
+            self.settings.gate or GateSettings(),
+            artifacts.manifest(self.inputs["teacher"], "model").figures,
+        )
+        name = scores.val_name(teacher)
+        return (
+            (name is None or teacher[name] - score <= gate.max_accuracy_drop)
+            and score >= gate.min_accuracy
+            and teacher["parameters"] >= gate.min_compression * (trial.parameters or 0)
+        )
+
+    def _found(self, finalists: Sequence[SearchTrial], trainings: float) -> SearchResult:
+        best, reason = self._choose(finalists)
         logger.info("search  %s", reason)
         chosen = config.distill_with(self.distill, self.trials[best].values)
         space = config.search_space(self.settings)

@@ -41,12 +41,14 @@ class Trainings:
             settings = spec.settings
             far = abs(settings["base_learning_rate"] / PEAK["base_learning_rate"] - 1) / 30
             far += abs(settings["drop_path"] - PEAK["drop_path"]) / 5
+            depth = settings["student"]["args"].get("depth", 2)
+            far += 0.02 / depth
             share = (settings.get("pause_epochs") or settings["epochs"]) / settings["epochs"]
             score = 0.5 + 0.3 * share - far + self.noise * ((settings["seed"] * 7 + 3) % 5 - 2)
             self.epochs(spec).parent.mkdir(parents=True, exist_ok=True)
             self.epochs(spec).write_text(str(share * settings["epochs"]))  # what a checkpoint would be
             with artifacts.create(spec.outputs["student"], "model", settings=settings) as draft:
-                draft.figures.update(val_top1=score, parameters=1000)
+                draft.figures.update(val_top1=score, parameters=1000 * depth)
             with artifacts.create(spec.outputs["evidence"], "evidence", settings=settings):
                 pass
         finally:
@@ -65,8 +67,8 @@ class Trainings:
 @pytest.fixture
 def inputs(tmp_path):
     for name, kind in {"dataset": "dataset", "teacher": "model"}.items():
-        with artifacts.create(tmp_path / name, kind, settings={}):
-            pass
+        with artifacts.create(tmp_path / name, kind, settings={}) as draft:
+            draft.figures.update(val_top1=0.8, parameters=100_000)
     return {name: str(tmp_path / name) for name in ("dataset", "teacher")}
 
 
@@ -115,6 +117,32 @@ def test_recipe_stays_unless_gain_exceeds_what_seeds_differ(inputs, tmp_path):
     assert found.best == 0
     assert "which is not more than seeds differ" in found.reason or "no other settings" in found.reason
     assert found.chosen == found.given
+
+
+@pytest.mark.parametrize(("drop", "depth"), [(0.05, 1), (0.009, 4), (0.0, 4)], ids=["loose", "tight", "none passes"])
+def test_cheapest_student_that_passes_is_taken(inputs, tmp_path, drop, depth):
+    """The teacher has 80 %, students 78, 79 and 79.5 % by their depth."""
+    sizes = ",".join(f'{{architecture="vit_tiny_patch16_224",args={{depth={number}}}}}' for number in (1, 2, 4))
+    found = search(
+        inputs,
+        tmp_path / "search",
+        Trainings(),
+        space={"distill.student": f"choice({sizes})"},
+        cost="parameters",
+        sampler="random",
+        trials=12,
+        finalists=4,
+        seeds=1,
+        overrides=[
+            *(f"distill.{name}={value}" for name, value in PEAK.items()),
+            f"evaluate.gate.max_accuracy_drop={drop}",
+            "evaluate.gate.min_accuracy=0",
+        ],
+    )
+    assert found.chosen["student"]["args"]["depth"] == depth
+    page = (tmp_path / "search" / PAGE).read_text()
+    assert "Score and size of the finalists" in page
+    assert ("is the cheapest that passes the gate" in found.reason) == (drop > 0.005)
 
 
 class KilledError(Exception):

@@ -13,7 +13,7 @@ import optuna
 from trainer.config.search_space import Dimension, parse_dimension
 from trainer.io.formatting import aligned, duration, percent, short
 from trainer.report import pages
-from trainer.report.charts import Bar, TrialLine, bars, learning_curves, parallel_coordinates
+from trainer.report.charts import Bar, TrialLine, bars, parallel_coordinates, trial_scores
 from trainer.report.pages import BulletList, Figure, PageSection, Table, Tiles
 from trainer.stages.searching.search_schema import SearchResult, SearchTrial
 from trainer.stages.searching.study import study_of
@@ -60,9 +60,12 @@ def render(found: SearchResult) -> str:
         "Search: " + (f"trial {found.best}" if found.best else "the recipe stays"),
         f"{found.reason[0].upper()}{found.reason[1:]}.",
         [
-            PageSection("Choice", [tiles, BulletList(settings) if settings else None, _finalists(found)]),
             PageSection(
-                "Trials", [Figure(learning_curves(lines, "Score of each trial"), _went_on(found)), _table(found)]
+                "Choice", [tiles, BulletList(settings) if settings else None, _finalists(found), _front(found)]
+            ),
+            PageSection(
+                "Trials",
+                [Figure(trial_scores(lines, "Score of each trial", across="epochs"), _went_on(found)), _table(found)],
             ),
             PageSection(
                 "Settings",
@@ -114,6 +117,24 @@ def _finalists(found: SearchResult) -> Table:
         for one, scores in found.finalists()
     ]
     return Table(["settings", "mean", "each seed", "parameters"], rows, "Finalists")
+
+
+def _front(found: SearchResult) -> Figure | None:
+    """Draw the finalists' score against their size; None where all are of one size."""
+    lines = [
+        TrialLine(
+            name=str(one.number),
+            points=[((one.parameters or 0) / 1e6, statistics.mean(scores))],
+            positions=(),
+            hint=f"trial {one.number}: {one.parameters:,} parameters, {statistics.mean(scores):.1%}",
+            is_best=one.number == found.best,
+        )
+        for one, scores in found.finalists()
+    ]
+    if len({one.points[0][0] for one in lines}) < 2:
+        return None
+    chart = trial_scores(lines, "Score and size of the finalists", across="million parameters")
+    return Figure(chart, "The finalists: above and to the left is better; the one that was chosen is marked.")
 
 
 def _went_on(found: SearchResult) -> str:
