@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests import groups
 from tests.distillations import QUICK
 from trainer import config
 from trainer.graph import STAGES
@@ -38,7 +39,7 @@ def test_trials_resume_from_their_checkpoints_and_the_best_is_found(digits, teac
 
     def start(spec, stop):
         specs.append(spec)
-        return local_run.launch.run_here(spec, stop)
+        groups.launch(spec)
 
     settings = config.validate_section("search", section).model_dump(mode="json")
     local_run.run_stage(STAGES["search"], settings, directories, processes=1, given={}, start=start)

@@ -1003,6 +1003,8 @@ class SearchSettings(Section):
     of the finalists that pass `evaluate.gate` on the validation split the cheapest is taken."""
     budget_hours: NonNegativeFloat | None = None
     """Most hours that the search may take; fewer trials are begun where a forecast exceeds it. Default: no limit."""
+    budget_usd: NonNegativeFloat | None = None
+    """Most dollars that the trials may cost, by the price of the machines where they train. Default: no limit."""
     distill: DistillSettings | None = None
     """The distillation to search around; default: `distill`."""
     gate: GateSettings | None = None

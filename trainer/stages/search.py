@@ -25,7 +25,13 @@ from trainer.config.conflicts import Facts
 from trainer.graph import STAGES, JobSpec, Kind
 from trainer.io import artifacts, storage
 from trainer.io.costs import Machines
-from trainer.io.errors import LaunchError, ObjectDamagedError, ObjectNotFoundError, PreemptedError, SettingsError
+from trainer.io.errors import (
+    BudgetError,
+    LaunchError,
+    ObjectDamagedError,
+    ObjectNotFoundError,
+    PreemptedError,
+)
 from trainer.io.formatting import duration
 from trainer.report import scores, tracking
 from trainer.report.tracking.stage_runs import Tracker, stage_run
@@ -38,7 +44,7 @@ logger = logging.getLogger(__name__)
 NAME = "search"
 Launch = Callable[[JobSpec, threading.Event], None]
 """Runs a training to its end, where the run trains; the event interrupts it."""
-_BESIDE_THE_TRIALS = {"enabled", "trials", "finalists", "seeds", "budget_hours", "cost", "gate"}
+_BESIDE_THE_TRIALS = {"enabled", "trials", "finalists", "seeds", "budget_hours", "budget_usd", "cost", "gate"}
 """Settings that change neither a trial nor the order of proposals, so a search with others goes on with the trials that there are."""
 
 
@@ -58,7 +64,8 @@ def run(
         in_turns: whether trials train one after another, whatever `parallel` is, as on one machine.
 
     Raises:
-        SettingsError: a value of the space is not one of its setting, or the budget is too small.
+        SettingsError: a value of the space is not one of its setting.
+        BudgetError: the budget is too small for one trial, or the price of the machines is not known.
         LaunchError: the recipe's own settings fail, or most of the others.
     """
     distill = settings.distill or DistillSettings()
@@ -137,7 +144,7 @@ class _Searching:
             if not told:
                 proposed[0] = {name: value for name, value in own.items() if value is not None}
             if told and not (count := self._within_budget(count)):
-                logger.warning("search  no further trial: the search would exceed %g hours", settings.budget_hours)
+                logger.warning("search  no further trial: the search would exceed its budget")
                 return
             for values in proposed[:count]:
                 self.trials.append(self._record(SearchTrial(number=len(self.trials), values=values)))
@@ -300,7 +307,9 @@ class _Searching:
         made_of = artifacts.manifest(outputs["student"], "model")
         self.place, figures = made_of.place, made_of.figures
         score = figures[scores.val_name(figures) or ""]
-        attempt = Attempt(epochs=epochs, score=score, seconds=time.monotonic() - began)
+        seconds = time.monotonic() - began
+        dollars = made_of.place.dollars(seconds) if made_of.place else None
+        attempt = Attempt(epochs=epochs, score=score, seconds=seconds, dollars=dollars)
         done: dict[str, Any] = {"parameters": figures["parameters"]}
         if seed is None:
             done["attempts"] = (*trial.attempts, attempt)
@@ -330,18 +339,30 @@ class _Searching:
 
     def _within_budget(self, count: int) -> int:
         """Return how many of so many further trials the budget allows, by what the trials so far took."""
-        budget_s, begun = 3600 * (self.settings.budget_hours or math.inf), len(self.trials)
+        settings, begun = self.settings, len(self.trials)
+        if settings.budget_hours is None and settings.budget_usd is None:
+            return count
         first = [one.attempts[0] for one in self.trials if one.attempts]
-        epoch_s = sum(one.seconds for one in first) / sum(one.epochs for one in first)
-        spent_s = sum(one.seconds for one in self.trials)
+        first_s, spent_s = sum(one.seconds for one in first), sum(one.seconds for one in self.trials)
+        budget_s = math.inf if settings.budget_hours is None else 3600 * settings.budget_hours * self.at_a_time
+        if settings.budget_usd is not None:
+            dollars = [one.dollars for one in first if one.dollars is not None]
+            if len(dollars) < len(first):
+                raise BudgetError(
+                    f"search.budget_usd={settings.budget_usd:g} cannot be kept, since the price of the machines is not known; give the "
+                    "pool a price in pools.toml (this machine: TRAINER_PLACE), or set search.budget_hours in its place"
+                )
+            budget_s = min(budget_s, settings.budget_usd / sum(dollars) * first_s)
+        epoch_s = first_s / sum(one.epochs for one in first)
         for further in range(count, 0, -1):
             if spent_s + epoch_s * self._epochs_ahead(further) <= budget_s:
                 return further
         if begun == 1:
-            least = (spent_s + epoch_s * self._epochs_ahead(1)) / 3600
-            raise SettingsError(
-                f"search.budget_hours is {self.settings.budget_hours:g}, but one more trial and the finalists take {least:.2g} hours by "
-                "what the recipe's own settings took; raise it, or lower search.finalists or search.seeds"
+            least = spent_s + epoch_s * self._epochs_ahead(1)
+            raise BudgetError(
+                f"search: one more trial and the finalists take {duration(least)} of training by what the recipe's own settings took, and "
+                f"the budget is {duration(budget_s)}; raise search.budget_hours or search.budget_usd, or lower search.finalists or "
+                "search.seeds"
             )
         return 0
 

@@ -12,7 +12,7 @@ from trainer import config, stages
 from trainer.config.search_space import Dimension
 from trainer.graph import JobSpec
 from trainer.io import artifacts, commands
-from trainer.io.errors import LaunchError, SettingsError
+from trainer.io.errors import BudgetError, LaunchError, SettingsError
 from trainer.stages.searching.search_schema import PAGE, read_search
 from trainer.stages.searching.study import propose
 
@@ -250,8 +250,17 @@ def test_budget_begins_fewer_trials_or_refuses(inputs, tmp_path, monkeypatch):
     found = search(inputs, tmp_path / "search", trainings, budget_hours=4.8, finalists=1)
     assert 1 < len(found.trials) < 9
     assert found.seconds <= 4.8 * 3600
-    with pytest.raises(SettingsError, match=r"search.budget_hours is 1, but one more trial and the finalists take \d"):
+    with pytest.raises(BudgetError, match=r"one more trial and the finalists take 4 h .* and the budget is 60 min"):
         search(inputs, tmp_path / "refused" / "search", trainings, budget_hours=1, finalists=1)
+    with pytest.raises(
+        BudgetError, match=r"search.budget_usd=2 cannot be kept, since the price of the machines is not"
+    ):
+        search(inputs, tmp_path / "no price" / "search", trainings, budget_usd=2, finalists=1)
+    price = {"dollars_an_hour": 0.5, "date": "2026-11", "region": "here", "source": "power bill"}
+    monkeypatch.setenv("TRAINER_PLACE", json.dumps({"pool": "workstation", "price": price}))
+    paid = search(inputs, tmp_path / "paid" / "search", trainings, budget_usd=2.4, finalists=1)
+    assert len(paid.trials) == len(found.trials)
+    assert sum(one.dollars for trial in paid.trials for one in trial.attempts) < 2.4
 
 
 WRONG = {

@@ -24,6 +24,8 @@ class Attempt(StrictModel):
     """On the validation split."""
     seconds: float
     """From its launch, or its resumption, to its end."""
+    dollars: float | None = None
+    """None where the price of the machines is not known."""
 
 
 class SearchTrial(StrictModel):
