@@ -243,6 +243,20 @@ def test_name_that_mlflow_refuses_is_named_with_what_it_takes() -> None:
 # Runs
 
 
+def test_trials_are_nested_below_their_search(store):
+    tracking.start_parent({}, {})
+    with stage_run("search", {}) as search:
+        search.nested("trial 0", {"distill.drop_path": 0.1}, [(5, "val_score", 0.4), (60, "val_score", 0.9)])
+        search.nested("trial 1", {"distill.drop_path": 0.3}, [])
+    experiment = store.get_run(search.run_id).info.experiment_id
+    below = f"tags.`mlflow.parentRunId` = '{search.run_id}'"
+    trials = {run.info.run_name: run for run in store.search_runs([experiment], below)}
+    assert {name: run.info.status for name, run in trials.items()} == {"trial 0": "FINISHED", "trial 1": "FAILED"}
+    assert trials["trial 0"].data.params == {"distill.drop_path": "0.1"}
+    scores = store.get_metric_history(trials["trial 0"].info.run_id, "val_score")
+    assert [(one.step, one.value) for one in scores] == [(5, 0.4), (60, 0.9)]
+
+
 def test_stages_are_nested_in_one_parent(store, request):
     tracking.check()
     parent = tracking.start_parent({"run": {"seed": 3}}, {"recipe": "digits"})

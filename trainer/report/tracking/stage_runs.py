@@ -16,6 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from trainer.io import storage
 from trainer.io.errors import PreemptedError, TrainerError
+from trainer.io.host import environment_variables
 from trainer.io.retry import Outage, Retry
 from trainer.report import tracking
 from trainer.report.tracking import ERROR_TAG, PARAM_LENGTH
@@ -122,7 +123,8 @@ class _RunTracker(Tracker):
             now = int(time.time() * 1000)
             metrics = [Metric(metric, value, now, step) for step, metric, value in points]
             self._mlflow.log_batch(run.info.run_id, metrics=metrics)
-            self._mlflow.set_terminated(run.info.run_id, "FINISHED" if points else "FAILED")
+            with environment_variables({"MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}):  # there may be many
+                self._mlflow.set_terminated(run.info.run_id, "FINISHED" if points else "FAILED")
 
     def finish(self, status: str, error: str = "") -> None:
         """Send the remaining points, for a bounded time, and end the run."""
