@@ -190,11 +190,8 @@ class _Searching:
             if passing:
                 cheapest = min(passing, key=lambda one: (one.parameters or 0, -means[one.number]))
                 which = f"trial {cheapest.number}" if cheapest.number else "the recipe"
-                size, score = f"{cheapest.parameters:,} parameters", f"{means[cheapest.number]:.1%}"
-                return (
-                    cheapest.number,
-                    f"{which} is the cheapest that passes the gate on the validation split: {size}, {score}",
-                )
+                reason = f"{which} is the cheapest that passes the gate on the validation split"
+                return cheapest.number, f"{reason}: {cheapest.parameters:,} parameters, {means[cheapest.number]:.1%}"
             logger.warning("search  no finalist passes the gate on the validation split, so cost does not decide")
         best = max(means, key=lambda number: (means[number], -number))
         gain, deviation = means[best] - means[0], _deviation(scored)
@@ -202,21 +199,15 @@ class _Searching:
         if best == 0:
             return 0, "no other settings are better than the recipe's own in the mean of the seeds"
         if gain <= deviation:
-            return (
-                0,
-                f"trial {best} is better by {gained}, which is not more than seeds differ ({differ}); the recipe stays",
-            )
-        return (
-            best,
-            f"trial {best} is better than the recipe by {gained}, and seeds differ by {differ} (standard deviation)",
-        )
+            reason = f"trial {best} is better by {gained}, which is not more than seeds differ ({differ})"
+            return 0, f"{reason}; the recipe stays"
+        reason = f"trial {best} is better than the recipe by {gained}, and seeds differ by {differ}"
+        return best, f"{reason} (standard deviation)"
 
     def _passes(self, trial: SearchTrial, score: float) -> bool:
         """Return whether a student passes the gate by what is known before it is evaluated."""
-        gate, teacher = (
-            self.settings.gate or GateSettings(),
-            artifacts.manifest(self.inputs["teacher"], "model").figures,
-        )
+        gate = self.settings.gate or GateSettings()
+        teacher = artifacts.manifest(self.inputs["teacher"], "model").figures
         name = scores.val_name(teacher)
         return (
             (name is None or teacher[name] - score <= gate.max_accuracy_drop)
