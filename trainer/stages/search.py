@@ -240,8 +240,10 @@ class _Searching:
             made = [self._train_one(self.trials[number], rung, seed) for number, rung in wanted]
         else:
             with ThreadPoolExecutor(self.at_a_time, thread_name_prefix=NAME) as pool:
-                training = [pool.submit(self._train_one, self.trials[number], rung, seed) for number, rung in wanted]
                 try:
+                    training = [
+                        pool.submit(self._train_one, self.trials[number], rung, seed) for number, rung in wanted
+                    ]
                     made = [one.result() for one in training]
                 except Exception:  # the others come to their end, and are recorded
                     pool.shutdown(cancel_futures=True)

@@ -4,6 +4,7 @@ import argparse
 import json
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,9 @@ def test_interrupted_search_ends_all_its_trainings_and_resumes(inputs, tmp_path)
     trainings = Trainings(fails=interrupts, waits=lambda spec: spec.part in ("000-0", "002-0"))
     with pytest.raises(KeyboardInterrupt):
         search(inputs, tmp_path / "search", trainings, in_turns=False, parallel=3)
+    deadline = time.monotonic() + 20
+    while trainings.together and time.monotonic() < deadline:  # a thread that was just being started is not waited for
+        time.sleep(0.05)
     assert trainings.together == 0
     again = Trainings()
     found = search(inputs, tmp_path / "search", again, in_turns=False, parallel=3)
