@@ -243,13 +243,8 @@ STAGES: Mapping[str, Stage] = {
             title="Register",
             summary="log the student to MLflow, register it, and promote it if it passed",
             reads=(DATASET, TEACHER, STUDENT, PRETRAIN_EVIDENCE, DISTILL_EVIDENCE, REPORT, EVALUATION),
-            reads_if_made=(
-                EXPORTED,
-                TEACHER_OUTPUTS,
-                TUNING,
-                SEARCH,
-                WARMED,
-            ),  # all but the first for the bill and the summary
+            # All but the first for the bill and the summary:
+            reads_if_made=(EXPORTED, TEACHER_OUTPUTS, TUNING, SEARCH, WARMED),
             makes={"registration": REGISTRATION},
             takes_recipe=True,
             # Every run has its own version in the registry, one for all tries at this stage.
