@@ -107,10 +107,7 @@ def test_configure_pages_and_commands_know_the_stage(copy, said):
     assert "latency_runs" in json.loads(section)
     page = (copy / "docs/stages.md").read_text()
     assert "\n## inspect\n\nLook at the student.\n" in page
-    assert (
-        "if made: `exported` (export), `teacher_outputs` (teacher_outputs), `tuning` (tuning), `warmed` (warm_up), "
-        "`inspection` (inspection)" in page
-    )
+    assert "`search` (search), `warmed` (warm_up), `inspection` (inspection)" in page
     assert "Look at the student." in said
     assert "--dataset DIR" in said
     assert "output: the inspection directory to write" in said
