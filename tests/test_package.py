@@ -166,7 +166,7 @@ def imports(package):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_what_is_imported_is_declared(package):
-    extras = ("export", "openvino", "serve", "transformers") if package == "trainer" else ("kubeflow",)
+    extras = ("export", "openvino", "search", "serve", "transformers") if package == "trainer" else ("kubeflow",)
     given = [text for extra in extras for text in PROJECT["optional-dependencies"][extra]]
     declared = {re.match(r"[\w-]+", text)[0].lower() for text in PROJECT["dependencies"] + given}
     providers = importlib.metadata.packages_distributions()

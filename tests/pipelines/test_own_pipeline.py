@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.pipelines import local_runs
@@ -32,11 +33,18 @@ def written(folder):
     (folder / "two_students.py").write_text(code.replace('resolve_run("digits")', f'resolve_run("digits", "{short}")'))
 
 
-def test_it_trains_two_students_of_one_teacher(tmp_path):
-    written(tmp_path)
-    compiled = local_runs.run([sys.executable, "two_students.py"], tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the pipeline, compiled."""
+    folder = tmp_path_factory.mktemp("own")
+    written(folder)
+    compiled = local_runs.run([sys.executable, "two_students.py"], folder)
     assert compiled.returncode == 0, compiled.stderr
-    specification, platform = yaml.safe_load_all((tmp_path / "two_students.yaml").read_text())
+    return folder
+
+
+def test_it_compiles_to_two_distillations_of_one_teacher(folder):
+    specification, platform = yaml.safe_load_all((folder / "two_students.yaml").read_text())
     tasks = specification["root"]["dag"]["tasks"]
     assert {*tasks} == {"prepare", "pretrain", "distill", "evaluate", "distill-2", "evaluate-2"}
     for student in ("distill", "distill-2"):
@@ -45,17 +53,20 @@ def test_it_trains_two_students_of_one_teacher(tmp_path):
     pods = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     assert all(pod["securityContext"]["runAsNonRoot"] for pod in pods.values())
 
-    (tmp_path / "local_run.py").write_text(LOCALLY)
+
+@pytest.mark.long
+def test_it_trains_two_students_of_one_teacher(folder):
+    (folder / "local_run.py").write_text(LOCALLY)
     paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # kfp starts `python3`
     ended = local_runs.run(
         [sys.executable, "local_run.py"],
-        tmp_path,
+        folder,
         PATH=paths,
         PYTHONWARNINGS="ignore",
-        TRAINER_CHECKPOINTS=str(tmp_path / "checkpoints"),
+        TRAINER_CHECKPOINTS=str(folder / "checkpoints"),
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    (made,) = (tmp_path / "made").iterdir()
+    (made,) = (folder / "made").iterdir()
     students = [artifacts.read(made / name / "student", "model") for name in ("distill", "distill-2")]
     assert students[0].settings["seed"] != students[1].settings["seed"]
     for name, student in zip(("evaluate", "evaluate-2"), students, strict=True):

@@ -91,7 +91,7 @@ def test_a_teacher_that_is_given_is_only_distilled(warm, trained_digits):
     assert list(warm(pretrain=TEACHER | parts | {"weights": str(trained_digits.teacher)})) == ["distill"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_training_finds_all_graphs_in_the_cache(warm, trained_digits, tmp_path, monkeypatch):
     """Torch's compiler keeps them by their content; the training comes after all that it keeps in memory is gone."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
