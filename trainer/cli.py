@@ -214,6 +214,10 @@ def _stage(options: argparse.Namespace) -> None:
             raise SettingsError(f"--settings {options.settings!r} is not JSON: {error}") from error
         if not isinstance(section, dict):
             raise SettingsError(f"--settings {options.settings!r} is not a JSON object")
+    if stage.name == "distill" and not options.worker and (given := config.parameters_of_trial(os.environ)):
+        distill = config.validate(config.DistillSettings, section, prefix="distill")
+        section = config.distill_with(distill, given).model_dump(mode="json")
+        logger.info("distill  a trial with %s", ", ".join(f"{name}={value}" for name, value in given.items()))
     keywords = (*stage.all_inputs, *stage.outputs)
     directories = {name: value for name in keywords if (value := getattr(options, name)) is not None}
     if options.worker or options.node:  # whoever launched this holds the outputs

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from trainer import config, stages
+from trainer import cli, config, stages
 from trainer.config.search_space import Dimension
 from trainer.graph import JobSpec
 from trainer.io import artifacts, commands
-from trainer.io.errors import BudgetError, LaunchError, SettingsError
+from trainer.io.errors import EXIT_CODE, BudgetError, LaunchError, SettingsError
+from trainer.runner import local_run
 from trainer.stages.searching.search_schema import PAGE, read_search
 from trainer.stages.searching.study import propose
 
@@ -314,6 +315,20 @@ def test_option_of_command_enables_search(words, space):
     commands.add_run(parser)
     settings = config.resolve_run("digits", parser.parse_args(["digits", *words]).overrides)
     assert (settings.search.enabled, settings.search.space) == (True, space)
+
+
+def test_trial_of_an_optimization_job_takes_its_parameters(tmp_path, monkeypatch):
+    sections = []
+    monkeypatch.setattr(local_run, "run_stage", lambda stage, section, *_, **__: sections.append(section))
+    monkeypatch.setenv("KUBEFLOW_OPT_DISTILL__DROP_PATH", "0.25")
+    monkeypatch.setenv("KUBEFLOW_OPT_DISTILL__LOGIT__LOSS", "dist")
+    places = [
+        text for name in ("dataset", "teacher", "student", "evidence") for text in (f"--{name}", str(tmp_path / name))
+    ]
+    assert cli.main(["stage", "distill", "--recipe", "digits", *places]) == 0
+    assert (sections[0]["drop_path"], sections[0]["logit"]["loss"]) == (0.25, "dist")
+    monkeypatch.setenv("KUBEFLOW_OPT_DISTILL__DROPPATH", "0.25")
+    assert cli.main(["stage", "distill", "--recipe", "digits", *places]) == EXIT_CODE
 
 
 def test_own_space_lies_around_the_recipe():
