@@ -30,7 +30,7 @@ run: $(READY)  ## run the pipeline here [RECIPE=digits SET="key=value ..." OUT=d
 		$(if $(SEARCH),--search "$$SEARCH") $(if $(NODES),--nodes $(NODES)) $(if $(PROCESSES),--processes $(PROCESSES)) $(if $(FRESH),--fresh) $(if $(DEBUG),--debug)
 
 .PHONY: search
-search: SEARCH ?= auto
+search: SEARCH := $(or $(SEARCH),auto)
 search: run  ## the same with a search for better settings before the distillation [SEARCH="distill.drop_path=uniform(0,0.2)" and as run]
 
 ui: $(READY)  ## serve MLflow's pages on what was tracked [OUT=dir of a run that had one PORT=5000]

@@ -3,6 +3,7 @@
 import argparse
 import json
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -351,3 +352,17 @@ def test_choices_may_be_groups_of_settings(inputs, tmp_path):
         config.resolve("digits").distill, {"distill.logit.loss": "dkd", "distill.student": large}
     )
     assert (made.logit.loss, made.student.args["depth"]) == ("dkd", 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "space"),
+    [([], "auto"), (["SEARCH=distill.drop_path=uniform(0,0.2)"], "distill.drop_path=uniform(0,0.2)")],
+)
+def test_target_of_make_enables_search(tmp_path, given, space):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    root = Path(__file__).parents[3]
+    command = ["make", "-C", str(root), "-o", ".venv/.ready", "search", f"VENV={tmp_path}", "READY=", *given]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert shown[shown.index("--search") + 1] == space
