@@ -66,7 +66,7 @@ def on_cluster(task: dsl.PipelineTask, *, size: Size | None = None) -> dsl.Pipel
     if stage is None or not stage.cached:
         task.set_caching_options(False)
     task.set_display_name(stage.title if stage else name.replace("_", " ").capitalize())
-    size = size or (SMALL if stage is not None and (stage.launched or stage.launches) else WORK)
+    size = size or (SMALL if stage is not None and stage.trains else WORK)
     task.set_cpu_request(size.cpu).set_cpu_limit(size.cpu_limit)
     task.set_memory_request(size.memory).set_memory_limit(size.memory_limit)
     task.set_retry(RETRIES, backoff_duration="30s", backoff_factor=2, backoff_max_duration=TRIED_FOR)
@@ -105,6 +105,7 @@ PLACE = {
 CACHE_KEYS: Mapping[str, Mapping[str, str]] = {
     "prepare": {"source_version": "Version of the images"},
     "pretrain": {"teacher_weights_version": "Version of given weights"},
+    "search": {"student_weights_version": "Version of the weights that the student starts from"},
     "distill": {"student_weights_version": "Version of the weights that the student starts from"},
 }
 """Further parameters of a stage: no code reads them, and another value makes a cached result stale."""
@@ -158,7 +159,7 @@ def _of_stage(stage: Stage) -> Any:
         parameters["needed"] = Parameter("bool", "Whether to run it; otherwise its outputs are empty texts.", True)
     for key, text in CACHE_KEYS.get(stage.name, {}).items():
         parameters[key] = Parameter("str", f"{text}; another value makes a cached result stale.", "")
-    if stage.launched or stage.launches:
+    if stage.trains:
         text = "Kind of the devices that it runs on; another one makes a cached result stale."
         parameters |= {"device": Parameter("str", text, ""), **PLACE}
     for spec in stage.reads:

@@ -52,9 +52,8 @@ def _run(options: argparse.Namespace) -> None:
 
     def start(spec: JobSpec, stop: threading.Event | None = None) -> None:
         job = "-".join(filter(None, [spec.stage, spec.part]))
-        launching.launch(
-            spec, place, storage.join(storage.parent(next(iter(spec.outputs.values()))), "jobs", job), stop=stop
-        )
+        record = storage.join(storage.parent(next(iter(spec.outputs.values()))), "jobs", job)
+        launching.launch(spec, place, record, stop=stop)
 
     with environment_variables({artifacts.CHECKPOINTS_VARIABLE: checkpoints}):
         result, page = local_run.run(

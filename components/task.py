@@ -103,7 +103,7 @@ def run_stage(name: str, given: Mapping[str, Any]) -> tuple[object, ...]:
         inputs = references.uris({key: given[key] for key in stage.all_inputs})
         places = {key: _place(spec.task_folder or key) for key, spec in stage.makes.items()}
         further: dict[str, Any] = {}
-        if stage.launched or stage.launches:
+        if stage.trains:
             place = Placement(**{field.name: given[field.name] for field in fields(Placement)})
             record = _place("job")
         if stage.launched:

@@ -132,7 +132,7 @@ def _stage(stage: Stage) -> str:
         "makes": named(stage.makes.values()),
         "waits for": ", ".join(f"`{name}`" for name in stage.after),
         "runs": "as a group of training processes, on a cluster as a job on the node pool"
-        if stage.launched or stage.launches
+        if stage.trains
         else "as one process, on a cluster in its task's pod",
         "is needed": f"{_condition(stage.needed_if)}{decided}" if stage.needed_if else "by every run",
         "its result is kept": " and ".join(kept) or "nowhere: every run does it",

@@ -160,7 +160,7 @@ def _add_stage(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         ]
         for name, required, text in directories:
             parser.add_argument(f"--{flag(name)}", required=required, metavar="DIR", help=text)
-        if stage.launched or stage.launches:
+        if stage.trains:
             commands.add_processes(parser, number=commands.positive)
         if stage.launched:
             # How a launcher calls this: one training process; one node of a cluster's job, which starts such processes.
@@ -243,7 +243,7 @@ def _start_stage(
 
         config.validate_section(stage.section, section)
         given = {"recipe": options.recipe, "resolved": settings.model_dump(mode="json")}
-        count = options.processes if stage.launched or stage.launches else 0
+        count = options.processes if stage.trains else 0
         local_run.run_stage(stage, section, directories, processes=count, given=given)
 
 
@@ -363,9 +363,8 @@ def _search(options: argparse.Namespace) -> None:
     found = read_search(finished_run.find(options.run, SEARCH))
     if options.recipe is not None:
         resolved = storage.read_json(storage.join(options.run, finished_run.SUMMARY))["settings"]
-        settings = config.validate(
-            config.Settings, resolved | {"search": {}}
-        )  # what is found need not be searched again
+        # What is found need not be searched again.
+        settings = config.validate(config.Settings, resolved | {"search": {}})
         storage.write_bytes(options.recipe, f"# {found.reason}\n\n{config.recipe_of(settings)}".encode())
         return
     if options.dashboard is None:

@@ -122,6 +122,11 @@ class Stage:
         """Keyword of each output -> kind of artifact."""
         return {keyword: spec.kind for keyword, spec in self.makes.items()}
 
+    @property
+    def trains(self) -> bool:
+        """Whether it has a place to train: as a group of processes itself, or by the trainings that it launches."""
+        return self.launched or self.launches
+
     def is_needed(self, settings: object) -> bool:
         """Return whether a run with these settings (`trainer.config.Settings`) needs the stage."""
         return not self.needed_if or bool(attrgetter(self.needed_if)(settings))

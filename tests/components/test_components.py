@@ -61,7 +61,7 @@ def test_task_gets_references_and_no_artifact_that_kfp_would_fetch(name):
     expected = dict.fromkeys(["settings", *stage.all_inputs, *kfp_components.CACHE_KEYS.get(name, ())], "String")
     expected |= {"needed": "Boolean"} if name in OPTIONAL else {}
     expected |= {"recipe": "String", "resolved": "String"} if stage.takes_recipe else {}
-    expected |= {"device": "String", **fields} if stage.launched or stage.launches else {}
+    expected |= {"device": "String", **fields} if stage.trains else {}
     expected |= {"distill": "String"} if name == "search" else {}
     assert {key: spec.type for key, spec in inputs.items()} == expected
     # What has no default is what no run can do without.

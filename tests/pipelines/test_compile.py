@@ -126,6 +126,8 @@ def test_every_stage_gets_its_section_and_hears_whether_it_is_needed(compiled):
 
 
 def test_search_takes_what_tune_chose(compiled):
+    """And a student that starts from other weights is searched for anew."""
+    assert source_of(compiled, "search", "student_weights_version") == ("configure", "student_weights_version")
     assert source_of(compiled, "search", "distill") == ("tune", "distill")
 
 
@@ -253,7 +255,7 @@ def test_every_task_has_limits(compiled):
             resources
         )
         memory[name.removeprefix("exec-")] = float(resources["resourceMemoryLimit"].removesuffix("Gi"))
-    launching = {TASKS[name] for name, stage in STAGES.items() if stage.launched or stage.launches}
+    launching = {TASKS[name] for name, stage in STAGES.items() if stage.trains}
     assert {name for name, limit in memory.items() if limit <= 2} == {*launching, "finish"}
 
 

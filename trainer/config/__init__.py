@@ -308,6 +308,9 @@ def resolve_run(recipe: str, overrides: str | Iterable[str] = (), *, is_prepared
     return settings
 
 
+_SHARED_BY_TRIALS = {"distill.epochs", "distill.pause_epochs", "distill.seed", "distill.teacher"}
+
+
 def search_space(search: SearchSettings) -> dict[str, Dimension]:
     """Return the space of a search by full names of settings; that of `auto` lies around the settings of the distillation."""
     distill = search.distill or DistillSettings()
@@ -337,17 +340,12 @@ def check_search(search: SearchSettings, facts: Facts) -> None:
     known, mistakes = [name for name, *_ in walk(DistillSettings, "distill")], list[str]()
     groups = {name[:place] for name in known for place in range(len(name)) if name[place] == "."} - {"distill"}
     for name, dimension in search_space(search).items():
-        if name not in {*known, *groups} or name in {
-            "distill.epochs",
-            "distill.pause_epochs",
-            "distill.seed",
-            "distill.teacher",
-        }:
-            if name in known:
-                mistakes.append(f"search.space: {name} cannot be searched, since all trials share it; leave it out")
-            else:
-                text = f"search.space: {name} is no setting of the distillation{nearest(name, known)}"
-                mistakes.append(f"{text}; `python -m trainer config RECIPE` lists them")
+        if name in _SHARED_BY_TRIALS:
+            mistakes.append(f"search.space: {name} cannot be searched, since all trials share it; leave it out")
+            continue
+        if name not in {*known, *groups}:
+            text = f"search.space: {name} is no setting of the distillation{nearest(name, known)}"
+            mistakes.append(f"{text}; `python -m trainer config RECIPE` lists them")
             continue
         for value in dimension.options:
             try:
@@ -389,9 +387,8 @@ def _inherit(settings: Settings) -> Settings:
     is_limited = bool(tune.budget_usd or tune.budget_hours)
     sections["tune"] = tune.model_copy(update={"enabled": tune.enabled or is_limited})
     if settings.search.enabled:
-        gate = (
-            settings.evaluate.gate if settings.search.cost != "none" else None
-        )  # else a changed gate would be another search
+        # Where it is not read, a changed gate would be another search.
+        gate = settings.evaluate.gate if settings.search.cost != "none" else None
         sections["search"] = _filled(settings.search, {"distill": sections["distill"], "gate": gate})
     if settings.warm_up.enabled:  # else every change of a training would make a cached task's settings others
         sections["warm_up"] = _filled(settings.warm_up, sections)

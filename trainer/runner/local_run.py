@@ -285,6 +285,8 @@ def _inputs(stage: Stage, settings: config.Settings, directory: Path) -> set[str
     """Return the fingerprints of a stage's inputs: of other stages' artifacts, and of what its settings name."""
     section, places = settings.for_stage(stage.name), folders(stage, settings)
     given = [(directory / places[keyword], kind) for keyword, kind in stage.all_inputs.items() if keyword in places]
+    if stage.launches:  # trainings of the distillation that its section holds
+        section = section["distill"]
     given += [(uri, "model") for uri in section.get("further_teachers", ())]
     given += [(uri, "teacher_outputs") for uri in section.get("further_recordings", ())]
     found = {artifacts.manifest(uri, kind).fingerprint for uri, kind in given}

@@ -75,6 +75,12 @@ def run(
         inputs["teacher_outputs"] = str(teacher_outputs)
     kinds: Mapping[str, Kind] = STAGES["distill"].all_inputs
     parents = {name: artifacts.manifest(uri, kinds[name]).fingerprint for name, uri in inputs.items()}
+    if weights := artifacts.weights_version(distill.weights, distill.weights_file):
+        parents["weights"] = weights
+    for number, uri in enumerate(distill.further_teachers, start=2):
+        parents[f"teacher_{number}"] = artifacts.manifest(uri, "model").fingerprint
+    for number, uri in enumerate(distill.further_recordings, start=2):
+        parents[f"teacher_outputs_{number}"] = artifacts.manifest(uri, "teacher_outputs").fingerprint
     values = settings.model_dump(mode="json")
     depends_on = {"settings": settings.model_dump(mode="json", exclude=_BESIDE_THE_TRIALS), "parents": parents}
     identity = artifacts.digest(depends_on)[:16]

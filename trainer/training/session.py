@@ -227,7 +227,13 @@ class Session:
 
     @property
     def pause_epochs(self) -> float:
-        return self.settings.pause_epochs if isinstance(self.settings, DistillSettings) else 0.0
+        """After how many epochs the training pauses; 0: it goes on to its end."""
+        settings = self.settings
+        return (
+            settings.pause_epochs
+            if isinstance(settings, DistillSettings) and settings.pause_epochs < settings.epochs
+            else 0.0
+        )
 
     def remove_checkpoints(self) -> None:
         if self.processes.is_first and not self.pause_epochs:

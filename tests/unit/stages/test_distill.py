@@ -434,6 +434,9 @@ def test_paused_training_resumes_exactly(distilled, tmp_path, monkeypatch):
     for name, value in networks.load(whole.student).network.state_dict().items():
         assert torch.equal(weights[name], value), name
     assert not kept.exists()
+    assert not list((tmp_path / "checkpoints").glob("distill-*"))
+    distilled("at its end", epochs=1, pause_epochs=1)  # which is no pause
+    assert not list((tmp_path / "checkpoints").glob("distill-*"))
     scores = [artifacts.manifest(one.student, "model").figures["val_top1"] for one in (paused, again, ended, whole)]
     assert scores[0] == scores[1]
     assert scores[2] == scores[3]

@@ -12,7 +12,7 @@ import pytest
 
 from trainer import cli, config, stages
 from trainer.config.search_space import Dimension
-from trainer.graph import JobSpec
+from trainer.graph import STAGES, JobSpec
 from trainer.io import artifacts, commands
 from trainer.io.errors import EXIT_CODE, BudgetError, LaunchError, SettingsError
 from trainer.runner import local_run
@@ -146,6 +146,25 @@ def test_cheapest_student_that_passes_is_taken(inputs, tmp_path, drop, depth):
     page = (tmp_path / "search" / PAGE).read_text()
     assert "Score and size of the finalists" in page
     assert ("is the cheapest that passes the gate" in found.reason) == (drop > 0.005)
+
+
+def test_weights_that_the_student_starts_from_are_parents(inputs, tmp_path):
+    """So another content of the same directory is another search, and no result is kept for it."""
+    with artifacts.create(tmp_path / "started", "model", settings={}):
+        pass
+    search(
+        inputs,
+        tmp_path / "search",
+        Trainings(),
+        trials=2,
+        finalists=1,
+        overrides=[f"distill.weights={tmp_path / 'started'}"],
+    )
+    parents = artifacts.manifest(tmp_path / "search", "search").parents
+    assert parents["weights"] == artifacts.manifest(tmp_path / "started", "model").fingerprint
+    assert parents.keys() == {"dataset", "teacher", "weights"}
+    settings = config.resolve("digits", ["search.enabled=true", f"distill.weights={tmp_path / 'started'}"])
+    assert local_run._inputs(STAGES["search"], settings, tmp_path) == set(parents.values())
 
 
 class KilledError(Exception):

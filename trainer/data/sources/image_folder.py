@@ -200,9 +200,8 @@ class ImageFolder(ImageSource):
         uses = Counter(group[-1] for group in groups)
         parts = []
         for group in sorted(groups):
-            is_shared = (
-                uses[group[-1]] > 1
-            )  # then any of its folders may be named like a part, else those within the first
+            # Where it is, any of its folders may be named like a part, else those within the first.
+            is_shared = uses[group[-1]] > 1
             names = [name.lower() for name in (group if is_shared else group[1:])]
             if len(group) > 1 and any(_PART.fullmatch(name) or (is_shared and name.isdigit()) for name in names):
                 parts.append(groups[group][0])
