@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import signal
 import subprocess
 import threading
@@ -311,6 +312,19 @@ WRONG = {
     "no form": ({"space": {"distill.drop_path": "0.1..0.3"}}, r"is '0.1..0.3'; write log\(1e-4, 1e-2\), uniform"),
     "no rungs": ({"rungs": [0.5, 0.25, 1]}, r"search.rungs: has to rise, and to end with 1"),
 }
+
+
+def test_spaces_of_the_page_pass_all_checks():
+    page = (Path(__file__).parents[3] / "docs/search.md").read_text()
+    (recipe, given, space), *_ = re.findall(r'make search RECIPE=(\S+) SET="(.*?)" \\\n\s+SEARCH="(.*?)"', page)
+    parser = argparse.ArgumentParser()
+    commands.add_run(parser)
+    options = parser.parse_args([recipe, "--set", given, "--search", space])
+    assert len(config.resolve_run(recipe, options.overrides).search.space) == 3
+    (table,) = re.findall(r"    \[search.space\]\n((?:    .*\n)+)", page)
+    words = [line.replace('"', "").replace(" ", "") for line in table.splitlines()]
+    options = parser.parse_args([recipe, "--set", given, "--search", " ".join(words)])
+    assert len(config.resolve_run(recipe, options.overrides).search.space) == 2
 
 
 @pytest.mark.parametrize("name", WRONG)
