@@ -34,6 +34,7 @@ TITLES = {
     "profile": "Profile of the trainings",
     "data": "Data card",
     "reinforce": "Recorded outputs",
+    "search": "Search for settings",
 }  # what the page of a run calls the others, the most asked for first
 CAPTIONS = {"reconstructions": "Masked autoencoder: images, what it saw of them, what it made of that"}
 PRICED = ("warm_up", "reinforce", "distill")  # stages that count as the distillation where runs stand side by side

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -209,6 +210,11 @@ def test_a_registered_model_answers_in_a_clean_process(inputs, tracked, trained_
     assert len(answer["best"]) == 9
     assert answer["example"] == [1, 64, 64, 3]
     np.testing.assert_allclose(answer["example over HTTP"], answer["example itself"], atol=1e-5)
+
+
+def test_every_page_of_a_run_has_a_title(tmp_path):
+    inputs = dict.fromkeys(register._READ, SimpleNamespace(path=tmp_path))
+    assert {*register._reports(inputs), "reinforce"} == finished_run.TITLES.keys()
 
 
 def test_a_model_with_tags_answers_with_groups(inputs, tracked, trained_digits, tagged_dataset, tmp_path):
