@@ -31,6 +31,7 @@ from trainer.data.dataset_schema import UNLABELED
 from trainer.data.sampler import Indices, Mask, SampleSlice, StatelessSampler
 from trainer.data.views.parameters import ViewParameters, draw_views
 from trainer.data.views.rendering import crop_sample, draw_mixing, finish_views
+from trainer.devices import Device
 from trainer.devices.torch_private import (
     batches_ready,
     end_loader_processes,
@@ -253,6 +254,23 @@ class MicroBatches(TorchDataset[Batch]):
         if self._teacher_outputs is not None:
             batch = batch._replace(recorded=self._teacher_outputs.read(taken.indices, taken.numbers))
         return batch
+
+
+class StoredImages(TorchDataset[Batch]):
+    """Items are the images of a split at some indices, whole as they are stored."""
+
+    def __init__(self, split: Split, device: Device, batch_size: int) -> None:
+        self._split, self._device, self._batch_size = split, device, batch_size
+
+    def __getitem__(self, indices: Sequence[int]) -> Batch:
+        """Where another number of images would be another graph, the last image fills the batch up."""
+        filled = self._device.filled(indices, self._batch_size)
+        return Batch(
+            images=self._split.read(filled),
+            labels=torch.from_numpy(self._split.labels[filled]),
+            keys=torch.from_numpy(self._split.keys[filled].view(np.int64)),
+            numbers=torch.zeros(len(filled), dtype=torch.int64),
+        )
 
 
 def _shard(part: int, count: int, parts: int) -> range:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,10 +20,12 @@ import torch
 from torch import Tensor
 
 from trainer.data.dataset import PreparedDataset, Split
-from trainer.devices import Device, full_float32
-from trainer.devices.process_group import Processes
+from trainer.data.loader import StoredImages, make_loader
+from trainer.devices import Device, ReadBack, full_float32
+from trainer.devices.process_group import Processes, wait_limit_s
 from trainer.evaluation.metrics import Ints
 from trainer.io.errors import ModelError
+from trainer.io.host import usable_cores
 from trainer.models import networks
 from trainer.models.networks import Classifier, EmbeddingStatistics
 
@@ -47,7 +50,14 @@ _LEAST_STD = 0.01
 
 
 def embed(
-    model: Classifier, split: Split, indices: Sequence[int], device: Device, batch_size: int, *, moments: bool = False
+    model: Classifier,
+    split: Split,
+    indices: Sequence[int],
+    device: Device,
+    batch_size: int,
+    *,
+    moments: bool = False,
+    sharing: int = 1,
 ) -> Embeddings:
     """Compute the pooled features of stored images in fp32, [N, D]; the model is moved to the device and stays there.
 
@@ -65,7 +75,7 @@ def embed(
         return torch.cat(parts, 1)
 
     model.to(device.torch_device).eval()
-    embeddings = in_batches(numbers, split, indices, device, batch_size)
+    embeddings = in_batches(numbers, split, indices, device, batch_size, sharing=sharing)
     broken = np.flatnonzero(~np.isfinite(embeddings).all(axis=1))
     if len(broken):
         raise ModelError(
@@ -76,16 +86,35 @@ def embed(
 
 
 def in_batches(
-    compute: Callable[[Tensor], Tensor], split: Split, indices: Sequence[int], device: Device, batch_size: int
+    compute: Callable[[Tensor], Tensor],
+    split: Split,
+    indices: Sequence[int],
+    device: Device,
+    batch_size: int,
+    *,
+    sharing: int = 1,
 ) -> Embeddings:
-    """Compute numbers of images as they are stored, fp32 [N, ...]: `compute` makes them of a batch, uint8 [B, 3, S, S] on the device."""
-    batches = []
-    with device.inference(), full_float32():
-        for start in range(0, len(indices), batch_size):
-            part = indices[start : start + batch_size]
-            images = split.read(device.filled(part, batch_size)).to(device.torch_device)
-            batches.append(compute(images).float().cpu()[: len(part)])
-    return torch.cat(batches).numpy() if batches else np.empty((0, 0), dtype=np.float32)
+    """Compute numbers of images as they are stored, fp32 [N, ...]: `compute` makes them of a batch, uint8 [B, 3, S, S] on the device.
+
+    A GPU would wait for images that this process decodes, so loader processes do it, as many as there are cores for `sharing` processes.
+    """
+    parts = [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
+    workers = min((usable_cores() - 1) // sharing, len(parts)) if device.kind == "cuda" and not split.in_memory else 0
+    loader = make_loader(
+        StoredImages(split, device, batch_size),
+        parts,
+        workers=workers,
+        pin_memory=device.pins_memory,
+        timeout_s=wait_limit_s() / 2,
+    )
+    computed = []
+    with closing(loader), device.inference(), full_float32():
+        for batch in loader:
+            computed.append(compute(batch.images.to(device.torch_device, non_blocking=True)).float())
+            device.dispatch()
+    arrived = ReadBack({str(number): part for number, part in enumerate(computed)}).wait().values()
+    whole = [numbers[: len(part)] for numbers, part in zip(arrived, parts, strict=True)]
+    return torch.cat(whole).numpy() if whole else np.empty((0, 0), dtype=np.float32)
 
 
 def embed_together(
@@ -93,7 +122,8 @@ def embed_together(
 ) -> Embeddings:
     """Compute `embed` with the images dealt to all processes; every process gets all of them, [N, D] or [N, D + 2 T]."""
     rank, world_size = processes.rank, processes.world_size
-    own = embed(model, split, indices[rank::world_size], processes.device, FORWARD_BATCH, moments=moments)
+    mine, sharing = indices[rank::world_size], processes.local_world_size
+    own = embed(model, split, mine, processes.device, FORWARD_BATCH, moments=moments, sharing=sharing)
     parts = [part for part in processes.gather(own, "the embeddings") if len(part)]
     together = np.empty((len(indices), parts[0].shape[1]), dtype=np.float32)
     for place, part in enumerate(parts):

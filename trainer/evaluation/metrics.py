@@ -334,16 +334,18 @@ class Latency:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The machine on which latencies were measured; they mean nothing without it."""
+    """The machine on which accuracy and latencies were measured; latencies mean nothing without it."""
 
     processor: str
     threads: int  # threads that torch used
     torch: str
+    device: str = "cpu"  # on which accuracy was measured; latencies are the processor's
+    precision: str = "fp32"  # of these forward passes; never TF32 (`full_float32`)
 
 
-def machine() -> Machine:
-    """Describe this machine: its processor, torch's threads and version."""
-    return Machine(processor=processor_name(), threads=torch.get_num_threads(), torch=torch.__version__)
+def machine(device: str = "cpu") -> Machine:
+    """Describe this machine: its processor, torch's threads and version; `device` is the kind that accuracy was measured on."""
+    return Machine(processor=processor_name(), threads=torch.get_num_threads(), torch=torch.__version__, device=device)
 
 
 def measure_latency(

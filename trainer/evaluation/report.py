@@ -314,7 +314,8 @@ def _latencies(both: Mapping[str, Measured | MeasuredSets], machine: Machine) ->
     ]
     note = (
         f"From raw images to logits on {machine.processor}, {machine.threads} threads, torch {machine.torch}; "
-        "the models took turns, so that other work on the machine falls on both."
+        "the models took turns, so that other work on the machine falls on both. Accuracy was measured in "
+        f"{machine.precision} on {'this processor' if machine.device == 'cpu' else machine.device}."
     )
     headers = ["", "batch", "p50 (ms)", "p95 (ms)", "images a second"]
     return PageSection("Latency on the CPU", [Table(headers, rows), Paragraph(note)])

@@ -151,7 +151,7 @@ def _evaluate(
             threshold = hierarchy.choose_threshold(tags, val_logits / temperature, val.labels, risk)
             answering = tags.answering(risk=risk, threshold=threshold)
             ours["test"]["answers"] = hierarchy.answers(answering, logits["student"], split.labels)
-    verdict, machine = _verdict(settings, theirs, ours), metrics.machine()
+    verdict, machine = _verdict(settings, theirs, ours), metrics.machine(choose_device().kind)
     matrix = measured["student"].matrix
     details: dict[str, Any] = {name: one.details(classes) for name, one in measured.items()}
     judged: JudgedLabels | None = None
@@ -203,7 +203,7 @@ def _evaluate_sets(
         )
     theirs, ours = (one.figures for one in measured.values())
     ours["test"]["agreement"] = metrics.f1(measured["student"].named, measured["teacher"].named)
-    verdict, machine = _verdict(settings, theirs, ours), metrics.machine()
+    verdict, machine = _verdict(settings, theirs, ours), metrics.machine(choose_device().kind)
     details = {name: one.details(classes, settings.calibration_bins) for name, one in measured.items()}
     _write(directory / METRICS, {**details, "machine": asdict(machine), "verdict": verdict})
     shown = settings.worst_confusions

@@ -16,12 +16,11 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset as TorchDataset
 
 from trainer.config import MultiLabelLoss, Precision, TrainingSettings
 from trainer.data.batch import Batch, Mixing, to_device
 from trainer.data.dataset import Split, Targets
-from trainer.data.loader import make_loader
+from trainer.data.loader import StoredImages, make_loader
 from trainer.devices import Device, ReadBack
 from trainer.devices.process_group import Processes, wait_limit_s
 from trainer.evaluation.metrics import mean_average_precision
@@ -146,7 +145,7 @@ def validate(
     most = -(-len(split) // processes.world_size)
     own = [list(mine[start : start + batch_size]) for start in range(0, len(mine), batch_size)]
     loader = make_loader(
-        _Batches(split, device, batch_size),
+        StoredImages(split, device, batch_size),
         own,
         # Decoded images are only copied. Processes would be forked at each validation, and each would decode the whole split.
         workers=0 if split.in_memory else min(workers, len(own)),
@@ -177,23 +176,6 @@ def validate(
     everyone = processes.gather(own_total, "the validation's figures")
     correct, loss = (sum(column) for column in zip(*everyone, strict=True))
     return {"val_top1": correct / len(split), "val_loss": loss / len(split)}
-
-
-class _Batches(TorchDataset[Batch]):
-    """Items are the images of a split at some indices, whole as they are stored."""
-
-    def __init__(self, split: Split, device: Device, batch_size: int) -> None:
-        self._split, self._device, self._batch_size = split, device, batch_size
-
-    def __getitem__(self, indices: Sequence[int]) -> Batch:
-        """Where another number of images would be another graph, the last image fills the batch up."""
-        filled = self._device.filled(indices, self._batch_size)
-        return Batch(
-            images=self._split.read(filled),
-            labels=torch.from_numpy(self._split.labels[filled]),
-            keys=torch.from_numpy(self._split.keys[filled].view(np.int64)),
-            numbers=torch.zeros(len(filled), dtype=torch.int64),
-        )
 
 
 def _measure(model: nn.Module, batch: Batch, count: int, device: Device, precision: Precision) -> Tensor:

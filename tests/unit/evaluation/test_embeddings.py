@@ -1,7 +1,7 @@
 """Probes of frozen embeddings against slow loops, scikit-learn and their own conditions."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import torch
 from sklearn.linear_model import LogisticRegression
 
 from trainer.data.dataset import open_dataset
-from trainer.devices import Device, choose_device
+from trainer.devices import HOST, Device, choose_device
 from trainer.evaluation import embeddings
 from trainer.io.errors import ModelError
 from trainer.models import networks
@@ -123,6 +123,7 @@ class Group:
     said: list
     device: Device
     world_size: int = 3
+    local_world_size: int = 3
 
     def gather(self, value, what):
         assert what
@@ -142,6 +143,20 @@ def test_images_dealt_to_processes_come_back_in_their_order(count, digits, teach
     with torch.no_grad():
         wanted = model.pooled(split.read(indices)).numpy()
     assert np.allclose(together, wanted, atol=1e-5)
+
+
+def test_a_gpu_gets_its_images_from_loader_processes(digits, teacher, monkeypatch):
+    model, split, started = networks.load(teacher), open_dataset(digits).split("val"), []
+    here = embeddings.embed(model, split, range(7), HOST, 3)
+    assert split.in_memory, "so they are read here even for a GPU"
+    make_loader = embeddings.make_loader
+    monkeypatch.setattr(embeddings, "make_loader", lambda *a, **k: started.append(k["workers"]) or make_loader(*a, **k))
+    monkeypatch.setattr(embeddings, "usable_cores", lambda: 4)
+    device = replace(HOST, kind="cuda")  # its tensors stay on the CPU
+    assert np.array_equal(embeddings.embed(model, split, range(7), device, 3), here)
+    monkeypatch.setattr(type(split), "in_memory", False)
+    assert np.array_equal(embeddings.embed(model, split, range(7), device, 3, sharing=2), here)
+    assert started == [0, 1]
 
 
 def test_an_embedding_that_is_not_finite_is_named(digits, teacher, monkeypatch):

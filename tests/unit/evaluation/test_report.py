@@ -39,7 +39,7 @@ def page(classes: list[str], reasons: list[str]) -> str:
         classes=classes,
         teacher=measured("vit_base", len(classes), seed=2),
         student=measured("vit_tiny", len(classes), seed=1, agreement=0.5),
-        machine=Machine(processor="a processor", threads=2, torch="2.15"),
+        machine=Machine(processor="a processor", threads=2, torch="2.15", device="cuda"),
         verdict={"passed": not reasons, "reasons": reasons},
         examples=[(Confusion(truth=0, predicted=1, count=5), images)],
     )
@@ -53,6 +53,7 @@ def test_the_verdict_comes_first(reasons):
     assert ("did not pass" in text) == bool(reasons)
     assert all(reason in text for reason in reasons)
     assert "2.0x smaller" in text
+    assert "Accuracy was measured in fp32 on cuda." in text
 
 
 def test_page_is_safe_and_small():
