@@ -95,6 +95,14 @@ def hiccups():
 
 
 @contextmanager
+def swinging():
+    """Every other step takes a fifth of a second more."""
+    calls = itertools.count(1)
+    with before_forward(lambda: time.sleep(0.2 * (next(calls) % 2))):
+        yield
+
+
+@contextmanager
 def by_turns():
     """Every other step has more to do, on one process or on the other."""
     calls = itertools.count(int(os.environ["RANK"]))
@@ -148,6 +156,7 @@ PATHOLOGIES = {
     "more loaders than cores": ("loader_workers", {"workers": 4, "epochs": 5}),
     "a leak": ("gpu_memory_growth", {"fault": leak, "epochs": 14}),
     "values read in the objective": ("host_syncs", {"fault": partial(before_forward, read_values)}),
+    "steps that are slow by turns": ("uneven_steps", {"fault": swinging, "epochs": 5}),
     "steps that hang now and then": ("step_outliers", {"fault": hiccups}),
     "graphs compiled again": ("recompilation", {"fault": changing_strides, "compile": "on"}),
 }

@@ -129,6 +129,15 @@ class RecompilationThresholds(Thresholds):
     """Steps after which nothing should be compiled."""
 
 
+class UnevenStepsThresholds(Thresholds):
+    spread: NonNegativeFloat = 0.5
+    """Median change from a step to the next, as a share of the median step."""
+    share: Fraction = 0.1
+    """Share of the steps' time above that of the fastest quarter."""
+    busy_percent: Percent = 90.0
+    """Above this mean use all cores are taken, in percent."""
+
+
 class StepOutliersThresholds(Thresholds):
     sigmas: NonNegativeFloat = 3.0
     """Standard deviations above the mean."""
@@ -244,6 +253,7 @@ class RuleSettings(Section):
     gpu_memory_growth: GpuMemoryGrowthThresholds = GpuMemoryGrowthThresholds()
     start_up: StartUpThresholds = StartUpThresholds()
     recompilation: RecompilationThresholds = RecompilationThresholds()
+    uneven_steps: UnevenStepsThresholds = UnevenStepsThresholds()
     step_outliers: StepOutliersThresholds = StepOutliersThresholds()
     own_overhead: OwnOverheadThresholds = OwnOverheadThresholds()
     poor_initialization: PoorInitializationThresholds = PoorInitializationThresholds()

@@ -12,6 +12,7 @@ from trainer.config.loss_terms import RECORDED_BY, RECORDED_VIEWS
 from trainer.io import formatting
 from trainer.profiling.evidence import TransferRecord, is_core, phase_shares
 from trainer.profiling.rules.compared_steps import IGNORED, XLA_DEBUG, Steps, winsorized_mean, within_steps
+from trainer.profiling.rules.lifecycle import UnevenSteps
 from trainer.profiling.rules.loading import CoresOversubscribed, CpuBottleneck, IoBottleneck, LoaderWorkers
 from trainer.profiling.rules.outcomes import (
     Case,
@@ -364,4 +365,5 @@ _WHAT_KEEPS_WAITING = (
     Communication,
     Stragglers,
     LoadBalance,
+    UnevenSteps,
 )

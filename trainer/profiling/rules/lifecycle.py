@@ -12,8 +12,15 @@ from trainer.config import rules
 from trainer.io.formatting import duration
 from trainer.profiling.evidence import CompilationRecord, RankEvidence, phase_of, step_ms
 from trainer.profiling.rules.compared_steps import XLA_DEBUG, Steps, within_steps
-from trainer.profiling.rules.loading import CoresOversubscribed, CpuBottleneck, IoBottleneck, LoaderWorkers
+from trainer.profiling.rules.loading import (
+    CoresOversubscribed,
+    CpuBottleneck,
+    IoBottleneck,
+    LoaderWorkers,
+    cores_in_use,
+)
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule, too_short
+from trainer.profiling.rules.processes import Communication, LoadBalance, Stragglers
 from trainer.profiling.series import Series
 
 _AVOIDABLE: Mapping[str, str] = {
@@ -88,6 +95,77 @@ class StartUp(SystemRule, rules.StartUpThresholds):
         )
 
 
+class UnevenSteps(SystemRule, rules.UnevenStepsThresholds):
+    """Steps that take turns between fast and slow.
+
+    Fires when the duration changes from each step to the next by more than `spread` of the median step in the median, which neither a few
+    outliers nor a slow drift moves; and the time above that of the fastest quarter is more than `share` of the steps' time. Where the
+    cores are full (above `busy_percent`, in the mean of all) and the kernel does not count the time without a core, it names who has
+    them. Not where another finding explains it.
+
+    Needs the duration of the steps and their phases; use of the cores; all processes' steps, if there are several.
+    Advises fewer loader processes or threads where the cores are full; else what to look for, and in which phase.
+    """
+
+    def judge(self, case: Case) -> Outcome:
+        steps = Steps(case)
+        if steps.too_few:
+            return steps.too_few
+        if case.live and steps.record.world_size > 1:
+            return NotJudged("while a training runs, only one process's record is at hand")
+        seconds = steps.undisturbed
+        change, median = float(np.median(np.abs(np.diff(seconds)))), float(np.median(seconds))
+        spread = change / max(median, 1e-9)
+        share = float(np.maximum(seconds - np.quantile(seconds, 0.25), 0).mean() / max(steps.seconds.mean(), 1e-9))
+        summary = (
+            f"From one step to the next the duration changes by {spread:.0%} of the median step ({1e3 * median:.3g} ms)"
+        )
+        if spread <= self.spread or share <= self.share:
+            return Healthy(f"{summary}, without what other programs took.")
+        on_gpu = [CoresOversubscribed] if steps.on_gpu else []  # on a CPU their share is subtracted above
+        causes = (IoBottleneck, LoaderWorkers, CpuBottleneck, Recompilation, Stragglers, LoadBalance, Communication)
+        if other := case.first_cause(*causes, *on_gpu):
+            return other
+        phases = dict.fromkeys(phase_of(path) for path in steps.ranks[0].ranges if path != "recorder")
+        changes = {name: float(np.median(np.abs(np.diff(steps.phase(name)[0])))) for name in phases}
+        phase = max(changes, key=changes.__getitem__)
+        p5, p95 = np.percentile(steps.phase(phase)[0], (5, 95)).tolist()
+        text = (
+            f"{summary}, most of it in `{phase}`, which takes between {duration(p5)} and {duration(p95)} (5 and 95 %)."
+        )
+        advice = (
+            f"Look at what `{phase}` does in every few steps, whether batches differ in size or shape, and what else runs on the machine "
+            "and its network."
+        )
+        # Where it was recorded, the time without a core was judged above.
+        use = None if np.isfinite(steps.column("host_delayed_seconds")).all() else cores_in_use(case)
+        taken = {}
+        if use is not None and use.percent > self.busy_percent:
+            taken = {"loaders_cores": use.loaders, "training_cores": use.training, "other_cores": use.others}
+            text += (
+                f" All {use.cores} cores are taken ({use.percent:.0f} %): loader processes take {use.loaders:.1f}, the training "
+                f"{use.training:.1f}, other programs {use.others:.1f}; a step that gets no core waits."
+            )
+            threads = (
+                f"one thread in each process (OMP_NUM_THREADS={max(1, use.cores // use.processes)} in the training's)"
+            )
+            workers = steps.record.workers or 0
+            fewer = (
+                f"fewer loader processes ({case.workers_setting}={workers // 2} in place of {workers}, then 1 and 0), "
+            )
+            advice = (
+                f"Leave cores for the training: {fewer if workers else ''}{threads}, or no other programs beside it."
+            )
+        return Finding(
+            confidence=0.7 if taken else 0.6,
+            text=text,
+            advice=advice,
+            saving=Saving(share * steps.total_s, "the steps if each were as fast as the fastest quarter"),
+            numbers={"spread": spread, "slow_share": share, "median_step_ms": 1e3 * median} | taken,
+            steps=steps.span,
+        )
+
+
 class StepOutliers(SystemRule, rules.StepOutliersThresholds):
     """Single steps that take far longer than the others.
 
@@ -116,7 +194,7 @@ class StepOutliers(SystemRule, rules.StepOutliersThresholds):
         if share <= self.share:
             return Healthy(f"{summary}.")
         on_gpu = [CoresOversubscribed] if steps.on_gpu else []  # on a CPU their share is subtracted above
-        if other := case.first_cause(IoBottleneck, LoaderWorkers, CpuBottleneck, Recompilation, *on_gpu):
+        if other := case.first_cause(IoBottleneck, LoaderWorkers, CpuBottleneck, Recompilation, UnevenSteps, *on_gpu):
             return other
         excess = {}
         for name in dict.fromkeys(phase_of(path) for path in steps.ranks[0].ranges if path != "recorder"):

@@ -300,6 +300,23 @@ other programs on the machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class CoresInUse:
+    """Who has the cores of the machine of a training process, while that is at its steps."""
+
+    processes: int  # training processes on the machine
+    cores: int  # cores that they may use
+    training: float  # cores in use by the training
+    loaders: float
+    others: float
+    busiest_percent: float  # use of the busiest core, in the median
+
+    @property
+    def percent(self) -> float:
+        """Mean use of the cores that the processes may use."""
+        return 100 * (self.training + self.loaders + self.others) / self.cores
+
+
+@dataclass(frozen=True, kw_only=True)
 class CoreShortage:
     """How long the training process with the median shortage was ready and had no core, and who had the cores meanwhile."""
 
@@ -309,11 +326,7 @@ class CoreShortage:
     idle_share: float  # of the time at steps in which the GPU idled; 1 without a GPU, or where its use is not known
     is_found: bool  # whether the shortage exceeds the limit while cores are busy
     phase: str  # the phase with most of the shortage, in words
-    processes: int  # training processes on the machine
-    cores: int  # cores that they may use
-    training: float  # cores in use by the training
-    loaders: float
-    others: float
+    use: CoresInUse
 
     @property
     def share(self) -> float:
@@ -322,11 +335,12 @@ class CoreShortage:
 
     @property
     def taker(self) -> Taker:
+        use = self.use
         beyond: dict[Taker, float] = {
-            "loaders": self.loaders,
-            "threads": self.training - self.processes,
-            "processes": float(self.processes - self.cores),
-            "others": self.others,
+            "loaders": use.loaders,
+            "threads": use.training - use.processes,
+            "processes": float(use.processes - use.cores),
+            "others": use.others,
         }
         return max(beyond, key=lambda taker: beyond[taker])
 
@@ -348,20 +362,20 @@ class CoresOversubscribed(SystemRule, rules.CoresOversubscribedThresholds):
         if isinstance(found, NotJudged):
             return found
         steps = Steps(case)
-        record = steps.ranks[found.number].record
+        record, use = steps.ranks[found.number].record, found.use
         waited = f"For {formatting.percent(found.waiting_share)} of a step the training was ready and had no core"
         if found.idle_share < 1:
             waited += f", and the GPU idles for {formatting.percent(found.idle_share)}"
         had = (
-            f"of the {found.cores} cores of {record.host} loader processes take {found.loaders:.1f}, the training "
-            f"{found.training:.1f}, other programs {found.others:.1f}"
+            f"of the {use.cores} cores of {record.host} loader processes take {use.loaders:.1f}, the training "
+            f"{use.training:.1f}, other programs {use.others:.1f}"
         )
         if not found.is_found:
             return Healthy(f"{waited}; {had}.")
         workers, setting, seconds = record.workers or 0, case.workers_setting, found.share * steps.total_s
-        each = found.loaders / max(1, workers * found.processes)
-        fewer = max(0, min(workers // 2, int((found.cores / found.processes - 1) / max(each, 1.0))))
-        threads = max(1, found.cores // found.processes)
+        each = use.loaders / max(1, workers * use.processes)
+        fewer = max(0, min(workers // 2, int((use.cores / use.processes - 1) / max(each, 1.0))))
+        threads = max(1, use.cores // use.processes)
         who, advice, reason = {
             "loaders": (
                 f"Loader processes take the cores: {workers} beside each training process",
@@ -373,12 +387,12 @@ class CoresOversubscribed(SystemRule, rules.CoresOversubscribedThresholds):
             ),
             "threads": (
                 "The training's own threads take the cores from one another",
-                f"Start fewer threads: OMP_NUM_THREADS={threads} for each of {found.processes} training processes.",
+                f"Start fewer threads: OMP_NUM_THREADS={threads} for each of {use.processes} training processes.",
                 "",
             ),
             "processes": (
-                f"{found.processes} training processes share {found.cores} cores",
-                f"Start at most {found.cores} training processes on the machine, or take one with more cores.",
+                f"{use.processes} training processes share {use.cores} cores",
+                f"Start at most {use.cores} training processes on the machine, or take one with more cores.",
                 "",
             ),
             "others": (
@@ -396,9 +410,9 @@ class CoresOversubscribed(SystemRule, rules.CoresOversubscribedThresholds):
             numbers={
                 "without_core_share": found.waiting_share,
                 "without_core_s": found.waiting_s,
-                "loaders_cores": found.loaders,
-                "training_cores": found.training,
-                "other_cores": found.others,
+                "loaders_cores": use.loaders,
+                "training_cores": use.training,
+                "other_cores": use.others,
                 "workers": float(workers),
             },
             steps=steps.span,
@@ -423,18 +437,9 @@ class CoresOversubscribed(SystemRule, rules.CoresOversubscribedThresholds):
         shares = winsorized_mean(delayed) / np.maximum(winsorized_mean(steps.seconds), 1e-9)
         number = int(np.argsort(shares)[(len(shares) - 1) // 2])
         rank = steps.ranks[number]
-        here = [each for each in steps.ranks if each.record.host == rank.record.host]
-        cores = next((found for found in map(_core_use, here) if len(found)), None)
-        if cores is None:
+        use = cores_in_use(case, number)
+        if use is None:
             return NotJudged("the use of the cores was not sampled")
-        processes = max(len(here), steps.processes_here() if len(steps.ranks) < steps.record.world_size else 1)
-        own, of_loaders = (
-            processes * float(np.mean([_mean(each, f"{name}_cpu_percent") for each in here])) / 100
-            for name in ("process", "loaders")
-        )
-        may_use = rank.record.cores
-        # those that are busiest: which ones a process may use is not recorded
-        taken = float(np.sort(cores.mean(axis=1))[-may_use:].sum()) / 100
         parts = {
             "`data`": steps.column("host_data_delayed_seconds"),
             "`backward`": steps.column("host_backward_delayed_seconds"),
@@ -443,8 +448,8 @@ class CoresOversubscribed(SystemRule, rules.CoresOversubscribedThresholds):
         spent["the other phases"] = float(winsorized_mean(delayed[number])) - sum(spent.values())
         waiting_share, idle_share = min(1.0, float(shares[number])), 1 - _mean(rank, "gpu_percent") / 100
         limit = self.share if steps.on_gpu or case.is_traced else self.own_share
-        busiest, of_training = float(np.median(cores.max(axis=0))), 100 * (own + of_loaders)
-        is_busy = busiest > self.busy_percent or of_training > self.busy_percent * may_use
+        of_training = 100 * (use.training + use.loaders)
+        is_busy = use.busiest_percent > self.busy_percent or of_training > self.busy_percent * use.cores
         return CoreShortage(
             number=number,
             waiting_s=float(winsorized_mean(delayed[number])),
@@ -452,12 +457,33 @@ class CoresOversubscribed(SystemRule, rules.CoresOversubscribedThresholds):
             idle_share=idle_share,
             is_found=is_busy and min(waiting_share, idle_share) > limit,
             phase=max(spent, key=lambda name: spent[name]),
-            processes=processes,
-            cores=may_use,
-            training=own,
-            loaders=of_loaders,
-            others=max(0.0, taken - own - of_loaders),
+            use=use,
         )
+
+
+def cores_in_use(case: Case, number: int = 0) -> CoresInUse | None:
+    """Measure who has the cores of the machine of a process; None where their use was not sampled."""
+    steps = Steps(case)
+    rank = steps.ranks[number]
+    here = [each for each in steps.ranks if each.record.host == rank.record.host]
+    cores = next((found for found in map(_core_use, here) if len(found)), None)
+    if cores is None:
+        return None
+    processes = max(len(here), steps.processes_here() if len(steps.ranks) < steps.record.world_size else 1)
+    training, loaders = (
+        processes * float(np.mean([_mean(each, f"{name}_cpu_percent") for each in here])) / 100
+        for name in ("process", "loaders")
+    )
+    # those that are busiest: which ones a process may use is not recorded
+    taken = float(np.sort(cores.mean(axis=1))[-rank.record.cores :].sum()) / 100
+    return CoresInUse(
+        processes=processes,
+        cores=rank.record.cores,
+        training=training,
+        loaders=loaders,
+        others=max(0.0, taken - training - loaders),
+        busiest_percent=float(np.median(cores.max(axis=0))),
+    )
 
 
 def _core_use(rank: RankEvidence) -> Series:

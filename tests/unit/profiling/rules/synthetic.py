@@ -181,6 +181,7 @@ def finding(kind: type[Rule], *ranks: RankEvidence) -> Finding:
     return outcome
 
 
-def all_fired(*ranks: RankEvidence) -> list[str]:
+def all_fired(*ranks: RankEvidence, rules: Mapping[str, Any] | None = None) -> list[str]:
     """Names of all rules that have a finding."""
-    return [rule.name for rule, outcome in judge(case_of(*ranks)).items() if isinstance(outcome, Finding)]
+    case = case_of(*ranks, rules=RuleSettings(**(rules or {})))
+    return [rule.name for rule, outcome in judge(case).items() if isinstance(outcome, Finding)]

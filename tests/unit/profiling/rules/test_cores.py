@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.profiling.rules.synthetic import GPU, STEPS, all_fired, case_of, finding, judge_by, rank_of, steps_of
 from trainer.profiling.evidence import RankEvidence
+from trainer.profiling.rules.lifecycle import UnevenSteps
 from trainer.profiling.rules.loading import CoresOversubscribed
 from trainer.profiling.rules.outcomes import Healthy, NotJudged
 
@@ -75,7 +76,18 @@ def test_starving_loaders_are_named() -> None:
     old = two_gpus(host_delayed_seconds=np.full(STEPS, np.nan), host_backward_delayed_seconds=np.full(STEPS, np.nan))
     outcome = judge_by(CoresOversubscribed, case_of(*old))
     assert outcome == NotJudged("how long the training was ready and had no core was not recorded")
-    assert RULE not in all_fired(*old)
+    assert all_fired(*old) == [UnevenSteps.name]
+    found = finding(UnevenSteps, *old)
+    assert "most of it in `backward`, which takes between 1.6 s and 30.9 s" in found.text
+    assert (
+        "All 16 cores are taken (100 %): loader processes take 14.0, the training 1.6, other programs 0.4" in found.text
+    )
+    assert (
+        "fewer loader processes (data.workers=4 in place of 8, then 1 and 0), one thread in each process"
+        in found.advice
+    )
+    assert found.saving is not None
+    assert found.saving.seconds == pytest.approx(0.52 * ranks[0].record.steps.seconds, rel=0.02)
     # There the work of loading has to be done by the same cores, whoever does it.
     fast, slow = (rank_of(waits(wait), workers=3, system=machine(training=0.8, loaders=1.2)) for wait in (6, 8))
     assert isinstance(judge_by(CoresOversubscribed, case_of(fast)), Healthy)

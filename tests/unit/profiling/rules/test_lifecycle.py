@@ -23,7 +23,14 @@ from tests.unit.profiling.rules.synthetic import (
 from trainer.config.rules import RuleSettings
 from trainer.profiling.evidence import CompilationRecord, ContextRecord, Evidence, RankEvidence, TrainingEvidence
 from trainer.profiling.findings import judged
-from trainer.profiling.rules.lifecycle import GpuMemoryGrowth, OwnOverhead, Recompilation, StartUp, StepOutliers
+from trainer.profiling.rules.lifecycle import (
+    GpuMemoryGrowth,
+    OwnOverhead,
+    Recompilation,
+    StartUp,
+    StepOutliers,
+    UnevenSteps,
+)
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged, Rule
 
 NUMBERS = np.arange(STEPS)
@@ -86,7 +93,45 @@ def test_a_start_up_is_set_against_its_stage(seconds: float, stage_s: float | No
         assert outcome.advice.endswith("a longer training bears a start-up better.")
 
 
-# -- outliers
+# -- uneven steps, and outliers
+
+
+def test_uneven_steps() -> None:
+    def turns(slow_ms: float, every: int = 2, **given: Any) -> RankEvidence:
+        return rank_of(steps_of(backward=2 + slow_ms * (NUMBERS % every == 0)), **given)
+
+    # Of a median step of 10 + slow / 2 milliseconds a change by slow is more than half from 6.7 on.
+    assert not fires(UnevenSteps, turns(6.5))
+    assert all_fired(turns(7)) == ["uneven_steps"]
+    found = outcome_of(UnevenSteps, turns(20))
+    assert "changes by 100% of the median step (20 ms), most of it in `backward`" in found.text
+    assert found.advice.startswith("Look at what `backward` does in every few steps")
+    assert found.saving is not None
+    assert found.saving.seconds == pytest.approx(0.5 * 110 * 0.020, rel=0.02)
+    # Cores are full from 90 percent on, which counts where the time without one was not recorded.
+    unknown = steps_of(backward=2 + 20 * (NUMBERS % 2 == 0), host_delayed_seconds=np.nan)
+    cores = {"cpu0_percent": 100.0, "cpu1_percent": 82.0, "process_cpu_percent": 80.0, "loaders_cpu_percent": 20.0}
+    assert "OMP_NUM_THREADS=2" in outcome_of(UnevenSteps, rank_of(unknown, system=cores)).advice
+    assert "OMP_NUM_THREADS" not in outcome_of(UnevenSteps, turns(20, system=cores)).advice
+    cores["cpu1_percent"] = 78.0
+    assert "OMP_NUM_THREADS" not in outcome_of(UnevenSteps, rank_of(unknown, system=cores)).advice
+    # Rare slow steps are outliers, a slow drift is none of both, and little time is not worth a finding.
+    assert not fires(UnevenSteps, turns(200, every=25))
+    assert not fires(UnevenSteps, rank_of(steps_of(backward=2 + NUMBERS.astype(float))))
+    assert not fires(UnevenSteps, turns(20), uneven_steps={"share": 0.51})
+    assert fires(UnevenSteps, turns(20), uneven_steps={"share": 0.49})
+    # Time without a core is not the steps' own, and a running training sees one process alone.
+    taken = 20 * (NUMBERS % 2 == 0)
+    steps = steps_of(
+        backward=2 + taken, host_cpu_seconds=10, host_delayed_seconds=taken, host_backward_delayed_seconds=taken
+    )
+    assert not fires(UnevenSteps, rank_of(steps))
+    assert isinstance(judge_by(UnevenSteps, case_of(turns(20, world_size=2), live=True)), NotJudged)
+    assert isinstance(judge_by(UnevenSteps, case_of(turns(20), live=True)), Finding)
+    # Heavy tails are one finding.
+    tails = np.exp(np.random.default_rng(0).normal(size=STEPS) * 1.5) * 20
+    assert all_fired(rank_of(steps_of(backward=tails))) == ["uneven_steps"]
+    assert all_fired(rank_of(steps_of(backward=tails)), rules={"uneven_steps": {"enabled": False}}) == ["step_outliers"]
 
 
 def test_step_outliers() -> None:
