@@ -207,7 +207,7 @@ def pod_template(spec: JobSpec, pool: Pool, identity: Identity, *, container: di
             "volumes": [
                 {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": pool.shared_memory}},
                 {"name": "cache", "emptyDir": {"sizeLimit": pool.cache}},
-                {"name": "tmp", "emptyDir": {}},
+                {"name": "tmp", "emptyDir": {"sizeLimit": pool.tmp}},
             ],
         },
     }

@@ -29,7 +29,7 @@ ACCELERATORS: Mapping[str, str] = {"cuda": "nvidia.com/gpu", "xla": "aws.amazon.
 EFA = "vpc.amazonaws.com/efa"
 """Elastic Fabric Adapters, the network cards for traffic between the devices of several nodes."""
 PROCESSES_PER_ACCELERATOR: Mapping[str, int] = {"cuda": 1, "xla": 2}
-"""Processes for each accelerator: a Neuron device has two cores."""
+"""Default of `processes_per_accelerator`: a Trainium device of the first generation has two cores."""
 RESERVED = re.compile(
     r"PET_\w+|MASTER_(ADDR|PORT)|WORLD_SIZE|RANK|TRAINER_(DEVICE|CACHE|CACHE_GIB|FAILURES|LAUNCHED)|"
     r"NEURON_PJRT_\w+|NEURON_RT_(NUM_CORES|VISIBLE_CORES|ROOT_COMM_ID)|" + PLACE_VARIABLE
@@ -85,9 +85,11 @@ class Pool(_PoolTable):
     device: Literal["cpu", "cuda", "xla"]
     image: str = ""
     processes_per_node: Annotated[int, Field(ge=1)]
+    processes_per_accelerator: Annotated[int, Field(ge=1, le=64)] | None = None
     resources: dict[ResourceName, Quantity]
     shared_memory: Quantity = "1Gi"
     cache: Quantity = "20Gi"
+    tmp: Quantity = "10Gi"
     pod: dict[Literal["metadata", "spec"], dict[str, Any]] = {}
     environment: dict[Variable, str] = {}
     secrets: dict[Variable, SecretKey] = {}
@@ -128,13 +130,11 @@ class Pool(_PoolTable):
         missing = [name for name in ("cpu", "memory") if name not in self.resources]
         if missing:
             raise ValueError(f"resources must name {' and '.join(missing)}")
-        for field, size, resource in (
-            ("shared_memory", self.shared_memory, "memory"),
-            ("cache", self.cache, "ephemeral-storage"),
-        ):
+        for fields, resource in ((("shared_memory",), "memory"), (("cache", "tmp"), "ephemeral-storage")):
             given = self.resources.get(resource)
-            if given and quantity(size) > quantity(given):
-                raise ValueError(f"{field} = {size} must be within resources.{resource} = {given}")
+            if given and sum(quantity(getattr(self, field)) for field in fields) > quantity(given):
+                sizes = " and ".join(f"{field} = {getattr(self, field)}" for field in fields)
+                raise ValueError(f"{sizes} must be within resources.{resource} = {given}")
         for device, resource in ACCELERATORS.items():
             if device == self.device and self.accelerators < 1:
                 raise ValueError(f'device = "{device}" needs resources."{resource}" = 1 or more')
@@ -165,7 +165,7 @@ class Pool(_PoolTable):
     @property
     def max_processes(self) -> int:
         """Processes that the devices of a node can take; 0: no limit."""
-        return self.accelerators * PROCESSES_PER_ACCELERATOR.get(self.device, 0)
+        return self.accelerators * (self.processes_per_accelerator or PROCESSES_PER_ACCELERATOR.get(self.device, 0))
 
     @property
     def joins_nodes(self) -> bool:
@@ -197,7 +197,8 @@ class Pool(_PoolTable):
         )
 
     def _devices_text(self) -> str:
-        return f'resources."{ACCELERATORS[self.device]}" = {self.accelerators}'
+        each = self.max_processes // self.accelerators
+        return f'resources."{ACCELERATORS[self.device]}" = {self.accelerators}, processes_per_accelerator = {each}'
 
 
 def load() -> dict[str, Pool]:
@@ -250,9 +251,9 @@ def _pool(path: Path, name: str, tables: Mapping[str, dict[str, Any]]) -> Pool:
             raise SettingsError(
                 f"pools {path}: pool {name}: based_on must be a pool without based_on of its own ({', '.join(plain)}), got {based_on!r}"
             )
-    layers = [base, own]
-    if own.get("spot"):  # its price differs from its base's, and changes
-        layers = [{key: value for key, value in base.items() if key != "price"}, tables["spot"], own]
+    if own.get("spot") or "instance" in own:  # of another price, which changes where it is spot
+        base = {key: value for key, value in base.items() if key != "price"}
+    layers = [base, tables["spot"] if own.get("spot") else {}, own]
     values = functools.reduce(functools.partial(merge, extend=True), layers, tables["defaults"])
     values = {key: value for key, value in values.items() if key != "based_on"} | {"name": name}
     try:

@@ -19,5 +19,5 @@ pretend() {
     kubectl patch node "$node" --subresource=status --type=json --patch "[${patch%,}]"
 }
 
-pretend gpu p4d.24xlarge nvidia.com/gpu nvidia.com~1gpu=8 vpc.amazonaws.com~1efa=4
+pretend gpu p4d.24xlarge nvidia.com/gpu nvidia.com~1gpu=8
 pretend neuron trn1.32xlarge aws.amazon.com/neuron aws.amazon.com~1neuron=16 vpc.amazonaws.com~1efa=8

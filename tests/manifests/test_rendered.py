@@ -15,7 +15,18 @@ from tests.manifests.pod_security import violations
 from tests.manifests.workloads import SERVERS, containers, servers, template, workloads
 
 OVERLAYS = ("overlays/kind", "overlays/eks")
-OWN = (*OVERLAYS, "base", "mlflow", "operator", "components/kueue", "components/network-policy")
+PLUGINS = ("components/gpu", "components/neuron", "components/efa")
+OWN = (
+    *OVERLAYS,
+    *PLUGINS,
+    "base",
+    "mlflow",
+    "operator",
+    "components/karpenter",
+    "components/kueue",
+    "components/network-policy",
+)
+OTHERS = ("kueue.x-k8s.io", "karpenter.sh", "karpenter.k8s.aws")  # kinds without models here
 MANIFESTS = Path(__file__).parents[2] / "manifests"
 REAPER = "vit-distillation-reaper"
 SECRETS = {
@@ -31,10 +42,9 @@ def named(objects, kind):
 
 
 def test_every_kustomization_is_looked_at():
-    """Those of `components` that are left out read the network."""
     found = {str(path.parent.relative_to(MANIFESTS)) for path in MANIFESTS.rglob("kustomization.yaml")}
     serving = {f"serving/{part}" for part in ("base", "kserve", "shared")}  # test_serving.py
-    assert found == {*OWN, "components/gpu", "components/neuron", *serving}
+    assert found == {*OWN, *serving}
 
 
 @pytest.mark.parametrize("folder", OWN)
@@ -43,7 +53,7 @@ def test_objects_are_valid(render, versions, folder):
     objects = render(folder)
     assert objects
     for one in objects:
-        if "kueue.x-k8s.io" not in one["apiVersion"]:
+        if not one["apiVersion"].startswith(OTHERS):
             kubernetes_validate.validate(one, release, strict=True)
     names = [(one["kind"], one["metadata"]["name"]) for one in objects]
     assert len(names) == len(set(names))
@@ -92,15 +102,11 @@ def test_images_are_pinned(render, folder):
     assert [image for image in images if image.startswith("postgres:") and "@sha256:" not in image] == []
 
 
-@pytest.mark.parametrize("folder", ["components/gpu", "components/neuron"])
-def test_what_others_wrote_is_pinned(folder):
-    """What the network gives to these is a release's file, not a branch's."""
-    resources = re.findall(
-        r"^  - (https://\S+)$", (MANIFESTS / folder / "kustomization.yaml").read_text(), re.MULTILINE
-    )
-    assert resources
-    for resource in resources:
-        assert re.search(r"/v\d+\.\d+\.\d+/", resource), resource
+@pytest.mark.parametrize("folder", PLUGINS)
+def test_device_plugins_are_pinned(render, folder):
+    (plugin,) = named(render(folder), "DaemonSet").values()
+    for container in containers(plugin):
+        assert_pinned(container["image"])
 
 
 def references(value) -> Iterator[tuple[str, str, str]]:

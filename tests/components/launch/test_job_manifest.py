@@ -137,13 +137,13 @@ def test_only_volumes_can_be_written_to_and_environment_points_there(template):
 def test_volumes_and_resources():
     volumes = {volume["name"]: volume["emptyDir"] for volume in pod_on(pools.get("gpu-a100"))["spec"]["volumes"]}
     assert volumes["shared-memory"] == {"medium": "Memory", "sizeLimit": "256Gi"}
-    assert volumes["cache"] == {"sizeLimit": "250Gi"}
+    assert volumes["cache"] == {"sizeLimit": "5000Gi"}
+    assert volumes["tmp"] == {"sizeLimit": "10Gi"}
     # Limits are requests and accelerators are among them.
     (container,) = pod_on(pools.get("gpu-h100"))["spec"]["containers"]
     resources = container["resources"]
     assert resources["limits"] == resources["requests"]
     assert resources["limits"]["nvidia.com/gpu"] == "8"
-    assert resources["limits"]["vpc.amazonaws.com/efa"] == "32"
 
 
 def test_a_pod_has_no_token_and_no_sidecar(template):
@@ -320,7 +320,11 @@ def test_a_neuron_pod_has_its_runtime_and_cores(name):
     """Which core is whose, torch_neuronx reads from torchrun's variables."""
     pool, values = pools.get(name), rendered(pool=name)
     assert (values["TRAINER_DEVICE"], values["PJRT_DEVICE"]) == ("xla", "NEURON")
-    assert pool.processes_per_node == 2 * pool.accelerators
+    cores = 4 if name == "neuron-trn2" else 2
+    assert pool.processes_per_node == cores * pool.accelerators
+    assert values.get("NEURON_LOGICAL_NC_CONFIG") == (
+        "2" if name == "neuron-trn2" else None
+    )  # 8 physical cores of a device as 4
     assert ("FI_PROVIDER" in values) == pool.joins_nodes
     assert not [variable for variable in values if variable.startswith(("NEURON_PJRT", "XLA_", "NEURON_RT_NUM"))]
 

@@ -6,21 +6,22 @@ from trainer.report import finished_run
 from trainer.report.billing import StageBill, make_bill
 
 MACHINES = {
-    # vCPUs and GiB of memory as sold, accelerators, EFA interfaces, dollars an hour on demand
-    "p4d.24xlarge": (96, 1152, 8, 4, 21.957642),
-    "p5.48xlarge": (192, 2048, 8, 32, 55.04),
+    # vCPUs and GiB of memory as sold, accelerators, EFA interfaces that the image can use, dollars an hour on demand
+    "p4d.24xlarge": (96, 1152, 8, 0, 21.957642),
+    "p5.48xlarge": (192, 2048, 8, 0, 55.04),
     "g5.xlarge": (4, 16, 1, 0, 1.006),
     "g5.12xlarge": (48, 192, 4, 0, 5.672),
     "g5.48xlarge": (192, 768, 8, 0, 16.288),
     "trn1.2xlarge": (8, 32, 1, 0, 1.34375),
     "trn1.32xlarge": (128, 512, 16, 8, 21.50),
+    "trn2.48xlarge": (192, 2048, 16, 16, None),
 }
 GIB = 2**30
 POOL = """
 [pools.small]
 device = "cuda"
 processes_per_node = 2
-resources = { cpu = 4, memory = "8Gi", "nvidia.com/gpu" = 2 }
+resources = { cpu = 4, memory = "8Gi", ephemeral-storage = "40Gi", "nvidia.com/gpu" = 2 }
 """
 
 
@@ -50,7 +51,7 @@ def test_a_pod_leaves_room_for_the_system(name):
     assert pool.pod["spec"]["nodeSelector"]["node.kubernetes.io/instance-type"] == pool.instance
     assert pools.ACCELERATORS[pool.device] in {toleration["key"] for toleration in pool.pod["spec"]["tolerations"]}
     assert pool.processes_per_node == pool.max_processes
-    if pool.spot:
+    if pool.spot or not dollars:
         assert pool.price is None
     else:
         assert pool.price
@@ -110,6 +111,8 @@ def test_unknown_pool_is_answered_with_nearest_and_all(monkeypatch):
         ("running_minutes = 0", "running_minutes must be >= 1, got 0"),
         ('backend = "mpijob"', "backend must be 'pytorchjob' or 'trainjob', got 'mpijob'"),
         ('shared_memory = "9Gi"', "shared_memory = 9Gi must be within resources.memory = 8Gi"),
+        ('tmp = "25Gi"', "cache = 20Gi and tmp = 25Gi must be within resources.ephemeral-storage = 40Gi"),
+        ("processes_per_accelerator = 0", "processes_per_accelerator must be >= 1, got 0"),
         ('shared_memory = "2 GB"', "shared_memory: must be a quantity above 0, such as 8, 500m or 64Gi, got '2 GB'"),
         ("elastic_min_nodes = 1", "elastic_min_nodes needs retries >= 1"),
         ("pod.volumes = []", "pod"),
@@ -195,6 +198,12 @@ def test_processes_are_pools_own_or_requested_number():
     with pytest.raises(SettingsError, match=r"0 \(the pool's own number\) to 4 on pool gpu-a10g-4, got 5"):
         pool.processes(5)
     assert pools.get("cpu").processes(7) == 7
+    # A device of Trn2 has four logical cores.
+    assert pools.get("neuron-trn2").processes(64) == 64
+    with pytest.raises(
+        SettingsError, match=r"0 .* to 64 on pool neuron-trn2, got 65: .* = 16, processes_per_accelerator = 4"
+    ):
+        pools.get("neuron-trn2").processes(65)
 
 
 @pytest.mark.parametrize(
