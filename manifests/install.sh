@@ -11,6 +11,7 @@ OVERLAY="${1:-}"
 require_kubectl
 require git "kubectl reads KFP's manifests with it"
 kubectl version >/dev/null 2>&1 || fail "no cluster answers at context '$(kubectl config current-context 2>/dev/null || true)'; see kubectl config"
+[[ "$OVERLAY" != eks ]] || "$MANIFESTS/check-eks.sh"
 printf 'Installing into %s\n' "$(kubectl config current-context)"
 
 KFP="github.com/kubeflow/pipelines/manifests/kustomize"
@@ -53,5 +54,7 @@ wait_with "$(kubectl --namespace "$NAMESPACE" get cronjob vit-distillation-reape
 echo "Waiting for everything to be ready, 10 minutes at most"
 {
     kubectl --namespace "$NAMESPACE" wait deployment --all --for=condition=Available --timeout=10m &&
-        kubectl --namespace "$NAMESPACE" rollout status statefulset/mlflow-database --timeout=5m
+        for database in $(kubectl --namespace "$NAMESPACE" get statefulset mlflow-database --ignore-not-found --output name); do
+            kubectl --namespace "$NAMESPACE" rollout status "$database" --timeout=5m
+        done
 } || fail "not everything is ready in namespace $NAMESPACE; 'manifests/logs.sh FOLDER' collects why"

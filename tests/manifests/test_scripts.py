@@ -16,7 +16,16 @@ import pytest
 from components.launch import pools
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
-COREUTILS = ("bash", "base64", "cat", "cut", "dirname", "env", "grep", "mkdir", "od", "rm", "tr", "sh")
+COREUTILS = ("bash", "base64", "cat", "cut", "dirname", "env", "grep", "head", "mkdir", "od", "rm", "sort", "tr", "sh")
+EKS = {
+    "get csidrivers": "csidriver.storage.k8s.io/ebs.csi.aws.com",
+    "get storageclasses": '{"storageclass.kubernetes.io/is-default-class":"true"}',
+    "get daemonsets": "daemonset.apps/aws-node\ndaemonset.apps/eks-pod-identity-agent",
+    "get daemonset aws-node": '["--enable-ipv6=false","--enable-network-policy=true"]',
+    "get deployments": "deployment.apps/cluster-autoscaler",
+    "get nodes": '{"nvidia.com/cuda.driver-version.major":"580"}',
+}
+"""What a cluster answers that has all that check-eks.sh looks for."""
 
 
 class Machine:
@@ -41,14 +50,32 @@ class Machine:
         path.chmod(0o755)
         return self
 
+    def play_eks(self, **answers):
+        """Be an EKS cluster, with some answers changed, and an overlay that names somebody's bucket and image."""
+        self.play("git")
+        for path in (self.manifests() / "overlays" / "eks").iterdir():
+            text = path.read_text().replace("vit-distillation-artifacts", "my-bucket")
+            path.write_text(text.replace("newName: registry/", "newName: my.registry/"))
+        branches = [f'*"{question} "*) echo {shlex.quote(text)};;' for question, text in (EKS | answers).items()]
+        cluster = '*"get cronjob"*) echo image:1;;\n*"get secret"*) exit 1;;\n*"get statefulset"*) echo statefulset/mlflow-database;;'
+        return self.play("kubectl", "\n".join([*branches, cluster]))
+
+    def manifests(self):
+        copy = self.tools.parent / "manifests"
+        if not copy.exists():
+            shutil.copytree(MANIFESTS, copy)
+        return copy
+
     def run(self, script, *arguments):
         # The environment's kubectl, which the scripts fall back on, must not be found either.
-        manifests = self.tools.parent / "manifests"
-        if not manifests.exists():
-            shutil.copytree(MANIFESTS, manifests)
         environment = {"PATH": str(self.tools), "HOME": str(self.tools.parent)}
         return subprocess.run(
-            [manifests / script, *arguments], env=environment, capture_output=True, text=True, check=False, timeout=60
+            [self.manifests() / script, *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
         )
 
     def called(self, beginning=""):
@@ -83,6 +110,7 @@ SCRIPTS = {
     "kind/down.sh": [],
     "kind/pretend.sh": [],
     "install.sh": ["kind"],
+    "check-eks.sh": [],
     "logs.sh": ["logs"],
     "images/build.sh": ["cpu", "image:1"],
 }
@@ -173,10 +201,57 @@ def test_up_leaves_what_is_there(complete, versions):
     assert not any("create secret" in call for call in complete.called())
 
 
-def test_on_eks_no_key_is_made(complete):
+def test_on_eks_no_key_is_made(machine):
     """Pods have an identity there."""
-    assert complete.run("install.sh", "eks").returncode == 0
-    assert [call.split()[6] for call in complete.called() if "create secret" in call] == ["mlflow-database"]
+    result = machine.play_eks().run("install.sh", "eks")
+    assert result.returncode == 0, result.stderr
+    assert [call.split()[6] for call in machine.called() if "create secret" in call] == ["mlflow-database"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "missing"),
+    [
+        ({"get csidrivers": "csidriver.storage.k8s.io/efs.csi.aws.com"}, ["the EBS CSI driver: aws eks create-addon"]),
+        ({"get storageclasses": "{} {}"}, ["a default StorageClass: kubectl annotate storageclass"]),
+        ({"get daemonsets": "daemonset.apps/aws-node"}, ["the agent of EKS Pod Identity: aws eks create-addon"]),
+        (
+            {"get daemonset aws-node": '["--enable-network-policy=false"]'},
+            ["network policies, .*: aws eks update-addon"],
+        ),
+        ({"get daemonsets": "daemonset.apps/cilium\ndaemonset.apps/eks-pod-identity-agent"}, []),
+        ({"get deployments": "deployment.apps/coredns"}, ["the cluster autoscaler or Karpenter, .*"]),
+        ({"get deployments": "deployment.apps/karpenter"}, []),
+        (
+            {"get nodes": '{"nvidia.com/cuda.driver.major":"570"} {"nvidia.com/cuda.driver.major":"580"}'},
+            [".* got 570: .*"],
+        ),
+        ({"get nodes": "{}"}, []),
+        (
+            {"get nodes": '{"eks.amazonaws.com/compute-type":"auto"}', "get daemonsets": "", "get deployments": ""},
+            [],  # EKS Auto Mode
+        ),
+        (
+            {"get csidrivers": "", "get storageclasses": "", "get daemonsets": "", "get deployments": ""},
+            ["the EBS.*", "a default.*", "the agent.*", "the cluster autoscaler.*"],
+        ),
+    ],
+)
+def test_what_eks_lacks_is_named_before_anything_is_applied(machine, answers, missing):
+    machine.play_eks(**answers)
+    result = machine.run("install.sh", "eks")
+    assert result.returncode == (2 if missing else 0), result.stderr
+    lines = re.findall(r"^  - (.*)$", result.stderr, re.MULTILINE)
+    assert len(lines) == len(missing)
+    assert all(re.match(pattern, line) for pattern, line in zip(missing, lines, strict=True))
+    assert bool(missing) == (machine.called("kubectl apply") == [])
+
+
+def test_an_overlay_as_it_comes_is_not_installed_on_eks(machine):
+    machine.play_eks()
+    shutil.copytree(MANIFESTS / "overlays", machine.manifests() / "overlays", dirs_exist_ok=True)
+    result = machine.run("install.sh", "eks")
+    assert (result.returncode, machine.called("kubectl apply")) == (2, [])
+    assert re.findall(r"^  - (your \w+)", result.stderr, re.MULTILINE) == ["your bucket", "your image"]
 
 
 def test_up_stops(complete):
@@ -187,7 +262,7 @@ def test_up_stops(complete):
     assert len(complete.called("kubectl apply")) == 1
     # What does not get ready is said.
     complete.play("kubectl", '*"wait deployment"*) echo "timed out: deployments/ml-pipeline" >&2; exit 1;;')
-    result = complete.run("install.sh", "eks")
+    result = complete.run("install.sh", "kind")
     assert result.returncode == 2
     assert "deployments/ml-pipeline" in result.stderr
     assert "'manifests/logs.sh FOLDER' collects why" in result.stderr
