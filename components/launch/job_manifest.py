@@ -169,10 +169,15 @@ def pod_template(spec: JobSpec, pool: Pool, identity: Identity, *, container: di
 
     A `LaunchError` if the image is not known, or the environment holds a secret or a reserved variable.
     """
+    labels = identity.labels(spec.stage)
+    same_zone = {
+        "weight": 100,
+        "podAffinityTerm": {"topologyKey": "topology.kubernetes.io/zone", "labelSelector": {"matchLabels": labels}},
+    }  # gradients between zones are slow, and billed by the gigabyte
     template = {
         "metadata": {
             # A sidecar would outlive the training, and the pod would never end.
-            "labels": identity.labels(spec.stage) | {"sidecar.istio.io/inject": "false"},
+            "labels": labels | {"sidecar.istio.io/inject": "false"},
             # Moving a training pod to another node restarts the whole job. Karpenter evicts a pod with its annotation from no node, also
             # not from a reclaimed spot node, where the pod would then be killed before it has written a checkpoint.
             "annotations": AUTOSCALER_ANNOTATION | ({} if pool.spot else KARPENTER_ANNOTATION),
@@ -183,6 +188,11 @@ def pod_template(spec: JobSpec, pool: Pool, identity: Identity, *, container: di
             "enableServiceLinks": False,
             "securityContext": POD_SECURITY,
             "terminationGracePeriodSeconds": GRACE_PERIOD_S,
+            **(
+                {"affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [same_zone]}}}
+                if spec.nodes > 1
+                else {}
+            ),
             "containers": [
                 {
                     **container,

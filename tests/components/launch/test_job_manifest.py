@@ -2,6 +2,7 @@
 
 import re
 
+import kubernetes_validate
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -196,6 +197,16 @@ OWN_POD = {
     "metadata": {"labels": {"team": "vision"}, "annotations": {"karpenter.sh/do-not-disrupt": "false"}},
     "spec": {
         "priorityClassName": "high",
+        "runtimeClassName": "nvidia",
+        "schedulerName": "bin-packing",
+        "imagePullSecrets": [{"name": "registry"}],
+        "affinity": {
+            "nodeAffinity": {
+                "preferredDuringSchedulingIgnoredDuringExecution": [
+                    {"weight": 1, "preference": {"matchExpressions": [{"key": "fast", "operator": "Exists"}]}}
+                ]
+            }
+        },
         "enableServiceLinks": True,
         "securityContext": {"runAsUser": 0, "supplementalGroups": [5]},
         "volumes": [{"name": "photos", "persistentVolumeClaim": {"claimName": "fsx"}}],
@@ -215,7 +226,9 @@ def test_pools_own_part_of_pod_is_merged_under_the_launchers():
     plain, own = pod_on(pools.get("cpu")), pod_on(pools.get("cpu").model_copy(update={"pod": OWN_POD}))
     assert own["metadata"]["labels"] == {"team": "vision"} | plain["metadata"]["labels"]
     assert own["metadata"]["annotations"] == plain["metadata"]["annotations"]
-    assert own["spec"]["priorityClassName"] == "high"
+    for field in ("priorityClassName", "runtimeClassName", "schedulerName", "imagePullSecrets", "affinity"):
+        assert own["spec"][field] == OWN_POD["spec"][field]
+    kubernetes_validate.validate({"apiVersion": "v1", "kind": "PodTemplate", "template": own}, "1.34", strict=True)
     assert own["spec"]["enableServiceLinks"] is False
     assert own["spec"]["securityContext"] == {"supplementalGroups": [5]} | plain["spec"]["securityContext"]
     assert own["spec"]["volumes"] == OWN_POD["spec"]["volumes"] + plain["spec"]["volumes"]
@@ -225,6 +238,21 @@ def test_pools_own_part_of_pod_is_merged_under_the_launchers():
     assert {name: container[name] for name in ("name", "command", "args", "env")} == {
         name: before[name] for name in ("name", "command", "args", "env")
     }
+
+
+def test_nodes_of_one_job_prefer_one_zone():
+    pool = pools.get("cpu").model_copy(update={"pod": OWN_POD})
+    assert "affinity" not in pod_on(pools.get("cpu"))["spec"]
+    template = job_manifest.pod_template(
+        spec(nodes=2), pool, Identity(run="run", task="distill"), container={"name": "c"}
+    )
+    affinity = template["spec"]["affinity"]
+    assert affinity["nodeAffinity"] == OWN_POD["spec"]["affinity"]["nodeAffinity"]
+    (preferred,) = affinity["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    term = preferred["podAffinityTerm"]
+    assert term["topologyKey"] == "topology.kubernetes.io/zone"
+    assert term["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    kubernetes_validate.validate({"apiVersion": "v1", "kind": "PodTemplate", "template": template}, "1.34", strict=True)
 
 
 def test_pools_own_part_of_pod_reaches_trainjobs():
