@@ -29,6 +29,11 @@ run: $(READY)  ## run the pipeline here [RECIPE=digits SET="key=value ..." OUT=d
 	@$(VENV)/python -m $(if $(POOL)$(NODES),components.pool_run --pool "$$POOL",trainer run) "$$RECIPE" --overrides "$$SET" --output "$$OUT" \
 		$(if $(SEARCH),--search "$$SEARCH") $(if $(NODES),--nodes $(NODES)) $(if $(PROCESSES),--processes $(PROCESSES)) $(if $(FRESH),--fresh) $(if $(DEBUG),--debug)
 
+.PHONY: plan
+plan: $(READY)  ## hours, dollars, disk and memory of each stage, and whether it can work [RECIPE=model-case IMAGES=11e6 BYTES=200e3 POOL=gpu-a100 NODES=4 SET=]
+	@$(VENV)/python -m components.planning "$$RECIPE" --images "$(IMAGES)" $(if $(BYTES),--bytes "$(BYTES)") --pool "$$POOL" $(if $(NODES),--nodes $(NODES)) \
+		$(if $(SET),--set $(SET))
+
 .PHONY: search
 search: SEARCH := $(or $(SEARCH),auto)
 search: run  ## the same with a search for better settings before the distillation [SEARCH="distill.drop_path=uniform(0,0.2)" and as run]

@@ -7,7 +7,6 @@ generated, and registered where `inspect` looks for it, as `dataclasses` and `at
 
 import linecache
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kfp import dsl, kubernetes
@@ -15,6 +14,7 @@ from kfp import dsl, kubernetes
 from components.launch import IMAGE
 from components.launch.finishing import RUN_LABEL, WORKFLOW
 from components.launch.job_manifest import AUTOSCALER_ANNOTATION, KARPENTER_ANNOTATION, USER
+from components.launching import SMALL, WORK, Size
 from components.sections import KUBEFLOW_UI
 from trainer.graph import STAGES, Kind, Stage
 
@@ -39,21 +39,6 @@ RETRIES = 2
 """A pod that was taken away is started again; a job that still runs is then followed further, not started twice."""
 TRIED_FOR = f"{30 * 24 * 3600}s"
 """How long a task is tried again. Argo counts from the start of the first attempt, so the longest training has to fit into it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """Resources of a pod: its requests, and its limits."""
-
-    cpu: str
-    cpu_limit: str
-    memory: str
-    memory_limit: str
-
-
-SMALL = Size(cpu="200m", cpu_limit="1", memory="512Mi", memory_limit="2Gi")
-"""For a task that only launches a job and follows it."""
-WORK = Size(cpu="1", cpu_limit="4", memory="2Gi", memory_limit="16Gi")  # for a task that does its work itself
 
 
 def on_cluster(task: dsl.PipelineTask, *, size: Size | None = None) -> dsl.PipelineTask:

@@ -28,6 +28,22 @@ JOB = "job.json"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Size:
+    """Resources of a pod: its requests, and its limits."""
+
+    cpu: str
+    cpu_limit: str
+    memory: str
+    memory_limit: str
+    disk: str = "80Gi"  # of its node, by which a run is planned from elsewhere: nothing is requested, and eksctl gives nodes that much
+
+
+SMALL = Size(cpu="200m", cpu_limit="1", memory="512Mi", memory_limit="2Gi")
+"""For a task that only launches a job and follows it."""
+WORK = Size(cpu="1", cpu_limit="4", memory="2Gi", memory_limit="16Gi")  # for a task that does its work itself
+
+
+@dataclass(frozen=True, kw_only=True)
 class Placement:
     """The place of a training, from the pipeline's parameters."""
 

@@ -8,6 +8,7 @@ import shlex
 import uuid
 from collections import namedtuple
 
+from components import planning
 from components.launching import Placement
 from trainer import config
 from trainer.data import class_tables
@@ -52,7 +53,7 @@ def configure(
         and for the record `resolved`, all settings.
 
     Raises:
-        SettingsError: as `Placement.check` and `Placement.check_cache` say.
+        SettingsError: as `Placement.check`, `Placement.check_cache` and `planning.check` say.
         TrainerError: a late stage would end, as `preflight.checked` says; or there are no images, or MLflow does not answer.
     """
     place.check(warms_up=settings.warm_up.enabled)
@@ -61,8 +62,10 @@ def configure(
     settings = preflight.checked(settings, trains_here=not place.pool, processes=processes, device=device)
     for stage, section in (("pretrain", settings.pretrain), ("distill", settings.distill)):
         place.check_cache(stage, section, {})  # what the run itself makes is checked before each job
+    source = class_tables.source_state(settings.data)
+    planning.check(settings, source, place)
     # Where it cannot be known, a text of this run alone, so that no cache has a result for it.
-    source_version = class_tables.source_version(settings.data) or f"not known ({uuid.uuid4().hex})"
+    source_version = source.version or f"not known ({uuid.uuid4().hex})"
     resolved, tags = settings.model_dump(mode="json"), {"trainer.source_version": source_version}
     on_cluster = "KFP_RUN_ID" in os.environ
     if on_cluster:  # a link from MLflow to the run of Kubeflow Pipelines

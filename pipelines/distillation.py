@@ -22,8 +22,8 @@ from kfp import dsl
 from kfp.dsl.pipeline_channel import PipelineParameterChannel
 
 from components import kfp_components
-from components.kfp_components import SMALL, on_cluster
-from components.launching import Placement
+from components.kfp_components import on_cluster
+from components.launching import SMALL, Placement
 from trainer.graph import STAGES
 from trainer.io import commands
 

@@ -155,8 +155,8 @@ def a_batch(settings, teacher, student, classes):
 def test_models_have_their_size_and_make_a_step(recipe):
     settings = sections.resolve(recipe, commands(recipe)[0].get("SET", ""))
     classes = classes_of(settings)
-    teacher, _ = preflight._teacher(settings.pretrain, classes, trains_here=False)
-    student = preflight._student(settings.distill, classes, trains_here=False)
+    teacher, _ = preflight.build_teacher(settings.pretrain, classes, trains_here=False)
+    student = preflight.build_student(settings.distill, classes, trains_here=False)
     stated = re.search(r"teacher ([\d.]+) M parameters, student ([\d.]+) M, without heads", comment(recipe))
     with torch.device("meta"):
         assert stated.groups() == (millions(teacher, stated[1]), millions(student, stated[2]))

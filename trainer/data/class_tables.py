@@ -17,7 +17,7 @@ from decimal import Decimal
 
 from trainer.config import BUNDLED, FOLDERS, RECIPES, DataSettings
 from trainer.data import sources
-from trainer.data.sources import SourceListing
+from trainer.data.sources import SourceListing, SourceState
 from trainer.data.sources.table_file import TableFile, TableRow, class_name, folded
 from trainer.io import limits
 from trainer.io.artifacts import digest
@@ -68,11 +68,16 @@ def read_tags(settings: DataSettings, listing: SourceListing | None) -> ClassTag
 
 
 def source_version(settings: DataSettings) -> str:
-    """Return a text that changes with the images of `data.source` and these tables; empty where the images' version is unknown."""
-    images = sources.source_version(settings.source, outside=settings.outside)
+    """Return the version in `source_state`."""
+    return source_state(settings).version
+
+
+def source_state(settings: DataSettings) -> SourceState:
+    """Return what `data.source` holds; its version changes with these tables too, and is empty where the images' version is unknown."""
+    state = sources.source_state(settings.source, outside=settings.outside)
     named = {"attributes": settings.attributes, "hierarchy": settings.hierarchy}
     contents = {name: _table(f"data.{name}", file).text for name, file in named.items() if file and file != FOLDERS}
-    return f"{images} {digest(contents)}" if images and contents else images
+    return state._replace(version=f"{state.version} {digest(contents)}") if state.version and contents else state
 
 
 # ---- Files

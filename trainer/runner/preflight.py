@@ -80,8 +80,8 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1, device
     for further in settings.distill.further_teachers:
         if trains_here or storage.is_remote(further):
             artifacts.manifest(further, "model")
-    teacher, trained = _teacher(settings.pretrain, classes, trains_here=trains_here)
-    student = _student(settings.distill, classes, trains_here=trains_here)
+    teacher, trained = build_teacher(settings.pretrain, classes, trains_here=trains_here)
+    student = build_student(settings.distill, classes, trains_here=trains_here)
     _check_compared(settings, teacher, student)
     _check_sizes(settings, teacher, student)
     _check_batches(settings, listing, {**trained, "distill": student}, processes)
@@ -129,7 +129,7 @@ def pinned(settings: Settings) -> Settings:
     return settings.model_copy(update=sections)
 
 
-def _student(settings: DistillSettings, classes: Sequence[str], *, trains_here: bool) -> Classifier:
+def build_student(settings: DistillSettings, classes: Sequence[str], *, trains_here: bool) -> Classifier:
     """Build the student on the meta device and try a step."""
     from trainer.models import networks, pretrained
 
@@ -154,7 +154,7 @@ def _is_readable(settings: WeightsSettings, *, trains_here: bool) -> bool:
     return not place or trains_here or storage.is_remote(place)
 
 
-def _teacher(
+def build_teacher(
     settings: PretrainSettings, classes: Sequence[str], *, trains_here: bool
 ) -> tuple[Classifier | None, dict[str, nn.Module]]:
     """Build the teacher on the meta device and try each of its trainings.

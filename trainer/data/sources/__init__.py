@@ -27,14 +27,23 @@ from trainer.data.dataset_schema import UNLABELED
 from trainer.data.sources.hub_dataset import HubDataset
 from trainer.data.sources.image_folder import ImageFolder
 from trainer.data.sources.image_manifest import ImageManifest
-from trainer.data.sources.source import ImageSource, Item, SourceListing, UnknownVersionError, read_file
+from trainer.data.sources.source import ImageSource, Item, SourceListing, SourceState, UnknownVersionError, read_file
 from trainer.io import limits
 from trainer.io.errors import DataError, SettingsError
 from trainer.io.formatting import listed
 from trainer.io.local_files import with_home
 from trainer.models.served_student.class_tags import NAMED
 
-__all__ = ["ImageSource", "Item", "SourceListing", "list_source", "read_file", "source_version"]
+__all__ = [
+    "ImageSource",
+    "Item",
+    "SourceListing",
+    "SourceState",
+    "list_source",
+    "read_file",
+    "source_state",
+    "source_version",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +58,8 @@ class BundledDigits(ImageSource):
         ]
         return SourceListing(items=items, classes=tuple(str(digit) for digit in range(10)), read=_read_digit)
 
-    def version(self) -> str:
-        return f"scikit-learn {importlib.metadata.version('scikit-learn')}"
+    def state(self) -> SourceState:
+        return SourceState(f"scikit-learn {importlib.metadata.version('scikit-learn')}")
 
 
 @functools.cache
@@ -109,7 +118,12 @@ def list_source(source: str, *, outside: Outside = "refuse", multi_label: bool =
 
 
 def source_version(source: str, *, outside: Outside = "refuse") -> str:
-    """Return a text that changes when the images behind `data.source` change, without reading them; empty if unknown, which is logged.
+    """Return the version in `source_state`."""
+    return source_state(source, outside=outside).version
+
+
+def source_state(source: str, *, outside: Outside = "refuse") -> SourceState:
+    """Return what `data.source` holds now, without reading the images; its version is empty if unknown, which is logged.
 
     Local files are compared by name, size, mtime and ctime, objects of a store by key, size and ETag, a data set of the Hub by its commit.
 
@@ -118,14 +132,14 @@ def source_version(source: str, *, outside: Outside = "refuse") -> str:
         DataError: the source is missing or exceeds a limit; a manifest has an unusable line.
     """
     try:
-        return _open(source, outside).version()
+        return _open(source, outside).state()
     except UnknownVersionError as error:
         logger.warning(
             "data.source=%s: no run can know whether its images have changed (%s), so each run prepares them anew",
             source,
             error,
         )
-        return ""
+        return SourceState("")
 
 
 def _open(source: str, outside: Outside, *, multi_label: bool = False) -> ImageSource:

@@ -15,6 +15,7 @@ from trainer.data.sources.source import (
     ImageSource,
     Item,
     SourceListing,
+    SourceState,
     UnknownVersionError,
     read_file,
     split_of,
@@ -102,14 +103,14 @@ class HubDataset(ImageSource):
             members.append(tuple(sorted({*one})))
         return members
 
-    def version(self) -> str:
+    def state(self) -> SourceState:
         name = self.name.partition(":")[0]
         if Path(name).is_dir():
-            return ImageFolder(name, self.outside).version()
+            return ImageFolder(name, self.outside).state()
         revision = hub.dataset_revision(name)
         if revision is None:
             raise UnknownVersionError("neither the Hub nor this machine's cache gives its revision")
-        return revision
+        return SourceState(revision)
 
     def _tables(self) -> dict[str, Any]:
         """Load the table of each split, from the Hub or a local folder (saved by `save_to_disk`, or files that `load_dataset` takes)."""

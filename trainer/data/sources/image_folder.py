@@ -13,6 +13,7 @@ from trainer.data.sources.source import (
     ImageSource,
     Item,
     SourceListing,
+    SourceState,
     objects_digest,
     other_kinds,
     read_file,
@@ -104,18 +105,18 @@ class ImageFolder(ImageSource):
             groups=tuple(above[name] for name in classes),
         )
 
-    def version(self) -> str:
+    def state(self) -> SourceState:
         if storage.is_remote(self.name):
             found = objects_digest(self.name, limits.SOURCE_IMAGES, lambda name: not of_systems(name))
             if found is None:
                 raise DataError(too_many_files(self.name))
-            sha256, count = found
-            if not count:
+            if not found.images:
                 raise DataError(f"folder {self.name}: does not exist; check data.source")
-            return sha256
-        return digest(
-            [[file.name, *size_and_times(file.location)] for file in list_files(self.name, self.outside).files]
-        )
+            return found
+        files = list_files(self.name, self.outside).files
+        states = [size_and_times(file.location) for file in files]
+        version = digest([[file.name, *state] for file, state in zip(files, states, strict=True)])
+        return SourceState(version, len(files), sum(max(count, 0) for count, *_ in states))
 
     def _has_splits(self, folders: Iterable[str]) -> bool:
         """Whether the topmost folders are splits: all but unlabeled/ are named so, or none is."""

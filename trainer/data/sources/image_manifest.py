@@ -21,6 +21,7 @@ from trainer.data.sources.source import (
     ImageSource,
     Item,
     SourceListing,
+    SourceState,
     UnknownVersionError,
     objects_digest,
     other_kinds,
@@ -145,7 +146,7 @@ class ImageManifest(ImageSource):
             remarks=(*notes, *other_kinds(kinds, classes)),
         )
 
-    def version(self) -> str:
+    def state(self) -> SourceState:
         table = self._table()
         local: list[tuple[int, int, int]] = []
         remote: dict[str, set[str]] = {}  # store -> locations of images in it
@@ -155,9 +156,12 @@ class ImageManifest(ImageSource):
                 remote.setdefault(store, set()).add(row.location)
             else:
                 local.append(size_and_times(row.location))
-        if not remote:
-            return digest([table.text, local])
-        return digest([table.text, local, [_objects_version(remote[store]) for store in sorted(remote)]])
+        stores = [_objects_state(remote[store]) for store in sorted(remote)]
+        versions = [[one.version for one in stores]] if stores else []
+        counted = sum(one.bytes for one in stores) + sum(max(count, 0) for count, *_ in local)
+        return SourceState(
+            digest([table.text, local, *versions]), len(local) + sum(one.images for one in stores), counted
+        )
 
     def _table(self) -> TableFile:
         return TableFile.read(f"manifest {self.name}", self.name, limits.CSV_BYTES)
@@ -375,7 +379,7 @@ def _read(location: str, folder: str) -> bytes:
         raise
 
 
-def _objects_version(locations: Set[str]) -> str:
+def _objects_state(locations: Set[str]) -> SourceState:
     """Digest objects of one store from a listing of the folder that holds them all: a thousand per request, not a request for each.
 
     An `UnknownVersionError` if that folder holds far more objects.
@@ -393,4 +397,4 @@ def _objects_version(locations: Set[str]) -> str:
         raise UnknownVersionError(
             f"{folder} holds many more objects than the {len(locations):,} images; put the images into a folder"
         )
-    return found[0]
+    return found

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from trainer.config import Outside
 from trainer.config.rules import FEW_LABELS
@@ -93,6 +94,14 @@ class SourceListing:
         )
 
 
+class SourceState(NamedTuple):
+    """What a source holds, known without reading an image."""
+
+    version: str  # changes when the images change
+    images: int = 0  # files that were counted; 0: not known
+    bytes: int = 0  # of these files
+
+
 class UnknownVersionError(Exception):
     """It cannot be known whether the images have changed; the text says why."""
 
@@ -133,8 +142,8 @@ class ImageSource(ABC):
         """List the images without reading them; a `DataError` if the source is missing, leads out of itself, or exceeds a limit."""
 
     @abstractmethod
-    def version(self) -> str:
-        """Return a text that changes when the images change, without reading them; an `UnknownVersionError` if that cannot be known."""
+    def state(self) -> SourceState:
+        """Return what the source holds now, without reading the images; an `UnknownVersionError` if its version cannot be known."""
 
 
 # ---- Files, on this machine or in a store
@@ -166,15 +175,15 @@ def size_and_times(location: str) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def objects_digest(uri: str, most: int, wanted: Callable[[str], bool]) -> tuple[str, int] | None:
-    """Digest name, size and ETag of the wanted objects below a URI, in little memory; returns the SHA-256 and their number.
+def objects_digest(uri: str, most: int, wanted: Callable[[str], bool]) -> SourceState | None:
+    """Digest name, size and ETag of the wanted objects below a URI, in little memory; the version is their SHA-256.
 
     None if there are more than `most` objects. `wanted` decides by the name relative to the URI. An `UnknownVersionError` on a web server,
     and where the store lists nothing of a wanted object that changes with its content.
     """
     if uri.startswith(("http://", "https://")):
         raise UnknownVersionError("web servers list nothing")
-    sha256, count, start, number = hashlib.sha256(), 0, time.monotonic(), 0
+    sha256, count, total, start, number = hashlib.sha256(), 0, 0, time.monotonic(), 0
     for number, one in enumerate(storage.listing(uri), start=1):
         if number > most:
             break
@@ -184,8 +193,8 @@ def objects_digest(uri: str, most: int, wanted: Callable[[str], bool]) -> tuple[
                     f"the store says nothing of {storage.join(uri, one.name)} that changes with its content"
                 )
             sha256.update(f"{json.dumps(one)}\n".encode())
-            count += 1
+            count, total = count + 1, total + one.size
         if number % _LOG_EVERY == 0:
             logger.info("listing %s: %s objects in %.0f s", uri, f"{number:,}", time.monotonic() - start)
     logger.info("%s: %s objects listed in %.1f s", uri, f"{number:,}", time.monotonic() - start)
-    return None if number > most else (sha256.hexdigest(), count)
+    return None if number > most else SourceState(sha256.hexdigest(), count, total)

@@ -1,0 +1,55 @@
+"""The plan of a run on a node pool, and that configure asks it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from components import planning, sections
+from components.launching import Placement
+from trainer.data.sources import SourceState
+from trainer.io.errors import SettingsError
+from trainer.runner import plan
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_configure_refuses_what_cannot_work(monkeypatch):
+    monkeypatch.setattr(sections.class_tables, "source_state", lambda _: SourceState("v", 40_000_000, 40_000_000 * 500))
+    monkeypatch.setattr(sections.preflight, "checked", lambda settings, **_: settings)
+    with pytest.raises(
+        SettingsError,
+        match=r"prepare needs 59\.04 GB of memory and has 17\.18 GB.*pretrain needs .* GB of disk and has 1\.72",
+    ):
+        sections.configure(sections.resolve("digits"), Placement(pool="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["digits", "--images", "0", "--pool", "cpu"], r"--images: must be from 1 to 1e12, got 0"),
+        (["digits", "--images", "1e3", "--pool", ""], r"--pool is empty; name a node pool"),
+        (["digits", "--images", "1e3", "--pool", "cpus"], r"unknown pool 'cpus'; did you mean cpu\?"),
+    ],
+)
+def test_wrong_arguments(arguments, message, capsys):
+    try:
+        code = planning.main(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_what_readme_shows_can_work(monkeypatch, capsys):
+    command = re.search(r"python -m components\.planning (.+)", README.read_text(encoding="utf-8"))[1].split("  #")[0]
+    # Counting the operations of a ViT-L takes seconds, and hours are not what binds.
+    monkeypatch.setattr(plan, "_operations", lambda _: 0.0)
+    monkeypatch.setattr(plan, "_masked_operations", lambda _: 0.0)
+    assert planning.main(command.split()) == 0
+    assert "Every stage is within its limits." in capsys.readouterr().out
+    larger = re.sub(r"--images \S+", "--images 11e6", command)
+    assert planning.main(larger.split()) == 2
+    assert "prepare needs 748.00 GB of disk and has 85.90 GB" in capsys.readouterr().err

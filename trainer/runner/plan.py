@@ -1,0 +1,375 @@
+"""The plan of a run of a given size: hours, dollars, disk and memory of each stage, and the nearest limit, before anything is rented.
+
+Arithmetic alone: what a stage does with each image, times what was measured of one (`RATES`). Disk and memory are counts. Hours carry the
+speed of one device over to others, so a stage is refused for its hours only where they are far beyond the limit (`HOURS_DOUBT`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from trainer.config import TOP_K, ReinforceSettings, Settings
+from trainer.io.costs import Machines, dollars_text
+from trainer.io.errors import SettingsError
+from trainer.io.formatting import aligned, duration, percent, short, size
+from trainer.runner import preflight
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trainer.models.networks import Classifier
+
+HOURS_DOUBT = 2.0
+"""Factor by which planned hours may be off: a GPU reaches a fifth to two fifths of its peak, by model and batch."""
+PEAK_FLOPS: Mapping[str, float] = {
+    "p4d": 312e12,
+    "p4de": 312e12,
+    "p5": 989e12,
+    "p5e": 989e12,
+    "g5": 70e12,
+    "g6": 121e12,
+}
+"""Family of AWS's instances -> dense bf16 operations a second of a GPU, from the makers' data sheets."""
+EXPORT_PASSES = 4
+"""Passes of the student over the photos that its variants are judged by: itself, fp32, int8, and the chosen one on test photos."""
+
+
+class Rate(NamedTuple):
+    """What was measured, or assumed, of one thing."""
+
+    value: float
+    unit: str
+    source: str
+
+
+_PREPARE = "measured: python tests/benchmarks/bench_prepare.py"
+_STEP = "measured: python tests/benchmarks/bench_distillation.py (docs/performance.md)"
+RATES: Mapping[str, Rate] = {
+    "decode small": Rate(4.4e-3, "s of a core for a photo of 46 kB, 500 x 375", _PREPARE),
+    "decode medium": Rate(16.9e-3, "s of a core for a photo of 153 kB, 1024 x 768", _PREPARE),
+    "decode large": Rate(0.199, "s of a core for a photo of 1,541 kB, 4000 x 3000", _PREPARE),
+    "read": Rate(0.03, "s for each photo of a store, one after another in each process", "assumed"),
+    "list": Rate(0.15, "s for 1,000 objects of a store, listed by configure and by prepare", "assumed"),
+    "square": Rate(34e3, "bytes of a stored JPEG of 256 px; of others by their area", _PREPARE),
+    "facts": Rate(1476, "bytes of memory an image in prepare", "measured on 500,000 made-up names"),
+    "order": Rate(97, "bytes of memory an image in each training and each loader process", "counted"),
+    "process": Rate(1.4 * 2**30, "bytes of memory of a training process", _STEP),
+    "utilization": Rate(0.197, "of a GPU's peak: ViT-S/16, bf16, compiled, 256 images, one H100", _STEP),
+    "training": Rate(124e9, "operations a second and core in training: ViT-Ti/16, fp32", _STEP),
+    "inference": Rate(186e9, "operations a second and core in inference: ViT-B/16, fp32", _STEP),
+    "loading": Rate(2211, "views a second and core", "measured: python tests/benchmarks/bench_data.py (docs/performance.md)"),
+    "doubling": Rate(0.9, "of twice the speed on twice the nodes", "assumed, as forecasts do"),
+    "disk": Rate(131e6, "bytes a second onto a node's disk", "assumed: gp3's own throughput"),
+}  # fmt: skip
+_DECODED = {46e3: "decode small", 153e3: "decode medium", 1541e3: "decode large"}  # bytes of a file -> rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Photos:
+    """The size of a source."""
+
+    images: int
+    file_bytes: float  # of a file, in the mean
+    labeled: float = 1.0  # share of them that has a label
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds of a core to decode a photo, by the bytes of its file."""
+        each = [RATES[name].value / count for count, name in _DECODED.items()]
+        return self.file_bytes * float(np.interp(self.file_bytes, [*_DECODED], each))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What a pod has."""
+
+    cores: float
+    memory: float  # bytes
+    disk: float  # bytes for what it fetches or writes
+    hours: float = math.inf  # longest time of its work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a run works: the nodes of its trainings, and the pods of its other stages."""
+
+    node: Room
+    machines: Machines
+    peak_flops: float  # bf16 operations a second of a process's device; 0 on processors
+    task: Room
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """What a stage takes."""
+
+    stage: str
+    work: str
+    room: Room
+    seconds: Mapping[
+        str, float
+    ]  # what its time is spent on, at the same time; NaN where a network's operations are not known
+    disk: float  # bytes, of each node
+    memory: float  # bytes, of each node
+    ways: Mapping[str, str]  # limit -> what to do where it is exceeded
+    machines: Machines | None = None
+
+    @property
+    def hours(self) -> float:
+        return max(self.seconds.values()) / 3600 if not any(map(math.isnan, self.seconds.values())) else math.nan
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """Share of each limit that it takes."""
+        hours = 0.0 if math.isnan(self.hours) else self.hours / self.room.hours
+        return {"disk": self.disk / self.room.disk, "memory": self.memory / self.room.memory, "hours": hours}
+
+    def too_much(self) -> Iterator[str]:
+        """Yield a sentence for each limit that it exceeds beyond doubt: the number, the limit, the way out."""
+        room = self.room
+        numbers = {
+            "disk": (f"{size(self.disk)} of disk", size(room.disk)),
+            "memory": (f"{size(self.memory)} of memory", size(room.memory)),
+            "hours": (f"{self.hours:,.0f} h", f"{room.hours:,.0f} h"),
+        }
+        for name, (needed, there) in numbers.items():
+            if self.shares[name] > (HOURS_DOUBT if name == "hours" else 1.0):
+                yield f"{self.stage} needs {needed} and has {there}: {self.ways[name]}"
+
+    def row(self) -> tuple[str, ...]:
+        known = not math.isnan(self.hours)
+        nearest = max(self.shares, key=lambda name: self.shares[name])
+        dollars = self.machines.dollars(3600 * self.hours) if self.machines and known else None
+        return (
+            self.stage,
+            self.work,
+            duration(3600 * self.hours) if known else "not known",
+            max(self.seconds, key=lambda name: self.seconds[name]) if known else "",
+            dollars_text(dollars),
+            size(self.disk),
+            size(self.memory),
+            f"{nearest} {percent(self.shares[nearest])}",
+        )
+
+
+def plan(settings: Settings, photos: Photos, place: Place) -> list[StagePlan]:
+    """Plan the stages whose work grows with the images, in their order; builds the networks on the meta device."""
+    run = _Run(settings=settings, photos=photos, place=place)
+    return [run.prepare(), *run.trainings(), *run.judging()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    settings: Settings
+    photos: Photos
+    place: Place
+
+    @cached_property
+    def teacher(self) -> tuple[Classifier | None, Mapping[str, nn.Module]]:
+        return preflight.build_teacher(self.settings.pretrain, (), trains_here=False)
+
+    @cached_property
+    def taught(self) -> float:
+        """Labeled images in train."""
+        data = self.settings.data
+        return self.photos.labeled * self.photos.images * (1 - data.val_fraction - data.test_fraction)
+
+    @cached_property
+    def unlabeled(self) -> float:
+        return (1 - self.photos.labeled) * self.photos.images
+
+    @cached_property
+    def square(self) -> float:
+        """Bytes of a stored image."""
+        data, pixels = self.settings.data, self.settings.data.image_size**2
+        return 3.0 * pixels if data.encoding == "png" else RATES["square"].value * pixels / 256**2
+
+    @property
+    def smaller(self) -> str:
+        return f"store smaller images (data.image_size, now {self.settings.data.image_size})"
+
+    @cached_property
+    def operations(self) -> tuple[float, float]:
+        """Operations of a forward pass for an image, of teacher and student."""
+        student = preflight.build_student(self.settings.distill, (), trains_here=False)
+        return _operations(self.teacher[0]), _operations(student)
+
+    def prepare(self) -> StagePlan:
+        images, task = self.photos.images, self.place.task
+        each = RATES["read"].value + self.photos.decode_s
+        local = f"make run POOL={self.place.machines.pool} on a machine with as much does all but the trainings there"
+        return StagePlan(
+            stage="prepare",
+            work=f"{short(images)} photos of {size(self.photos.file_bytes)}",
+            room=task,
+            seconds={"reading and decoding": images * (each / task.cores + 2 * RATES["list"].value / 1000)},
+            disk=2 * images * self.square,  # as they are decoded, and again in their splits
+            memory=images * RATES["facts"].value,
+            ways={"disk": f"{local}; or {self.smaller}", "memory": f"{local}; or give a part of the photos"},
+        )
+
+    def trainings(self) -> Iterator[StagePlan]:
+        pretrain, distill, reinforce = self.settings.pretrain, self.settings.distill, self.settings.reinforce
+        (teacher_model, trained), (teacher, student) = self.teacher, self.operations
+        parts = []
+        if pretrain.mae.epochs:
+            operations = 3 * _masked_operations(trained["pretrain.mae"])
+            parts.append(_epochs("MAE, ", pretrain.mae.epochs, self.taught + self.unlabeled, operations))
+        if pretrain.finetune.epochs:
+            # A backward pass is two forward passes, and one where only its input's gradient is needed.
+            passes = {"full": 3, "lora": 2, "head": 1}[pretrain.finetune.method]
+            operations = passes * _operations(trained.get("pretrain.finetune"))
+            parts.append(_epochs("fine-tuning, ", pretrain.finetune.epochs, self.taught, operations))
+        if parts:
+            fetched = self.taught + self.unlabeled * bool(pretrain.mae.epochs)
+            yield self._training("pretrain", parts, fetched * self.square, self.smaller)
+        learned = self.taught + self.unlabeled * distill.reads_unlabeled
+        stored, recorded = learned * self.square, 0.0
+        if distill.reads_recording:
+            recorded = learned * reinforce.views * _record_bytes(reinforce, teacher_model)
+            views = f"{reinforce.views} views of {short(learned)}", reinforce.views * learned, teacher
+            yield self._training("reinforce", [views], stored + recorded, self.smaller)
+        online = teacher if distill.needs_teacher and not recorded else 0.0
+        way = self.smaller if stored > recorded else "record less (reinforce.views, reinforce.tokens)"
+        parts = [_epochs("", distill.epochs, learned, online + 3 * student)]
+        yield self._training("distill", parts, stored + recorded, way)
+
+    def _training(self, stage: str, parts: Sequence[tuple[str, float, float]], fetched: float, way: str) -> StagePlan:
+        """Plan a training of `parts`: text, images that are seen, operations for each; `fetched` are bytes for each node."""
+        place, node = self.place, self.place.node
+        nodes, processes = place.machines.nodes, place.machines.processes_per_node
+        speed = processes * place.peak_flops * RATES["utilization"].value or node.cores * RATES["training"].value
+        speed *= nodes ** (1 + math.log2(RATES["doubling"].value))
+        fetch_s = fetched / RATES["disk"].value
+        loaded_s = sum(seen for _, seen, _ in parts) / (nodes * node.cores * RATES["loading"].value)
+        computed_s = sum(seen * operations for _, seen, operations in parts) / speed
+        hours = (fetch_s + max(computed_s, loaded_s)) / 3600
+        limit = "" if math.isnan(hours) else f", or running_minutes = {60 * math.ceil(HOURS_DOUBT * hours)} of the pool"
+        return StagePlan(
+            stage=stage,
+            work=" and ".join(text for text, *_ in parts),
+            room=node,
+            seconds={"computing": fetch_s + computed_s, "loading": fetch_s + loaded_s},
+            disk=fetched,
+            memory=processes * RATES["process"].value
+            + (processes + node.cores) * self.photos.images * RATES["order"].value,
+            ways={
+                "disk": f"give the pool a cache, and its nodes the disk, with room for that, or {way}",
+                "memory": "take a pool whose nodes have more memory, or set data.workers",
+                "hours": f"more nodes, fewer epochs{limit}",
+            },
+            machines=place.machines,
+        )
+
+    def judging(self) -> Iterator[StagePlan]:
+        settings, data, (teacher, student) = self.settings, self.settings.data, self.operations
+        labeled = self.photos.labeled * self.photos.images
+        test, val = labeled * data.test_fraction, labeled * data.val_fraction
+        doubted = {"off": 0.0, "held_out": val, "all": val + self.taught}[settings.evaluate.label_issues]
+        judged = min(settings.export.test_images, val) + min(settings.export.test_images, test)
+        speed = self.place.task.cores * RATES["inference"].value
+        entries = [
+            ("evaluate", test + doubted, test * (student + teacher) + doubted * teacher, test + max(val, doubted))
+        ]
+        if settings.export.enabled:
+            entries.append(("export", judged, EXPORT_PASSES * judged * student, test + val))
+        for stage, seen, operations, fetched in entries:
+            yield StagePlan(
+                stage=stage,
+                work=f"{short(seen)} photos",
+                room=self.place.task,
+                seconds={"computing": operations / speed},
+                disk=fetched * self.square,
+                memory=RATES["process"].value,
+                ways={"disk": "set smaller data.test_fraction and data.val_fraction"},
+            )
+
+
+def _epochs(name: str, count: int, images: float, operations: float) -> tuple[str, float, float]:
+    return f"{name}{count} epochs of {short(images)}", count * images, operations
+
+
+def table(plans: Sequence[StagePlan], place: Place) -> list[str]:
+    """Format plans as text: a row for each stage, the sum, what is too much, and the rates."""
+    rows = [
+        ("stage", "work", "time", "spent on", "dollars", "disk", "memory", "nearest limit"),
+        *(one.row() for one in plans),
+    ]
+    hours = sum(one.hours for one in plans)
+    costs = [one.machines.dollars(3600 * one.hours) for one in plans if one.machines]
+    dollars = sum(filter(None, costs)) if None not in costs and not math.isnan(hours) else None
+    rows.append(
+        (
+            "together",
+            "",
+            "not known" if math.isnan(hours) else duration(3600 * hours),
+            "",
+            dollars_text(dollars),
+            "",
+            "",
+            "",
+        )
+    )
+    task, node = place.task, place.node
+    problems = [problem for one in plans for problem in one.too_much()]
+    head = (
+        f"Trainings on {place.machines}: each node {node.cores:g} cores, {size(node.memory)} of memory, {size(node.disk)} of cache, "
+        f"{node.hours:g} h. Other stages in pods of {task.cores:g} cores, {size(task.memory)} of memory, {size(task.disk)} of disk."
+    )
+    return [
+        head,
+        "",
+        *aligned(rows, right={4, 5, 6}),
+        "",
+        *(problems or ["Every stage is within its limits."]),
+        "",
+        "By these rates:",
+        *aligned([(f"  {name}", short(rate.value), rate.unit, rate.source) for name, rate in RATES.items()], right={1}),
+    ]
+
+
+def check(plans: Sequence[StagePlan]) -> None:
+    """Raise a `SettingsError` that names all limits that a run exceeds beyond doubt."""
+    if problems := [problem for one in plans for problem in one.too_much()]:
+        raise SettingsError("the run cannot work at this size: " + ". ".join(problems))
+
+
+def _operations(model: Any) -> float:
+    """Count the operations of a forward pass for an image; NaN for a network that cannot be built here."""
+    import torch
+
+    from trainer.evaluation.metrics import multiply_accumulates
+
+    if model is None:
+        return math.nan
+    edge = model.card.image_size
+    return 2.0 * multiply_accumulates(model, torch.empty(1, 3, edge, edge, dtype=torch.uint8, device="meta"))
+
+
+def _masked_operations(autoencoder: Any) -> float:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    patches = autoencoder.encoder.patch_embed
+    edge = patches.img_size[0]
+    with torch.no_grad(), torch.device("meta"), FlopCounterMode(display=False) as counter:
+        autoencoder(torch.empty(1, 3, edge, edge, dtype=torch.uint8), torch.empty(1, patches.num_patches))
+    return float(counter.get_total_flops())
+
+
+def _record_bytes(reinforce: ReinforceSettings, teacher: Classifier | None) -> float:
+    """Return the bytes of a view's record; classes that are not known here count as few, features of a teacher that is not as none."""
+    from trainer.models import networks
+
+    kept = 4.0 * (reinforce.top_k if isinstance(reinforce.top_k, int) else TOP_K) + 8
+    if teacher is not None and reinforce.features:
+        kept += networks.feature_size(teacher) * (2 if reinforce.feature_format == "fp16" else 1)
+    if teacher is not None and reinforce.tokens:
+        kept += math.prod(networks.token_shape(teacher)) * (2 if reinforce.token_format == "fp16" else 1)
+    return kept
