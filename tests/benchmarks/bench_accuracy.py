@@ -7,11 +7,14 @@ folder of a former call is given as `--output`, what it has finished is kept.
     labels      the student: distilled; on the labels alone; the same with the regularization of the teacher's fine-tuning
     pretraining the teacher: pretrained as a masked autoencoder and fine-tuned; fine-tuned from scratch for as many epochs together
     unlabeled   the student of a teacher that knows half of the labels: on the labeled images; on all, in as many steps
+    search      the student by the recipe's settings, and by those that a search has found: by Optuna's sampler and by random proposals,
+                at equal cost; a study a seed, each measured with three seeds that no search has seen
     methods     the student by method: each of METHODS, and each `--variant "NAME: KEY=VALUE ..."`, with its processor time; with
                 `--set distill.teacher=recorded` from outputs that are recorded once
 
     python tests/benchmarks/bench_accuracy.py labels digits
     python tests/benchmarks/bench_accuracy.py methods digits --only kl dkd --variant "kl at T = 4: distill.logit.temperature=4"
+    python tests/benchmarks/bench_accuracy.py search digits --set distill.teacher=recorded
     python tests/benchmarks/bench_accuracy.py unlabeled grocery --set data.source=imagefolder:/photos/grocery --output runs/unlabeled
 """
 
@@ -39,8 +42,9 @@ from pathlib import Path
 from trainer import config
 from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import SPLITS
-from trainer.io import artifacts
+from trainer.io import artifacts, limits
 from trainer.report.scores import score, val_name
+from trainer.stages.searching.search_schema import read_search
 
 Scores = Mapping[str, Sequence[tuple[float, float]]]
 """Variant -> test and validation score of each seed, in percent."""
@@ -236,6 +240,41 @@ def methods(bench: Bench) -> Scores:
     return bench.scores({name: partial(train, name) for name in bench.methods})
 
 
+def search(bench: Bench) -> Scores:
+    """Compare the recipe's settings with those of a search, which the seed of a study alone makes different."""
+    bench.prepare()
+    bench.pretrain("teacher")
+    bench.record()
+    fresh = (1000, 1001, 1002)
+
+    def measured(name: str, *changes: str) -> tuple[float, float]:
+        every = [bench.distill(f"{name}-{seed}", *changes, f"distill.seed={seed}") for seed in fresh]
+        return statistics.mean(test for test, _ in every), statistics.mean(val for _, val in every)
+
+    def of_recipe(seed: int) -> tuple[float, float]:
+        return measured("recipe")
+
+    def found(sampler: str, seed: int) -> tuple[float, float]:
+        made, places = f"search-{sampler}-{seed}", {"dataset": "data", "teacher": "teacher"}
+        if bench.settings.distill.teacher == "recorded":
+            places["teacher_outputs"] = "outputs"
+        changes = ("search.enabled=true", f"search.sampler={sampler}", f"distill.seed={10 * seed}")
+        result = read_search(bench.stage("search", made, *changes, search=made, **places))
+        best = result.trials[result.best]
+        print(
+            f"{made}: {result.reason}; the halving cost {result.trainings:.1f} trainings, all {bench.minutes(made):.0f} processor "
+            f"minutes; {best.values}",
+            flush=True,
+        )
+        if not result.best:
+            return of_recipe(seed)
+        return measured(f"{made}-best", *(f"{name}={limits.toml_value(value)}" for name, value in best.values.items()))
+
+    return bench.scores(
+        {"recipe": of_recipe, "search": partial(found, "tpe"), "random search": partial(found, "random")}
+    )
+
+
 def student(method: str, seed: int) -> str:
     """Name the folder of a method's student."""
     return f"{re.sub('[^a-z0-9]+', '-', method.lower())}-{seed}"
@@ -269,7 +308,13 @@ def remove_labels(dataset: Path, manifest: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # The table
 
-COMPARISONS = {"labels": labels, "pretraining": pretraining, "unlabeled": unlabeled, "methods": methods}
+COMPARISONS = {
+    "labels": labels,
+    "pretraining": pretraining,
+    "unlabeled": unlabeled,
+    "search": search,
+    "methods": methods,
+}
 
 
 def table(scores: Scores, seeds: Sequence[int]) -> list[str]:
