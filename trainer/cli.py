@@ -54,7 +54,7 @@ _DESCRIPTION = """Train a vision-transformer teacher, distill it into a student,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; gives the exit code. A user's error ends in one message, and `--debug` adds the traceback."""
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     escape_what_cannot_be_printed()
     commands.set_up_logging(quiet=options.worker and os.environ.get("RANK", "0") != "0")
     try:
@@ -102,7 +102,8 @@ def _fail(error: TrainerError, options: argparse.Namespace) -> int:
     return errors.CRASHED_NODE_EXIT_CODE if options.node and isinstance(error, errors.CrashError) else code
 
 
-def _parser(program: str = "") -> argparse.ArgumentParser:
+def command_parser(program: str = "") -> argparse.ArgumentParser:
+    """Build the parser of all commands; `program` is its name in messages, by default the one it was started by."""
     script = Path(sys.argv[0]).name
     parser: argparse.ArgumentParser = commands.CommandParser(
         prog=program or (SCRIPT if script == SCRIPT else "python -m trainer"),
@@ -274,7 +275,7 @@ def _completion(options: argparse.Namespace) -> None:
         "bash": f"""{function}() {{ compgen -W "{recipes}" -- "$1"; compgen -f -X '!*.toml' -- "$1"; compgen -d -- "$1"; }}""",
         "zsh": f"""{function}() {{ _alternative 'recipes:recipe:({recipes})' 'files:file:_files -g "*.toml"'; }}""",
     }
-    parser = _parser(SCRIPT)
+    parser = command_parser(SCRIPT)
     for action in _actions(parser):
         if action.dest == "recipe":
             action.complete = dict.fromkeys(preamble, function)  # type: ignore[attr-defined]  # where shtab looks for it

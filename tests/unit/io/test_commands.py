@@ -31,7 +31,9 @@ def test_options_are_read(monkeypatch):
     }  # fmt: skip
     # Home stands for a tilde that no shell has seen.
     monkeypatch.setenv("HOME", "/home/me")
-    options = cli._parser().parse_args(["predict", "~/photo.jpg", "a~b", "~", "--model=~/runs/latest", "--output=x~"])
+    options = cli.command_parser().parse_args(
+        ["predict", "~/photo.jpg", "a~b", "~", "--model=~/runs/latest", "--output=x~"]
+    )
     assert (options.photos, options.model) == (["/home/me/photo.jpg", "a~b", "/home/me"], "/home/me/runs/latest")
     assert options.output == "x~"
     # No setting is lost where the option is given twice.
