@@ -10,10 +10,11 @@ READY := .venv/.ready
 READY_XLA := .xla/.ready
 XLA_COMPILES_FAST := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 AUDIT := .audit/.ready
+DOCS := .docs/.ready
 COMPILE_REQUIREMENTS := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-header --no-emit-index-url --no-emit-find-links $(if $(UPGRADE),--upgrade)
 
-AUDITED := development runtime neuron serving xla uv audit
+AUDITED := development runtime neuron serving xla uv audit docs
 SBOMS := runtime neuron serving
 
 .DEFAULT_GOAL := help
@@ -143,8 +144,15 @@ deploy-student: $(READY)  ## serve a registered student on a cluster [RECIPE=dig
 undeploy-student: $(READY)  ## take an alias's pods away again [RECIPE=digits ALIAS=champion KSERVE=1 NAME= NAMESPACE= CONTEXT=]
 	@$(VENV)/python -m pipelines.deploy_student $(STUDENT) --remove
 
-docs: $(READY)  ## write docs/configuration.md, rules.md and stages.md
+docs: $(READY)  ## write docs/cli.md, configuration.md, rules.md and stages.md
 	$(VENV)/python docs/generate.py
+
+.PHONY: docs-site docs-serve
+docs-site: $(DOCS)  ## write the documentation as a site to site/, and fail at a broken link
+	@$(PYTHON) docs/site.py .docs/pages && .docs/bin/zensical build --clean --strict
+
+docs-serve: $(DOCS)  ## show that site at http://localhost:8000
+	@$(PYTHON) docs/site.py .docs/pages && .docs/bin/zensical serve
 
 lock: $(UV)  ## pin the requirements after a change of pyproject.toml [UPGRADE=1 takes newer versions]
 	$(COMPILE_REQUIREMENTS) pyproject.toml --extra kubeflow --extra weights --extra export --extra openvino --extra serve --extra heic --extra transformers --extra search --group dev --output-file requirements/development.txt
@@ -155,6 +163,7 @@ lock: $(UV)  ## pin the requirements after a change of pyproject.toml [UPGRADE=1
 	$(COMPILE_REQUIREMENTS) --group serving --constraint requirements/development.txt --output-file requirements/serving.txt
 	echo uv | $(COMPILE_REQUIREMENTS) - --output-file requirements/uv.txt
 	$(COMPILE_REQUIREMENTS) --group audit --output-file requirements/audit.txt
+	$(COMPILE_REQUIREMENTS) --group docs --output-file requirements/docs.txt
 
 .PHONY: audit sbom
 audit: $(AUDIT)  ## look for known vulnerabilities in all locked packages [IGNORE="ID ID"]; asks PyPI
@@ -198,7 +207,7 @@ kind-down:  ## remove that cluster
 	@manifests/kind/down.sh
 
 clean:  ## remove what was made here, except for runs
-	rm -rf .venv .xla .uv .audit sbom .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .xla .uv .audit .docs .cache site sbom dist .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(UV): requirements/uv.txt
@@ -207,9 +216,12 @@ $(UV): requirements/uv.txt
 	.uv/bin/pip install --quiet --disable-pip-version-check --require-hashes --only-binary :all: -r requirements/uv.txt
 	@touch $@
 
-$(AUDIT): requirements/audit.txt $(UV)
-	$(UV) venv --quiet --allow-existing --python $(PYTHON) .audit
-	$(UV) pip sync --quiet --require-hashes --python .audit/bin/python requirements/audit.txt
+$(AUDIT): requirements/audit.txt
+$(DOCS): requirements/docs.txt
+
+$(AUDIT) $(DOCS): $(UV)
+	$(UV) venv --quiet --allow-existing --python $(PYTHON) $(@D)
+	$(UV) pip sync --quiet --require-hashes --python $(@D)/bin/python $(filter requirements/%,$^)
 	@touch $@
 
 $(READY): requirements/development.txt

@@ -2,7 +2,9 @@
 
 import ast
 import re
+import runpy
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -106,6 +108,19 @@ def test_files_in_backticks_are_there(name):
     placeholders = {path for path in named if re.search(r"[A-Z]{4}", path)}
     assert sorted(path for path in named - placeholders if not (ROOT / path).exists()) == []
     assert sorted(path for path in tests if not any((ROOT / "tests").glob(f"**/{path.removeprefix('tests/')}"))) == []
+
+
+def test_the_site_has_every_page(tmp_path):
+    """`make docs-site` checks its links."""
+    gather = runpy.run_path(str(ROOT / "docs" / "site.py"))["gather"]
+    gather(tmp_path / "pages")
+    nav = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
+    listed = [
+        page for part in nav for name in part.values() for page in ([{"": name}] if isinstance(name, str) else name)
+    ]
+    names = sorted(name for page in listed for name in page.values())
+    assert names == sorted(page.name for page in (tmp_path / "pages").glob("*.md"))
+    assert "](../" not in "".join(page.read_text() for page in (tmp_path / "pages").glob("*.md"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -112,6 +113,24 @@ def test_a_small_run_leaves_all_that_it_promises(small):
     fingerprint = artifacts.read(folder / "runs" / "latest" / "teacher-outputs", "teacher_outputs").fingerprint
     for name, kind in (("student", "model"), ("registration", "registration")):
         assert artifacts.manifest(folder / "runs" / "latest" / name, kind).parents["teacher_outputs"] == fingerprint
+
+
+@pytest.mark.slow
+def test_commands_of_the_tutorial(small):
+    """Those that ask about a run that is there; the others are `make run`, as above."""
+    _, folder, _ = small
+    page = (local_runs.ROOT / "docs" / "start-digits.md").read_text().replace("\\\n", " ")
+    found = re.findall(
+        r"^ +\.venv/bin/python (-m trainer (?:predict|bill|stage) .*?)(?:  #.*)?$", page, flags=re.MULTILINE
+    )
+    assert len(found) == 3
+    for line in found:
+        words = shlex.split(line.replace("runs/first", "runs/latest"))
+        if "predict" in words:
+            words.append("--force")  # after one epoch the student does not pass its gate
+        ended = local_runs.run([sys.executable, *words], folder)
+        assert ended.returncode == 0, ended.stderr
+    assert artifacts.read(folder / "again", "evaluation").figures["student"]["test"]["top1"] > 0
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Every recipe that there is: its comment has what a user needs to know, and each command in it would run, as far as that shows here.
+"""Every recipe: its comment has what a user needs to know. Its commands, the README's and the tutorials' pass the checks before a run.
 
 Teacher and student are built at their real shapes on the meta device, where a tensor has no memory, and make one step of the distillation.
 """
@@ -8,6 +8,7 @@ import dataclasses
 import re
 import shlex
 from contextlib import nullcontext
+from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
@@ -36,17 +37,19 @@ def comment(recipe):
     return "\n".join(line.removeprefix("#") for line in text.partition("\n\n")[0].splitlines())
 
 
-def commands(recipe):
-    """Each command that the comment names: its variables, by their names."""
-    text = comment(recipe).replace("\\\n", " ")
-    lines = re.findall(r"^ +(?:command +)?(make .*)", text, flags=re.MULTILINE)
-    return [dict(word.partition("=")[::2] for word in shlex.split(line)) for line in lines]
+def commands(text):
+    """Each run that a text names: its variables, by their names."""
+    runs = r"^ +(?:command +)?(make (?:run|search|deploy-pipeline|neuron-warm-up)\b.*)"
+    lines = re.findall(runs, text.replace("\\\n", " "), flags=re.MULTILINE)
+    return [dict(word.partition("=")[::2] for word in shlex.split(line, comments=True)) for line in lines]
 
 
+ROOT = Path(__file__).parents[2]
+PAGES = {page.stem: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("start-*.md")))}
 COMMANDS = [
-    pytest.param(command, id=f"{recipe}-{number}")
-    for recipe in sorted(config.recipes())
-    for number, command in enumerate(commands(recipe))
+    pytest.param(command, id=f"{name}-{number}")
+    for name, text in [*((recipe, comment(recipe)) for recipe in sorted(config.recipes())), *PAGES.items()]
+    for number, command in enumerate(commands(text))
 ]
 
 
@@ -62,7 +65,7 @@ def test_the_comment_says_how_to_run_it(recipe):
     stated = dict(re.findall(r"^ +(\w+) {2,}(\S.*)", comment(recipe), flags=re.MULTILINE))
     assert tuple(stated) == STATED
     assert stated["command"].startswith("make ")
-    assert commands(recipe)[0]["RECIPE"] == recipe
+    assert commands(comment(recipe))[0]["RECIPE"] == recipe
 
 
 @pytest.fixture
@@ -91,14 +94,15 @@ def classes_of(settings):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_of_the_comment_pass_all_checks(command, photos):
+def test_commands_of_recipes_and_tutorials_pass_all_checks(command, photos):
     """On a pool of a cluster; or here, where the images are listed."""
     place = Placement(pool=command.get("POOL", ""), nodes=int(command.get("NODES", 1)))
     place.check()
     overrides = ["run.device=cpu", *shlex.split(command.get("SET", ""))]
-    settings = sections.resolve(command["RECIPE"], shlex.join(overrides))
+    recipe = command.get("RECIPE", "digits")
+    settings = sections.resolve(recipe, shlex.join(overrides))
     if not place.pool and settings.data.source != "digits":
-        settings = sections.resolve(command["RECIPE"], shlex.join([*overrides, photos(classes_of(settings))]))
+        settings = sections.resolve(recipe, shlex.join([*overrides, photos(classes_of(settings))]))
     processes = place.processes("auto") if place.pool else 1  # there are too few images for several
     preflight.checked(settings, trains_here=not place.pool, processes=processes)
     tasks = compilation.task_names(compilation.committed_text())
