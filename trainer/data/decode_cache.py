@@ -5,9 +5,9 @@ It is a folder of chunks, each of two files:
     000012.arrow    the squares of the chunk's good images
     000012.jsonl    written after it, with its checksum: the outcome of each image, and SHA-256 of every image file and of the squares
 
-A chunk is used only if it was decoded in the same way from images of the same names and labels, their files still hold the same bytes,
-and its squares are whole. A preparation maps squares into memory from a folder of its own, into which they are linked or copied, so that
-another preparation that finishes first takes nothing away from it.
+A chunk is used only if it was decoded in the same way from images of the same names and labels, their files still hold the same bytes
+(by size and ETag where a store lists these, else by SHA-256), and its squares are whole. A preparation maps squares into memory from a
+folder of its own, into which they are linked or copied, so that another preparation that finishes first takes nothing away from it.
 
 Imports nothing heavy, because every process that decodes loads it.
 """
@@ -42,6 +42,7 @@ class _Image(StrictModel):
     name: str
     label: int
     content: str  # SHA-256 of the file, or why it cannot be read
+    state: str = ""  # `Item.state` of the file that was read
     reason: str = ""  # why it is quarantined; empty for a good image, which has the fields below
     key: str = ""
     width: int = 0
@@ -89,12 +90,13 @@ class DecodeCache:
         if not self._has_squares(number, chunk.squares):
             logger.warning("%s: its squares are not whole; decoding these images again", self._uri(number, "jsonl"))
             return None
-        if any(image.content != content(item) for image, item in zip(chunk.images, items, strict=True)):
-            return None
+        for image, item in zip(chunk.images, items, strict=True):
+            if not (item.state and image.state == item.state) and image.content != content(item):
+                return None
         return [
             Quarantined(name=image.name, reason=image.reason)
             if image.reason
-            else ImageCandidate(split=item.split, **image.model_dump(exclude={"content", "reason"}))
+            else ImageCandidate(split=item.split, **image.model_dump(exclude={"content", "state", "reason"}))
             for image, item in zip(chunk.images, items, strict=True)
         ]
 
@@ -111,7 +113,7 @@ class DecodeCache:
                 found: dict[str, Any] = {"reason": outcome.reason}
             else:
                 found = {name: getattr(outcome, name) for name in ("key", "width", "height", "gray_peak", "appearance")}
-            images.append(_Image(name=item.name, label=item.label, content=content, **found))
+            images.append(_Image(name=item.name, label=item.label, content=content, state=item.state, **found))
         chunk = _Chunk(way=self.way, squares=storage.file_digest(squares), images=tuple(images))
         storage.write_checksummed(self._uri(number, "jsonl"), chunk.model_dump_json(exclude_defaults=True))
 

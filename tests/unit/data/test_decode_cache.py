@@ -90,6 +90,25 @@ def test_in_a_store_too(object_store, photos: Path, tmp_path: Path, caplog: pyte
     assert prepared(photos, place, caplog) == (undisturbed[0], 25 - CHUNK - 1)
 
 
+def test_photos_of_a_store_are_not_read_again(
+    object_store, photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their size and ETag are in the listing; a changed photo costs its chunk."""
+    for file in photos.rglob("*.png"):
+        object_store.put(f"photos/{file.relative_to(photos)}", file.read_bytes())
+    source = {"source": f"imagefolder:{object_store.uri('photos')}"}
+    with pytest.raises(DataError, match="images are bad"):
+        run(settings(photos, **source | {"max_bad_fraction": 0.0}), dataset=tmp_path / "data")
+    object_store.put("photos/class 1/03.png", (photos / "class 0" / "02.png").read_bytes())
+    object_store.clear()
+    caplog.set_level(logging.INFO)
+    run(settings(photos, **source), dataset=tmp_path / "data")
+    assert f"prepare: {25 - CHUNK} of 25 images had been decoded by an earlier attempt" in caplog.messages
+    read = {one.path for one in object_store.requests if one.method == "GET" and one.path.endswith(".png")}
+    assert len(read) == CHUNK
+    assert any(path.endswith("/03.png") for path in read)
+
+
 @pytest.mark.parametrize("suffix", ["arrow", "jsonl"])
 @pytest.mark.parametrize("damage", ["truncated", "altered", "gone", "empty"])
 def test_a_damaged_chunk_is_decoded_again(

@@ -36,6 +36,7 @@ class SourceFile:
 
     name: str  # relative to the folder, with /
     location: str  # path or URI
+    state: str = ""  # as `Item.state`
 
     @property
     def suffix(self) -> str:
@@ -110,10 +111,11 @@ def list_files(folder: str, outside: Outside) -> FolderFiles:
     walk = _Walk(outside)
     try:
         if storage.is_remote(folder):
-            names = storage.files(folder)
-            if not names:
+            listed_objects = storage.listing(folder)
+            first = next(listed_objects, None)
+            if first is None:
                 raise DataError(f"folder {folder}: does not exist; check data.source")
-            found = walk.objects(folder, names)
+            found = walk.objects(folder, itertools.chain([first], listed_objects))
         else:
             root = storage.local_path(folder)
             if not root.is_dir():
@@ -153,12 +155,13 @@ class _Walk:
         self.empty: list[str] = []
         self.systems = Tally()
 
-    def objects(self, folder: str, names: Iterable[str]) -> Iterator[SourceFile]:
+    def objects(self, folder: str, objects: Iterable[storage.Listed]) -> Iterator[SourceFile]:
         """Yield the objects of a store."""
         seen = set()
-        for name in names:
+        for name, size, tag in objects:
             if not (system := of_systems(name)):
-                yield SourceFile(limits.printable_name(name), storage.join(folder, name))
+                state = f"{size} {tag}" if tag else ""
+                yield SourceFile(limits.printable_name(name), storage.join(folder, name), state)
             elif system not in seen:
                 seen.add(system)
                 self._pass_by(system)

@@ -80,6 +80,7 @@ class ImageFolder(ImageSource):
                 location=photo.location,
                 label=labels[photo.folder],
                 split=places[photo.folder][0],
+                state=photo.state,
             )
             for photo in found.photos
         ]

@@ -55,6 +55,7 @@ class Item:
     location: str  # argument of the listing's `read`
     label: int  # index of the class, or of the set of classes; or -1
     split: SplitName  # split in the source; `train` in a source without splits
+    state: str = ""  # size and ETag of the file as the store lists it; empty where it was not listed
 
 
 @dataclass(frozen=True, kw_only=True)
