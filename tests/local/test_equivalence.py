@@ -9,6 +9,7 @@ WAYS = {
     "two processes, sharded optimizer state, loader processes": (2, {"zero": True, "workers": 1}),
     "three processes, two micro-batches of which some are smaller": (3, {"accumulation": 2}),
     "two processes, gradients sent in bf16": (2, {"gradient_compression": "bf16"}),
+    "three processes, sharded weights, two micro-batches": (3, {"sharding": "fsdp", "accumulation": 2}),
 }
 LONG = {
     "two processes": (2, {}),

@@ -22,9 +22,9 @@ QUICKLY = {name: value for name, value in QUICK.items() if name in config.Finetu
 }
 STEPS = 20
 WAYS = {
-    "lora, two processes, sharded optimizer state, activations computed again": (
+    "lora, two processes, sharded weights, activations computed again": (
         2,
-        {"method": "lora", "zero": True, "layer_decay": 1.0, "activation_checkpointing": True},
+        {"method": "lora", "sharding": "fsdp", "layer_decay": 1.0, "activation_checkpointing": True},
     ),
     "the head alone": (1, {"method": "head"}),
 }

@@ -25,6 +25,7 @@ WAYS = {
     "accumulation, mixed views, online teacher": (1, {"accumulation": 3, "drop_path": 0.1}),
     "recorded teacher, loader processes": (1, {"teacher": "recorded", "workers": 2}),
     "two processes, sharded optimizer state": (2, {"zero": True, "accumulation": 2}),
+    "two processes, sharded weights": (2, {"sharding": "fsdp"}),
 }
 
 
@@ -69,8 +70,12 @@ def test_it_ends_with_same_bits_and_same_losses(distill, way):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "settings"),
-    [pytest.param(2, 1, {}, marks=pytest.mark.long), (1, 2, {}), (2, 1, {"logit": {"loss": "dist"}})],
-    ids=["from two to one", "from one to two", "from two to one, images of a micro-batch compared"],
+    [pytest.param(2, 1, {}, marks=pytest.mark.long), (1, 2, {"sharding": "fsdp"}), (2, 1, {"logit": {"loss": "dist"}})],
+    ids=[
+        "from two to one",
+        "from one to two with sharded weights",
+        "from two to one, images of a micro-batch compared",
+    ],
 )
 def test_resuming_with_other_processes_keeps_samples_and_losses(distill, digits, before, after, settings):
     epoch = len(open_dataset(digits).split("train"))

@@ -58,6 +58,7 @@ from trainer.config.settings import RegisterSettings as RegisterSettings
 from trainer.config.settings import ReinforceSettings as ReinforceSettings
 from trainer.config.settings import SearchSettings as SearchSettings
 from trainer.config.settings import Settings as Settings
+from trainer.config.settings import Sharding as Sharding
 from trainer.config.settings import TimmWeights as TimmWeights
 from trainer.config.settings import TrackingSettings as TrackingSettings
 from trainer.config.settings import TrainingSettings as TrainingSettings

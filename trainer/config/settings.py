@@ -29,6 +29,7 @@ DEVICE_VARIABLE = "TRAINER_DEVICE"  # environment variable that says where to tr
 
 Precision = Literal["auto", "fp32", "bf16"]
 Compile = Literal["auto", "on", "off"]
+Sharding = Literal["auto", "none", "fsdp"]
 GrayBits = Annotated[int, Field(ge=8, le=16)]
 Workers = NonNegative | Literal["auto"]
 ViewsOn = Literal["auto", "cpu", "device"]
@@ -336,6 +337,9 @@ class TrainingSettings(Section):
     """Data type of gradients in the all-reduce; bf16 halves their bytes."""
     zero: bool = False
     """Shard the optimizer's state over the processes (ZeroRedundancyOptimizer)."""
+    sharding: Sharding = "auto"
+    """`fsdp`: each process keeps a share of every weight, gradient and optimizer state, and gathers a block's weights while it computes
+    with them (FSDP2); so it does of an online teacher. `none`: each process keeps whole models."""
     log_every: Positive = 10
     """Steps between two log lines, and between two points of each metric."""
     checkpoint_every: NonNegative = 500

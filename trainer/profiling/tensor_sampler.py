@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from timm.layers import Attention
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from trainer.config import EvidenceSettings
 from trainer.devices import ReadBack
@@ -35,18 +37,23 @@ class TensorStats:
         named = {name: parameter for name, parameter in model.named_parameters() if name not in left_out}
         self.names = list(named)
         self._parameters = list(named.values())
-        self._weights = [parameter.detach() for parameter in self._parameters]
-        self._strides = [_stride(weights) for weights in self._weights]
+        self._group: dist.ProcessGroup | None = None
+        """The processes that share out the weights, which then measure together, each its rows."""
+        if isinstance(first := self._parameters[0], DTensor):
+            self._group = first.device_mesh.get_group(-1)
+        self._weights = [_own(parameter.detach()) for parameter in self._parameters]
+        self._strides = [_stride(parameter) for parameter in self._parameters]
         device = self._weights[0].device
         lengths = [
             len(range(0, weights.numel(), stride)) for weights, stride in zip(self._weights, self._strides, strict=True)
         ]
         self._lengths = torch.tensor(lengths, device=device)
+        self._all_lengths = self._summed(self._lengths.clone())
         self._owners: Tensor | None = None
         """The tensor of each sampled element, [E], where the device cannot sum neighbors by their numbers."""
         if device.type == "xla":
             self._owners = torch.repeat_interleave(torch.tensor(lengths)).to(device)
-        self._sizes = torch.tensor([[weights.numel(), weights.dim()] for weights in self._weights], device=device)
+        self._sizes = torch.tensor([[weights.numel(), weights.dim()] for weights in self._parameters], device=device)
         self._sampled = self._measured = torch.empty(0)
 
     @torch.no_grad()
@@ -54,14 +61,15 @@ class TensorStats:
         """Measure weights and gradients; between the backward pass and the optimizer."""
         # a tensor without a gradient has as many NaN
         gradients = [
-            parameter.new_full((1,), math.nan).expand(parameter.shape) if parameter.grad is None else parameter.grad
-            for parameter in self._parameters
+            weights.new_full((1,), math.nan).expand(weights.shape) if parameter.grad is None else _own(parameter.grad)
+            for parameter, weights in zip(self._parameters, self._weights, strict=True)
         ]
         self._sampled, sampled_gradients = self._sample(self._weights), self._sample(gradients)
         flags = [~self._sampled.isfinite(), sampled_gradients == 0, ~sampled_gradients.isfinite()]
         weight_nonfinite, zeros, nonfinite = self._means(flags)
         of_weights, of_gradients = (  # norm and mean absolute value of each tensor, [T] each
-            (norm_all(tensors), norm_all(tensors, 1) / self._sizes[:, 0]) for tensors in (self._weights, gradients)
+            (self._norms(tensors), self._summed(norm_all(tensors, 1)) / self._sizes[:, 0])
+            for tensors in (self._weights, gradients)
         )
         absent: Tensor | float = 0.0  # NaN for the tensors that have no gradient
         if any(parameter.grad is None for parameter in self._parameters):
@@ -96,13 +104,33 @@ class TensorStats:
         values = torch.stack([quantity.float() for quantity in quantities], dim=1)
         if self._owners is None:
             # `unsafe` leaves out checks, which would wait for the device
-            return torch.segment_reduce(values, "mean", lengths=self._lengths, axis=0, unsafe=True).T
+            means = torch.segment_reduce(values, "mean", lengths=self._lengths, axis=0, unsafe=True).T
+            if self._group is None:
+                return means
+            sums = torch.where(self._lengths > 0, means * self._lengths, 0.0)  # a share may be empty
+            return self._summed(sums) / self._all_lengths
         sums = values.new_zeros(len(self.names), len(quantities)).index_add(0, self._owners, values)
         return (sums / self._lengths[:, None]).T
+
+    def _norms(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The norm of each tensor, [T]."""
+        norms = norm_all(tensors)
+        return norms if self._group is None else self._summed(norms.square()).sqrt()
+
+    def _summed(self, values: Tensor) -> Tensor:
+        """The sum over the processes that share out the weights; the values themselves where none do."""
+        if self._group is not None:
+            dist.all_reduce(values, group=self._group)
+        return values
 
     def _at_least_one(self, share: Tensor, mean: Tensor) -> Tensor:
         """The share of elements that are not finite, at least one where the mean over all [T] is not."""
         return torch.where(mean.isfinite(), share, share.maximum(1 / self._sizes[:, 0]))
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """This process's rows of a tensor that is shared out, or all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _stride(weights: Tensor) -> int:

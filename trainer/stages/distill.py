@@ -16,6 +16,7 @@ from trainer.data.dataset import PreparedDataset, Targets, open_dataset
 from trainer.data.loader import Samples, Views
 from trainer.data.sampler import SampleSlice
 from trainer.devices import Device
+from trainer.devices.process_group import Processes
 from trainer.evaluation.embeddings import FORWARD_BATCH, add_probe, evenly_spaced
 from trainer.io import artifacts
 from trainer.io.errors import SettingsError
@@ -38,6 +39,7 @@ from trainer.objectives.distillation.recording import (
 from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.recorder import Startup
 from trainer.training.session import open_session
+from trainer.training.sharding import is_fsdp
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +111,9 @@ def run(
         if session.processes.is_first:
             _log_counts(samples, settings)
         size = view_size(classifier, teachers, recording)
-        objective = make_objective(settings, classifier, teachers, recording, session.processes.device, data.targets)
+        sharing = session.processes if is_fsdp(settings, session.processes) else None
+        device = session.processes.device
+        objective = make_objective(settings, classifier, teachers, recording, device, data.targets, sharing)
         if settings.further_teachers and settings.compares_features:
             objective.balance(_first_views(settings, samples, size, recording), session.processes.device)
         trained = session.train(
@@ -212,10 +216,11 @@ def make_objective(
     recording: Recording | None,
     device: Device,
     targets: Targets | None = None,
+    sharing: Processes | None = None,
 ) -> DistillObjective:
     """Make what is learned, on its device, from teachers that are online or from recorded outputs; a teacher is changed.
 
-    `targets` are the data set's (`PreparedDataset.targets`).
+    `targets` are the data set's (`PreparedDataset.targets`), `sharing` the processes that share out the weights of a teacher.
     """
     spoken_of: Sequence[Classifier | RecordingDescription] = teachers
     if recording is not None:
@@ -233,6 +238,7 @@ def make_objective(
             tokens=settings.token_weight > 0,
             blocks=[*settings.blocks.values()],
             compile=settings.compile,
+            sharing=sharing,
         )
         for teacher in teachers
     ]

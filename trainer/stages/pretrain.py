@@ -78,12 +78,12 @@ def pretrain(model: Classifier, settings: PretrainSettings, session: Session) ->
     objective = MaeObjective(autoencoder, session.seed)
     trained = session.train("mae", objective, samples, settings.mae, view_size=model.card.image_size, labeled=False)
     assert isinstance(trained, MaskedAutoencoder), "the objective's model is a MaskedAutoencoder"
-    model.network.load_state_dict(trained.encoder.state_dict())
+    model.network = trained.encoder
     objective.release()
     if session.processes.is_first:
         split = session.data.split("val")
         count = min(_PICTURED, len(split))
-        images = split.read(range(count)).to(session.processes.device.torch_device)
+        images = split.read(range(count)).to(trained.mask_token.device)
         keys = torch.from_numpy(split.keys[:count].view("int64"))
         picture = draw_reconstructions(trained, images, keys, seed=session.seed)
         (session.evidence.path / RECONSTRUCTIONS).write_bytes(picture)

@@ -16,8 +16,9 @@ from trainer.report.tracking.stage_runs import Tracker
 from trainer.training.attempts import AttemptLog
 from trainer.training.checkpoints import Checkpoints, newest
 from trainer.training.loop import Hook, Trainer
+from trainer.training.sharding import local
 from trainer.training.spec import Losses
-from trainer.training.training_state import capture, restore
+from trainer.training.training_state import Snapshot, capture, restore
 
 logger = logging.getLogger(__name__)
 
@@ -106,14 +107,23 @@ def save(
         steps, trainer.model, trainer.optimizer, trainer.averaged, processes=trainer.processes, pending=pending
     )
     # The loss was finite, but the update that followed may have spoilt the weights, which would never heal.
-    weights = {name: state.model[name] for name, _ in trainer.model.named_parameters()}
+    weights = {name: local(state.model[name]) for name, _ in trainer.model.named_parameters()}
     finite = torch.stack([torch.isfinite(weight).all() for weight in weights.values()]).tolist()
     bad = [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]
+    if trainer.is_sharded:  # each has looked at its shares
+        found = trainer.processes.gather(bad, f"the weights that are not finite after step {steps}")
+        bad = [name for name in weights if any(name in one for one in found)]
     if bad:
         name, shown = trainer.spec.name, listed(bad, _MAX_NAMES)
         raise TrainingError(
             f"{name}: weights are not finite after step {steps} ({shown}), so no checkpoint of them is kept; lower {name} "
             "base_learning_rate or clip_norm, or use precision=fp32"
         )
-    if trainer.processes.is_first:
-        checkpoints.save(state, needed=needed)
+    if not trainer.is_sharded:
+        if trainer.processes.is_first:
+            checkpoints.save(state, needed=needed)
+        return
+    what, is_first = f"the checkpoint of step {steps}", trainer.processes.is_first
+    if trainer.processes.gather(is_first and checkpoints.takes(steps, needed=needed), what)[0]:
+        with trainer.processes.waiting(what):
+            (checkpoints.take if is_first else Snapshot.contribute)(state)

@@ -68,6 +68,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         # Where the micro-batch is a part of what is learned, `spec.keep_micro_batches` sees to `accumulation`.
         "compile",
         "zero",
+        "sharding",
         "accumulation",
         "activation_checkpointing",
         "teacher_batch",
@@ -237,9 +238,19 @@ class Checkpoints:
     # Writing
 
     def save(self, state: TrainingState, *, needed: bool = False) -> None:
-        """Copy a state, unless this attempt has written that step, and write it in the background; waits for the write before.
+        """Copy a state, unless this attempt has written that step, and write it in the background; as `takes`."""
+        if self.takes(state.step, needed=needed):
+            self.take(state)
 
-        Where a store holds that one up, the state is passed over: the training continues, and has another one to keep soon.
+    def take(self, state: TrainingState) -> None:
+        """Copy a state that `takes` wants, and write it in the background."""
+        self._snapshot.take(state)
+        self._writer.start(partial(self._write, state.step), "a checkpoint could not be written", counts=True)
+
+    def takes(self, step: int, *, needed: bool = False) -> bool:
+        """Return whether to copy the state after `step` steps, when the write before has ended; this attempt may have written it.
+
+        Where a store holds that write up, the state is passed over: the training continues, and has another one to keep soon.
 
         Args:
             needed: whether no step follows, so that it is not passed over.
@@ -256,18 +267,15 @@ class Checkpoints:
                     f"the one before is still on its way to {self.uri}; the training continues, and keeps the next one that can be "
                     "written"
                 )
-                logger.warning("%s  no checkpoint after step %d: %s", self._name, state.step, text)
+                logger.warning("%s  no checkpoint after step %d: %s", self._name, step, text)
             self._passed_over = True
-            return
+            return False
         self._passed_over = False
         self._wait()
         self.check_failures()
         if self._generation is None:
             self.begin()
-        if self._generation is not None and CheckpointEntry(self._generation.number, state.step) in self._whole:
-            return
-        self._snapshot.take(state)
-        self._writer.start(partial(self._write, state.step), "a checkpoint could not be written", counts=True)
+        return self._generation is None or CheckpointEntry(self._generation.number, step) not in self._whole
 
     def check_failures(self) -> None:
         """Raise what the background thread has met that ends the training, as `save` does; takes no time."""

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from trainer.config import MultiLabelLoss, Precision, TrainingSettings
 from trainer.data.batch import Batch, Mixing, to_device
@@ -24,6 +25,7 @@ from trainer.data.loader import StoredImages, make_loader
 from trainer.devices import Device, ReadBack
 from trainer.devices.process_group import Processes, wait_limit_s
 from trainer.evaluation.metrics import mean_average_precision
+from trainer.training.sharding import inference
 
 LabelLoss = Callable[[Tensor, Tensor, Mixing | None, float, Tensor | None], Tensor]
 """`cross_entropy`, or what is called with the same arguments."""
@@ -144,6 +146,12 @@ def validate(
     mine = range(processes.rank, len(split), processes.world_size)
     most = -(-len(split) // processes.world_size)
     own = [list(mine[start : start + batch_size]) for start in range(0, len(mine), batch_size)]
+    counts, turns = [*map(len, own)], -(-most // batch_size)
+    if isinstance(
+        model, FSDPModule
+    ):  # all take part in each forward pass: without images left, by some that do not count
+        own += [own[-1] if own else [0]] * (turns - len(own))
+        counts += [0] * (turns - len(counts))
     loader = make_loader(
         StoredImages(split, device, batch_size),
         own,
@@ -153,9 +161,9 @@ def validate(
         timeout_s=wait_limit_s() / 2,  # before the other processes, which wait for this one, give up
     )
     with closing(loader):
-        for turn in range(-(-most // batch_size)):
+        for turn in range(turns):
             if turn < len(own):
-                batch, count = next(loader), len(own[turn])
+                batch, count = next(loader), counts[turn]
                 measured.append(
                     _measure(model, batch, count, device, settings.precision)
                     if split.targets is None
@@ -168,7 +176,7 @@ def validate(
     model.train(training)
     arrived = [*ReadBack({str(number): part for number, part in enumerate(measured)}).wait().values()]
     if split.targets is not None:
-        whole = [logits[: len(indices)] for logits, indices in zip(arrived, own, strict=True)]
+        whole = [logits[:count] for logits, count in zip(arrived, counts, strict=True)]
         return _compare_sets(whole, split.labels[[*mine]], split.targets, processes)
     own_total = [0.0, 0.0]
     if arrived:  # summed in double precision
@@ -191,7 +199,7 @@ def _measure(model: nn.Module, batch: Batch, count: int, device: Device, precisi
 def _logits(model: nn.Module, batch: Batch, device: Device, precision: Precision) -> Tensor:
     """Compute the logits of a batch, float32 [B, K] on the device."""
     images = batch.images.to(device.torch_device, non_blocking=True)
-    with device.inference(), device.autocast(precision):
+    with inference(model, device), device.autocast(precision):
         logits: Tensor = model(images)
     return logits.float()
 

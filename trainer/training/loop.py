@@ -36,6 +36,7 @@ from trainer.training.optimizers import (
 )
 from trainer.training.parallelize import DdpTimer, parallelize_model
 from trainer.training.prefetch import Prefetcher, make_prefetcher
+from trainer.training.sharding import alias, gather, is_fsdp, outline, release_gathered, shard
 from trainer.training.spec import Losses, TrainingSpec, check_batch
 
 logger = logging.getLogger(__name__)
@@ -100,19 +101,29 @@ class Trainer:
         settings, processes, objective = spec.settings, spec.processes, spec.objective
         check_batch(objective.model, settings, processes)
         self.spec, self.settings, self.processes, self.hooks = spec, settings, processes, hooks
-        self.model = objective.model.to(processes.device.torch_device).train()
+        self.is_sharded = is_fsdp(settings, processes)
+        """Whether each process keeps a share of the weights."""
+        self.model = objective.model.train()
+        if not self.is_sharded:  # whose blocks go to the device as they are cut
+            self.model.to(processes.device.torch_device)
         if settings.activation_checkpointing:
             checkpoint_activations(self.model)
         self._check_low_resolution()
+        self._outline = outline(self.model) if self.is_sharded else None
+        average = alias(self.model) if self.is_sharded and settings.ema_decay else None
         with processes.waiting("the comparison of the models"):
             self._parallel, self._graphs = parallelize_model(self.model, settings, processes)
+            if average is not None:
+                shard(average, settings, processes)
         self._ddp_timer = DdpTimer(self._parallel) if isinstance(self._parallel, DistributedDataParallel) else None
         self.communication = None if self._ddp_timer is None else self._ddp_timer.record
         """Returns how long gradients travel, where DDP exchanges them."""
         groups = parameter_groups(self.model, weight_decay=settings.weight_decay, layer_decay=spec.layer_decay)
         self._parameters = [parameter for group in groups for parameter in group["params"]]
         self.optimizer = make_optimizer(groups, settings, processes)
-        self._ema = AveragedModel(self.model, settings.ema_decay, processes.device) if settings.ema_decay else None
+        self._ema: AveragedModel | None = None
+        if settings.ema_decay:
+            self._ema = AveragedModel(self.model, settings.ema_decay, processes.device, average)
         self._statistics = running_statistics(self.model) if processes.world_size > 1 else []
         self.loader = LoaderStats()
         self.preemption = Preemption(processes)
@@ -125,7 +136,7 @@ class Trainer:
 
     @property
     def result(self) -> nn.Module:
-        """The model to keep: the average of the weights where `ema_decay` is set."""
+        """The model to keep: the average of the weights where `ema_decay` is set; sharded as the training is."""
         return self.averaged or self.model
 
     @property
@@ -139,7 +150,7 @@ class Trainer:
         return self._graphs is None or self._graphs.count > 0
 
     def train(self) -> nn.Module:
-        """Take all steps that are left, and return `result`.
+        """Take all steps that are left, and return `result`; where it is sharded, a copy with whole weights, on the host.
 
         Raises:
             TrainerError: as a hook raises, such as `TrainingError` of a loss that is not finite, or `PreemptedError`.
@@ -162,7 +173,11 @@ class Trainer:
             for hook in self.hooks:
                 hook.after_last_step()
         processes.barrier("the end of the training")
-        return self.result
+        if self._outline is None:
+            return self.result
+        self.optimizer.state.clear()  # makes room for the whole weights
+        with processes.waiting("the gathering of the trained weights"):
+            return gather(self.result, self._outline)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -288,6 +303,7 @@ class Trainer:
         )
         with self.processes.device.autocast(self.settings.precision):
             self.spec.objective.forward_for_hooks(few)
+        release_gathered(self.model)
 
     def _check_compilation(self, step: int) -> None:
         """Warn if too little or too much is compiled; read how long gradients traveled."""
@@ -306,6 +322,7 @@ class Trainer:
             scores = validate(
                 self.result, split, self.processes, self.settings, should_stop=should_stop, workers=workers
             )
+            release_gathered(self.result)
             self.owes_validation = scores is None
             if scores is not None:
                 self.measured = scores

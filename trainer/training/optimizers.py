@@ -161,10 +161,10 @@ class AveragedModel:
     The decay at step t is min(decay, (1 + t) / (10 + t)), so that a short training isn't held back by its first weights.
     """
 
-    def __init__(self, model: nn.Module, decay: float, device: Device = HOST) -> None:
-        """Start from the model's present weights; `device` is where they are."""
+    def __init__(self, model: nn.Module, decay: float, device: Device = HOST, copied: nn.Module | None = None) -> None:
+        """Start from the model's present weights; `device` is where they are, `copied` a copy of the model, by default made here."""
         self.decay, self._device = decay, device
-        self.model = copy.deepcopy(model).eval().requires_grad_(False)
+        self.model = (copied or copy.deepcopy(model)).eval().requires_grad_(False)
         self._averages: list[Tensor] = list(self.model.parameters())
         self._sources: list[Tensor] = list(model.parameters())
         self._buffers = list(zip(self.model.buffers(), model.buffers(), strict=True))

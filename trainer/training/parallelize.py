@@ -1,9 +1,9 @@
-"""Make a model ready for training on its device: faster kernels, or torch.compile; and DistributedDataParallel."""
+"""Make a model ready for training on its device: faster kernels, or torch.compile; and DistributedDataParallel, or FSDP."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from trainer.devices.process_group import Processes
 from trainer.devices.torch_private import DdpTimings, compiler_backend, ddp_timings
 from trainer.profiling.evidence import CommunicationRecord
 from trainer.training.cpu_kernels import use_fast_kernels
+from trainer.training.sharding import is_fsdp, repeated_blocks, shard
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class DdpTimer:
 def parallelize_model(
     model: nn.Module, settings: TrainingSettings, processes: Processes
 ) -> tuple[nn.Module, CompileCounter | None]:
-    """Make a model, on its device, ready to be trained; its weights stay its own.
+    """Make a model, on its device, ready to be trained; its weights stay its own, or become shares of them on the device.
 
     One process compiles the whole model. Several compile its repeated blocks, so that gradients are exchanged while the backward pass goes
     on, block by block.
@@ -100,6 +101,9 @@ def parallelize_model(
             whole: Any = torch.compile(model, backend=graphs, dynamic=False)
             return whole, graphs
         compile_blocks(model, graphs)
+    if is_fsdp(settings, processes):
+        shard(model, settings, processes)
+        return model, graphs
     if processes.world_size == 1 or processes.device.share_weights(model):
         return model, graphs
     shared = DistributedDataParallel(
@@ -121,13 +125,3 @@ def compile_blocks(model: nn.Module, graphs: CompileCounter) -> None:
         # Blocks share graphs where they are alike; with stochastic depth each rate needs its own, and torch would give up after 8. Shapes
         # are static: a training has two at most, and so has a validation.
         block.compile(backend=graphs, dynamic=False, recompile_limit=max(8, 4 * len(blocks)))
-
-
-def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks that a network is a sequence of: the elements of its outermost lists of modules of one kind."""
-    for child in model.children():
-        kinds = {type(element) for element in child.children()}
-        if isinstance(child, (nn.Sequential, nn.ModuleList)) and len(child) > 1 and len(kinds) == 1:
-            yield from child
-        else:
-            yield from repeated_blocks(child)

@@ -33,8 +33,8 @@ class Trace(Hook):
     @contextmanager
     def running(self, trainer: Trainer) -> Iterator[None]:
         spec, processes = trainer.spec, trainer.spec.processes
-        # Measurements are part of a common graph where devices trace.
-        alike = processes.device.is_lazy and processes.world_size > 1
+        # Measurements are part of a common graph where devices trace, and need all shares where weights are sharded.
+        alike = (processes.device.is_lazy and processes.world_size > 1) or trainer.is_sharded
         self.recorder = Recorder(
             spec.settings.evidence,
             name=spec.name,

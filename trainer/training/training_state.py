@@ -26,6 +26,7 @@ from trainer.io.base_models import NonNegative
 from trainer.io.errors import ArtifactError
 from trainer.io.formatting import listed
 from trainer.training import optimizers
+from trainer.training.sharding import shared_like, whole
 
 OPTIONS = ("lr_scale", "weight_decay", "betas", "eps")
 """What a group of weights has of its own, beside the schedule's learning rate: it decides how a weight is changed."""
@@ -83,7 +84,8 @@ def capture(
 ) -> TrainingState:
     """Return the state after `step` steps: the tensors themselves, which the next step changes.
 
-    A collective if the optimizer is sharded: every rank of `processes` calls it, and rank 0 gets the full state, the others none.
+    A collective if the optimizer is sharded: every rank of `processes` calls it, and rank 0 gets the full state, the others none. Of a
+    model that is sharded too each rank gets its shares, which are gathered by `Snapshot.take` and `contribute`.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     part, what = optimizers.local_optimizer(optimizer), f"the checkpoint of step {step}"
@@ -133,8 +135,8 @@ def restore(
     )
     if average is not None:
         _raise_if_any(state, "average", _mismatches(state.average or {}, average.state_dict()))
-        average.load_state_dict(dict(state.average or {}))
-    model.load_state_dict(dict(state.model))
+        average.load_state_dict(_shared(state.average or {}, average))
+    model.load_state_dict(_shared(state.model, model))
     # By name: `load_state_dict` goes by numbers of weights, and a sharded optimizer does not get it right for a fused one.
     by_weight: dict[str, dict[str, Tensor]] = {}
     for name, tensor in state.optimizer.items():
@@ -148,7 +150,15 @@ def restore(
     for weight, _ in held:
         found = by_weight.get(names[weight])
         if found is not None:
-            part.state[weight] = {key: value.to(weight.device, copy=True) for key, value in found.items()}
+            part.state[weight] = {
+                key: shared_like(value, weight).to(weight.device, copy=True) for key, value in found.items()
+            }
+
+
+def _shared(held: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that a model is to take, shared out as its weights are."""
+    wanted = model.state_dict()
+    return {name: shared_like(tensor, wanted[name]) for name, tensor in held.items()}
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,12 +270,19 @@ class Snapshot:
                 self._parts[name] = _Part(tensors)
             with torch.no_grad():  # from a GPU they are there when the current stream has come so far
                 for tensor_name, view in self._parts[name].views.items():
-                    view.copy_(tensors[tensor_name], non_blocking=True)
+                    view.copy_(whole(tensors[tensor_name]), non_blocking=True)
         if any(part.pinned for part in self._parts.values()):
             torch.cuda.current_stream().synchronize()
         self._description = _Description(
             step=state.step, pending=state.pending, groups=tuple(map(_Group.model_validate, state.groups))
         )
+
+    @staticmethod
+    def contribute(state: TrainingState) -> None:
+        """Give this process's shares of a state's tensors to the first process, which takes it; each is gathered by itself."""
+        for tensors in (getattr(state, name) or {} for name in PARTS):
+            for tensor_name in _in_file(tensors):
+                whole(tensors[tensor_name])
 
     def write(self, folder: Path) -> None:
         """Write the copy into a folder, and wait until the disk has it; raises `OSError` where that is full or refuses."""
@@ -310,8 +327,7 @@ class _Part:
     """Memory for some tensors, in the layout of a safetensors file."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        # The widest first, so that each begins at a multiple of its width.
-        names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+        names = _in_file(tensors)
         sizes = [tensors[name].numel() * tensors[name].element_size() for name in names]
         ends = list(accumulate(sizes))
         self.pinned = any(tensor.is_cuda for tensor in tensors.values())
@@ -328,6 +344,11 @@ class _Part:
             name: self.memory[begin:end].view(tensors[name].dtype).view(tensors[name].shape)
             for name, (begin, end) in offsets.items()
         }
+
+
+def _in_file(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names in the order of the file: the widest first, so that each begins at a multiple of its width."""
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:

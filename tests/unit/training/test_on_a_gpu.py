@@ -42,6 +42,7 @@ IN_THE_MAIN_PROCESS = {"seed": 0, "workers": 0}
 NOT_IN_A_STEP = {
     "loop.py:__init__",  # the model
     "frozen_teacher.py:__init__",
+    "frozen_teacher.py:_place",
     "tensor_sampler.py:__init__",  # what looks at the weights
     "pretrain.py:pretrain",  # the picture at the end
     "pretraining.py:draw_reconstructions",

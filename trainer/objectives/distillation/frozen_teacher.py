@@ -20,11 +20,13 @@ from torch import Tensor, nn
 
 from trainer.config import Compile, Precision
 from trainer.devices import Device, full_float32
+from trainer.devices.process_group import Processes
 from trainer.io.errors import ModelError
 from trainer.models import networks
 from trainer.models.networks import Classifier
 from trainer.objectives.distillation.losses import TeacherOutputs
 from trainer.training.cpu_kernels import is_convolutional, use_fast_kernels
+from trainer.training.sharding import repeated_blocks, shard_frozen
 
 CPU_PIXELS = 8 * 224**2
 """Of a forward pass on a CPU; more of them leave its caches, fewer do not fill it. Transformers in bf16 take any number alike.
@@ -52,6 +54,7 @@ class FrozenTeacher:
         tokens: bool = False,
         blocks: Sequence[int] = (),
         compile: Compile = "auto",  # noqa: A002  # as the setting
+        sharing: Processes | None = None,
     ) -> None:
         """Freeze `model` and bring it to the device.
 
@@ -63,12 +66,16 @@ class FrozenTeacher:
             features: and tokens, blocks: whether these are asked for beside logits, of a network that is known to have them
                 (`models.feature_size`, `token_shape`, `block_shapes`).
             compile: whether to compile it; auto compiles on GPUs only.
+            sharing: processes that each keep a share of its blocks' weights, and call it equally often, a whole batch a forward pass; None:
+                this process keeps all.
         """
-        self._model = model.to(device.torch_device).eval().requires_grad_(False)
+        self._model = model.eval().requires_grad_(False)
         self._device, self._precision = device, precision
         self._features, self._tokens, self._blocks = features, tokens, blocks
         in_caches = device.kind == "cpu" and (is_convolutional(model) or not device.uses_bf16(precision))
         self._limit = batch_size or (max(1, CPU_PIXELS // model.card.image_size**2) if in_caches else 0)
+        if sharing is not None:  # batches of the processes differ by an image, and so might the number of their passes
+            self._limit = 0
         self._compiles = device.compiles_with(compile)
         self._compiled: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {}
         if not self._compiles:
@@ -81,13 +88,15 @@ class FrozenTeacher:
             else [torch.tensor(one, device=device.torch_device) for one in (known.mean, known.std)]
             for known in (model.card.embedding, model.card.tokens)
         )
-        if device.uses_bf16(precision):
-            # Kept in bf16 is what autocast would convert in every forward pass: the same outputs, bit by bit. Kinds derived from these
-            # may compute with their weights first, and stay as they are.
-            of_head = set() if self._head is None else {*self._head.modules()}
-            for module in self._model.modules():
-                if type(module) in {nn.Linear, nn.Conv2d} and module not in of_head:
-                    module.to(torch.bfloat16)
+        self._of_head = set() if self._head is None else {*self._head.modules()}
+        if sharing is None:
+            self._place(self._model)
+        else:
+            if self._compiles:
+                for block in repeated_blocks(self._model):
+                    block.compile(dynamic=False)
+                self._compiles = False
+            shard_frozen(self._model, "outputs", sharing, self._place)
 
     def __call__(self, images: Tensor) -> TeacherOutputs:
         """Return the outputs for uint8 images [B, 3, H, W]; of a network without a head there are no logits.
@@ -117,6 +126,17 @@ class FrozenTeacher:
         features = _standardized(pooled, self._embedding) if self._features else None
         tokens = _standardized(further.pop(0), self._token) if self._tokens else None
         return TeacherOutputs(logits, features, tokens, tuple(further))
+
+    def _place(self, part: nn.Module) -> None:
+        """Bring a part of the network to the device, each layer converted on the way: it never lies there in float32 as well.
+
+        Kept in bf16 is what autocast would convert in every forward pass: the same outputs, bit by bit. Kinds derived from these may
+        compute with their weights first, and stay as they are.
+        """
+        for module in part.modules() if self._device.uses_bf16(self._precision) else ():
+            if type(module) in {nn.Linear, nn.Conv2d} and module not in self._of_head:
+                module.to(self._device.torch_device, torch.bfloat16)
+        part.to(self._device.torch_device)
 
     def _forward(self, size: int) -> Callable[[Tensor], Sequence[Tensor]]:
         """The network for parts of `size` images: to `_answer`'s tensors."""
