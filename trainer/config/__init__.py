@@ -309,7 +309,7 @@ def resolve_run(recipe: str, overrides: str | Iterable[str] = (), *, is_prepared
     return settings
 
 
-_SHARED_BY_TRIALS = {"distill.epochs", "distill.pause_epochs", "distill.seed", "distill.teacher"}
+_SHARED_BY_TRIALS = {f"distill.{name}" for name in ("epochs", "latency_runs", "pause_epochs", "seed", "teacher")}
 
 
 def search_space(search: SearchSettings) -> dict[str, Dimension]:

@@ -810,6 +810,9 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     pause_epochs: Annotated[NonNegativeFloat, Field(exclude_if=_is_unset)] = 0.0
     """Epochs after which the training pauses: it hands on the student as it is then and keeps its checkpoint, from which the same settings
     with a larger value, or with 0, resume. 0: it does not pause. `search` sets it."""
+    latency_runs: Annotated[int, Field(ge=0, exclude_if=_is_unset)] = 0
+    """Passes of one image through the trained student by which its latency on the CPU is measured. 0: none, since `evaluate` measures it.
+    `search` sets it."""
 
     def weight(self, term: str) -> float:
         weight: float = getattr(self, f"{term}_weight")
@@ -1002,9 +1005,10 @@ class SearchSettings(Section):
     """The best settings, which are trained again with other seeds, as are the recipe's own."""
     seeds: Positive = 3
     """Trainings of each finalist, whose mean decides."""
-    cost: Literal["none", "parameters"] = "none"
-    """What a student costs, where the space has students of several sizes. Trials then go on where no other is both better and cheaper, and
-    of the finalists that pass `evaluate.gate` on the validation split the cheapest is taken."""
+    cost: Literal["none", "parameters", "latency"] = "none"
+    """Cost of a student, where the space has several: its parameters, or its latency for one image on the CPU of the machine that trained
+    it. A trial continues where no other is both better and cheaper, and of the finalists that pass `evaluate.gate` on the validation split
+    the cheapest is taken."""
     budget_hours: NonNegativeFloat | None = None
     """Most hours that the search may take; fewer trials are begun where a forecast exceeds it. Default: no limit."""
     budget_usd: NonNegativeFloat | None = None

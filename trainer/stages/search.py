@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 NAME = "search"
 Launch = Callable[[JobSpec, threading.Event], None]
 """Runs a training to its end, where the run trains; the event interrupts it."""
-_BESIDE_THE_TRIALS = {"enabled", "trials", "finalists", "seeds", "budget_hours", "budget_usd", "cost", "gate"}
+_LATENCY_RUNS = 50
+_BESIDE_THE_TRIALS = {"enabled", "trials", "finalists", "seeds", "budget_hours", "budget_usd", "gate"}
 """Settings that change neither a trial nor the order of proposals, so a search with others goes on with the trials that there are."""
 
 
@@ -168,9 +169,9 @@ class _Searching:
         while ranked:
             least, front = math.inf, list[int]()
             for number in ranked:
-                if (size := self.trials[number].parameters or 0) < least:
+                if (cost := self.trials[number].cost(self.settings.cost)) < least:
                     front.append(number)
-                    least = size
+                    least = cost
             ordered += front
             ranked = [number for number in ranked if number not in front]
         return ordered
@@ -194,10 +195,11 @@ class _Searching:
         if self.settings.cost != "none":
             passing = [one for one in finalists if self._passes(one, means[one.number])]
             if passing:
-                cheapest = min(passing, key=lambda one: (one.parameters or 0, -means[one.number]))
+                kind = self.settings.cost
+                cheapest = min(passing, key=lambda one: (one.cost(kind), -means[one.number]))
                 which = f"trial {cheapest.number}" if cheapest.number else "the recipe"
                 reason = f"{which} is the cheapest that passes the gate on the validation split"
-                return cheapest.number, f"{reason}: {cheapest.parameters:,} parameters, {means[cheapest.number]:.1%}"
+                return cheapest.number, f"{reason}: {cheapest.costs(kind)}, {means[cheapest.number]:.1%}"
             logger.warning("search  no finalist passes the gate on the validation split, so cost does not decide")
         best = max(means, key=lambda number: (means[number], -number))
         gain, deviation = means[best] - means[0], _deviation(scored)
@@ -233,6 +235,7 @@ class _Searching:
             trials=tuple(self.trials),
             best=best,
             reason=reason,
+            cost="parameters" if self.settings.cost == "none" else self.settings.cost,
             trainings=trainings,
             seconds=sum(one.seconds for one in self.trials),
         )
@@ -309,7 +312,9 @@ class _Searching:
         seconds = time.monotonic() - began
         dollars = made_of.place.dollars(seconds) if made_of.place else None
         attempt = Attempt(epochs=epochs, score=score, seconds=seconds, dollars=dollars)
-        done: dict[str, Any] = {"parameters": figures["parameters"]}
+        # One measurement of a student, so that noise does not change its rank between rungs.
+        latency_ms = figures.get("latency_ms") if trial.latency_ms is None else trial.latency_ms
+        done: dict[str, Any] = {"parameters": figures["parameters"], "latency_ms": latency_ms}
         if seed is None:
             done["attempts"] = (*trial.attempts, attempt)
         else:
@@ -329,6 +334,7 @@ class _Searching:
         quiet = {"operators_at": (), "operators_steps": 0}
         changed = {
             "pause_epochs": pause_epochs,
+            "latency_runs": _LATENCY_RUNS if self.settings.cost == "latency" else 0,
             "validate_every_epochs": 0,
             "evidence": tried.evidence.model_copy(update=quiet),
             "seed": tried.seed if seed is None else seed,

@@ -60,6 +60,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         "log_every",
         "checkpoint_every",
         "pause_epochs",
+        "latency_runs",
         "checkpoint_keep",
         "validate_every_epochs",
         "evidence",

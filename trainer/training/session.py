@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from trainer.config import DistillSettings, PretrainSettings, TrainingSettings, WatchSettings
 from trainer.data.dataset import PreparedDataset
 from trainer.data.loader import RecordedOutputs, Samples, micro_batch_size
 from trainer.devices.process_group import Processes, join_processes
+from trainer.evaluation.metrics import measure_latency
 from trainer.graph import STAGES, Kind
 from trainer.io import artifacts, host, storage
 from trainer.io.artifacts import Draft
@@ -219,6 +221,10 @@ class Session:
             self.model.figures.update(architecture=card.architecture, parameters=parameters, image_size=card.image_size)
             if card.labels and (name := val_name(self._measured)):
                 self.model.figures[name] = self._measured[name]
+            if isinstance(settings, DistillSettings) and settings.latency_runs:
+                image = torch.zeros(1, 3, card.image_size, card.image_size, dtype=torch.uint8)
+                timed = measure_latency({"": model.cpu().eval()}, image, batch_sizes=[1], runs=settings.latency_runs)
+                self.model.figures["latency_ms"] = timed[""][0].p50_ms
 
     def check_ours(self) -> None:
         """Raise `SupersededError`, before the outputs are written, where a later attempt at this stage writes them too."""

@@ -425,7 +425,7 @@ def test_paused_training_resumes_exactly(distilled, tmp_path, monkeypatch):
     assert 0 < steps < len(whole.curves()["loss"])
     assert torch.equal(paused.curves()["loss"], whole.curves()["loss"][:steps])
     (kept,) = (tmp_path / "checkpoints").glob("distill-*")
-    again = distilled("again", epochs=2, ema_decay=0.9, pause_epochs=0.5)  # as where the first attempt lost its student
+    again = distilled("again", epochs=2, ema_decay=0.9, pause_epochs=0.5, latency_runs=3)  # its student was lost
     heads = [networks.load(one.student).network.head.weight for one in (paused, again)]
     assert torch.equal(*heads)
     ended = distilled("ended", epochs=2, ema_decay=0.9)
@@ -440,6 +440,9 @@ def test_paused_training_resumes_exactly(distilled, tmp_path, monkeypatch):
     scores = [artifacts.manifest(one.student, "model").figures["val_top1"] for one in (paused, again, ended, whole)]
     assert scores[0] == scores[1]
     assert scores[2] == scores[3]
+    latencies = [artifacts.manifest(one.student, "model").figures.get("latency_ms") for one in (paused, again)]
+    assert latencies[0] is None
+    assert 0 < latencies[1] < 60_000
 
 
 @pytest.mark.parametrize("settings", [{"epochs": 1}, {"epochs": 1, "teacher": "recorded", "logit_weight": 0}], ids=str)

@@ -53,6 +53,8 @@ class Trainings:
             self.epochs(spec).write_text(str(share * settings["epochs"]))  # what a checkpoint would be
             with artifacts.create(spec.outputs["student"], "model", settings=settings) as draft:
                 draft.figures.update(val_top1=score, parameters=1000 * depth)
+                if settings.get("latency_runs"):
+                    draft.figures["latency_ms"] = 8 / depth  # as if a deeper student answered sooner
             with artifacts.create(spec.outputs["evidence"], "evidence", settings=settings):
                 pass
         finally:
@@ -145,8 +147,29 @@ def test_cheapest_student_that_passes_is_taken(inputs, tmp_path, drop, depth):
     )
     assert found.chosen["student"]["args"]["depth"] == depth
     page = (tmp_path / "search" / PAGE).read_text()
-    assert "Score and size of the finalists" in page
+    assert "Score and cost of the finalists" in page
     assert ("is the cheapest that passes the gate" in found.reason) == (drop > 0.005)
+
+
+def test_cost_can_be_latency(inputs, tmp_path):
+    sizes = ",".join(f'{{architecture="vit_tiny_patch16_224",args={{depth={number}}}}}' for number in (1, 2, 4))
+    found = search(
+        inputs,
+        tmp_path / "search",
+        Trainings(),
+        space={"distill.student": f"choice({sizes})"},
+        cost="latency",
+        sampler="random",
+        trials=12,
+        finalists=4,
+        seeds=1,
+        overrides=["evaluate.gate.max_accuracy_drop=1", "evaluate.gate.min_accuracy=0"],
+    )
+    assert found.chosen["student"]["args"]["depth"] == 4
+    assert "the cheapest that passes the gate on the validation split: 4,000" not in found.reason
+    assert "2.00 ms" in found.reason
+    assert "latency_runs" not in found.chosen
+    assert "ms for one image" in (tmp_path / "search" / PAGE).read_text()
 
 
 def test_weights_that_the_student_starts_from_are_parents(inputs, tmp_path):

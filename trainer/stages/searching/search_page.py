@@ -112,28 +112,29 @@ def _finalists(found: SearchResult) -> Table:
             "the recipe" if one.number == 0 else f"trial {one.number}",
             f"{statistics.mean(scores):.1%}",
             ", ".join(f"{score:.1%}" for score in scores),
-            f"{one.parameters:,}" if one.parameters else "",
+            one.costs(found.cost),
         ]
         for one, scores in found.finalists()
     ]
-    return Table(["settings", "mean", "each seed", "parameters"], rows, "Finalists")
+    return Table(["settings", "mean", "each seed", "cost"], rows, "Finalists")
 
 
 def _front(found: SearchResult) -> Figure | None:
-    """Draw the finalists' score against their size; None where all are of one size."""
+    """Draw the finalists' score against their cost; None where all cost the same."""
+    unit, scale = ("ms for one image", 1.0) if found.cost == "latency" else ("million parameters", 1e6)
     lines = [
         TrialLine(
             name=str(one.number),
-            points=[((one.parameters or 0) / 1e6, statistics.mean(scores))],
+            points=[(one.cost(found.cost) / scale, statistics.mean(scores))],
             positions=(),
-            hint=f"trial {one.number}: {one.parameters:,} parameters, {statistics.mean(scores):.1%}",
+            hint=f"trial {one.number}: {one.costs(found.cost)}, {statistics.mean(scores):.1%}",
             is_best=one.number == found.best,
         )
         for one, scores in found.finalists()
     ]
     if len({one.points[0][0] for one in lines}) < 2:
         return None
-    chart = trial_scores(lines, "Score and size of the finalists", across="million parameters")
+    chart = trial_scores(lines, "Score and cost of the finalists", across=unit)
     return Figure(chart, "The finalists: above and to the left is better; the one that was chosen is marked.")
 
 

@@ -42,6 +42,16 @@ class SearchTrial(StrictModel):
     """Why it ended, where it failed."""
     parameters: int | None = None
     """Of its student."""
+    latency_ms: float | None = None
+    """Of its student for one image on a CPU, the median; None where latency is not the cost."""
+
+    def cost(self, kind: str) -> float:
+        """Return what its student costs by `search.cost`."""
+        return (self.latency_ms if kind == "latency" else self.parameters) or 0
+
+    def costs(self, kind: str) -> str:
+        """Return the same as text."""
+        return f"{self.latency_ms:.2f} ms" if kind == "latency" else f"{self.parameters:,} parameters"
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -71,6 +81,8 @@ class SearchResult(StrictModel):
     """Number of the trial whose settings are chosen; 0: the recipe's own stay."""
     reason: str
     """Why."""
+    cost: str = "parameters"
+    """What students cost; see `search.cost`."""
     trainings: float
     """Whole trainings that the halving cost; what the finalists were trained beyond it is not counted."""
     seconds: float
