@@ -14,7 +14,7 @@ import pytest
 from trainer import cli, config, stages
 from trainer.config.search_space import Dimension
 from trainer.graph import STAGES, JobSpec
-from trainer.io import artifacts, commands
+from trainer.io import artifacts, commands, storage
 from trainer.io.errors import EXIT_CODE, BudgetError, LaunchError, SettingsError
 from trainer.runner import local_run
 from trainer.stages.searching.search_schema import PAGE, read_search
@@ -49,8 +49,9 @@ class Trainings:
             far += 0.02 / depth
             share = (settings.get("pause_epochs") or settings["epochs"]) / settings["epochs"]
             score = 0.5 + 0.3 * share - far + self.noise * ((settings["seed"] * 7 + 3) % 5 - 2)
-            self.epochs(spec).parent.mkdir(parents=True, exist_ok=True)
-            self.epochs(spec).write_text(str(share * settings["epochs"]))  # what a checkpoint would be
+            storage.write_bytes(
+                self.epochs(spec), str(share * settings["epochs"]).encode()
+            )  # what a checkpoint would be
             with artifacts.create(spec.outputs["student"], "model", settings=settings) as draft:
                 draft.figures.update(val_top1=score, parameters=1000 * depth)
                 if settings.get("latency_runs"):
@@ -63,7 +64,7 @@ class Trainings:
 
     @staticmethod
     def epochs(spec):
-        return Path(spec.environment[artifacts.CHECKPOINTS_VARIABLE]) / f"epochs of seed {spec.settings['seed']}"
+        return storage.join(spec.environment[artifacts.CHECKPOINTS_VARIABLE], f"epochs-{spec.settings['seed']}")
 
     @property
     def trained(self):
@@ -149,6 +150,17 @@ def test_cheapest_student_that_passes_is_taken(inputs, tmp_path, drop, depth):
     page = (tmp_path / "search" / PAGE).read_text()
     assert "Score and cost of the finalists" in page
     assert ("is the cheapest that passes the gate" in found.reason) == (drop > 0.005)
+
+
+def test_a_store_that_is_away_for_a_while_changes_nothing(inputs, tmp_path, object_store):
+    def fail(spec):
+        object_store.answer(503, times=3)  # each time a trial is about to write its student
+        return False
+
+    there = search(inputs, object_store.uri("search"), Trainings(fails=fail), trials=2, seeds=1)
+    here = search(inputs, tmp_path / "search", Trainings(), trials=2, seeds=1)
+    assert [one.values for one in there.trials] == [one.values for one in here.trials]
+    assert (there.best, there.reason) == (here.best, here.reason)
 
 
 def test_cost_can_be_latency(inputs, tmp_path):
@@ -290,7 +302,7 @@ def test_budget_begins_fewer_trials_or_refuses(inputs, tmp_path, monkeypatch):
 
     def takes(spec):
         epochs = spec.settings.get("pause_epochs") or spec.settings["epochs"]
-        before = float(trainings.epochs(spec).read_text()) if trainings.epochs(spec).exists() else 0.0
+        before = float(storage.read_bytes(uri)) if storage.exists(uri := trainings.epochs(spec)) else 0.0
         now[0] += 60 * (epochs - before)  # a minute an epoch, from the checkpoint on
         return False
 
