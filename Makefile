@@ -176,6 +176,12 @@ sbom: $(AUDIT)  ## write sbom/*.json: the Python packages of the images with the
 		PYTHONWARNINGS=ignore .audit/bin/cyclonedx-py requirements "requirements/$$lock.txt" --pyproject pyproject.toml --mc-type application \
 		--output-reproducible --output-format JSON --output-file "sbom/$$lock.json" || exit 1; echo "sbom/$$lock.json"; done
 
+.PHONY: release
+release: IMAGES ?= cpu gpu serving
+release: $(READY) sbom  ## build the wheel, the source archive and their bills of materials into dist/, and the images [IMAGES="cpu gpu serving"]
+	@rm -rf dist && $(VENV)/python -m hatchling build --directory dist && cp sbom/*.json dist/
+	@for target in $(IMAGES); do $(MAKE) --no-print-directory image TARGET=$$target || exit 1; done
+
 .PHONY: image manifests kind-up kind-load test-kind kind-down
 IMAGE_NAME = $(or $(IMAGE),$(shell $(VENV)/python -c \
 	'from components.launch import IMAGE; print(IMAGE$(if $(filter neuron serving,$(TARGET)),.replace(":", "-$(TARGET):")))'))
