@@ -14,8 +14,8 @@ DOCS := .docs/.ready
 COMPILE_REQUIREMENTS := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-header --no-emit-index-url --no-emit-find-links $(if $(UPGRADE),--upgrade)
 
-AUDITED := development runtime neuron serving xla uv audit docs
-SBOMS := runtime neuron serving
+AUDITED := development runtime neuron serving reaper xla uv audit docs
+SBOMS := runtime neuron serving reaper
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run ui test test-long test-gpu bench bench-gpu check lint compile deploy-pipeline undeploy-pipeline docs lock clean
@@ -161,6 +161,7 @@ lock: $(UV)  ## pin the requirements after a change of pyproject.toml [UPGRADE=1
 	cp requirements/development.txt requirements/xla.txt  # its versions are kept wherever the overrides let them
 	$(COMPILE_REQUIREMENTS) pyproject.toml --group xla --override requirements/xla-overrides.txt --output-file requirements/xla.txt
 	$(COMPILE_REQUIREMENTS) --group serving --constraint requirements/development.txt --output-file requirements/serving.txt
+	$(COMPILE_REQUIREMENTS) --group reaper --constraint requirements/development.txt --output-file requirements/reaper.txt
 	echo uv | $(COMPILE_REQUIREMENTS) - --output-file requirements/uv.txt
 	$(COMPILE_REQUIREMENTS) --group audit --output-file requirements/audit.txt
 	$(COMPILE_REQUIREMENTS) --group docs --output-file requirements/docs.txt
@@ -184,9 +185,9 @@ release: $(READY) sbom  ## build the wheel, the source archive and their bills o
 
 .PHONY: image manifests kind-up kind-load test-kind kind-down
 IMAGE_NAME = $(or $(IMAGE),$(shell $(VENV)/python -c \
-	'from components.launch import IMAGE; print(IMAGE$(if $(filter neuron serving,$(TARGET)),.replace(":", "-$(TARGET):")))'))
+	'from components.launch import IMAGE; print(IMAGE$(if $(filter neuron serving reaper,$(TARGET)),.replace(":", "-$(TARGET):")))'))
 
-image: $(READY)  ## build and check an image: of tasks and jobs, or of the server [TARGET=cpu|gpu|neuron|serving IMAGE=name:tag]
+image: $(READY)  ## build and check an image: of tasks and jobs, the server, or the reaper [TARGET=cpu|gpu|neuron|serving|reaper IMAGE=name:tag]
 	@manifests/images/build.sh "$(or $(TARGET),cpu)" "$(IMAGE_NAME)"
 
 manifests: $(READY)  ## print what an overlay would apply [OVERLAY=kind|eks]

@@ -35,6 +35,6 @@ old="$(grep -oE '"nvidia.com/cuda.driver[a-z-]*.major":"[0-9]+"' <<<"$labels" | 
 overlay="$MANIFESTS/overlays/eks"
 ! grep -rq 'vit-distillation-artifacts' "$overlay" || lacks "your bucket" "put it for vit-distillation-artifacts in $overlay"
 ! grep -q 'newName: registry/' "$overlay/kustomization.yaml" ||
-    lacks "your image" "put its name under images in $overlay/kustomization.yaml"
+    lacks "your image of the reaper" "put its name under images in $overlay/kustomization.yaml"
 
 [[ -z "$MISSING" ]] || fail "this is missing for EKS, and nothing was applied:"$'\n'"${MISSING%$'\n'}"

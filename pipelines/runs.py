@@ -228,7 +228,7 @@ def stop(api: Api, run_id: str) -> None:
             raise
         print(f"run {run_id} is {state.lower()}; there is nothing to stop")
         return
-    print(f"run {run_id} was asked to end; its exit task deletes its jobs, or the reaper does within three minutes")
+    print(f"run {run_id} was asked to end; its exit task deletes its jobs, or the reaper does within five minutes")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,6 +15,7 @@ From the lowest layer to the highest:
     finishing       what is left of a run when it has ended
 """
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from trainer import __version__
@@ -26,9 +27,9 @@ IMAGE_VARIABLE = "TRAINER_IMAGE"  # environment variable of a task: the image th
 INSTALL_EXTRA = "pip install 'vit-distillation-pipeline[kubeflow]'"
 
 
-def missing_extra(user: str) -> str:
-    """Say what `user` lacks to run and how to get it; empty where all of the extra is installed. Imports none of it."""
-    absent = [name for name in ("kfp", "kubernetes") if find_spec(name) is None]
+def missing_extra(user: str, needed: Sequence[str] = ("kfp", "kubernetes")) -> str:
+    """Say what `user` lacks to run and how to get it; empty where all that it needs is installed. Imports none of it."""
+    absent = [name for name in needed if find_spec(name) is None]
     return (
         f"{user} needs {' and '.join(absent)}, not installed here; install the extra: {INSTALL_EXTRA}" if absent else ""
     )

@@ -104,7 +104,7 @@ def _render(options: argparse.Namespace) -> None:
 
 
 def _reap(options: argparse.Namespace) -> None:
-    if message := missing_extra("reap"):
+    if message := missing_extra("reap", ["kubernetes"]):
         raise LaunchError(message)
     from components.launch import finishing, reaper
     from components.launch.client import Cluster

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds an image and has it prove that it works: `make image [TARGET=cpu|gpu|neuron|serving] [IMAGE=name:tag]`. Not run yet.
+# Builds an image and has it prove that it works: `make image [TARGET=cpu|gpu|neuron|serving|reaper] [IMAGE=name:tag]`. Not run yet.
 #   manifests/images/build.sh TARGET IMAGE
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../require.sh"
@@ -7,8 +7,8 @@ TARGET="$1" IMAGE="$2"
 
 case "$TARGET" in
 cpu | gpu) dockerfile=Dockerfile ;; # one image: torch carries CUDA
-neuron | serving) dockerfile="Dockerfile.$TARGET" ;;
-*) fail "TARGET=$TARGET is not known; choose cpu, gpu, neuron or serving" ;;
+neuron | serving | reaper) dockerfile="Dockerfile.$TARGET" ;;
+*) fail "TARGET=$TARGET is not known; choose cpu, gpu, neuron, serving or reaper" ;;
 esac
 require_docker
 DOCKER_BUILDKIT=1 docker build --file "$MANIFESTS/images/$dockerfile" --tag "$IMAGE" "$MANIFESTS/.."
@@ -18,7 +18,9 @@ run() {
     docker run --rm --read-only --tmpfs /tmp --network none --cap-drop ALL --security-opt no-new-privileges --entrypoint "$1" "$IMAGE" "${@:2}"
 }
 run python -m trainer --version
-if [[ "$TARGET" == serving ]]; then
+if [[ "$TARGET" == reaper ]]; then
+    run python -c 'import components.launch.finishing, components.launch.reaper, mlflow'
+elif [[ "$TARGET" == serving ]]; then
     run python -c 'import mlflow, onnxruntime, openvino, s3fs, trainer.predict.photo_classifier, trainer.predict.serving.server'
 else
     run python -m trainer config digits >/dev/null

@@ -14,7 +14,7 @@ import torch
 from tests.manifests.test_requirements import LOCKS
 
 ROOT = Path(__file__).parents[2]
-IMAGES = ("Dockerfile", "Dockerfile.neuron", "Dockerfile.serving")
+IMAGES = ("Dockerfile", "Dockerfile.neuron", "Dockerfile.serving", "Dockerfile.reaper")
 
 
 def instructions(name):

@@ -334,6 +334,7 @@ def test_an_image_is_built_and_has_to_work(machine):
         "gpu": "Dockerfile",
         "neuron": "Dockerfile.neuron",
         "serving": "Dockerfile.serving",
+        "reaper": "Dockerfile.reaper",
     }
     for target, dockerfile in dockerfiles.items():
         result = machine.run("images/build.sh", target, "image:1")
