@@ -11,10 +11,12 @@ from trainer.report import charts, pages
 from trainer.report.charts import MarkedTime, ReliabilityCurve
 from trainer.report.pages import (
     BulletList,
+    Columns,
     Details,
     Figure,
     FindingCard,
     Legend,
+    Mark,
     PageSection,
     Paragraph,
     Photo,
@@ -22,6 +24,7 @@ from trainer.report.pages import (
     Subsection,
     Table,
     Tiles,
+    gate_table,
 )
 
 PLAIN = ["apple", "pear", "plum", "fig", "kiwi", "lime", "nut"]
@@ -73,7 +76,9 @@ def parts(names):
     blocks = [
         PageSection(names[0], [Paragraph(names[1]), Table([names[2]], [[names[3]], [names[4]]])]),
         Subsection(names[5], [Details(names[6], [BulletList(names)]), None]),
-        PhotoGrid([Photo(b"", names[0])]),
+        PhotoGrid([Photo(b"", names[0], answers=[(names[1], names[2], "good")])], small=True),
+        Columns([Paragraph(names[3]), Table([""], [[Mark(names[4], "bad")]])]),
+        *gate_table({"conditions": [dict.fromkeys(("name", "measured", "limit", "setting", "reason"), names[5])]}),
         Figure(charts.drawing(9, charts.text(0, 0, names[2], hint=names[3]), title=names[4]), names[1]),
         Legend([("f0", names[5])]),
         Tiles([(names[6], names[0])]),
@@ -93,7 +98,7 @@ def parts(names):
 
 
 def evaluation(names):
-    return evaluation_page(padded(names), [names[0]])
+    return evaluation_page(padded(names), [names[0]], [names[1]], names[2])
 
 
 def padded(names):
@@ -104,7 +109,7 @@ def padded(names):
 def all_charts(names):
     names = padded(names)
     counts = np.arange(len(names) ** 2).reshape(len(names), -1)
-    curve = ReliabilityCurve(name=names[0], confidence=[0.5], accuracy=[0.5], counts=[1])
+    curve = ReliabilityCurve(name=names[0], confidence=[0.5], accuracy=[0.5], intervals=[(0.1, 0.9)], counts=[1])
     window = MarkedTime(label=names[1], style="note", start_s=0, end_s=1)
     lane = charts.window_lane(names[2], names[3], [window], 10)
     drawn = [

@@ -32,7 +32,14 @@ from PIL import Image
 from torch import Tensor
 
 from trainer.data.batch_memory import SharedBytes, empty_images
-from trainer.data.dataset_schema import DESCRIPTION, EXAMPLES, SPLITS, DatasetDescription, SplitName
+from trainer.data.dataset_schema import (
+    DESCRIPTION,
+    EXAMPLES,
+    SPLITS,
+    TEST_EDGES,
+    DatasetDescription,
+    SplitName,
+)
 from trainer.io import artifacts, limits, storage
 from trainer.io.artifacts import Artifact
 from trainer.io.errors import ArtifactError, DataError, StorageError
@@ -273,6 +280,13 @@ class PreparedDataset:
         except (BadImageError, StorageError) as error:
             raise ArtifactError(f"dataset {file.parent}: {name} cannot be read ({error}); prepare it again") from error
         return torch.from_numpy(pixels).permute(2, 0, 1)[None]
+
+    def test_edges(self) -> npt.NDArray[np.int64] | None:
+        """Read the shorter edge of each test image's original in pixels, [N]; None where an earlier version prepared them."""
+        if TEST_EDGES not in self._artifact.files:
+            return None
+        file = artifacts.checked_files(self._uri, self._artifact, [TEST_EDGES]) / TEST_EDGES
+        return np.array(storage.read_json(file)[: self._most], dtype=np.int64)
 
     def fetch(self, *splits: SplitName) -> None:
         """Fetch and check these splits now; others are when they are opened."""

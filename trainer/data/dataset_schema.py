@@ -2,9 +2,9 @@
 
 The artifact holds one Arrow data set a split (`train/`, `val/`, `test/`, `unlabeled/`; columns: `features`), `dataset.json`
 (`DatasetDescription`), `quarantine.json`, `dropped.json`, and the data card `card.html`; where classes have attributes or a hierarchy
-`tags.json` (`ClassTags`), where splits look like one another `near_duplicates.json` (`near_duplicates.NearPair`), and the first test image
-as a file of its own (`EXAMPLES`), for a reader that needs an example and not the split. Imports nothing heavy, because every process
-that decodes images loads it.
+`tags.json` (`ClassTags`), where splits look like one another `near_duplicates.json` (`near_duplicates.NearPair`), the sizes of the test
+images' originals (`TEST_EDGES`), and the first test image as a file of its own (`EXAMPLES`), for a reader that needs an example and not
+the split. Imports nothing heavy, because every process that decodes images loads it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ QUARANTINE = "quarantine.json"
 DROPPED = "dropped.json"
 NEAR_DUPLICATES = "near_duplicates.json"
 CARD = "card.html"
+TEST_EDGES = "test_edges.json"
+"""The shorter edge of each test image's original, in pixels."""
 EXAMPLES = ("example.jpg", "example.png")
 """The first test image as it is stored; one of the two names, after its format."""
 

@@ -47,6 +47,7 @@ from trainer.data.dataset_schema import (
     NEAR_DUPLICATES,
     QUARANTINE,
     SPLITS,
+    TEST_EDGES,
     DatasetDescription,
     SplitName,
     features,
@@ -143,6 +144,8 @@ def prepare(
             read=partial(_encoded, squares),
         )
         (directory / CARD).write_text(card, encoding="utf-8")
+        edges = [min(one.width, one.height) for one in splits["test"]]
+        (directory / TEST_EDGES).write_text(json.dumps(edges) + "\n", encoding="utf-8")
         for file in EXAMPLES:
             (directory / file).unlink(missing_ok=True)
         for candidate in splits["test"][:1]:

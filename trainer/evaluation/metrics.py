@@ -52,6 +52,73 @@ def agreement(logits: Floats, other: Floats) -> float:
     return float((logits.argmax(axis=1) == other.argmax(axis=1)).mean())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What a model answers to each image, [N]."""
+
+    labels: Ints
+    predicted: Ints
+    confidence: Shares  # probability of the predicted class
+    label_confidence: Shares  # probability of the label
+
+    @property
+    def right(self) -> npt.NDArray[np.bool_]:
+        """Whether each image was predicted as its class."""
+        right: npt.NDArray[np.bool_] = self.predicted == self.labels
+        return right
+
+
+def answers(logits: Floats, labels: Ints) -> Answers:
+    """Read a model's answers from its logits, [N, K]."""
+    probabilities, rows = to_probabilities(logits), np.arange(len(labels))
+    predicted: Ints = probabilities.argmax(axis=1)
+    return Answers(
+        labels=labels,
+        predicted=predicted,
+        confidence=probabilities[rows, predicted],
+        label_confidence=probabilities[rows, labels],
+    )
+
+
+def negative_log_likelihood(logits: Floats, labels: Ints) -> float:
+    """Compute the mean of -log p(label) in nats; from logits, since a probability may be too small for a float."""
+    log_probabilities = scipy.special.log_softmax(logits.astype(np.float64), axis=1)
+    return float(-log_probabilities[np.arange(len(labels)), labels].mean())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedDifference:
+    """Whether one model is right more often than another on the same images."""
+
+    only_first: int  # images that only the first has right
+    only_second: int
+    gain: float  # accuracy of the second less that of the first
+    low: float  # the 95 % interval of the gain
+    high: float
+    p_value: float
+
+
+def paired_difference(first: npt.NDArray[np.bool_], second: npt.NDArray[np.bool_]) -> PairedDifference:
+    """Compare which images two models have right, [N]: McNemar's exact test, and the interval of Agresti and Min (2005)."""
+    from scipy import stats  # here, because it takes seconds to import
+
+    lost, won, images = int((first & ~second).sum()), int((second & ~first).sum()), len(first)
+    # A half an image is added to each of the four cells, so that few images do not give an interval of length 0.
+    count, one, other = images + 2, lost + 0.5, won + 0.5
+    middle = (other - one) / count
+    spread = 1.959964 * np.sqrt((one + other) / count - middle**2) / np.sqrt(count)
+    p_value = float(stats.binomtest(won, won + lost).pvalue) if won + lost else 1.0
+    gain = (won - lost) / images
+    return PairedDifference(
+        only_first=lost,
+        only_second=won,
+        gain=gain,
+        low=float(middle - spread),
+        high=float(middle + spread),
+        p_value=p_value,
+    )
+
+
 def confusion_matrix(predicted: Ints, labels: Ints, classes: int) -> ConfusionMatrix:
     """Count how often an image of class i was predicted as class j; rows are the truth."""
     pairs = sparse.coo_array((np.ones(len(labels), dtype=np.int64), (labels, predicted)), shape=(classes, classes))
@@ -101,7 +168,7 @@ def worst_confusions(matrix: ConfusionMatrix, count: int) -> list[Confusion]:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Confidence against accuracy in equal-width bins of confidence, the right edge of each belonging to it."""
+    """Confidence against accuracy in bins of confidence: of equal width, the right edge of each belonging to it, or of equal mass."""
 
     counts: tuple[int, ...]  # images in each bin
     confidence: tuple[float | None, ...]  # mean probability of the predicted class in each bin; None for an empty bin
@@ -118,10 +185,24 @@ def calibration(logits: Floats, labels: Ints, bins: int) -> Calibration:
     """Compute the expected calibration error and its bins (Guo et al., On Calibration of Modern Neural Networks, 2017)."""
     # scikit-learn's calibration_curve bins in the same way, but leaves out empty bins and does not return how many images each bin has,
     # by which the error is weighted.
-    predictions = to_probabilities(logits)
-    confidences = predictions.max(axis=1)
-    right = predictions.argmax(axis=1) == labels
-    which = confidence_bins(confidences, bins)
+    given = answers(logits, labels)
+    return _binned(given, confidence_bins(given.confidence, bins), bins)
+
+
+def equal_mass_calibration(given: Answers, bins: int) -> Calibration:
+    """Compute the calibration error with bins of equally many images, so that none is empty and each is as certain as the others.
+
+    Where nearly all confidences are close to 1, bins of equal width put all images into the last one (Nixon et al., Measuring Calibration
+    in Deep Learning, 2019).
+    """
+    bins = min(bins, len(given.labels))
+    ranks = np.empty(len(given.labels), dtype=np.int64)
+    ranks[np.argsort(given.confidence, kind="stable")] = np.arange(len(given.labels))
+    return _binned(given, ranks * bins // len(given.labels), bins)
+
+
+def _binned(given: Answers, which: Ints, bins: int) -> Calibration:
+    confidences, right = given.confidence, given.right
     counts: Ints = np.bincount(which, minlength=bins).astype(np.int64)
     confidence_sums = np.bincount(which, weights=confidences, minlength=bins)
     right_sums = np.bincount(which, weights=right, minlength=bins)
@@ -129,7 +210,7 @@ def calibration(logits: Floats, labels: Ints, bins: int) -> Calibration:
         counts=tuple(int(count) for count in counts),
         confidence=_means(confidence_sums, counts),
         accuracy=_means(right_sums, counts),
-        error=float(np.abs(right_sums - confidence_sums).sum() / len(labels)),
+        error=float(np.abs(right_sums - confidence_sums).sum() / len(given.labels)),
     )
 
 
@@ -238,6 +319,17 @@ def choose_threshold(probabilities: Floats, targets: Targets) -> float:
 _ROUNDING = 1e-9  # 0.90 - 0.85 is 0.05000000000000004 and still a drop of 0.05
 
 
+@dataclass(frozen=True, kw_only=True)
+class GateCondition:
+    """A condition of the gate, with what was measured of it."""
+
+    name: str
+    measured: str
+    limit: str
+    setting: str
+    reason: str = ""  # why it does not hold; empty where it does
+
+
 def judge(
     settings: GateSettings,
     *,
@@ -248,8 +340,8 @@ def judge(
     student_p95_ms: float,
     student_knn_top1: float | None = None,
     title: str = "top-1",
-) -> list[str]:
-    """Check every condition of the gate; returns each failed one, with its number and its limit.
+) -> list[GateCondition]:
+    """Check every condition of the gate that has a limit.
 
     `student_knn_top1` is None where it was not measured; `title` names the scores of the test images (`scores.TITLES`);
     `student_p95_ms` is the latency at the first of `evaluate.latency_batch_sizes`.
@@ -278,43 +370,72 @@ def judge_scores(
     student_score: float,
     student_knn_top1: float | None = None,
     title: str = "top-1",
-) -> list[str]:
+) -> list[GateCondition]:
     """Check the gate's conditions on the test images; arguments and answer as `judge`."""
-    reasons = []
-    student = f"the student's test {title} of {student_score:.2%}"
-    drop = teacher_score - student_score
-    if drop > settings.max_accuracy_drop + _ROUNDING:
-        reasons.append(
-            f"accuracy: {student} is {100 * drop:.2f} points below the teacher's {teacher_score:.2%}; "
-            f"evaluate.gate.max_accuracy_drop allows {100 * settings.max_accuracy_drop:.2f}"
+    student, setting = f"the student's test {title} of {student_score:.2%}", "evaluate.gate.max_accuracy_drop"
+    drop, most = teacher_score - student_score, f"{100 * settings.max_accuracy_drop:.2f}"
+    below = f"{student} is {100 * drop:.2f} points below the teacher's {teacher_score:.2%}; {setting} allows {most}"
+    conditions = [
+        GateCondition(
+            name=f"test {title} below the teacher's",
+            measured=f"{100 * drop:.2f} points",
+            limit=f"at most {most} points",
+            setting=setting,
+            reason=f"accuracy: {below}" if drop > settings.max_accuracy_drop + _ROUNDING else "",
         )
-    if student_score < settings.min_accuracy - _ROUNDING:
-        reasons.append(f"accuracy: {student} is below evaluate.gate.min_accuracy = {settings.min_accuracy:.2%}")
-    if student_knn_top1 is not None and student_knn_top1 < settings.min_knn_accuracy - _ROUNDING:
-        reasons.append(
-            f"accuracy: the k-NN top-1 of the student's embeddings is {student_knn_top1:.2%}, below evaluate.gate.min_knn_accuracy = "
-            f"{settings.min_knn_accuracy:.2%}"
-        )
-    return reasons
+    ]
+    floors = [("min_accuracy", f"test {title} of the student", student_score, f"{student} is below")]
+    if student_knn_top1 is not None:
+        text = f"the k-NN top-1 of the student's embeddings is {student_knn_top1:.2%}, below"
+        floors.append(("min_knn_accuracy", "k-NN top-1 of the student's embeddings", student_knn_top1, text))
+    for name, title_of_floor, score, text in floors:
+        if least := float(getattr(settings, name)):
+            setting = f"evaluate.gate.{name}"
+            reason = f"accuracy: {text} {setting} = {least:.2%}" if score < least - _ROUNDING else ""
+            condition = GateCondition(
+                name=title_of_floor,
+                measured=f"{score:.2%}",
+                limit=f"at least {least:.2%}",
+                setting=setting,
+                reason=reason,
+            )
+            conditions.append(condition)
+    return conditions
 
 
 def judge_cost(
     settings: GateSettings, *, teacher_parameters: int, student_parameters: int, student_p95_ms: float
-) -> list[str]:
+) -> list[GateCondition]:
     """Check the gate's conditions on size and latency; arguments and answer as `judge`."""
-    reasons = []
-    ratio = teacher_parameters / student_parameters
-    if ratio < settings.min_compression - _ROUNDING:
-        reasons.append(
-            f"compression: the student's {student_parameters:,} parameters are {ratio:.2f} times fewer than the "
-            f"teacher's {teacher_parameters:,}; evaluate.gate.min_compression asks for {settings.min_compression:g}"
+    ratio, conditions = teacher_parameters / student_parameters, []
+    if least := settings.min_compression:
+        setting = "evaluate.gate.min_compression"
+        fewer = (
+            f"the student's {student_parameters:,} parameters are {ratio:.2f} times fewer than the teacher's {teacher_parameters:,}; "
+            f"{setting} asks for {least:g}"
         )
-    if settings.max_latency_ms and student_p95_ms > settings.max_latency_ms:
-        reasons.append(
-            f"latency: the student's p95 of {student_p95_ms:.2f} ms is over "
-            f"evaluate.gate.max_latency_ms = {settings.max_latency_ms:g}"
+        conditions.append(
+            GateCondition(
+                name="parameters fewer than the teacher's",
+                measured=f"{ratio:.2f} times",
+                limit=f"at least {least:g} times",
+                setting=setting,
+                reason=f"compression: {fewer}" if ratio < least - _ROUNDING else "",
+            )
         )
-    return reasons
+    if most := settings.max_latency_ms:
+        setting = "evaluate.gate.max_latency_ms"
+        over = f"latency: the student's p95 of {student_p95_ms:.2f} ms is over {setting} = {most:g}"
+        conditions.append(
+            GateCondition(
+                name="p95 latency on the CPU",
+                measured=f"{student_p95_ms:.2f} ms",
+                limit=f"at most {most:g} ms",
+                setting=setting,
+                reason=over if student_p95_ms > most else "",
+            )
+        )
+    return conditions
 
 
 # ---- Latency on this machine's CPU, and operations

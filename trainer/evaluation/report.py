@@ -6,10 +6,10 @@ Shapes: N test images, K classes.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,19 +18,32 @@ from PIL import Image
 from trainer.data.dataset import Split, Targets
 from trainer.evaluation import metrics
 from trainer.evaluation.label_issues import JudgedLabels
-from trainer.evaluation.metrics import Calibration, Confusion, ConfusionMatrix, Floats, Latency, Machine, Shares
+from trainer.evaluation.metrics import Answers, Calibration, ConfusionMatrix, Floats, Latency, Machine, Shares
+from trainer.evaluation.slices import Slicing
 from trainer.io import limits
 from trainer.io.formatting import isolated, ratio
 from trainer.models.served_student.class_tags import ClassTags
-from trainer.report import charts, pages
-from trainer.report.charts import ReliabilityCurve
-from trainer.report.pages import Block, BulletList, Figure, Legend, PageSection, Paragraph, Photo, PhotoGrid, Table
-
-Example: TypeAlias = tuple[Confusion, npt.NDArray[np.uint8]]
-"""A confusion, and test images of the one class taken for the other, [B, 3, S, S]."""
+from trainer.report import charts, pages, scores
+from trainer.report.charts import ReliabilityCurve, ScatterPoint
+from trainer.report.pages import (
+    Block,
+    Columns,
+    Details,
+    Figure,
+    Legend,
+    PageSection,
+    Paragraph,
+    Photo,
+    PhotoGrid,
+    Subsection,
+    Table,
+    gate_table,
+)
 
 _ISSUES, _NAME = 24, 100  # labels that the page shows with pictures, and most characters of an image's name
 _MISSED = 5  # test images of a class that the page shows
+_OF_A_PAIR, _SUREST = 3, 12  # images of a confused pair of classes, and wrong answers, that the page shows
+_TOP5_CLASSES = 20  # with fewer classes top-5 is close to 100 % for every model
 _PAIRS = 100  # confused classes that are listed where the matrix is too large to draw
 _ROWS = 1000  # classes that the page lists, the worst ones
 
@@ -40,6 +53,7 @@ class Measured:
     """The measurements of one model."""
 
     figures: dict[str, Any]  # its main numbers, as `summary.json` shows them
+    answers: Answers  # to the test images
     matrix: ConfusionMatrix
     calibration: Calibration
     latencies: Sequence[Latency]
@@ -131,6 +145,16 @@ def _details(measured: Measured | MeasuredSets, classes: Sequence[str], images: 
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class EarlierRun:
+    """Another run whose models were tested on the same data set."""
+
+    name: str
+    teacher: Mapping[str, Any]  # its figures
+    student: Mapping[str, Any]
+    cost: str = ""  # time and dollars of its distillation
+
+
 def render(
     *,
     classes: Sequence[str],
@@ -138,23 +162,41 @@ def render(
     student: Measured,
     machine: Machine,
     verdict: Mapping[str, Any],
-    examples: Sequence[Example],
+    split: Split,
+    shown: int,
+    bins: int,
+    slicings: Sequence[Slicing] = (),
+    earlier: Sequence[EarlierRun] = (),
     tags: ClassTags | None = None,
     judged: JudgedLabels | None = None,
+    student_answers: Mapping[str, Answers] | None = None,
 ) -> str:
-    """Build the whole page, self-contained; `tags` has the hierarchy by whose levels was measured, if there is one."""
-    images, both = int(teacher.matrix.sum()), {"teacher": teacher, "student": student}
+    """Build the whole page, self-contained.
+
+    Args:
+        split: the test images.
+        shown: confused pairs of classes that are shown with images.
+        bins: of the calibration.
+        tags: the hierarchy by whose levels was measured, if there is one.
+        student_answers: the student's answers to all images of some splits, for the doubtful labels.
+    """
+    images, both = len(split), {"teacher": teacher, "student": student}
     return _page(
         both,
         f"{images:,} test images, {len(classes)} classes",
         machine,
         verdict,
-        [_comparison(teacher, student, images), _levels(teacher, student, tags) if tags is not None else None],
         [
-            _calibration(both),
-            _confusions(student, classes, examples),
+            _comparison(teacher, student, classes),
+            _earlier(both, earlier, images),
+            _levels(teacher, student, tags) if tags is not None else None,
+        ],
+        [
+            _calibration(both, bins),
+            *_mistakes(both, classes, split, shown),
+            _label_issues(judged, teacher, classes, student_answers or {}) if judged is not None else None,
             _classes(both, classes, student.matrix.sum(axis=1), "recall"),
-            _label_issues(judged, teacher, classes) if judged is not None else None,
+            _slices(slicings),
         ],
     )
 
@@ -168,6 +210,7 @@ def render_sets(
     verdict: Mapping[str, Any],
     split: Split,
     shown: int,
+    earlier: Sequence[EarlierRun] = (),
 ) -> str:
     """Build the whole page where images may have several labels, with test images of at most `shown` classes."""
     both = {"teacher": teacher, "student": student}
@@ -185,7 +228,7 @@ def render_sets(
         f"{len(split):,} test images, {len(classes)} classes, {student.wanted.sum(axis=1).mean():.2f} labels an image",
         machine,
         verdict,
-        [_comparison_of_sets(teacher.figures, student.figures)],
+        [_comparison_of_sets(teacher.figures, student.figures), _earlier(both, earlier, len(split))],
         [
             PageSection("What the student misses", blocks or [Paragraph("Nothing.")]),
             _classes(both, classes, student.wanted.sum(axis=0), "average_precision"),
@@ -211,10 +254,10 @@ def _page(
 
 
 def _verdict(verdict: Mapping[str, Any]) -> PageSection:
-    """Show whether the student passed its gate, or why not."""
-    passed: Block = Paragraph("Passed: every condition of the gate holds.", style="good")
-    refused: list[Block] = [Paragraph("Not passed:", style="bad"), BulletList(verdict["reasons"])]
-    return PageSection("Verdict", [passed] if verdict["passed"] else refused)
+    """Show each condition of the gate, and whether it holds."""
+    passed = Paragraph("Passed: every condition of the gate holds.", style="good")
+    refused = Paragraph("Not passed: the student is registered, but not promoted.", style="bad")
+    return PageSection("Verdict", [passed if verdict["passed"] else refused, *gate_table(verdict)])
 
 
 def _size_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -226,24 +269,89 @@ def _size_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[s
     ]
 
 
-def _comparison(teacher: Measured, student: Measured, images: int) -> PageSection:
-    one, other = teacher.figures, student.figures
+def _comparison(teacher: Measured, student: Measured, classes: Sequence[str]) -> PageSection:
+    one, other, images = teacher.figures, student.figures, len(student.answers.labels)
+    errors = {
+        "ece_equal_mass": "expected calibration error (bins of equal mass)",
+        "nll": "negative log-likelihood (nats)",
+    }
     rows = [
         ("architecture", one["architecture"], other["architecture"], ""),
         ("test top-1", _interval(one, images), _interval(other, images), _points(one, other, "top1")),
-        ("test top-5", f"{one['test']['top5']:.2%}", f"{other['test']['top5']:.2%}", _points(one, other, "top5")),
         ("agreement with the teacher", "", f"{other['test']['agreement']:.2%}", ""),
-        ("expected calibration error", f"{one['test']['ece']:.4f}", f"{other['test']['ece']:.4f}", ""),
-        ("the same without temperature", "", f"{other['test']['ece_uncalibrated']:.4f}", ""),
+        *(
+            (text, f"{one['test'][name]:.4f}", f"{other['test'][name]:.4f}", "lower is better")
+            for name, text in errors.items()
+        ),
         *_size_rows(one, other),
     ]
+    more = {"top5": "test top-5"} if len(classes) > _TOP5_CLASSES else {}
     if "knn_top1" in other["test"]:
-        theirs, ours = (f"{figures['test']['knn_top1']:.2%}" for figures in (one, other))
-        rows.insert(3, ("k-NN top-1 of the embeddings", theirs, ours, _points(one, other, "knn_top1")))
+        more["knn_top1"] = "k-NN top-1 of the embeddings"
+    for name, text in more.items():
+        theirs, ours = (f"{figures['test'][name]:.2%}" for figures in (one, other))
+        rows.insert(2, (text, theirs, ours, _points(one, other, name)))
+    pair = metrics.paired_difference(teacher.answers.right, student.answers.right)
+    likely = "more than chance explains" if pair.p_value < 0.05 else "no more than chance explains"
+    tested = (
+        f"The teacher alone is right on {pair.only_first:,} images, the student alone on {pair.only_second:,}: {likely} (McNemar's exact "
+        f"test, p = {pair.p_value:.2g}). The student's top-1 differs from the teacher's by {100 * pair.gain:+.2f} points, 95 % interval "
+        f"{100 * pair.low:+.2f} to {100 * pair.high:+.2f}."
+    )
     note = f"In brackets: the 95 % interval (Wilson) that {images:,} test images allow."
     if one.get("head"):
         note += f" The teacher has no head; its answers are those of a {one['head']} on its embeddings, fitted to training images."
-    return PageSection("Teacher against student", [Table(["", "teacher", "student", ""], rows), Paragraph(note)])
+    table = Table(["", "teacher", "student", ""], rows)
+    return PageSection("Teacher against student", [table, Paragraph(tested), Paragraph(note, "soft")])
+
+
+def _earlier(
+    both: Mapping[str, Measured | MeasuredSets], earlier: Sequence[EarlierRun], images: int
+) -> PageSection | None:
+    """Compare accuracy, size and latency with earlier runs of the same data; None without any."""
+    if not earlier:
+        return None
+    this = EarlierRun(name="this run", teacher=both["teacher"].figures, student=both["student"].figures)
+    rows, points = [], dict[str, list[ScatterPoint]]()
+    axes: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
+        "latency of one photo on the CPU (ms)": lambda figures: figures["latency_ms"]["p50"],
+        "million parameters": lambda figures: figures["parameters"] / 1e6,
+    }
+    for run in (this, *earlier):
+        score = scores.score(run.student["test"])
+        low, high = metrics.wilson_interval(score, images)
+        latency, size = (of(run.student) for of in axes.values())
+        shown = f"{score:.2%} ({low:.1%} to {high:.1%})"
+        rows.append((run.name, run.student["title"], shown, float(size), float(latency), run.cost))
+        for series, figures in enumerate((run.teacher, run.student)):
+            label = f"{run.name}, {('teacher', 'student')[series]} {figures['title']}"
+            share = scores.score(figures["test"])
+            for axis, of in axes.items():
+                point = ScatterPoint(
+                    label=label,
+                    x=of(figures),
+                    share=share,
+                    interval=metrics.wilson_interval(share, images),
+                    series=series,
+                    is_main=run is this,
+                )
+                points.setdefault(axis, []).append(point)
+    title = scores.title(this.student["test"])
+    headers = ["run", "student", f"test {title}", "million parameters", "p50 (ms)", "distillation"]
+    charts_of = [Figure(charts.scatter(drawn, axis, f"Accuracy against {axis}")) for axis, drawn in points.items()]
+    return PageSection(
+        "Earlier runs of the same data",
+        [
+            Legend([("g0", "teachers"), ("g1", "students")]),
+            Columns(charts_of),
+            Table(headers, rows),
+            Paragraph(
+                "Runs beside this run's directory whose data set has the same fingerprint. Earlier runs are pale. Their latencies were "
+                "measured when they ran.",
+                "soft",
+            ),
+        ],
+    )
 
 
 def _comparison_of_sets(one: Mapping[str, Any], other: Mapping[str, Any]) -> PageSection:
@@ -321,17 +429,29 @@ def _latencies(both: Mapping[str, Measured | MeasuredSets], machine: Machine) ->
     return PageSection("Latency on the CPU", [Table(headers, rows), Paragraph(note)])
 
 
-def _calibration(both: Mapping[str, Measured]) -> PageSection:
+def _calibration(both: Mapping[str, Measured], bins: int) -> PageSection:
     drawn, legend = [], []
     for series, (name, measured) in enumerate(both.items()):
-        one = measured.calibration
-        drawn.append(ReliabilityCurve(name=name, confidence=one.confidence, accuracy=one.accuracy, counts=one.counts))
+        one = metrics.equal_mass_calibration(measured.answers, bins)
+        pairs = [(share or 0.0, count) for share, count in zip(one.accuracy, one.counts, strict=True)]
+        drawn.append(
+            ReliabilityCurve(
+                name=name,
+                confidence=[value or 0.0 for value in one.confidence],  # no bin is empty
+                accuracy=[share for share, _ in pairs],
+                intervals=[metrics.wilson_interval(share, count) for share, count in pairs],
+                counts=one.counts,
+            )
+        )
         legend.append((f"g{series}", f"{name}, error {one.error:.3f}"))
-    caption = "How often a prediction is right, by its confidence; above the dotted line the model is too modest, below it too sure"
+    caption = (
+        "How often a prediction is right, by its confidence, in bins of equally many images, with 95 % intervals (Wilson); above the "
+        "dotted line the model is too modest, below it too sure"
+    )
     student = both["student"].figures
     fitted = Paragraph(
         f"Wherever the student is served, its logits are divided by the temperature {student['temperature']:.3f}, fitted to the validation "
-        f"images (Guo et al. 2017). Its error on the test images is {student['test']['ece']:.4f} with it, and "
+        f"images (Guo et al. 2017). In bins of equal width its error on the test images is {student['test']['ece']:.4f} with it, and "
         f"{student['test']['ece_uncalibrated']:.4f} without."
     )
     return PageSection(
@@ -339,40 +459,79 @@ def _calibration(both: Mapping[str, Measured]) -> PageSection:
     )
 
 
-def _confusions(student: Measured, classes: Sequence[str], examples: Sequence[Example]) -> PageSection:
-    blocks: list[Block] = []
-    images_of_class = student.matrix.sum(axis=1)
-    for found, images in examples:
+def _mistakes(
+    both: Mapping[str, Measured], classes: Sequence[str], split: Split, shown: int
+) -> tuple[PageSection, PageSection | None]:
+    """Show which classes the student confuses, and the wrong answers of which it is surest."""
+    student = both["student"]
+    answers, images_of_class = student.answers, student.matrix.sum(axis=1)
+    known = {name: one.answers for name, one in both.items()}
+    cards = []
+    for found in metrics.worst_confusions(student.matrix, shown):
+        chosen = np.flatnonzero((answers.labels == found.truth) & (answers.predicted == found.predicted))
         truth, predicted = isolated(classes[found.truth]), isolated(classes[found.predicted])
-        of_class = int(images_of_class[found.truth])
-        caption = f"{truth} taken for {predicted}: {found.count} of its {of_class} test images"
-        blocks.append(Photo(strip(images), caption))
-    if not blocks:
-        blocks.append(Paragraph("No test image was taken for another class."))
-    title = "What the student confuses"
+        caption = f"{truth}, taken for {predicted} ({found.count} of its {int(images_of_class[found.truth])})"
+        cards += [_card(split, index, caption, known, classes) for index in chosen[:_OF_A_PAIR].tolist()]
+    blocks: list[Block] = (
+        [PhotoGrid(cards, small=True)] if cards else [Paragraph("No test image was taken for another class.")]
+    )
     if len(classes) > charts.MOST_CONFUSED_CLASSES:
         rows = [
             (classes[pair.truth], classes[pair.predicted], pair.count, int(images_of_class[pair.truth]))
             for pair in metrics.worst_confusions(student.matrix, _PAIRS)
         ]
         listed = Table(["class", "taken for", "test images", "of the class"], rows)
-        return PageSection(title, [*blocks, Paragraph(f"The {len(rows)} most frequent confusions:"), listed])
-    caption = "Rows: the class; columns: what the student took it for."
-    if student.matrix.nnz > charts.MOST_CELLS:
-        caption += f" The {charts.MOST_CELLS:,} largest shares are drawn."
-    chart = charts.confusion(student.matrix.toarray(), classes, "Confusion matrix of the student")
-    return PageSection(title, [*blocks, Figure(chart, caption)])
+        blocks += [Paragraph(f"The {len(rows)} most frequent confusions:"), listed]
+    else:
+        caption = "Rows: the class; columns: what the student took it for."
+        if student.matrix.nnz > charts.MOST_CELLS:
+            caption += f" The {charts.MOST_CELLS:,} largest shares are drawn."
+        chart = charts.confusion(student.matrix.toarray(), classes, "Confusion matrix of the student")
+        blocks.append(Figure(chart, caption))
+    wrong = np.flatnonzero(~answers.right)
+    surest = wrong[np.argsort(-answers.confidence[wrong], kind="stable")[:_SUREST]].tolist()
+    grid = PhotoGrid(
+        [_card(split, index, isolated(classes[answers.labels[index]]), known, classes) for index in surest], True
+    )
+    text = f"Of {len(wrong):,} wrong answers to {len(answers.labels):,} test images the most probable; below each image its label."
+    return (
+        PageSection("What the student confuses", blocks),
+        PageSection("Surest mistakes", [Paragraph(text), grid]) if surest else None,
+    )
 
 
-def _label_issues(judged: JudgedLabels, teacher: Measured, classes: Sequence[str]) -> PageSection:
-    photos = [
-        Photo(
-            strip(one.split.read([one.index]).numpy()),
-            f"{isolated(classes[one.label])}, or {isolated(classes[one.suggested])} ({one.confidence:.0%})? "
-            f"{one.split.name}, {limits.cut(one.split.sources[one.index], _NAME)}",
+def _card(
+    split: Split,
+    index: int,
+    caption: str,
+    answers: Mapping[str, Answers],
+    classes: Sequence[str],
+    *more: tuple[str, str, str],
+) -> Photo:
+    """Show an image with its label and the answers of some models to all images of its split."""
+    lines = [
+        (
+            name,
+            f"{isolated(classes[one.predicted[index]])}  {one.confidence[index]:.0%}",
+            "good" if one.right[index] else "bad",
         )
-        for one in judged.issues[:_ISSUES]
+        for name, one in answers.items()
     ]
+    return Photo(strip(split.read([index]).numpy()), caption, answers=(*more, *lines))
+
+
+def _label_issues(
+    judged: JudgedLabels, teacher: Measured, classes: Sequence[str], student_answers: Mapping[str, Answers]
+) -> PageSection:
+    photos = []
+    for one in judged.issues[:_ISSUES]:
+        answers = {"student": student_answers[one.split.name]} if one.split.name in student_answers else {}
+        lines = (
+            ("label", f"{isolated(classes[one.label])}  {one.label_confidence:.0%}", ""),
+            ("teacher", f"{isolated(classes[one.suggested])}  {one.confidence:.0%}", ""),
+        )
+        source = f"{one.split.name}, {limits.cut(one.split.sources[one.index], _NAME)}"
+        photos.append(_card(one.split, one.index, source, answers, classes, *lines))
     rows = [
         (split, count.judged, count.contradicted, f"{count.contradicted / max(count.judged, 1):.1%}")
         for split, count in judged.counts.items()
@@ -381,8 +540,8 @@ def _label_issues(judged: JudgedLabels, teacher: Measured, classes: Sequence[str
     which = "All" if contradicted == len(judged.issues) else f"The worst {len(judged.issues):,}"
     text = (
         "These labels may be wrong: the teacher gives another class at least the probability that images of that class get on average "
-        "(confident learning). Many are right all the same, so look at them. The worst come first: the label, and what the teacher says. "
-        f"{which} are in label_issues.csv."
+        "(confident learning). Many are right all the same, so look at them. The worst come first, each with the teacher's probability of "
+        f"its label and of the other class. {which} are in label_issues.csv."
     )
     by_heart = (
         "The teacher was trained on the labels of train, so those that it has learned by heart, though wrong, are not contradicted."
@@ -392,8 +551,34 @@ def _label_issues(judged: JudgedLabels, teacher: Measured, classes: Sequence[str
     table = Table(["split", "labels", "contradicted", "share"], rows)
     return PageSection(
         "Labels that the teacher contradicts",
-        [Paragraph(text), table, Paragraph(by_heart) if by_heart else None, PhotoGrid(photos)],
+        [
+            Paragraph(text),
+            table,
+            Paragraph(by_heart) if by_heart else None,
+            PhotoGrid(photos, small=True) if photos else None,
+        ],
     )
+
+
+def _slices(slicings: Sequence[Slicing]) -> PageSection:
+    """Show the groups of images by which the student's mistakes differ."""
+    blocks = list[Block]()
+    for slicing in slicings:
+        rows = []
+        for one in slicing.groups:
+            share = one.student / one.images
+            low, high = metrics.wilson_interval(share, one.images)
+            shown = f"{share:.1%} ({low:.1%} to {high:.1%})"
+            rows.append((one.name, one.images, f"{one.teacher / one.images:.1%}", shown))
+        table = Table([slicing.title, "test images", "teacher", "student (95 % interval)"], rows)
+        blocks.append(Subsection(f"By {slicing.title}", [table, Paragraph(f"p = {slicing.p_value:.2g}", "soft")]))
+    tried = "Folder, original size and brightness of the test images were tested within the classes, corrected for their number (p < 0.05)."
+    found = (
+        "The student's mistakes differ more than chance explains:"
+        if blocks
+        else "No group of images has more mistakes than chance explains."
+    )
+    return PageSection("Groups of images", [Paragraph(found), *blocks, Paragraph(tried, "soft")])
 
 
 def strip(images: npt.NDArray[np.uint8], edge: int = 96) -> bytes:
@@ -414,26 +599,40 @@ def _classes(
     both: Mapping[str, Measured | MeasuredSets], classes: Sequence[str], images: npt.NDArray[Any], drawn: str
 ) -> PageSection:
     """Compare the shares of each class; the one that is drawn says what the worst classes are."""
-    shares = {name: one.shares for name, one in both.items()}
+    shares, counts = {name: one.shares for name, one in both.items()}, images.astype(int).tolist()
     columns = {f"{name} {share}": values for name, known in shares.items() for share, values in known.items()}
+    order = np.argsort(shares["student"][drawn], kind="stable")[:_ROWS].tolist()
+    intervals = {}
+    if drawn == "recall":  # a share of images, which an average precision is not
+        worst = [index for index in order[: charts.WORST_CLASSES] if counts[index]]
+        intervals = {index: metrics.wilson_interval(shares["student"][drawn][index], counts[index]) for index in worst}
     rows = []
-    for index in np.argsort(shares["student"][drawn], kind="stable")[:_ROWS]:
-        shown = ["-" if np.isnan(values[index]) else f"{values[index]:.1%}" for values in columns.values()]
-        rows.append((classes[index], int(images[index]), *shown))
+    for index in order:
+        shown = {name: "-" if np.isnan(values[index]) else f"{values[index]:.1%}" for name, values in columns.items()}
+        if index in intervals:
+            low, high = intervals[index]
+            shown[f"student {drawn}"] += f" ({low:.0%} to {high:.0%})"
+        rows.append((classes[index], counts[index], *shown.values()))
     figure = drawn.replace("_", " ")
     chart = charts.recalls(
         {name: known[drawn] for name, known in shares.items()},
         classes,
         f"{figure.capitalize()} of each class",
         figure=figure,
+        intervals=intervals,
     )
     headers = ["class", "test images", *(name.replace("_", " ") for name in columns)]
+    worst_rows, others = rows[: charts.WORST_CLASSES], rows[charts.WORST_CLASSES :]
+    caption = f"{figure.capitalize()}, the student's worst classes first" + (
+        ", with 95 % intervals (Wilson)" if intervals else ""
+    )
     return PageSection(
         "Classes",
         [
             Legend([("g0", "teacher"), ("g1", "student")]),
-            Figure(chart, f"{figure.capitalize()}, the student's worst classes first"),
-            Table(headers, rows),
+            Figure(chart, caption),
+            Table(headers, worst_rows),
+            Details(f"{len(others):,} more classes", [Table(headers, others)]) if others else None,
             Paragraph(f"The worst {len(rows):,} of {len(classes):,} classes; metrics.json has all.")
             if len(rows) < len(classes)
             else None,

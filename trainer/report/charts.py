@@ -51,7 +51,8 @@ _MANY_ROWS = 16
 _COLUMNS_WIDTH, _COLUMNS_HEIGHT, _COLUMNS_TOP = 720, 140, 16
 
 Amount = TypeVar("Amount", float, Floats)
-_MOST_CLASSES = 100
+WORST_CLASSES = 20
+"""Classes whose shares are drawn."""
 _LEVELS = 10
 _WITH_GAPS = 8  # rows of cells that are higher are drawn apart from one another
 _CLASSES_WITH_COUNTS = 25
@@ -304,42 +305,79 @@ def stacked_columns(names: Sequence[str], counts: Sequence[tuple[str, Sequence[i
 
 @dataclass(frozen=True, kw_only=True)
 class ReliabilityCurve:
-    """How often the predictions of a model are right, by their confidence."""
+    """How often the predictions of a model are right, by their confidence, in bins that are not empty."""
 
     name: str
-    confidence: Sequence[float | None]  # mean of each bin; None where it is empty
-    accuracy: Sequence[float | None]
-    counts: Sequence[int]  # images in each bin; the bins divide 0 to 1 evenly
+    confidence: Sequence[float]  # mean of each bin
+    accuracy: Sequence[float]
+    intervals: Sequence[tuple[float, float]]  # of each accuracy, 95 %
+    counts: Sequence[int]  # images in each bin
 
 
 def reliability(models: Sequence[ReliabilityCurve], title: str) -> Markup:
-    """Draw accuracy against confidence for each model, above the number of images in each bin."""
-    left, edge, lower, gap = 56, 420.0, 110.0, 26.0
-    most = max((count for model in models for count in model.counts), default=0) or 1
-    content = [rectangle(0, 0, edge, edge, "panel"), rectangle(0, edge + gap, edge, lower, "panel")]
-    for tick in ticks(0, 1, 5):
-        x, y = tick * edge, (1 - tick) * edge
+    """Draw accuracy against confidence for each model, with the intervals of the accuracy, from a tenth below the least value on."""
+    edge = 420.0
+    least = min(min(*model.confidence, *(low for low, _ in model.intervals)) for model in models)
+    start = min(math.floor(10 * least) / 10, 0.9)
+    scale = edge / (1 - start)
+    content = [rectangle(0, 0, edge, edge, "panel")]
+    for tick in ticks(start, 1, 5):
+        x, y = (tick - start) * scale, (1 - tick) * scale
         content += [line(0, y, edge, y, "grid"), line(x, 0, x, edge, "grid")]
-        content.append(text(-8, y + (10 if tick == 1 else 4), percent(tick), "soft end"))
-        content.append(text(x, edge + gap + lower + 16, percent(tick), "soft mid"))
-    for tick in (tick for tick in ticks(0, most, 2) if tick == round(tick) and tick):
-        y = edge + gap + lower * (1 - tick / most)
-        content += [line(0, y, edge, y, "grid"), text(-8, y + 4, short(tick), "soft end")]
+        content.append(text(-8, y + (10 if y < 1 else 4), percent(tick), "soft end"))
+        content.append(text(x, edge + 16, percent(tick), "soft mid"))
     content.append(line(0, edge, edge, 0, "edge e-plain"))
     for series, model in enumerate(models):
         points = []
-        for confidence, accuracy, count in zip(model.confidence, model.accuracy, model.counts, strict=True):
-            if confidence is not None and accuracy is not None:
-                about = f"of {count:,} images with a confidence of about {percent(confidence)}, {percent(accuracy)} are right"
-                points.append((confidence * edge, (1 - accuracy) * edge, f"{model.name}: {about}"))
-        if points:
-            content.append(path("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y, _ in points), f"line m{series}"))
+        bins = zip(model.confidence, model.accuracy, model.intervals, model.counts, strict=True)
+        for confidence, accuracy, (low, high), count in bins:
+            x = (confidence - start) * scale
+            about = (
+                f"of {count:,} images with a confidence of about {percent(confidence)}, {percent(accuracy)} are right"
+            )
+            content.append(line(x, (1 - high) * scale, x, (1 - low) * scale, f"line m{series}"))
+            points.append((x, (1 - accuracy) * scale, f"{model.name}: {about} ({percent(low)} to {percent(high)})"))
+        content.append(path("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y, _ in points), f"line m{series}"))
         content += [_dot(x, y, f"g{series}", hint) for x, y, hint in points]
-        heights = [edge + gap + lower * (1 - count / most) for count in model.counts]
-        content.append(path(outline(heights, edge), f"line m{series}", f"{model.name}: images by confidence"))
-    bottom = edge + gap + lower
-    content += [text(edge / 2, bottom + 36, "confidence", "soft mid"), text(0, edge + gap - 8, "images", "soft")]
-    return drawing(bottom + 60, group(left, 18, text(0, -6, "accuracy", "soft"), *content), title=title, width=500)
+    content.append(text(edge / 2, edge + 36, "confidence", "soft mid"))
+    return drawing(edge + 60, group(56, 18, text(0, -6, "accuracy", "soft"), *content), title=title, width=500)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScatterPoint:
+    """A model in a chart of accuracy against what it costs; `series` is 0 for a teacher, 1 for a student."""
+
+    label: str
+    x: float  # above 0
+    share: float
+    interval: tuple[float, float]
+    series: int
+    is_main: bool = False  # the model that the page is about
+
+
+def scatter(points: Sequence[ScatterPoint], across: str, title: str) -> Markup:
+    """Draw shares with their intervals across a quantity, whose axis is logarithmic."""
+    width, height = 400.0, 260.0
+    low, high = min(one.interval[0] for one in points), max(one.interval[1] for one in points)
+    low, high = low - 0.05 * (high - low) - 1e-6, high + 0.05 * (high - low) + 1e-6
+    left, right = (math.log10(pick(one.x for one in points)) for pick in (min, max))
+    left, right = left - 0.08 * (right - left) - 0.02, right + 0.08 * (right - left) + 0.02
+    content = [rectangle(0, 0, width, height, "panel")]
+    for tick in ticks(low, high, 5):
+        y = height * (high - tick) / (high - low)
+        content += [line(0, y, width, y, "grid"), text(-8, y + 4, percent(tick), "soft end")]
+    for tick in ticks(left, right, 4):
+        x = width * (tick - left) / (right - left)
+        content += [line(x, 0, x, height, "grid"), text(x, height + 16, short(10**tick), "soft mid")]
+    for one in sorted(points, key=lambda one: one.is_main):
+        x = width * (math.log10(one.x) - left) / (right - left)
+        y, *ends = (height * (high - share) / (high - low) for share in (one.share, *one.interval))
+        opacity = None if one.is_main else ".55"
+        hint = f"{one.label}: {percent(one.share)} at {short(one.x)} {across}"
+        content.append(element("g", line(x, ends[0], x, ends[1], f"line m{one.series}"), opacity=opacity))
+        content.append(element("g", _dot(x, y, f"g{one.series}", hint), opacity=opacity))
+    content.append(text(width / 2, height + 36, across, "soft mid"))
+    return drawing(height + 60, group(56, 18, text(0, -6, "test accuracy", "soft"), *content), title=title, width=480)
 
 
 def _dot(x: float, y: float, style: str, hint: str) -> Markup:
@@ -354,11 +392,19 @@ def outline(heights: Sequence[float], width: float) -> str:
 
 
 def recalls(
-    by_model: Mapping[str, NDArray[np.float64]], classes: Sequence[str], title: str, *, figure: str = "recall"
+    by_model: Mapping[str, NDArray[np.float64]],
+    classes: Sequence[str],
+    title: str,
+    *,
+    figure: str = "recall",
+    intervals: Mapping[int, tuple[float, float]] | None = None,
 ) -> Markup:
-    """Draw a share such as the recall, [K], of at most 100 classes for each model, the last model's worst first; NaN without images."""
-    order = np.argsort(list(by_model.values())[-1], kind="stable")[:_MOST_CLASSES].tolist()
-    length, row = 540.0, 20 if len(order) <= 40 else 15
+    """Draw a share such as the recall, [K], of the last model's worst classes, for each model; NaN without images.
+
+    `intervals` are those of the last model by class.
+    """
+    order = np.argsort(list(by_model.values())[-1], kind="stable")[:WORST_CLASSES].tolist()
+    length, row = 540.0, 20
     height = row * len(order)
     content = []
     for tick in ticks(0, 1, 5):
@@ -368,6 +414,9 @@ def recalls(
         y = (position + 0.5) * row
         content.append(line(LEFT, y, LEFT + length, y, "grid"))
         content.append(row_label(LEFT - 10, y + 4, classes[index], keep_end=False))
+        if intervals and index in intervals:
+            low, high = (LEFT + share * length for share in intervals[index])
+            content.append(line(low, y, high, y, "whisker"))
         for series, (model, values) in enumerate(by_model.items()):
             if np.isfinite(values[index]):
                 hint = f"{classes[index]}: {model} {percent(float(values[index]))}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from trainer.config import EvaluateSettings
 from trainer.config.conflicts import Facts, conflicts
 from trainer.data.dataset import PreparedDataset, Split, open_dataset
 from trainer.devices import choose_device
-from trainer.evaluation import hierarchy, label_issues, metrics, report
+from trainer.evaluation import hierarchy, label_issues, metrics, report, slices
 from trainer.evaluation.embeddings import (
     MAX_IMAGES,
     Embeddings,
@@ -26,14 +27,18 @@ from trainer.evaluation.embeddings import (
     nearest_neighbors,
 )
 from trainer.evaluation.label_issues import JudgedLabels
-from trainer.evaluation.report import Measured, MeasuredSets
-from trainer.io import artifacts
+from trainer.evaluation.report import EarlierRun, Measured, MeasuredSets
+from trainer.graph import REGISTRATION
+from trainer.io import artifacts, storage
 from trainer.io.artifacts import Artifact
-from trainer.io.errors import DataError, ModelError, SettingsError
+from trainer.io.costs import dollars_text
+from trainer.io.errors import ArtifactError, DataError, ModelError, SettingsError
+from trainer.io.formatting import duration
 from trainer.models import networks
 from trainer.models.networks import Classifier
 from trainer.models.served_student.student import to_probabilities
 from trainer.report import scores, tracking
+from trainer.report.finished_run import read_run
 from trainer.report.tracking.stage_runs import stage_run
 
 METRICS = "metrics.json"
@@ -42,7 +47,9 @@ REPORT = "report.html"
 LABEL_ISSUES = "label_issues.csv"
 
 _TOP_K = 5
-_IMAGES_A_CONFUSION = 5
+_EARLIER_RUNS = 20  # that the page compares with, at most
+
+logger = logging.getLogger(__name__)
 
 Logits = npt.NDArray[np.floating]
 
@@ -65,14 +72,38 @@ def run(
     subjects = [_subject("teacher", teacher, data), _subject("student", student, data)]
     parents = {"dataset": data.fingerprint, **{subject.name: subject.fingerprint for subject in subjects}}
     values = settings.model_dump(mode="json")
+    earlier = [] if storage.is_remote(evaluation) else _earlier_runs(storage.local_path(evaluation), data.fingerprint)
     with stage_run("evaluate", values) as tracker:
         with artifacts.create(evaluation, "evaluation", settings=values, parents=parents) as draft:
-            draft.figures.update(_evaluate(settings, data, subjects, draft.path))
+            draft.figures.update(_evaluate(settings, data, subjects, draft.path, earlier))
         made = artifacts.read(evaluation, "evaluation")
         tracker.metrics(0, tracking.numbers(made.figures))
         for name in made.files:
             tracker.file(made.path / name)
     return made
+
+
+def _earlier_runs(evaluation: Path, dataset: str) -> list[EarlierRun]:
+    """Find the runs beside this run's directory whose evaluation is of the same data set, the latest first."""
+    here, found = evaluation.resolve(), []
+    for place in here.parent.parent.glob(f"*/{here.name}"):
+        if place == here or not artifacts.exists(place):
+            continue
+        try:
+            manifest, cost = artifacts.manifest(place, "evaluation"), ""
+            if manifest.parents.get("dataset") != dataset:
+                continue
+            if artifacts.exists(registration := place.parent / REGISTRATION.folder):
+                priced, _ = read_run(registration)
+                cost = ", ".join(text for text in (duration(priced.seconds), dollars_text(priced.dollars)) if text)
+        except ArtifactError as error:  # of another version, or damaged
+            logger.warning("evaluate: the page does not compare with %s: %s", place.parent.name, error)
+            continue
+        run = EarlierRun(
+            name=place.parent.name, teacher=manifest.figures["teacher"], student=manifest.figures["student"], cost=cost
+        )
+        found.append((manifest.created, run))
+    return [run for _, run in sorted(found, key=lambda pair: pair[0], reverse=True)[:_EARLIER_RUNS]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +150,15 @@ def _probed(subjects: Sequence[_Evaluated], data: PreparedDataset, settings: Eva
 
 
 def _evaluate(
-    settings: EvaluateSettings, data: PreparedDataset, subjects: Sequence[_Evaluated], directory: Path
+    settings: EvaluateSettings,
+    data: PreparedDataset,
+    subjects: Sequence[_Evaluated],
+    directory: Path,
+    earlier: Sequence[EarlierRun],
 ) -> dict[str, Any]:
     """Measure, judge, write the files; returns the main figures."""
     if data.targets is not None:
-        return _evaluate_sets(settings, data, subjects, directory)
+        return _evaluate_sets(settings, data, subjects, directory, earlier)
     classes, split = data.classes, data.split("test")
     if settings.gate.min_knn_accuracy or not all(subject.model.card.labels for subject in subjects):
         subjects = _probed(subjects, data, settings)
@@ -165,20 +200,31 @@ def _evaluate(
     (directory / CONFUSION).write_text(
         json.dumps({"labels": list(classes), "pairs": rows}, ensure_ascii=False) + "\n", encoding="utf-8"
     )
-    predicted = logits["student"].argmax(axis=1)
-    examples = []
-    for confusion in metrics.worst_confusions(matrix, settings.worst_confusions):
-        shown = np.flatnonzero((split.labels == confusion.truth) & (predicted == confusion.predicted))
-        examples.append((confusion, split.read(shown[:_IMAGES_A_CONFUSION].tolist()).numpy()))
+    answers = {name: one.answers for name, one in measured.items()}
     page = report.render(
-        classes=classes, **measured, machine=machine, verdict=verdict, examples=examples, tags=tags, judged=judged
+        classes=classes,
+        **measured,
+        machine=machine,
+        verdict=verdict,
+        split=split,
+        shown=settings.worst_confusions,
+        bins=settings.calibration_bins,
+        slicings=slices.compared(split, data.test_edges(), **answers),
+        earlier=earlier,
+        tags=tags,
+        judged=judged,
+        student_answers={"val": metrics.answers(val_logits / temperature, val.labels), "test": answers["student"]},
     )
     (directory / REPORT).write_text(page, encoding="utf-8")
     return {"teacher": theirs, "student": ours, "verdict": verdict}
 
 
 def _evaluate_sets(
-    settings: EvaluateSettings, data: PreparedDataset, subjects: Sequence[_Evaluated], directory: Path
+    settings: EvaluateSettings,
+    data: PreparedDataset,
+    subjects: Sequence[_Evaluated],
+    directory: Path,
+    earlier: Sequence[EarlierRun],
 ) -> dict[str, Any]:
     """Evaluate images that may have several labels, each class by itself: mAP, and F1 above a threshold."""
     if mistakes := conflicts(Facts(evaluate=settings, multi_label=True)):
@@ -207,13 +253,15 @@ def _evaluate_sets(
     details = {name: one.details(classes, settings.calibration_bins) for name, one in measured.items()}
     _write(directory / METRICS, {**details, "machine": asdict(machine), "verdict": verdict})
     shown = settings.worst_confusions
-    page = report.render_sets(classes, **measured, machine=machine, verdict=verdict, split=split, shown=shown)
+    page = report.render_sets(
+        classes, **measured, machine=machine, verdict=verdict, split=split, shown=shown, earlier=earlier
+    )
     (directory / REPORT).write_text(page, encoding="utf-8")
     return {"teacher": theirs, "student": ours, "verdict": verdict}
 
 
 def _verdict(settings: EvaluateSettings, teacher: Mapping[str, Any], student: Mapping[str, Any]) -> dict[str, Any]:
-    reasons = metrics.judge(
+    conditions = metrics.judge(
         settings.gate,
         teacher_score=scores.score(teacher["test"]),
         student_score=scores.score(student["test"]),
@@ -223,7 +271,8 @@ def _verdict(settings: EvaluateSettings, teacher: Mapping[str, Any], student: Ma
         student_p95_ms=student["latency_ms"]["p95"],
         title=scores.title(student["test"]),
     )
-    return {"passed": not reasons, "reasons": reasons}
+    reasons = [one.reason for one in conditions if one.reason]
+    return {"passed": not reasons, "reasons": reasons, "conditions": [asdict(one) for one in conditions]}
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:
@@ -284,17 +333,20 @@ def _measured(
     classes = len(subject.model.card.labels)
     calibration = metrics.calibration(logits, split.labels, settings.calibration_bins)
     figures = _about(subject, split, latencies)
+    answers = metrics.answers(logits, split.labels)
     figures["test"] = {
         "top1": metrics.top_k(logits, split.labels, 1),
         "top5": metrics.top_k(logits, split.labels, min(_TOP_K, classes)),
         "ece": calibration.error,
+        "ece_equal_mass": metrics.equal_mass_calibration(answers, settings.calibration_bins).error,
+        "nll": metrics.negative_log_likelihood(logits, split.labels),
     }
     if subject.knn_top1 is not None:
         figures["test"]["knn_top1"] = subject.knn_top1
     if subject.probed:
         figures["head"] = "linear probe"
     matrix = metrics.confusion_matrix(logits.argmax(axis=1), split.labels, classes)
-    return Measured(figures=figures, matrix=matrix, calibration=calibration, latencies=latencies)
+    return Measured(figures=figures, answers=answers, matrix=matrix, calibration=calibration, latencies=latencies)
 
 
 def _about(subject: _Evaluated, split: Split, latencies: Sequence[metrics.Latency]) -> dict[str, Any]:

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 from scipy.special import expit
 from sklearn.calibration import calibration_curve
-from sklearn.metrics import precision_score, recall_score, top_k_accuracy_score
+from sklearn.metrics import log_loss, precision_score, recall_score, top_k_accuracy_score
 from torch import nn
 
 from tests.clocks import Clock
 from trainer.config import GateSettings
 from trainer.evaluation import metrics
-from trainer.evaluation.metrics import judge
 from trainer.models.served_student.student import to_probabilities
 
 
@@ -118,6 +117,37 @@ def test_calibration():
     assert metrics.calibration(np.array([[1e4, 0.0]]), np.array([0]), 15).counts[-1] == 1
 
 
+def test_equal_mass_bins_and_likelihood():
+    logits, labels = random_case(3, images=100)
+    given = metrics.answers(logits, labels)
+    found = metrics.equal_mass_calibration(given, 10)
+    assert found.counts == (10,) * 10
+    order = np.argsort(given.confidence, kind="stable").reshape(10, 10)
+    assert found.confidence == pytest.approx([given.confidence[rows].mean() for rows in order])
+    assert found.accuracy == pytest.approx([given.right[rows].mean() for rows in order])
+    assert found.error == pytest.approx(
+        np.mean([abs(given.right[rows].mean() - given.confidence[rows].mean()) for rows in order])
+    )
+    assert metrics.equal_mass_calibration(metrics.answers(logits[:3], labels[:3]), 15).counts == (1, 1, 1)
+    assert metrics.negative_log_likelihood(logits, labels) == pytest.approx(
+        log_loss(labels, to_probabilities(logits), labels=range(7))
+    )
+    # A probability that is too small for a float is no infinite loss.
+    assert metrics.negative_log_likelihood(np.array([[0.0, -2000.0]]), np.array([1])) == pytest.approx(2000)
+
+
+def test_paired_difference_is_mcnemars_test():
+    first = np.array([True] * 90 + [False] * 10)
+    second = np.array([True] * 70 + [False] * 20 + [True] * 8 + [False] * 2)
+    found = metrics.paired_difference(first, second)
+    assert (found.only_first, found.only_second) == (20, 8)
+    assert found.gain == pytest.approx(-0.12)
+    tail = sum(math.comb(28, count) for count in range(9)) / 2**28
+    assert found.p_value == pytest.approx(2 * tail)
+    assert -0.25 < found.low < -0.12 < found.high < 0
+    assert metrics.paired_difference(first, first).p_value == 1
+
+
 def test_agreement_and_worst_confusions():
     teacher = np.array([[3, 1], [0, 1], [2, 5], [9, 1]])
     student = np.array([[2, 1], [1, 0], [1, 2], [5, 4]])
@@ -151,6 +181,24 @@ GOOD = {
     "student_parameters": 50,
     "student_p95_ms": 12.5,
 }
+
+
+def judge(settings: GateSettings, **measured) -> list[str]:
+    return [one.reason for one in metrics.judge(settings, **measured) if one.reason]
+
+
+def test_every_condition_with_a_limit_is_shown_with_what_was_measured():
+    gate = GATE.model_copy(update={"min_accuracy": 0.9, "min_knn_accuracy": 0.5, "max_latency_ms": 10})
+    conditions = metrics.judge(gate, **GOOD, student_knn_top1=0.6)
+    assert [(one.measured, one.limit, bool(one.reason)) for one in conditions] == [
+        ("3.00 points", "at most 5.00 points", False),
+        ("95.00%", "at least 90.00%", False),
+        ("60.00%", "at least 50.00%", False),
+        ("20.00 times", "at least 10 times", False),
+        ("12.50 ms", "at most 10 ms", True),
+    ]
+    without = GateSettings(min_compression=0)
+    assert [one.setting for one in metrics.judge(without, **GOOD)] == ["evaluate.gate.max_accuracy_drop"]
 
 
 def test_gate_passes_at_its_limits():

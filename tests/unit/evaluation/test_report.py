@@ -5,55 +5,106 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from trainer.evaluation import metrics, report
-from trainer.evaluation.metrics import Confusion, Latency, Machine
+from trainer.evaluation.metrics import Latency, Machine
 from trainer.evaluation.report import Measured
+from trainer.evaluation.slices import SliceGroup, Slicing
 
 
-def measured(name: str, classes: int, seed: int, **test) -> Measured:
+class Images:
+    """A split's images, all black."""
+
+    name, sources = "test", [f"{index}.png" for index in range(400)]
+    labels = np.random.default_rng(0).integers(0, 3, 400)
+
+    def __len__(self) -> int:
+        return 400
+
+    def read(self, indices: list[int]) -> torch.Tensor:
+        return torch.zeros((len(indices), 3, 16, 16), dtype=torch.uint8)
+
+
+def measured(name: str, classes: int, seed: int, labels: np.ndarray, **test) -> Measured:
     generator = np.random.default_rng(seed)
-    labels = generator.integers(0, classes, 400)
-    logits = generator.normal(size=(400, classes)) + 3 * np.eye(classes)[labels]
+    logits = generator.normal(size=(400, classes)) + 1.5 * np.eye(classes)[labels]
+    quality = {"top1": metrics.top_k(logits, labels, 1), "top5": 1.0, "nll": 0.5}
     figures = {
         "architecture": name,
         "title": f"{name}, 224 px",
         "parameters": 1000 * seed,
         "macs": 5000 * seed,
         "size_bytes": 4000 * seed,
+        "latency_ms": {"p50": 1.5, "p95": 2.5},
         "temperature": 1.25,
-        "test": {"top1": metrics.top_k(logits, labels, 1), "top5": 1.0, "ece": 0.1, "ece_uncalibrated": 0.2, **test},
+        "test": {**quality, "ece": 0.1, "ece_equal_mass": 0.12, "ece_uncalibrated": 0.2, **test},
     }
     return Measured(
         figures=figures,
+        answers=metrics.answers(logits, labels),
         matrix=metrics.confusion_matrix(logits.argmax(axis=1), labels, classes),
         calibration=metrics.calibration(logits, labels, 15),
         latencies=[Latency(batch_size=1, p50_ms=1.5, p95_ms=2.5, images_per_second=600.0)],
     )
 
 
-def page(classes: list[str], reasons: list[str]) -> str:
-    images = np.zeros((5, 3, 256, 256), dtype=np.uint8)
+def page(classes: list[str], reasons: list[str], earlier: list[str] = [], parent: str = "a") -> str:  # noqa: B006
+    labels = np.random.default_rng(0).integers(0, len(classes), 400)
+    teacher = measured("vit_base", len(classes), 2, labels)
+    student = measured("vit_tiny", len(classes), 1, labels, agreement=0.5)
+    condition = {
+        "name": "latency",
+        "measured": "3 ms",
+        "limit": "at most 2 ms",
+        "setting": "evaluate.gate.max_latency_ms",
+    }
+    group = SliceGroup(name=parent, images=100, teacher=90, student=50)
     return report.render(
         classes=classes,
-        teacher=measured("vit_base", len(classes), seed=2),
-        student=measured("vit_tiny", len(classes), seed=1, agreement=0.5),
+        teacher=teacher,
+        student=student,
         machine=Machine(processor="a processor", threads=2, torch="2.15", device="cuda"),
-        verdict={"passed": not reasons, "reasons": reasons},
-        examples=[(Confusion(truth=0, predicted=1, count=5), images)],
+        verdict={
+            "passed": not reasons,
+            "reasons": reasons,
+            "conditions": [{**condition, "reason": reason} for reason in reasons or [""]],
+        },
+        split=Images(),
+        shown=1,
+        bins=15,
+        slicings=[Slicing(title=f"folder {parent}", groups=[group], p_value=0.001)],
+        earlier=[report.EarlierRun(name=name, teacher=teacher.figures, student=student.figures) for name in earlier],
     )
 
 
 @pytest.mark.parametrize("reasons", [[], ["latency: 3 ms is over 2"]])
 def test_the_verdict_comes_first(reasons):
     text = page(["a", "b", "c"], reasons)
-    headings = re.findall("<h2>(.*?)</h2>", text)
-    assert headings[:2] == ["Verdict", "Teacher against student"]
+    headings = re.findall("<h2.*?>(.*?)</h2>", text)
+    assert headings[:3] == ["Verdict", "Teacher against student", "Latency on the CPU"]
     assert ("did not pass" in text) == bool(reasons)
-    assert all(reason in text for reason in reasons)
+    assert ('<td class="short bad">failed</td>' if reasons else '<td class="short good">holds</td>') in text
+    assert '<td class="short">at most 2 ms</td>' in text
     assert "2.0x smaller" in text
     assert "Accuracy was measured in fp32 on cuda." in text
+
+
+def test_page_compares_pairs_of_answers_classes_and_earlier_runs():
+    text = page(["a", "b", "c"], [], earlier=["last week"])
+    assert "McNemar&#39;s exact test, p = " in text
+    assert "test top-5" not in text, "with three classes it is 100 % for all"
+    assert "test top-5" in page([f"class {index}" for index in range(30)], [])
+    assert "Earlier runs of the same data" in text
+    assert "last week, student vit_tiny, 224 px" in text
+    # Both models' answers are below each image, the right ones in the color of good.
+    found = re.findall(
+        r'<dt>teacher</dt><dd class="(\w+)">(\w)  \d+%</dd><dt>student</dt><dd class="bad">\w  \d+%</dd>', text
+    )
+    assert len(found) == report._OF_A_PAIR + report._SUREST
+    assert {style for style, _ in found} == {"good", "bad"}
+    assert "50.0% (40.4% to 59.6%)" in text, "the group of images with its interval"
 
 
 def test_page_is_safe_and_small():

@@ -18,6 +18,7 @@ from trainer.report.charts import (
     ChartLine,
     MarkedTime,
     ReliabilityCurve,
+    ScatterPoint,
     by_color,
     histogram,
     stacked_bar,
@@ -107,8 +108,10 @@ def test_columns_and_histograms() -> None:
     assert re.findall(r">([\d,]+)</text>", drawn) == ["1,500"]
 
 
-TEACHER = ReliabilityCurve(name="teacher", confidence=[None, 0.75], accuracy=[None, 0.5], counts=[0, 4])
-STUDENT = ReliabilityCurve(name="student", confidence=[0.25, 0.75], accuracy=[0.0, 1.0], counts=[1, 3])
+TEACHER = ReliabilityCurve(name="teacher", confidence=[0.75], accuracy=[0.5], intervals=[(0.2, 0.8)], counts=[4])
+STUDENT = ReliabilityCurve(
+    name="student", confidence=[0.25, 0.75], accuracy=[0.0, 1.0], intervals=[(0.0, 0.7), (0.4, 1.0)], counts=[1, 3]
+)
 
 
 def dots(drawn: str) -> list[tuple[str, float, float]]:
@@ -116,14 +119,39 @@ def dots(drawn: str) -> list[tuple[str, float, float]]:
     return [(hint, float(x), float(y)) for hint, x, y in found]
 
 
-def test_reliability_shows_both_models_and_leaves_out_empty_bins() -> None:
+def test_reliability_shows_both_models_with_intervals() -> None:
     drawn = charts.reliability([TEACHER, STUDENT], "calibration")
     assert dots(drawn) == [
-        ("teacher: of 4 images with a confidence of about 75 %, 50 % are right", 315.0, 210.0),
-        ("student: of 1 images with a confidence of about 25 %, 0 % are right", 105.0, 420.0),
-        ("student: of 3 images with a confidence of about 75 %, 100 % are right", 315.0, 0.0),
+        ("teacher: of 4 images with a confidence of about 75 %, 50 % are right (20 % to 80 %)", 315.0, 210.0),
+        ("student: of 1 images with a confidence of about 25 %, 0 % are right (0 % to 70 %)", 105.0, 420.0),
+        ("student: of 3 images with a confidence of about 75 %, 100 % are right (40 % to 100 %)", 315.0, 0.0),
     ]
-    assert charts.reliability([STUDENT], "calibration") != drawn
+    assert (
+        'x1="315.0" y1="336.0" x2="315.0" y2="84.0" class="line m0"' in drawn
+        or 'x1="315.0" y1="84.0" x2="315.0" y2="336.0"' in drawn
+    )
+    # Without low values the axes begin higher.
+    high = ReliabilityCurve(name="high", confidence=[0.95], accuracy=[0.9], intervals=[(0.82, 0.95)], counts=[9])
+    assert dots(charts.reliability([high], "calibration"))[0][1:] == (315.0, 210.0)
+
+
+def test_scatter_has_a_logarithmic_axis_and_the_main_model_on_top() -> None:
+    points = [
+        ScatterPoint(label="this, student", x=10.0, share=0.9, interval=(0.88, 0.92), series=1, is_main=True),
+        ScatterPoint(label="old, student", x=1.0, share=0.8, interval=(0.77, 0.83), series=1),
+        ScatterPoint(label="old, teacher", x=100.0, share=0.95, interval=(0.93, 0.97), series=0),
+    ]
+    drawn = charts.scatter(points, "ms", "accuracy against time")
+    found = dots(drawn)
+    assert [hint for hint, *_ in found] == [
+        "old, student: 80 % at 1 ms",
+        "old, teacher: 95 % at 100 ms",
+        "this, student: 90 % at 10 ms",
+    ]
+    (_, left, low), (_, right, high), (_, middle, _) = found
+    assert middle == pytest.approx((left + right) / 2, abs=0.2)
+    assert high < low
+    assert charts.scatter(points[:1], "ms", "a single model")
 
 
 def test_recalls() -> None:
@@ -143,8 +171,9 @@ def test_recalls() -> None:
         drawn = charts.recalls({"student": values}, [str(index) for index in range(classes)], "recall")
         return float(re.findall(r'viewBox="\S+ \S+ \S+ (\S+)"', drawn)[0])
 
-    assert height(5) < height(81) < height(100)
-    assert height(100) == height(1000)
+    assert height(5) < height(20) == height(1000)
+    drawn = charts.recalls({"student": np.array([0.5])}, ["a"], "recall", intervals={0: (0.25, 0.75)})
+    assert re.search(r'<line x1="299.0" y1="10.0" x2="569.0" y2="10.0" class="whisker">', drawn)
 
 
 @pytest.mark.parametrize("most", [0, 4])

@@ -11,11 +11,13 @@ from trainer.report import pages
 from trainer.report.pages import (
     Block,
     BulletList,
+    Columns,
     Details,
     Figure,
     FindingCard,
     Legend,
     Links,
+    Mark,
     PageSection,
     Paragraph,
     Photo,
@@ -45,7 +47,8 @@ EVERY = [
     Table(["what", "how many"], [["images", 1234], ["share", 0.54219]]),
     Figure(Markup("<svg></svg>"), "a chart"),
     Photo(b"\x00", "a photo"),
-    PhotoGrid([Photo(b"\x01", "another")]),
+    PhotoGrid([Photo(b"\x01", "another", answers=[("student", "7  93%", "bad")])], small=True),
+    Columns([Paragraph("left"), Table(["verdict"], [[Mark("holds", "good")]])]),
     Legend([("f0", "train")]),
     Tiles([("12 s", "recorded")]),
     CARD,
@@ -88,8 +91,10 @@ def test_every_kind_of_block_is_shown() -> None:
         '<tr><td class="short">share</td><td class="number">0.5422</td></tr></tbody></table></div>'
         '<figure><div class="scroll"><svg></svg></div><figcaption>a chart</figcaption></figure>'
         '<figure><img src="data:image/png;base64,AA==" alt="a photo"><figcaption>a photo</figcaption></figure>'
-        '<div class="photos"><figure><img src="data:image/png;base64,AQ==" alt="another">'
-        "<figcaption>another</figcaption></figure></div>"
+        '<div class="photos small"><figure><img src="data:image/png;base64,AQ==" alt="another">'
+        '<figcaption>another</figcaption><dl><dt>student</dt><dd class="bad">7  93%</dd></dl></figure></div>'
+        '<div class="columns"><p>left</p><div class="scroll"><table><thead><tr><th>verdict</th></tr></thead><tbody>'
+        '<tr><td class="short good">holds</td></tr></tbody></table></div></div>'
         '<div class="legend"><span><i class="f0"></i>train</span></div>'
         '<div class="tiles"><div class="tile"><b>12 s</b><span>recorded</span></div></div>'
         '<article class="finding warning"><h3>1. Loader workers <em class="badge">warning</em></h3>'

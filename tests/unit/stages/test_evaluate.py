@@ -49,7 +49,8 @@ def test_figures_are_those_of_the_models_themselves(trained_digits, evaluation):
     assert figures["student"]["size_bytes"] == (trained_digits.student / "model.safetensors").stat().st_size
     assert figures["student"]["macs"] < figures["teacher"]["macs"]
     assert 0 < figures["student"]["latency_ms"]["p50"] <= figures["student"]["latency_ms"]["p95"]
-    assert figures["verdict"] == {"passed": True, "reasons": []}
+    assert (figures["verdict"]["passed"], figures["verdict"]["reasons"]) == (True, [])
+    assert [one["limit"] for one in figures["verdict"]["conditions"]] == ["at most 100.00 points", "at least 2 times"]
 
 
 def test_the_temperature_is_fitted_and_used_everywhere(trained_digits, evaluation):
@@ -144,7 +145,15 @@ def test_levels_and_answers_of_the_hierarchy(trained_digits, tagged_dataset, eva
     assert f"at most 10.0% of all images get a wrong answer; of the test images {answers['wrong']:.1%} do." in page
     assert json.loads((artifact.path / "metrics.json").read_text())["student"]["test"] == student
     # What a data set without a hierarchy has is as it was.
-    assert set(evaluation.figures["student"]["test"]) == {"top1", "top5", "ece", "ece_uncalibrated", "agreement"}
+    assert set(evaluation.figures["student"]["test"]) == {
+        "top1",
+        "top5",
+        "ece",
+        "ece_equal_mass",
+        "ece_uncalibrated",
+        "nll",
+        "agreement",
+    }
     assert "answer_risk" not in evaluation.settings
     assert "Levels of the hierarchy" not in (evaluation.path / "report.html").read_text()
 

@@ -213,7 +213,7 @@ def test_what_is_measured_is_what_scikit_learn_measures_of_answers(made):
     right = (named & (split.wanted > 0)).sum()
     assert student["test"]["precision"] == pytest.approx(right / named.sum())
     assert student["test"]["recall"] == pytest.approx(right / split.wanted.sum())
-    assert found["verdict"] == {"passed": True, "reasons": []}
+    assert (found["verdict"]["passed"], found["verdict"]["reasons"]) == (True, [])
     page = (made.evaluation / "report.html").read_text()
     assert "mean average precision" in page
     details = json.loads((made.evaluation / "metrics.json").read_text())["student"]

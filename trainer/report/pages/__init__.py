@@ -7,10 +7,11 @@ escape every text. Only charts come as `Markup` (`trainer.report.charts`), and n
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -40,8 +41,19 @@ class BulletList(Block):
 
 
 @dataclass(frozen=True)
+class Mark:
+    """A value of a table that is judged: `style` is good or bad."""
+
+    text: str
+    style: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
 class Table(Block):
-    """Plain values; numbers are right-aligned. The title is for a page or a terminal that shows several tables."""
+    """Plain values; numbers are right-aligned, marks colored. The title is for a page or a terminal that shows several tables."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[object]]
@@ -63,6 +75,8 @@ class Photo(Block):
     content: bytes
     caption: str
     media_type: str = "image/png"
+    answers: Sequence[tuple[str, str, str]] = ()
+    """Lines below it: who answers, what, and the style of that: soft, good, bad or none."""
 
     @property
     def base64(self) -> str:
@@ -71,9 +85,10 @@ class Photo(Block):
 
 @dataclass(frozen=True)
 class PhotoGrid(Block):
-    """Photos side by side, as many as fit."""
+    """Photos side by side, as many as fit; `small` ones in narrow columns."""
 
     photos: Sequence[Photo]
+    small: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +136,13 @@ class Details(Block):
 
 
 @dataclass(frozen=True)
+class Columns(Block):
+    """Blocks side by side where there is room for two."""
+
+    blocks: Sequence[Block | None]
+
+
+@dataclass(frozen=True)
 class PageSection(Block):
     """A heading with blocks below it, without those that are None."""
 
@@ -136,6 +158,23 @@ class Subsection(PageSection):
 def render(title: str, lead: str, blocks: Sequence[Block | None]) -> str:
     """Render a whole page: its heading, a sentence below it with what matters most, and the blocks that are not None."""
     return _environment().get_template("page.html.jinja").render(title=title, lead=lead, blocks=blocks)
+
+
+def gate_table(verdict: Mapping[str, Any]) -> list[Block]:
+    """Show the conditions of a gate, of a verdict in `summary.json`; only the failed ones in that of an earlier version."""
+    if "conditions" not in verdict:
+        return [BulletList(verdict["reasons"])] if verdict["reasons"] else []
+    rows = [
+        (
+            one["name"],
+            one["measured"],
+            one["limit"],
+            Mark("failed", "bad") if one["reason"] else Mark("holds", "good"),
+            one["setting"],
+        )
+        for one in verdict["conditions"]
+    ]
+    return [Table(["condition", "measured", "limit", "verdict", "setting"], rows)]
 
 
 @cache
@@ -160,6 +199,8 @@ def cell(value: object) -> str:
 
 
 def _cell_style(value: object) -> str:
+    if isinstance(value, Mark):
+        return f"short {value.style}"
     if isinstance(value, int | float) and not isinstance(value, bool):
         return "number"
     return "short" if len(str(value)) <= _SHORT else ""

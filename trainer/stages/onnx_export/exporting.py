@@ -312,12 +312,13 @@ def _final(answers: Logits, own: Logits, test: _Images) -> FinalFigures:
 def _refused(final: FinalFigures, evaluation: Manifest) -> list[str]:
     """List the conditions of the run's gate that the test images fail, without nearest neighbors: a graph gives no embeddings."""
     teacher = evaluation.figures["teacher"]["test"]
-    return metrics.judge_scores(
+    conditions = metrics.judge_scores(
         EvaluateSettings.model_validate(evaluation.settings).gate,
         teacher_score=scores.score(teacher),
         student_score=final.score,
         title=scores.title(teacher),
     )
+    return [one.reason for one in conditions if one.reason]
 
 
 def _write_int8(folder: Path, images: Pixels) -> list[Path]:
@@ -339,12 +340,13 @@ def _reasons(
     figures: Mapping[str, Any],
 ) -> list[str]:
     """List the conditions that a variant does not meet: the gate's on size and latency, and the losses against the student itself."""
-    reasons = metrics.judge_cost(
+    conditions = metrics.judge_cost(
         evaluated.gate,
         teacher_parameters=figures["teacher"]["parameters"],
         student_parameters=figures["student"]["parameters"],
         student_p95_ms=one.latencies[0].p95_ms,
     )
+    reasons = [condition.reason for condition in conditions if condition.reason]
     title = scores.TITLES[one.measure]
     if itself.score - one.score > settings.max_accuracy_loss:
         reasons.append(
