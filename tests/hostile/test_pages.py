@@ -11,7 +11,6 @@ from trainer.report import charts, pages
 from trainer.report.charts import MarkedTime, ReliabilityCurve
 from trainer.report.pages import (
     BulletList,
-    Columns,
     Details,
     Figure,
     FindingCard,
@@ -21,6 +20,7 @@ from trainer.report.pages import (
     Paragraph,
     Photo,
     PhotoGrid,
+    SideBySide,
     Subsection,
     Table,
     Tiles,
@@ -77,7 +77,7 @@ def parts(names):
         PageSection(names[0], [Paragraph(names[1]), Table([names[2]], [[names[3]], [names[4]]])]),
         Subsection(names[5], [Details(names[6], [BulletList(names)]), None]),
         PhotoGrid([Photo(b"", names[0], answers=[(names[1], names[2], "good")])], small=True),
-        Columns([Paragraph(names[3]), Table([""], [[Mark(names[4], "bad")]])]),
+        SideBySide([Paragraph(names[3]), Table([""], [[Mark(names[4], "bad")]])]),
         *gate_table({"conditions": [dict.fromkeys(("name", "measured", "limit", "setting", "reason"), names[5])]}),
         Figure(charts.drawing(9, charts.text(0, 0, names[2], hint=names[3]), title=names[4]), names[1]),
         Legend([("f0", names[5])]),

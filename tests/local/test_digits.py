@@ -40,6 +40,8 @@ KEYS = {
     "verdict": {"passed": None, "reasons": None, "conditions": None},
     "export": dict.fromkeys(("chosen", "reasons", "candidates")),
     "mlflow": dict.fromkeys(("tracking_uri", "run_id", "model_name", "model_version")),
+    "examples": None,
+    "curves": None,
     "reports": dict.fromkeys(("data", "profile", "evaluation", "export", "reconstructions")),
     "profile": {"verdict": None, "outcome": None},
     "bill": dict.fromkeys(("stages", "seconds", "dollars", "forecast", "notes")),

@@ -27,7 +27,6 @@ from trainer.report import charts, pages, scores
 from trainer.report.charts import ReliabilityCurve, ScatterPoint
 from trainer.report.pages import (
     Block,
-    Columns,
     Details,
     Figure,
     Legend,
@@ -35,6 +34,7 @@ from trainer.report.pages import (
     Paragraph,
     Photo,
     PhotoGrid,
+    SideBySide,
     Subsection,
     Table,
     gate_table,
@@ -343,7 +343,7 @@ def _earlier(
         "Earlier runs of the same data",
         [
             Legend([("g0", "teachers"), ("g1", "students")]),
-            Columns(charts_of),
+            SideBySide(charts_of),
             Table(headers, rows),
             Paragraph(
                 "Runs beside this run's directory whose data set has the same fingerprint. Earlier runs are pale. Their latencies were "

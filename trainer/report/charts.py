@@ -343,6 +343,26 @@ def reliability(models: Sequence[ReliabilityCurve], title: str) -> Markup:
     return drawing(edge + 60, group(56, 18, text(0, -6, "accuracy", "soft"), *content), title=title, width=500)
 
 
+def curves(lines: Mapping[str, Sequence[tuple[float, float]]], unit: Callable[[float], str], title: str) -> Markup:
+    """Draw at most two lines of points (share of the training, value), with an axis of values in a `unit`; `title` stands above."""
+    width, height = 400.0, 200.0
+    values = [value for points in lines.values() for _, value in points]
+    low, high = min(values), max(values)
+    low, high = (low, high) if high > low else (low - 0.01, high + 0.01)
+    content = [rectangle(0, 0, width, height, "panel")]
+    for tick in ticks(low, high, 4):
+        y = height * (high - tick) / (high - low)
+        content += [line(0, y, width, y, "grid"), text(-8, y + 4, unit(tick), "soft end")]
+    for tick in ticks(0, 1, 5):
+        content.append(text(width * tick, height + 16, percent(tick), "soft mid"))
+    for series, (name, points) in enumerate(lines.items()):
+        at = [f"{width * share:.1f} {height * (high - value) / (high - low):.1f}" for share, value in points]
+        hint = f"{name}: {unit(points[0][1])} at first, {unit(points[-1][1])} at last"
+        content.append(path("M" + "L".join(at) + ("h0" if len(at) == 1 else ""), f"line m{series}", hint))
+    content.append(text(width / 2, height + 36, "of the training", "soft mid"))
+    return drawing(height + 60, group(56, 18, text(0, -6, title, "soft"), *content), title=title, width=480)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScatterPoint:
     """A model in a chart of accuracy against what it costs; `series` is 0 for a teacher, 1 for a student."""

@@ -5,6 +5,7 @@ The keys of `summary.json` are a contract: tests, reports and people read the sa
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,17 +15,30 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainer.graph import EVALUATION, EXPORTED, STUDENT, ArtifactSpec
-from trainer.io import artifacts, storage
+from trainer.io import artifacts, limits, storage
 from trainer.io.artifacts import Manifest
 from trainer.io.base_models import what_is_wrong
 from trainer.io.costs import Machines, dollars_text
 from trainer.io.errors import ArtifactError, ObjectNotFoundError, writing_to
-from trainer.io.formatting import aligned, duration, isolated, ratio
+from trainer.io.formatting import aligned, duration, isolated, percent, ratio, short
 from trainer.io.local_files import located
-from trainer.report import billing, pages, scores, tracking
+from trainer.report import billing, charts, pages, scores, tracking
 from trainer.report.billing import Bill
 from trainer.report.forecast import Forecast
-from trainer.report.pages import Block, BulletList, Links, PageSection, Paragraph, Photo, Table
+from trainer.report.pages import (
+    BulletList,
+    Commands,
+    Figure,
+    Legend,
+    Links,
+    PageSection,
+    Paragraph,
+    Photo,
+    PhotoGrid,
+    SideBySide,
+    Table,
+    Tiles,
+)
 
 SUMMARY = "summary.json"
 INDEX = "index.html"
@@ -63,6 +77,8 @@ def build_summary(
     exported: Mapping[str, Any] | None,
     search: Mapping[str, Any] | None = None,
     registered: Registered,
+    examples: Sequence[Mapping[str, Any]] = (),
+    curves: Mapping[str, Any] | None = None,
     reports: Mapping[str, str],
 ) -> dict[str, Any]:
     """Build `summary.json` from the artifacts' figures; `recording` is None with an online teacher, `exported` without an export."""
@@ -84,6 +100,8 @@ def build_summary(
         "student": {key: student[key] for key in of_student},
         "profile": {key: profile.get(key, "") for key in ("verdict", "outcome")},
         "verdict": dict(evaluation["verdict"]),
+        **({"examples": list(examples)} if examples else {}),
+        **({"curves": dict(curves)} if curves else {}),
         **({"export": dict(exported)} if exported is not None else {}),
         **({"search": dict(search)} if search is not None else {}),
         "mlflow": {key: value for key, value in asdict(registered).items() if key != "alias_stays" or value},
@@ -196,50 +214,120 @@ def _comparison(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 def write_front_page(directory: Path, content: Mapping[str, Any]) -> Path:
     """Write the front page of a run from its `summary.json`, copy the pages that it leads to beside it, and return the file."""
-    reports = {name: Path(place) for name, place in content["reports"].items()}
-    links: list[tuple[str, str]] = []
-    photos: list[Photo] = []
+    links, photos = list[tuple[str, str]](), list[Photo]()
     with writing_to(directory):
-        for name, place in sorted(reports.items(), key=lambda item: [*TITLES, item[0]].index(item[0])):
-            if place.suffix == ".html":
+        for name, place in sorted(content["reports"].items(), key=lambda item: [*TITLES, item[0]].index(item[0])):
+            if place.endswith(".html"):
                 shutil.copyfile(place, directory / f"{name}.html")
                 links.append((f"{name}.html", TITLES.get(name, name)))
             else:
-                photos.append(Photo(place.read_bytes(), CAPTIONS.get(name, name)))
+                photos.append(Photo(Path(place).read_bytes(), CAPTIONS.get(name, name)))
+        cards = [_example(one) for one in content.get("examples", ())]
         file = directory / INDEX
-        file.write_text(_page(directory.resolve().name, content, links, photos), encoding="utf-8")
+        file.write_text(_page(directory, content, links, cards, photos), encoding="utf-8")
     return file
 
 
-def _page(name: str, content: Mapping[str, Any], links: list[tuple[str, str]], photos: list[Photo]) -> str:
-    passed, reasons = content["verdict"]["passed"], content["verdict"]["reasons"]
-    bill = Bill.model_validate(content["bill"])
+def _example(one: Mapping[str, Any]) -> Photo:
+    lines = [
+        (
+            name,
+            f"{isolated(one[name]['answer'])}  {one[name]['confidence']:.0%}",
+            "good" if one[name]["answer"] == one["label"] else "bad",
+        )
+        for name in ("teacher", "student")
+    ]
+    return Photo(
+        Path(one["picture"]).read_bytes(),
+        limits.cut(one["source"], 60),
+        answers=[("label", isolated(one["label"]), ""), *lines],
+    )
+
+
+def _page(
+    directory: Path, content: Mapping[str, Any], links: list[tuple[str, str]], cards: list[Photo], photos: list[Photo]
+) -> str:
+    passed, bill = content["verdict"]["passed"], Bill.model_validate(content["bill"])
     heading, *bill_rows = billing.rows(bill)
     compared, *rows = _comparison(content)
-    verdict: list[Block] = [Paragraph("The student passed every condition of the gate.", "good")]
-    if not passed:
-        verdict = [Paragraph("The student did not pass the gate:", "bad"), BulletList(reasons)]
-    notes = _notes(bill)
-    mlflow, student = content["mlflow"], content["student"]["test"]
-    tracked = (
-        f"{mlflow['tracking_uri']}, run {mlflow['run_id']}, {mlflow['model_name']} version {mlflow['model_version']}"
-    )
+    notes, mlflow = _notes(bill), content["mlflow"]
+    tracked = f"Run {mlflow['run_id']}, {mlflow['model_name']} version {mlflow['model_version']}"
+    if tracking.is_server(mlflow["tracking_uri"] or ""):
+        tracked += f" at {mlflow['tracking_uri']}"
     if stays := mlflow.get("alias_stays"):
         tracked += f"; not promoted: {isolated(stays)}; {tracking.ALIAS_ADVICE}"
+    verdict = (
+        Paragraph("Passed: every condition of the gate holds.", "good") if passed else Paragraph("Not passed:", "bad")
+    )
     return pages.render(
-        f"Run {isolated(name)}: the student {'passed' if passed else 'did not pass'}",
-        f"{scores.score(student):.1%} test {scores.title(student)}, the teacher {scores.score(content['teacher']['test']):.1%}; "
-        f"recipe {isolated(content['recipe'])}",
+        f"Run {isolated(directory.resolve().name)}: the student {'passed' if passed else 'did not pass'}",
+        f"Recipe {isolated(content['recipe'])}; {content['dataset']['train']:,} training images, {content['dataset']['classes']:,} classes",
         [
+            _tiles(content, bill),
             Links(links),
-            PageSection("Verdict", verdict),
+            PageSection("Answers to test images", [PhotoGrid(cards, small=True)]) if cards else None,
+            PageSection("Verdict", [verdict, *pages.gate_table(content["verdict"])]),
             PageSection("Teacher and student", [Table(compared, rows)]),
+            _curves(content.get("curves", {})),
+            PageSection("What next", [_commands(directory, content)]),
             PageSection("Profile", [Paragraph(content["profile"]["verdict"] or "Nothing was trained in this run.")]),
             PageSection("Bill", [Table(heading, bill_rows), BulletList(notes) if notes else None]),
             PageSection("Pictures", photos) if photos else None,
             PageSection("MLflow", [Paragraph(tracked)]) if mlflow["tracking_uri"] else None,
         ],
     )
+
+
+def _tiles(content: Mapping[str, Any], bill: Bill) -> Tiles:
+    teacher, student = content["teacher"], content["student"]
+    theirs, ours = (scores.score(model["test"]) for model in (teacher, student))
+    p50 = [model["latency_ms"]["p50"] for model in (teacher, student)]
+    cost = dollars_text(bill.dollars)
+    return Tiles(
+        [
+            ("passed" if content["verdict"]["passed"] else "not passed", "verdict of the gate"),
+            (f"{ours:.1%}", f"test {scores.title(student['test'])} of the student; teacher {theirs:.1%}"),
+            (
+                ratio(teacher["parameters"], student["parameters"], "smaller", "larger"),
+                f"{student['parameters']:,} parameters",
+            ),
+            (ratio(*p50, "faster", "slower"), f"{p50[1]:.2f} ms for a photo on the CPU"),
+            (duration(bill.seconds), "for all stages" + (f", {cost}" if cost else "")),
+        ]
+    )
+
+
+def _curves(known: Mapping[str, Any]) -> PageSection | None:
+    """Draw score and loss of the teacher's and the student's training."""
+    drawn = []
+    for kind, unit, title in (("score", percent, "score on the validation images"), ("loss", short, "loss")):
+        lines = {
+            name: [(step / known[training]["steps"], value) for step, value in known[training][kind]]
+            for name, training in (("teacher", "finetune"), ("student", "distill"))
+            if known.get(training, {}).get(kind)
+        }
+        if lines:
+            drawn.append((lines, Figure(charts.curves(lines, unit, title))))
+    if not drawn:
+        return None
+    legend = [(f"g{series}", name) for series, name in enumerate(max((lines for lines, _ in drawn), key=len))]
+    return PageSection("Learning curves", [Legend(legend), SideBySide([figure for _, figure in drawn])])
+
+
+def _commands(directory: Path, content: Mapping[str, Any]) -> Commands:
+    """Return what can be done with the student."""
+    place = directory.resolve()
+    run = shlex.quote(str(place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place))
+    program, force = "python -m trainer", "" if content["verdict"]["passed"] else " --force"
+    commands = [("Ask the student about photos", f"{program} predict PHOTO.jpg --model {run}{force}")]
+    if content.get("export", {}).get("chosen"):
+        commands.append(("Serve it over HTTP, with a page to try it", f"{program} serve {run}{force}"))
+    if content["mlflow"].get("model_version"):
+        commands += [
+            ("Look at the run in MLflow", f"{program} ui"),
+            ("Deploy it on a cluster whose MLflow has it", "make deploy-student"),
+        ]
+    return Commands([*commands, ("Compare with another run", f"{program} compare RUN {run}")])
 
 
 # ---- Where its artifacts are

@@ -47,6 +47,7 @@ REPORT = "report.html"
 LABEL_ISSUES = "label_issues.csv"
 
 _TOP_K = 5
+_EXAMPLE_EDGE = 160  # of a picture on the run's page, in pixels
 _EARLIER_RUNS = 20  # that the page compares with, at most
 
 logger = logging.getLogger(__name__)
@@ -216,7 +217,31 @@ def _evaluate(
         student_answers={"val": metrics.answers(val_logits / temperature, val.labels), "test": answers["student"]},
     )
     (directory / REPORT).write_text(page, encoding="utf-8")
-    return {"teacher": theirs, "student": ours, "verdict": verdict}
+    return {
+        "teacher": theirs,
+        "student": ours,
+        "verdict": verdict,
+        "examples": _examples(split, answers, classes, directory),
+    }
+
+
+def _examples(
+    split: Split, answers: Mapping[str, metrics.Answers], classes: Sequence[str], directory: Path
+) -> list[dict[str, Any]]:
+    """Write the first test image, and the one of the student's surest mistake, with what both models answer, for the run's page."""
+    student, examples = answers["student"], []
+    wrong = np.flatnonzero(~student.right)
+    chosen = [0, *wrong[np.argsort(-student.confidence[wrong], kind="stable")[:1]].tolist()]
+    for number, index in enumerate(dict.fromkeys(chosen), start=1):
+        file = f"example-{number}.png"
+        (directory / file).write_bytes(report.strip(split.read([index]).numpy(), edge=_EXAMPLE_EDGE))
+        given = {
+            name: {"answer": classes[one.predicted[index]], "confidence": float(one.confidence[index])}
+            for name, one in answers.items()
+        }
+        label = classes[student.labels[index]]
+        examples.append({"picture": file, "source": split.sources[index], "label": label, **given})
+    return examples
 
 
 def _evaluate_sets(

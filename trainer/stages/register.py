@@ -24,6 +24,7 @@ import yaml
 from trainer.config import RegisterSettings
 from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import CARD
+from trainer.evaluation.embeddings import evenly_spaced
 from trainer.graph import STAGES, flag
 from trainer.io import artifacts, limits, storage
 from trainer.io.artifacts import Artifact, Manifest
@@ -61,6 +62,7 @@ _RECORDING = "reinforce.html"
 _ALWAYS = ("mlflow", "numpy", "pandas", "pillow")
 _TORCH = (*_ALWAYS, "safetensors", "timm", "torch", "torchvision")
 """What a registered model needs: beside `_ALWAYS` what computes it."""
+_POINTS = 200  # of a curve, at most
 _LISTED = 10  # classes that the description of a version names, at most
 _EXAMPLE_EDGE = 64  # the example is kept as JSON, and the student takes photos of any size
 _PICTURES = "**/*.png"
@@ -123,6 +125,11 @@ def run(
             exported=read["exported"].figures if "exported" in read else None,
             search=read["search"].figures if "search" in read else None,
             registered=registered,
+            examples=[
+                {**one, "picture": _place(given["evaluation"], one["picture"])}
+                for one in read["evaluation"].figures.get("examples", ())
+            ],
+            curves=_curves(given),
             reports={name: _place(given[place], file) for name, (place, file) in shown.items()},
         )
         (draft.path / SUMMARY).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -155,6 +162,27 @@ def _stage_bills(made: Mapping[str, Manifest], given: Mapping[str, str | Path]) 
         recorded = next((name for name in others if made[name].kind == "evidence"), None)
         if first in made:
             yield stage_bill(stage.name, made[first], read_evidence(given[recorded]) if recorded else None)
+
+
+def _curves(given: Mapping[str, str | Path]) -> dict[str, dict[str, Any]]:
+    """Return the score on the validation split and the loss of each training, by step."""
+    evidence = [read_evidence(given[name]) for name in ("pretrain_evidence", "distill_evidence")]
+    found = {}
+    for training in (training for one in evidence for training in one.trainings):
+        score = next((name for name in scores.VAL_TITLES if name in training.metrics), "")
+        curves = {"score": training.metrics.get(score), "loss": training.metrics.get("loss")}
+        points = {
+            kind: [
+                (int(curve.steps[index]) + 1, round(float(curve.values[index]), 6))
+                for index in evenly_spaced(len(curve.steps), _POINTS)
+            ]
+            for kind, curve in curves.items()
+            if curve is not None
+        }
+        if points:
+            last = max(step for of_kind in points.values() for step, _ in of_kind)
+            found[training.name] = {"steps": last, **points}
+    return found
 
 
 def _reports(inputs: Mapping[str, Artifact]) -> dict[str, tuple[str, str]]:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import copy
+import html
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -220,7 +222,15 @@ def reports(folder):
 def test_the_index_leads_to_copies_of_the_pages(tmp_path):
     run = tmp_path / "one <run>"
     run.mkdir()
-    content = built(reports=reports(tmp_path))
+    places = reports(tmp_path)
+    example = {"picture": places["reconstructions"], "source": "cat/<1>.png", "label": "cat"}
+    answers = {"teacher": {"answer": "cat", "confidence": 0.91}, "student": {"answer": "dog", "confidence": 0.55}}
+    curves = {
+        "finetune": {"steps": 100, "score": [[50, 0.5], [100, 0.9]], "loss": [[10, 2.0], [100, 1.0]]},
+        "distill": {"steps": 10, "score": [[10, 0.8]], "loss": [[5, 2.5], [10, 1.5]]},
+    }
+    exported = {"chosen": "fp32", "candidates": {}}
+    content = built(reports=places, examples=[example | answers], curves=curves, exported=exported)
     assert finished_run.write_front_page(run, content) == run / "index.html"
     page = (run / "index.html").read_text()
     assert re.findall('href="([^"]*)"', page) == ["evaluation.html", "profile.html", "data.html"]
@@ -235,9 +245,22 @@ def test_the_index_leads_to_copies_of_the_pages(tmp_path):
         "14.2x smaller",
         "nothing slows it",
         "data:image/png;base64,",
-        "sqlite:///x.db, run abc, vit-student version 3",
+        "Run abc, vit-student version 3",
+        "cat/&lt;1&gt;.png",
+        '<dt>teacher</dt><dd class="good">cat  91%</dd><dt>student</dt><dd class="bad">dog  55%</dd>',
+        '<div class="tile"><b>14.2x smaller</b>',
+        "teacher: 50 % at first, 90 % at last",
+        "student: 2.5 at first, 1.5 at last",
+        "make deploy-student",
     ):
         assert said in page, said
+    commands = re.findall("<code>(.*?)</code>", page)
+    assert commands[:2] == [
+        f"python -m trainer predict PHOTO.jpg --model {html.escape(shlex.quote(str(run)))}".replace("&#x27;", "&#39;"),
+        f"python -m trainer serve {html.escape(shlex.quote(str(run)))}".replace("&#x27;", "&#39;"),
+    ]
+    # MLflow's file lies on a machine that whoever reads the page may not have.
+    assert "sqlite" not in page
 
 
 def test_run_that_did_not_pass_and_is_not_tracked(tmp_path):
@@ -249,6 +272,9 @@ def test_run_that_did_not_pass_and_is_not_tracked(tmp_path):
     assert "<li>accuracy: below &lt;0.9&gt;</li><li>latency: too long</li>" in page
     assert "MLflow" not in page
     assert "Pictures" not in page
+    assert "Learning curves" not in page
+    assert "--force</code>" in page
+    assert "trainer serve" not in page
     assert "None" not in page
 
 

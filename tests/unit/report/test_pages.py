@@ -11,7 +11,7 @@ from trainer.report import pages
 from trainer.report.pages import (
     Block,
     BulletList,
-    Columns,
+    Commands,
     Details,
     Figure,
     FindingCard,
@@ -22,6 +22,7 @@ from trainer.report.pages import (
     Paragraph,
     Photo,
     PhotoGrid,
+    SideBySide,
     Subsection,
     Table,
     Tiles,
@@ -48,11 +49,12 @@ EVERY = [
     Figure(Markup("<svg></svg>"), "a chart"),
     Photo(b"\x00", "a photo"),
     PhotoGrid([Photo(b"\x01", "another", answers=[("student", "7  93%", "bad")])], small=True),
-    Columns([Paragraph("left"), Table(["verdict"], [[Mark("holds", "good")]])]),
+    SideBySide([Paragraph("left"), Table(["verdict"], [[Mark("holds", "good")]])]),
     Legend([("f0", "train")]),
     Tiles([("12 s", "recorded")]),
     CARD,
     Links([("data.html", "Data <card>")]),
+    Commands([("Ask <it>", "python -m trainer predict 'a b.jpg'")]),
     Details("folded", [Paragraph("inside")]),
     PageSection("a section", [Subsection("a subsection", [Paragraph("deep"), None])]),
 ]
@@ -102,6 +104,7 @@ def test_every_kind_of_block_is_shown() -> None:
         "<p><b>Saves about 12 s:</b> the time that steps wait</p>"
         '<p class="chips"><span>waiting <b>40 %</b></span></p></article>'
         '<nav><a href="data.html">Data &lt;card&gt;</a></nav>'
+        '<dl class="commands"><dt>Ask &lt;it&gt;</dt><dd><code>python -m trainer predict &#39;a b.jpg&#39;</code></dd></dl>'
         "<details><summary>folded</summary><p>inside</p></details>"
         "<section><h2>a section</h2><section><h3>a subsection</h3><p>deep</p></section></section>"
     )

@@ -607,6 +607,11 @@ def test_a_tuned_run_has_its_forecast(inputs, evaluations, tuning, tracked, monk
 def test_without_tracking_the_summary_is_still_written(inputs, evaluations, monkeypatch, tmp_path):
     monkeypatch.delenv(tracking.URI, raising=False)
     summary = read_summary(run(inputs, evaluations[PASSING], tmp_path / "registration"))
+    evaluation = artifacts.manifest(evaluations[PASSING], "evaluation").figures
+    assert [Path(one["picture"]).name for one in summary["examples"]] == ["example-1.png", "example-2.png"]
+    assert all(Path(one["picture"]).is_file() for one in summary["examples"])
+    assert summary["examples"][1]["student"]["answer"] != summary["examples"][1]["label"]
+    assert summary["examples"][0]["teacher"] == evaluation["examples"][0]["teacher"]
     assert summary["mlflow"] == {"tracking_uri": None, "run_id": None, "model_name": None, "model_version": None}
     assert summary["student"]["test"]["top1"] > 0.3
 

@@ -128,6 +128,13 @@ class Links(Block):
 
 
 @dataclass(frozen=True)
+class Commands(Block):
+    """Commands to copy, each with what it does; a click selects a whole one."""
+
+    entries: Sequence[tuple[str, str]]  # (what it does, command)
+
+
+@dataclass(frozen=True)
 class Details(Block):
     """Blocks that are folded below their title; in print they are unfolded."""
 
@@ -136,7 +143,7 @@ class Details(Block):
 
 
 @dataclass(frozen=True)
-class Columns(Block):
+class SideBySide(Block):
     """Blocks side by side where there is room for two."""
 
     blocks: Sequence[Block | None]
