@@ -21,14 +21,19 @@ SBOMS := runtime neuron serving reaper
 .PHONY: help setup run ui test test-long test-gpu bench bench-gpu check lint compile deploy-pipeline undeploy-pipeline docs lock clean
 export SET OUT RECIPE POOL SEARCH
 
+# A variable of another name is ignored by make: `recipe=grocery` would run digits.
+LOWER = a% b% c% d% e% f% g% h% i% j% k% l% m% n% o% p% q% r% s% t% u% v% w% x% y% z%
+$(foreach name,$(filter $(LOWER),$(.VARIABLES)),$(if $(findstring command line,$(origin $(name))),$(error \
+	$(name)=$($(name)): variables are in capitals: $(shell printf %s '$(name)' | tr a-z A-Z)=$($(name)))))
+
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## make the environment in .venv alone
 
-run: $(READY)  ## run the pipeline here [RECIPE=digits SET="key=value ..." OUT=dir SEARCH="key=log(1e-4,1e-2)" PROCESSES=2 POOL=name NODES=1 FRESH=1 DEBUG=1]
+run: $(READY)  ## run the pipeline here [RECIPE=digits SET="key=value ..." OUT=dir SEARCH="key=log(1e-4,1e-2)" PROCESSES=2 POOL=name NODES=1 FRESH=1 QUIET=1 DEBUG=1]
 	@$(VENV)/python -m $(if $(POOL)$(NODES),components.pool_run --pool "$$POOL",trainer run) "$$RECIPE" --overrides "$$SET" --output "$$OUT" \
-		$(if $(SEARCH),--search "$$SEARCH") $(if $(NODES),--nodes $(NODES)) $(if $(PROCESSES),--processes $(PROCESSES)) $(if $(FRESH),--fresh) $(if $(DEBUG),--debug)
+		$(if $(SEARCH),--search "$$SEARCH") $(if $(NODES),--nodes $(NODES)) $(if $(PROCESSES),--processes $(PROCESSES)) $(if $(FRESH),--fresh) $(if $(QUIET),--quiet) $(if $(DEBUG),--debug)
 
 .PHONY: plan
 plan: $(READY)  ## hours, dollars, disk and memory of each stage, and whether it can work [RECIPE=model-case IMAGES=11e6 BYTES=200e3 POOL=gpu-a100 NODES=4 SET=]

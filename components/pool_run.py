@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_place(parser)
     commands.add_debug(parser)
     options = parser.parse_args(arguments)
-    commands.set_up_logging()
+    commands.set_up_logging(quiet=options.quiet)
     return commands.exit_code(lambda: _run(options), debug=options.debug, interrupted=commands.INTERRUPTED)
 
 

@@ -56,7 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; gives the exit code. A user's error ends in one message, and `--debug` adds the traceback."""
     options = command_parser().parse_args(arguments)
     escape_what_cannot_be_printed()
-    commands.set_up_logging(quiet=options.worker and os.environ.get("RANK", "0") != "0")
+    if getattr(options, "quiet", False):
+        os.environ[commands.QUIET] = "1"  # for the processes of trainings, too
+    commands.set_up_logging(
+        quiet=commands.QUIET in os.environ or (options.worker and os.environ.get("RANK", "0") != "0")
+    )
     try:
         with ended_by_sigterm():
             ensure_home()

@@ -12,7 +12,9 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,6 +25,9 @@ from trainer.io.host import ended_by_sigterm, ensure_home, escape_what_cannot_be
 from trainer.io.local_files import with_home
 
 INTERRUPTED = "interrupted; what was written is kept, and the same command continues from there"
+
+QUIET = "TRAINER_QUIET"
+"""Environment variable by which a run with `--quiet` keeps its processes to warnings."""
 
 Subparsers = argparse._SubParsersAction  # argparse has no public name for it
 Options = argparse._ActionsContainer  # nor for what a parser and a group of options have in common
@@ -138,6 +143,7 @@ def add_run(options: Options) -> None:
     options.add_argument("--overrides", type=_words, action="extend", metavar="TEXT", help=text)
     options.add_argument("--output", metavar="DIR", help="where to write (default: runs/<time>-<recipe>)")
     add_search(options)
+    options.add_argument("--quiet", action="store_true", help="print warnings and the result alone")
     text = "take nothing from earlier runs beside the output, as run.reuse=false"
     options.add_argument("--fresh", dest="overrides", action="append_const", const="run.reuse=false", help=text)
 
@@ -206,10 +212,27 @@ def exit_code(command: Callable[[], object], *, debug: bool = False, interrupted
     return 0
 
 
+class TerminalFormatter(limits.PrintableFormatter):
+    """Wraps long lines to the terminal's width, and colors: times gray, warnings yellow."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = textwrap.fill(
+            super().format(record), max(40, shutil.get_terminal_size().columns), subsequent_indent=" " * 10
+        )
+        time, rest = line[:8], line[8:]
+        if "NO_COLOR" in os.environ:
+            return line
+        return f"{_GRAY}{time}{_PLAIN}{_YELLOW + rest + _PLAIN if record.levelno >= logging.WARNING else rest}"
+
+
+_GRAY, _YELLOW, _PLAIN = "\x1b[90m", "\x1b[33m", "\x1b[0m"
+
+
 def set_up_logging(*, quiet: bool = False) -> None:
     """Print the log with times, without the chatter of libraries; `quiet` keeps to warnings."""
     handler = logging.StreamHandler()
-    handler.setFormatter(limits.PrintableFormatter("%(asctime)s  %(message)s", "%H:%M:%S"))
+    formatter = TerminalFormatter if sys.stderr.isatty() else limits.PrintableFormatter
+    handler.setFormatter(formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, handlers=[handler], force=True)
     hub_and_stores = ("httpx", "urllib3", "fsspec", "aiobotocore", "datasets")
     for name in (*hub_and_stores, "alembic", "mlflow", "matplotlib", "onnx_ir", "onnxscript"):

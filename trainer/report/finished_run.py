@@ -291,7 +291,7 @@ def _tiles(content: Mapping[str, Any], bill: Bill) -> Tiles:
                 ratio(teacher["parameters"], student["parameters"], "smaller", "larger"),
                 f"{student['parameters']:,} parameters",
             ),
-            (ratio(*p50, "faster", "slower"), f"{p50[1]:.2f} ms for a photo on the CPU"),
+            (ratio(p50[0], p50[1], "faster", "slower"), f"{p50[1]:.2f} ms for a photo on the CPU"),
             (duration(bill.seconds), "for all stages" + (f", {cost}" if cost else "")),
         ]
     )
@@ -310,7 +310,8 @@ def _curves(known: Mapping[str, Any]) -> PageSection | None:
             drawn.append((lines, Figure(charts.curves(lines, unit, title))))
     if not drawn:
         return None
-    legend = [(f"g{series}", name) for series, name in enumerate(max((lines for lines, _ in drawn), key=len))]
+    named = dict.fromkeys(name for lines, _ in drawn for name in lines)
+    legend = [(f"g{series}", name) for series, name in enumerate(named)]
     return PageSection("Learning curves", [Legend(legend), SideBySide([figure for _, figure in drawn])])
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import shlex
 import tempfile
 import time
 import uuid
@@ -20,7 +21,8 @@ from trainer import config, stages
 from trainer.data import class_tables
 from trainer.graph import STAGES, Kind, Stage
 from trainer.io import artifacts, storage
-from trainer.io.errors import ArtifactError, OutputError, TrackingError, make_directory, writing_to
+from trainer.io.errors import ArtifactError, OutputError, StorageError, TrackingError, make_directory, writing_to
+from trainer.io.formatting import duration
 from trainer.io.host import environment_variables
 from trainer.io.storage.writers import one_writer
 from trainer.report import finished_run, tracking
@@ -35,6 +37,7 @@ RUNS = Path("runs")  # where runs are kept unless an output is given
 LATEST = "latest"  # link in `RUNS` to the run that started last, wherever its output is and however it ended
 CHECKPOINTS = ".checkpoints"
 """Folder beside the runs, in which a run finds what an interrupted one with the same settings and inputs left."""
+_LOOKED_AT = 20  # earlier runs, for the time that this one may take
 IDENTITY = ".run-id"  # name of the file in a run's directory by which MLflow's runs of it are known
 
 
@@ -128,7 +131,11 @@ def run(
     settings = preflight.checked(settings, trains_here=not device, processes=processes, device=device)
     directory = new_directory(recipe, output)
     with only_run_in(directory), environment_variables(environment(settings, directory)):
-        return _run_all(recipe, settings, directory, processes, start, device)
+        try:
+            return _run_all(recipe, settings, directory, processes, start, device)
+        except KeyboardInterrupt:
+            logger.warning("interrupted; to go on, give the same command with --output %s", shlex.quote(str(directory)))
+            raise
 
 
 def _run_all(
@@ -145,21 +152,22 @@ def _run_all(
     tracking.check()
     preflight.warn_of_other_classes(settings)
     tracking.start_parent(resolved, {"recipe": recipe})
-    reused = []
+    reused, needed = [], [stage for stage in STAGES.values() if stage.is_needed(settings)]
+    expected = _stage_seconds(recipe, directory)
     try:
-        for stage in STAGES.values():
-            if not stage.is_needed(settings):
-                continue
+        for number, stage in enumerate(needed, start=1):
             directories = {keyword: str(directory / folder) for keyword, folder in folders(stage, settings).items()}
             if _reuse(stage, settings, directory, device):
                 reused.append(stage.name)
             else:
-                logger.info("%s  starts", stage.name)
+                left_s = sum(expected.get(one.name, 0.0) for one in needed[number - 1 :])
+                left = f"; about {duration(left_s)} left, as in the latest run of this recipe" if left_s else ""
+                logger.info("%s  starts, stage %d of %d%s", stage.name, number, len(needed), left)
                 began = time.monotonic()
                 run_stage(
                     stage, settings.for_stage(stage.name), directories, processes=processes, given=given, start=start
                 )
-                logger.info("%s  done in %.1f s", stage.name, time.monotonic() - began)
+                logger.info("%s  done in %s", stage.name, duration(time.monotonic() - began))
             # They choose the settings of the distillation, or were given them.
             if stage.name == "tune":
                 settings = settings.with_distill(read_tuning(directories["tuning"]).settings)
@@ -176,6 +184,19 @@ def _run_all(
         content["stages"][name]["cached"] = True
     storage.write_bytes(directory / SUMMARY, json.dumps(content, indent=2, ensure_ascii=False).encode())
     return content, finished_run.write_front_page(directory, content)
+
+
+def _stage_seconds(recipe: str, directory: Path) -> dict[str, float]:
+    """Return the seconds of each stage in the latest run of the recipe beside this one; empty without any."""
+    files = sorted(directory.resolve().parent.glob(f"*/{SUMMARY}"), key=lambda file: file.stat().st_mtime, reverse=True)
+    for file in files[:_LOOKED_AT]:
+        try:
+            content = storage.read_json(file)
+            if content["recipe"] == recipe:
+                return {name: float(stage["seconds"]) for name, stage in content["stages"].items()}
+        except (StorageError, ValueError, KeyError, TypeError) as error:  # damaged, or of another version
+            logger.debug("%s: gives no estimate: %r", file, error)
+    return {}
 
 
 def folders(stage: Stage, settings: config.Settings) -> dict[str, str]:

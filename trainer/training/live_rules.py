@@ -174,7 +174,10 @@ class LiveRules(Hook):
         """Pass a finding on; gives the message for a training that it ends."""
         name, step, text = self._trace.recorder.name, self._step, f"{finding.text} {finding.advice}"
         self._reported.add(rule.name)
-        self._say(f"{name}  step {step + 1}  {finding.severity}: {rule.title}. {text}")
+        first, _, _ = finding.text.partition(". ")  # the page has the rest
+        self._say(
+            f"{name}  step {step + 1}  {finding.severity}: {rule.title}. {first.removesuffix('.')}. {finding.advice}"
+        )
         self._tracker.metrics(step, {f"{name}/finding/{rule.name}": 1.0})
         self._tracker.tag(f"trainer.finding.{name}.{rule.name}", text)
         return f"{name}: stopped after step {step + 1}, as profile.stop_on has {rule.name}: {text.removesuffix('.')}"

@@ -6,7 +6,9 @@ Shapes: W processes, S steps, L losses.
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +31,7 @@ from trainer.training.trace import Trace
 
 logger = logging.getLogger(__name__)
 
-LINE_INTERVAL_S = 5.0
+LINE_INTERVAL_S = 30.0
 """Least time between two plain lines."""
 _MAX_NAMES = 8
 """Samples that a message names."""
@@ -52,6 +54,8 @@ class ProgressBar:
         self._work = work
         self._name, self._first, self._total, self._images = name, first_step, total_steps, images_per_step
         self._active, self._start, self._last_line = active, time.monotonic(), -LINE_INTERVAL_S
+        self._scores = ""  # of the last validation
+        self._scores_are_shown = True
         self._first_line: tuple[int, float] | None = None
         """Steps that were done by then, and when that was."""
         self._bar = (
@@ -78,13 +82,22 @@ class ProgressBar:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
+        elif self._active and not self._scores_are_shown:
+            logger.info("%s  %s", self._name, self._scores)
 
     def say(self, text: str) -> None:
         """Show a line of its own, above the bar where there is one."""
         if self._bar is not None:
-            self._bar.write(text, file=sys.stderr)
+            width = shutil.get_terminal_size().columns
+            self._bar.write(textwrap.fill(text, width, subsequent_indent="    "), file=sys.stderr)
         elif self._active:
             logger.info("%s", text)
+
+    def show_scores(self, scores: str) -> None:
+        """Show what a validation has found, in the bar, or in the next plain line."""
+        self._scores, self._scores_are_shown = scores, False
+        if self._bar is not None:
+            self._bar.set_postfix_str(scores)
 
     def show(self, step: int, values: Mapping[str, float], measured: Callable[[], float | None] = lambda: None) -> None:
         """Show the numbers of a step, the speed and the time left.
@@ -95,7 +108,7 @@ class ProgressBar:
         """
         if not self._active:
             return
-        text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        text = "  ".join([*(f"{name} {value:.4g}" for name, value in values.items()), *filter(None, [self._scores])])
         if self._bar is not None:
             self._bar.update(step + 1 - self._bar.n)
             self._bar.set_postfix_str(text)
@@ -103,7 +116,7 @@ class ProgressBar:
         now, done = time.monotonic(), step + 1
         if now - self._last_line < LINE_INTERVAL_S and done < self._total:
             return
-        self._last_line = now
+        self._last_line, self._scores_are_shown = now, True
         rate, within_steps = (done - self._first) / max(now - self._start, 1e-9), measured()
         speed = f"{rate * self._images:.0f} images/s so far" if within_steps is None else f"{within_steps:.0f} images/s"
         # The first steps compile, which no later one does: the time left follows from the steps alone, then from what came after them.
@@ -157,7 +170,7 @@ class MetricLogger(Hook):
     def after_validation(self, step: int, scores: Mapping[str, float]) -> None:
         self._log(step, scores)
         if name := val_name(scores):
-            self.say(f"{self._spec.name}  step {step + 1}  validation {VAL_TITLES[name]} {scores[name]:.2%}")
+            self._progress.show_scores(f"validation {VAL_TITLES[name]} {scores[name]:.2%}")
 
     def say(self, text: str) -> None:
         """Show a line above the progress bar."""

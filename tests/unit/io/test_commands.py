@@ -1,6 +1,7 @@
 """What the command lines share: how they read their options, how they end, and what a shell completes."""
 
 import argparse
+import logging
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 from trainer import cli, config
 from trainer.graph import STAGES, flag
-from trainer.io import commands
+from trainer.io import commands, limits
 from trainer.io.errors import SettingsError
 
 ROOT = Path(__file__).parents[3]
@@ -100,6 +101,42 @@ def test_endings(capsys):
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(timeout=300) == 0
+
+
+def test_a_terminal_gets_colors_and_wrapped_lines_and_a_log_does_not(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    record = logging.LogRecord("a", logging.WARNING, "", 0, "many words " * 9, (), None)
+    formatter = commands.TerminalFormatter("%(asctime)s  %(message)s", "%H:%M:%S")
+    first, *others = formatter.format(record).splitlines()
+    assert first.startswith("\x1b[90m")
+    assert "\x1b[33m" in first
+    assert len(others) == 2
+    assert all(line.startswith(" " * 10) for line in others)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in formatter.format(record)
+    # A log keeps a message in one line.
+    assert "\n" not in limits.PrintableFormatter("%(message)s").format(record)
+
+
+@pytest.mark.parametrize("arguments", [["recipes"], ["run", "--quiet", "no-such-recipe"]])
+def test_quiet_keeps_to_warnings_in_the_processes_of_trainings_too(monkeypatch, arguments):
+    monkeypatch.setenv(commands.QUIET, "")
+    monkeypatch.delenv(commands.QUIET)
+    seen = []
+    monkeypatch.setattr(commands, "set_up_logging", lambda *, quiet: seen.append(quiet))
+    cli.main(arguments)
+    assert seen == ["--quiet" in arguments]
+    assert (commands.QUIET in os.environ) == ("--quiet" in arguments)
+
+
+@pytest.mark.parametrize(("given", "message"), [("recipe=grocery", "RECIPE=grocery"), ("RECIPE=grocery", "")])
+def test_make_refuses_a_variable_in_lower_case(given, message):
+    ended = subprocess.run(
+        ["make", "--dry-run", "help", given], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert message in ended.stderr
+    assert (ended.returncode != 0) == bool(message)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Where a run is kept, and what it takes from earlier ones."""
 
+import json
+import os
 from dataclasses import replace
 from datetime import datetime
 
@@ -9,6 +11,28 @@ from trainer import config, devices
 from trainer.graph import STAGES
 from trainer.io import artifacts
 from trainer.runner import launch, local_run, preflight
+
+
+def test_the_time_of_the_latest_run_of_the_recipe_is_expected(tmp_path):
+    for number, (name, recipe, seconds) in enumerate(
+        [("old", "digits", 9.0), ("other", "grocery", 8.0), ("new", "digits", 7.0), ("damaged", "", 0.0)]
+    ):
+        file = tmp_path / name / "summary.json"
+        file.parent.mkdir()
+        file.write_text(json.dumps({"recipe": recipe, "stages": {"distill": {"seconds": seconds}}}) if recipe else "{")
+        os.utime(file, (number, number))
+    assert local_run._stage_seconds("digits", tmp_path / "this") == {"distill": 7.0}
+    assert local_run._stage_seconds("waste", tmp_path / "this") == {}
+
+
+def test_an_interrupted_run_names_how_to_go_on(tmp_path, monkeypatch, caplog):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(local_run, "_run_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        local_run.run("digits", ["tracking.enabled=false"], output=str(tmp_path / "a run"), processes=1)
+    assert f"give the same command with --output '{tmp_path / 'a run'}'" in caplog.text
 
 
 def test_an_output_is_one_run_after_moving(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ class Sink:
     """Stands for the evidence, MLflow and the terminal: keeps what it gets."""
 
     def __init__(self):
-        self.metrics_seen, self.shown, self.said = [], [], []
+        self.metrics_seen, self.shown, self.said, self.scores = [], [], [], []
 
     def keep(self):
         pass
@@ -35,6 +35,9 @@ class Sink:
 
     def say(self, text):
         self.said.append(text)
+
+    def show_scores(self, scores):
+        self.scores.append(scores)
 
 
 @pytest.fixture
@@ -113,9 +116,9 @@ def test_a_flush_before_a_checkpoint_checks_too(make):
         report.before_checkpoint()
 
 
-def test_validation_is_said(make, sink):
+def test_validation_is_shown(make, sink):
     make().after_validation(4, {"val_top1": 0.5})
-    assert sink.said == ["distill  step 5  validation top-1 50.00%"]
+    assert sink.scores == ["validation top-1 50.00%"]
     assert sink.metrics_seen == [(4, {"val_top1": 0.5})]
 
 
@@ -143,11 +146,17 @@ def test_a_log_gets_a_line_every_few_seconds_and_one_at_the_end(caplog, clock):
     with bar() as shown:
         for step in range(100):
             clock[0] = 1.0 + step
+            if step == 40:
+                shown.show_scores("validation top-1 50.00%")
             shown.show(step, {"loss": 0.5})
-    lines = caplog.messages
-    assert len(lines) == 21
+        shown.show_scores("validation top-1 60.00%")
+    *lines, last = caplog.messages
+    assert len(lines) == 5
+    assert "validation" not in lines[1]
+    assert "  loss 0.5  validation top-1 50.00%  32 images/s" in lines[2]
+    assert last == "distill  validation top-1 60.00%", "the last one comes after the last step"
     assert lines[0] == "distill  step 1/100  loss 0.5  32 images/s so far  99 s left"
-    assert lines[-1] == "distill  step 100/100  loss 0.5  32 images/s so far  0 s left"
+    assert lines[-1] == "distill  step 100/100  loss 0.5  validation top-1 50.00%  32 images/s so far  0 s left"
 
 
 def test_the_speed_within_the_steps_is_shown_where_it_is_measured(caplog, clock):
@@ -161,10 +170,10 @@ def test_the_speed_within_the_steps_is_shown_where_it_is_measured(caplog, clock)
 def test_steps_that_compiled_do_not_count_for_the_time_left(caplog, clock):
     caplog.set_level(logging.INFO)
     with bar() as shown:
-        for step, now in ((9, 60.0), (19, 66.0), (59, 90.0)):
+        for step, now in ((9, 300.0), (19, 330.0), (59, 450.0)):
             clock[0] = now
             shown.show(step, {"loss": 0.5}, lambda: 64.0)
-    assert [message.rpartition("  ")[2] for message in caplog.messages] == ["45 s left", "48 s left", "24 s left"]
+    assert [message.rpartition("  ")[2] for message in caplog.messages] == ["45 s left", "240 s left", "120 s left"]
 
 
 def test_the_speed_after_a_resume_counts_the_steps_of_this_process(caplog, clock):
@@ -189,11 +198,15 @@ def test_a_terminal_gets_a_bar_with_lines_above_it(monkeypatch, caplog):
     monkeypatch.setattr("sys.stderr", terminal)
     with bar() as shown:
         shown.show(49, {"loss": 0.25})
-        shown.say("distill  step 50  validation top-1 90.00%")
+        shown.show_scores("validation top-1 90.00%")
+        shown.say(f"distill  step 50  note: {'a long text of many words, ' * 9}.")
     written = terminal.getvalue()
+    note = [line for line in written.splitlines() if "many words" in line]
+    assert len(note) > 1
+    assert all(len(line.rpartition("\r")[2]) <= 80 for line in note)
     assert "50/100" in written
     assert "loss 0.25" in written
-    assert "distill  step 50  validation top-1 90.00%\n" in written
+    assert "validation top-1 90.00%" in written
     assert caplog.messages == []
 
 
