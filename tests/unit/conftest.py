@@ -1,3 +1,6 @@
+import hashlib
+import shutil
+
 import pytest
 import torch
 
@@ -38,7 +41,34 @@ def tagged_dataset(trained_digits, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def finished(trained_digits, tagged_dataset, tmp_path_factory):
+def graphs_once(tmp_path_factory):
+    """Write equal ONNX graphs once: each takes about a second, and most exports are of the same student."""
+    from trainer.stages.onnx_export import int8, onnx_graph
+
+    folder, write, quantize = tmp_path_factory.mktemp("graphs"), onnx_graph.write, int8.quantize
+
+    def once(make, key, file):
+        made = folder / f"{hashlib.sha256(key).hexdigest()}.onnx"
+        if not made.exists():
+            make(made)
+        shutil.copyfile(made, file)
+
+    def write_once(model, size, file):
+        weights = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
+        once(lambda made: write(model, size, made), b"%d" % size + weights, file)
+
+    def quantize_once(source, file, images, *, kept=frozenset()):
+        key = source.read_bytes() + images.tobytes() + repr(sorted(kept)).encode()
+        once(lambda made: quantize(source, made, images, kept=kept), key, file)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnx_graph, "write", write_once)
+        patch.setattr(int8, "quantize", quantize_once)
+        yield
+
+
+@pytest.fixture(scope="session")
+def finished(trained_digits, tagged_dataset, graphs_once, tmp_path_factory):
     """Makes the directory of a run whose student was judged by a gate; its classes have a hierarchy."""
     from trainer.config import EvaluateSettings, GateSettings
     from trainer.stages import evaluate

@@ -217,6 +217,7 @@ def test_loss_against_student_itself_is_reason(judged_run, made, setting, reason
     }
     if lost["int8"] <= 0:
         pytest.skip("int8 answers these photos as well as the student")
-    made = exported(judged_run, tmp_path / "exported", calibration_images=16, **{setting: lost["int8"] / 2})
+    limit = {setting: lost["int8"] / 2, "finetune_steps": 0}
+    made = exported(judged_run, tmp_path / "exported", calibration_images=16, **limit)
     reasons = json.loads((made.path / "candidates.json").read_text())["candidates"]
     assert any(reason in text for one in reasons if one["name"] == "int8" for text in one["reasons"])
