@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests import groups
 from trainer import cli, config, stages
 from trainer.io import artifacts, storage
 from trainer.io.errors import CRASH_EXIT_CODE, EXIT_CODE, TrainerError
@@ -153,7 +154,10 @@ def test_labels_of_teacher_and_data_set_that_do_not_match(capsys, teacher, tmp_p
         "--evidence",
         tmp_path / "e",
     ]
-    assert_message(capsys, rf"teacher {teacher}: has 10 classes, but the data set has 2", "stage", "distill", *places)
+    with groups.forking():
+        assert_message(
+            capsys, rf"teacher {teacher}: has 10 classes, but the data set has 2", "stage", "distill", *places
+        )
 
 
 @pytest.mark.parametrize(

@@ -57,13 +57,6 @@ def complete(record):
     return record(top_k=10, features=True)
 
 
-@pytest.fixture(scope="module", params=["int8", "fp16"])
-def with_tokens(record, request):
-    """The patch tokens beside all logits and the features, and by how much of itself they may change a loss."""
-    outputs = record(features=True, tokens=True, token_format=request.param)
-    return outputs, {"int8": 2e-3, "fp16": 1e-4}[request.param]
-
-
 @pytest.fixture(scope="module")
 def sparse(record):
     """Three logits of ten, and no features."""
@@ -201,9 +194,13 @@ LARGER = {"architecture": "vit_tiny_patch16_224", "args": TINY | {"patch_size": 
 """A student with more patches than the teacher."""
 
 
-@pytest.mark.parametrize("student", [QUICK["student"], LARGER], ids=["as many patches", "more patches"])
-def test_recorded_tokens_teach_what_teacher_in_every_step_does(distilled, with_tokens, student):
-    outputs, tolerance = with_tokens
+@pytest.mark.parametrize(
+    ("kept", "student", "tolerance"),
+    [("int8", QUICK["student"], 2e-3), ("fp16", LARGER, 1e-4)],
+    ids=["int8, as many patches", "fp16, more patches"],
+)
+def test_recorded_tokens_teach_what_teacher_in_every_step_does(distilled, record, kept, student, tolerance):
+    outputs = record(features=True, tokens=True, token_format=kept)
     settings = {"token_weight": 1.0, "feature_loss": "cosine_smooth_l1", "logit_weight": 0.2, "student": student}
     online = distilled("online", **settings).curves()
     recorded = distilled("recorded", outputs, teacher="recorded", **settings).curves()
@@ -617,6 +614,7 @@ def test_labels_of_unlabeled_images_are_recorded(half, half_recorded, tmp_path):
 
 @pytest.mark.parametrize(("share", "warns"), [(0.0, True), (0.1, False)])
 def test_steps_that_may_lack_labeled_images_are_warned_of(half, tmp_path, caplog, share, warns):
-    Distillation(half, tmp_path, epochs=1, batch_size=15, labeled_share=share, validate_every_epochs=0)
+    quick = {"epochs": 1, "pause_epochs": 0.03, "validate_every_epochs": 0}
+    Distillation(half, tmp_path, batch_size=15, labeled_share=share, **quick)
     warning = "of 15 images in a step 7.4 are labeled in the mean, and a step without any counts as 0"
     assert any(warning in line for line in caplog.messages) is warns
