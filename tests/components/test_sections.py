@@ -205,9 +205,8 @@ def test_the_section_names_the_revision_of_timms_weights(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
-def test_a_cluster_has_one_place_to_track_in(tmp_path, monkeypatch):
-    here = f"sqlite:///{tmp_path}/mlflow.db"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", here)
+def test_a_cluster_has_one_place_to_track_in(mlflow_uri, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_uri)
     monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
     monkeypatch.setenv("TRAINER_RUN", "run-1")
     configured("digits", experiment="fruit")
@@ -215,7 +214,7 @@ def test_a_cluster_has_one_place_to_track_in(tmp_path, monkeypatch):
         made = tracking.client().get_run(tracker.run_id)
     assert tracking.client().get_experiment(made.info.experiment_id).name == "fruit"
     for override in ("tracking.enabled=false", "tracking.uri=http://elsewhere:5000"):
-        with pytest.raises(TrackingError, match=rf"{override}: this cluster tracks at {here}"):
+        with pytest.raises(TrackingError, match=rf"{override}: this cluster tracks at {mlflow_uri}"):
             configured("digits", override)
 
 
@@ -229,8 +228,8 @@ def test_new_generation_makes_first_cached_task_another_one():
 
 
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
-def test_mlflow_names_run_as_kubeflow_does_and_links_to_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+def test_mlflow_names_run_as_kubeflow_does_and_links_to_it(mlflow_uri, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_uri)
     monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
     for name in ("TRAINER_RUN", "KFP_RUN_ID"):
         monkeypatch.setenv(name, "0b8e1f")

@@ -23,15 +23,14 @@ components.load_component_from_file(compiled)(recipe="digits", overrides=overrid
 """
 
 
-def test_the_compiled_graph_makes_a_student(tmp_path):
+def test_the_compiled_graph_makes_a_student(mlflow_uri, tmp_path):
     overrides = f"{SMALL} pretrain.mae.epochs=0 export.enabled=false"
     paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # kfp starts `python3`
-    store = f"sqlite:///{tmp_path}/mlflow.db"
     ended = local_runs.run(
         [sys.executable, "-c", PROGRAM, str(COMPILED), overrides],
         tmp_path,
         PATH=paths,
-        MLFLOW_TRACKING_URI=store,
+        MLFLOW_TRACKING_URI=mlflow_uri,
         TRAINER_RUN="graph",
         TRAINER_CHECKPOINTS=str(tmp_path / "checkpoints"),
         PYTHONWARNINGS="ignore",

@@ -4,6 +4,7 @@ import http.server
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -49,9 +50,9 @@ def _untracked(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """Holds the SQLite store that the tests of this module share, for making one takes seconds."""
-    return tmp_path_factory.mktemp("store")
+def directory(empty_mlflow_store, tmp_path_factory):
+    """Holds the SQLite store that the tests of this module share."""
+    return Path(shutil.copy(empty_mlflow_store, tmp_path_factory.mktemp("store") / "mlflow.db")).parent
 
 
 @pytest.fixture
@@ -194,8 +195,8 @@ def test_the_missing_driver_of_a_database_is_named(monkeypatch):
         tracking.check()
 
 
-def test_run_of_folder_whose_name_is_not_utf8(monkeypatch, tmp_path):
-    monkeypatch.setenv(tracking.URI, f"sqlite:///{tmp_path}/mlflow.db")
+def test_run_of_folder_whose_name_is_not_utf8(monkeypatch, mlflow_uri):
+    monkeypatch.setenv(tracking.URI, mlflow_uri)
     monkeypatch.setenv(tracking.RUN, "a\udcff")
     with pytest.raises(TrackingError, match="surrogates not allowed"):
         tracking.start_parent({}, {})

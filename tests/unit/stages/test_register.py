@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -81,13 +82,13 @@ def evaluations(trained_digits, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return tmp_path_factory.mktemp("store")
+def store(empty_mlflow_store, tmp_path_factory):
+    return Path(shutil.copy(empty_mlflow_store, tmp_path_factory.mktemp("store") / "mlflow.db")).parent
 
 
 @pytest.fixture
 def tracked(store, monkeypatch):
-    """A SQLite store that the tests of this module share, for making one takes seconds."""
+    """A SQLite store that the tests of this module share."""
     for name in (tracking.RUN_ID, tracking.EXPERIMENT_ID, tracking.EXPERIMENT_NAME, tracking.URI):
         monkeypatch.delenv(name, raising=False)
     for name, value in tracking.environment(TrackingSettings(), directory=store, run="the run").items():
