@@ -61,7 +61,7 @@ def ingress(policies, pods, source, target):
     for spec in policies.values():
         if "Ingress" in spec["policyTypes"] and selects(spec["podSelector"], pods[target]):
             for rule in spec.get("ingress", []):
-                if any(selects(peer["podSelector"], pods[source]) for peer in rule["from"]):
+                if any(selects(peer["podSelector"], pods[source]) for peer in rule["from"] if "podSelector" in peer):
                     found |= {port["port"] for port in rule["ports"]} if "ports" in rule else {None}
     return found
 

@@ -32,10 +32,11 @@ def test_objects_belong_together(objects, quotas):
     assert {one["apiVersion"] for one in objects} == {GROUP}
     (cluster,), (local,) = of(objects, "ClusterQueue"), of(objects, "LocalQueue")
     assert local["spec"] == {"clusterQueue": cluster["metadata"]["name"]}
-    assert (
-        cluster["spec"]["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
-        == local["metadata"]["namespace"]
-    )
+    assert cluster["spec"]["namespaceSelector"] == {
+        "matchExpressions": [
+            {"key": "kubernetes.io/metadata.name", "operator": "In", "values": [local["metadata"]["namespace"]]}
+        ]
+    }
     assert set(cluster["spec"]) == {"namespaceSelector", "resourceGroups"}
     assert {one["metadata"]["name"] for one in of(objects, "ResourceFlavor")} == set(quotas)
     assert all("namespace" not in one["metadata"] for one in objects if one["kind"] != "LocalQueue")

@@ -20,6 +20,7 @@ PLUGINS = ("components/gpu", "components/neuron", "components/efa")
 OWN = (
     *OVERLAYS,
     *PLUGINS,
+    "overlays/profile",
     "base",
     "mlflow",
     "operator",

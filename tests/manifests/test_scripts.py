@@ -16,7 +16,23 @@ import pytest
 from components.launch import pools
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
-COREUTILS = ("bash", "base64", "cat", "cut", "dirname", "env", "grep", "head", "mkdir", "od", "rm", "sort", "tr", "sh")
+COREUTILS = (
+    "bash",
+    "base64",
+    "cat",
+    "cut",
+    "dirname",
+    "env",
+    "grep",
+    "head",
+    "mkdir",
+    "od",
+    "rm",
+    "sed",
+    "sort",
+    "tr",
+    "sh",
+)
 EKS = {
     "get csidrivers": "csidriver.storage.k8s.io/ebs.csi.aws.com",
     "get storageclasses": '{"storageclass.kubernetes.io/is-default-class":"true"}',
@@ -111,6 +127,7 @@ SCRIPTS = {
     "kind/pretend.sh": [],
     "install.sh": ["kind"],
     "check-eks.sh": [],
+    "profile.sh": ["team-a"],
     "logs.sh": ["logs"],
     "images/build.sh": ["cpu", "image:1"],
 }
@@ -252,6 +269,27 @@ def test_an_overlay_as_it_comes_is_not_installed_on_eks(machine):
     result = machine.run("install.sh", "eks")
     assert (result.returncode, machine.called("kubectl apply")) == (2, [])
     assert re.findall(r"^  - (your \w+)", result.stderr, re.MULTILINE) == ["your bucket", "your image"]
+
+
+def test_a_profile_gets_its_key_and_the_overlay(machine):
+    machine.play("kubectl", '*"get secret"*jsonpath*) echo c2VjcmV0;;\n*kustomize*) echo "namespace: your-profile";;')
+    result = machine.run("profile.sh", "team-a")
+    assert result.returncode == 0, result.stderr
+    (created,) = machine.called("kubectl --namespace team-a create secret generic vit-distillation-store")
+    assert "secret=" not in created
+    assert machine.called("kubectl --namespace team-a apply --filename -")
+    assert machine.called("kubectl apply --filename -")
+    # What is missing is named, and nothing applied.
+    for question, message in {
+        "get namespace": "there is no namespace team-a",
+        "get crd": "the cluster has no training operator",
+        "get secret": "namespace team-a has no Secret mlpipeline-minio-artifact",
+    }.items():
+        machine.calls.write_text("")
+        machine.play("kubectl", f'*"{question}"*) exit 1;;')
+        result = machine.run("profile.sh", "team-a")
+        assert (result.returncode, message in result.stderr) == (2, True)
+        assert not any("apply" in call for call in machine.called())
 
 
 def test_up_stops(complete):

@@ -24,7 +24,7 @@ WEIGHTS_HEADER_BYTES = 8 * 2**20  # the header of a safetensors file, which says
 
 NESTING = 32  # depth of nested lists and groups in JSON, in TOML and in the name of a setting
 DOTS_IN_A_LINE = 1000  # of a TOML file: the time of Python's parser grows with the square of the parts of a name
-SOURCE_IMAGES = 20_000_000  # images of `data.source`; each takes about 500 bytes
+SOURCE_IMAGES = 20_000_000  # images of `data.source`; docs/scale.md says what `prepare` needs for each
 FOLDER_DEPTH = 32  # depth of folders below `data.source`
 FOLDERS = 1_000_000  # folders below `data.source`; one that several links lead to counts for each
 LABEL_SETS = 100_000  # different sets of labels in a data set whose images may have several
