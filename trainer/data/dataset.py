@@ -51,6 +51,7 @@ Targets = npt.NDArray[np.uint8]
 
 SAMPLED_FILES = 8
 """Files of a split that `PreparedDataset.sample` reads, at most; prepare writes about 500 MB into each."""
+_KEYS_TOGETHER = 2**16  # keys that are converted at a time
 IN_MEMORY_BYTES = 512 * 1024**2  # a split is kept decoded up to this size, in each process that reads it
 
 
@@ -72,8 +73,7 @@ class Split:
         self.labels: npt.NDArray[np.int64] = columns.column("label").to_numpy()
         """Of each image: index of its class, or of its set of classes; -1 where it has none, [N]."""
         self.targets: Targets | None = None  # from `PreparedDataset.targets`
-        keys = (int(key[:16], 16) for key in columns.column("key").to_pylist())
-        self.keys: npt.NDArray[np.uint64] = np.fromiter(keys, dtype=np.uint64, count=len(self))
+        self.keys: npt.NDArray[np.uint64] = _first_bytes(columns.column("key"))
         """The first 8 bytes of each image's content key, [N]."""
 
     def __len__(self) -> int:
@@ -173,6 +173,21 @@ class Split:
 def _files(table: datasets.Dataset) -> pa.ChunkedArray:
     """Return the image files of a split's table, without a copy."""
     return pyarrow.compute.struct_field(table.data.column("image"), "bytes")
+
+
+def _first_bytes(keys: pa.ChunkedArray) -> npt.NDArray[np.uint64]:
+    """Return the first 8 bytes of keys in hexadecimal, [N], in memory that grows with the result alone."""
+    result = np.empty(len(keys), dtype=np.uint64)
+    first = 0
+    for chunk in keys.chunks:
+        for start in range(0, len(chunk), _KEYS_TOGETHER):
+            part = chunk.slice(start, _KEYS_TOGETHER)
+            text = "".join(pyarrow.compute.utf8_slice_codeunits(part, 0, 16).to_pylist())
+            if len(text) != 16 * len(part):
+                raise ValueError("a content key is shorter than 16 digits")
+            result[first : first + len(part)] = np.frombuffer(bytes.fromhex(text), dtype=">u8")
+            first += len(part)
+    return result
 
 
 def decode_square(encoded: bytes | memoryview, size: int, *, out: Pixels | None = None, shrink: int = 1) -> Pixels:

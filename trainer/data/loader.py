@@ -15,9 +15,10 @@ import time
 from bisect import bisect_right
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from multiprocessing import connection
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -40,6 +41,8 @@ from trainer.devices.torch_private import (
 )
 from trainer.io.child_processes import SERVED, end_with_parent
 from trainer.io.errors import DataError, LostProcessError, SettingsError, TrainerError, TrainingError
+
+Number = TypeVar("Number", bound=np.generic)
 
 PREFETCHED = 2  # micro-batches that each loader process prefetches
 _POLL_S = 0.5  # seconds between two checks of whether a batch takes too long
@@ -79,10 +82,10 @@ class Samples:
             split.load()  # once, before loader processes are started, which then share the decoded images
         self._ends = np.cumsum([len(split) for split in self._splits]).tolist()
         self.image_size = self._splits[0].image_size
-        self.labels = np.concatenate([split.labels for split in self._splits])
+        self.labels = _joined([split.labels for split in self._splits])
         labeled = self.labels != UNLABELED
         self.labeled: Mask | None = None if labeled.all() else labeled  # which samples have a label, [N]; None: all
-        self.keys = np.concatenate([split.keys for split in self._splits])
+        self.keys = _joined([split.keys for split in self._splits])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -131,6 +134,11 @@ class Samples:
         places = [self._place(index) for index in indices.tolist()]
         sources = [split.sources[place] for split, place in places]
         return [f"{int(self.keys[index]):016x} {source}" for index, source in zip(indices, sources, strict=True)]
+
+
+def _joined(arrays: Sequence[npt.NDArray[Number]]) -> npt.NDArray[Number]:
+    """Join arrays; a single one is not copied."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 class Views:

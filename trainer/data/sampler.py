@@ -9,8 +9,12 @@ for each view (with an odd number of samples one is its own partner), and an epo
 are in the same batch. The pairs are a function of the view, not of the epoch: a teacher's recorded outputs for a mixed view hold in
 every epoch that shows it.
 
+A large set is read window by window, so that neither a process nor a disk needs more than a window of it: each view deals the shards,
+`SHARD` samples with consecutive indices, anew to windows of `WINDOW` shards, an epoch shuffles the windows, and within a window samples are
+shuffled and paired as all are in a set of one window.
+
 Labeled samples are paired with labeled ones, and unlabeled with unlabeled: with one label in a pair, the mixture would be taught as
-wholly of that class. So the labeled samples' pairs do not depend on whether unlabeled ones are read too.
+wholly of that class. So the labeled samples' pairs do not depend on whether unlabeled ones are read too, in a set of one window.
 
 Where labeled samples are to be a given share of each batch, there are two such streams, one of labeled and one of unlabeled samples,
 each with epochs of its own, and they are interleaved: of the first p positions `floor(share x p)` are labeled.
@@ -33,7 +37,12 @@ Words = int | Keys | Indices
 Mask = npt.NDArray[np.bool_]
 
 _ORDER = 0x6F72646572  # separates the draws of the order from all others of the same seed
-_PAIRS = 0x7061697273  # separates the draws of the pairs from all others of the same seed
+_PAIRS = 0x7061697273  # likewise those of the pairs
+_SHARDS = 0x736861726473  # those that deal shards to windows
+_WINDOWS = 0x77696E646F7773  # those of the windows' order
+
+SHARD = 4096  # samples with consecutive indices that are read in the same window
+WINDOW = 64  # shards that are shuffled together
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -70,15 +79,17 @@ class SampleSlice(NamedTuple):
     partners: Indices | None  # sample that each view is mixed with; None where views are not mixed
 
 
-def partners(count: int, seed: int, number: int, labeled: Mask | None = None) -> Indices:
-    """Return the partner of each sample in view `number`, [count]; `labeled` marks the samples with a label, None: all."""
-    return _beside(_pairs(_kinds(count, labeled), seed, number), count)
-
-
-def _kinds(count: int, labeled: Mask | None) -> list[Indices]:
-    everyone = np.arange(count, dtype=np.int64)
-    kinds = [everyone] if labeled is None else [everyone[labeled], everyone[~labeled]]
-    return [kind for kind in kinds if len(kind)]
+def partners(count: int, seed: int, number: int, labeled: Mask | None = None, of: range | None = None) -> Indices:
+    """Return the partner of each sample in view `number`, [count], or of each in `of`; `labeled` marks samples with a label, None: all."""
+    of = range(count) if of is None else of
+    dealt = _Windows(count, labeled, None)
+    result = np.empty(len(of), dtype=np.int64)
+    for window in dealt.containing(dealt.deal(seed, number), of):
+        pairs = _pairs(dealt.kinds(window), seed, number)
+        for one, other in (pairs.T, pairs.T[::-1]):
+            inside = (one >= of.start) & (one < of.stop)
+            result[one[inside] - of.start] = other[inside]
+    return result
 
 
 def _pairs(kinds: Sequence[Indices], seed: int, number: int) -> Indices:
@@ -90,11 +101,36 @@ def _pairs(kinds: Sequence[Indices], seed: int, number: int) -> Indices:
     return np.concatenate(pairs)
 
 
-def _beside(pairs: Indices, count: int) -> Indices:
-    """Turn pairs into the partner of each of `count` samples."""
-    result = np.empty(count, dtype=np.int64)
-    result[pairs[:, 0]], result[pairs[:, 1]] = pairs[:, 1], pairs[:, 0]
-    return result
+class _Windows:
+    """Deals the shards of some of `count` samples to windows."""
+
+    def __init__(self, count: int, labeled: Mask | None, kind: bool | None) -> None:
+        """Of the samples with a label (`kind` is True), those without (False), or of both (None)."""
+        self._count, self._labeled, self._kind = count, labeled, kind
+        starts = np.arange(0, count, SHARD)
+        self.sizes = np.minimum(starts + SHARD, count) - starts  # samples in each shard
+        if kind is not None and labeled is not None:
+            self.sizes = np.add.reduceat(labeled if kind else ~labeled, starts, dtype=np.int64)
+
+    def deal(self, seed: int, number: int) -> list[Indices]:
+        """Return the shards of each window of view `number`, in ascending order."""
+        shards = np.argsort(random_bits(_SHARDS, seed, number, np.arange(len(self.sizes))), kind="stable")
+        return [np.sort(shards[first : first + WINDOW]) for first in range(0, len(shards), WINDOW)]
+
+    def containing(self, windows: Sequence[Indices], samples: range) -> list[Indices]:
+        """Return the windows that have any of these samples."""
+        first, last = samples.start // SHARD, (samples.stop - 1) // SHARD
+        return [shards for shards in windows if ((shards >= first) & (shards <= last)).any()]
+
+    def kinds(self, shards: Indices) -> list[Indices]:
+        """Return the samples of a window, in ascending order: labeled ones, then the others."""
+        samples = (shards[:, None] * SHARD + np.arange(SHARD)).ravel()
+        samples = samples[samples < self._count]
+        if self._labeled is None:
+            return [samples]
+        labeled = self._labeled[samples]
+        wanted = [labeled, ~labeled] if self._kind is None else [labeled == self._kind]
+        return [samples[chosen] for chosen in wanted if chosen.any()]
 
 
 class StatelessSampler:
@@ -120,13 +156,17 @@ class StatelessSampler:
             labeled_share: share of the positions of labeled samples, where there are others too; 0: they are shuffled together.
         """
         self.count = count
-        kinds = _kinds(count, labeled)
-        self._share = Fraction(str(labeled_share)) if len(kinds) > 1 else Fraction(0)
+        both = labeled is not None and 0 < np.count_nonzero(labeled) < count
+        self._share = Fraction(str(labeled_share)) if both else Fraction(0)
         self._streams = [
             _SampleStream(
-                one, count, seed, view_seed=seed if view_seed is None else view_seed, views=views, paired=paired
+                _Windows(count, labeled, kind),
+                seed,
+                view_seed=seed if view_seed is None else view_seed,
+                views=views,
+                paired=paired,
             )
-            for one in ([[kind] for kind in kinds] if self._share else [kinds])
+            for kind in ((True, False) if self._share else (None,))
         ]
 
     def take(self, start: int, stop: int) -> SampleSlice:
@@ -145,49 +185,75 @@ class StatelessSampler:
         return SampleSlice(indices, numbers, np.append(labeled.partners, others.partners)[place])
 
 
+class _Epoch(NamedTuple):
+    """The windows of an epoch, in its order."""
+
+    windows: Sequence[Indices]  # the shards of each
+    numbers: Indices  # its number in its view, from which its first position there follows
+    ends: Indices  # position in the epoch after it
+
+
 class _SampleStream:
     """The endless stream of some samples, each once an epoch."""
 
-    def __init__(
-        self, kinds: Sequence[Indices], everyone: int, seed: int, *, view_seed: int, views: int, paired: bool
-    ) -> None:
-        """Stream the samples of these kinds, out of `everyone`; pairs are of one kind."""
-        self._kinds, self._everyone = kinds, everyone
-        self._samples = np.concatenate(kinds)
+    def __init__(self, samples: _Windows, seed: int, *, view_seed: int, views: int, paired: bool) -> None:
+        """Stream these samples; pairs are of one kind."""
+        self._samples, self._count = samples, int(samples.sizes.sum())
         self._seed, self._view_seed, self._views, self._is_paired = seed, view_seed, views, paired
-        self._epochs: dict[int, tuple[Indices, Indices]] = {}
+        self._epochs: dict[int, _Epoch] = {}
+        self._windows: dict[tuple[int, int], tuple[Indices, Indices]] = {}
 
     def take(self, start: int, stop: int) -> SampleSlice:
-        epochs, offsets = np.divmod(np.arange(start, stop, dtype=np.int64), len(self._samples))
+        epochs, offsets = np.divmod(np.arange(start, stop, dtype=np.int64), self._count)
         numbers = epochs % self._views if self._views else epochs
         indices = np.empty_like(epochs)
         others = np.empty_like(epochs) if self._is_paired else None
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            order, partner = self._epoch(int(epoch))
-            indices[chosen] = order[offsets[chosen]]
-            if others is not None:
-                others[chosen] = partner[indices[chosen]]
+        for epoch in np.unique(epochs).tolist():
+            ends = self._epoch(epoch).ends
+            windows = np.searchsorted(ends, offsets, side="right")
+            for window in np.unique(windows[epochs == epoch]).tolist():
+                chosen = (epochs == epoch) & (windows == window)
+                order, partner = self._window(epoch, window)
+                places = offsets[chosen] - (ends[window] - len(order))
+                indices[chosen] = order[places]
+                if others is not None:
+                    others[chosen] = partner[places]
         return SampleSlice(indices, numbers, others)
 
-    def _epoch(self, epoch: int) -> tuple[Indices, Indices]:
-        """Return the samples of an epoch in their order, and the partner of each sample (empty where views are not mixed)."""
-        if epoch in self._epochs:
-            return self._epochs[epoch]
-        if len(self._epochs) >= 2:  # a batch touches two epochs at most, unless it is larger than the set
-            self._epochs.clear()
-        order, partner = self._samples, np.empty(0, dtype=np.int64)
+    def _number(self, epoch: int) -> int:
+        return epoch % self._views if self._views else epoch
+
+    def _epoch(self, epoch: int) -> _Epoch:
+        """Return the windows of an epoch."""
+        if epoch not in self._epochs:
+            if len(self._epochs) >= 2:  # a batch touches two epochs at most, unless it is larger than the set
+                self._epochs.clear()
+            dealt = self._samples.deal(self._view_seed, self._number(epoch))
+            numbers = np.argsort(random_bits(_WINDOWS, self._seed, epoch, np.arange(len(dealt))), kind="stable")
+            windows = [dealt[number] for number in numbers]
+            ends = np.cumsum([self._samples.sizes[shards].sum() for shards in windows])
+            self._epochs[epoch] = _Epoch(windows, numbers, ends)
+        return self._epochs[epoch]
+
+    def _window(self, epoch: int, place: int) -> tuple[Indices, Indices]:
+        """Return the samples of a window in their order, and the partner of each (empty where views are not mixed)."""
+        if (epoch, place) in self._windows:
+            return self._windows[epoch, place]
+        if len(self._windows) >= 2:  # likewise
+            self._windows.clear()
+        windows, numbers, _ = self._epoch(epoch)
+        kinds, first = self._samples.kinds(windows[place]), int(numbers[place]) * WINDOW * SHARD
         if self._is_paired:
-            pairs = _pairs(self._kinds, self._view_seed, epoch % self._views if self._views else epoch)
-            shuffled = pairs[self._shuffled(len(pairs), epoch)]
-            is_another = shuffled[:, 0] != shuffled[:, 1]
-            order = shuffled[np.stack([np.ones(len(pairs), dtype=np.bool_), is_another], axis=1)]
-            partner = _beside(pairs, self._everyone)
+            pairs = _pairs(kinds, self._view_seed, self._number(epoch))
+            pairs = pairs[self._shuffled(len(pairs), epoch, first)]
+            is_there = np.stack([np.ones(len(pairs), dtype=np.bool_), pairs[:, 0] != pairs[:, 1]], axis=1)
+            order, partner = pairs[is_there], pairs[:, ::-1][is_there]
         else:
-            order = order[self._shuffled(len(order), epoch)]
-        self._epochs[epoch] = order, partner
+            order, partner = np.concatenate(kinds), np.empty(0, dtype=np.int64)
+            order = order[self._shuffled(len(order), epoch, first)]
+        self._windows[epoch, place] = order, partner
         return order, partner
 
-    def _shuffled(self, count: int, epoch: int) -> Indices:
-        bits = random_bits(_ORDER, self._seed, epoch, np.arange(count, dtype=np.uint64))
+    def _shuffled(self, count: int, epoch: int, first: int) -> Indices:
+        bits = random_bits(_ORDER, self._seed, epoch, first + np.arange(count, dtype=np.uint64))
         return np.argsort(bits, kind="stable").astype(np.int64)

@@ -10,6 +10,7 @@ from pathlib import Path
 from trainer.config import ReinforceSettings, ViewSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples, Views, makes_views_on_device
+from trainer.data.sampler import SHARD, WINDOW
 from trainer.devices import Device
 from trainer.devices.process_group import join_processes
 from trainer.io import artifacts
@@ -125,6 +126,7 @@ def describe(
     described = RecordingDescription(
         samples=len(samples),
         unlabeled=samples.unlabeled,
+        window=WINDOW * SHARD if len(samples) > WINDOW * SHARD else 0,
         views=settings.views,
         block=1,
         classes=classes,

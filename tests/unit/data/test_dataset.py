@@ -10,6 +10,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 import simplejpeg
 import torch
@@ -331,3 +332,12 @@ def test_an_attribute_named_as_a_column_is_refused(tmp_path: Path, name: str) ->
     else:
         with pytest.raises(ArtifactError, match=message):
             open_dataset(one)
+
+
+def test_first_bytes_of_keys():
+    keys = [hashlib.sha256(bytes([number])).hexdigest() for number in range(7)]
+    column = pa.chunked_array([keys[:3], [], keys[3:]], type=pa.string())
+    assert reading._first_bytes(column).tolist() == [int(key[:16], 16) for key in keys]
+    for wrong in ("0123", "x" * 64):
+        with pytest.raises(ValueError, match=r"shorter than 16 digits|non-hexadecimal"):
+            reading._first_bytes(pa.chunked_array([[keys[0], wrong]]))

@@ -1,7 +1,13 @@
+import hashlib
+import tracemalloc
+
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies
 from scipy import stats
 
+from trainer.data import sampler
 from trainer.data.sampler import SampleSlice, StatelessSampler, partners, random_bits, uniform
 
 PLAIN, PAIRED = {}, {"paired": True}
@@ -166,6 +172,87 @@ def test_partners_are_of_one_kind_and_mutual_in_each_view(share):
 def test_labeled_samples_pairs_are_same_without_others():
     for number in range(3):
         assert partners(61, 3, number).tolist() == partners(101, 3, number, LABELED)[:61].tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Windows
+
+TWO_THIRDS = np.arange(1001) % 3 > 0
+UNCHANGED = [
+    ({}, "96a9cdda6a1d5db0"),
+    ({"paired": True}, "7cbffcc37d2ee3bb"),
+    ({"views": 2, "paired": True, "view_seed": 9}, "1abcba4c90eb3f09"),
+    ({"labeled": TWO_THIRDS, "paired": True}, "c22a6dc173f1e59e"),
+    ({"labeled": TWO_THIRDS, "labeled_share": 0.25, "paired": True, "views": 2}, "0b800b7803dbca39"),
+    ({"labeled": TWO_THIRDS, "labeled_share": 0.25}, "ec2799e3f134aa2c"),
+]
+"""Settings -> SHA-256 of 2,677 positions, as they were before there were windows."""
+
+
+@pytest.mark.parametrize(("settings", "digest"), UNCHANGED, ids=range(len(UNCHANGED)))
+def test_set_of_one_window_keeps_its_order(settings, digest):
+    taken = StatelessSampler(1001, 3, **settings).take(333, 3010)
+    contents = b"".join(np.ascontiguousarray(one).tobytes() for one in taken if one is not None)
+    assert hashlib.sha256(contents).hexdigest()[:16] == digest
+
+
+@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.given(
+    count=strategies.integers(1, 90),
+    shard=strategies.integers(1, 9),
+    window=strategies.integers(1, 5),
+    views=strategies.integers(0, 3),
+    paired=strategies.booleans(),
+    share=strategies.sampled_from([0.0, 0.3]),
+    labeled=strategies.integers(0, 90),
+    batch=strategies.integers(1, 40),
+)
+def test_windows(count, shard, window, views, paired, share, labeled, batch):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sampler, "SHARD", shard)
+        patched.setattr(sampler, "WINDOW", window)
+        mask = np.arange(count) < labeled
+        make = lambda: StatelessSampler(  # noqa: E731
+            count, 3, view_seed=5, views=views, paired=paired, labeled=mask, labeled_share=share
+        )
+        whole = make().take(0, 2 * count)
+        # Any cut gives the same positions: other batches, other processes, a resume.
+        parts = [make().take(start, min(start + batch, 2 * count)) for start in range(0, 2 * count, batch)]
+        assert parts_together(parts) == parts_together([whole])
+        streams = [mask, ~mask] if share and 0 < labeled < count else [np.ones(count, dtype=np.bool_)]
+        for members in streams:
+            chosen = members[whole.indices]
+            indices = whole.indices[chosen]
+            for first in range(0, len(indices) - members.sum() + 1, members.sum()):
+                epoch = slice(first, first + members.sum())
+                assert sorted(indices[epoch]) == np.flatnonzero(members).tolist()
+                # A window is left for good when the next one begins.
+                shards = indices[epoch] // shard
+                begins, ends = (np.unique(one, return_index=True)[1] for one in (shards, shards[::-1]))
+                opened = np.bincount(begins, minlength=len(shards) + 1).cumsum()
+                left = np.bincount(len(shards) - ends, minlength=len(shards) + 1).cumsum()
+                assert (opened - left).max() <= window
+        if paired:
+            for number in {*whole.numbers.tolist()}:
+                partner = partners(count, 5, number, mask)
+                assert partner[partner].tolist() == list(range(count))
+                assert (mask[partner] == mask).all()
+                chosen = whole.numbers == number
+                assert whole.partners[chosen].tolist() == partner[whole.indices[chosen]].tolist()
+                some = range(count // 3, count // 3 + 1 + count // 2) if count > 2 else range(count)
+                assert partners(count, 5, number, mask, some).tolist() == partner[some.start : some.stop].tolist()
+
+
+def test_memory_is_that_of_windows():
+    order = StatelessSampler(4_000_000, 3, paired=True)
+    tracemalloc.start()
+    try:
+        taken = order.take(1_000_000, 1_000_256)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len({*(taken.indices // sampler.SHARD)}) > 32
+    assert peak < 40e6, "an epoch's order and partners would be 64 MB"
 
 
 def test_word_generator():

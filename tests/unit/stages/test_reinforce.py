@@ -256,6 +256,10 @@ def test_other_recordings_are_refused(outputs, trained_digits, monkeypatch):
         match=r"decoded by pillow [\d.]+, but here by nvJPEG of torchcodec [\d.]+, which may give other pixels",
     ):
         check(outputs, trained_digits, decode_on="cuda")
+    # So is one whose views were mixed in another window, which only a large recording can be.
+    monkeypatch.setattr("trainer.objectives.distillation.recording.SHARD", 15)
+    with pytest.raises(ArtifactError, match=r"mixed within windows of 1,020 of 1,020 images, and here of 960 of 1,020"):
+        check(outputs, trained_digits)
 
 
 def test_changed_data_set_is_refused_with_its_settings_and_images(outputs, trained_digits, tmp_path, monkeypatch):

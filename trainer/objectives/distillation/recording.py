@@ -29,6 +29,7 @@ from trainer.config import DecodeOn, DistillSettings, FeatureFormat
 from trainer.config.conflicts import KeptOutputs
 from trainer.data.batch import Recorded
 from trainer.data.dataset import PreparedDataset
+from trainer.data.sampler import SHARD, WINDOW
 from trainer.io import artifacts, storage
 from trainer.io.base_models import NonNegative, Positive, what_is_wrong
 from trainer.io.errors import ArtifactError
@@ -65,6 +66,7 @@ class RecordingDescription:
     feature_format: FeatureFormat = "fp16"  # of the features
     tokens: tuple[Positive, Positive, Positive] | None = None  # shape of the patch tokens: h, w, and numbers of each
     token_format: FeatureFormat = "int8"  # of the patch tokens
+    window: NonNegative = 0  # samples among which views are paired; 0: all are one window
 
     def kept(self, place: str | Path = "") -> KeptOutputs:
         """Return what is kept of a teacher's outputs, to be compared with settings; `place` is empty before it is recorded."""
@@ -78,10 +80,12 @@ class RecordingDescription:
         )
 
     def content(self) -> dict[str, Any]:
-        """Return what `recording.json` holds; `feature_format` is left out where it is fp16, and tokens where there are none."""
+        """Return what `recording.json` holds; `feature_format` is left out where it is fp16, tokens where there are none, one window."""
         left_out = {"feature_format"} if self.feature_format == "fp16" else set()
         if self.tokens is None:
             left_out |= {"tokens", "token_format"}
+        if not self.window:
+            left_out.add("window")
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
     @property
@@ -300,6 +304,21 @@ def check_fits(
         differences.append(
             f"they hold no outputs for the {wanted:,} images without labels, from which distill.unlabeled=true learns too; record again "
             "with reinforce.unlabeled=true, or set distill.unlabeled=false"
+        )
+    mixed = description.augmentation.get("mixup") or description.augmentation.get("cutmix")
+    learned = sum(map(len, splits))
+    if (
+        mixed
+        and description.samples > WINDOW * SHARD
+        and (description.window, description.samples)
+        != (
+            WINDOW * SHARD,
+            learned,
+        )
+    ):
+        differences.append(
+            f"their views are mixed within windows of {description.window or description.samples:,} of {description.samples:,} images, and "
+            f"here of {WINDOW * SHARD:,} of {learned:,}, so other images are mixed; record again with the same images (reinforce.unlabeled)"
         )
     decoder = decoder_name(data, settings.decode_on, in_memory=all(split.in_memory for split in splits))
     if decoder != description.decoder:

@@ -87,7 +87,7 @@ class UnitBatches(TorchDataset[Batch]):
     def __init__(self, views: Views, count: int) -> None:
         """`count` samples a batch."""
         self._views, self._count = views, count
-        self._partners: tuple[int, Indices] | None = None
+        self._partners: tuple[Unit, Indices] | None = None  # of the samples of a unit
 
     def __getitem__(self, part: UnitBatch) -> Batch:
         unit = part.unit
@@ -95,10 +95,10 @@ class UnitBatches(TorchDataset[Batch]):
         indices = unit.first + np.minimum(rows, unit.count - 1)
         mixed: Indices | None = None
         if mixes(self._views.settings):
-            if self._partners is None or self._partners[0] != unit.view:
-                samples = self._views.samples
-                self._partners = unit.view, partners(len(samples), self._views.seed, unit.view, samples.labeled)
-            mixed = self._partners[1][indices]
+            if self._partners is None or self._partners[0] != unit:
+                samples, of = self._views.samples, range(unit.first, unit.first + unit.count)
+                self._partners = unit, partners(len(samples), self._views.seed, unit.view, samples.labeled, of)
+            mixed = self._partners[1][indices - unit.first]
         return self._views.batch(SampleSlice(indices, np.full_like(indices, unit.view), mixed))
 
 

@@ -117,6 +117,8 @@ def test_format_is_named_where_it_is_not_usual_one():
     """So what describes a recording, and what is found again of one in the making, is as it was before there were two."""
     assert "feature_format" not in EMBEDDING.content()
     assert replace(EMBEDDING, feature_format="int8").content()["feature_format"] == "int8"
+    assert "window" not in EMBEDDING.content()
+    assert replace(EMBEDDING, window=7).content()["window"] == 7
 
 
 def test_logits_are_kept_to_half_precision_and_rest_to_single():
