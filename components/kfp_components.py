@@ -17,6 +17,7 @@ from components.launch.job_manifest import AUTOSCALER_ANNOTATION, KARPENTER_ANNO
 from components.launching import SMALL, WORK, Size
 from components.sections import KUBEFLOW_UI
 from trainer.graph import STAGES, Kind, Stage
+from trainer.io.notifications import ADDRESSES, SECRET
 
 # The names of the ConfigMaps and Secrets are those of `manifests/base`.
 CONFIG_MAP = "vit-distillation"
@@ -35,6 +36,8 @@ STORE_SECRET = "vit-distillation-store"
 STORE_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 TRACKING_SECRET = "vit-distillation-tracking"
 TRACKING_KEYS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
+NOTIFY_SECRET = "vit-distillation-notify"
+NOTIFY_KEYS = (ADDRESSES, SECRET)
 RETRIES = 2
 """A pod that was taken away is started again; a job that still runs is then followed further, not started twice."""
 TRIED_FOR = f"{30 * 24 * 3600}s"
@@ -66,6 +69,7 @@ def on_cluster(task: dsl.PipelineTask, *, size: Size | None = None) -> dsl.Pipel
     kubernetes.use_config_map_as_volume(task, POOLS_CONFIG_MAP, POOLS_FOLDER, optional=True)
     kubernetes.use_secret_as_env(task, STORE_SECRET, {name: name for name in STORE_KEYS}, optional=True)
     kubernetes.use_secret_as_env(task, TRACKING_SECRET, {name: name for name in TRACKING_KEYS}, optional=True)
+    kubernetes.use_secret_as_env(task, NOTIFY_SECRET, {name: name for name in NOTIFY_KEYS}, optional=True)
     # The pod that follows a training asks for little of a shared node, which would be the first to be emptied.
     for name, value in (AUTOSCALER_ANNOTATION | KARPENTER_ANNOTATION).items():
         kubernetes.add_pod_annotation(task, name, value)

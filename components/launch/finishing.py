@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from components.launch.job_manifest import WORKFLOWS
-from trainer.io.errors import LaunchError, TrackingError
+from trainer.io.errors import LaunchError, SettingsError, TrackingError
 from trainer.io.host import environment_variables
 from trainer.report import tracking
 
@@ -51,6 +51,10 @@ def finish(pool: str, state: str, error: str) -> None:
     if status != "FINISHED" and (workflow := os.environ.get(WORKFLOW)) and _was_stopped(workflow):
         status = "KILLED"
     logger.info("the run ended: %s%s", state, f" ({error})" if error else "")
+    try:
+        tracking.notify_of_end(status, error)
+    except SettingsError as failure:
+        logger.warning("nobody was notified: %s", failure)
     if pool:
         from components.launch import job_manifest, reaper
         from components.launch.client import Cluster

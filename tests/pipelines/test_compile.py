@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from components import sections
-from components.kfp_components import CONFIG_MAP, STORE_SECRET, TRACKING_SECRET
+from components.kfp_components import CONFIG_MAP, NOTIFY_SECRET, STORE_SECRET, TRACKING_SECRET
 from components.launch import IMAGE, IMAGE_VARIABLE
 from components.launching import Placement
 from pipelines import compile as compilation
@@ -212,7 +212,7 @@ def test_every_pod_is_unprivileged_and_finds_its_services(pods, compiled):
     assert set(pods) == set(compiled["deploymentSpec"]["executors"])
     for pod in pods.values():
         assert {source["configMapName"] for source in pod["configMapAsEnv"]} == {CONFIG_MAP}
-        assert {source["secretName"] for source in pod["secretAsEnv"]} == {STORE_SECRET, TRACKING_SECRET}
+        assert {source["secretName"] for source in pod["secretAsEnv"]} == {STORE_SECRET, TRACKING_SECRET, NOTIFY_SECRET}
         assert all(source["optional"] for kind in ("configMapAsEnv", "secretAsEnv") for source in pod[kind])
         assert {field["name"] for field in pod["fieldPathAsEnv"]} >= {"KFP_RUN_ID", "TRAINER_RUN"}
         assert pod["securityContext"]["runAsNonRoot"]

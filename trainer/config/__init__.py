@@ -373,8 +373,10 @@ def _inherit(settings: Settings) -> Settings:
         "unlabeled": settings.distill.unlabeled,
         "top_k": "all" if settings.distill.needs_all_logits or data.multi_label else TOP_K,
     }
-    if settings.profile.stop_on:  # else a changed threshold would make a cached teacher's settings others
-        inherited["watch"] = WatchSettings(stop_on=settings.profile.stop_on, rules=settings.profile.rules)
+    profile = settings.profile
+    if profile.stop_on or profile.rules_from:  # else a changed threshold would make a cached teacher's settings others
+        shared = {name: getattr(profile, name) for name in ("rules_from", "own_rules", "stop_on", "rules")}
+        inherited["watch"] = WatchSettings(**shared)
     sections: dict[str, Any] = {
         stage: _filled(getattr(settings, stage), inherited) for stage in ("pretrain", "reinforce", "distill")
     }

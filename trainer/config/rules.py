@@ -5,6 +5,8 @@ from __future__ import annotations
 from trainer.config.former_names import accepting_former_names
 from trainer.io.base_models import Fraction, NonNegative, NonNegativeFloat, Percent, Positive, Section
 
+RULES_GROUP = "vit_distillation.rules"
+"""Group of the entry points by which installed packages add rules."""
 FEW_LABELS = 50
 """Labels a class up to which a linear probe of public weights makes the better teacher; measured with 10."""
 

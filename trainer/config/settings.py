@@ -8,18 +8,28 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, WrapValidator, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from trainer.config.former_names import accepting_former_names
 from trainer.config.loss_terms import RECORDED_VIEWS, TAUGHT
-from trainer.config.rules import RuleSettings
+from trainer.config.rules import RULES_GROUP, RuleSettings
 from trainer.config.search_space import parse_dimension
 from trainer.graph import MODULE, PACKAGE, STAGES, TIMM, TRANSFORMERS
 from trainer.io import limits
 from trainer.io.base_models import Fraction, NonNegative, NonNegativeFloat, Positive, Section, nearest
+from trainer.io.errors import SettingsError
 from trainer.io.local_files import with_home
 
 WAIT_VARIABLE = "TRAINER_WAIT_S"
@@ -239,11 +249,16 @@ class ViewSettings(Section):
     """Alpha of CutMix's Beta distribution (Yun et al. 2019); 0 turns it off. With both, each view gets one of them."""
 
 
-def _rule_names(names: object) -> object:
-    """Accept names of rules as a list or as comma-separated text."""
-    listed = [name for name in names.replace(",", " ").split() if name] if isinstance(names, str) else names
-    for name in listed if isinstance(listed, (list, tuple)) else ():
-        if name not in RuleSettings.model_fields:
+def _listed(names: object) -> object:
+    """Accept names as a list or as comma-separated text."""
+    return names.replace(",", " ").split() if isinstance(names, str) else names
+
+
+def _rule_names(names: object, others: ValidationInfo) -> object:
+    """Accept names of rules; those from outside of this package are checked once their modules are loaded, before the first stage."""
+    listed = _listed(names)
+    for name in listed if isinstance(listed, (list, tuple)) and not others.data.get("rules_from") else ():
+        if name not in RuleSettings.model_fields and not entry_points(group=RULES_GROUP, name=name):
             raise ValueError(
                 f"{name!r} is no rule{nearest(str(name), RuleSettings.model_fields)}; docs/rules.md has all"
             )
@@ -251,11 +266,16 @@ def _rule_names(names: object) -> object:
 
 
 RuleNames = Annotated[tuple[str, ...], BeforeValidator(_rule_names)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 
 
 class WatchSettings(Section):
     """Which rules are checked while a training runs, and how often."""
 
+    rules_from: Names = ()
+    """Modules with rules of your own."""
+    own_rules: Mapping[str, Mapping[str, Any]] = {}
+    """Their thresholds."""
     stop_on: RuleNames = ()
     """Rules whose finding ends the training."""
     rules: RuleSettings = RuleSettings()
@@ -1062,6 +1082,10 @@ class ProfileSettings(Section):
 
     top_operators: Positive = 20
     """Rows of the operator table."""
+    rules_from: Names = ()
+    """Modules with rules of your own, functions of `(evidence, thresholds)`, which `TRAINER_MODULES` has to list; see docs/profiling.md."""
+    own_rules: Mapping[str, Mapping[str, Any]] = {}
+    """Thresholds of these rules, by the rule's name: `{slow_start={largest_s=30}}`."""
     stop_on: RuleNames = ()
     """Rules whose finding ends a training while it runs, such as `exploding_gradients`; see docs/rules.md."""
     rules: RuleSettings = RuleSettings()
@@ -1179,6 +1203,22 @@ class RunSettings(Section):
     """Most dollars that the distillation may cost; a forecast above it ends the run before the money is spent. 0 sets no limit."""
     budget_hours: NonNegativeFloat = 0.0
     """Most hours that the distillation may take; 0 sets no limit."""
+    notify: str = ""
+    """Where findings and the end of the run are sent, as `https://host/path` (signed JSON) or `alertmanager+http://host:9093`; default: the
+    environment variable `TRAINER_NOTIFY`, which may also have Slack's address, a secret (docs/profiling.md)."""
+
+    @field_validator("notify")
+    @classmethod
+    def _is_an_address(cls, given: str) -> str:
+        from trainer.io import notifications  # which loads what sends
+
+        try:
+            forms = [form for form, _ in notifications.addresses({notifications.ADDRESSES: given})]
+        except SettingsError as error:
+            raise ValueError(str(error)) from error
+        if "slack" in forms:
+            raise ValueError(f"Slack's address is a secret; set {notifications.ADDRESSES} in the environment instead")
+        return given
 
 
 # A model never registers virtual subclasses, so its field may be named like ABCMeta.register.

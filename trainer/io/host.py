@@ -27,6 +27,8 @@ from trainer.io.errors import OutputError
 
 LAUNCHED_VARIABLE = "TRAINER_LAUNCHED"
 """Environment variable with the Unix time at which a launcher, or a node's pod, started or restarted the job of this process."""
+MODULES_VARIABLE = "TRAINER_MODULES"
+"""Environment variable with the modules whose functions settings may name."""
 SHUTDOWN_TIMEOUT_S = 30  # for processes to write a checkpoint and end, after one has failed or a request to end
 AGAIN_S = 1.0  # a later signal is a second request to end; a sooner one may be the same request by another way
 _CGROUPS = Path("/sys/fs/cgroup")

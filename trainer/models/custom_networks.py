@@ -26,8 +26,8 @@ from trainer.config import ModuleWeights, TransformersWeights
 from trainer.graph import MODULE, TRANSFORMERS
 from trainer.io import limits
 from trainer.io.errors import ModelError
+from trainer.io.host import MODULES_VARIABLE
 
-MODULES_VARIABLE = "TRAINER_MODULES"
 _CONFIG = "config"  # the argument that holds a Transformers configuration, as JSON
 _NO_OTHER_CODE = (
     "_implementation",

@@ -17,6 +17,7 @@ from trainer.io.errors import ArtifactError
 from trainer.profiling.evidence import Evidence
 from trainer.profiling.rules import judge
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, Saving, SystemRule, setting_of
+from trainer.profiling.rules.own import OwnRule
 from trainer.profiling.training_summary import TrainingSummary, training_label
 
 FINDINGS = "findings.json"  # the file of a report with every rule's answer on every training
@@ -30,7 +31,7 @@ class Answer:
 
     rule: str
     title: str
-    kind: Literal["system", "training"]
+    kind: Literal["system", "training", "own"]
     training: str
     outcome: Outcome
     dollars: float | None = None  # what the finding's saving comes to; none where no price is known, or nothing to save
@@ -39,20 +40,20 @@ class Answer:
 RankedFinding = tuple[Answer, Finding]  # an answer and its finding
 
 
-def judged(evidence: Evidence, rules: RuleSettings) -> list[Answer]:
-    """Let every rule judge every training of an evidence artifact; a saving's dollars are at the price of the place where it ran."""
+def judged(evidence: Evidence, rules: RuleSettings, own: Sequence[OwnRule] = ()) -> list[Answer]:
+    """Let every rule and the `own` ones judge every training of an artifact; dollars are at the price of the place where it ran."""
     # The length of each recording with what came before it: the parts of the start-up end with the first step, within the recording.
     records = [training.ranks[0].record for training in evidence.trainings]
     stage_s = sum(one.ended_s + max(0.0, sum(one.startup.values()) - (one.first_step_s or 0.0)) for one in records)
     answers = []
     for training in evidence.trainings:
         place = training.ranks[0].record.place
-        for rule, outcome in judge(Case(training=training, rules=rules, stage_s=stage_s)).items():
+        for rule, outcome in judge(Case(training=training, rules=rules, stage_s=stage_s), own).items():
             saving = outcome.saving if isinstance(outcome, Finding) else None
             answer = Answer(
                 rule=rule.name,
                 title=rule.title,
-                kind="system" if isinstance(rule, SystemRule) else "training",
+                kind="own" if isinstance(rule, OwnRule) else "system" if isinstance(rule, SystemRule) else "training",
                 training=training.name,
                 outcome=outcome,
                 dollars=place.dollars(saving.seconds) if place and saving else None,

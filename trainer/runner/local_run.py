@@ -20,13 +20,14 @@ from typing import Any
 from trainer import config, stages
 from trainer.data import class_tables
 from trainer.graph import STAGES, Kind, Stage
-from trainer.io import artifacts, storage
+from trainer.io import artifacts, notifications, storage
 from trainer.io.errors import ArtifactError, OutputError, StorageError, TrackingError, make_directory, writing_to
 from trainer.io.formatting import duration
 from trainer.io.host import environment_variables
 from trainer.io.storage.writers import one_writer
 from trainer.report import finished_run, tracking
 from trainer.report.finished_run import SUMMARY
+from trainer.report.tracking import notify_of_end
 from trainer.runner import launch, preflight
 from trainer.stages.searching.search_schema import read_search
 from trainer.stages.tuning.tuning_schema import read_tuning
@@ -174,8 +175,10 @@ def _run_all(
             elif stage.name == "search":
                 settings = settings.with_distill(read_search(directories["search"]).chosen)
     except BaseException as error:  # register ends the parent run otherwise
+        failed = isinstance(error, Exception)
+        notify_of_end("FAILED" if failed else "KILLED", f"{type(error).__name__}: {error}")
         try:
-            tracking.finish_parent("FAILED" if isinstance(error, Exception) else "KILLED")
+            tracking.finish_parent("FAILED" if failed else "KILLED")
         except TrackingError as closing:
             logger.warning("the run stays open in MLflow: %s", closing)
         raise
@@ -183,6 +186,8 @@ def _run_all(
     for name in content["stages"].keys() & reused:
         content["stages"][name]["cached"] = True
     storage.write_bytes(directory / SUMMARY, json.dumps(content, indent=2, ensure_ascii=False).encode())
+    gate = "passed the gate" if content["verdict"]["passed"] else "did not pass the gate"
+    notify_of_end("FINISHED", f"The student {gate}. {content['profile']['verdict']}".rstrip())
     return content, finished_run.write_front_page(directory, content)
 
 
@@ -218,6 +223,8 @@ def environment(settings: config.Settings, directory: Path) -> dict[str, str]:
         settings.tracking, directory=directory.parent.resolve(), run=directory.name, identity=identity
     )
     variables = tracked | {config.DEVICE_VARIABLE: settings.run.device}
+    if settings.run.notify:
+        variables[notifications.ADDRESSES] = settings.run.notify
     if (
         settings.run.reuse
         and not os.environ.get(artifacts.CHECKPOINTS_VARIABLE)

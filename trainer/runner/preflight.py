@@ -7,6 +7,7 @@ is cheap. torch is imported inside, since recipes are resolved without it.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,10 +26,11 @@ from trainer.config.conflicts import Facts, conflicts, low_resolution_conflict, 
 from trainer.data import class_tables, sources
 from trainer.data.dataset_schema import UNLABELED
 from trainer.data.sources import SourceListing
-from trainer.io import artifacts, limits, storage
+from trainer.io import artifacts, limits, notifications, storage
 from trainer.io.base_models import Section
 from trainer.io.errors import ModelError, SettingsError, TrainerError
 from trainer.models.served_student.onnx_network import OPENVINO
+from trainer.profiling.rules import own
 from trainer.report import tracking
 from trainer.stages.onnx_export import missing_package
 
@@ -51,6 +53,8 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1, device
         device: kind of the devices that trainings run on; empty where it is as `run.device` says.
     """
     settings = pinned(settings)
+    own.check(settings.profile)
+    notifications.addresses(os.environ)
     for name, training in {"pretrain.finetune": settings.pretrain.finetune, "distill": settings.distill}.items():
         if mistake := low_resolution_conflict(name, training, device or settings.run.device):
             raise SettingsError(mistake)

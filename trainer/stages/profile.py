@@ -16,6 +16,7 @@ from trainer.profiling import findings, profile_report
 from trainer.profiling.evidence import Evidence
 from trainer.profiling.evidence_files import read_evidence
 from trainer.profiling.rules.outcomes import setting_of
+from trainer.profiling.rules.own import load as load_rules
 from trainer.profiling.training_summary import TrainingSummary, summarize
 from trainer.report import tracking
 from trainer.report.billing import Bill, make_bill, stage_bill
@@ -59,9 +60,10 @@ def run(
 
 def write(draft: Draft, settings: ProfileSettings, sources: Sequence[Evidence], bill: Bill) -> findings.Verdict:
     """Write the files of a report, and the numbers of each training as its figures; `sources` are in the order in which they ran."""
+    own = load_rules(settings.rules_from, settings.own_rules)
     trainings = [(training, summarize(training, settings.rules)) for source in sources for training in source.trainings]
     summaries = [summary for _, summary in trainings]
-    answers = [answer for source in sources for answer in findings.judged(source, settings.rules)]
+    answers = [answer for source in sources for answer in findings.judged(source, settings.rules, own)]
     numbers = TypeAdapter(dict[str, TrainingSummary]).dump_json({one.name: one for one in summaries}, indent=2)
     (draft.path / SUMMARY).write_bytes(numbers + b"\n")
     (draft.path / findings.FINDINGS).write_text(findings.to_json(answers), encoding="utf-8")

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import Any, NoReturn, Self
 
 from trainer.config import WatchSettings
 from trainer.io.errors import TrainingError
+from trainer.io.notifications import Event, Notifier
 from trainer.profiling.rules import judge
 from trainer.profiling.rules.outcomes import Case, Finding, Rule
+from trainer.profiling.rules.own import OwnRule
+from trainer.profiling.rules.own import load as load_rules
 from trainer.profiling.rules.stalled import StalledTraining, hanging
 from trainer.profiling.timeline import span
+from trainer.report import tracking
 from trainer.report.tracking.stage_runs import Tracker
 from trainer.training.loop import Hook, Trainer
 from trainer.training.spec import Losses
@@ -108,9 +114,11 @@ class LiveRules(Hook):
         """Judge the recording of `trace`, which records the cost of that too; `say` shows a line. One `active` process is enough."""
         self._trace, self._settings = trace, settings
         self._tracker, self._say, self._active = tracker, say, active
+        self._own = load_rules(settings.rules_from, settings.own_rules) if active else ()
         self._began = self._due = self._spent = self._logged_s = 0.0
         self._step = 0
         self._reported: set[str] = set()
+        self._notifier = Notifier() if active else None
         self._watchdog: HangWatchdog | None = None
 
     @contextmanager
@@ -119,6 +127,8 @@ class LiveRules(Hook):
         self._began = time.perf_counter()
         self._due = self._began + self._settings.interval_s
         with ExitStack() as stack:
+            if self._notifier is not None:
+                stack.callback(self._notifier.close)
             if self._active and stalled.enabled:
                 recorder = self._trace.recorder
                 timeline = recorder.timeline
@@ -149,13 +159,13 @@ class LiveRules(Hook):
             if rule.name in self._settings.stop_on:
                 raise TrainingError(message)
 
-    def _judge(self) -> list[tuple[Rule, Finding]]:
+    def _judge(self) -> list[tuple[Rule | OwnRule, Finding]]:
         """What was not reported yet, those that end the training last."""
         began = time.perf_counter()
         try:
             with span("rules"):
                 case = Case(training=self._trace.recorder.snapshot(), rules=self._settings.rules, live=True)
-                answers = judge(case)
+                answers = judge(case, self._own)
         except Exception:  # a rule that fails must not cost the training that it is to save
             logger.warning(
                 "%s  is no longer judged while it runs, for that failed", self._trace.recorder.name, exc_info=True
@@ -170,7 +180,7 @@ class LiveRules(Hook):
         new = [(rule, finding) for rule, finding in found if rule.name not in self._reported]
         return sorted(new, key=lambda pair: pair[0].name in self._settings.stop_on)
 
-    def _report(self, rule: Rule, finding: Finding) -> str:
+    def _report(self, rule: Rule | OwnRule, finding: Finding) -> str:
         """Pass a finding on; gives the message for a training that it ends."""
         name, step, text = self._trace.recorder.name, self._step, f"{finding.text} {finding.advice}"
         self._reported.add(rule.name)
@@ -180,4 +190,8 @@ class LiveRules(Hook):
         )
         self._tracker.metrics(step, {f"{name}/finding/{rule.name}": 1.0})
         self._tracker.tag(f"trainer.finding.{name}.{rule.name}", text)
+        if self._notifier is not None:
+            run = os.environ.get(tracking.RUN, "")
+            event = Event(event="finding", run=run, severity=finding.severity, title=rule.title, text=text)
+            self._notifier.send(replace(event, training=name, rule=rule.name, step=step))
         return f"{name}: stopped after step {step + 1}, as profile.stop_on has {rule.name}: {text.removesuffix('.')}"

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from trainer.config import EvidenceSettings, WatchSettings
+from trainer.io import notifications
 from trainer.io.errors import TrainingError
+from trainer.io.notifications import Event
 from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.rules.outcomes import Case
@@ -94,6 +96,30 @@ def test_a_rule_of_stop_on_ends_the_training() -> None:
         train(stop_on=("class_imbalance",), **ALWAYS)
 
 
+def test_a_rule_of_ones_own_is_reported_sent_and_ends_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "live_kitchen.py").write_text(
+        "from trainer.profiling.rules.outcomes import Finding\n"
+        "def third_step(evidence, thresholds):\n"
+        "    found = evidence.ranks[0].record.steps.count >= 3\n"
+        "    return Finding(confidence=1.0, text='Three steps.', advice='Stop.') if found else None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("TRAINER_MODULES", "live_kitchen")
+    monkeypatch.setenv("TRAINER_RUN", "kitchen")
+    sent: list[Event] = []
+    monkeypatch.setattr(notifications.Notifier, "send", lambda self, event: sent.append(event))
+    with pytest.raises(
+        TrainingError, match=r"^distill: stopped after step 3, as profile.stop_on has third_step: Three"
+    ):
+        train(rules_from=("live_kitchen",), stop_on=("third_step",), **ALWAYS)
+    assert [(event.run, event.training, event.rule, event.step) for event in sent] == [
+        ("kitchen", "distill", "class_imbalance", 0),
+        ("kitchen", "distill", "third_step", 2),
+    ]
+
+
 def test_without_a_finding_nothing_is_reported_or_ended() -> None:
     sink, _ = train(context=ContextRecord(classes={"apple": 10, "quince": 10}), stop_on=("class_imbalance",), **ALWAYS)
     assert (sink.said, sink.points, sink.tags) == ([], [], {})
@@ -124,7 +150,7 @@ def test_judging_is_rare(settings: dict[str, float], judged: int) -> None:
 
 
 def test_a_rule_that_fails_costs_no_training(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def failing(case: Case) -> None:
+    def failing(case: Case, own: object) -> None:
         raise ZeroDivisionError("a mistake")
 
     monkeypatch.setattr(live_rules, "judge", failing)

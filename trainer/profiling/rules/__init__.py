@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trainer.config.rules import RuleSettings
 from trainer.profiling.rules import gpu, learning, lifecycle, loading, processes, stalled, weights
 from trainer.profiling.rules.outcomes import Case, NotJudged, Outcome, Rule, SystemRule, TrainingRule
+from trainer.profiling.rules.own import OwnRule
 
 _MODULES = (gpu, learning, lifecycle, loading, processes, stalled, weights)
 _BY_NAME = {
@@ -16,10 +19,13 @@ _BY_NAME = {
 RULES: tuple[type[Rule], ...] = tuple(_BY_NAME[name] for name in RuleSettings.model_fields)  # as in docs/rules.md
 
 
-def judge(case: Case) -> dict[Rule, Outcome]:
-    """Judge a training by every rule, or by those that allow it while it runs."""
-    return {
-        rule: rule.judge(case) if rule.enabled else NotJudged(f"turned off (profile.rules.{rule.name}.enabled)")
-        for rule in map(case.rule, RULES)
-        if rule.live or not case.live
-    }
+def judge(case: Case, own: Sequence[OwnRule] = ()) -> dict[Rule | OwnRule, Outcome]:
+    """Judge a training by every rule and those of one's own, or by those that allow it while it runs."""
+    answers: dict[Rule | OwnRule, Outcome] = {}
+    rules: list[Rule | OwnRule] = [*map(case.rule, RULES), *own]
+    for rule in rules:
+        if rule.live or not case.live:
+            group = "own_rules" if isinstance(rule, OwnRule) else "rules"
+            off = NotJudged(f"turned off (profile.{group}.{rule.name}.enabled)")
+            answers[rule] = rule.judge(case) if rule.enabled else off
+    return answers

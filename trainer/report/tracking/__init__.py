@@ -34,13 +34,14 @@ import urllib.parse
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from trainer.config import TrackingSettings
 from trainer.io.base_models import flatten, holds_secret
 from trainer.io.errors import TrackingAwayError, TrackingError, refused_to_write
 from trainer.io.formatting import listed
 from trainer.io.host import environment_variables
+from trainer.io.notifications import Event, Notifier
 from trainer.io.retry import Outage, Retry
 
 if TYPE_CHECKING:
@@ -594,3 +595,17 @@ def billed_runs(experiment: str) -> list[tuple[str, dict[str, str], dict[str, fl
             bill = Path(mlflow.download_artifacts(run.info.run_id, BILL, folder)).read_bytes()
             billed.append((str(run.info.run_name), run.data.params, run.data.metrics, bill))
         return billed
+
+
+_SEVERITIES: Mapping[str, Literal["note", "warning", "severe"]] = {"FINISHED": "note", "KILLED": "warning"}
+
+
+def notify_of_end(status: str, text: str) -> None:
+    """Send how a run ended, FINISHED, FAILED or KILLED, and wait some seconds for the receivers of `TRAINER_NOTIFY`."""
+    severity = _SEVERITIES.get(status, "severe")
+    event = Event(
+        event="run ended", run=os.environ.get(RUN, ""), severity=severity, title=f"Run {status.lower()}", text=text
+    )
+    notifier = Notifier()
+    notifier.send(event)
+    notifier.close()
