@@ -122,6 +122,7 @@ def command_parser(program: str = "") -> argparse.ArgumentParser:
         _add_run,
         _add_stage,
         _add_compare,
+        _add_watch,
         _add_forecast,
         _add_search,
         _add_bill,
@@ -299,6 +300,26 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 # ---- The commands that read what runs left. What one needs is imported when it runs, so that the others start at once.
+
+
+def _add_watch(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = commands.add_command(subparsers, _watch, "follow a running training in the terminal")
+    parser.add_argument("run", metavar="RUN", help="the folder of the run, here or in a store")
+    commands.add_with_default(parser, "--interval", 5, "seconds between two looks", type=commands.positive, metavar="N")
+    parser.add_argument("--once", action="store_true", help="show the state once, and end")
+
+
+def _watch(options: argparse.Namespace) -> None:
+    """Show a running training until it ends, or Ctrl-C: steps, rates, where a step's time goes, the machine, findings."""
+    from trainer.profiling import live_status
+
+    clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not options.once else ""
+    live_status.watch(
+        options.run,
+        interval_s=options.interval,
+        once=options.once,
+        show=lambda text: print(f"{clear}{text}", flush=True),
+    )
 
 
 def _add_compare(subparsers: Subparsers[argparse.ArgumentParser]) -> None:

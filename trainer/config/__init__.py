@@ -374,8 +374,10 @@ def _inherit(settings: Settings) -> Settings:
         "top_k": "all" if settings.distill.needs_all_logits or data.multi_label else TOP_K,
     }
     profile = settings.profile
-    if profile.stop_on or profile.rules_from:  # else a changed threshold would make a cached teacher's settings others
-        shared = {name: getattr(profile, name) for name in ("rules_from", "own_rules", "stop_on", "rules")}
+    if (
+        profile.stop_on or profile.rules_from or profile.log_steps
+    ):  # else a changed threshold would make a cached teacher's settings others
+        shared = {name: getattr(profile, name) for name in ("log_steps", "rules_from", "own_rules", "stop_on", "rules")}
         inherited["watch"] = WatchSettings(**shared)
     sections: dict[str, Any] = {
         stage: _filled(getattr(settings, stage), inherited) for stage in ("pretrain", "reinforce", "distill")

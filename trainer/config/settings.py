@@ -280,6 +280,8 @@ class WatchSettings(Section):
     """Rules whose finding ends the training."""
     rules: RuleSettings = RuleSettings()
     """Thresholds of the rules."""
+    log_steps: bool = False
+    """Log a line for each step."""
     interval_s: NonNegativeFloat = 10.0
     """Minimum seconds between two checks."""
     budget: Fraction = 0.001
@@ -1082,6 +1084,8 @@ class ProfileSettings(Section):
 
     top_operators: Positive = 20
     """Rows of the operator table."""
+    log_steps: bool = False
+    """Log a line for each step of each training: seconds of loader, forward pass, backward pass and optimizer."""
     rules_from: Names = ()
     """Modules with rules of your own, functions of `(evidence, thresholds)`, which `TRAINER_MODULES` has to list; see docs/profiling.md."""
     own_rules: Mapping[str, Mapping[str, Any]] = {}

@@ -23,7 +23,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.devices.torch_private import BACKWARD_THREAD
-from trainer.profiling.evidence import BETWEEN, OTHER, PHASES, SPAN_COLUMNS, STEP_COLUMNS
+from trainer.profiling.evidence import BETWEEN, OTHER, PHASES, SPAN_COLUMNS, STEP_COLUMNS, phase_of
 from trainer.profiling.series import ThinnedTable
 
 if TYPE_CHECKING:
@@ -208,6 +208,8 @@ class Timeline:
         self.origin_ns = 0  # when the recording began, by the host's clock
         self.first_step_s: float | None = None  # end of the first step, by the host's clock since the recording began
         self.clock = clock
+        self.on_step: Callable[[int, float, Mapping[str, float]], None] | None = None
+        """Gets the number, the seconds and the seconds of each range of every step, once its times are known."""
         self._nanoseconds = nanoseconds
         self._windows = windows
         self._counter = counter
@@ -462,6 +464,9 @@ class Timeline:
             )
         )
 
+        if self.on_step is not None:
+            self.on_step(segment.step, total, dict(zip(self.ranges, seconds, strict=True)))
+
     def _since_origin(self, nanoseconds: int) -> float:
         return (nanoseconds - self.origin_ns) * 1e-9
 
@@ -495,6 +500,23 @@ def recording_to(timeline: Timeline) -> Iterator[None]:
         yield
     finally:
         _recording.reset(token)
+
+
+_LINE = {"data": "loader", "teacher_forward": "teacher", "forward": "", "backward": "", "optimizer": ""}
+
+
+def step_line(seconds: float, ranges: Mapping[str, float]) -> str:
+    """Format a step for the log: `loader 0.0005 s  forward 0.67 s  backward 24.7 s  optimizer 0.05 s  of 25.5 s`."""
+    spent = dict.fromkeys(_LINE, 0.0)
+    for path, value in ranges.items():
+        if phase_of(path) in spent:
+            spent[phase_of(path)] += value
+    parts = [
+        f"{_LINE[phase] or phase} {value:.3g} s"
+        for phase, value in spent.items()
+        if value or phase != "teacher_forward"
+    ]
+    return "  ".join([*parts, f"of {seconds:.3g} s"])
 
 
 def seconds_of_a_mark(clock: HostClock, counter: XlaCounters | None = None) -> float:

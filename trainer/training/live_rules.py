@@ -9,23 +9,28 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import FrameType
 from typing import Any, NoReturn, Self
 
 from trainer.config import WatchSettings
-from trainer.io.errors import TrainingError
+from trainer.io import storage
+from trainer.io.errors import PreemptedError, TrainingError
 from trainer.io.notifications import Event, Notifier
+from trainer.profiling import live_status
+from trainer.profiling.evidence import TrainingEvidence
+from trainer.profiling.live_status import LiveFinding, State
 from trainer.profiling.rules import judge
 from trainer.profiling.rules.outcomes import Case, Finding, Rule
 from trainer.profiling.rules.own import OwnRule
 from trainer.profiling.rules.own import load as load_rules
 from trainer.profiling.rules.stalled import StalledTraining, hanging
-from trainer.profiling.timeline import span
+from trainer.profiling.timeline import span, step_line
 from trainer.report import tracking
 from trainer.report.tracking.stage_runs import Tracker
+from trainer.training.background import LAST_WAIT_S, BackgroundWriter
 from trainer.training.loop import Hook, Trainer
 from trainer.training.spec import Losses
 from trainer.training.trace import Trace
@@ -109,9 +114,22 @@ class LiveRules(Hook):
     """
 
     def __init__(
-        self, trace: Trace, settings: WatchSettings, *, tracker: Tracker, say: Callable[[str], None], active: bool
+        self,
+        trace: Trace,
+        settings: WatchSettings,
+        *,
+        tracker: Tracker,
+        say: Callable[[str], None],
+        active: bool,
+        shown_at: str = "",
     ) -> None:
-        """Judge the recording of `trace`, which records the cost of that too; `say` shows a line. One `active` process is enough."""
+        """Judge the recording of `trace`, which records the cost of that too.
+
+        Args:
+            say: shows a line.
+            active: whether to judge; one process is enough.
+            shown_at: URI of the file that `python -m trainer watch` reads; empty: none is written.
+        """
         self._trace, self._settings = trace, settings
         self._tracker, self._say, self._active = tracker, say, active
         self._own = load_rules(settings.rules_from, settings.own_rules) if active else ()
@@ -119,6 +137,8 @@ class LiveRules(Hook):
         self._step = 0
         self._reported: set[str] = set()
         self._notifier = Notifier() if active else None
+        self._shown_at, self._findings = shown_at, list[LiveFinding]()
+        self._shown, self._writer = False, BackgroundWriter("watch")
         self._watchdog: HangWatchdog | None = None
 
     @contextmanager
@@ -139,7 +159,40 @@ class LiveRules(Hook):
                     ends=stalled.name in self._settings.stop_on,
                 )
                 self._watchdog = stack.enter_context(watchdog)
-            yield
+            if self._active and self._settings.log_steps:
+                self._trace.recorder.timeline.on_step = self._say_step
+            try:
+                yield
+            except PreemptedError:  # it resumes
+                raise
+            except BaseException:
+                self._show("failed")
+                raise
+            self._show("ended")
+
+    def _say_step(self, step: int, seconds: float, ranges: Mapping[str, float]) -> None:
+        self._say(f"{self._trace.recorder.name}  step {step + 1}  {step_line(seconds, ranges)}")
+
+    def _show(self, state: State, evidence: TrainingEvidence | None = None) -> None:
+        """Write the state of the training for `watch`; of its end only where it was written before."""
+        if not self._shown_at or (evidence is None and not self._shown):
+            return
+        if not self._writer.wait(LAST_WAIT_S if evidence is None else 0):
+            return  # the store is slow, and the next state is as good
+        self._shown = True
+        status = live_status.status_of(
+            evidence or self._trace.recorder.snapshot(),
+            step=self._step + 1,
+            interval_s=self._settings.interval_s,
+            findings=self._findings,
+            state=state,
+        )
+        content = status.model_dump_json(indent=2).encode()
+        self._writer.start(
+            lambda: storage.write_bytes(self._shown_at, content), f"its state is not at {self._shown_at}"
+        )
+        if evidence is None:
+            self._writer.wait(LAST_WAIT_S)
 
     def after_step(self, step: int, losses: Losses) -> None:  # noqa: ARG002  # the trace has them
         """Judge, if it is time; a `TrainingError` if a rule of `stop_on` has a finding."""
@@ -154,36 +207,41 @@ class LiveRules(Hook):
             self._logged_s = now_s
         if time.perf_counter() < self._due:
             return
-        for rule, finding in self._judge():
-            message = self._report(rule, finding)
+        evidence, found = self._judge()
+        messages = [(rule, self._report(rule, finding)) for rule, finding in found]
+        if evidence is not None:
+            self._show("running", evidence)
+        for rule, message in messages:
             if rule.name in self._settings.stop_on:
                 raise TrainingError(message)
 
-    def _judge(self) -> list[tuple[Rule | OwnRule, Finding]]:
-        """What was not reported yet, those that end the training last."""
+    def _judge(self) -> tuple[TrainingEvidence | None, list[tuple[Rule | OwnRule, Finding]]]:
+        """Return what was judged, None where that failed, and the findings that were not reported yet."""
         began = time.perf_counter()
         try:
             with span("rules"):
-                case = Case(training=self._trace.recorder.snapshot(), rules=self._settings.rules, live=True)
+                evidence = self._trace.recorder.snapshot()
+                case = Case(training=evidence, rules=self._settings.rules, live=True)
                 answers = judge(case, self._own)
         except Exception:  # a rule that fails must not cost the training that it is to save
             logger.warning(
                 "%s  is no longer judged while it runs, for that failed", self._trace.recorder.name, exc_info=True
             )
             self._due = math.inf
-            return []
+            return None, []
         now = time.perf_counter()
         self._spent += now - began
         self._trace.recorder.cost("rules", now - began)
         self._due = max(now + self._settings.interval_s, self._began + self._spent / max(self._settings.budget, 1e-9))
         found = [(rule, outcome) for rule, outcome in answers.items() if isinstance(outcome, Finding)]
         new = [(rule, finding) for rule, finding in found if rule.name not in self._reported]
-        return sorted(new, key=lambda pair: pair[0].name in self._settings.stop_on)
+        return evidence, new
 
     def _report(self, rule: Rule | OwnRule, finding: Finding) -> str:
         """Pass a finding on; gives the message for a training that it ends."""
         name, step, text = self._trace.recorder.name, self._step, f"{finding.text} {finding.advice}"
         self._reported.add(rule.name)
+        self._findings.append(LiveFinding(severity=finding.severity, title=rule.title, text=text, step=step))
         first, _, _ = finding.text.partition(". ")  # the page has the rest
         self._say(
             f"{name}  step {step + 1}  {finding.severity}: {rule.title}. {first.removesuffix('.')}. {finding.advice}"

@@ -25,6 +25,7 @@ from trainer.io.errors import OutputError, PreemptedError, SupersededError, Trai
 from trainer.models import networks
 from trainer.models.networks import Classifier
 from trainer.models.served_student.preprocessing import Square
+from trainer.profiling import live_status
 from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.recorder import Recorder, Startup
 from trainer.report.scores import val_name
@@ -153,7 +154,8 @@ class Session:
             attempts=checkpointing.attempts.records,
         )
         metrics = MetricLogger(trace, self.tracker)
-        rules = LiveRules(trace, self.watch, tracker=self.tracker, say=metrics.say, active=is_first)
+        shown_at = live_status.place(self.output, name) if self.output else ""
+        rules = LiveRules(trace, self.watch, tracker=self.tracker, say=metrics.say, active=is_first, shown_at=shown_at)
         trainer = Trainer(spec, [metrics, rules, trace, checkpointing])
         kept = storage.join(checkpoints.uri, FAILED)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -12,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from trainer import cli
 from trainer.config import EvidenceSettings, WatchSettings
 from trainer.io import notifications
-from trainer.io.errors import TrainingError
+from trainer.io.errors import ArtifactError, TrainingError
 from trainer.io.notifications import Event
+from trainer.profiling import live_status
 from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.recorder import Recorder
 from trainer.profiling.rules.outcomes import Case
@@ -49,7 +52,7 @@ class Sink:
 
 
 def train(
-    *, steps: int = 5, context: ContextRecord = UNEVEN, active: bool = True, **settings: Any
+    *, steps: int = 5, context: ContextRecord = UNEVEN, active: bool = True, shown_at: str = "", **settings: Any
 ) -> tuple[Sink, Recorder]:
     """Steps that do nothing, watched."""
     sink = Sink()
@@ -63,10 +66,12 @@ def train(
     )
     trace = Trace()
     trace.recorder = recorder
-    judged = LiveRules(trace, WatchSettings(**settings), tracker=sink, say=sink.said.append, active=active)
+    judged = LiveRules(
+        trace, WatchSettings(**settings), tracker=sink, say=sink.said.append, active=active, shown_at=shown_at
+    )
     with recorder, judged.running(None):
         for step in range(steps):
-            with recorder.timeline.step(step):
+            with recorder.timeline.step(step), recorder.timeline.span("forward"):
                 pass
             judged.after_step(step, {})
     return sink, recorder
@@ -118,6 +123,47 @@ def test_a_rule_of_ones_own_is_reported_sent_and_ends_the_training(
         ("kitchen", "distill", "class_imbalance", 0),
         ("kitchen", "distill", "third_step", 2),
     ]
+
+
+def test_each_step_is_a_line_of_the_log_where_asked() -> None:
+    sink, _ = train(log_steps=True, interval_s=1e9)
+    assert [line.split("  ")[:2] for line in sink.said] == [["distill", f"step {step}"] for step in range(1, 6)]
+    number = r"[\d.e-]+ s"
+    fields = rf"loader 0 s  forward {number}  backward 0 s  optimizer 0 s  of {number}$"
+    assert all(re.search(fields, line) for line in sink.said), sink.said
+    assert train(log_steps=True, interval_s=1e9, active=False)[0].said == []
+
+
+def test_a_running_training_is_watched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = live_status.place(str(tmp_path / "student"), "distill")
+    with pytest.raises(ArtifactError, match=r"no training has been judged there yet .*\.live\)"):
+        live_status.watch(str(tmp_path), interval_s=0, once=True, show=print)
+    train(shown_at=place, **ALWAYS)
+    (status,) = live_status.read(str(tmp_path))
+    assert (status.name, status.state, status.step) == ("distill", "ended", 5)
+    assert status.phases["forward"] + status.phases["other"] == pytest.approx(1)
+    assert [one.title for one in status.findings] == ["Class imbalance"]
+    cli.main(["watch", str(tmp_path), "--once"])
+    text = capsys.readouterr().out
+    assert text.startswith("Distillation: ended, step 5")
+    assert "warning: Class imbalance (step 1). Class 'apple' has 100" in text
+    live_status.watch(str(tmp_path), interval_s=0, once=False, show=print)  # it ends with the distillation
+
+    with pytest.raises(TrainingError):
+        train(shown_at=place, stop_on=("class_imbalance",), **ALWAYS)
+    assert live_status.read(str(tmp_path))[0].state == "failed"
+    # What is not seen for long has no sign of life.
+    running = status.model_copy(update={"state": "running", "total_steps": 9, "step_p50_ms": 2000.0})
+    shown = live_status.screen([running], now_unix=status.written_unix + 59)
+    assert "running, step 5/9  2,000 ms a step" in shown
+    assert "about 8 s of steps left" in shown
+    assert "no sign of life for 5 min" in live_status.screen([running], now_unix=status.written_unix + 300)
+    # Short trainings write nothing, and what is damaged is named.
+    train(shown_at=str(tmp_path / "short.json"), interval_s=1e9)
+    assert not (tmp_path / "short.json").exists()
+    Path(place).write_text("{}", encoding="utf-8")
+    with pytest.raises(ArtifactError, match="is not the state of a training"):
+        live_status.read(str(tmp_path))
 
 
 def test_without_a_finding_nothing_is_reported_or_ended() -> None:
