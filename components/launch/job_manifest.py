@@ -325,6 +325,9 @@ def check_compile_cache(pool: Pool, task: Mapping[str, str]) -> None:
 
 PYTORCHJOB_CONTAINER = "pytorch"  # the operator gives its variables to the container of this name
 TRAINJOB_NODE = "node"  # the runtime's name for the job of the training pods, and for their container
+RETRYING_RUNTIME = (
+    "vit-distillation"  # of the namespace (manifests/components/trainer): a failed pod starts the whole JobSet again
+)
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 JobPhase = Literal["pending", "suspended", "running", "restarting", "succeeded", "failed"]
@@ -419,16 +422,18 @@ def render_pytorchjob(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str
 
 def render_trainjob(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
     """Render a TrainJob on a runtime with torch's policy: `trainer` says what runs, a patch of the runtime what its pods are."""
-    for field in ("elastic_min_nodes", "retries"):
-        if getattr(pool, field):
-            raise LaunchError(
-                f"{spec.stage}: pool {pool.name}: {field} = {getattr(pool, field)} is not supported by TrainJobs; "
-                f'set it to 0, or backend = "pytorchjob"'
-            )
+    if pool.elastic_min_nodes:
+        raise LaunchError(
+            f"{spec.stage}: pool {pool.name}: elastic_min_nodes = {pool.elastic_min_nodes} is not supported by TrainJobs; "
+            f'set it to 0, or backend = "pytorchjob"'
+        )
     pod = pod_template(spec, pool, identity, container={"name": TRAINJOB_NODE})
     (container,) = pod["spec"]["containers"]
     job = {
-        "runtimeRef": {"name": pool.runtime},
+        # Retries are the runtime's: a TrainJob cannot patch the failure policy of its JobSet.
+        "runtimeRef": (
+            {"name": RETRYING_RUNTIME, "kind": "TrainingRuntime"} if pool.retries else {"name": pool.runtime}
+        ),
         # For when the launcher is gone: its own limits are the exact ones.
         "activeDeadlineSeconds": 60 * (pool.queued_minutes + pool.running_minutes),
         "trainer": {

@@ -27,8 +27,9 @@ OWN = (
     "components/karpenter",
     "components/kueue",
     "components/network-policy",
+    "components/trainer",
 )
-OTHERS = ("kueue.x-k8s.io", "karpenter.sh", "karpenter.k8s.aws")  # kinds without models here
+OTHERS = ("trainer.kubeflow.org", "kueue.x-k8s.io", "karpenter.sh", "karpenter.k8s.aws")  # kinds without models here
 MANIFESTS = Path(__file__).parents[2] / "manifests"
 REAPER = "vit-distillation-reaper"
 SECRETS = {

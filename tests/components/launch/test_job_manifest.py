@@ -532,7 +532,7 @@ def trainjob(nodes=2, pool="gpu-a100", **changes):
     return job_manifest.render_trainjob(spec(nodes=nodes), pools.get(pool).model_copy(update=changes), JOB)
 
 
-@pytest.mark.parametrize("pool", [name for name, pool in pools.load().items() if not pool.retries])
+@pytest.mark.parametrize("pool", pools.load())
 def test_api_server_takes_trainjob_of_any_pool(pool):
     schemas.check(trainjob(pool=pool, nodes=2 if pools.get(pool).joins_nodes else 1, queue="team"))
 
@@ -590,12 +590,16 @@ def test_a_queued_job_has_only_fields_kueue_knows():
     assert replicated["template"]["spec"]["template"]["spec"].keys() <= KNOWN_TO_KUEUE
 
 
-@pytest.mark.parametrize("field", ["retries", "elastic_min_nodes"])
-def test_what_trainjobs_do_not_support_is_refused(field):
+def test_a_trainjob_cannot_be_elastic():
     with pytest.raises(
-        LaunchError, match=f"pool gpu-a100: {field} = 2 is not supported by TrainJobs; set it to 0, or backend"
+        LaunchError, match="pool gpu-a100: elastic_min_nodes = 2 is not supported by TrainJobs; set it to 0"
     ):
-        trainjob(**{field: 2})
+        trainjob(elastic_min_nodes=2, retries=1)
+
+
+def test_retries_of_a_trainjob_are_its_runtimes():
+    assert trainjob(retries=0)["spec"]["runtimeRef"] == {"name": "torch-distributed"}
+    assert trainjob(retries=2)["spec"]["runtimeRef"] == {"name": "vit-distillation", "kind": "TrainingRuntime"}
 
 
 def trainjob_condition(kind, status="True"):

@@ -84,8 +84,8 @@ def test_pools_are_table_with_prices_and_their_dates(capsys):
             "error: processes_per_node must be 0 (the pool's own number) to 1 on pool",
         ),
         (
-            "render --pool gpu-a100-spot --backend trainjob",
-            "error: distill: pool gpu-a100-spot: retries = 5 is not supported",
+            "render --pool gpu-a10",
+            "error: unknown pool 'gpu-a10'; did you mean gpu-a10g",
         ),
     ],
 )
