@@ -78,9 +78,9 @@ def test_check_fails_on_stale_file_and_writes_nothing(tmp_path, monkeypatch, cap
     assert compilation.main(["--check"]) == 0
 
 
-def test_compiling_imports_nothing_heavy():
+def test_compiling_and_deploying_import_nothing_heavy():
     script = (
-        "import json, sys; from pipelines import compile; compile.compiled_text(); "
+        "import json, sys; from components.launch import pools; from pipelines import compile, deploy, undeploy; compile.compiled_text(); "
         "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
