@@ -49,7 +49,7 @@ def for_cluster(text: str, image: str) -> str:
 
 def with_image(text: str, image: str, **container: Any) -> str:
     """Put every task of a compiled pipeline on another image, and whatever else of its container is given."""
-    specification, *platforms = yaml.safe_load_all(text)
+    specification, *platforms = yaml.load_all(text, Loader=yaml.CSafeLoader)
     for executor in specification["deploymentSpec"]["executors"].values():
         executor["container"] |= {"image": image, **container}
     return yaml.safe_dump_all([specification, *platforms], sort_keys=False)
@@ -57,7 +57,7 @@ def with_image(text: str, image: str, **container: Any) -> str:
 
 def task_names(text: str) -> set[str]:
     """List the tasks of a compiled pipeline, also those inside groups, without the groups themselves."""
-    specification = next(iter(yaml.safe_load_all(text)))
+    specification = next(iter(yaml.load_all(text, Loader=yaml.CSafeLoader)))
     # No component of ours is used twice, so a task's executor has its name.
     return {name.removeprefix("exec-") for name in specification["deploymentSpec"]["executors"]}
 

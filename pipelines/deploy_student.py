@@ -166,7 +166,7 @@ def remove(options: argparse.Namespace) -> None:
 
 def rendered(folder: str) -> list[dict[str, Any]]:
     """Build a kustomization below `manifests`: its objects; raises as `run_kubectl`."""
-    return list(yaml.safe_load_all(run_kubectl("kustomize", str(MANIFESTS / folder))))
+    return list(yaml.load_all(run_kubectl("kustomize", str(MANIFESTS / folder)), Loader=yaml.CSafeLoader))
 
 
 def student_objects(

@@ -67,7 +67,7 @@ def predict(options: argparse.Namespace) -> None:
                 f"--{option} {place}: a cluster's task cannot reach it; give a URI, such as s3://BUCKET/{option}"
             )
     text = compilation.for_cluster(compilation.yaml_of(batch_prediction), options.image or IMAGE)
-    specification, platform = yaml.safe_load_all(text)
+    specification, platform = yaml.load_all(text, Loader=yaml.CSafeLoader)
     parameters = {name: getattr(options, name) for name in ("photos", "output", "model", "top", "force")}
     if options.model.startswith(REGISTERED):  # a retry must not take another version
         parameters["model"] = pinned(options.model, force=options.force)

@@ -51,7 +51,7 @@ def test_another_image_is_another_version(api, command):
     for image in ("registry.example.com/vit:1", "registry.example.com/vit:2"):
         assert command(deploy.main, "--image", image)[0] == 0
     assert len(api.store.versions) == 2
-    uploaded = next(yaml.safe_load_all(list(api.store.versions.values())[1].pipeline_spec["text"]))
+    uploaded = next(yaml.load_all(list(api.store.versions.values())[1].pipeline_spec["text"], Loader=yaml.CSafeLoader))
     executors = uploaded["deploymentSpec"]["executors"].values()
     assert {executor["container"]["image"] for executor in executors} == {"registry.example.com/vit:2"}
 
@@ -65,7 +65,9 @@ def test_image_that_its_tag_alone_names_is_reported(api, command, image, reporte
     assert code == 0
     assert (f"{image} is named by a tag, behind which another image may stand tomorrow" in output) is reported
     (version,) = api.store.versions.values()
-    executors = next(yaml.safe_load_all(version.pipeline_spec["text"]))["deploymentSpec"]["executors"].values()
+    executors = next(yaml.load_all(version.pipeline_spec["text"], Loader=yaml.CSafeLoader))["deploymentSpec"][
+        "executors"
+    ].values()
     for executor in executors:
         assert executor["container"]["image"] == image
         assert executor["container"]["env"] == [{"name": "TRAINER_IMAGE", "value": image}]
@@ -458,7 +460,9 @@ def test_make_hands_everything_on(api, command, tmp_path):
     assert (run.state, run.runtime_config.parameters["overrides"]) == ("SUCCEEDED", "run.seed=7")
     (schedule,) = api.store.schedules.values()
     assert schedule.trigger.cron_schedule.cron == "0 */5 3 * * *"
-    uploaded = next(yaml.safe_load_all(next(iter(api.store.versions.values())).pipeline_spec["text"]))
+    uploaded = next(
+        yaml.load_all(next(iter(api.store.versions.values())).pipeline_spec["text"], Loader=yaml.CSafeLoader)
+    )
     assert {one["container"]["image"] for one in uploaded["deploymentSpec"]["executors"].values()} == {"x:1"}
     ended = subprocess.run(
         ["make", "--dry-run", "undeploy-pipeline", "VERSION=0.1.0-abc", "ALL=1"],
