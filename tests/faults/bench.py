@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from tests import mlflow_store
 from tests.distillations import QUICK
 from tests.faults.inside import Fault
 from tests.faults.jobs import Job
@@ -167,10 +166,7 @@ class Bench:
     @functools.cached_property
     def mlflow(self) -> Path:
         """An empty MLflow database, which takes long to make."""
-        file = self.folder / "empty.db"
-        command = [sys.executable, "-m", "mlflow", "db", "upgrade", f"sqlite:///{file}"]
-        subprocess.run(command, check=True, capture_output=True)
-        return file
+        return mlflow_store.make(self.folder / "empty.db")
 
     @functools.cached_property
     def photos(self) -> Path:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -38,8 +40,8 @@ def folder(tmp_path_factory):
     """A folder with the pipeline, compiled."""
     folder = tmp_path_factory.mktemp("own")
     written(folder)
-    compiled = local_runs.run([sys.executable, "two_students.py"], folder)
-    assert compiled.returncode == 0, compiled.stderr
+    with contextlib.chdir(folder):
+        runpy.run_path("two_students.py", run_name="__main__")
     return folder
 
 
