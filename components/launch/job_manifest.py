@@ -23,6 +23,7 @@ from trainer.io.errors import LaunchError, SettingsError
 from trainer.io.host import SHUTDOWN_TIMEOUT_S
 from trainer.io.storage.cache import CACHE_VARIABLE, LIMIT_VARIABLE
 from trainer.report.tracking import is_server
+from trainer.report.tracking.exporter import PORT_VARIABLE
 
 RUN_LABEL = "vit-distillation/run"
 TASK_LABEL = "vit-distillation/task"
@@ -143,6 +144,8 @@ AUTOSCALER_ANNOTATION = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "fals
 KARPENTER_ANNOTATION = {"karpenter.sh/do-not-disrupt": "true"}
 """With these on a pod, neither the cluster autoscaler nor Karpenter empties its node to save a machine or to renew it."""
 
+METRICS_PORT = 9402
+"""Where the first replica answers Prometheus (manifests/components/monitoring)."""
 CACHE = "/cache"  # where a pod keeps what it read from the object store
 CACHE_FRACTION = 0.8
 """Share of the cache's volume that is filled. A pod whose volume exceeds its limit is evicted, and files in transit come on top."""
@@ -267,6 +270,7 @@ def pod_environment(spec: JobSpec, pool: Pool, identity: Identity) -> list[dict[
         # The root file system is read-only, so these point to volumes.
         "HOME": "/tmp",
         "HF_HOME": f"{CACHE}/huggingface",
+        PORT_VARIABLE: str(METRICS_PORT),
         **pool.environment,
         **spec.environment,
         **pool.place(spec.nodes, spec.processes_per_node).environment(),

@@ -27,9 +27,16 @@ OWN = (
     "components/karpenter",
     "components/kueue",
     "components/network-policy",
+    "components/monitoring",
     "components/trainer",
 )
-OTHERS = ("trainer.kubeflow.org", "kueue.x-k8s.io", "karpenter.sh", "karpenter.k8s.aws")  # kinds without models here
+OTHERS = (
+    "monitoring.coreos.com",
+    "trainer.kubeflow.org",
+    "kueue.x-k8s.io",
+    "karpenter.sh",
+    "karpenter.k8s.aws",
+)  # kinds without models here
 MANIFESTS = Path(__file__).parents[2] / "manifests"
 REAPER = "vit-distillation-reaper"
 SECRETS = {

@@ -145,7 +145,15 @@ class MetricLogger(Hook):
 
     @contextmanager
     def running(self, trainer: Trainer) -> Iterator[None]:
-        self._spec, self._processes = trainer.spec, trainer.processes
+        spec = trainer.spec
+        self._spec, self._processes = spec, trainer.processes
+        self._tracker.follow(
+            spec.name,
+            trainer.first_step,
+            spec.total_steps,
+            spec.settings.batch_size,
+            self._trace.recorder.images_per_second,
+        )
         with ProgressBar.of(trainer.spec, trainer.first_step, active=self._shown) as self._progress:
             yield
 

@@ -29,6 +29,7 @@ from trainer.profiling import live_status
 from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.recorder import Recorder, Startup
 from trainer.report.scores import val_name
+from trainer.report.tracking.exporter import exported
 from trainer.report.tracking.stage_runs import Tracker, stage_run
 from trainer.training.checkpointing import Checkpointing
 from trainer.training.checkpoints import Checkpoints, Dealing, compatible, root_is_shared
@@ -312,6 +313,8 @@ def open_session(
         root = artifacts.unfinished(model)
         identity = artifacts.digest({"settings": compatible(values), "parents": parents, "checkpoints": root})
         tracker = stack.enter_context(stage_run(stage, values, active=processes.is_first, training=identity[:16]))
+        if processes.is_first:
+            tracker = stack.enter_context(exported(tracker, stage))
         with (
             shared_artifact(processes, evidence, "evidence", settings=values, parents=parents) as evidence_draft,
             shared_artifact(processes, model, "model", settings=values, parents=parents) as model_draft,

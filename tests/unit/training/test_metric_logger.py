@@ -24,6 +24,9 @@ class Sink:
     def keep(self):
         pass
 
+    def follow(self, *training):
+        assert training[:4] == ("distill", 0, 100, TrainingSettings().batch_size)
+
     def metrics(self, step, values):
         self.metrics_seen.append((step, dict(values)))
 
@@ -56,6 +59,7 @@ def make(monkeypatch, sink):
             name="distill",
             processes=alone,
             settings=TrainingSettings(log_every=log_every),
+            total_steps=100,
             learning_rate=lambda step: step / 100,
             names=lambda step, rank: [f"{step}:{rank}:{n}" for n in range(10)],
         )

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,11 @@ class Tracker:
     """Records a stage's measurements while it works; this base class records nothing."""
 
     run_id: str | None = None  # MLflow's id of the stage's run; None if nothing is tracked
+
+    def follow(
+        self, name: str, first_step: int, total_steps: int, images_per_step: int, speed: Callable[[], float | None]
+    ) -> None:
+        """Learn of a training that begins; `speed` gives its images a second so far, and may be called by another thread."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record values at a step; takes microseconds, never waits for a server and never raises."""
