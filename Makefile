@@ -44,6 +44,11 @@ plan: $(READY)  ## hours, dollars, disk and memory of each stage, and whether it
 search: SEARCH := $(or $(SEARCH),auto)
 search: run  ## the same with a search for better settings before the distillation [SEARCH="distill.drop_path=uniform(0,0.2)" and as run]
 
+.PHONY: check-pages
+check-pages: $(READY)  ## look at a run's pages in Chromium, with axe-core from npm [OUT=runs/latest]
+	@npm install --silent --no-save --prefix .axe axe-core@4.10.3
+	@PYTHONPATH=. $(VENV)/python tests/local/check_pages.py "$(or $(OUT),runs/latest)"
+
 ui: $(READY)  ## serve MLflow's pages on what was tracked [OUT=dir of a run that had one PORT=5000]
 	@$(VENV)/python -m trainer ui $(if $(PORT),--port $(PORT)) $(if $(OUT),--store "sqlite:///$(abspath $(OUT)/..)/mlflow.db")
 
@@ -219,7 +224,7 @@ kind-down:  ## remove that cluster
 	@manifests/kind/down.sh
 
 clean:  ## remove what was made here, except for runs
-	rm -rf .venv .xla .uv .audit .docs .cache site sbom dist .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .xla .uv .axe .audit .docs .cache site sbom dist .coverage* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(UV): requirements/uv.txt

@@ -41,6 +41,7 @@ KEYS = {
     "verdict": {"passed": None, "reasons": None, "conditions": None},
     "export": dict.fromkeys(("chosen", "reasons", "candidates")),
     "mlflow": dict.fromkeys(("tracking_uri", "run_id", "model_name", "model_version")),
+    "provenance": dict.fromkeys(("run", "date", "version", "commit", "code", "machine", "data", "seed", "changed")),
     "examples": None,
     "curves": None,
     "reports": dict.fromkeys(("data", "profile", "evaluation", "export", "reconstructions")),
@@ -112,9 +113,12 @@ def test_a_small_run_leaves_all_that_it_promises(small):
     for place in summary["reports"].values():
         assert (folder / place).stat().st_size > 1000
     for name in ("data", "profile", "evaluation", "export", "reinforce"):
-        assert (folder / "runs" / "latest" / f"{name}.html").read_text() == Path(summary["reports"][name]).read_text(
-            encoding="utf-8"
+        copy, own = (
+            (folder / "runs" / "latest" / f"{name}.html").read_text(),
+            Path(summary["reports"][name]).read_text("utf-8"),
         )
+        assert copy.partition("<!-- facts -->")[0] == own.partition("<!-- facts -->")[0]
+        assert f"<dt>data</dt><dd>{summary['provenance']['data']}</dd>" in copy
     assert 'href="profile.html"' in (folder / "runs" / "latest" / "index.html").read_text()
     for line in ("teacher", "student", "Where to look:"):
         assert line in shown

@@ -108,7 +108,7 @@ def load_recipe(recipe: str) -> dict[str, Any]:
         raise SettingsError(f"recipe {path}: cannot be read: {error}") from error
 
 
-_COPIED = re.compile(r"(tune|search|warm_up)\.(pretrain|reinforce|distill|gate)\.|(pretrain|distill)\.watch\.")
+COPIED = re.compile(r"(tune|search|warm_up)\.(pretrain|reinforce|distill|gate)\.|(pretrain|distill)\.watch\.")
 """Settings that `_inherit` copies from others."""
 
 
@@ -116,7 +116,7 @@ def recipe_of(settings: Settings) -> str:
     """Write resolved settings as a recipe: what differs from the defaults, in TOML."""
     defaults, sections = {name: value for name, value, *_ in walk(resolve())}, dict[str, list[str]]()
     for name, value, *_ in walk(settings):
-        if value is not None and value != defaults.get(name) and not _COPIED.match(name):
+        if value is not None and value != defaults.get(name) and not COPIED.match(name):
             section, _, key = name.rpartition(".")
             sections.setdefault(section, []).append(f"{key} = {limits.toml_value(value)}")
     return "\n\n".join("\n".join([f"[{section}]", *lines]) for section, lines in sections.items()) + "\n"

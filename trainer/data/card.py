@@ -48,8 +48,12 @@ def data_card(
     near: NearDuplicates | None = None,
     tags: ClassTags | None = None,
     read: Callable[[int], bytes],
+    failure: str = "",
 ) -> str:
-    """Build the page: self-contained HTML below 2 MB, equal for equal content; `read` gives the stored picture's file of a row."""
+    """Build the page: self-contained HTML below 2 MB, equal for equal content.
+
+    `read` gives the stored picture's file of a row; `failure` is why these images are not prepared.
+    """
     classes, of_labels = listing.classes, listing.members
     kind, _, name = settings.source.partition(":")
     # Without the folders above it, which differ between machines.
@@ -72,6 +76,7 @@ def data_card(
         (_cut(drop.name), drop.split, _cut(drop.kept_name), drop.kept_split, "leakage" if drop.is_leakage else "copy")
         for drop in sorted(dropped, key=lambda drop: not drop.is_leakage)
     ]
+    stored = [member for members in splits.values() for member in members]
     blocks: list[Block] = []
     if quarantined:
         listed = _listed(["image", "reason"], [(_cut(one.name), _cut(one.reason)) for one in quarantined], QUARANTINE)
@@ -80,11 +85,12 @@ def data_card(
         listed = _listed(["left out", "of", "kept", "of", ""], copies, DROPPED)
         blocks.append(Subsection("Equal to one that is kept", listed))
     sections = [
+        PageSection("Not prepared", [Paragraph(failure, "bad")]) if failure else None,
         PageSection("Images", [Table(["", "images"], rows), *map(Paragraph, [*fitting, *listing.notes])]),
         _samples(classes, of_labels, splits, read),
         _classes(classes, of_labels, splits),
         _known(tags) if tags is not None else None,
-        _sizes([member for members in splits.values() for member in members], settings.image_size),
+        _sizes(stored, settings.image_size) if stored else None,
         _near_duplicates(near, settings, listing.label_names, read) if near is not None and near.pairs else None,
         PageSection("Left out", blocks or [Paragraph("Nothing.")]),
     ]

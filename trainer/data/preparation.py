@@ -124,26 +124,29 @@ def prepare(
         bad = [outcome for outcome in outcomes if isinstance(outcome, Quarantined)]
         quarantined = sorted(bad + contradicting, key=lambda one: one.name)
         _write_json(directory / QUARANTINE, map(asdict, quarantined))
-        _check_quarantined(quarantined, listing, settings, directory / QUARANTINE)
-        kept, dropped = curation.drop_copies(candidates)
-        _write_json(directory / DROPPED, map(asdict, dropped))
-        curation.check_classes(kept, listing.classes, settings, listing.members)
-        kept, near = _split(kept, listing, settings, directory)
-        splits = {split: [candidate for candidate in kept if candidate.split == split] for split in SPLITS}
         squares = _open_squares(cache, len(_chunks(listing)))
-        _write_splits(splits, squares, directory, processes)
-        squares = squares.with_format("arrow")
-        card = data_card(
+        card = partial(
+            data_card,
             settings,
             listing,
-            splits=splits,
             quarantined=quarantined,
-            dropped=dropped,
-            near=near,
             tags=tags,
-            read=partial(_encoded, squares),
+            read=partial(_encoded, squares.with_format("arrow")),
         )
-        (directory / CARD).write_text(card, encoding="utf-8")
+        kept, dropped = curation.drop_copies(candidates)
+        _write_json(directory / DROPPED, map(asdict, dropped))
+        try:
+            _check_quarantined(quarantined, listing, settings, directory / QUARANTINE)
+            curation.check_classes(kept, listing.classes, settings, listing.members)
+            kept, near = _split(kept, listing, settings, directory)
+        except DataError as error:
+            page = card(splits=_by_split(kept), dropped=dropped, failure=str(error))
+            (directory / CARD).write_text(page, encoding="utf-8")
+            raise
+        splits = _by_split(kept)
+        _write_splits(splits, squares, directory, processes)
+        squares = squares.with_format("arrow")
+        (directory / CARD).write_text(card(splits=splits, dropped=dropped, near=near), encoding="utf-8")
         edges = [min(one.width, one.height) for one in splits["test"]]
         (directory / TEST_EDGES).write_text(json.dumps(edges) + "\n", encoding="utf-8")
         for file in EXAMPLES:
@@ -168,6 +171,10 @@ def prepare(
         "leakage": leakage,
         "near_duplicates": len(near.pairs),
     }
+
+
+def _by_split(kept: Sequence[ImageCandidate]) -> dict[SplitName, list[ImageCandidate]]:
+    return {split: [candidate for candidate in kept if candidate.split == split] for split in SPLITS}
 
 
 def _summary(listing: SourceListing, splits: Mapping[SplitName, Sequence[ImageCandidate]]) -> list[str]:

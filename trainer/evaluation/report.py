@@ -23,7 +23,7 @@ from trainer.evaluation.slices import Slicing
 from trainer.io import limits
 from trainer.io.formatting import isolated, ratio
 from trainer.models.served_student.class_tags import ClassTags
-from trainer.report import charts, pages, scores
+from trainer.report import charts, pages, provenance, scores
 from trainer.report.charts import ReliabilityCurve, ScatterPoint
 from trainer.report.pages import (
     Block,
@@ -250,6 +250,7 @@ def _page(
         f"Evaluation: the student {'passed' if verdict['passed'] else 'did not pass'}",
         f"{ours}; distilled from {theirs}; {counted}",
         [_verdict(verdict), *compared, _latencies(both, machine), *errors],
+        facts=provenance.here(),
     )
 
 

@@ -28,7 +28,7 @@ from trainer.io import artifacts, limits, storage
 from trainer.io.errors import ArtifactError, DataError
 from trainer.io.formatting import isolated, listed, percent
 from trainer.predict import batch_prediction
-from trainer.report import charts, finished_run, pages
+from trainer.report import charts, finished_run, pages, provenance
 from trainer.report.charts import Bar
 from trainer.report.pages import Figure, PageSection, Paragraph, Table
 
@@ -277,6 +277,7 @@ def page(drift: Drift, run: str) -> str:
             _section("Predicted classes", drift.labels),
             _section("Confidence", drift.confidence, in_order=True),
         ],
+        facts=provenance.here(),
     )
 
 

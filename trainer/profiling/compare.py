@@ -31,7 +31,7 @@ from trainer.profiling.training_summary import (
     summarize,
     training_label,
 )
-from trainer.report import pages, scores
+from trainer.report import pages, provenance, scores
 from trainer.report.finished_run import SUMMARY
 from trainer.report.pages import Block, PageSection, Paragraph, Subsection, Table
 
@@ -465,7 +465,9 @@ def page(comparison: Comparison) -> str:
     blocks: list[Block | None] = [Paragraph(f"Before: {comparison.before.name}. After: {comparison.after.name}.")]
     blocks += [PageSection(table.title, [table]) for table in comparison.general]
     blocks += [_training(comparison, pair) for pair in comparison.pairs]
-    return pages.render("Before and after", " ".join([*comparison.differences, comparison.verdict]), blocks)
+    return pages.render(
+        "Before and after", " ".join([*comparison.differences, comparison.verdict]), blocks, facts=provenance.here()
+    )
 
 
 def _training(comparison: Comparison, pair: Pair) -> PageSection:

@@ -22,7 +22,7 @@ from trainer.profiling.training_summary import (
     phase_label,
     training_label,
 )
-from trainer.report import billing, pages
+from trainer.report import billing, pages, provenance
 from trainer.report.billing import Bill
 from trainer.report.charts import Bar, bars, by_color, color_class, histogram, stacked_bar, stacked_rows
 from trainer.report.pages import (
@@ -98,7 +98,9 @@ def build(
         own = [(number, one) for number, one in numbered if one[0].training == summary.name]
         blocks.append(_training(evidence, summary, own, top_operators))
     blocks.append(_bill(bill))
-    return pages.render("What slows or spoils the training", verdict(answers, summaries).text, blocks)
+    return pages.render(
+        "What slows or spoils the training", verdict(answers, summaries).text, blocks, facts=provenance.here()
+    )
 
 
 def findings(answers: Sequence[Answer], summaries: Sequence[TrainingSummary]) -> PageSection:

@@ -56,6 +56,8 @@ WORST_CLASSES = 20
 _LEVELS = 10
 _WITH_GAPS = 8  # rows of cells that are higher are drawn apart from one another
 _CLASSES_WITH_COUNTS = 25
+_BEHIND_TEXT = 0.5
+"""Opacity of the strongest color behind text, which keeps a contrast of 4.5:1 in light and dark."""
 _CLASSES_WITH_NAMES = 100
 MOST_CELLS = 40_000
 """Of a confusion matrix: more would make the page larger than a browser or the UI of a pipeline likes."""
@@ -520,13 +522,13 @@ def _runs(chosen: Flags, width: float, row_height: float, **style: object) -> li
     return [element("path", **style, **place, d="".join(lines))]
 
 
-def _scale(middle: float, y: float, low: str, high: str) -> list[Markup]:
+def _scale(middle: float, y: float, low: str, high: str, strongest: float = 1.0) -> list[Markup]:
     cell = 16
     left = middle - cell * _LEVELS / 2
     content = [text(left - 8, y + 11, low, "soft end")]
     for level in range(1, _LEVELS + 1):
         place = {"x": left + (level - 1) * cell, "y": float(y), "width": cell, "height": 12}
-        content.append(element("rect", **place, class_="scale", opacity=level / _LEVELS))
+        content.append(element("rect", **place, class_="scale", opacity=strongest * level / _LEVELS))
     content.append(text(left + cell * _LEVELS + 8, y + 11, high, "soft"))
     return content
 
@@ -562,7 +564,7 @@ def confusion(counts: NDArray[np.int64], classes: Sequence[str], title: str) -> 
     content.append(_upright(14 - margin, edge / 2, "class", "soft mid"))
     below, middle = edge + 26 + (12 if widest < cell else widest), max(edge / 2, 120.0)
     content.append(text(edge / 2, below, "taken for", "soft mid"))
-    content += _scale(middle, below + 14, "0 %", "100 % of the class")
+    content += _scale(middle, below + 14, "0 %", "100 % of the class", _BEHIND_TEXT if counted else 1.0)
     width = math.ceil(margin + max(edge + 16, middle + 200))
     return drawing(below + 36, group(margin, 0, *content), title=title, width=width)
 
@@ -572,9 +574,9 @@ def _counted_cells(counts: NDArray[np.int64], shares: Floats, classes: Sequence[
     for row, column in np.argwhere(counts > 0).tolist():
         x, y, share = column * cell, row * cell, float(shares[row, column])
         hint = f"{classes[row]} taken for {classes[column]}: {counts[row, column]:,} ({percent(share)} of the class)"
-        place = {"x": x, "y": y, "width": cell - 1, "height": cell - 1, "opacity": f"{max(share, 0.08):.2f}"}
-        style = "mid paper" if share > 0.5 else "mid"
-        number = text(x + cell / 2 - 0.5, y + cell / 2 + 4, f"{counts[row, column]}", style)
+        opacity = f"{max(share * _BEHIND_TEXT, 0.06):.2f}"
+        place = {"x": x, "y": y, "width": cell - 1, "height": cell - 1, "opacity": opacity}
+        number = text(x + cell / 2 - 0.5, y + cell / 2 + 4, f"{counts[row, column]}", "mid")
         drawn.append(hinted(hint, element("rect", class_="scale", **place), number))
     return drawn
 

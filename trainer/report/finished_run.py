@@ -6,7 +6,6 @@ The keys of `summary.json` are a contract: tests, reports and people read the sa
 from __future__ import annotations
 
 import shlex
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from trainer.report.pages import (
     Figure,
     Legend,
     Links,
+    PageLink,
     PageSection,
     Paragraph,
     Photo,
@@ -77,6 +77,7 @@ def build_summary(
     exported: Mapping[str, Any] | None,
     search: Mapping[str, Any] | None = None,
     registered: Registered,
+    provenance: Mapping[str, Any] | None = None,
     examples: Sequence[Mapping[str, Any]] = (),
     curves: Mapping[str, Any] | None = None,
     reports: Mapping[str, str],
@@ -100,6 +101,7 @@ def build_summary(
         "student": {key: student[key] for key in of_student},
         "profile": {key: profile.get(key, "") for key in ("verdict", "outcome")},
         "verdict": dict(evaluation["verdict"]),
+        **({"provenance": dict(provenance)} if provenance else {}),
         **({"examples": list(examples)} if examples else {}),
         **({"curves": dict(curves)} if curves else {}),
         **({"export": dict(exported)} if exported is not None else {}),
@@ -215,17 +217,44 @@ def _comparison(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
 def write_front_page(directory: Path, content: Mapping[str, Any]) -> Path:
     """Write the front page of a run from its `summary.json`, copy the pages that it leads to beside it, and return the file."""
     links, photos = list[tuple[str, str]](), list[Photo]()
+    facts = _facts(directory, content)
     with writing_to(directory):
         for name, place in sorted(content["reports"].items(), key=lambda item: [*TITLES, item[0]].index(item[0])):
             if place.endswith(".html"):
-                shutil.copyfile(place, directory / f"{name}.html")
+                text = pages.with_facts(Path(place).read_text(encoding="utf-8"), facts)
+                (directory / f"{name}.html").write_text(text, encoding="utf-8")
                 links.append((f"{name}.html", TITLES.get(name, name)))
             else:
                 photos.append(Photo(Path(place).read_bytes(), CAPTIONS.get(name, name)))
         cards = [_example(one) for one in content.get("examples", ())]
         file = directory / INDEX
-        file.write_text(_page(directory, content, links, cards, photos), encoding="utf-8")
+        page = _page(directory, content, links, cards, photos)
+        file.write_text(pages.with_facts(page, facts), encoding="utf-8")
     return file
+
+
+def _facts(directory: Path, content: Mapping[str, Any]) -> dict[str, str | PageLink]:
+    """Say where the pages of a run come from."""
+    known, mlflow = content.get("provenance", {}), content["mlflow"]
+    changed = known.get("changed", {})
+    facts: dict[str, str | PageLink] = {
+        "run": isolated(directory.resolve().name),
+        "recipe": isolated(content["recipe"]),
+        **{
+            name: str(known[name])
+            for name in ("date", "version", "commit", "code", "data", "seed", "machine")
+            if name in known
+        },
+        "settings that differ from the recipe": ", ".join(
+            f"{name}={limits.toml_value(value)}" for name, value in changed.items()
+        )
+        or "none",
+    }
+    if mlflow["tracking_uri"]:
+        link = tracking.is_server(mlflow["tracking_uri"]) and not mlflow["tracking_uri"].startswith("databricks")
+        address = f"{mlflow['tracking_uri'].rstrip('/')}/#/runs/{mlflow['run_id']}"
+        facts["MLflow run"] = PageLink(mlflow["run_id"], address) if link else mlflow["run_id"]
+    return facts
 
 
 def _example(one: Mapping[str, Any]) -> Photo:

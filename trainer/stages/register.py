@@ -37,7 +37,7 @@ from trainer.models.served_student.onnx_network import runtime_of
 from trainer.models.served_student.student import EXPORT_CARD, TOP_K
 from trainer.objectives.distillation import recording
 from trainer.profiling.evidence_files import read_evidence
-from trainer.report import scores, tracking
+from trainer.report import provenance, scores, tracking
 from trainer.report.billing import Bill, StageBill, bill_here, make_bill, stage_bill
 from trainer.report.finished_run import SUMMARY, Registered, build_summary
 from trainer.report.tracking.stage_runs import stage_run
@@ -125,6 +125,12 @@ def run(
             exported=read["exported"].figures if "exported" in read else None,
             search=read["search"].figures if "search" in read else None,
             registered=registered,
+            provenance={
+                **provenance.here(),
+                "data": made["dataset"].fingerprint,
+                "seed": resolved["run"]["seed"],
+                "changed": provenance.differences(recipe, resolved),
+            },
             examples=[
                 {**one, "picture": _place(given["evaluation"], one["picture"])}
                 for one in read["evaluation"].figures.get("examples", ())

@@ -295,11 +295,24 @@ def test_too_many_bad_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     )
     assert len(listed(tmp_path / "out", "quarantine.json")) == 3
     assert not (tmp_path / "out" / "spool").exists()
+    card = (tmp_path / "out" / "card.html").read_text(encoding="utf-8")
+    assert "Not prepared" in card
+    assert "3 of 23 images are bad (13.0%), more than" in card
+    assert "class 1/c.png" in card
     prepare(settings(source, max_bad_fraction=0.14), tmp_path / "out")
     assert (
         "3 of 23 images are bad (13.0%) and left out: 2 no image that can be read, such as class 0/a.jpg (a text file);"
         in caplog.text
     )
+
+
+def test_a_folder_without_any_good_image_has_a_card_too(tmp_path: Path) -> None:
+    source = folder(tmp_path / "photos", images=2)
+    for file in source.glob("*/*"):
+        file.write_text("no image")
+    with pytest.raises(DataError, match="fewer good labeled images"):
+        prepare(settings(source), made(tmp_path / "out"))
+    assert "Not prepared" in (tmp_path / "out" / "card.html").read_text(encoding="utf-8")
 
 
 def test_unused_upper_bits_of_grays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

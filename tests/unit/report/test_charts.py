@@ -208,7 +208,7 @@ def test_confusions_of_many_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "<title>cat taken for cat: 3 (75 % of the class)</title>" in drawn
     assert "<title>cat taken for &lt;dog&gt;: 1 (25 % of the class)</title>" in drawn
     assert "&lt;dog&gt; taken for" not in drawn
-    assert re.findall(r'opacity="(0\.\d\d)"', drawn) == ["0.75", "0.25"]
+    assert re.findall(r'opacity="(0\.\d\d)"', drawn) == ["0.38", "0.12"]
     # Of many classes each row says what it is taken for.
     matrix = 8 * np.eye(30, dtype=np.int64)
     matrix[3, 7] = 2

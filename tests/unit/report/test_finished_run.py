@@ -230,10 +230,13 @@ def test_the_index_leads_to_copies_of_the_pages(tmp_path):
         "distill": {"steps": 10, "score": [[10, 0.8]], "loss": [[5, 2.5], [10, 1.5]]},
     }
     exported = {"chosen": "fp32", "candidates": {}}
-    content = built(reports=places, examples=[example | answers], curves=curves, exported=exported)
+    provenance = {"date": "2026-11-29", "commit": "abc-dirty", "data": "f00", "changed": {"distill.epochs": 3}}
+    content = built(
+        reports=places, provenance=provenance, examples=[example | answers], curves=curves, exported=exported
+    )
     assert finished_run.write_front_page(run, content) == run / "index.html"
     page = (run / "index.html").read_text()
-    assert re.findall('href="([^"]*)"', page) == ["evaluation.html", "profile.html", "data.html"]
+    assert re.findall('href="([^"#]*)"', page) == ["evaluation.html", "profile.html", "data.html"]
     for name in ("evaluation", "profile", "data"):
         assert (run / f"{name}.html").read_text() == f"the page {name}"
     for said in (
@@ -252,9 +255,12 @@ def test_the_index_leads_to_copies_of_the_pages(tmp_path):
         "teacher: 50 % at first, 90 % at last",
         "student: 2.5 at first, 1.5 at last",
         "make deploy-student",
+        "<dt>commit</dt><dd>abc-dirty</dd><dt>data</dt><dd>f00</dd>",
+        "<dt>settings that differ from the recipe</dt><dd>distill.epochs=3</dd>",
+        "<dt>MLflow run</dt><dd>abc</dd>",
     ):
         assert said in page, said
-    commands = re.findall("<code>(.*?)</code>", page)
+    commands = re.findall("<code.*?>(.*?)</code>", page)
     assert commands[:2] == [
         f"python -m trainer predict PHOTO.jpg --model {html.escape(shlex.quote(str(run)))}".replace("&#x27;", "&#39;"),
         f"python -m trainer serve {html.escape(shlex.quote(str(run)))}".replace("&#x27;", "&#39;"),

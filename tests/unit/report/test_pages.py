@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from trainer.report.pages import (
     Legend,
     Links,
     Mark,
+    PageLink,
     PageSection,
     Paragraph,
     Photo,
@@ -29,6 +31,7 @@ from trainer.report.pages import (
     cell,
 )
 
+ANCHOR = f"s-{zlib.crc32(b'a section'):08x}"
 TEMPLATES = Path(pages.__file__).parent / "templates"
 CARD = FindingCard(
     number=1,
@@ -63,7 +66,7 @@ EVERY = [
 def body(*blocks: Block | None) -> str:
     """What a page has between its lead and its end, without line breaks."""
     page = pages.render("title", "lead", blocks)
-    return "".join(page.partition('<p class="lead">lead</p>')[2].partition("</body>")[0].splitlines())
+    return "".join(page.partition("<main>")[2].partition("<!-- facts -->")[0].splitlines())
 
 
 @pytest.mark.parametrize(
@@ -88,14 +91,16 @@ def test_every_kind_of_block_is_shown() -> None:
         "<p>plain</p>"
         '<p class="good">good</p>'
         "<ul><li>first</li><li>second</li></ul>"
-        '<div class="scroll"><table><thead><tr><th>what</th><th>how many</th></tr></thead><tbody>'
+        '<div class="scroll" tabindex="0"><table><thead><tr><th scope="col">what</th><th scope="col">how many</th></tr></thead>'
+        "<tbody>"
         '<tr><td class="short">images</td><td class="number">1,234</td></tr>'
         '<tr><td class="short">share</td><td class="number">0.5422</td></tr></tbody></table></div>'
-        '<figure><div class="scroll"><svg></svg></div><figcaption>a chart</figcaption></figure>'
+        '<figure><div class="scroll" tabindex="0"><svg></svg></div><figcaption>a chart</figcaption></figure>'
         '<figure><img src="data:image/png;base64,AA==" alt="a photo"><figcaption>a photo</figcaption></figure>'
         '<div class="photos small"><figure><img src="data:image/png;base64,AQ==" alt="another">'
         '<figcaption>another</figcaption><dl><dt>student</dt><dd class="bad">7  93%</dd></dl></figure></div>'
-        '<div class="columns"><p>left</p><div class="scroll"><table><thead><tr><th>verdict</th></tr></thead><tbody>'
+        '<div class="columns"><p>left</p><div class="scroll" tabindex="0"><table><thead><tr><th scope="col">verdict</th>'
+        "</tr></thead><tbody>"
         '<tr><td class="short good">holds</td></tr></tbody></table></div></div>'
         '<div class="legend"><span><i class="f0"></i>train</span></div>'
         '<div class="tiles"><div class="tile"><b>12 s</b><span>recorded</span></div></div>'
@@ -103,16 +108,17 @@ def test_every_kind_of_block_is_shown() -> None:
         '<p class="soft">Distillation</p><p>Steps wait.</p><p><b>Do:</b> Raise workers.</p>'
         "<p><b>Saves about 12 s:</b> the time that steps wait</p>"
         '<p class="chips"><span>waiting <b>40 %</b></span></p></article>'
-        '<nav><a href="data.html">Data &lt;card&gt;</a></nav>'
-        '<dl class="commands"><dt>Ask &lt;it&gt;</dt><dd><code>python -m trainer predict &#39;a b.jpg&#39;</code></dd></dl>'
+        '<nav aria-label="Pages"><a href="data.html">Data &lt;card&gt;</a></nav>'
+        '<dl class="commands"><dt>Ask &lt;it&gt;</dt><dd><code tabindex="0">python -m trainer predict &#39;a b.jpg&#39;</code></dd></dl>'
         "<details><summary>folded</summary><p>inside</p></details>"
-        "<section><h2>a section</h2><section><h3>a subsection</h3><p>deep</p></section></section>"
+        f'<section id="{ANCHOR}"><h2>a section</h2>'
+        "<section><h3>a subsection</h3><p>deep</p></section></section>"
     )
 
 
 def test_blocks_leave_out_nothing_given() -> None:
     assert "<thead>" not in body(Table(["", ""], [["seconds", 3]]))
-    assert "<thead><tr><th></th><th>teacher</th></tr></thead>" in body(Table(["", "teacher"], []))
+    assert '<thead><tr><td></td><th scope="col">teacher</th></tr></thead>' in body(Table(["", "teacher"], []))
     # What is none is left out.
     assert body(None, Details("folded", [None]), None) == "<details><summary>folded</summary></details>"
     # A chart that is plain text is text.
@@ -126,13 +132,45 @@ def test_templates_escape() -> None:
     assert "<figcaption>&lt;b&gt;</figcaption>" in shown
     # No template turns escaping off.
     templates = sorted(TEMPLATES.iterdir())
-    assert {path.name for path in templates} == {"page.html.jinja", "blocks.html.jinja", "style.css.jinja"}
+    assert {path.name for path in templates} == {
+        "page.html.jinja",
+        "blocks.html.jinja",
+        "facts.html.jinja",
+        "style.css.jinja",
+    }
     for path in templates:
         assert not re.search(r"\bsafe\b|autoescape|Markup", path.read_text()), path.name
     # A value that a template lacks is an error.
     template = pages._environment().get_template("page.html.jinja")
     with pytest.raises(UndefinedError, match="lead"):
         template.render(title="title", blocks=[])
+
+
+def test_sections_are_listed_at_the_side_where_there_are_several() -> None:
+    titles = ["Verdict", "Bill & <costs>", "類"]
+    page = pages.render("title", "lead", [*(PageSection(title) for title in titles), None])
+    contents = page.partition('<nav class="contents"')[2].partition("</nav>")[0]
+    links = re.findall('<a href="#([^"]*)">(.*?)</a>', contents)
+    assert [title for _, title in links] == ["Verdict", "Bill &amp; &lt;costs&gt;", "類"]
+    assert re.findall('<section id="([^"]*)">', page) == [anchor for anchor, _ in links]
+    assert len(set(links)) == 3
+    assert '<nav class="contents"' not in pages.render("title", "lead", [PageSection("alone")])
+
+
+def test_facts_are_put_at_the_end_once_and_replaced() -> None:
+    page = pages.render("title", "lead", [Paragraph("<!-- facts -->")])
+    assert "About this page" not in page
+    first = pages.with_facts(page, {"run": "<one>"})
+    assert "<dt>run</dt><dd>&lt;one&gt;</dd>" in first
+    second = pages.with_facts(first, {"MLflow run": PageLink("abc", "https://mlflow/#/runs/abc")})
+    assert '<dd><a href="https://mlflow/#/runs/abc">abc</a></dd>' in second
+    assert "&lt;one&gt;" not in second
+    assert second.count("About this page") == 1
+    assert pages.render("title", "lead", [], facts={"run": "a"}).count("<dt>run</dt>") == 1
+    # An older page has no place for them.
+    assert pages.with_facts("<p>the page</p>", {"run": "a"}) == "<p>the page</p>"
+    with pytest.raises(ValueError, match="is no address"):
+        PageLink("abc", "javascript:alert(1)")
 
 
 def test_page_is_whole_and_refers_to_nothing_outside() -> None:

@@ -7,6 +7,7 @@ escape every text. Only charts come as `Markup` (`trainer.report.charts`), and n
 from __future__ import annotations
 
 import base64
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -162,9 +163,42 @@ class Subsection(PageSection):
     """A section with a smaller heading."""
 
 
-def render(title: str, lead: str, blocks: Sequence[Block | None]) -> str:
-    """Render a whole page: its heading, a sentence below it with what matters most, and the blocks that are not None."""
-    return _environment().get_template("page.html.jinja").render(title=title, lead=lead, blocks=blocks)
+@dataclass(frozen=True)
+class PageLink:
+    """A value of the facts that leads to a page elsewhere, by http or https."""
+
+    text: str
+    address: str
+
+    def __post_init__(self) -> None:
+        """Refuse an address that would run a script."""
+        if not self.address.startswith(("http://", "https://")):
+            raise ValueError(f"{self.address!r} is no address of a page")
+
+
+def render(
+    title: str, lead: str, blocks: Sequence[Block | None], *, facts: Mapping[str, str | PageLink] | None = None
+) -> str:
+    """Render a whole page: its heading, a sentence below it with what matters most, and the blocks that are not None.
+
+    The sections are listed at the side, and `facts` say at the end where the page comes from (`provenance`). A page whose bytes must not
+    depend on that has none until `with_facts` adds those of its run.
+    """
+    shown = [block for block in blocks if block is not None]
+    page = _environment().get_template("page.html.jinja").render(title=title, lead=lead, blocks=shown)
+    return with_facts(page, facts) if facts else page
+
+
+def with_facts(page: str, facts: Mapping[str, str | PageLink]) -> str:
+    """Put facts at the end of a rendered page, in place of those that it has; an older page without a place for them stays as it is."""
+    before, start, rest = page.rpartition(_FACTS)
+    _, end, after = rest.partition(_END)
+    if not start or not end:
+        return page
+    return f"{before}{start}{_environment().get_template('facts.html.jinja').render(facts=facts)}{end}{after}"
+
+
+_FACTS, _END = "<!-- facts -->", "<!-- end of facts -->"  # no text of a page can have these, since all are escaped
 
 
 def gate_table(verdict: Mapping[str, Any]) -> list[Block]:
@@ -195,6 +229,8 @@ def _environment() -> Environment:
     )
     environment.globals["colors"] = COLORS
     environment.filters |= {"kind": lambda block: type(block).__name__, "cell": cell, "cell_style": _cell_style}
+    environment.filters["anchor"] = lambda title: f"s-{zlib.crc32(title.encode(errors='replace')):08x}"
+    environment.tests["section"] = lambda block: type(block) is PageSection
     return environment
 
 

@@ -24,7 +24,7 @@ from trainer.models.networks import Classifier
 from trainer.models.onnx_student import Logits, OnnxStudent, Pixels
 from trainer.models.served_student.onnx_network import ONNX_RUNTIME
 from trainer.models.served_student.student import to_probabilities
-from trainer.report import pages
+from trainer.report import pages, provenance
 from trainer.report.pages import BulletList, PageSection, Paragraph, Table
 from trainer.report.scores import TITLES
 
@@ -264,6 +264,7 @@ def page(
             PageSection("Variants", [Table(heading, cells), measured]) if candidates else None,
             PageSection("Why not", [BulletList(refused)]) if refused else None,
         ],
+        facts=provenance.here(),
     )
 
 
