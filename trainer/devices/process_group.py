@@ -5,6 +5,7 @@ Every wait for the other processes has a limit, and its error names who is missi
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from torch.distributed import DistError, PrefixStore, Store, rendezvous  # type:
 
 from trainer.config import WAIT_VARIABLE
 from trainer.devices import Device, choose_device
+from trainer.io.costs import dollars_text, place_here
 from trainer.io.errors import LostProcessError, SettingsError, TrainingError
 from trainer.io.host import EndRequest
 
@@ -35,6 +37,9 @@ _KEYS = "trainer/collectives"
 """Where the store keeps who has reached which collective."""
 _DEVICE_PATIENCE = 2
 """NCCL's timeout, as a multiple of the host's: the host names the missing rank and exits cleanly, NCCL aborts the process."""
+_EXCHANGED_BYTES = 64 * 2**20
+_EFA_PLUGINS = ("libnccl-net-ofi.so", "libnccl-net.so")
+"""Names under which NCCL finds aws-ofi-nccl."""
 _ROLL_CALL_S = 3.0
 """How long a process that has waited in vain waits for the others to say the same."""
 _STORE_S = 10.0
@@ -128,6 +133,7 @@ def join_processes(*, deterministic: bool | None = False) -> Iterator[Processes]
         processes = _join(device, local_rank)
         device.open()
         prove_one_group(processes, expected=world_size)
+        measure_exchange(processes)
         yield processes
     # Skipped on an exception: leaving the group would make the other ranks fail first and hide the cause.
     dist.destroy_process_group()
@@ -166,6 +172,43 @@ def _join(device: Device, local_rank: int) -> Processes:
         host=host,
         watchdog=watchdog,
     )
+
+
+def measure_exchange(processes: Processes) -> None:
+    """Log how fast GPUs of several machines sum gradients; warn where EFA was asked for (`FI_PROVIDER`) and NCCL cannot use it."""
+    machines = processes.world_size // processes.local_world_size
+    if machines < 2 or processes.device.kind != "cuda":
+        return
+    values, began = torch.zeros(_EXCHANGED_BYTES // 4, device=processes.device.torch_device), 0.0
+    for _ in range(2):  # the first one makes the connections
+        processes.device.synchronize()
+        began = time.perf_counter()
+        processes.total(values, "the measurement of an all-reduce")
+        processes.device.synchronize()
+    # What each GPU sends and receives, as NCCL's tests count it.
+    share = 2 * (processes.world_size - 1) / processes.world_size
+    rate = share * _EXCHANGED_BYTES / (time.perf_counter() - began) / 1e9
+    if not processes.is_first:
+        return
+    logger.info("gradients travel between %d machines at %.2f GB/s (all-reduce of 64 MiB)", machines, rate)
+    if os.environ.get("FI_PROVIDER") == "efa" and not any(map(_can_load, _EFA_PLUGINS)):
+        place = place_here()
+        dollars = dollars_text(place.dollars(3600) if place else None)
+        logger.warning(
+            "FI_PROVIDER=efa asks for EFA, but this image lacks NCCL's plugin (%s), so gradients travel over TCP, at %.2f GB/s%s; "
+            "use an image with libfabric and aws-ofi-nccl, or a pool without EFA",
+            " or ".join(_EFA_PLUGINS),
+            rate,
+            f", on machines for {dollars} an hour" if dollars else "",
+        )
+
+
+def _can_load(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def prove_one_group(processes: Processes, *, expected: int) -> None:

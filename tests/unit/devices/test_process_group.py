@@ -1,7 +1,10 @@
 import json
+import logging
 import os
+import re
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -12,7 +15,14 @@ from torch.distributed import HashStore
 from tests.forks import on_two_processes
 from tests.stand_ins.gpu import DEVICE
 from trainer.devices import choose_device, device, process_group
-from trainer.devices.process_group import CollectiveWatchdog, Processes, join_processes, prove_one_group, wait_limit_s
+from trainer.devices.process_group import (
+    CollectiveWatchdog,
+    Processes,
+    join_processes,
+    measure_exchange,
+    prove_one_group,
+    wait_limit_s,
+)
 from trainer.io.errors import LostProcessError, SettingsError, TrainingError
 
 
@@ -216,3 +226,37 @@ def test_limit_is_ten_minutes_unless_environment_says_otherwise(monkeypatch):
     assert timedelta(seconds=wait_limit_s()) == timedelta(minutes=10)
     monkeypatch.setenv("TRAINER_WAIT_S", "7.5")
     assert wait_limit_s() == 7.5
+
+
+class _OneOfFour(Processes):
+    """The first of four GPUs of two machines, whose sums are its own values."""
+
+    def total(self, values, what=""):
+        return values.clone()
+
+
+@pytest.fixture
+def of_two_machines():
+    gpu = SimpleNamespace(kind="cuda", torch_device="cpu", synchronize=lambda: None)
+    return _OneOfFour(rank=0, world_size=4, local_rank=0, local_world_size=2, device=gpu)
+
+
+def test_rate_between_machines_is_logged_and_missing_efa_is_named_with_its_price(of_two_machines, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    measure_exchange(replace(of_two_machines, local_world_size=4))
+    assert not caplog.messages, "one machine"
+    monkeypatch.delenv("FI_PROVIDER", raising=False)
+    measure_exchange(of_two_machines)
+    (line,) = caplog.messages
+    assert re.fullmatch(r"gradients travel between 2 machines at [\d.]+ GB/s \(all-reduce of 64 MiB\)", line)
+    caplog.clear()
+    monkeypatch.setenv("FI_PROVIDER", "efa")
+    price = {"dollars_an_hour": 20.0, "date": "2026-11", "region": "r", "source": "s"}
+    monkeypatch.setenv("TRAINER_PLACE", json.dumps({"pool": "gpu-a100", "nodes": 2, "price": price}))
+    measure_exchange(of_two_machines)
+    _, warning = caplog.messages
+    assert re.search(r"lacks NCCL's plugin .* over TCP, at [\d.]+ GB/s, on machines for \$40\.00 an hour", warning)
+    caplog.clear()
+    monkeypatch.setattr(process_group, "_EFA_PLUGINS", ("libc.so.6",))
+    measure_exchange(of_two_machines)
+    assert len(caplog.messages) == 1, "a plugin that loads is taken"
