@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
@@ -90,7 +91,7 @@ def status_of(
     )
 
 
-def place(output: str, name: str) -> str:
+def place(output: str | Path, name: str) -> str:
     """Return the URI of the file of a training whose stage writes the model `output`."""
     return storage.join(storage.parent(output), FOLDER, f"{name}.json")
 
