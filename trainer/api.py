@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from trainer import config
 from trainer.config import EvidenceSettings, ProfileSettings
 from trainer.graph import STAGES, Stage
-from trainer.io import artifacts
+from trainer.io import artifacts, formatting
 from trainer.io.artifacts import Manifest
 from trainer.io.errors import SettingsError, TrainerError
 from trainer.io.host import environment_variables
@@ -112,10 +114,16 @@ class _NoBatchLeft(Exception):  # noqa: N818  # no error: it ends the loop
     """There was no batch for the step that had begun."""
 
 
-class LoopRecording:
-    """Records the process that holds it; where several train together, let the first one record.
+_RANKS = ".ranks"
+"""Folder in the output where the other processes leave what they recorded, until the first one takes it into the evidence."""
+_RANKS_WAIT_S = 60.0
+"""Longest wait of the first process for the others' records."""
 
-    It is a context manager: the report is written when the block ends, also when it ends with an exception.
+
+class LoopRecording:
+    """Records the process that holds it; where several train together, started by `torchrun`, each records itself into one folder.
+
+    It is a context manager: the first process writes the report when the block ends, also when it ends with an exception.
     """
 
     def __init__(self, name: str, output: Path, model: nn.Module | None) -> None:
@@ -130,11 +138,16 @@ class LoopRecording:
         parameter = None if model is None else next(model.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
         self._loader = LoaderStats()
+        self._rank, self._world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         sources = Sources(model=model, attention=False, loader=self._loader)
-        self._recorder = Recorder(EvidenceSettings(), name=name, device=device, rank=0, world_size=1, sources=sources)
+        self._recorder = Recorder(
+            EvidenceSettings(), name=name, device=device, rank=self._rank, world_size=self._world_size, sources=sources
+        )
         self._step = 0
 
     def __enter__(self) -> Self:
+        if not self._rank:
+            shutil.rmtree(self._output / _RANKS, ignore_errors=True)  # of an earlier recording
         self._recorder.__enter__()
         return self
 
@@ -145,8 +158,16 @@ class LoopRecording:
 
         evidence, settings = self._output / "evidence", ProfileSettings()
         try:
+            if self._rank:
+                self._recorder.write(self._output / _RANKS)
+                return
+            if error is None:
+                self._wait_for_ranks()
             with artifacts.create(evidence, "evidence", settings={}) as draft:
+                if error is None and (others := self._output / _RANKS / self._name).is_dir():
+                    shutil.copytree(others, draft.path / self._name)
                 self._recorder.write(draft.path)
+            shutil.rmtree(self._output / _RANKS, ignore_errors=True)
             recorded = read_evidence(evidence)
             bill = make_bill([stage_bill(self._name, artifacts.manifest(evidence, "evidence"), recorded)])
             values, parents = settings.model_dump(mode="json"), {"evidence": recorded.fingerprint}
@@ -159,6 +180,19 @@ class LoopRecording:
                 raise
             logger.warning("%s  the recording could not be written: %s", self._name, unwritten)  # `error` matters more
 
+    def _wait_for_ranks(self) -> None:
+        """Wait until the other processes have written their records; without some of them the training counts as failed."""
+        missing, until = [*range(1, self._world_size)], time.monotonic() + _RANKS_WAIT_S
+        while missing and time.monotonic() < until:
+            folder = self._output / _RANKS / self._name
+            missing = [rank for rank in missing if not (folder / f"rank{rank}.json").is_file()]
+            time.sleep(0.05 if missing else 0)
+        if missing:
+            names = formatting.listed([*map(str, missing)], 8)
+            why = f"process {names} left no record in {self._output} within {_RANKS_WAIT_S:.0f} s; use a folder that all machines see"
+            self._recorder.fail(why)
+            logger.warning("%s  %s", self._name, why)
+
     def steps(self, batches: Iterable[Batch], *, images: int | None = None) -> Iterator[Batch]:
         """Each batch in a step of its own, which begins with the wait for the batch. Call it once an epoch.
 
@@ -166,35 +200,38 @@ class LoopRecording:
 
         Args:
             batches: such as a `DataLoader`, whose processes are watched too.
-            images: in a batch; `batches.batch_size` where not given.
+            images: in a batch of this process; `batches.batch_size` where not given.
         """
+        from torch.utils.data import DataLoader
+
         images = images if images is not None else getattr(batches, "batch_size", None) or 0
         # Where the number of batches is known no step begins in vain, at the end.
         left = len(batches) if isinstance(batches, Sized) else None
         iterator = iter(batches)
-        count_ready = self._watch_processes(batches, iterator)
+        count_ready = self.watch_processes(iterator, batches.num_workers) if isinstance(batches, DataLoader) else None
         with suppress(_NoBatchLeft):
             while left != 0:
-                with self.step(images=images):
+                with self.step(images=images * self._world_size):
                     with self.span("data"):
-                        count_ready()
+                        if count_ready is not None:
+                            count_ready()
                         batch = self._next(iterator)
                     yield batch
                 left = None if left is None else left - 1
 
-    def _watch_processes(self, batches: Iterable[Batch], iterator: Iterator[Batch]) -> Callable[[], None]:
-        """Watch the processes of a `DataLoader`; give what counts the batches that they have ready."""
-        from torch.utils.data import DataLoader
-
+    def watch_processes(self, iterator: object, workers: int) -> Callable[[], None]:
+        """Watch the processes of a `DataLoader`, by its iterator; return what counts the batches that they have ready."""
         from trainer.devices.torch_private import batches_ready, loader_processes
 
-        if not isinstance(batches, DataLoader):
-            return lambda: None
-        self._loader.workers = batches.num_workers
-        if not batches.num_workers:
+        self._loader.workers = workers
+        if not workers:
             return lambda: None
         self._loader.loader_processes([process.pid for process in loader_processes(iterator)])
         return lambda: self._loader.batches_ready(batches_ready(iterator))
+
+    def count_images(self, images: int) -> None:
+        """Add a micro-batch's images to those of the step; of this process, where all have as many."""
+        self._recorder.timeline.count_images(images * self._world_size)
 
     @staticmethod
     def _next(iterator: Iterator[Batch]) -> Batch:
@@ -211,15 +248,16 @@ class LoopRecording:
         self._step += 1
 
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def span(self, name: str, *, look: bool = True) -> Iterator[None]:
         """A part of a step, or of the time between steps.
 
         Args:
+            look: whether the span `optimizer` may look at the weights and their gradients.
             name: the rules know `data`, `to_device`, `forward`, `backward` and `optimizer` in steps, `evaluate` and `checkpoint` between
                 them. The report shows any other under its name.
         """
         timeline = self._recorder.timeline
-        if self._model is not None and name == "optimizer" and timeline.inside_step:
+        if look and self._model is not None and name == "optimizer" and timeline.inside_step:
             with self._recorder.tensor_sampler.around_update(self._step, lambda: None), timeline.span(name):
                 yield
         else:

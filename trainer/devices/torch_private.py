@@ -7,8 +7,8 @@ processes and trains nothing, that module is `trainer.runner.elastic_private`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 BACKWARD_THREAD = "pt_autograd_{}"
 """What Linux shows as the name of the thread that runs the backward pass of the GPU of this number; on a CPU the calling thread does."""
@@ -104,6 +105,34 @@ def batches_ready(batches: Any) -> float:
         return int(batches._data_queue.qsize()) + sum(len(task) > 1 for task in waiting)
     except NotImplementedError:  # macOS does not count what is in a queue
         return math.nan
+
+
+def workers_of(batches: Any) -> int:
+    """Return the number of processes behind the iterator of a `DataLoader`."""
+    return int(batches._num_workers)
+
+
+def batches_left(batches: Any) -> int | None:
+    """Return how many batches the iterator of a `DataLoader` will give; None where it does not know."""
+    try:
+        return len(batches) - int(batches._num_yielded)
+    except TypeError:  # the data set has no length
+        return None
+
+
+@contextmanager
+def around_each_batch(get: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Let `get` give the batches of every `DataLoader`, from its iterator and a function that loads the next one."""
+    load = _BaseDataLoaderIter.__next__
+
+    def watched(batches: Any) -> Any:
+        return get(batches, lambda: load(batches))
+
+    _BaseDataLoaderIter.__next__ = watched  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        _BaseDataLoaderIter.__next__ = load  # type: ignore[method-assign]
 
 
 _BY_VALUE_BYTES = 2**16

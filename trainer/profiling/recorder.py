@@ -224,6 +224,10 @@ class Recorder:
         self._windows.finish(self.timeline.totals.steps)
         self._ended_s = self.timeline.now_s()
 
+    def fail(self, why: str) -> None:
+        """Record that the training, or a process of it, failed; what was recorded is then read without the other processes."""
+        self._failed = self._failed or why
+
     @property
     def has_begun(self) -> bool:
         return self.monitor is not None

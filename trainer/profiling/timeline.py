@@ -263,6 +263,10 @@ class Timeline:
                 self.steps_completed += 1
             self._take_in_passed()
 
+    def count_images(self, images: int) -> None:
+        """Add images to those of the step."""
+        self._current().images += images
+
     def span(self, name: str) -> _Span:
         """Return a named range as a context, in or outside of a step; most code calls `span` instead. A `ValueError` for reserved names."""
         if name in self._span_objects:

@@ -1,0 +1,203 @@
+"""The doctor beside loops that know nothing of it, and its callbacks, driven as their trainers drive them."""
+
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import trainer
+from trainer import api, doctor
+from trainer.io.errors import SettingsError
+from trainer.profiling.evidence_files import read_evidence
+
+
+@pytest.fixture
+def loop():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 16), nn.ReLU(), nn.Linear(16, 4))
+    data = TensorDataset(torch.randn(96, 3, 8, 8), torch.randint(4, (96,)))
+    return model, DataLoader(data, batch_size=8), torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    before = torch.autograd.backward
+    yield
+    assert doctor.Doctor.attached is None
+    assert torch.autograd.backward is before
+
+
+def train(model, loader, optimizer, *, accumulate=1):
+    """A loop as people write it."""
+    model.train()
+    for number, (images, labels) in enumerate(loader):
+        F.cross_entropy(model(images), labels).backward()
+        if (number + 1) % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@torch.no_grad()
+def evaluate(model, loader):
+    model.eval()
+    for images, _ in loader:
+        model(images)
+
+
+def recorded(place):
+    [training] = read_evidence(place / "evidence").trainings
+    return training
+
+
+def test_a_loop_that_knows_nothing_is_recorded(loop, tmp_path):
+    model, loader, optimizer = loop
+    watched = doctor.attach(model, tmp_path, name="mine")
+    with pytest.raises(SettingsError, match="a training is being recorded already"):
+        doctor.attach(model, tmp_path)
+    other = nn.Linear(2, 2)
+    for _ in range(2):
+        train(model, loader, optimizer)
+        evaluate(model, loader)
+        other(torch.ones(1, 2)).sum().backward()
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+    verdict = watched.finish()
+    assert verdict == watched.finish() != ""
+    assert verdict.removesuffix(".") in (tmp_path / "report" / "report.html").read_text()
+    training = recorded(tmp_path)
+    [rank] = training.ranks
+    assert rank.steps["step"].tolist() == list(range(24))
+    assert rank.steps["images"].tolist() == [8] * 24
+    for name in ("data", "forward", "backward", "optimizer"):
+        assert (rank.steps[name] > 0).all(), name
+    assert rank.record.outside["evaluate"].count == 2
+    assert "interrupted" not in rank.record.outside
+    assert set(rank.tensors.tensors) == {name for name, _ in model.named_parameters()}
+    assert (rank.tensors.values["gradient_norm"] > 0).all()
+    train(model, loader, optimizer)  # nothing watches it any more
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([torch.ones(3, 8, 8)] * 20)
+
+
+def test_accumulated_batches_are_one_step_and_a_stream_ends(loop, tmp_path):
+    model, loader, optimizer = loop
+    watched = doctor.attach(model, tmp_path)
+    train(model, loader, optimizer, accumulate=3)
+    for images in DataLoader(Stream(), batch_size=10):
+        model(images).sum().backward()
+        optimizer.step()
+    watched.finish()
+    [rank] = recorded(tmp_path).ranks
+    assert rank.steps["images"].tolist() == [24] * 4 + [10] * 2
+    assert rank.record.outside["interrupted"].count == 1
+
+
+def test_a_loop_that_fails_leaves_its_record(loop, tmp_path):
+    model, loader, optimizer = loop
+    watched = doctor.attach(model, tmp_path)
+    train(model, loader, optimizer)
+    watched.finish(ZeroDivisionError("the fourth batch"))
+    assert recorded(tmp_path).ranks[0].record.failed == "the fourth batch"
+
+
+def test_wrapped_models_and_closures(loop, tmp_path):
+    model, loader, _ = loop
+    wrapped = nn.DataParallel(model)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+    watched = doctor.attach(wrapped, tmp_path)
+    wrapped.train()
+    for images, labels in loader:
+
+        def closure(images=images, labels=labels):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(wrapped(images), labels)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    watched.finish()
+    [rank] = recorded(tmp_path).ranks
+    assert len(rank.steps["step"]) == 12
+    for name in ("data", "forward", "backward", "optimizer"):
+        assert (rank.steps[name] > 0).all(), name
+    assert not len(rank.tensors.steps)
+
+
+def test_every_process_is_recorded_into_one_folder(loop, tmp_path, monkeypatch, caplog):
+    model, loader, _ = loop
+    monkeypatch.setattr(api, "_RANKS_WAIT_S", 0.2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for second in (True, False):
+        monkeypatch.setenv("RANK", "0")
+        place = tmp_path / str(second)
+        with trainer.record("mine", place) as first:
+            if second:
+                monkeypatch.setenv("RANK", "1")
+                with trainer.record("mine", place, model=model) as other:
+                    for _ in other.steps(loader):
+                        pass
+                assert other.verdict == ""
+            for _ in first.steps(loader):
+                pass
+        training = recorded(place)
+        assert [rank.record.rank for rank in training.ranks] == [0, 1][: 1 + second]
+        assert training.ranks[0].record.steps.images == 2 * 96
+        assert sorted(path.name for path in place.iterdir()) == ["evidence", "report"]
+    assert "process 1 left no record" in training.ranks[0].record.failed
+    assert "process 1 left no record" in caplog.text
+
+
+def test_callback_of_lightning(loop, tmp_path, monkeypatch):
+    """As `Trainer.fit` calls it (Lightning 2): the optimizer's step runs the closure, and nothing calls the module itself."""
+    module = types.ModuleType("lightning.pytorch")
+    module.Callback = type("Callback", (), {})
+    monkeypatch.setitem(sys.modules, "lightning", types.ModuleType("lightning"))
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", module)
+    model, loader, optimizer = loop
+    callback = doctor.lightning(tmp_path)
+    assert isinstance(callback, module.Callback)
+    model.train()
+    callback.on_train_start(None, model)
+    for number, (images, labels) in enumerate(loader):
+        callback.on_train_batch_start(None, model, images, number)
+
+        def closure(images=images, labels=labels):
+            loss = F.cross_entropy(model.forward(images), labels)
+            callback.on_before_backward(None, model, loss)
+            optimizer.zero_grad()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    callback.on_train_end(None, model)
+    [rank] = recorded(tmp_path).ranks
+    assert len(rank.steps["step"]) == 12
+    for name in ("data", "forward", "backward", "optimizer"):
+        assert (rank.steps[name] > 0).all(), name
+    callback.on_exception(None, model, ValueError())  # after the end it changes nothing
+
+
+def test_callback_of_transformers(loop, tmp_path):
+    """As `transformers.Trainer` calls it, through its own handler of callbacks."""
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import CallbackHandler
+
+    model, loader, optimizer = loop
+    handler = CallbackHandler([doctor.hugging_face(tmp_path)], model, None, optimizer, None)
+    state, control = TrainerState(), TrainerControl()
+    arguments = TrainingArguments.__new__(TrainingArguments)  # which needs accelerate to be made
+    model.train()
+    control = handler.on_train_begin(arguments, state, control)
+    train(model, loader, optimizer)
+    state.global_step = 12
+    handler.on_log(arguments, state, control, {"loss": 0.5, "epoch": 1.0})
+    handler.on_train_end(arguments, state, control)
+    training = recorded(tmp_path)
+    assert len(training.ranks[0].steps["step"]) == 12
+    assert training.metrics["loss"].values.tolist() == [0.5]
