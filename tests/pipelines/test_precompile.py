@@ -3,12 +3,11 @@
 import base64
 import os
 import subprocess
-import sys
 
 import pytest
 
 from pipelines import precompile
-from tests.pipelines.local_runs import ROOT, run
+from tests.pipelines.local_runs import ROOT
 from tests.stand_ins.kubernetes.resources import PYTORCHJOBS, SECRETS
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn, Node
 from tests.stand_ins.object_store import ObjectStore
@@ -25,12 +24,16 @@ secrets.AWS_SECRET_ACCESS_KEY = { name = "vit-distillation-store", key = "AWS_SE
 """
 
 
-@pytest.fixture
-def refused(monkeypatch, tmp_path, capsys):
-    """Give the command in an empty folder; gives the one line with which it ends."""
+@pytest.fixture(autouse=True)
+def empty_folder(monkeypatch, tmp_path):
     for name in [name for name in os.environ if name.startswith(("MLFLOW_", "TRAINER_"))]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def refused(monkeypatch, tmp_path, capsys):
+    """Give the command; gives the one line with which it ends."""
 
     def refused(*arguments, **variables):
         for name, value in variables.items():
@@ -72,7 +75,7 @@ def test_make_hands_everything_on():
 
 
 @pytest.mark.slow
-def test_the_job_runs_and_its_end_is_reported(tmp_path):
+def test_the_job_runs_and_its_end_is_reported(tmp_path, monkeypatch, capsys):
     """Here its process has no torch_xla, and says so; tests/xla/test_warm_up.py has it."""
     node = Node(name="one", capacity={"aws.amazon.com/neuron": "1"})
     with ObjectStore() as store, KubernetesStandIn(tmp_path / "cluster", nodes=[node]) as cluster:
@@ -90,11 +93,11 @@ def test_the_job_runs_and_its_end_is_reported(tmp_path):
             "TRAINER_NAMESPACE": cluster.namespace,
             "NEURON_COMPILE_CACHE_URL": f"s3://{store.bucket}/neuron-cache",
         }
-        command = [sys.executable, "-m", "pipelines.precompile", "--pool", "neuron", "--recipe", "digits"]
-        ended = run(command, tmp_path, **variables)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert precompile.main(["--pool", "neuron", "--recipe", "digits"]) == EXIT_CODE
         (job,) = cluster.list(PYTORCHJOBS)
-    assert ended.returncode == EXIT_CODE
-    assert "torch_xla" in ended.stderr.splitlines()[-1]
+    assert "torch_xla" in capsys.readouterr().err.splitlines()[-1]
     assert job["metadata"]["labels"]["vit-distillation/stage"] == "warm_up"
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
     sent = {variable["name"]: variable.get("value") for variable in container["env"]}

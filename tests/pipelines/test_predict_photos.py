@@ -79,14 +79,14 @@ def test_task_writes_files_and_second_one_keeps_them(tmp_path, monkeypatch):
     (photos / "broken.jpg").write_bytes(b"no image")
     monkeypatch.chdir(tmp_path)
     local.init(local.SubprocessRunner(use_venv=False), pipeline_root=str(tmp_path / "root"))
-    for _ in range(2):
-        task = kfp_components.predict_photos(
-            photos=str(photos), model=str(tmp_path / "student"), output=str(output), top=2, force=False
-        )
-        assert isinstance(task, dsl.PipelineTask)
-        assert (task.outputs["photos"], task.outputs["unreadable"]) == (4, 1)
-        (file,) = output.glob("part-*.parquet")
-        written = file.stat().st_mtime_ns
-        assert len(pq.read_table(file)) == 4
+    given = {"photos": str(photos), "model": str(tmp_path / "student"), "output": str(output), "top": 2, "force": False}
+    task = kfp_components.predict_photos(**given)
+    assert isinstance(task, dsl.PipelineTask)
+    assert (task.outputs["photos"], task.outputs["unreadable"]) == (4, 1)
+    (file,) = output.glob("part-*.parquet")
+    written = file.stat().st_mtime_ns
+    assert len(pq.read_table(file)) == 4
+    assert kfp_components.predict_photos.python_func(**given) == (4, 1)  # as the task calls it
+    assert [*output.glob("part-*.parquet")] == [file]
     assert file.stat().st_mtime_ns == written
     assert json.loads((output / "_predictions.json").read_text())["photos"] == 4

@@ -129,7 +129,7 @@ def test_blocks_of_one_training_after_another_are_compiled_for_their_own_shape(m
 def test_blocks_with_stochastic_depth_are_compiled_for_two_sizes_of_a_step_and_of_a_validation():
     """Where processes cannot share a batch evenly, there are two of each."""
     torch.compiler.reset()
-    model, graphs = make(drop_path=0.2, depth=5), Shapes()
+    model, graphs = make(drop_path=0.2, depth=3), Shapes()
     compile_blocks(model, graphs)
     for _ in range(2):
         for size in (3, 4):
@@ -137,7 +137,7 @@ def test_blocks_with_stochastic_depth_are_compiled_for_two_sizes_of_a_step_and_o
         with torch.inference_mode():
             for size in (1, 2):
                 model.eval()(images()[:size])
-    assert (graphs.count, graphs.all, graphs.symbolic) == (10, 20, 0)
+    assert (graphs.count, graphs.all, graphs.symbolic) == (6, 12, 0)  # torch gives up at more than 8 of a function
 
 
 def test_one_process_gets_its_own_model_unless_it_is_compiled(monkeypatch):
