@@ -13,6 +13,7 @@ from typing import Any
 
 from trainer import config
 from trainer.io import artifacts
+from trainer.io.base_models import flatten
 from trainer.io.errors import SettingsError
 from trainer.io.host import processor_name, usable_cores
 from trainer.report import tracking
@@ -53,8 +54,8 @@ def differences(recipe: str, resolved: Mapping[str, Any]) -> dict[str, Any]:
         base = config.resolve(recipe)
     except SettingsError:
         base = config.resolve()
-    known = _flat(base.model_dump(mode="json"))
-    given = {name: value for name, value in _flat(resolved).items() if not config.COPIED.match(name)}
+    known, flat = (flatten(one, keep=lambda group: not group) for one in (base.model_dump(mode="json"), resolved))
+    given = {name: value for name, value in flat.items() if not config.COPIED.match(name)}
     changed = {name: value for name, value in given.items() if name not in known or known[name] != value}
     seed = changed.get("run.seed")  # the default of the other seeds
     return {
@@ -62,13 +63,3 @@ def differences(recipe: str, resolved: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in changed.items()
         if name == "run.seed" or not name.endswith(".seed") or value != seed
     }
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found

@@ -28,6 +28,7 @@ from trainer.evaluation.embeddings import evenly_spaced
 from trainer.graph import STAGES, flag
 from trainer.io import artifacts, limits, storage
 from trainer.io.artifacts import Artifact, Manifest
+from trainer.io.base_models import flatten
 from trainer.io.errors import ModelError, TrackingError
 from trainer.io.formatting import listed
 from trainer.models import networks, served_student
@@ -62,6 +63,8 @@ _RECORDING = "reinforce.html"
 _ALWAYS = ("mlflow", "numpy", "pandas", "pillow")
 _TORCH = (*_ALWAYS, "safetensors", "timm", "torch", "torchvision")
 """What a registered model needs: beside `_ALWAYS` what computes it."""
+_DIGEST = 36  # characters of a data set's digest, at most, in MLflow
+_RESULT = "\n\n---\n\n"  # between a note that was there and the description of the result
 _POINTS = 200  # of a curve, at most
 _LISTED = 10  # classes that the description of a version names, at most
 _EXAMPLE_EDGE = 64  # the example is kept as JSON, and the student takes photos of any size
@@ -230,6 +233,7 @@ def _register(
             run_id = tracking.start_parent(resolved, {"recipe": recipe}) or str(tracker.run_id)
             client = tracking.client()
             _log_results(client, run_id, figures, reports, bill)
+            _log_origin(client, run_id, inputs, figures, recipe, resolved)
             version = _version(client, settings, inputs, given, run_id)
             if figures["verdict"]["passed"]:
                 if settings.same_classes:
@@ -264,6 +268,70 @@ def _log_results(
     costs = {"bill": {**stages, "seconds": bill.seconds, "dollars": bill.dollars}}
     figures = tracking.numbers(evaluation) | tracking.numbers(costs)
     client.log_batch(run_id, metrics=[Metric(name, value, now_ms, 0) for name, value in figures.items()])
+
+
+def _log_origin(
+    client: MlflowClient,
+    run_id: str,
+    inputs: Mapping[str, Artifact],
+    figures: Mapping[str, Any],
+    recipe: str,
+    resolved: Mapping[str, Any],
+) -> None:
+    """Log what the run was made of: its data sets, code, all settings as TOML, and a description that begins with what was changed."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    dataset = inputs["dataset"]
+    source = str(resolved["data"]["source"])
+    contexts = {"train": "training", "val": "validation", "test": "testing"}
+    known = [
+        DatasetInput(
+            Dataset(
+                name=f"{limits.cut(source, 400)} {split}",
+                digest=dataset.fingerprint[:_DIGEST],
+                source_type=source.partition(":")[0] or "local",
+                source=json.dumps({"uri": source}),
+                profile=json.dumps({"num_rows": dataset.figures[split], "classes": dataset.figures["classes"]}),
+            ),
+            [InputTag("mlflow.data.context", context)],
+        )
+        for split, context in contexts.items()
+    ]
+    client.log_inputs(run_id, known)
+    client.log_text(run_id, _toml(resolved), "settings.toml")
+    here = provenance.here()
+    tags = {
+        **{f"trainer.{name}": here[name] for name in ("commit", "code", "version")},
+        "trainer.data": dataset.fingerprint,
+        "trainer.recipe": recipe,
+        "mlflow.source.git.commit": here["commit"].removesuffix("-dirty"),
+    }
+    changed = provenance.differences(recipe, resolved)
+    lines = [f"- `{name} = {limits.toml_value(value)}`" for name, value in changed.items()]
+    card = networks.outline(inputs["student"].path).card
+    text = "\n\n".join(
+        [
+            _description(card, figures, inputs.get("exported")),
+            f"Recipe {limits.printable(recipe)}" + ("; changed:" if lines else ", as it is."),
+            *(["\n".join(lines)] if lines else []),
+        ]
+    )
+    note, _, _ = (
+        client.get_run(run_id).data.tags.get(tracking.NOTE_TAG, "").partition(_RESULT)
+    )  # it may lead to Kubeflow
+    tags[tracking.NOTE_TAG] = f"{note}{_RESULT if note else ''}{text}" if not note.startswith("**") else text
+    for name, value in tags.items():
+        client.set_tag(run_id, name, value)
+
+
+def _toml(resolved: Mapping[str, Any]) -> str:
+    """Write all settings as a recipe, without those that are not set."""
+    sections = dict[str, list[str]]()
+    for name, value in flatten(resolved, keep=lambda group: not group or not all(map(str.isidentifier, group))).items():
+        section, _, key = name.rpartition(".")
+        if value is not None:
+            sections.setdefault(section, []).append(f"{key} = {limits.toml_value(value)}")
+    return "\n\n".join("\n".join([f"[{section}]", *lines]) for section, lines in sections.items()) + "\n"
 
 
 @contextmanager
@@ -386,6 +454,9 @@ def _version(
         **{f"{name}_fingerprint": value for name, value in fingerprints.items()},
         "variant": variant or "torch",
         "verdict": "passed" if figures["verdict"]["passed"] else "not passed",
+        "latency_p50_ms": f"{figures['student']['latency_ms']['p50']:.3f}",
+        "size_bytes": str(figures["student"]["size_bytes"]),
+        "teacher": figures["teacher"]["title"],
         f"test_{scores.name(figures['student']['test'])}": f"{scores.score(figures['student']['test']):.4f}",
     }
     known = open_dataset(given["dataset"]).tags

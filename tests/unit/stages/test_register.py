@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -558,6 +559,19 @@ def test_parent_run_holds_reports_settings_and_figures_and_is_finished(
     assert parent.info.run_name == "a run of its own"
     assert parent.data.params["distill.logit.temperature"] == str(RESOLVED["distill"]["logit"]["temperature"])
     assert parent.data.metrics["student/test/top1"] == summary["student"]["test"]["top1"]
+    tags = parent.data.tags
+    assert tags["trainer.data"] == artifacts.manifest(inputs["dataset"], "dataset").fingerprint
+    assert tags["trainer.commit"].removesuffix("-dirty") == tags["mlflow.source.git.commit"]
+    assert "% test top-1, the teacher" in tags[tracking.NOTE_TAG]
+    assert [(one.dataset.name.split()[-1], one.tags[0].value) for one in parent.inputs.dataset_inputs] == [
+        ("train", "training"), ("val", "validation"), ("test", "testing"),
+    ]  # fmt: skip
+    folder = tracked.download_artifacts(parent.info.run_id, "settings.toml", str(tmp_path))
+    settings = tomllib.loads(Path(folder).read_text(encoding="utf-8"))
+    assert settings["distill"]["logit"]["temperature"] == RESOLVED["distill"]["logit"]["temperature"]
+    version = tracked.get_model_version("parent", "1")
+    assert float(version.tags["latency_p50_ms"]) == pytest.approx(summary["student"]["latency_ms"]["p50"], abs=0.001)
+    assert version.tags["teacher"] == summary["teacher"]["title"]
     reports = tracked.list_artifacts(parent.info.run_id, "reports")
     assert [report.path for report in reports] == ["reports/data", "reports/evaluation", "reports/profile"]
 
