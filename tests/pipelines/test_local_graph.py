@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from pathlib import Path
 
 from pipelines.compile import COMPILED
 from tests.pipelines import local_runs
@@ -18,23 +16,22 @@ from kfp import components, local
 warnings.filterwarnings("ignore", category=UserWarning)
 warnings.filterwarnings("ignore", category=RuntimeWarning)
 local.init(local.SubprocessRunner(use_venv=False), pipeline_root="made")
-compiled, overrides = sys.argv[1:]
+compiled, overrides, sys.executable = sys.argv[1:]  # kfp starts each task by this interpreter
 components.load_component_from_file(compiled)(recipe="digits", overrides=overrides, pool="", processes_per_node=1)
 """
 
 
 def test_the_compiled_graph_makes_a_student(mlflow_uri, tmp_path):
     overrides = f"{SMALL} pretrain.mae.epochs=0 export.enabled=false"
-    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # kfp starts `python3`
-    ended = local_runs.run(
-        [sys.executable, "-c", PROGRAM, str(COMPILED), overrides],
-        tmp_path,
-        PATH=paths,
-        MLFLOW_TRACKING_URI=mlflow_uri,
-        TRAINER_RUN="graph",
-        TRAINER_CHECKPOINTS=str(tmp_path / "checkpoints"),
-        PYTHONWARNINGS="ignore",
-    )
+    with local_runs.forking_python() as python:
+        ended = local_runs.run(
+            [sys.executable, "-c", PROGRAM, str(COMPILED), overrides, python],
+            tmp_path,
+            MLFLOW_TRACKING_URI=mlflow_uri,
+            TRAINER_RUN="graph",
+            TRAINER_CHECKPOINTS=str(tmp_path / "checkpoints"),
+            PYTHONWARNINGS="ignore",
+        )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (tasks,) = (tmp_path / "made").iterdir()
     student = artifacts.read(tasks / "distill" / "student", "model")
