@@ -9,7 +9,7 @@ WAYS = {
     "two processes, sharded optimizer state, loader processes": (2, {"zero": True, "workers": 1}),
     "three processes, two micro-batches of which some are smaller": (3, {"accumulation": 2}),
     "two processes, gradients sent in bf16": (2, {"gradient_compression": "bf16"}),
-    "three processes, sharded weights, two micro-batches": (3, {"sharding": "fsdp", "accumulation": 2}),
+    "two machines of two processes, sharded weights": (4, {"sharding": "fsdp", "accumulation": 3}),
 }
 LONG = {
     "two processes": (2, {}),
@@ -34,7 +34,8 @@ def test_losses_and_weights_are_those_of_one_process(distillation, reference, wa
     processes, settings = (WAYS | LONG)[way]
     if "compile" in settings and not shutil.which("g++"):
         pytest.skip("torch.compile needs a C++ compiler on a CPU, and this machine has no g++")
-    other = distillation("other", **settings).train(processes)
+    machines = {"LOCAL_WORLD_SIZE": "2"} if "machines" in way else {}
+    other = distillation("other", **settings).train(processes, **machines)
     assert len(reference.losses()) == 10
     tolerance = ROUNDED.get(way, {"rtol": 1e-4, "atol": 2e-4})
     assert torch.allclose(other.losses(), reference.losses(), rtol=tolerance["rtol"])

@@ -292,6 +292,11 @@ def resolve_run(recipe: str, overrides: str | Iterable[str] = (), *, is_prepared
                 f"{name} tries a distillation from the pipeline's own teacher, but distill.further_teachers names {len(several)} more; set "
                 f"{name}.enabled=false (and no budget), or distill.further_teachers=[]"
             )
+    if settings.distill.sharding == "fsdp" and settings.tune.enabled:
+        raise SettingsError(
+            "tune tries a distillation whose processes keep whole models, but distill.sharding is fsdp; set tune.enabled=false (and no "
+            "budget), or distill.sharding=auto"
+        )
     reinforce = settings.reinforce if settings.distill.reads_recording else None
     facts = Facts(
         distill=settings.distill,

@@ -168,6 +168,13 @@ def _of_several_labels(facts: Facts) -> Iterator[str]:
         yield "evaluate.label_issues is all, and labels are not doubted where an image may have several (data.multi_label); set it to off"
 
 
+def sharding_conflict(name: str, training: TrainingSettings, device: str) -> str:
+    """Say why the weights of a training cannot be shared out on a kind of device; empty if they can."""
+    if device != "xla" or training.sharding != "fsdp":
+        return ""
+    return f"{name}.sharding is fsdp, which torch does not have for XLA; set {name}.sharding=none, and {name}.zero=true to save memory"
+
+
 def low_resolution_conflict(name: str, training: TrainingSettings, device: str) -> str:
     """Say why a training cannot begin with smaller images on a kind of device; empty if it can."""
     if device != "xla" or not training.low_resolution.epochs:

@@ -334,6 +334,9 @@ class TrainingSettings(Section):
     activation_checkpointing: bool = False
     """Compute the activations within blocks again in the backward pass instead of keeping them (Chen et al. 2016): the same numbers with
     less memory, for the time of another forward pass. Not for networks with batch normalization."""
+    activation_memory_budget: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the activations' memory that a compiled model may keep (`compile`); below 1 the compiler computes again in the backward pass
+    what is cheapest, at 0 everything."""
     base_learning_rate: Annotated[float, Field(gt=0)] = 5e-4
     """Peak learning rate at 256 images per step; scaled linearly with `batch_size` (Goyal et al. 2017)."""
     final_learning_rate: Fraction = 0.01
@@ -361,7 +364,8 @@ class TrainingSettings(Section):
     """Shard the optimizer's state over the processes (ZeroRedundancyOptimizer)."""
     sharding: Sharding = "auto"
     """`fsdp`: each process keeps a share of every weight, gradient and optimizer state, and gathers a block's weights while it computes
-    with them (FSDP2); so it does of an online teacher. `none`: each process keeps whole models."""
+    with them (FSDP2); so it does of an online teacher. `none`: each process keeps whole models. auto shares out what would take more
+    than half of a process' memory. Not on XLA. See docs/performance.md."""
     log_every: Positive = 10
     """Steps between two log lines, and between two points of each metric."""
     checkpoint_every: NonNegative = 500
@@ -378,6 +382,15 @@ class TrainingSettings(Section):
     """Augmentation."""
     evidence: EvidenceSettings = EvidenceSettings()
     """What the training records of itself."""
+
+    @model_validator(mode="after")
+    def _compiles_within_a_budget(self) -> Self:
+        if self.activation_memory_budget < 1 and self.compile == "off":
+            raise ValueError(
+                f"activation_memory_budget is {self.activation_memory_budget:g}, which only a compiler keeps to, but compile is off; set "
+                "compile=auto, or activation_memory_budget=1 and activation_checkpointing=true"
+            )
+        return self
 
     @model_validator(mode="after")
     def _finishes_at_its_own_resolution(self) -> Self:

@@ -26,8 +26,11 @@ _MALLOC_VARIABLES = {"GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOL
 """With which glibc lets a user say when memory goes back to the kernel."""
 _SHORTENED = {"tf32", "bf16"}
 """Values of torch's `fp32_precision` with which float32 products are computed of less."""
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""Parameters of `mallopt`, as glibc's malloc.h numbers them: memory free at the end before it goes back; most allocations of their own."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
+"""Parameters of `mallopt`, as glibc's malloc.h numbers them: memory free at the end before it goes back; smallest and most allocations of
+their own."""
+_LARGE = 128 << 10
+"""glibc's own value for both sizes, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,9 @@ class Device:
     def send_ahead(self, items: Iterable[Item]) -> Generator[Item]:
         """The same items; where the device traces, lists of tensors in them have been sent to it, ahead of the training."""
         yield from items
+
+    def return_freed_memory(self) -> None:
+        """Give back what is freed from now on, where it is kept for what is allocated next."""
 
     def is_out_of_memory(self, error: RuntimeError) -> bool:
         """Whether the device's memory was too small."""
@@ -149,6 +155,14 @@ class Host(Device):
 
     def uses_bf16(self, precision: Precision) -> bool:
         return precision == "bf16" and has_bf16_instructions()  # emulated, it takes 10 to 15 times as long as fp32
+
+    def return_freed_memory(self) -> None:
+        library = ctypes.CDLL(None)
+        if hasattr(library, "mallopt") and not _MALLOC_VARIABLES & os.environ.keys():
+            library.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+            library.mallopt(_M_MMAP_MAX, 2**16)
+            library.mallopt(_M_TRIM_THRESHOLD, _LARGE)
+            library.malloc_trim(0)
 
 
 def keep_freed_memory() -> None:

@@ -78,6 +78,13 @@ def deterministic_kernels() -> AbstractContextManager[object]:
     return context
 
 
+def keep_activations(share: float) -> None:
+    """Let what is compiled from now on keep this share of its activations' memory between forward and backward pass."""
+    import torch._functorch.config  # here, because few need it
+
+    torch._functorch.config.activation_memory_budget = share
+
+
 def lerp_all(tensors: Sequence[Tensor], ends: Sequence[Tensor], share: float) -> None:
     """Move each tensor toward its end, in place: tensor + share x (end - tensor); few kernels for all of them."""
     torch._foreach_lerp_(list(tensors), list(ends), share)

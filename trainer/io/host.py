@@ -56,6 +56,15 @@ def usable_cores(cgroups: Path = _CGROUPS) -> int:
     return max(1, min(cores, int(quota) // int(period))) if is_limited else cores
 
 
+def usable_memory(cgroups: Path = _CGROUPS) -> int:
+    """Return the bytes of memory that this process may use: the machine's, or fewer where its container has a limit."""
+    memory: int = psutil.virtual_memory().total
+    for file in (cgroups / "memory.max", cgroups / "memory/memory.limit_in_bytes"):
+        if file.exists() and (text := file.read_text(encoding="utf-8").strip()) != "max":
+            memory = min(memory, int(text))
+    return memory
+
+
 def started_unix() -> float:
     """Return when this process was started, to a hundredth of a second; `psutil` would drop the fraction of the boot time on Linux."""
     if sys.platform != "linux":

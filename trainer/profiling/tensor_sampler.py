@@ -40,7 +40,9 @@ class TensorStats:
         self._group: dist.ProcessGroup | None = None
         """The processes that share out the weights, which then measure together, each its rows."""
         if isinstance(first := self._parameters[0], DTensor):
-            self._group = first.device_mesh.get_group(-1)
+            self._group = first.device_mesh.get_group(
+                first.device_mesh.ndim - 1
+            )  # the shares; other machines have the same ones
         self._weights = [_own(parameter.detach()) for parameter in self._parameters]
         self._strides = [_stride(parameter) for parameter in self._parameters]
         device = self._weights[0].device

@@ -22,7 +22,7 @@ from trainer.config import (
     TransformersWeights,
     WeightsSettings,
 )
-from trainer.config.conflicts import Facts, conflicts, low_resolution_conflict, planned
+from trainer.config.conflicts import Facts, conflicts, low_resolution_conflict, planned, sharding_conflict
 from trainer.data import class_tables, sources
 from trainer.data.dataset_schema import UNLABELED
 from trainer.data.sources import SourceListing
@@ -55,9 +55,11 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1, device
     settings = pinned(settings)
     own.check(settings.profile)
     notifications.addresses(os.environ)
-    for name, training in {"pretrain.finetune": settings.pretrain.finetune, "distill": settings.distill}.items():
-        if mistake := low_resolution_conflict(name, training, device or settings.run.device):
-            raise SettingsError(mistake)
+    trainings = {"pretrain.finetune": settings.pretrain.finetune, "distill": settings.distill}
+    for name, training in {"pretrain.mae": settings.pretrain.mae, **trainings}.items():
+        for conflict in (low_resolution_conflict, sharding_conflict):
+            if mistake := conflict(name, training, device or settings.run.device):
+                raise SettingsError(mistake)
     if settings.export.enabled and (missing := missing_package()):
         raise SettingsError(
             f"export.enabled needs the package {missing}; pip install 'vit-distillation-pipeline[export]', or set export.enabled=false"

@@ -39,7 +39,7 @@ from trainer.objectives.distillation.recording import (
 from trainer.profiling.evidence import ContextRecord
 from trainer.profiling.recorder import Startup
 from trainer.training.session import open_session
-from trainer.training.sharding import is_fsdp
+from trainer.training.sharding import decided, is_fsdp
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +111,7 @@ def run(
         if session.processes.is_first:
             _log_counts(samples, settings)
         size = view_size(classifier, teachers, recording)
+        settings = decided("distill", settings, session.processes, classifier, teachers)
         sharing = session.processes if is_fsdp(settings, session.processes) else None
         device = session.processes.device
         objective = make_objective(settings, classifier, teachers, recording, device, data.targets, sharing)

@@ -43,6 +43,7 @@ from trainer.report.tracking.stage_runs import stage_run
 from trainer.stages import distill, pretrain, reinforce
 from trainer.stages.tuning.trials import place_of
 from trainer.training.session import Session, shared_artifact
+from trainer.training.sharding import decided, is_fsdp
 
 logger = logging.getLogger(__name__)
 
@@ -136,12 +137,14 @@ class Rehearsal:
         samples = distill.open_samples(settings, session.data)
         student, _ = distill.start(settings, self.data)
         recording, online = None, [teacher] if settings.needs_teacher else []
+        settings = decided("distill", settings, self.processes, student, online)
+        sharing = self.processes if is_fsdp(settings, self.processes) else None
         if settings.reads_recording:
             described = reinforce.describe(recorder, self.data, self.dataset, teacher, samples, device)
             recording, online = placeholder_recording(self.folder / "teacher-outputs", described), []
         session.train(
             "distill",
-            distill.make_objective(settings, student, online, recording, device, session.data.targets),
+            distill.make_objective(settings, student, online, recording, device, session.data.targets, sharing),
             samples,
             _few(settings, session.data),
             view_size=distill.view_size(student, online, recording),

@@ -72,6 +72,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         "sharding",
         "accumulation",
         "activation_checkpointing",
+        "activation_memory_budget",
         "teacher_batch",
         "deterministic",
     }

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import TrainingSettings
 from trainer.devices.process_group import Processes
-from trainer.devices.torch_private import DdpTimings, compiler_backend, ddp_timings
+from trainer.devices.torch_private import DdpTimings, compiler_backend, ddp_timings, keep_activations
 from trainer.profiling.evidence import CommunicationRecord
 from trainer.training.cpu_kernels import use_fast_kernels
 from trainer.training.sharding import is_fsdp, repeated_blocks, shard
@@ -97,6 +97,7 @@ def parallelize_model(
     else:
         # What an earlier training of this process compiled would count against the graphs that torch allows this one.
         torch.compiler.reset()
+        keep_activations(settings.activation_memory_budget)
         if processes.world_size == 1:
             whole: Any = torch.compile(model, backend=graphs, dynamic=False)
             return whole, graphs

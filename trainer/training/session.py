@@ -37,6 +37,7 @@ from trainer.training.classification import validate
 from trainer.training.live_rules import LiveRules
 from trainer.training.loop import Trainer
 from trainer.training.metric_logger import MetricLogger
+from trainer.training.sharding import decided
 from trainer.training.spec import Objective, TrainingSpec, fit_batch, keep_micro_batches, why_micro_batches_count
 from trainer.training.trace import Trace
 
@@ -114,6 +115,7 @@ class Session:
             batch = {"batch_size": fitted.batch_size}
             self._fitted.update({name: self.values[name] | batch} if nested else batch)
             settings = fitted
+        settings = decided(section, settings, self.processes, objective.model)
         if self.processes.is_first and settings.precision == "bf16" and not self.processes.device.uses_bf16("bf16"):
             text = "this processor has no bf16 instructions, and emulated bf16 is 10 to 15 times slower than fp32; training in fp32"
             logger.warning("%s  precision=bf16 is not used: %s", name, text)

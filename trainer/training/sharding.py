@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +19,58 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainer.config import TrainingSettings
+from trainer.config import Sharding, TrainingSettings
+from trainer.config.conflicts import sharding_conflict
 from trainer.devices import Device
 from trainer.devices.process_group import Processes
 from trainer.io.errors import SettingsError
+from trainer.io.formatting import size
+from trainer.io.host import usable_memory
+
+logger = logging.getLogger(__name__)
+
+STATE_SHARE = 0.5
+"""Of a process' memory, above which what it keeps of all weights is shared out."""
+
+Fitted = TypeVar("Fitted", bound=TrainingSettings)
 
 
 def is_fsdp(settings: TrainingSettings, processes: Processes) -> bool:
-    """Return whether a training shares its weights out; a single process has nobody to share with.
+    """Return whether a training shares its weights out; a single process has nobody to share with."""
+    return settings.sharding == "fsdp" and processes.world_size > 1
+
+
+def decided(
+    section: str, settings: Fitted, processes: Processes, model: nn.Module, teachers: Sequence[nn.Module] = ()
+) -> Fitted:
+    """Replace `sharding=auto` by what the memory decides, with a line in the log; the same on all processes and in each attempt.
+
+    Counted in bytes is what a process keeps of all weights: 4 of each of the model, 12 of each that is trained for its gradient and
+    AdamW's two averages, 4 for the moving average, and 4 of each of a teacher, or 2 in bf16. Activations, which are not known before a
+    step, have the other half of the memory.
 
     Raises:
-        SettingsError: the device is one of XLA.
+        SettingsError: `sharding=fsdp` on XLA.
     """
-    if settings.sharding == "fsdp" and processes.device.is_lazy:
-        raise SettingsError(
-            "sharding is fsdp, which torch has not for XLA; set sharding=none, and zero=true to save memory"
-        )
-    return settings.sharding == "fsdp" and processes.world_size > 1
+    if mistake := sharding_conflict(section, settings, processes.device.kind):
+        raise SettingsError(mistake)
+    if settings.sharding != "auto" or processes.world_size == 1 or processes.device.is_lazy:
+        return settings
+    of_teacher = 2 if processes.device.uses_bf16(settings.precision) else 4
+    needed = sum(
+        one.numel() * (4 + 12 * one.requires_grad + 4 * bool(settings.ema_decay)) for one in model.parameters()
+    )
+    needed += sum(of_teacher * one.numel() for teacher in teachers for one in teacher.parameters())
+    if processes.device.kind == "cuda":
+        memory = torch.cuda.get_device_properties(processes.device.torch_device).total_memory
+    else:
+        memory = usable_memory() // processes.local_world_size
+    memory = min(processes.gather(memory, "the memory of each process"))
+    sharding: Sharding = "fsdp" if needed > STATE_SHARE * memory else "none"
+    if processes.is_first:
+        text = "%s  sharding=%s: a process has %s, of which whole weights, gradients and optimizer state would take %s"
+        logger.info(text, section, sharding, size(memory), size(needed))
+    return settings.model_copy(update={"sharding": sharding})
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
@@ -62,6 +99,7 @@ def shard(model: nn.Module, settings: TrainingSettings, processes: Processes) ->
         fully_shard(block, mesh=_mesh(processes), mp_policy=policy)
     # The root's own weights stay until the backward pass, which begins with them.
     fully_shard(model, mesh=_mesh(processes), mp_policy=policy, reshard_after_forward=False)
+    processes.device.return_freed_memory()  # blocks of many sizes are gathered and dropped: what is kept would be twice what is used
 
 
 def shard_frozen(model: nn.Module, method: str, processes: Processes, place: Callable[[nn.Module], None]) -> None:
@@ -80,12 +118,19 @@ def shard_frozen(model: nn.Module, method: str, processes: Processes, place: Cal
 
 
 @functools.cache
-def _device_mesh(kind: str, world_size: int) -> DeviceMesh:
-    return init_device_mesh(kind, (world_size,))
+def _device_mesh(kind: str, *shape: int) -> DeviceMesh:
+    return init_device_mesh(kind, shape, mesh_dim_names=("machines", "shares")[-len(shape) :])
 
 
 def _mesh(processes: Processes) -> DeviceMesh:
-    return _device_mesh(processes.device.kind, processes.world_size)
+    """All processes in a row; or, of several machines with several each, a row a machine, each of which has all shares (HSDP).
+
+    Between machines only gradients travel then, already cut. Torchrun numbers the processes machine by machine.
+    """
+    machines, left = divmod(processes.world_size, processes.local_world_size)
+    if machines == 1 or left or processes.local_world_size == 1:
+        return _device_mesh(processes.device.kind, processes.world_size)
+    return _device_mesh(processes.device.kind, machines, processes.local_world_size)
 
 
 def inference(model: nn.Module, device: Device) -> AbstractContextManager[object]:

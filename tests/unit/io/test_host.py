@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from trainer.io import host
-from trainer.io.host import EndRequest, Terminated, ended_by_sigterm, environment_variables, usable_cores
+from trainer.io.host import EndRequest, Terminated, ended_by_sigterm, environment_variables, usable_cores, usable_memory
 
 
 @pytest.mark.parametrize(("limit", "cores"), [("200000 100000", 2), ("50000 100000", 1), ("max 100000", None)])
@@ -59,6 +59,14 @@ def test_the_start_of_a_process_is_known() -> None:
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     now, started = map(float, printed.split())
     assert before - 0.03 < started < now + 0.03, "the operating system counts in hundredths of a second"
+
+
+def test_memory_is_the_machines_or_the_containers(tmp_path: Path) -> None:
+    assert (whole := usable_memory(tmp_path)) == psutil.virtual_memory().total
+    (tmp_path / "memory.max").write_text("max\n")
+    assert usable_memory(tmp_path) == whole
+    (tmp_path / "memory.max").write_text("4096\n")
+    assert usable_memory(tmp_path) == 4096
 
 
 def test_a_process_without_a_home_gets_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

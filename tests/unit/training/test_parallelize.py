@@ -9,6 +9,7 @@ from tests.forks import on_two_processes
 from trainer.config import MaeSettings, ModelSettings, TrainingSettings
 from trainer.devices import choose_device
 from trainer.devices.process_group import Processes
+from trainer.devices.torch_private import keep_activations
 from trainer.models import networks
 from trainer.objectives.pretraining import MaskedAutoencoder
 from trainer.training import parallelize
@@ -64,6 +65,21 @@ def test_every_block_is_compiled_and_alike_ones_share_a_graph(graphs, drop_path,
         assert torch.allclose(*outputs, atol=1e-5)
         assert graphs.count == count
     assert list(compiled.state_dict()) == list(plain.state_dict())
+
+
+def test_a_smaller_budget_keeps_fewer_activations():
+    kept = {}
+    for share in (1.0, 0.0, 1.0):
+        torch._dynamo.reset()
+        keep_activations(share)
+        model, sizes = make(depth=2), []
+        compile_blocks(model, CompileCounter("aot_eager_decomp_partition"))
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda one, own=sizes: own.append(one.nbytes) or one, lambda one: one
+        ):
+            model(images())
+        kept[share] = sum(sizes)
+    assert kept[0.0] < 0.7 * kept[1.0]
 
 
 def test_a_model_without_repeated_blocks_is_compiled_whole(graphs):
