@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser, "--labeled", 1.0, "share of them with a label", type=commands.fraction, metavar="X"
     )
     commands.add_place(parser, number=commands.positive)
+    commands.add_with_default(parser, "--task-disk", WORK.disk, "disk of the nodes of the other stages", metavar="SIZE")
     commands.add_debug(parser)
     options = parser.parse_args(arguments)
     return commands.exit_code(lambda: _plan(options), debug=options.debug)
@@ -53,6 +54,10 @@ def _count(text: str) -> int:
 def _plan(options: argparse.Namespace) -> None:
     settings = config.resolve(options.recipe, options.overrides)
     where = _place(Placement(pool=options.pool, nodes=options.nodes, processes_per_node=options.processes or 0))
+    try:
+        where = replace(where, task=replace(where.task, disk=pools.quantity(options.task_disk)))
+    except ValueError as error:
+        raise SettingsError(f"--task-disk {error}") from error
     photos = Photos(images=options.images, file_bytes=options.bytes, labeled=options.labeled)
     plans = plan.plan(settings, photos, where)
     print(limits.printable("\n".join(plan.table(plans, where))))

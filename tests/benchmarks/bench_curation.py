@@ -76,7 +76,7 @@ def candidate(number: int, look: str, label: int = 0) -> ImageCandidate:
 def pairs(looks: Iterable[tuple[str, int]]) -> list[tuple[int, int]]:
     """The labels of all pairs that look the same; a look comes with its label."""
     search = near_duplicates._Search([candidate(number, *look) for number, look in enumerate(looks)])
-    members = search.members
+    members = search.candidates
     return [
         (members[one].label, members[other].label)
         for left, right, _ in search.pairs()

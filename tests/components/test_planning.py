@@ -21,7 +21,7 @@ def test_configure_refuses_what_cannot_work(monkeypatch):
     monkeypatch.setattr(sections.preflight, "checked", lambda settings, **_: settings)
     with pytest.raises(
         SettingsError,
-        match=r"prepare needs 59\.04 GB of memory and has 17\.18 GB.*pretrain needs .* GB of disk and has 1\.72",
+        match=r"prepare needs 28\.40 GB of memory and has 17\.18 GB.*pretrain needs .* GB of disk and has 1\.72",
     ):
         sections.configure(sections.resolve("digits"), Placement(pool="cpu"))
 
@@ -30,6 +30,10 @@ def test_configure_refuses_what_cannot_work(monkeypatch):
     ("arguments", "message"),
     [
         (["digits", "--images", "0", "--pool", "cpu"], r"--images: must be from 1 to 1e12, got 0"),
+        (
+            ["digits", "--images", "1e3", "--pool", "cpu", "--task-disk", "1x"],
+            r"--task-disk must be a quantity above 0, .* got '1x'",
+        ),
         (["digits", "--images", "1e3", "--pool", ""], r"--pool is empty; name a node pool"),
         (["digits", "--images", "1e3", "--pool", "cpus"], r"unknown pool 'cpus'; did you mean cpu\?"),
     ],
@@ -52,4 +56,7 @@ def test_what_readme_shows_can_work(monkeypatch, capsys):
     assert "Every stage is within its limits." in capsys.readouterr().out
     larger = re.sub(r"--images \S+", "--images 11e6", command)
     assert planning.main(larger.split()) == 2
-    assert "prepare needs 748.00 GB of disk and has 85.90 GB" in capsys.readouterr().err
+    assert (
+        "prepare needs 748.00 GB of disk and has 85.90 GB: give the nodes of tasks that much" in capsys.readouterr().err
+    )
+    assert planning.main([*larger.split(), "--task-disk", "1000Gi"]) == 0

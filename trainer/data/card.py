@@ -33,6 +33,7 @@ ATTRIBUTES, CELL = 10, 100  # most attributes of a class on the page, and most c
 FEW = 5  # images of a class in val or test below which the card says that they are few
 PAIRS = 24  # pairs of near-duplicates of which the page shows pictures
 TILES = 4  # pictures of a class
+_MOST_KEPT = 1000  # images among which tiles are chosen at a time
 Splits: TypeAlias = Mapping[SplitName, Sequence[ImageCandidate]]
 
 _LABELED: tuple[SplitName, ...] = ("train", "val", "test")
@@ -76,7 +77,6 @@ def data_card(
         (_cut(drop.name), drop.split, _cut(drop.kept_name), drop.kept_split, "leakage" if drop.is_leakage else "copy")
         for drop in sorted(dropped, key=lambda drop: not drop.is_leakage)
     ]
-    stored = [member for members in splits.values() for member in members]
     blocks: list[Block] = []
     if quarantined:
         listed = _listed(["image", "reason"], [(_cut(one.name), _cut(one.reason)) for one in quarantined], QUARANTINE)
@@ -90,7 +90,7 @@ def data_card(
         _samples(classes, of_labels, splits, read),
         _classes(classes, of_labels, splits),
         _known(tags) if tags is not None else None,
-        _sizes(stored, settings.image_size) if stored else None,
+        _sizes([*splits.values()], settings.image_size) if any(map(len, splits.values())) else None,
         _near_duplicates(near, settings, listing.label_names, read) if near is not None and near.pairs else None,
         PageSection("Left out", blocks or [Paragraph("Nothing.")]),
     ]
@@ -156,9 +156,11 @@ def _known(tags: ClassTags) -> PageSection:
     return PageSection("What is known of the classes", [Table(headers, rows), note])
 
 
-def _sizes(members: Sequence[ImageCandidate], image_size: int) -> PageSection:
-    width = np.array([member.width for member in members])
-    height = np.array([member.height for member in members])
+def _sizes(splits: Sequence[Sequence[ImageCandidate]], image_size: int) -> PageSection:
+    width, height = (
+        np.fromiter((getattr(one, edge) for members in splits for one in members), dtype=np.int64)
+        for edge in ("width", "height")
+    )
     shorter, longer = np.minimum(width, height), np.maximum(width, height)
     measures: dict[str, np.typing.NDArray[Any]] = {
         "width, pixels": width,
@@ -171,9 +173,7 @@ def _sizes(members: Sequence[ImageCandidate], image_size: int) -> PageSection:
         found = np.quantile(values, [0, 0.05, 0.5, 0.95, 1], method="lower" if values.dtype.kind == "i" else "linear")
         rows.append((name, *found.tolist()))
     enlarged = int((shorter < image_size).sum())
-    sentence = (
-        f"{enlarged:,} of {len(members):,} images were enlarged: their shorter edge was below {image_size} pixels."
-    )
+    sentence = f"{enlarged:,} of {len(width):,} images were enlarged: their shorter edge was below {image_size} pixels."
     headers = ["", "smallest", "5 %", "median", "95 %", "largest"]
     return PageSection("Original sizes", [Table(headers, rows), Paragraph(sentence)])
 
@@ -186,10 +186,12 @@ def _samples(classes: Sequence[str], of_labels: Members, splits: Splits, read: C
             for one in of_labels[member.label] if member.label != UNLABELED else (UNLABELED,):
                 if one in of_class:
                     of_class[one].append(member)
+                    if len(of_class[one]) > _MOST_KEPT:
+                        of_class[one] = _smallest(of_class[one])
     photos = [
         Photo(
             # A few that are not neighbors in the source: those with the smallest content keys.
-            _strip(sorted(members, key=lambda member: member.key)[:TILES], read),
+            _strip(_smallest(members), read),
             classes[label] if label != UNLABELED else "unlabeled",
             media_type="image/jpeg",
         )
@@ -198,6 +200,10 @@ def _samples(classes: Sequence[str], of_labels: Members, splits: Splits, read: C
     ]
     shown = f"{len(chosen)} of {len(classes):,} classes" if len(chosen) < len(classes) else "each class"
     return PageSection("Samples", [Paragraph(f"Training images of {shown}, as stored."), PhotoGrid(photos)])
+
+
+def _smallest(members: Sequence[ImageCandidate]) -> list[ImageCandidate]:
+    return sorted(members, key=lambda member: member.key)[:TILES]
 
 
 def _strip(members: Sequence[ImageCandidate], read: Callable[[int], bytes]) -> bytes:

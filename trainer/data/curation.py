@@ -94,7 +94,7 @@ def drop_copies(candidates: Sequence[ImageCandidate]) -> tuple[list[ImageCandida
 
 def take_missing_splits(
     candidates: Sequence[ImageCandidate],
-    given: Iterable[SplitName],
+    given: Collection[SplitName],
     settings: DataSettings,
     members: Members,
     groups: Mapping[str, int] | None = None,
@@ -111,20 +111,12 @@ def take_missing_splits(
     Where an image may have several classes, it counts as one of the rarest of them, so that rare classes have their share, and one image
     of each class stays in train.
     """
-    fractions = {
-        "test": 0.0 if "test" in given else settings.test_fraction,
-        "val": 0.0 if "val" in given else settings.val_fraction,
-    }
+    fractions = missing_fractions(given, settings)
     taken = [candidate for candidate in candidates if candidate.split == "train"]
     counts = count_classes(taken, members)
     # Of each label the class of it that the fewest images have, -1 for the label of no class.
     stratum = [min(of_label, key=lambda one: (counts[one], one), default=-1) for of_label in members]
-    room: dict[SplitName, dict[int, int]] = {"test": {}, "val": {}}  # split -> label -> images that it still takes
-    for label, count in Counter(stratum[one.label] for one in taken).items():
-        test, val = (max(round(fractions[split] * count), 1) if fractions[split] else 0 for split in ("test", "val"))
-        while test + val >= count and max(test, val) > 1:  # one is left for train
-            test, val = (test - 1, val) if test >= val else (test, val - 1)
-        room["test"][label], room["val"][label] = test, val
+    room = rooms(Counter(stratum[one.label] for one in taken), fractions)
     together: defaultdict[int | str, list[ImageCandidate]] = defaultdict(list)
     for candidate in sorted(taken, key=lambda one: (place(one.key, settings.split_seed), one.key)):
         together[(groups or {}).get(candidate.key, candidate.key)].append(candidate)
@@ -146,6 +138,25 @@ def take_missing_splits(
         replace(candidate, split=moved.get(candidate.key, "train")) if candidate.split == "train" else candidate
         for candidate in candidates
     ]
+
+
+def missing_fractions(given: Collection[SplitName], settings: DataSettings) -> dict[SplitName, float]:
+    """Return the share of train that test and val take; 0 where the source gives them."""
+    return {
+        "test": 0.0 if "test" in given else settings.test_fraction,
+        "val": 0.0 if "val" in given else settings.val_fraction,
+    }
+
+
+def rooms(counts: Mapping[int, int], fractions: Mapping[SplitName, float]) -> dict[SplitName, dict[int, int]]:
+    """Return how many images of each label test and val take: split -> label -> number."""
+    room: dict[SplitName, dict[int, int]] = {"test": {}, "val": {}}
+    for label, count in counts.items():
+        test, val = (max(round(fractions[split] * count), 1) if fractions[split] else 0 for split in ("test", "val"))
+        while test + val >= count and max(test, val) > 1:  # one is left for train
+            test, val = (test - 1, val) if test >= val else (test, val - 1)
+        room["test"][label], room["val"][label] = test, val
+    return room
 
 
 def count_classes(candidates: Iterable[ImageCandidate], members: Members) -> Counter[int]:

@@ -13,6 +13,7 @@ Shapes: N images.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -93,23 +94,25 @@ class NearDuplicates:
 def find(candidates: Sequence[ImageCandidate]) -> NearDuplicates:
     """Find the near-duplicates in different splits."""
     search = _Search(candidates)
-    members = search.members
-    ranks = np.array([_RANKS[member.split] for member in members], dtype=np.intp)
-    splits = np.array([SPLITS.index(member.split) for member in members], dtype=np.intp)
-    seen = np.zeros((len(members), len(SPLITS)), dtype=np.bool_)  # of which splits an image looks like another one
-    count = len(members)
+    splits, count = search.splits, len(search.chosen)
+    ranks = np.array([_RANKS[split] for split in SPLITS], dtype=np.int8)[splits]
+    seen = np.zeros((count, len(SPLITS)), dtype=np.bool_)  # of which splits an image looks like another one
     best = np.full(count, _NONE)  # of each image: rank of its twin, bits, twin; packed so that the smallest is the best
     for left, right, bits in search.pairs():
         seen[left, splits[right]] = seen[right, splits[left]] = True
         image, twin = np.where(ranks[left] < ranks[right], (left, right), (right, left))
         across = ranks[image] < ranks[twin]
-        packed = ((_HIGHEST - ranks[twin]) * _BITS + bits) * count + twin
+        packed = ((_HIGHEST - ranks[twin].astype(np.int64)) * _BITS + bits) * count + twin
         np.minimum.at(best, image[across], packed[across])
     images = np.flatnonzero(best < _NONE)
     bits, twins = best[images] // max(count, 1) % _BITS, best[images] % max(count, 1)
     return NearDuplicates(
         pairs=[
-            NearPair(image=members[images[place]], twin=members[twins[place]], bits=int(bits[place]))
+            NearPair(
+                image=candidates[int(search.chosen[images[place]])],
+                twin=candidates[int(search.chosen[twins[place]])],
+                bits=int(bits[place]),
+            )
             for place in np.argsort(bits, kind="stable")
         ],
         measured={
@@ -129,7 +132,7 @@ def groups(candidates: Sequence[ImageCandidate]) -> dict[str, int]:
     from scipy.sparse.csgraph import connected_components
 
     search = _Search(candidates)
-    numbers = np.arange(len(search.members))
+    numbers = np.arange(len(search.chosen))
 
     def joined(edges: Sequence[tuple[Ints, Ints]]) -> Ints:
         ends = np.concatenate([np.empty((2, 0), dtype=np.intp), *map(np.stack, edges)], axis=1)
@@ -146,16 +149,23 @@ def groups(candidates: Sequence[ImageCandidate]) -> dict[str, int]:
             count += len(waiting[-1][0])
         if count > _TOGETHER:
             numbers, waiting, count = joined(waiting), [], 0
-    return {member.key: number for member, number in zip(search.members, joined(waiting).tolist(), strict=True)}
+    members = (candidate for candidate in candidates if candidate.appearance)
+    return {member.key: number for member, number in zip(members, joined(waiting).tolist(), strict=True)}
 
 
 class _Search:
     """Finds all pairs of images that look alike, in memory that grows with the images and not with the pairs."""
 
     def __init__(self, candidates: Sequence[ImageCandidate]) -> None:
-        self.members = members = [candidate for candidate in candidates if candidate.appearance]
-        looks = np.frombuffer(bytes.fromhex("".join(member.appearance for member in members)), dtype=np.uint8)
-        looks = looks.reshape(len(members), _BYTES)
+        described, splits, places = bytearray(), bytearray(), array("q")
+        for place, candidate in enumerate(candidates):
+            if candidate.appearance:
+                described += bytes.fromhex(candidate.appearance)
+                splits.append(SPLITS.index(candidate.split))
+                places.append(place)
+        self.candidates, self.chosen = candidates, np.array(places, dtype=np.intp)  # those with a look are compared
+        self.splits = np.frombuffer(splits, dtype=np.uint8)
+        looks = np.frombuffer(described, dtype=np.uint8).reshape(len(places), _BYTES)
         hashes = np.ascontiguousarray(looks[:, :8]).view(">u8").ravel().astype(np.uint64)
         self._places = np.argsort(hashes, kind="stable")  # so that of those with equal bits the nearest stand together
         self._hashes, self._colors = hashes[self._places], looks[self._places, 8:]

@@ -1,8 +1,8 @@
 """From a source to a prepared data set: decode and store every image once, decide what is kept, write the splits and the data card.
 
-Each image is decoded once, by one of several processes. Its square goes to a cache on disk (`decode_cache`); a line about it stays in
-memory. Once the lines of all images are there, `curation` decides what is kept and in which split, and the splits are written from the
-cache. So neither images nor squares are held in memory, and the result depends neither on the number of processes nor on interruptions.
+Each image is decoded once, by one of several processes. Its square goes to a cache on disk (`decode_cache`), and what is known of it to a
+file (`facts`). From these it is decided what is kept and in which split, and the splits are written from the cache. So of each image only
+its name, label and place are held in memory, and the result depends neither on the number of processes nor on interruptions.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import PIL
 import pyarrow as pa
 from PIL import Image
@@ -36,7 +37,7 @@ from tqdm import tqdm
 
 from trainer import __version__
 from trainer.config import LOADING, DataSettings
-from trainer.data import curation, near_duplicates
+from trainer.data import curation, facts, near_duplicates
 from trainer.data.card import data_card
 from trainer.data.class_tables import read_tags
 from trainer.data.curation import ImageCandidate, Quarantined
@@ -53,6 +54,7 @@ from trainer.data.dataset_schema import (
     features,
 )
 from trainer.data.decode_cache import DecodeCache, Outcome
+from trainer.data.facts import Facts
 from trainer.data.near_duplicates import NearDuplicates
 from trainer.data.sources import Item, SourceListing, list_source
 from trainer.io import limits, storage
@@ -76,6 +78,7 @@ SHARD_BYTES = 500 * 10**6  # a split's Arrow files hold about this much each
 LOG_INTERVAL_S = 10.0  # seconds between two lines on the progress, where there is no terminal
 _WORK = "spool"
 """Folder of the decode cache below the output, removed when the preparation ends; older versions left it under this name too."""
+_FACTS = "facts.arrow"  # in it
 _DECIDING = {
     *("val_fraction", "test_fraction", "test_from", "split_seed", "near_duplicates"),
     *("min_images_per_class", "max_bad_fraction", "attributes", "hierarchy", "multi_label"),
@@ -115,13 +118,11 @@ def prepare(
         logger.warning("prepare: %s", remark)
     processes = processes or min(usable_cores(), math.ceil(len(listing.items) / IMAGES_PER_PROCESS))
     with _open_cache(settings, directory, cache_uri) as cache:
-        outcomes = _decode_all(listing, settings, cache, processes)
-        decoded = [outcome for outcome in outcomes if isinstance(outcome, ImageCandidate)]
+        with facts.writing_facts(cache.folder / _FACTS) as append:
+            bad = _decode_all(listing, settings, cache, processes, append)
+        decoded = Facts.read(cache.folder / _FACTS)
         _check_grays(decoded, settings)
-        candidates, contradicting = curation.quarantine_contradictions(
-            [replace(one, row=row) for row, one in enumerate(decoded)], listing.label_names
-        )
-        bad = [outcome for outcome in outcomes if isinstance(outcome, Quarantined)]
+        kept, contradicting, dropped = facts.quarantine_and_drop(decoded, listing.label_names, cache.folder)
         quarantined = sorted(bad + contradicting, key=lambda one: one.name)
         _write_json(directory / QUARANTINE, map(asdict, quarantined))
         squares = _open_squares(cache, len(_chunks(listing)))
@@ -133,12 +134,11 @@ def prepare(
             tags=tags,
             read=partial(_encoded, squares.with_format("arrow")),
         )
-        kept, dropped = curation.drop_copies(candidates)
         _write_json(directory / DROPPED, map(asdict, dropped))
         try:
             _check_quarantined(quarantined, listing, settings, directory / QUARANTINE)
             curation.check_classes(kept, listing.classes, settings, listing.members)
-            kept, near = _split(kept, listing, settings, directory)
+            kept, near = _split(kept, listing, settings, directory, cache.folder)
         except DataError as error:
             page = card(splits=_by_split(kept), dropped=dropped, failure=str(error))
             (directory / CARD).write_text(page, encoding="utf-8")
@@ -173,8 +173,8 @@ def prepare(
     }
 
 
-def _by_split(kept: Sequence[ImageCandidate]) -> dict[SplitName, list[ImageCandidate]]:
-    return {split: [candidate for candidate in kept if candidate.split == split] for split in SPLITS}
+def _by_split(kept: Facts) -> dict[SplitName, Facts]:
+    return {split: kept.of(split) for split in SPLITS}
 
 
 def _summary(listing: SourceListing, splits: Mapping[SplitName, Sequence[ImageCandidate]]) -> list[str]:
@@ -255,23 +255,31 @@ def _chunks(listing: SourceListing) -> list[Sequence[Item]]:
     return [listing.items[start : start + size] for start in range(0, len(listing.items), size)]
 
 
-def _decode_all(listing: SourceListing, settings: DataSettings, cache: DecodeCache, processes: int) -> list[Outcome]:
-    """Decode every image; good ones get the next rows of the decode cache, in the listing's order."""
+def _decode_all(
+    listing: SourceListing,
+    settings: DataSettings,
+    cache: DecodeCache,
+    processes: int,
+    append: Callable[[Sequence[ImageCandidate]], object],
+) -> list[Quarantined]:
+    """Decode every image; good ones get the next rows of the decode cache, in the listing's order, and are appended; returns the others."""
     work = partial(_make_chunk, read=listing.read, settings=settings, schema=features().arrow_schema, cache=cache)
-    outcomes: list[Outcome] = []
-    total, there, logged_s = len(listing.items), 0, time.monotonic()
+    bad: list[Quarantined] = []
+    total, done, there, logged_s = len(listing.items), 0, 0, time.monotonic()
     with tqdm(total=total, desc="prepare", unit="image", disable=not sys.stderr.isatty()) as bar:
         for decoded, was_there in _map(work, _chunks(listing), processes):
-            outcomes += decoded
+            append([outcome for outcome in decoded if isinstance(outcome, ImageCandidate)])
+            bad += [outcome for outcome in decoded if isinstance(outcome, Quarantined)]
+            done += len(decoded)
             there += len(decoded) * was_there
             bar.update(len(decoded))
             # Without a terminal, a line now and then.
-            if bar.disable and (len(outcomes) == total or time.monotonic() - logged_s >= LOG_INTERVAL_S):
-                logger.info("prepare: decoded %d of %d images", len(outcomes), total)
+            if bar.disable and (done == total or time.monotonic() - logged_s >= LOG_INTERVAL_S):
+                logger.info("prepare: decoded %d of %d images", done, total)
                 logged_s = time.monotonic()
     if there:
         logger.info("prepare: %d of %d images had been decoded by an earlier attempt", there, total)
-    return outcomes
+    return bad
 
 
 def _map(
@@ -433,13 +441,22 @@ def _check_quarantined(
 
 
 def _split(
-    candidates: Sequence[ImageCandidate], listing: SourceListing, settings: DataSettings, directory: Path
-) -> tuple[list[ImageCandidate], NearDuplicates]:
+    candidates: Facts, listing: SourceListing, settings: DataSettings, directory: Path, folder: Path
+) -> tuple[Facts, NearDuplicates]:
     """Take missing splits from train, and handle near-duplicates in different splits as the settings say."""
     separates = settings.near_duplicates == "separate"
-    groups = near_duplicates.groups(candidates) if separates else None
     given, members = {item.split for item in listing.items}, listing.members
-    kept = curation.take_missing_splits(candidates, given, settings, members, groups)
+    fractions = curation.missing_fractions(given, settings)
+    if separates or any(len(of_label) != 1 for of_label in members):
+        groups = near_duplicates.groups(candidates) if separates else None
+        moved = curation.take_missing_splits(candidates, given, settings, members, groups)
+        kept = Facts(
+            candidates.table, candidates.rows, np.array([SPLITS.index(one.split) for one in moved], dtype=np.int8)
+        )
+    elif any(fractions.values()):
+        kept = facts.take_missing_splits(candidates, fractions, settings.split_seed, folder)
+    else:
+        kept = candidates
     near, file = near_duplicates.find(kept), directory / NEAR_DUPLICATES
     file.unlink(missing_ok=True)
     if near.pairs:
@@ -453,8 +470,7 @@ def _split(
             raise DataError(f"{found}. All are listed in {file}; remove them, or set data.near_duplicates=separate")
         logger.warning("prepare: %s; %s", found, "they are left out" if separates else "the data card shows them")
     if separates:
-        left_out = {pair.image.key for pair in near.pairs}
-        kept = [candidate for candidate in kept if candidate.key not in left_out]
+        kept = kept.where(~np.isin(kept.rows, [pair.image.row for pair in near.pairs]))
     taught = {one for item in listing.items if item.split == "train" for one in members[item.label]}
     try:
         curation.check_splits(kept, listing.classes, taught, members)
@@ -481,9 +497,7 @@ def _open_squares(cache: DecodeCache, chunks: int) -> Any:
     )
 
 
-def _write_splits(
-    splits: Mapping[SplitName, Sequence[ImageCandidate]], squares: Any, directory: Path, processes: int
-) -> None:
+def _write_splits(splits: Mapping[SplitName, Facts], squares: Any, directory: Path, processes: int) -> None:
     import datasets
 
     row_bytes = squares.data.nbytes / len(squares)
@@ -492,8 +506,12 @@ def _write_splits(
     try:
         for split, members in splits.items():
             # `datasets` would draw a fingerprint at random, and the files would differ from run to run.
-            fingerprint = digest([[member.key, member.label] for member in members])[:16]
-            chosen = squares.select([member.row for member in members], new_fingerprint=fingerprint)
+            # That of the list [[key, label], ...] as JSON, which is never there as a whole.
+            sha256 = hashlib.sha256(b"[")
+            for number, member in enumerate(members):
+                sha256.update(f'{"," * bool(number)}["{member.key}",{member.label}]'.encode())
+            sha256.update(b"]")
+            chosen = squares.select(members.rows, new_fingerprint=sha256.hexdigest()[:16])
             shards = max(1, math.ceil(len(chosen) * row_bytes / SHARD_BYTES))
             workers = min(processes, shards)
             chosen.save_to_disk(str(directory / split), num_shards=shards, num_proc=workers if workers > 1 else None)

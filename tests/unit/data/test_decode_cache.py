@@ -188,10 +188,10 @@ def test_one_that_finishes_first_takes_nothing_away(photos: Path, tmp_path: Path
     )
     out.mkdir(parents=True)
     with preparation._open_cache(settings(photos), out, place) as cache:
-        outcomes = preparation._decode_all(listing, settings(photos), cache, 1)
+        good = list[ImageCandidate]()
+        preparation._decode_all(listing, settings(photos), cache, 1, good.extend)
         assert run(settings(photos), dataset=tmp_path / "b" / "data").fingerprint == undisturbed.fingerprint
         assert storage.files(place) == {}
-        good = [outcome for outcome in outcomes if isinstance(outcome, ImageCandidate)]
         assert len(preparation._open_squares(cache, 7)) == len(good) == 24
 
 

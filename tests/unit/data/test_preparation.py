@@ -374,14 +374,14 @@ def test_storage_that_fails_is_not_image_s_fault(tmp_path: Path) -> None:
     item = Item(name="x.png", location="/proc/self/mem", label=0, split="train")
     listing = SourceListing(items=[item], classes=("a",), read=lambda location: Path(location).read_bytes())
     with pytest.raises(DataError, match=r"image x\.png: reading it failed .* see to the storage"):
-        preparation._decode_all(listing, settings(tmp_path), cache(tmp_path), 1)
+        preparation._decode_all(listing, settings(tmp_path), cache(tmp_path), 1, list.copy)
 
 
 def test_a_path_through_a_file_names_no_image(tmp_path: Path) -> None:
     (tmp_path / "1.png").touch()
     item = Item(name="x.png", location=f"{tmp_path}/1.png/x.png", label=0, split="train")
     listing = SourceListing(items=[item], classes=("a",), read=read_file)
-    (outcome,) = preparation._decode_all(listing, settings(tmp_path), cache(tmp_path), 1)
+    (outcome,) = preparation._decode_all(listing, settings(tmp_path), cache(tmp_path), 1, list.copy)
     assert outcome == Quarantined(name="x.png", reason="no such file")
 
 
@@ -389,7 +389,7 @@ def test_a_process_that_dies_is_reported(tmp_path: Path) -> None:
     item = Item(name="x.png", location=9, label=0, split="train")  # type: ignore[arg-type]  # the exit code
     listing = SourceListing(items=[item], classes=("a",), read=os._exit)
     with pytest.raises(DataError, match="a process that decodes images died"):
-        preparation._decode_all(listing, settings(tmp_path), cache(tmp_path), 2)
+        preparation._decode_all(listing, settings(tmp_path), cache(tmp_path), 2, list.copy)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from trainer.runner.plan import RATES, Photos, Place, Room
 
 PRICE = Price(dollars_an_hour=10.0, date="2026-11", region="us-east-1", source="list")
 SETTINGS = config.resolve("digits", "pretrain.mae.epochs=0 distill.teacher=recorded reinforce.views=5")
-TASK = Room(cores=4, memory=16e9, disk=80e9)
+TASK = Room(cores=4, memory=7e9, disk=80e9)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -79,7 +79,7 @@ def test_what_cannot_work_is_refused_with_number_and_way_out():
         plan.check(plans)
     message = str(refused.value)
     for part in (
-        "prepare needs 16.24 GB of memory and has 16.00 GB: make run POOL=pool on a machine with as much",
+        "prepare needs 7.81 GB of memory and has 7.00 GB: make run POOL=pool on a machine with as much",
         "distill needs 2,828 h and has 48 h: more nodes, fewer epochs, or running_minutes = 339360",
         "of disk and has 1.00 GB: give the pool a cache",
     ):
