@@ -25,7 +25,7 @@ from PIL import Image, ImageOps
 from tests.benchmarks.photos import photo
 from trainer.config import DataSettings
 from trainer.data import facts, preparation
-from trainer.data.facts import Facts
+from trainer.data.facts import ImageFacts
 from trainer.data.sources import Item
 
 SIZES = ((500, 375), (1024, 768), (4000, 3000))
@@ -96,7 +96,7 @@ def deciding(count: int) -> None:
         watcher = threading.Thread(target=watch)
         watcher.start()
         before, began, cpu = psutil.Process().memory_info(), time.perf_counter(), time.process_time()
-        given = Facts.read(Path(folder) / "facts.arrow")
+        given = ImageFacts.read(Path(folder) / "facts.arrow")
         kept, contradicting, dropped = facts.quarantine_and_drop(given, [str(one) for one in range(1000)], Path(folder))
         kept = facts.take_missing_splits(kept, {"test": 0.01, "val": 0.01}, 0, Path(folder))
         took, used = time.perf_counter() - began, time.process_time() - cpu

@@ -1,6 +1,6 @@
 """What is known of each decoded image, in a file that is mapped into memory, and what is decided from it by DuckDB, out of core.
 
-A set of images is a `Facts`: the numbers of its rows and their splits, 9 bytes an image, which reads as a sequence of `ImageCandidate`.
+A set of images is an `ImageFacts`: the numbers of its rows and their splits, 9 bytes an image. It reads as a sequence of candidates.
 `quarantine_and_drop` and `take_missing_splits` decide as their namesakes in `curation` do, row for row.
 """
 
@@ -31,26 +31,26 @@ _KEPT_BEFORE = [("test", "val", "train", "unlabeled").index(split) for split in 
 """Of equal pictures the one whose split has the smallest number is kept."""
 
 
-class Facts(Sequence[ImageCandidate]):
+class ImageFacts(Sequence[ImageCandidate]):
     """Some of the decoded images, in the order of their rows."""
 
     def __init__(self, table: pa.Table, rows: npt.NDArray[np.int64], splits: npt.NDArray[np.int8]) -> None:
         self.table, self.rows, self.splits = table, rows, splits
 
     @classmethod
-    def read(cls, file: Path) -> Facts:
+    def read(cls, file: Path) -> ImageFacts:
         """Open all rows of a file that `FactsWriter` has written."""
         with pa.memory_map(str(file)) as source, pa.ipc.open_file(source) as reader:
             table = reader.read_all()
         return cls(table, np.arange(len(table)), table["split"].to_numpy().astype(np.int8))
 
-    def of(self, split: str) -> Facts:
+    def of(self, split: str) -> ImageFacts:
         """Return those of one split."""
         return self.where(self.splits == SPLITS.index(split))
 
-    def where(self, chosen: npt.NDArray[np.bool_]) -> Facts:
+    def where(self, chosen: npt.NDArray[np.bool_]) -> ImageFacts:
         """Return those that are chosen, [N]."""
-        return Facts(self.table, self.rows[chosen], self.splits[chosen])
+        return ImageFacts(self.table, self.rows[chosen], self.splits[chosen])
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """Return a column of numbers, [N]."""
@@ -71,11 +71,11 @@ class Facts(Sequence[ImageCandidate]):
     @overload
     def __getitem__(self, place: int) -> ImageCandidate: ...
     @overload
-    def __getitem__(self, place: slice) -> Facts: ...
-    def __getitem__(self, place: int | slice) -> ImageCandidate | Facts:
+    def __getitem__(self, place: slice) -> ImageFacts: ...
+    def __getitem__(self, place: int | slice) -> ImageCandidate | ImageFacts:
         if isinstance(place, slice):
-            return Facts(self.table, self.rows[place], self.splits[place])
-        (found,) = Facts(self.table, self.rows[[place]], self.splits[[place]])
+            return ImageFacts(self.table, self.rows[place], self.splits[place])
+        (found,) = ImageFacts(self.table, self.rows[[place]], self.splits[[place]])
         return found
 
 
@@ -95,8 +95,8 @@ def writing_facts(file: Path) -> Iterator[Any]:
 
 
 def quarantine_and_drop(
-    facts: Facts, label_names: Sequence[str], folder: Path
-) -> tuple[Facts, list[Quarantined], list[Dropped]]:
+    facts: ImageFacts, label_names: Sequence[str], folder: Path
+) -> tuple[ImageFacts, list[Quarantined], list[Dropped]]:
     """Do what `curation.quarantine_contradictions` and then `drop_copies` do to all rows; `folder` is for what exceeds the memory."""
     with _connected(facts, folder) as connection:
         connection.execute(
@@ -124,10 +124,10 @@ def quarantine_and_drop(
         for name, split, kept, kept_split in found
     ]
     rows = np.asarray(rows, dtype=np.int64)
-    return Facts(facts.table, rows, facts.splits[rows]), contradicting, dropped
+    return ImageFacts(facts.table, rows, facts.splits[rows]), contradicting, dropped
 
 
-def take_missing_splits(facts: Facts, fractions: Mapping[SplitName, float], seed: int, folder: Path) -> Facts:
+def take_missing_splits(facts: ImageFacts, fractions: Mapping[SplitName, float], seed: int, folder: Path) -> ImageFacts:
     """Do what `curation.take_missing_splits` does where each image of train has one class and none belongs to a group."""
     train = SPLITS.index("train")
     taken = facts.where(facts.splits == train)
@@ -148,7 +148,7 @@ def take_missing_splits(facts: Facts, fractions: Mapping[SplitName, float], seed
     splits = facts.splits.copy()
     places = np.searchsorted(facts.rows, moved["row"])
     splits[places] = np.where(moved["is_test"], SPLITS.index("test"), SPLITS.index("val"))
-    return Facts(facts.table, facts.rows, splits)
+    return ImageFacts(facts.table, facts.rows, splits)
 
 
 def _case(ranks: Sequence[int]) -> str:
@@ -156,7 +156,7 @@ def _case(ranks: Sequence[int]) -> str:
 
 
 @contextmanager
-def _connected(facts: Facts, folder: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+def _connected(facts: ImageFacts, folder: Path) -> Iterator[duckdb.DuckDBPyConnection]:
     """Open a database with the table `facts`: the columns by which is decided, and the row."""
     import duckdb
 

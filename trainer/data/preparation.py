@@ -54,7 +54,7 @@ from trainer.data.dataset_schema import (
     features,
 )
 from trainer.data.decode_cache import DecodeCache, Outcome
-from trainer.data.facts import Facts
+from trainer.data.facts import ImageFacts
 from trainer.data.near_duplicates import NearDuplicates
 from trainer.data.sources import Item, SourceListing, list_source
 from trainer.io import limits, storage
@@ -120,7 +120,7 @@ def prepare(
     with _open_cache(settings, directory, cache_uri) as cache:
         with facts.writing_facts(cache.folder / _FACTS) as append:
             bad = _decode_all(listing, settings, cache, processes, append)
-        decoded = Facts.read(cache.folder / _FACTS)
+        decoded = ImageFacts.read(cache.folder / _FACTS)
         _check_grays(decoded, settings)
         kept, contradicting, dropped = facts.quarantine_and_drop(decoded, listing.label_names, cache.folder)
         quarantined = sorted(bad + contradicting, key=lambda one: one.name)
@@ -173,7 +173,7 @@ def prepare(
     }
 
 
-def _by_split(kept: Facts) -> dict[SplitName, Facts]:
+def _by_split(kept: ImageFacts) -> dict[SplitName, ImageFacts]:
     return {split: kept.of(split) for split in SPLITS}
 
 
@@ -441,8 +441,8 @@ def _check_quarantined(
 
 
 def _split(
-    candidates: Facts, listing: SourceListing, settings: DataSettings, directory: Path, folder: Path
-) -> tuple[Facts, NearDuplicates]:
+    candidates: ImageFacts, listing: SourceListing, settings: DataSettings, directory: Path, folder: Path
+) -> tuple[ImageFacts, NearDuplicates]:
     """Take missing splits from train, and handle near-duplicates in different splits as the settings say."""
     separates = settings.near_duplicates == "separate"
     given, members = {item.split for item in listing.items}, listing.members
@@ -450,7 +450,7 @@ def _split(
     if separates or any(len(of_label) != 1 for of_label in members):
         groups = near_duplicates.groups(candidates) if separates else None
         moved = curation.take_missing_splits(candidates, given, settings, members, groups)
-        kept = Facts(
+        kept = ImageFacts(
             candidates.table, candidates.rows, np.array([SPLITS.index(one.split) for one in moved], dtype=np.int8)
         )
     elif any(fractions.values()):
@@ -497,7 +497,7 @@ def _open_squares(cache: DecodeCache, chunks: int) -> Any:
     )
 
 
-def _write_splits(splits: Mapping[SplitName, Facts], squares: Any, directory: Path, processes: int) -> None:
+def _write_splits(splits: Mapping[SplitName, ImageFacts], squares: Any, directory: Path, processes: int) -> None:
     import datasets
 
     row_bytes = squares.data.nbytes / len(squares)

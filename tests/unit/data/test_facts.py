@@ -12,7 +12,7 @@ from trainer.config import DataSettings
 from trainer.data import curation, facts, near_duplicates
 from trainer.data.curation import ImageCandidate
 from trainer.data.dataset_schema import SPLITS, UNLABELED
-from trainer.data.facts import Facts
+from trainer.data.facts import ImageFacts
 
 CLASSES = ("apple", "pear", "fig")
 
@@ -44,7 +44,7 @@ def written(made, path, together=97):
     with facts.writing_facts(path / "facts.arrow") as append:
         for start in range(0, len(made), together):
             append(made[start : start + together])
-    return Facts.read(path / "facts.arrow")
+    return ImageFacts.read(path / "facts.arrow")
 
 
 def test_images_are_read_as_they_were_written(tmp_path, monkeypatch):
