@@ -75,12 +75,18 @@ def decided(
 
 def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the blocks that a network is a sequence of: the elements of its outermost lists of modules of one kind."""
+    for blocks in block_lists(model):
+        yield from blocks
+
+
+def block_lists(model: nn.Module) -> Iterator[nn.Sequential | nn.ModuleList]:
+    """Yield the outermost lists of modules of one kind, such as those of an encoder and of a decoder."""
     for child in model.children():
         kinds = {type(element) for element in child.children()}
         if isinstance(child, (nn.Sequential, nn.ModuleList)) and len(child) > 1 and len(kinds) == 1:
-            yield from child
+            yield child
         else:
-            yield from repeated_blocks(child)
+            yield from block_lists(child)
 
 
 def shard(model: nn.Module, settings: TrainingSettings, processes: Processes) -> None:

@@ -1,13 +1,15 @@
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from tests.forks import on_two_processes
+from tests.stand_ins.gpu import DEVICE as GPU
 from trainer.config import MaeSettings, ModelSettings, TrainingSettings
-from trainer.devices import choose_device
+from trainer.devices import HOST, choose_device
 from trainer.devices.process_group import Processes
 from trainer.devices.torch_private import keep_activations
 from trainer.models import networks
@@ -80,6 +82,29 @@ def test_a_smaller_budget_keeps_fewer_activations():
             model(images())
         kept[share] = sum(sizes)
     assert kept[0.0] < 0.7 * kept[1.0]
+
+
+def test_on_a_gpu_in_bf16_the_stream_is_bf16_and_in_fp32_nothing_changes():
+    gpu = replace(GPU, torch_device=torch.device("cpu"))  # the tensors stay on the CPU
+    plain, changed = (make(depth=3, init_values=0.1) for _ in range(2))
+    processes = Processes(rank=0, world_size=1, local_rank=0, device=gpu)
+    parallelize_model(changed, TrainingSettings(precision="auto"), processes)
+    assert list(changed.state_dict()) == list(plain.state_dict())
+    assert torch.equal(changed(images()), plain(images())), "as evaluation sees it"
+    kinds = {plain: [], changed: []}
+    for model, seen in kinds.items():
+        for block in model.network.blocks:
+            block.register_forward_hook(lambda _, __, output, seen=seen: seen.append(output.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = [model(images()).float() for model in kinds]
+    assert kinds == {plain: [torch.float32] * 3, changed: [torch.bfloat16] * 3}
+    assert torch.allclose(*outputs, atol=0.02)
+    for device, precision in ((gpu, "fp32"), (HOST, "bf16")):
+        alone = make(depth=3, init_values=0.1)
+        processes = Processes(rank=0, world_size=1, local_rank=0, device=device)
+        parallelize_model(alone, TrainingSettings(precision=precision, compile="off"), processes)
+        hooks = [one for module in alone.modules() for one in (module._forward_pre_hooks, module._forward_hooks) if one]
+        assert not hooks, f"{device.kind} in {precision}"
 
 
 def test_a_model_without_repeated_blocks_is_compiled_whole(graphs):
