@@ -3,13 +3,13 @@
 Both make batches of augmented 224-pixel images from the same photos with one thread, in turns, in one process; the medians over rounds are
 compared. Files are in the page cache. Both crop 8 to 100 % of the area and mirror half of the images.
 
-- ours: prepared images (256 pixels, JPEG of quality 95), decoded, cropped, resized and mirrored into a batch of bytes. The device
+- ours: prepared images (256 pixels, `--encoding`), decoded, cropped, resized and mirrored into a batch of bytes. The device
   normalizes; the second row does it here.
 - torchvision: ImageFolder, RandomResizedCrop(224), RandomHorizontalFlip, ToTensor, Normalize, and the stacking of a batch. On the same
   prepared images, written to a folder, and on the photos as they were given, which ours has decoded and resized once, in `prepare`.
 
 Then what one loader process hands over, of stored images that the device makes views of: in memory that it uses again, and in fresh memory
-for each batch. The time is that of the clock.
+for each batch. The time is that of the clock. At last what a core reads of each encoding, for views that the device makes, in CPU time.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from tests.benchmarks.photos import write_photos
-from trainer.config import DataSettings, ViewSettings
+from trainer.config import DataSettings, Encoding, ViewSettings
 from trainer.data import batch_memory
 from trainer.data import dataset as dataset_module
+from trainer.data import loader as loader_module
 from trainer.data.dataset import open_dataset
 from trainer.data.loader import PREFETCHED, MicroBatches, Samples, Views, make_loader
 from trainer.data.sampler import StatelessSampler
@@ -49,19 +52,22 @@ LOADED = 256
 Lane = Callable[[int], object]
 
 
-def prepared_samples(photos: Path, folder: Path, image_size: int) -> Samples:
+def prepared_samples(photos: Path, folder: Path, image_size: int, encoding: Encoding) -> Samples:
     """The training images that `prepare` makes of the photos, to be decoded at each read."""
-    settings = DataSettings(source=f"imagefolder:{photos}", image_size=image_size, max_bad_fraction=1)
+    settings = DataSettings(
+        source=f"imagefolder:{photos}", image_size=image_size, max_bad_fraction=1, encoding=encoding
+    )
     prepare.run(settings, dataset=folder)
     dataset_module.IN_MEMORY_BYTES = 0
     return Samples([open_dataset(folder).split("train")])
 
 
 def export(samples: Samples, folder: Path) -> Path:
-    """The prepared files as an image folder with one class."""
+    """The prepared images as an image folder with one class, JPEG of quality 95."""
     (folder / "all").mkdir(parents=True)
     for index in range(len(samples)):
-        (folder / "all" / f"{index:06d}.jpg").write_bytes(samples.encoded(index))
+        picture = Image.fromarray(samples.picture(index).permute(1, 2, 0).numpy())
+        picture.save(folder / "all" / f"{index:06d}.jpg", quality=95, subsampling=0)
     return folder
 
 
@@ -141,7 +147,8 @@ def measure_loader(samples: Samples, size: int, *, rounds: int, batches: int) ->
     """Median images a second of one loader process, in turns."""
     pieces = {"memory used again": batch_memory.PIECES, "fresh memory": 0}
     rates: dict[str, list[float]] = {name: [] for name in pieces}
-    views = Views(samples, size=size, seed=0, settings=SETTINGS, on_device=True)
+    with patch.object(loader_module, "memory_share", lambda: 0):
+        views = Views(samples, size=size, seed=0, settings=SETTINGS, on_device=True)
     made = MicroBatches(views, StatelessSampler(len(samples), 0), count=LOADED)
     warm = 4 * PREFETCHED  # batches that are made before the clock starts, or in memory's first use
     for _ in range(rounds):
@@ -154,6 +161,25 @@ def measure_loader(samples: Samples, size: int, *, rounds: int, batches: int) ->
                 loaded = sum(1 for _ in loader)
                 rates[name].append(loaded * LOADED / (time.perf_counter() - start))
     return {name: statistics.median(values) for name, values in rates.items()}
+
+
+def measure_encodings(photos: Path, folder: Path, image_size: int, *, rounds: int) -> dict[str, float]:
+    """Median stored images a second of a core's CPU time, in turns."""
+    readers: dict[str, Callable[[], object]] = {}
+    room = torch.empty(LOADED, image_size, image_size, 3, dtype=torch.uint8)
+    for encoding in ("jpeg", "fast-jpeg", "raw"):
+        samples = prepared_samples(photos, folder / encoding, image_size, encoding)  # type: ignore[arg-type]
+        (split,) = samples._splits
+        chosen = [index % len(samples) for index in range(LOADED)]
+        readers[encoding] = partial(split._decode_into, room, chosen)
+    times: dict[str, list[float]] = {encoding: [] for encoding in readers}
+    for turn in range(rounds + 1):
+        for encoding, read in readers.items():
+            start = time.process_time()
+            read()
+            if turn:
+                times[encoding].append((time.process_time() - start) / LOADED)
+    return {encoding: 1 / statistics.median(values) for encoding, values in times.items()}
 
 
 def show(seconds: dict[str, float], baselines: list[str]) -> None:
@@ -170,6 +196,7 @@ def main() -> None:
         "--photos", type=Path, help="an image folder with one folder a class; without it photos are made up"
     )
     parser.add_argument("--per-class", type=int, default=100, help="made-up photos of each of four classes")
+    parser.add_argument("--encoding", choices=["jpeg", "fast-jpeg", "raw"], default="fast-jpeg")
     parser.add_argument("--image-size", type=int, default=256, help="edge of the prepared images")
     parser.add_argument("--view-size", type=int, default=224, help="edge of the views")
     parser.add_argument("--rounds", type=int, default=9)
@@ -180,7 +207,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         photos = options.photos or write_photos(folder / "photos", classes=4, per_class=options.per_class)
-        samples = prepared_samples(photos, folder / "dataset", options.image_size)
+        samples = prepared_samples(photos, folder / "dataset", options.image_size, options.encoding)
         baselines = {
             "torchvision, prepared images": torchvision_lane(export(samples, folder / "exported"), options.view_size),
             "torchvision, original photos": torchvision_lane(photos, options.view_size),
@@ -191,6 +218,9 @@ def main() -> None:
         rates = measure_loader(samples, options.view_size, rounds=min(options.rounds, 3), batches=5 * options.batches)
         print(f"\none loader process, batches of {LOADED}, images/s:")
         print(", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items()))
+        read = measure_encodings(photos, folder / "encodings", options.image_size, rounds=options.rounds)
+        print("stored images a second and core, read for views that the device makes:")
+        print(", ".join(f"{name} {rate:,.0f}" for name, rate in read.items()))
 
 
 if __name__ == "__main__":

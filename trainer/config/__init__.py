@@ -34,6 +34,7 @@ from trainer.config.settings import Compile as Compile
 from trainer.config.settings import DataSettings as DataSettings
 from trainer.config.settings import DecodeOn as DecodeOn
 from trainer.config.settings import DistillSettings as DistillSettings
+from trainer.config.settings import Encoding as Encoding
 from trainer.config.settings import EvaluateSettings as EvaluateSettings
 from trainer.config.settings import EvidenceSettings as EvidenceSettings
 from trainer.config.settings import ExportSettings as ExportSettings

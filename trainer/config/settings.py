@@ -44,6 +44,7 @@ GrayBits = Annotated[int, Field(ge=8, le=16)]
 Workers = NonNegative | Literal["auto"]
 ViewsOn = Literal["auto", "cpu", "device"]
 DecodeOn = Literal["cpu", "cuda"]
+Encoding = Literal["auto", "raw", "fast-jpeg", "jpeg", "png"]
 Outside = Literal["refuse", "read"]
 FeatureFormat = Literal["fp16", "int8"]
 LabelIssues = Literal["off", "held_out", "all"]
@@ -438,10 +439,13 @@ class DataSettings(Section):
     """Edge of the stored square images, in pixels."""
     fit: Literal["crop", "stretch"] = "crop"
     """How an image becomes square: `crop` its center, or `stretch` it."""
-    encoding: Literal["jpeg", "png"] = "jpeg"
-    """How stored images are encoded; png is exact, jpeg is small."""
+    encoding: Encoding = "auto"
+    """How stored images are encoded: `raw` not at all, so that nothing is decoded (192 KiB an image of 256 pixels); `fast-jpeg`, quality 90
+    with color at half the resolution, decoded by fast approximations; `jpeg`, `jpeg_quality` with all of its color; `png`, exact.
+    auto takes `raw` where all images together have up to 20 GiB, or 4 GiB in a store, and the disk has three times that free; else
+    `fast-jpeg`."""
     jpeg_quality: Annotated[int, Field(ge=50, le=100)] = 95
-    """Quality of stored JPEG images."""
+    """Quality of stored images with `encoding=jpeg`."""
     val_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.1
     """Share of each class moved from train to validation if the source has no validation split."""
     test_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.1

@@ -106,7 +106,8 @@ def check_gpu_decoding(encoded: bytes | memoryview, *, on_device: bool) -> None:
         )
     if not is_jpeg(encoded):
         raise SettingsError(
-            f"data.decode_on is cuda, which decodes JPEG only, but the stored images are none; {_BACK}, or prepare with data.encoding=jpeg"
+            f"data.decode_on is cuda, which decodes JPEG only, but the stored images are none; {_BACK}, or prepare with "
+            "data.encoding=jpeg or fast-jpeg"
         )
 
 

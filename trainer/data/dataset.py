@@ -4,7 +4,7 @@ The files of a split are fetched and checked when it is opened, so that a stage 
 
 A small split is decoded once into one tensor, so that a read is an index; a large one is memory-mapped and decoded at each read,
 from the map's pages straight into the batch: JPEG by simplejpeg (libjpeg-turbo, and at a half, quarter or eighth of its size where that
-is enough), others by Pillow.
+is enough), others by Pillow. Images that are stored as their pixels are copied from the map.
 
 Shapes: N images in a split, B images in a batch, S pixels along an edge.
 """
@@ -14,8 +14,10 @@ from __future__ import annotations
 import copy
 import io
 import math
+import os
 import sys
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ import simplejpeg
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from trainer.data.batch_memory import SharedBytes, empty_images
 from trainer.data.dataset_schema import (
@@ -43,16 +46,22 @@ from trainer.data.dataset_schema import (
 from trainer.io import artifacts, limits, storage
 from trainer.io.artifacts import Artifact
 from trainer.io.errors import ArtifactError, DataError, StorageError
+from trainer.io.host import usable_cores, usable_memory
 from trainer.models.served_student.class_tags import TAGS, ClassTags, columns_of_predictions
 from trainer.models.served_student.preprocessing import DEEPEST, BadImageError, Square, is_jpeg, reason
 
 Pixels = npt.NDArray[np.uint8]
 Targets = npt.NDArray[np.uint8]
 
+_ALONE = 1024
+"""Images up to which one thread decodes them."""
 SAMPLED_FILES = 8
 """Files of a split that `PreparedDataset.sample` reads, at most; prepare writes about 500 MB into each."""
 _KEYS_TOGETHER = 2**16  # keys that are converted at a time
 IN_MEMORY_BYTES = 512 * 1024**2  # a split is kept decoded up to this size, in each process that reads it
+_MEMORY_SHARE = 1 / 8
+"""Of the container's memory that decoded images of its training processes take, where a device makes the views. On a CPU the size above
+decides alone: views of images that are decoded at each read have other bits."""
 
 
 class Split:
@@ -61,9 +70,10 @@ class Split:
     It is cheap to send to a loader process. One that is started after `load` shares the decoded images on Linux; else they are left behind.
     """
 
-    def __init__(self, table: datasets.Dataset, name: SplitName, image_size: int) -> None:
+    def __init__(self, table: datasets.Dataset, name: SplitName, image_size: int, *, raw: bool = False) -> None:
         self.name = name
         self.image_size = image_size
+        self.raw = raw  # whether images are stored as their pixels
         self._table = table
         self._table.data.table.validate(full=True)  # an offset in a damaged file could lead to any memory
         self._memory: SharedBytes | None = None
@@ -119,12 +129,21 @@ class Split:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the split is small enough to be kept decoded."""
-        return len(self) * 3 * self.image_size**2 <= IN_MEMORY_BYTES
+        """Whether the split is small enough to be kept decoded, or to stay in the system's page cache where it is stored so."""
+        return self._bytes <= IN_MEMORY_BYTES
 
-    def load(self) -> None:
-        """Decode a small split now instead of at the first read; a large one stays on the disk."""
-        if self.in_memory and self._decoded is None:
+    @property
+    def decoded(self) -> bool:
+        """Whether a read decodes nothing."""
+        return self.raw or self.in_memory
+
+    @property
+    def _bytes(self) -> int:
+        return len(self) * 3 * self.image_size**2
+
+    def load(self, limit: int = 0) -> None:
+        """Decode a split of up to `limit` bytes, or a small one, now instead of at the first read; a larger one stays on the disk."""
+        if self._decoded is None and not self.raw and (self.in_memory or self._bytes <= limit):
             shape = (len(self), self.image_size, self.image_size, 3)
             if sys.platform == "linux" and len(self):
                 memory = SharedBytes(math.prod(shape))
@@ -157,17 +176,41 @@ class Split:
 
     def _decode_into(self, images: Tensor, indices: Sequence[int]) -> Tensor:
         """Decode the images at `indices` into `images`, uint8 [B, S, S, 3]."""
-        for row, index in zip(images.numpy(), indices, strict=True):
-            self._decode(int(index), out=row)
+        rows = images.numpy()
+        if len(indices) <= _ALONE or get_worker_info() is not None:
+            for row, index in zip(rows, indices, strict=True):
+                self._decode(int(index), out=row)
+        else:  # decoders release the interpreter's lock
+            with ThreadPoolExecutor(usable_cores()) as threads:
+                for _ in threads.map(lambda row, index: self._decode(int(index), out=row), rows, indices):
+                    pass
         return images
 
     def _decode(self, index: int, *, out: Pixels | None = None, shrink: int = 1) -> Pixels:
         try:
+            if self.raw:
+                return _copy_square(self.encoded(index), self.image_size, out)
             return decode_square(self.encoded(index), self.image_size, out=out, shrink=shrink)
         except BadImageError as error:
             raise DataError(
                 f"image {self.names[index]} of split {self.name}: {error}; prepare the data set again"
             ) from error
+
+
+def memory_share() -> int:
+    """Return the bytes of decoded images that this training process may keep, beside the others of its machine."""
+    return int(_MEMORY_SHARE * usable_memory()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _copy_square(stored: memoryview, size: int, out: Pixels | None) -> Pixels:
+    """Copy pixels as they are stored into `out`, or into a new array: RGB uint8 [S, S, 3]; a `BadImageError` if there are not so many."""
+    if len(stored) != 3 * size**2:
+        raise BadImageError(f"{len(stored)} bytes instead of {size} x {size} pixels")
+    pixels = np.frombuffer(stored, dtype=np.uint8).reshape(size, size, 3)
+    if out is None:
+        return pixels.copy()
+    out[:] = pixels
+    return out
 
 
 def _files(table: datasets.Dataset) -> pa.ChunkedArray:
@@ -194,16 +237,20 @@ def decode_square(encoded: bytes | memoryview, size: int, *, out: Pixels | None 
     """Decode a stored square into `out`, or into a new array: RGB uint8 [E, E, 3].
 
     A JPEG is decoded at 1/`shrink` (1, 2, 4 or 8) of its size, from its DCT's lower frequencies: E is `size / shrink` rounded up; others
-    keep E = `size`. A `BadImageError` if it cannot be decoded, or is not a square of this size.
+    keep E = `size`. With color at half the resolution (`fast-jpeg`) it is decoded by the fast approximations. A `BadImageError` if it
+    cannot be decoded, or is not a square of this size.
     """
     jpeg = is_jpeg(encoded)
     edge = -(-size // shrink) if jpeg else size
     try:
         if jpeg:  # at the smallest scale that has at least `edge` pixels
+            height, width, _, sampling = simplejpeg.decode_jpeg_header(encoded)
             if out is None:  # where it is given, it bounds the decoded size
-                height, width, *_ = simplejpeg.decode_jpeg_header(encoded)
                 _check_square(width, height, size)
-            pixels: Pixels = simplejpeg.decode_jpeg(encoded, min_height=edge, min_width=edge, buffer=out)
+            fast = sampling == "420"
+            pixels: Pixels = simplejpeg.decode_jpeg(
+                encoded, fastdct=fast, fastupsample=fast, min_height=edge, min_width=edge, buffer=out
+            )
         else:
             with Image.open(io.BytesIO(encoded), formats=["PNG"]) as image:
                 _check_square(*image.size, size)
@@ -243,7 +290,7 @@ class PreparedDataset:
                 row[list(members)] = 1
         self.image_size = description.image_size
         self.tags = tags  # attributes and hierarchy of the classes; None where `prepare` was given neither
-        self._uri, self._artifact, self._images = uri, artifact, description.images
+        self._uri, self._artifact, self._images, self._raw = uri, artifact, description.images, description.raw
         self._directories: dict[
             SplitName, Path
         ] = {}  # split -> the directory that holds its folder, once it is checked
@@ -278,6 +325,8 @@ class PreparedDataset:
         first = next((split for split in map(self.split, SPLITS) if len(split)), None)
         if first is None:
             return "none"
+        if first.raw:
+            return "stored pixels"
         return f"simplejpeg {simplejpeg.__version__}" if is_jpeg(first.encoded(0)) else f"pillow {PIL.__version__}"
 
     def training_splits(self, *, unlabeled: bool) -> list[Split]:
@@ -340,7 +389,7 @@ class PreparedDataset:
 
     def _opened(self, name: SplitName, directory: Path, load: Callable[[], datasets.Dataset]) -> Split:
         try:
-            split = Split(load(), name, self.image_size)
+            split = Split(load(), name, self.image_size, raw=self._raw)
         except Exception as error:  # the readers of `datasets` and of Arrow raise nearly anything for a damaged file
             raise ArtifactError(
                 f"dataset {directory}: split {name} cannot be opened ({limits.cut(str(error), 500)}); prepare it again"

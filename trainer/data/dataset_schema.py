@@ -56,6 +56,7 @@ class DatasetDescription:
     classes: tuple[str, ...]  # name of each class, in the order of the labels
     image_size: Annotated[int, Field(ge=1, le=LARGEST_SQUARE)]  # edge of the stored images, in pixels
     images: Mapping[str, NonNegative]  # split -> number of its images
+    raw: bool = False  # whether a stored image is its RGB pixels, row by row, and not a file
     label_sets: tuple[tuple[NonNegative, ...], ...] | None = None
     """Where an image may have several labels: the classes of each set of labels that occurs, in ascending order. An image's label is then
     the index of its set, so that shuffling, mixing and weighting treat it as any other label; None: it is the index of its class."""
@@ -69,8 +70,9 @@ class DatasetDescription:
     def write(self, directory: Path) -> None:
         """Write `dataset.json` into an artifact in the making."""
         content = asdict(self)
-        if self.label_sets is None:
-            del content["label_sets"]
+        for name in ("label_sets", "raw"):
+            if not content[name]:
+                del content[name]
         text = json.dumps(content, indent=2, ensure_ascii=False)
         (directory / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
 

@@ -27,7 +27,7 @@ from torch.utils.data import Dataset as TorchDataset
 from trainer.config import DecodeOn, TrainingSettings, ViewSettings, ViewsOn
 from trainer.data.batch import Batch, Recorded, check_gpu_decoding, join_files
 from trainer.data.batch_memory import BatchMemory, empty_images
-from trainer.data.dataset import Split, Targets
+from trainer.data.dataset import Split, Targets, memory_share
 from trainer.data.dataset_schema import UNLABELED
 from trainer.data.sampler import Indices, Mask, SampleSlice, StatelessSampler
 from trainer.data.views.parameters import ViewParameters, draw_views
@@ -101,9 +101,15 @@ class Samples:
         return 0 if self.labeled is None else int((~self.labeled).sum())
 
     @property
-    def in_memory(self) -> bool:
-        """Whether all images are kept decoded."""
-        return all(split.in_memory for split in self._splits)
+    def decoded(self) -> bool:
+        """Whether a read decodes nothing."""
+        return all(split.decoded for split in self._splits)
+
+    def keep_decoded(self, limit: int) -> None:
+        """Decode all images now if they have at most `limit` bytes."""
+        if len(self) * 3 * self.image_size**2 <= limit:
+            for split in self._splits:
+                split.load(limit)
 
     def read(self, indices: Indices) -> Tensor:
         """Read stored images, uint8 [B, 3, S, S], the channels innermost in memory."""
@@ -164,9 +170,11 @@ class Views:
         """
         self.samples, self.size, self.seed, self.settings = samples, size, seed, settings
         self._on_device, self._exact = on_device, exact
-        self._encoded = decode_on == "cuda" and not samples.in_memory
+        self._encoded = decode_on == "cuda" and not samples.decoded
         if self._encoded:
             check_gpu_decoding(samples.encoded(0), on_device=on_device)
+        elif on_device:
+            samples.keep_decoded(memory_share())
 
     def batch(self, taken: SampleSlice) -> Batch:
         """Make the batch of these positions of the sampler."""

@@ -27,7 +27,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import PIL
@@ -36,7 +36,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from trainer import __version__
-from trainer.config import LOADING, DataSettings
+from trainer.config import LOADING, DataSettings, Encoding
 from trainer.data import curation, facts, near_duplicates
 from trainer.data.card import data_card
 from trainer.data.class_tables import read_tags
@@ -75,6 +75,10 @@ SMALLEST_CHUNK = 128  # a smaller chunk does not repay sending it to a process a
 LARGEST_CHUNK = 4096  # a larger chunk would take too much memory, since a process holds its squares
 IMAGES_PER_PROCESS = 2000  # fewer images per process do not repay its start
 SHARD_BYTES = 500 * 10**6  # a split's Arrow files hold about this much each
+CHUNK_BYTES = 2**26  # squares in a chunk, where they are stored as their pixels
+RAW_BYTES, REMOTE_RAW_BYTES = 20 * 2**30, 4 * 2**30
+"""Decoded images that `data.encoding=auto` stores as they are, on a disk and in a store: ten times the bytes of a JPEG, which each stage
+that reads them also checks, and fetches from a store."""
 LOG_INTERVAL_S = 10.0  # seconds between two lines on the progress, where there is no terminal
 _WORK = "spool"
 """Folder of the decode cache below the output, removed when the preparation ends; older versions left it under this name too."""
@@ -91,7 +95,12 @@ DecodedChunk: TypeAlias = tuple[list[Outcome], bool]  # outcomes, and whether an
 
 
 def prepare(
-    settings: DataSettings, directory: Path, *, cache_uri: str | None = None, processes: int | None = None
+    settings: DataSettings,
+    directory: Path,
+    *,
+    cache_uri: str | None = None,
+    processes: int | None = None,
+    remote: bool = False,
 ) -> dict[str, int]:
     """Write the prepared data set of `settings.source` into a directory; `dataset_schema` describes its files.
 
@@ -100,6 +109,7 @@ def prepare(
         cache_uri: `decode_cache_uri`, where decoded images are kept for a preparation that is started again; the caller removes it when
             the result is complete. Without it they are decoded again.
         processes: decode and write, by default one for each usable core; the result does not depend on their number.
+        remote: whether the data set goes to a store, from which each machine of a training fetches it.
 
     Returns:
         Numbers of images: train, val, test, unlabeled; quarantined; duplicates and leakage (left out because an equal one is kept);
@@ -116,6 +126,9 @@ def prepare(
         listing = _with_test(listing, settings)
     for remark in listing.remarks:
         logger.warning("prepare: %s", remark)
+    settings = settings.model_copy(
+        update={"encoding": choose_encoding(settings, len(listing.items), directory, remote=remote)}
+    )
     processes = processes or min(usable_cores(), math.ceil(len(listing.items) / IMAGES_PER_PROCESS))
     with _open_cache(settings, directory, cache_uri) as cache:
         with facts.writing_facts(cache.folder / _FACTS) as append:
@@ -125,14 +138,14 @@ def prepare(
         kept, contradicting, dropped = facts.quarantine_and_drop(decoded, listing.label_names, cache.folder)
         quarantined = sorted(bad + contradicting, key=lambda one: one.name)
         _write_json(directory / QUARANTINE, map(asdict, quarantined))
-        squares = _open_squares(cache, len(_chunks(listing)))
+        squares = _open_squares(cache, len(_chunks(listing, settings)))
         card = partial(
             data_card,
             settings,
             listing,
             quarantined=quarantined,
             tags=tags,
-            read=partial(_encoded, squares.with_format("arrow")),
+            read=partial(_file, squares.with_format("arrow"), settings),
         )
         _write_json(directory / DROPPED, map(asdict, dropped))
         try:
@@ -152,13 +165,17 @@ def prepare(
         for file in EXAMPLES:
             (directory / file).unlink(missing_ok=True)
         for candidate in splits["test"][:1]:
-            encoded = _encoded(squares, candidate.row)
+            encoded = _file(squares, settings, candidate.row)
             (directory / EXAMPLES[0 if is_jpeg(encoded) else 1]).write_bytes(encoded)
     for line in _summary(listing, splits):
         logger.info("prepare: %s", line)
     counts = {str(split): len(members) for split, members in splits.items()}
     DatasetDescription(
-        classes=listing.classes, image_size=settings.image_size, images=counts, label_sets=listing.label_sets
+        classes=listing.classes,
+        image_size=settings.image_size,
+        images=counts,
+        raw=settings.encoding == "raw",
+        label_sets=listing.label_sets,
     ).write(directory)
     (directory / TAGS).unlink(missing_ok=True)
     if tags is not None:
@@ -195,10 +212,26 @@ def _summary(listing: SourceListing, splits: Mapping[SplitName, Sequence[ImageCa
     ]
 
 
-def _encoded(squares: Any, row: int) -> bytes:
-    """Read the encoded square of a row from `squares` in Arrow's format."""
-    encoded: bytes = squares[row]["image"][0]["bytes"].as_py()
-    return encoded
+def choose_encoding(settings: DataSettings, images: int, directory: Path, *, remote: bool) -> Encoding:
+    """Choose the encoding of so many images where that is `auto`, by their size and the free disk below `directory`."""
+    if settings.encoding != "auto":
+        return settings.encoding
+    size, free = images * 3 * settings.image_size**2, shutil.disk_usage(directory).free
+    # The squares of the decode cache and the written ones, and room for what else needs the disk.
+    fits = size <= (REMOTE_RAW_BYTES if remote else RAW_BYTES) and 3 * size <= free
+    chosen: Encoding = "raw" if fits else "fast-jpeg"
+    text = "prepare: images are stored as %s: %.1f GB decoded, %.1f GB of disk free (data.encoding=auto)"
+    logger.info(text, "their pixels" if fits else chosen, size / 1e9, free / 1e9)
+    return chosen
+
+
+def _file(squares: Any, settings: DataSettings, row: int) -> bytes:
+    """Read the square of a row from `squares` in Arrow's format, as an image file."""
+    stored: bytes = squares[row]["image"][0]["bytes"].as_py()
+    if settings.encoding == "raw":
+        edges = (settings.image_size, settings.image_size)
+        return encode_square(Image.frombytes("RGB", edges, stored), "png", settings.jpeg_quality)
+    return stored
 
 
 def _with_test(listing: SourceListing, settings: DataSettings) -> SourceListing:
@@ -250,8 +283,10 @@ def _gray_bits(settings: DataSettings) -> int:
 # ---- Decoding
 
 
-def _chunks(listing: SourceListing) -> list[Sequence[Item]]:
+def _chunks(listing: SourceListing, settings: DataSettings) -> list[Sequence[Item]]:
     size = min(max(len(listing.items) // CHUNKS, SMALLEST_CHUNK), LARGEST_CHUNK)
+    if settings.encoding == "raw":
+        size = max(1, min(size, CHUNK_BYTES // (3 * settings.image_size**2)))
     return [listing.items[start : start + size] for start in range(0, len(listing.items), size)]
 
 
@@ -267,7 +302,7 @@ def _decode_all(
     bad: list[Quarantined] = []
     total, done, there, logged_s = len(listing.items), 0, 0, time.monotonic()
     with tqdm(total=total, desc="prepare", unit="image", disable=not sys.stderr.isatty()) as bar:
-        for decoded, was_there in _map(work, _chunks(listing), processes):
+        for decoded, was_there in _map(work, _chunks(listing, settings), processes):
             append([outcome for outcome in decoded if isinstance(outcome, ImageCandidate)])
             bad += [outcome for outcome in decoded if isinstance(outcome, Quarantined)]
             done += len(decoded)
@@ -360,10 +395,16 @@ def content_key(image: Image.Image) -> str:
     return hashlib.sha256(size + image.tobytes()).hexdigest()
 
 
-def encode_square(image: Image.Image, encoding: Literal["jpeg", "png"], jpeg_quality: int) -> bytes:
-    """Encode a picture; JPEG keeps color at full resolution (4:4:4), since small pictures have little of it to lose."""
-    buffer = io.BytesIO()
-    image.save(buffer, encoding, **({"quality": jpeg_quality, "subsampling": 0} if encoding == "jpeg" else {}))
+def encode_square(image: Image.Image, encoding: Encoding, jpeg_quality: int) -> bytes:
+    """Encode an RGB picture; `jpeg` keeps color at full resolution (4:4:4), which small pictures show, `fast-jpeg` at half (4:2:0)."""
+    if encoding == "raw":
+        return image.tobytes()
+    buffer, options = io.BytesIO(), dict[str, int]()
+    if encoding != "png":
+        options = (
+            {"quality": jpeg_quality, "subsampling": 0} if encoding == "jpeg" else {"quality": 90, "subsampling": 2}
+        )
+    image.save(buffer, "png" if encoding == "png" else "jpeg", **options)
     return buffer.getvalue()
 
 

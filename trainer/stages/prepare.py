@@ -25,7 +25,7 @@ def run(settings: DataSettings, *, dataset: str | Path) -> Artifact:
             # A run on this machine may reuse it (on a cluster Kubeflow's cache has its own key). The version is read
             # before the images, so that one that changes meanwhile is noticed by the next run.
             draft.source_version = source_version(settings) or None
-        draft.figures |= prepare(settings, draft.path, cache_uri=cache_uri)
+        draft.figures |= prepare(settings, draft.path, cache_uri=cache_uri, remote=storage.is_remote(dataset))
         tracker.metrics(0, tracking.numbers(draft.figures))
     storage.remove(cache_uri)
     return artifacts.read(dataset, "dataset")

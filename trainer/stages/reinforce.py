@@ -138,7 +138,7 @@ def describe(
         seed=settings.seed or 0,
         view_size=settings.view_size or teacher.card.image_size,
         augmentation=(settings.augmentation or ViewSettings()).model_dump(mode="json"),
-        decoder=recording.decoder_name(data, settings.decode_on, in_memory=samples.in_memory),
+        decoder=recording.decoder_name(data, settings.decode_on, decoded=samples.decoded),
         teacher=teacher.card.architecture,
         precision="bf16" if device.uses_bf16(settings.precision) else "fp32",
         dataset=dict(artifacts.manifest(dataset, "dataset").settings),

@@ -98,6 +98,51 @@ def test_the_decoder_is_that_of_the_stored_images(prepared: Path, tmp_path: Path
     assert open_dataset(tmp_path / "photos").decoder_name() == f"simplejpeg {simplejpeg.__version__}"
 
 
+@pytest.mark.parametrize("limit", [10**9, 0], ids=["small", "large"])
+def test_stored_pixels_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(reading, "IN_MEMORY_BYTES", limit)
+    pixels = np.random.default_rng(0).integers(0, 256, (5, SIZE, SIZE, 3), dtype=np.uint8)
+    pixels[0, 0, 0] = 255, 216, 255  # as a JPEG begins
+    table = {
+        "image": [{"bytes": one.tobytes(), "path": None} for one in pixels],
+        "label": [0] * 5,
+        "key": ["0" * 64] * 5,
+        "source": ["a"] * 5,
+    }
+    table["image"].append({"bytes": bytes(7), "path": None})
+    with artifacts.create(tmp_path, "dataset", settings={}) as draft:
+        for split, count in (("train", 5), ("val", 6)):
+            part = {name: (column * 2)[:count] if name != "image" else column[:count] for name, column in table.items()}
+            datasets.Dataset.from_dict(part, features=features()).save_to_disk(str(draft.path / split))
+        DatasetDescription(classes=("a",), image_size=SIZE, images={"train": 5, "val": 6}, raw=True).write(draft.path)
+    data = open_dataset(tmp_path)
+    split, expected = data.split("train"), torch.from_numpy(pixels).permute(0, 3, 1, 2)
+    assert split.decoded
+    assert split.in_memory == (limit > 0)
+    for one in (split, split.first(4), pickle.loads(pickle.dumps(split))):
+        assert torch.equal(one.read([3, 0, 3]), expected[[3, 0, 3]])
+        assert torch.equal(one.picture(2, shrink=2), expected[2])
+    assert data.decoder_name() == "stored pixels"
+    with pytest.raises(DataError, match=f"7 bytes instead of {SIZE} x {SIZE} pixels; prepare the data set again"):
+        data.split("val").read([5])
+
+
+def test_more_than_a_small_split_is_kept_decoded_on_demand(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(reading, "_ALONE", 2)  # by several threads
+    split = open_dataset(prepared).split("train")
+    expected, size = split.read(range(7)), 7 * 3 * SIZE**2
+    split.load(size - 1)
+    assert split._decoded is None
+    split.load(size)
+    assert split._decoded is not None
+    assert torch.equal(split.read(range(7)), expected)
+    assert not split.decoded, "what it is decoded by is still named, and a GPU may do it"
+    monkeypatch.setattr(reading, "usable_memory", lambda: 8000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert reading.memory_share() == 250
+
+
 def test_splits_are_read(prepared: Path) -> None:
     split = open_dataset(prepared).split("unlabeled")
     assert len(split) == 0
@@ -281,6 +326,14 @@ def test_stored_square_is_decoded_to_bit_as_pillow_does(encoding: str, kind: typ
     assert np.shares_memory(decode_square(kind(content), 40, out=room[1]), room)
     np.testing.assert_array_equal(room[1], expected)
     assert not room[0].any()
+
+
+def test_color_at_half_the_resolution_is_decoded_fast() -> None:
+    content = square("fast-jpeg")
+    fast = simplejpeg.decode_jpeg(content, fastdct=True, fastupsample=True)
+    np.testing.assert_array_equal(decode_square(content, 40), fast)
+    assert not np.array_equal(simplejpeg.decode_jpeg(content), fast)
+    assert len(content) < 0.75 * len(square("jpeg"))
 
 
 @pytest.mark.parametrize(("shrink", "edge"), [(1, 40), (2, 20), (4, 10), (8, 5)])

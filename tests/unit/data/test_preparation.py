@@ -10,9 +10,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import simplejpeg
+import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -133,6 +136,35 @@ def test_images_of_all_kinds_are_stored_as_squares_in_rgb(tmp_path: Path) -> Non
     for name in ("train", "val", "test"):
         split = open_dataset(tmp_path / "out").split(name)
         assert split.read(range(len(split))).shape == (len(split), 3, 24, 24)
+
+
+def test_where_the_disk_allows_squares_are_stored_as_their_pixels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    source, by_name = folder(tmp_path / "photos"), {}
+    monkeypatch.setattr(preparation, "CHUNK_BYTES", 3 * 3 * 16**2)  # so that a chunk has three images
+    for name, free in (("raw", 3 * 20 * 3 * 16**2), ("fast-jpeg", 3 * 20 * 3 * 16**2 - 1), ("png", 0)):
+        monkeypatch.setattr(preparation.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        encoding = name if name == "png" else "auto"
+        run(settings(source, encoding=encoding), dataset=tmp_path / name)
+        by_name[name] = open_dataset(tmp_path / name)
+    exact, raw, small = (by_name[name].split("train") for name in ("png", "raw", "fast-jpeg"))
+    assert raw.raw
+    assert torch.equal(raw.read(range(len(raw))), exact.read(range(len(exact))))
+    assert raw.names[:] == exact.names[:] == small.names[:]
+    assert simplejpeg.decode_jpeg_header(small.encoded(0))[3] == "420"
+    assert torch.equal(by_name["raw"].example(), by_name["png"].example())
+    assert "fast-jpeg" in (tmp_path / "fast-jpeg" / "card.html").read_text()
+    assert any("stored as their pixels" in message for message in caplog.messages)
+    # Stores have less room for them.
+    monkeypatch.undo()
+    auto = settings(source, encoding="auto")
+    chosen = [
+        preparation.choose_encoding(auto, images, tmp_path, remote=remote)
+        for images, remote in ((20, True), (6_000_000, True), (30_000_000, False))
+    ]
+    assert chosen == ["raw", "fast-jpeg", "fast-jpeg"]
 
 
 def test_every_way_to_be_bad_is_quarantined_with_its_reason(tmp_path: Path) -> None:

@@ -114,9 +114,9 @@ class RecordingDescription:
 _DESCRIPTION = TypeAdapter(RecordingDescription)
 
 
-def decoder_name(data: PreparedDataset, decode_on: DecodeOn | None, *, in_memory: bool) -> str:
+def decoder_name(data: PreparedDataset, decode_on: DecodeOn | None, *, decoded: bool) -> str:
     """Name what decodes the training images where `decode_on` says; those that are kept decoded are never left to a GPU."""
-    if decode_on == "cuda" and not in_memory:
+    if decode_on == "cuda" and not decoded:
         return f"nvJPEG of torchcodec {importlib.metadata.version('torchcodec')}"
     return data.decoder_name()
 
@@ -320,7 +320,7 @@ def check_fits(
             f"their views are mixed within windows of {description.window or description.samples:,} of {description.samples:,} images, and "
             f"here of {WINDOW * SHARD:,} of {learned:,}, so other images are mixed; record again with the same images (reinforce.unlabeled)"
         )
-    decoder = decoder_name(data, settings.decode_on, in_memory=all(split.in_memory for split in splits))
+    decoder = decoder_name(data, settings.decode_on, decoded=all(split.decoded for split in splits))
     if decoder != description.decoder:
         differences.append(
             f"the images were decoded by {description.decoder}, but here by {decoder}, which may give other pixels; record again with "
