@@ -67,6 +67,9 @@ class LoaderObserver(Protocol):
     def batches_ready(self, count: float) -> None:
         """Note how many batches are ready as the training asks for one; NaN where the operating system cannot count them."""
 
+    def batch_made(self, images: int, seconds: float) -> None:
+        """Note how long a process took to make a batch."""
+
 
 class Samples:
     """One or several splits, read as one training set."""
@@ -364,10 +367,12 @@ def make_loader(
     limit = _Limit(started, timeout_s)
     try:
         while (following := _next(outcomes, observer if workers else None, limit)) is not None:
-            outcome, pieces = following
+            outcome, pieces, seconds = following
             memory.free_with(outcome.images if isinstance(outcome, Batch) else None, pieces)
             if isinstance(outcome, TrainerError):
                 raise outcome
+            if observer is not None and isinstance(outcome, Batch):
+                observer.batch_made(len(outcome.labels), seconds)
             yield outcome
             del outcome, following  # its memory is used again
     finally:
@@ -380,7 +385,8 @@ def make_loader(
         del outcomes
 
 
-_Outcome = tuple[Batch | TrainerError, tuple[int, ...]]  # a micro-batch, and the pieces of memory that it was made in
+_Outcome = tuple[Batch | TrainerError, tuple[int, ...], float]
+"""A micro-batch, the pieces of memory that it was made in, and in how many seconds."""
 
 
 class _Outcomes(TorchDataset[_Outcome]):
@@ -391,11 +397,12 @@ class _Outcomes(TorchDataset[_Outcome]):
 
     def __getitem__(self, start: Any) -> _Outcome:
         outcome: Batch | TrainerError
+        began = time.perf_counter()
         try:
             outcome = self._batches[start]
         except TrainerError as error:
             outcome = error
-        return outcome, self.memory.taken()
+        return outcome, self.memory.taken(), time.perf_counter() - began
 
 
 class _Limit:

@@ -201,6 +201,9 @@ class RankRecord(StrictModel):
     processor: str = ""  # model of the processor; empty in older recordings
     memory_bytes: Count  # memory of the machine
     workers: Count | None = None  # loader processes beside the process; none where nothing was loaded
+    loader_images_per_second: float | None = (
+        None  # that the loaders of all processes can give; not recorded by older versions
+    )
     process: ProcessRecord
     place: Machines | None = None  # the node pool and its price; None where it is not known
     context: ContextRecord = ContextRecord()
@@ -338,6 +341,11 @@ def images_per_second(steps: Mapping[str, Series]) -> float | None:
     rows = measured_steps(steps)
     images, seconds = float(steps["images"][rows].sum()), float(steps["seconds"][rows].sum())
     return images / seconds if images and seconds else None
+
+
+def step_images_per_second(steps: Mapping[str, Series]) -> float | None:
+    """Return the rate of `images_per_second` if no step waited for its data; `steps` also has `data`."""
+    return images_per_second({**steps, "seconds": steps["seconds"] - steps["data"]})
 
 
 def quantiles(values: Series) -> Spread | None:

@@ -6,7 +6,7 @@ import math
 import os
 import platform
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -36,6 +36,7 @@ from trainer.profiling.evidence import (
     StepRecord,
     TrainingEvidence,
     images_per_second,
+    step_images_per_second,
 )
 from trainer.profiling.evidence_files import write_rank
 from trainer.profiling.monitor import Monitor, signals
@@ -117,6 +118,9 @@ class LoaderStats:
     workers: int | None = None  # loader processes beside this process; none where nothing is loaded yet
     pids: tuple[int, ...] = ()  # ids of the running loader processes
     ready: float = math.nan  # batches that were ready when the training last asked for one
+    made: deque[tuple[int, float]] = field(
+        default_factory=lambda: deque(maxlen=64)
+    )  # images and seconds of the last batches
 
     def loader_processes(self, pids: Sequence[int]) -> None:
         self.pids = tuple(pids)
@@ -124,6 +128,15 @@ class LoaderStats:
     def batches_ready(self, count: float) -> None:
         """Take how many batches are ready as the training asks for one."""
         self.ready = count
+
+    def batch_made(self, images: int, seconds: float) -> None:
+        self.made.append((images, seconds))
+
+    @property
+    def images_per_second(self) -> float | None:
+        """Images a second that the loader can give: all its processes, each as fast as it made its last batches; None before the first."""
+        images, seconds = (sum(column) for column in zip(*self.made, strict=True)) if self.made else (0, 0.0)
+        return max(1, self.workers or 0) * images / seconds if seconds else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,6 +263,17 @@ class Recorder:
         steps = self.timeline.steps
         return images_per_second({name: steps.column(name) for name in ("profiled", "images", "seconds")})
 
+    def rates_apart(self) -> Mapping[str, float]:
+        """Return images a second of all processes' loaders, and of the steps without their waits for data, as far as they are known."""
+        loader, steps = self._sources.loader.images_per_second, self.timeline.steps
+        rates = {
+            "loader": loader and self._world_size * loader,
+            "step": step_images_per_second(
+                {name: steps.column(name) for name in ("profiled", "images", "seconds", "data")}
+            ),
+        }
+        return {name: rate for name, rate in rates.items() if rate}
+
     def cost(self, part: str, seconds: float) -> None:
         self._costs[part] = self._costs.get(part, 0.0) + seconds
 
@@ -298,6 +322,7 @@ class Recorder:
             processor=processor_name(),
             memory_bytes=psutil.virtual_memory().total,
             workers=self._sources.loader.workers,
+            loader_images_per_second=self.rates_apart().get("loader"),
             process=ProcessRecord(pid=os.getpid(), started_unix=started_unix(), imported_unix=IMPORTED_UNIX),
             place=place_here(),
             context=self._context,

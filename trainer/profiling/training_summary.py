@@ -32,6 +32,7 @@ from trainer.profiling.evidence import (
     phase_seconds,
     phase_shares,
     quantiles,
+    step_images_per_second,
     step_ms,
 )
 from trainer.profiling.rules.outcomes import Case
@@ -43,7 +44,7 @@ _SLOW = 1.25  # a slow step takes this many times the median
 _DISTURBING = ("checkpoint", "evaluate")
 """Ranges between steps after which the next one may be slow: files are still written, caches hold other data."""
 _AS_RECORDED = ["world_size", "device", "host", "cores", "memory_bytes", "workers", "place", "processor", "failed"]
-_AS_RECORDED += ["startup", "overhead", "communication", "missing"]
+_AS_RECORDED += ["startup", "overhead", "communication", "missing", "loader_images_per_second"]
 """Fields of a summary that the first process's record has too."""
 _ROUNDING_S = 1e-3  # by how much a kept range may seem to end after the step that follows it
 
@@ -139,6 +140,8 @@ class TrainingSummary:
     step_ms: Spread | None  # None without measured steps
     images_a_step: float | None  # over all processes; None if the number of images is unknown
     images_per_second: float | None  # over all processes, within the measured steps; None if unknown
+    step_images_per_second: float | None  # the same without the waits for data
+    loader_images_per_second: float | None  # that the loaders of all processes can give; None if unknown
     phases: Mapping[str, PhaseSummary]
     slowest: Sequence[SlowStep]
     recorded_shares: Mapping[str, float]  # each phase, and each range outside of steps -> share of the whole recording
@@ -173,6 +176,8 @@ class TrainingSummary:
             "step_p50_ms": step.p50 if step else None,
             "step_p95_ms": step.p95 if step else None,
             "images_per_second": self.images_per_second,
+            "loader_images_per_second": self.loader_images_per_second,
+            "step_images_per_second": self.step_images_per_second,
             "data_share": data.share if data else None,
             "communication_share": self.communication_share,
         }
@@ -221,6 +226,7 @@ def summarize(training: TrainingEvidence, rules: RuleSettings | None = None) -> 
         step_ms=step_ms(first),
         images_a_step=float(images.mean()) if images.any() else None,
         images_per_second=images_per_second(first.steps),
+        step_images_per_second=step_images_per_second(first.steps),
         phases=phases,
         slowest=_slowest(first, measured),
         recorded_shares={name: recorded[name] / whole for name in order if recorded.get(name)},
@@ -385,6 +391,10 @@ SIGNALS: Mapping[str, ShownSignal] = {
     "step_p50_ms": ShownSignal("step (median)", tile="a step (median)", compared=True),
     "step_p95_ms": ShownSignal("step (95 %)", compared=True),
     "images_per_second": ShownSignal("images a second", tile="images a second", compared=True),
+    "loader_images_per_second": ShownSignal(
+        "images a second of the loader", tile="images a second that the loader gives"
+    ),
+    "step_images_per_second": ShownSignal("images a second of the step", tile="images a second that the step takes"),
     "data_share": ShownSignal("waits for data", tile="of a step waits for data"),
     "communication_share": ShownSignal("waits for gradients", compared=True),
     "cores_percent": ShownSignal("cores", tile="of the cores busy (mean)"),

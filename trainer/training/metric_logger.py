@@ -99,12 +99,19 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.set_postfix_str(scores)
 
-    def show(self, step: int, values: Mapping[str, float], measured: Callable[[], float | None] = lambda: None) -> None:
+    def show(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        measured: Callable[[], float | None] = lambda: None,
+        apart: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
         """Show the numbers of a step, the speed and the time left.
 
         Args:
             measured: gives images a second within the steps, where they are measured. Where they are not, all images by all the time
                 since the start are shown, and called `so far`.
+            apart: gives images a second of loader and step, each by itself: the lower one is the limit.
         """
         if not self._active:
             return
@@ -119,6 +126,7 @@ class ProgressBar:
         self._last_line, self._scores_are_shown = now, True
         rate, within_steps = (done - self._first) / max(now - self._start, 1e-9), measured()
         speed = f"{rate * self._images:.0f} images/s so far" if within_steps is None else f"{within_steps:.0f} images/s"
+        speed += _rates(apart())
         # The first steps compile, which no later one does: the time left follows from the steps alone, then from what came after them.
         if self._first_line is not None:
             begin, since = self._first_line
@@ -128,6 +136,10 @@ class ProgressBar:
             seconds = now - self._start if within_steps is None else (done - begin) * self._images / within_steps
         left_s = seconds * (self._work(self._total) - self._work(done)) / (self._work(done) - self._work(begin))
         logger.info("%s  step %d/%d  %s  %s  %.0f s left", self._name, done, self._total, text, speed, left_s)
+
+
+def _rates(apart: Mapping[str, float]) -> str:
+    return f" ({', '.join(f'{name} {rate:.0f}' for name, rate in apart.items())})" if apart else ""
 
 
 class MetricLogger(Hook):
@@ -217,7 +229,8 @@ class MetricLogger(Hook):
             )
         step, means = sent.steps[-1], table.mean((0, 1)).tolist()
         values = dict(zip(sent.names, means, strict=True)) | {"learning_rate": self._spec.learning_rate(step)}
-        self._progress.show(step, values, self._trace.recorder.images_per_second)
+        recorder = self._trace.recorder
+        self._progress.show(step, values, recorder.images_per_second, recorder.rates_apart)
         self._log(step, values)
 
 

@@ -481,7 +481,7 @@ class Heard:
     """What a loader reports."""
 
     def __init__(self, then=lambda: None):
-        self.pids, self.ready, self.then = [], [], then
+        self.pids, self.ready, self.then, self.made = [], [], then, []
 
     def loader_processes(self, pids):
         self.pids = list(pids)
@@ -489,6 +489,19 @@ class Heard:
     def batches_ready(self, count):
         self.ready.append(count)
         self.then()
+
+    def batch_made(self, images, seconds):
+        self.made.append((images, seconds))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_batch_takes_is_heard(workers):
+    heard = Heard()
+    made = batches(Samples([Images(20)]), TrainingSettings(batch_size=8))
+    began = time.perf_counter()
+    list(make_loader(made, [0, 8], workers=workers, pin_memory=False, observer=heard))
+    assert [images for images, _ in heard.made] == [8, 8]
+    assert 0 < sum(seconds for _, seconds in heard.made) < time.perf_counter() - began
 
 
 def test_batches_are_found_ready(monkeypatch):

@@ -13,7 +13,7 @@ from tests.unit.profiling.rules.synthetic import GPU, STEPS, case_of, judge_by, 
 from trainer.io import formatting
 from trainer.profiling.evidence import CommunicationRecord, TrainingEvidence, images_per_second, measured_steps
 from trainer.profiling.profile_report import build
-from trainer.profiling.recorder import Recorder
+from trainer.profiling.recorder import LoaderStats, Recorder
 from trainer.profiling.rules.lifecycle import StepOutliers
 from trainer.profiling.rules.outcomes import Finding
 from trainer.profiling.rules.processes import Communication
@@ -49,6 +49,25 @@ def test_first_step_and_those_of_profiler_are_not_measured() -> None:
     assert measured_steps({"profiled": profiled[:1]}).tolist() == [0], (
         "where nothing else remains, the first step counts"
     )
+
+
+def test_loader_and_step_are_shown_apart() -> None:
+    """The loader's two processes take a second for eight images each, and three quarters of every step are waiting."""
+    loader = LoaderStats(workers=2)
+    assert loader.images_per_second is None
+    for _ in range(3):
+        loader.batch_made(8, 1.0)
+    assert loader.images_per_second == 16
+    steps = steps_of(data=30.0, forward=10.0)
+    case = case_of(rank_of(steps, loader_images_per_second=16.0))
+    summary = summarize(case.training)
+    assert summary.images_per_second is not None
+    assert summary.step_images_per_second == pytest.approx(
+        summary.images_per_second * steps["seconds"][5] / (steps["seconds"][5] - steps["data"][5])
+    )
+    page = page_of(case.training).replace("\n", "")
+    assert "<b>16</b><span>images a second that the loader gives" in page
+    assert f"<b>{formatting.short(summary.step_images_per_second)}</b><span>images a second that the step takes" in page
 
 
 def test_median_steps_agree() -> None:

@@ -33,7 +33,9 @@ class Sink:
     def images_per_second(self):
         raise AssertionError("only a line of the log asks for it")
 
-    def show(self, step, values, measured):
+    rates_apart = images_per_second
+
+    def show(self, step, values, measured, apart):
         self.shown.append(step)
 
     def say(self, text):
@@ -168,7 +170,11 @@ def test_the_speed_within_the_steps_is_shown_where_it_is_measured(caplog, clock)
     with bar() as shown:
         clock[0] = 10.0
         shown.show(49, {"loss": 0.5}, lambda: 320.0)
-    assert caplog.messages == ["distill  step 50/100  loss 0.5  320 images/s  5 s left"]
+        clock[0] = 20.0
+        shown.show(50, {"loss": 0.5}, lambda: 320.0, lambda: {"loader": 330.2, "step": 900.0})
+    first, then = caplog.messages
+    assert first == "distill  step 50/100  loss 0.5  320 images/s  5 s left"
+    assert then.startswith("distill  step 51/100  loss 0.5  320 images/s (loader 330, step 900)  ")
 
 
 def test_steps_that_compiled_do_not_count_for_the_time_left(caplog, clock):
