@@ -101,11 +101,8 @@ bench: $(READY)  ## print the tables of tests/benchmarks, for an idle machine [P
 	@$(VENV)/python tests/benchmarks/bench_data.py $(if $(PHOTOS),--photos "$(PHOTOS)")
 	@$(VENV)/python tests/benchmarks/bench_distillation.py $(if $(PHOTOS),--photos "$(PHOTOS)")
 
-bench-gpu: $(READY)  ## the same for a distillation on a GPU [PHOTOS=folder]
-	@for teacher in base large; do for student in tiny small; do \
-		$(VENV)/python tests/benchmarks/bench_distillation.py --device cuda --precision bf16 --batch-size 256 --steps 150 \
-			--teacher vit_$${teacher}_patch16_224 --student vit_$${student}_patch16_224 $(if $(PHOTOS),--photos "$(PHOTOS)") \
-			|| exit 1; done; done
+bench-gpu: $(READY)  ## what a GPU reaches, and what holds it back, in nine minutes
+	@$(VENV)/python tests/benchmarks/bench_gpu.py
 
 check: $(READY)  ## lint, types, layers, generated files; writes nothing
 	$(VENV)/ruff check .

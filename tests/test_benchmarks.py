@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.benchmarks import bench_accuracy, bench_distillation
+from tests.benchmarks import bench_accuracy, bench_distillation, bench_gpu
 from tests.distillations import TINY
 from trainer import cli, stages
 from trainer.data import dataset as dataset_module
+from trainer.data import loader as loader_module
 from trainer.devices.device import Host
 from trainer.profiling.recorder import LoaderStats
 from trainer.runner import launch
@@ -45,6 +46,7 @@ def bench(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TRAINER_DEVICE", "cpu")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(dataset_module, "IN_MEMORY_BYTES", dataset_module.IN_MEMORY_BYTES)
+    monkeypatch.setattr(loader_module, "memory_share", loader_module.memory_share)
     monkeypatch.setattr(launch, "run_here", run_without_launcher)
     threads = torch.get_num_threads()
 
@@ -65,6 +67,16 @@ def run_command(command, *, check, env, stdout, stderr):
     """A stage's command in this process, which takes seconds to begin as one of its own."""
     assert command[1:3] == ["-m", "trainer"]
     return subprocess.CompletedProcess(command, cli.main(command[3:]))
+
+
+@pytest.mark.long
+def test_gpu(bench):
+    table = bench("bench_gpu", "--smoke")
+    lanes = {part.lane for part in bench_gpu.PARTS}
+    assert all(f" {lane} " in table for lane in lanes)
+    assert "loop, images/s apart: loader " in table
+    with pytest.raises(SystemExit, match="torch finds no GPU on this machine; --smoke"):
+        bench("bench_gpu")
 
 
 def test_distillation(bench):

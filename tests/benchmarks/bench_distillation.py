@@ -52,9 +52,11 @@ from trainer.config import (
     ModelSettings,
     Precision,
     ReinforceSettings,
+    Resident,
     ViewSettings,
 )
 from trainer.data import dataset as dataset_module
+from trainer.data import loader as loader_module
 from trainer.data.batch import Batch
 from trainer.data.dataset import open_dataset
 from trainer.data.loader import MicroBatches, Samples, Views, make_loader, positions
@@ -92,6 +94,7 @@ MOST_FED = 20
 """Further steps that are not timed because the loader's stock may feed them, for each loader process at most. A loader that has not used it
 up by then is less than a tenth slower than the step."""
 
+ROUNDS_IN_A_LANE = 3
 TOP_K = 10
 CLASSES = 100
 TEMPERATURE, LOGIT_WEIGHT = 2.0, 0.9
@@ -109,6 +112,8 @@ class Case:
     """Timed steps of each lane in a round."""
     decode_on: DecodeOn
     """What decodes the photos in our lanes."""
+    resident: Resident = "off"
+    """Whether they lie in the GPU's memory in our lanes, where a real training set would not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +201,7 @@ class Bench:
             samples=samples,
             view_size=student.card.image_size,
             settings=settings,
-            loading=LoadingSettings(workers=self.workers, decode_on=self.case.decode_on),
+            loading=LoadingSettings(workers=self.workers, decode_on=self.case.decode_on, resident=self.case.resident),
             processes=self.processes,
             teacher_outputs=recording,
         )
@@ -211,16 +216,25 @@ class Stopwatch:
 
     def __init__(self, device: torch.device, steps: int, loader: LoaderStats | None = None) -> None:
         self._device, self._steps, self.loader = device, steps, loader or LoaderStats()
+        self._lap = steps // ROUNDS_IN_A_LANE if steps % ROUNDS_IN_A_LANE == 0 else steps
         self._calls, self._last, self._began = 0, math.inf, 0.0
-        self.seconds = 0.0
+        self.laps: list[float] = []
+        """Seconds of each of `ROUNDS_IN_A_LANE` parts of the timed steps, where these can be divided so."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.laps)
 
     def is_over(self) -> bool:
         """Before each step: begin to time if this is the first that counts; whether the last one was before."""
         if self._last == math.inf and self._is_steady:
             self._began, self._last = now(self._device), self._calls + self._steps
-        elif self._calls == self._last:
-            self.seconds = now(self._device) - self._began
-            return True
+        elif self._last - self._calls < self._steps and (self._last - self._calls) % self._lap == 0:
+            ended = now(self._device)
+            self.laps.append(ended - self._began)
+            self._began = ended
+            if self._calls == self._last:
+                return True
         self._calls += 1
         return False
 
@@ -242,6 +256,7 @@ class TimedObjective:
         self._objective, self._stopwatch = objective, stopwatch
         self.model, self.left_out = objective.model, objective.left_out
         self.forward_for_hooks, self.end_step = objective.forward_for_hooks, objective.end_step
+        self.compile = objective.compile
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         if self._stopwatch.is_over():
@@ -249,8 +264,8 @@ class TimedObjective:
         return self._objective(model, batch)
 
 
-def timed_recording(bench: Bench) -> float:
-    """Seconds to record the teacher's outputs on the timed batches, with loading, decoding and augmentation."""
+def timed_recording(bench: Bench) -> Stopwatch:
+    """Time to record the teacher's outputs on the timed batches, with loading, decoding and augmentation."""
     training = bench.training(bench.settings(logit_weight=0.0, label_weight=1.0), None, None)
     views, size, samples = training.views, bench.case.batch_size, len(training.samples)
     number = math.ceil(bench.most_steps / math.ceil(samples / size))
@@ -260,7 +275,7 @@ def timed_recording(bench: Bench) -> float:
     records = record_batches(images, bench.frozen(), open_recording(bench.folder / "outputs").description)
     while not stopwatch.is_over():
         next(records)
-    return stopwatch.seconds
+    return stopwatch
 
 
 def now(device: torch.device) -> float:
@@ -273,13 +288,13 @@ def now(device: torch.device) -> float:
 LANES = ("alone", "recorded", "online", "timm", "timm-alone", "bare", "teacher", "reinforce")
 
 Lane = Callable[[], float]
-"""Seconds for the timed steps of a round."""
+"""Images a second of a round."""
 
 
 def our_loop(
     bench: Bench, settings: DistillSettings, teacher: FrozenTeacher | None, recording: Recording | None
-) -> float:
-    """Seconds of the timed steps in the real loop."""
+) -> Stopwatch:
+    """Time steps in the real loop."""
     training = bench.training(settings, teacher, recording)
     stopwatch = Stopwatch(bench.device, bench.case.steps)
     trace, tracker = Trace(), Tracker()
@@ -290,10 +305,10 @@ def our_loop(
     stopwatch.loader = trainer.loader
     with suppress(EnoughError):
         trainer.train()
-    return stopwatch.seconds
+    return stopwatch
 
 
-def bare_loop(bench: Bench, settings: DistillSettings) -> float:
+def bare_loop(bench: Bench, settings: DistillSettings) -> Stopwatch:
     """The step of `alone`, written by hand around the same loader."""
     training = bench.training(settings, None, None)
     model = training.objective.model.to(bench.device).train()
@@ -312,10 +327,10 @@ def bare_loop(bench: Bench, settings: DistillSettings) -> float:
         nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return stopwatch.seconds
+    return stopwatch
 
 
-def timm_loop(bench: Bench, *, distills: bool) -> float:
+def timm_loop(bench: Bench, *, distills: bool) -> Stopwatch:
     """timm's task with the step of its training script, on batches that are ready and normalized."""
     student = bench.student().to(bench.device)
     network, criterion = student.network, nn.CrossEntropyLoss()
@@ -346,16 +361,16 @@ def timm_loop(bench: Bench, *, distills: bool) -> float:
         optimizer.step()
         optimizer.zero_grad()
         loss.item()
-    return stopwatch.seconds
+    return stopwatch
 
 
-def bare_teacher(bench: Bench) -> float:
+def bare_teacher(bench: Bench) -> Stopwatch:
     """The teacher's inference on batches that are ready."""
     teacher, ready = bench.frozen(), [batch.images for batch in bench.ready_batches(2)]
     stopwatch, batches = Stopwatch(bench.device, bench.case.steps), cycle(ready)
     while not stopwatch.is_over():
         teacher(next(batches))
-    return stopwatch.seconds
+    return stopwatch
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -365,7 +380,8 @@ def bare_teacher(bench: Bench) -> float:
 @contextmanager
 def opened(case: Case, folder: Path) -> Iterator[Bench]:
     """What the lanes share, in a folder that `fill` has filled."""
-    dataset_module.IN_MEMORY_BYTES = 0  # a real training set would not fit into memory: decode at each read
+    # A real training set would not fit into memory: decode at each read.
+    dataset_module.IN_MEMORY_BYTES, loader_module.memory_share = 0, lambda: 0
     with join_processes() as processes:
         yield Bench(case=case, folder=folder, processes=processes)
 
@@ -374,7 +390,8 @@ def fill(folder: Path, photos: str, classes: int, teacher: str) -> None:
     """A data set of photos and a teacher with random weights, which costs as much as a trained one."""
     if not photos:
         write_photos(folder / "photos", classes=classes, per_class=5)
-    prepare.run(DataSettings(source=f"imagefolder:{photos or folder / 'photos'}"), dataset=folder / "dataset")
+    source = f"imagefolder:{photos or folder / 'photos'}"
+    prepare.run(DataSettings(source=source, encoding="fast-jpeg"), dataset=folder / "dataset")
     torch.manual_seed(1)
     model = networks.create(ModelSettings(architecture=teacher), open_dataset(folder / "dataset").classes)
     with artifacts.create(folder / "teacher", "model", settings={}) as draft:
@@ -408,7 +425,7 @@ def lanes(bench: Bench) -> dict[str, Lane]:
     recording = open_recording(bench.folder / "outputs")
     alone = bench.settings(logit_weight=0.0, label_weight=1.0)
     images = case.batch_size * case.steps
-    seconds: dict[str, Callable[[], float]] = {
+    timed: dict[str, Callable[[], Stopwatch]] = {
         "alone": lambda: our_loop(bench, alone, None, None),
         "recorded": lambda: our_loop(bench, bench.settings(), None, recording),
         "online": lambda: our_loop(bench, bench.settings(), bench.frozen(), None),
@@ -418,11 +435,11 @@ def lanes(bench: Bench) -> dict[str, Lane]:
         "teacher": lambda: bare_teacher(bench),
         "reinforce": lambda: timed_recording(bench),
     }
-    return {name: partial(rate_of, lane, images) for name, lane in seconds.items()}
+    return {name: partial(rate_of, lane, images) for name, lane in timed.items()}
 
 
-def rate_of(lane: Lane, images: int) -> float:
-    return images / lane()
+def rate_of(lane: Callable[[], Stopwatch], images: int) -> float:
+    return images / lane().seconds
 
 
 def in_turns(rates: dict[str, Lane], rounds: int) -> dict[str, list[float]]:
