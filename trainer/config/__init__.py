@@ -57,6 +57,7 @@ from trainer.config.settings import PretrainSettings as PretrainSettings
 from trainer.config.settings import ProfileSettings as ProfileSettings
 from trainer.config.settings import RegisterSettings as RegisterSettings
 from trainer.config.settings import ReinforceSettings as ReinforceSettings
+from trainer.config.settings import Resident as Resident
 from trainer.config.settings import SearchSettings as SearchSettings
 from trainer.config.settings import Settings as Settings
 from trainer.config.settings import Sharding as Sharding
@@ -374,6 +375,7 @@ def _inherit(settings: Settings) -> Settings:
         "workers": data.workers,
         "views_on": data.views_on,
         "decode_on": data.decode_on,
+        "resident": data.resident,
         "deterministic": settings.run.deterministic,
         "augmentation": settings.distill.views,
         "unlabeled": settings.distill.unlabeled,

@@ -38,18 +38,24 @@ WAIT_VARIABLE = "TRAINER_WAIT_S"
 DEVICE_VARIABLE = "TRAINER_DEVICE"  # environment variable that says where to train: auto, cpu, cuda or xla
 
 Precision = Literal["auto", "fp32", "bf16"]
-Compile = Literal["auto", "on", "off"]
+Compile = Literal["auto", "on", "max", "off"]
 Sharding = Literal["auto", "none", "fsdp"]
 GrayBits = Annotated[int, Field(ge=8, le=16)]
 Workers = NonNegative | Literal["auto"]
 ViewsOn = Literal["auto", "cpu", "device"]
 DecodeOn = Literal["cpu", "cuda"]
+Resident = Literal["auto", "on", "off"]
 Encoding = Literal["auto", "raw", "fast-jpeg", "jpeg", "png"]
 Outside = Literal["refuse", "read"]
 FeatureFormat = Literal["fp16", "int8"]
 LabelIssues = Literal["off", "held_out", "all"]
 OnNearDuplicates = Literal["show", "separate", "refuse"]
 MultiLabelLoss = Literal["bce", "asymmetric"]
+
+
+def _is_auto(value: object) -> bool:
+    """Return whether a choice is left to this version. Such settings are not serialized, so older artifacts keep their fingerprint."""
+    return value in ("auto", None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -67,11 +73,13 @@ class LoadingSettings(Section):
     """Where views are made; default: `data.views_on`."""
     decode_on: DecodeOn | None = None
     """Where stored images are decoded; default: `data.decode_on`."""
+    resident: Annotated[Resident | None, Field(exclude_if=_is_auto)] = None
+    """Whether a training's images lie in the device's memory; default: `data.resident`."""
     deterministic: bool | None = None
     """Use only deterministic operations on a GPU; default: `run.deterministic`."""
 
 
-LOADING = frozenset({"workers", "views_on", "decode_on"})
+LOADING = frozenset({"workers", "views_on", "decode_on", "resident"})
 """Settings of `data` about loading prepared images; they do not change what `prepare` writes."""
 
 
@@ -358,7 +366,8 @@ class TrainingSettings(Section):
     """`bf16` autocast or `fp32`; auto takes bf16 on GPUs that have it. A processor without bf16 instructions computes in fp32. On a GPU
     convolutions in fp32 are computed in TF32, as torch does by default; what `evaluate` measures is not."""
     compile: Compile = "auto"
-    """torch.compile; auto compiles on GPUs only."""
+    """torch.compile; auto compiles on GPUs only. `max` also times kernels of matrix products against one another, which takes minutes, and
+    replays CUDA graphs on a single GPU without accumulation; its rounding differs from run to run unless `run.deterministic`."""
     gradient_compression: Literal["none", "bf16"] = "none"
     """Data type of gradients in the all-reduce; bf16 halves their bytes."""
     zero: bool = False
@@ -469,11 +478,15 @@ class DataSettings(Section):
     min_edge: Positive = 8
     """Images with a shorter edge are quarantined, in pixels."""
     workers: Workers = "auto"
-    """Loader processes for each training process; 0 loads in the training process itself, auto measures at the start."""
+    """Loader processes for each training process; 0 loads in the training process itself; auto measures at the start, and
+    beside a GPU once more after 200 steps."""
     views_on: ViewsOn = "auto"
     """Where views are made from stored images: in the loader (`cpu`) or on the training device; auto takes the device if it is a GPU."""
     decode_on: DecodeOn = "cpu"
     """Where stored JPEG images are decoded: in the loader, or on the GPU (nvJPEG)."""
+    resident: Annotated[Resident, Field(exclude_if=_is_auto)] = "auto"
+    """Whether a training's images lie decoded in the memory of the device that makes their views, so that a batch is a list of numbers;
+    auto where a GPU has room: they take at most 40 % of the memory that is free before the first step."""
     attributes: Annotated[Place, Field(exclude_if=_is_unset)] = ""
     """A table of what is known of each class (`FILE.csv`, path or URI): the first column names the class, each other one is an attribute,
     such as energy or allergens, which the registered student gives with its answers."""

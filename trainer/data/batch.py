@@ -53,8 +53,8 @@ class Batch(NamedTuple):
 
     images: Tensor
     """Views, uint8 [b + x, 3, V, V], the first b the samples' own. Where `views` says which views the device still has to make: stored
-    images [b + x, 3, S, S], or their JPEG files one after another, uint8 [bytes], if `lengths` says where each ends. Once on the device:
-    views, mixed, [b, 3, V, V]."""
+    images [b + x, 3, S, S]; or their indices, int64 [b + x], if they lie on the device (`Views.resident`); or their JPEG files one after
+    another, uint8 [bytes], if `lengths` says where each ends. Once on the device: views, mixed, [b, 3, V, V]."""
     labels: Tensor  # int64 [b]; -1 for a sample without label
     keys: Tensor  # sample keys, the bits of a uint64 as int64 [b]; on the CPU, where random numbers are drawn
     numbers: Tensor  # view numbers, int64 [b]; on the CPU

@@ -53,7 +53,7 @@ from trainer.models.served_student.preprocessing import DEEPEST, BadImageError, 
 Pixels = npt.NDArray[np.uint8]
 Targets = npt.NDArray[np.uint8]
 
-_ALONE = 1024
+_ALONE = 512
 """Images up to which one thread decodes them."""
 SAMPLED_FILES = 8
 """Files of a split that `PreparedDataset.sample` reads, at most; prepare writes about 500 MB into each."""

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from trainer.config import DecodeOn, TrainingSettings, ViewSettings, ViewsOn
-from trainer.data.batch import Batch, Recorded, check_gpu_decoding, join_files
+from trainer.config import DecodeOn, Resident, TrainingSettings, ViewSettings, ViewsOn
+from trainer.data.batch import Batch, Recorded, check_gpu_decoding, join_files, to_device
 from trainer.data.batch_memory import BatchMemory, empty_images
 from trainer.data.dataset import Split, Targets, memory_share
 from trainer.data.dataset_schema import UNLABELED
@@ -44,6 +44,9 @@ from trainer.io.errors import DataError, LostProcessError, SettingsError, Traine
 
 Number = TypeVar("Number", bound=np.generic)
 
+_UPLOADED = 1024  # images that are decoded together, on their way to a device that keeps them
+_RESIDENT_SHARE = 0.4
+"""Of a device's free memory that images take; the rest is for what the steps compute."""
 PREFETCHED = 2  # micro-batches that each loader process prefetches
 _POLL_S = 0.5  # seconds between two checks of whether a batch takes too long
 
@@ -110,9 +113,23 @@ class Samples:
 
     def keep_decoded(self, limit: int) -> None:
         """Decode all images now if they have at most `limit` bytes."""
-        if len(self) * 3 * self.image_size**2 <= limit:
+        if self.decoded_bytes <= limit:
             for split in self._splits:
                 split.load(limit)
+
+    @property
+    def decoded_bytes(self) -> int:
+        return len(self) * 3 * self.image_size**2
+
+    def upload(self, device: torch.device) -> Tensor:
+        """Bring all stored images to a device, uint8 [N, S, S, 3]."""
+        images = torch.empty(len(self), self.image_size, self.image_size, 3, dtype=torch.uint8, device=device)
+        for end, split in zip(self._ends, self._splits, strict=True):
+            for start in range(0, len(split), _UPLOADED):
+                chosen = range(start, min(start + _UPLOADED, len(split)))
+                first = end - len(split) + start
+                images[first : first + len(chosen)].copy_(to_device(split.read(chosen).permute(0, 2, 3, 1), device))
+        return images
 
     def read(self, indices: Indices) -> Tensor:
         """Read stored images, uint8 [B, 3, S, S], the channels innermost in memory."""
@@ -173,11 +190,39 @@ class Views:
         """
         self.samples, self.size, self.seed, self.settings = samples, size, seed, settings
         self._on_device, self._exact = on_device, exact
+        self.resident: Tensor | None = None
+        """All stored images on the device, uint8 [N, S, S, 3], of which a batch's images are then the indices; see `reside`."""
+        self._resides = False
         self._encoded = decode_on == "cuda" and not samples.decoded
         if self._encoded:
             check_gpu_decoding(samples.encoded(0), on_device=on_device)
         elif on_device:
             samples.keep_decoded(memory_share())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"resident": None}  # which loader processes have no use for
+
+    def reside(self, device: Device, wanted: Resident) -> bool:
+        """Bring all images to the device where that is wanted, and has room for them if `auto`; returns whether it was done.
+
+        Raises:
+            SettingsError: they are wanted there, but not their views; or a GPU decodes them.
+        """
+        if wanted == "on" and (not self._on_device or self._encoded):
+            raise SettingsError(
+                "data.resident is on, but "
+                + (
+                    "data.decode_on is cuda"
+                    if self._encoded
+                    else "views are not made on the training device (data.views_on)"
+                )
+                + "; set data.resident=auto"
+            )
+        makes_views = self._on_device and not self._encoded
+        fits = self.samples.decoded_bytes <= _RESIDENT_SHARE * device.free_memory
+        if wanted == "on" or (wanted == "auto" and makes_views and fits):
+            self.resident, self._resides = self.samples.upload(device.torch_device), True
+        return self._resides
 
     def batch(self, taken: SampleSlice) -> Batch:
         """Make the batch of these positions of the sampler."""
@@ -190,7 +235,9 @@ class Views:
             mixing = draw_mixing(keys, numbers, rows, samples.labels[partners], seed=seed, settings=settings)
         drawn = draw_views(samples.keys[shown], shown_numbers, stored=samples.image_size, seed=seed, settings=settings)
         lengths = None
-        if not self._on_device:
+        if self._resides:
+            images = torch.from_numpy(shown)
+        elif not self._on_device:
             images = self._make(shown, drawn)
         elif not self._encoded:
             images = samples.read(shown)

@@ -59,7 +59,7 @@ class Device:
         return precision == "bf16" or (precision == "auto" and self.has_bf16)
 
     def compiles_with(self, setting: Compile) -> bool:
-        return setting == "on" or (setting == "auto" and self.compiles)
+        return setting in ("on", "max") or (setting == "auto" and self.compiles)
 
     def autocast(self, precision: Precision) -> AbstractContextManager[object]:
         return torch.autocast(self.kind, dtype=torch.bfloat16, enabled=self.uses_bf16(precision))
@@ -88,6 +88,11 @@ class Device:
 
     def return_freed_memory(self) -> None:
         """Give back what is freed from now on, where it is kept for what is allocated next."""
+
+    @property
+    def free_memory(self) -> int:
+        """Bytes that are free on a device with a memory of its own; 0 where it has none, or does not say."""
+        return 0
 
     def is_out_of_memory(self, error: RuntimeError) -> bool:
         """Whether the device's memory was too small."""
@@ -216,6 +221,10 @@ class CudaDevice(Device):
     """A GPU of NVIDIA."""
 
     pins_memory: bool = True  # copies from page-locked memory go over a stream of their own
+
+    @property
+    def free_memory(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
     def seed(self, seed: int) -> None:
         super().seed(seed)

@@ -6,8 +6,9 @@ processes and trains nothing, that module is `trainer.runner.elastic_private`.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
@@ -44,10 +45,10 @@ def ddp_timings(model: DistributedDataParallel) -> DdpTimings | None:
     )
 
 
-def compiler_backend(name: str) -> Callable[..., Any]:
-    """Return a backend of torch.compile: from a graph and its inputs to a function."""
+def compiler_backend(name: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """Return a backend of torch.compile: from a graph and its inputs to a function; `options` are changes of Inductor's configuration."""
     backend: Callable[..., Any] = torch._dynamo.lookup_backend(name)
-    return backend
+    return functools.partial(backend, config_patches=dict(options)) if options else backend
 
 
 class CompileHooks:
@@ -88,6 +89,13 @@ def keep_activations(share: float) -> None:
 def lerp_all(tensors: Sequence[Tensor], ends: Sequence[Tensor], share: float) -> None:
     """Move each tensor toward its end, in place: tensor + share x (end - tensor); few kernels for all of them."""
     torch._foreach_lerp_(list(tensors), list(ends), share)
+
+
+def copy_all(tensors: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its tensor; few kernels for all that are of one type."""
+    for dtype in {tensor.dtype for tensor in tensors}:
+        pairs = [pair for pair in zip(tensors, sources, strict=True) if pair[0].dtype == dtype]
+        torch._foreach_copy_([tensor for tensor, _ in pairs], [source for _, source in pairs])
 
 
 def norm_all(tensors: Sequence[Tensor], order: float = 2) -> Tensor:

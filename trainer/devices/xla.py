@@ -57,8 +57,8 @@ class XlaDevice(Device):
         return self
 
     def compiles_with(self, setting: Compile) -> bool:
-        if setting == "on":
-            raise SettingsError("compile=on: XLA compiles whole steps by itself; set compile=auto")
+        if setting in ("on", "max"):
+            raise SettingsError(f"compile={setting}: XLA compiles whole steps by itself; set compile=auto")
         return False
 
     def inference(self) -> AbstractContextManager[object]:

@@ -56,6 +56,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         "workers",
         "views_on",
         "decode_on",
+        "resident",
         # What is noted and kept of the training.
         "log_every",
         "checkpoint_every",

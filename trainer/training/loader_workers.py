@@ -10,7 +10,9 @@ import math
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
@@ -32,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 WARM_STEPS, TIMED_STEPS = 3, 5
 """Steps that may compile or fill caches, and those after them whose time counts."""
+CORRECTED_AFTER = 200
+"""Steps after which loader processes are chosen once more, and more of them started if a batch takes them longer than was measured."""
 NEGLIGIBLE = 0.03
 """Loading that takes at most this share of a step does not repay a process."""
 MARGIN = 1.25
@@ -108,14 +112,43 @@ class MicroBatchLoader:
         if self._processes.is_first:
             reason = "measured" if self._workers == "auto" else "as workers says"
             logger.info("%s  loader processes beside each training process: %d (%s)", self._name, workers, reason)
-        yield from make_loader(
+        corrects = self._workers == "auto" and workers > 0 and device.kind == "cuda"
+        awaited: deque[int] = deque()  # what loader processes were asked for
+        with closing(self._load(_noted(starts, awaited), workers)) as loader:
+            for batch in islice(loader, CORRECTED_AFTER * self._accumulation if corrects else None):
+                awaited.popleft()
+                yield batch
+            more = self._corrected(workers) if corrects and awaited else workers
+            if more == workers:
+                for batch in loader:
+                    awaited.popleft()
+                    yield batch
+                return
+        self._stats.workers = more
+        yield from self._load(chain(awaited, starts), more)
+
+    def _load(self, starts: Iterable[int], workers: int) -> Generator[Batch]:
+        return make_loader(
             self._batches,
             starts,
             workers=workers,
-            pin_memory=device.pins_memory,
+            pin_memory=self._processes.device.pins_memory,
             timeout_s=wait_limit_s() / 2,  # before the other processes, which wait for this one, give up
             observer=self._stats,
         )
+
+    def _corrected(self, workers: int) -> int:
+        """Choose again, by what batches take while all load beside the training: a core was alone when it was measured."""
+        made, chosen, step_s = self._stats.made, workers, self._step_seconds()
+        if made and step_s:
+            batch_s = statistics.fmean(seconds for _, seconds in made)
+            cores, local = usable_cores(), self._processes.local_world_size
+            chosen = max(workers, choose_workers(batch_s, step_s, cores=cores, processes=local))
+        more = max(self._processes.gather(chosen, "the correction of loader processes"))
+        if more > workers and self._processes.is_first:
+            text = "%s  loader processes beside each training process: %d in place of %d, which fell behind the step"
+            logger.info(text, self._name, more, workers)
+        return more
 
     def _choose(self, step_seconds: Callable[[], float]) -> int:
         """Choose so many as keep up with the step, by the measurements of the process that needs most."""
@@ -130,6 +163,12 @@ class MicroBatchLoader:
         self._timeline.catch_up()
         steps = self._timeline.steps
         return float(np.median((steps.column("seconds") - steps.column("data"))[WARM_STEPS:])) / self._accumulation
+
+
+def _noted(starts: Iterable[int], awaited: deque[int]) -> Iterator[int]:
+    for start in starts:
+        awaited.append(start)
+        yield start
 
 
 def measured_workers(

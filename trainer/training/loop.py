@@ -115,6 +115,10 @@ class Trainer:
             self._parallel, self._graphs = parallelize_model(self.model, settings, processes)
             if average is not None:
                 shard(average, settings, processes)
+        if (
+            self._graphs is not None and processes.device.kind == "cuda"
+        ):  # on a CPU it would round otherwise, and gain nothing
+            objective.compile(self._graphs)
         self._ddp_timer = DdpTimer(self._parallel) if isinstance(self._parallel, DistributedDataParallel) else None
         self.communication = None if self._ddp_timer is None else self._ddp_timer.record
         """Returns how long gradients travel, where DDP exchanges them."""
@@ -192,6 +196,8 @@ class Trainer:
         """Load this process's micro-batches from `first_step` on, `accumulation` a step, one ahead on the device."""
         spec, processes, accumulation = self.spec, self.processes, self.settings.accumulation
         views, last_step, world_size = spec.views, spec.last_step, processes.world_size
+        if views.reside(processes.device, spec.loading.resident or "auto") and processes.is_first:
+            logger.info("%s  all %d images lie on the device (data.resident)", spec.name, len(spec.samples))
         batches = MicroBatches(
             views,
             spec.order,

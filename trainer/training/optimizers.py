@@ -22,7 +22,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from trainer.config import TrainingSettings
 from trainer.devices import HOST, Device, RowShardedOptimizer
 from trainer.devices.process_group import Processes
-from trainer.devices.torch_private import lerp_all
+from trainer.devices.torch_private import copy_all, lerp_all
 from trainer.models.networks import Classifier, batch_norms
 
 
@@ -176,7 +176,8 @@ class AveragedModel:
         if isinstance(share, Tensor):
             for average, source in zip(self._averages, self._sources, strict=True):
                 average.lerp_(source, share)
+            for average, source in self._buffers:
+                average.copy_(source)
         else:
             lerp_all(self._averages, self._sources, share)
-        for average, source in self._buffers:
-            average.copy_(source)
+            copy_all([average for average, _ in self._buffers], [source for _, source in self._buffers])

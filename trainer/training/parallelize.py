@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from timm.layers import LayerScale
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +16,8 @@ from trainer.devices.process_group import Processes
 from trainer.devices.torch_private import DdpTimings, compiler_backend, ddp_timings, keep_activations
 from trainer.profiling.evidence import CommunicationRecord
 from trainer.training.cpu_kernels import use_fast_kernels
-from trainer.training.sharding import block_lists, is_fsdp, repeated_blocks, shard
+from trainer.training.gpu_kernels import use_gpu_kernels
+from trainer.training.sharding import is_fsdp, repeated_blocks, shard
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +31,9 @@ _TIMED_FIRST, _TIMED_EVERY = 10, 100
 class CompileCounter:
     """A backend of torch.compile that counts the graphs that another one compiles for training; a validation may need its own."""
 
-    def __init__(self, backend: str = "inductor") -> None:
+    def __init__(self, backend: str = "inductor", options: Mapping[str, Any] | None = None) -> None:
         self.count = 0
-        self._compile = compiler_backend(backend)
+        self._compile = compiler_backend(backend, options)
         self._seen = 0
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -90,9 +90,10 @@ def parallelize_model(
     Returns:
         What the training calls, and the counter of its graphs where it is compiled.
     """
-    if processes.device.kind == "cuda" and processes.device.uses_bf16(settings.precision):
-        keep_stream_in_bf16(model)
-    graphs = CompileCounter() if processes.device.compiles_with(settings.compile) else None
+    use_gpu_kernels(model, processes.device, settings.precision)
+    graphs = None
+    if processes.device.compiles_with(settings.compile):
+        graphs = CompileCounter(options=compiler_options(settings, processes))
     if graphs is None:
         kernels = use_fast_kernels(model, processes.device, settings.precision)
         if kernels is not None and processes.is_first:
@@ -122,6 +123,18 @@ def parallelize_model(
     return shared, graphs
 
 
+def compiler_options(settings: TrainingSettings, processes: Processes) -> dict[str, Any]:
+    """Return Inductor's options for `compile=max`; none otherwise.
+
+    Kernels of matrix products are then timed against one another, with what follows a product in its kernel. A GPU replays each pass as a
+    CUDA graph where all steps are alike: a single process, whose micro-batch has one shape and whose gradients do not outlive the step.
+    """
+    if settings.compile != "max":
+        return {}
+    alike = processes.world_size == 1 and settings.accumulation == 1 and not settings.low_resolution.image_size
+    return {"max_autotune_gemm": True, "triton.cudagraphs": processes.device.kind == "cuda" and alike}
+
+
 def compile_blocks(model: nn.Module, graphs: CompileCounter) -> None:
     """Compile the repeated blocks of a model, in place; all of it in one where nothing repeats."""
     blocks = list(repeated_blocks(model)) or [model]
@@ -129,26 +142,3 @@ def compile_blocks(model: nn.Module, graphs: CompileCounter) -> None:
         # Blocks share graphs where they are alike; with stochastic depth each rate needs its own, and torch would give up after 8. Shapes
         # are static: a training has two at most, and so has a validation.
         block.compile(backend=graphs, dynamic=False, recompile_limit=max(8, 4 * len(blocks)))
-
-
-def keep_stream_in_bf16(model: nn.Module) -> None:
-    """Let what flows from block to block be bf16 under autocast, whatever enters the first block; without autocast nothing changes.
-
-    Autocast alone leaves it float32, because the position embedding, to which all else is added, is. Each block reads and writes it
-    several times: without the cast a ViT-Ti moves a fifth more bytes (`tests/unit/training/test_bytes.py`).
-    """
-    for blocks in block_lists(model):
-        blocks[0].register_forward_pre_hook(_cast_input)
-    for module in model.modules():
-        if isinstance(module, LayerScale):  # its float32 factors would make the stream float32 again
-            module.register_forward_hook(_cast_output)
-
-
-def _cast_input(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    tokens, *others = inputs
-    kind = tokens.device.type
-    return (tokens.to(torch.get_autocast_dtype(kind)), *others) if torch.is_autocast_enabled(kind) else inputs
-
-
-def _cast_output(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-    return output.to(inputs[0].dtype)

@@ -135,6 +135,8 @@ def render(batch: Batch, views: Views) -> Batch:
     It is on the device, decoded, but for what `Batch` says is on the CPU.
     """
     images = batch.images
+    if views.resident is not None:
+        images = views.resident.index_select(0, images).permute(0, 3, 1, 2)
     if batch.views is not None:
         images = make_views(images, batch.views, views.size, views.settings)
     if batch.mixing is not None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -44,6 +44,10 @@ class Objective(Protocol):
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         """Compute the losses of a batch that is on the device; `model` is `self.model`, perhaps compiled or wrapped by DDP."""
         ...
+
+    def compile(self, backend: Callable[..., Any]) -> None:  # noqa: ARG002  # most have nothing to compile
+        """Compile what is computed besides the model, with a backend of torch.compile."""
+        return
 
     def end_step(self, settings: TrainingSettings, processes: Processes) -> None:  # noqa: ARG002  # most have nothing to do
         """Do what belongs to the end of a step, on all processes, when its weights are updated."""

@@ -1,8 +1,10 @@
 import os
+import pickle
 import signal
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -33,9 +35,11 @@ from trainer.data.loader import (
 )
 from trainer.data.sampler import SampleSlice, StatelessSampler
 from trainer.data.views.rendering import make_views, mixes
+from trainer.devices import HOST
 from trainer.io import artifacts
 from trainer.io.child_processes import SERVED
 from trainer.io.errors import DataError, LostProcessError, SettingsError, TrainingError
+from trainer.training.prefetch import render
 
 
 class Images:
@@ -55,7 +59,7 @@ class Images:
     def __len__(self):
         return len(self.numbers)
 
-    def load(self):
+    def load(self, limit=0):
         """Everything is in memory."""
 
     def read(self, indices):
@@ -176,6 +180,28 @@ def load_from_a_stopping_process(observer):
 
 def test_a_stopped_process_is_not_waited_for():
     load_from_a_stopping_process(Pids())
+
+
+def test_images_that_lie_on_the_device_give_the_same_views(monkeypatch):
+    settings = TrainingSettings(batch_size=16, views=MIXED)
+    samples = Samples([Images(51, patterned=True), Images(7)])
+    monkeypatch.setattr("trainer.data.loader._UPLOADED", 20)
+    given, resident = (batches(samples, settings, on_device=True) for _ in range(2))
+    views = resident._views
+    assert not views.reside(HOST, "off")
+    assert not views.reside(HOST, "auto"), "a processor has them anyway"
+    room = samples.decoded_bytes / 0.4
+    devices = [SimpleNamespace(torch_device=torch.device("cpu"), free_memory=free) for free in (room - 9, room + 9)]
+    assert [views.reside(device, "auto") for device in devices] == [False, True]
+    for start in (0, 40):
+        batch = resident[start]
+        assert batch.images.dtype == torch.int64
+        assert torch.equal(render(batch, views).images, render(given[start], given._views).images)
+    sent = pickle.loads(pickle.dumps(resident))
+    assert sent._views.resident is None
+    assert torch.equal(sent[40].images, resident[40].images), "a loader process gives indices too"
+    with pytest.raises(SettingsError, match=r"data\.resident is on, but views are not made on the training device"):
+        batches(samples, settings)._views.reside(HOST, "on")
 
 
 def test_device_makes_same_views_of_what_it_is_given():

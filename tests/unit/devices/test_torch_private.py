@@ -1,5 +1,6 @@
 """Each thing that torch does not document still does what it is used for, with the torch that is installed."""
 
+import functools
 import math
 import time
 
@@ -53,6 +54,25 @@ def test_the_compiler_calls_back_and_takes_a_backend():
     assert calls == ["started", "ended"]
 
 
+def test_the_compilers_options_hold_for_the_graphs_of_its_backend():
+    import torch._inductor.config as inductor
+
+    seen, kept = [], inductor.max_autotune_gemm
+
+    def spy(graph, _inputs):
+        seen.append(inductor.max_autotune_gemm)
+        return graph.forward
+
+    backend = torch_private.compiler_backend("inductor", {"max_autotune_gemm": not kept})
+    torch.compiler.reset()
+    compiled = torch.compile(
+        torch.sin, backend=functools.partial(backend, inner_compile=lambda graph, *a, **_: spy(graph, a))
+    )
+    assert torch.allclose(compiled(torch.ones(3)), torch.ones(3).sin())
+    assert seen == [not kept]
+    assert inductor.max_autotune_gemm == kept
+
+
 def test_the_compiler_can_choose_without_timing():
     import torch._inductor.config as inductor
 
@@ -67,6 +87,14 @@ def test_all_tensors_move_as_one_by_one():
     expected = [torch.lerp(tensor, end, 0.3) for tensor, end in zip(tensors, ends, strict=True)]
     torch_private.lerp_all(tensors, ends, 0.3)
     assert all(map(torch.equal, tensors, expected))
+
+
+def test_all_tensors_are_copied_as_one_by_one():
+    sources = [torch.randn(5), torch.tensor(3), torch.randn(2, 3)]
+    tensors = [torch.zeros_like(source) for source in sources]
+    torch_private.copy_all(tensors, sources)
+    assert all(map(torch.equal, tensors, sources))
+    torch_private.copy_all([], [])
 
 
 @pytest.mark.parametrize("order", [1, 2])

@@ -16,7 +16,7 @@ from torch._inductor.virtualized import V
 
 from trainer.config import ModelSettings
 from trainer.models import networks
-from trainer.training.parallelize import keep_stream_in_bf16
+from trainer.training.gpu_kernels import keep_stream_in_bf16
 
 IMAGES = (2, 6)
 

@@ -134,6 +134,21 @@ def test_beside_a_gpu_the_number_follows_what_was_measured(
     assert caplog.messages[-1].endswith(f"{stats.workers} (measured)")
 
 
+def test_loaders_that_are_slower_than_measured_become_more_once(recorder, stats, monkeypatch, caplog, takes):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(module, "CORRECTED_AFTER", 5)
+    monkeypatch.setattr(module, "usable_cores", lambda: 4)
+    takes(LoadingTime(seconds=0.03, waiting=0.0), step=0.04)
+    stats.made.append((1, 0.08))  # beside the training a process takes nearly three times as long
+    steps = WARM_STEPS + TIMED_STEPS + 12
+    assert run(recorder, "auto", GPU, Batches(), steps=steps) == list(range(0, 10 * steps, 10))
+    assert stats.workers == 3
+    assert [message.partition(": ")[2] for message in caplog.messages if "loader processes" in message] == [
+        "1 (measured)",
+        "3 in place of 1, which fell behind the step",
+    ]
+
+
 def test_whatever_is_measured_the_batches_are_the_same(recorder, stats, monkeypatch):
     monkeypatch.setattr(module, "usable_cores", lambda: 3)
     assert run(recorder, "auto", GPU, Batches(0.01), seconds_a_step=0.01) == list(range(0, 10 * STEPS, 10))

@@ -170,7 +170,7 @@ def test_the_speed_within_the_steps_is_shown_where_it_is_measured(caplog, clock)
     with bar() as shown:
         clock[0] = 10.0
         shown.show(49, {"loss": 0.5}, lambda: 320.0)
-        clock[0] = 20.0
+        clock[0] = 100.0
         shown.show(50, {"loss": 0.5}, lambda: 320.0, lambda: {"loader": 330.2, "step": 900.0})
     first, then = caplog.messages
     assert first == "distill  step 50/100  loss 0.5  320 images/s  5 s left"

@@ -1,6 +1,5 @@
 import json
 import logging
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from trainer.training.parallelize import (
     WARM_STEPS,
     CompileCounter,
     compile_blocks,
+    compiler_options,
     parallelize_model,
     repeated_blocks,
 )
@@ -84,29 +84,6 @@ def test_a_smaller_budget_keeps_fewer_activations():
     assert kept[0.0] < 0.7 * kept[1.0]
 
 
-def test_on_a_gpu_in_bf16_the_stream_is_bf16_and_in_fp32_nothing_changes():
-    gpu = replace(GPU, torch_device=torch.device("cpu"))  # the tensors stay on the CPU
-    plain, changed = (make(depth=3, init_values=0.1) for _ in range(2))
-    processes = Processes(rank=0, world_size=1, local_rank=0, device=gpu)
-    parallelize_model(changed, TrainingSettings(precision="auto"), processes)
-    assert list(changed.state_dict()) == list(plain.state_dict())
-    assert torch.equal(changed(images()), plain(images())), "as evaluation sees it"
-    kinds = {plain: [], changed: []}
-    for model, seen in kinds.items():
-        for block in model.network.blocks:
-            block.register_forward_hook(lambda _, __, output, seen=seen: seen.append(output.dtype))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        outputs = [model(images()).float() for model in kinds]
-    assert kinds == {plain: [torch.float32] * 3, changed: [torch.bfloat16] * 3}
-    assert torch.allclose(*outputs, atol=0.02)
-    for device, precision in ((gpu, "fp32"), (HOST, "bf16")):
-        alone = make(depth=3, init_values=0.1)
-        processes = Processes(rank=0, world_size=1, local_rank=0, device=device)
-        parallelize_model(alone, TrainingSettings(precision=precision, compile="off"), processes)
-        hooks = [one for module in alone.modules() for one in (module._forward_pre_hooks, module._forward_hooks) if one]
-        assert not hooks, f"{device.kind} in {precision}"
-
-
 def test_a_model_without_repeated_blocks_is_compiled_whole(graphs):
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
     compile_blocks(model, graphs)
@@ -138,10 +115,28 @@ def test_a_compiler_that_does_nothing_or_too_much_is_noticed(graphs, caplog):
     assert len(caplog.messages) == 1
 
 
+def test_only_max_changes_the_compiler_and_graphs_need_steps_that_are_alike():
+    def options(device=GPU, world_size=1, **values):
+        processes = Processes(rank=0, world_size=world_size, local_rank=0, device=device)
+        return compiler_options(TrainingSettings(**values), processes)
+
+    assert options(compile="on") == options(compile="auto") == {}
+    assert options(compile="max") == {"max_autotune_gemm": True, "triton.cudagraphs": True}
+    unlike = (
+        {"accumulation": 2},
+        {"world_size": 2},
+        {"low_resolution": {"image_size": 8, "epochs": 1}},
+        {"device": HOST},
+    )
+    for changes in unlike:
+        assert not options(compile="max", **changes)["triton.cudagraphs"], changes
+
+
 class Shapes(CompileCounter):
     """Counts graphs, also a validation's, runs them as they are, and notes which of them take a size that is not a number."""
 
-    def __init__(self):
+    def __init__(self, options=None):
+        assert not options
         super().__init__("eager")
         self.all = self.symbolic = 0
 

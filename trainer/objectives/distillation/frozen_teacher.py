@@ -76,7 +76,7 @@ class FrozenTeacher:
         self._limit = batch_size or (max(1, CPU_PIXELS // model.card.image_size**2) if in_caches else 0)
         if sharing is not None:  # batches of the processes differ by an image, and so might the number of their passes
             self._limit = 0
-        self._compiles = device.compiles_with(compile)
+        self._compiles, self._tunes = device.compiles_with(compile), compile == "max"
         self._compiled: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {}
         if not self._compiles:
             use_fast_kernels(self._model, device, precision)
@@ -143,6 +143,8 @@ class FrozenTeacher:
         if not self._compiles:
             return self._answer
         mode = "reduce-overhead" if self._device.kind == "cuda" and size <= GRAPH_BATCH else "default"
+        if self._tunes:
+            mode = "max-autotune-no-cudagraphs" if mode == "default" else "max-autotune"
         if mode not in self._compiled:
             self._compiled[mode] = torch.compile(self._answer, mode=mode, dynamic=False)
         return self._compiled[mode]

@@ -69,6 +69,7 @@ class DistillObjective:
         self._balances: list[Balance] = []  # what the features of each teacher go through; none of a single teacher
         self._seen: list[Tensor] = []  # the teacher's features of this step's micro-batches, for the queue
         self._feature_loss = FEATURE_LOSSES[settings.feature_loss]
+        self._logit_loss: Callable[..., Tensor] = logit_loss
 
     def balance(self, batches: Iterable[Batch], device: Device) -> None:
         """Measure how the features of each of several teachers vary over some batches, so that from then on they are compared balanced.
@@ -130,7 +131,7 @@ class DistillObjective:
                 whole = all_logits(said, logits.shape[1])
                 yield "logit", losses.binary_kl(logits, whole, settings.logit.temperature)
             else:
-                yield "logit", logit_loss(settings.logit, logits, said, labels)
+                yield "logit", self._logit_loss(settings.logit, logits, said, labels)
         if settings.feature_weight:
             yield "feature", between(_required(ours.features), _required(said.features))
         if settings.token_weight:
@@ -146,6 +147,10 @@ class DistillObjective:
             t, teacher_t = settings.similarity_temperature, settings.similarity_teacher_temperature
             loss = losses.similarity_loss(own, theirs, queue, temperature=t, teacher_temperature=teacher_t)
             yield "similarity", loss
+
+    def compile(self, backend: Callable[..., Any]) -> None:
+        """Compile the loss between logits, which is up to thirty kernels of little work each way."""
+        self._logit_loss = torch.compile(logit_loss, backend=backend, dynamic=False)
 
     def forward_for_hooks(self, batch: Batch) -> None:
         """A forward pass of the student alone."""

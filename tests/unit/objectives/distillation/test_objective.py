@@ -22,6 +22,7 @@ from trainer.objectives.distillation.losses import binary_kl, decoupled_kl, dist
 from trainer.objectives.distillation.objective import DistillObjective, ProjectedStudent, prepared_student
 from trainer.training.classification import cross_entropy
 from trainer.training.optimizers import AveragedModel, parameter_groups
+from trainer.training.parallelize import CompileCounter
 
 LABELS = ("a", "b", "c")
 IMAGES = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -81,6 +82,25 @@ def test_loss_is_weighted_sum_of_its_parts(losses):
     assert result["label"] == pytest.approx(label, rel=1e-5)
     assert result["loss"] == pytest.approx(0.7 * result["logit"] + 0.2 * label, rel=1e-5)
     assert set(result) == {"loss", "logit", "label", "agreement"}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # dynamo looks at it
+@pytest.mark.parametrize(("kind", "recorded"), [("kl", True), ("kl", False), ("dkd", True), ("dist", False)])
+def test_the_loss_of_logits_is_one_graph_where_it_is_compiled(losses, kind, recorded):
+    settings = DistillSettings(logit_weight=1.0, label_weight=0.5, logit={"loss": kind})
+    order, rest = torch.tensor([[0, 2, 1], [1, 0, 2], [2, 1, 0], [0, 1, 2]]), torch.full((4, 2), -torch.inf)
+    student, whole = classifier(16, 2), Recorded(order, torch.randn(4, 3), rest)
+    batch = BATCH._replace(recorded=whole) if recorded else BATCH
+    objective = DistillObjective(student, [] if recorded else [frozen(classifier(32, 1).eval())], settings)
+    expected, graphs = values(losses(objective, batch)), CompileCounter("eager")
+    torch.compiler.reset()
+    objective.compile(graphs)
+    for _ in range(2):
+        assert values(losses(objective, batch)) == pytest.approx(expected, rel=1e-5)
+    assert graphs.count == 1
+    torch.compiler.reset()
 
 
 SETS = np.array([[0, 0, 0], [1, 0, 1], [0, 1, 0]], dtype=np.uint8)
