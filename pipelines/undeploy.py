@@ -1,7 +1,7 @@
 """Remove from Kubeflow Pipelines what `python -m pipelines.deploy` put there; runs and what they made stay.
 
   python -m pipelines.undeploy                          the versions of this content and their schedules
-  python -m pipelines.undeploy --version 0.1.0-0123456789ab
+  python -m pipelines.undeploy --version 0.2.0-0123456789ab
   python -m pipelines.undeploy --all                    the pipeline with all its versions and schedules
 
 What is not there needs no removing, and is no error.

@@ -20,7 +20,7 @@ _CRON_FIELDS = (("minute", 0, 59), ("hour", 0, 23), ("day", 1, 31), ("month", 1,
 
 
 def name_of(text: str) -> str:
-    """Name a version by the project's version and a digest of the compiled pipeline with its image: `0.1.0-0123456789ab`."""
+    """Name a version by the project's version and a digest of the compiled pipeline with its image: `0.2.0-0123456789ab`."""
     return f"{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 

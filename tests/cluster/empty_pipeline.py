@@ -1,6 +1,6 @@
 """Measures what Kubeflow Pipelines itself takes for a run: our graph, with tasks that do nothing, run once and then from the cache.
 
-    python -m tests.cluster.empty_pipeline [--image vit-distillation:0.1.0]
+    python -m tests.cluster.empty_pipeline [--image vit-distillation:0.2.0]
 
 The graph has the tasks of a run, in the same order and the same exit handler, and the same ones are cached.
 What a run of the real pipeline takes beyond this is the work of its tasks, and the start of their Python.

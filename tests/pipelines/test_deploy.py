@@ -465,7 +465,7 @@ def test_make_hands_everything_on(api, command, tmp_path):
     )
     assert {one["container"]["image"] for one in uploaded["deploymentSpec"]["executors"].values()} == {"x:1"}
     ended = subprocess.run(
-        ["make", "--dry-run", "undeploy-pipeline", "VERSION=0.1.0-abc", "ALL=1"],
+        ["make", "--dry-run", "undeploy-pipeline", "VERSION=0.2.0-abc", "ALL=1"],
         capture_output=True,
         text=True,
         check=True,
