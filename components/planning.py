@@ -24,7 +24,7 @@ from trainer.data.sources import SourceState
 from trainer.io import commands, limits
 from trainer.io.errors import SettingsError
 from trainer.runner import plan
-from trainer.runner.plan import PEAK_FLOPS, Photos, Place, Room
+from trainer.runner.plan import PEAK_FLOPS, Place, Room, SourceSize
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +58,7 @@ def _plan(options: argparse.Namespace) -> None:
         where = replace(where, task=replace(where.task, disk=pools.quantity(options.task_disk)))
     except ValueError as error:
         raise SettingsError(f"--task-disk {error}") from error
-    photos = Photos(images=options.images, file_bytes=options.bytes, labeled=options.labeled)
+    photos = SourceSize(images=options.images, file_bytes=options.bytes, labeled=options.labeled)
     plans = plan.plan(settings, photos, where)
     print(limits.printable("\n".join(plan.table(plans, where))))
     plan.check(plans)
@@ -67,7 +67,7 @@ def _plan(options: argparse.Namespace) -> None:
 def check(settings: Settings, source: SourceState, placement: Placement) -> None:
     """Raise a `SettingsError` where a run on a pool cannot work with what its source holds: the limit, the number, the way out."""
     if placement.pool and source.images:
-        photos = Photos(images=source.images, file_bytes=source.bytes / source.images)
+        photos = SourceSize(images=source.images, file_bytes=source.bytes / source.images)
         place = _place(placement)
         if os.environ.get("KFP_POD_NAME"):  # other tasks' pods are on nodes like this one
             there = shutil.disk_usage(tempfile.gettempdir()).free

@@ -71,7 +71,7 @@ _DECODED = {46e3: "decode small", 153e3: "decode medium", 1541e3: "decode large"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Photos:
+class SourceSize:
     """The size of a source."""
 
     images: int
@@ -158,7 +158,7 @@ class StagePlan:
         )
 
 
-def plan(settings: Settings, photos: Photos, place: Place) -> list[StagePlan]:
+def plan(settings: Settings, photos: SourceSize, place: Place) -> list[StagePlan]:
     """Plan the stages whose work grows with the images, in their order; builds the networks on the meta device."""
     run = _Run(settings=settings, photos=photos, place=place)
     return [run.prepare(), *run.trainings(), *run.judging()]
@@ -167,7 +167,7 @@ def plan(settings: Settings, photos: Photos, place: Place) -> list[StagePlan]:
 @dataclass(frozen=True, kw_only=True)
 class _Run:
     settings: Settings
-    photos: Photos
+    photos: SourceSize
     place: Place
 
     @cached_property

@@ -10,7 +10,7 @@ from trainer import config
 from trainer.io.costs import Machines, Price
 from trainer.io.errors import SettingsError
 from trainer.runner import plan
-from trainer.runner.plan import RATES, Photos, Place, Room
+from trainer.runner.plan import RATES, Place, Room, SourceSize
 
 PRICE = Price(dollars_an_hour=10.0, date="2026-11", region="us-east-1", source="list")
 SETTINGS = config.resolve("digits", "pretrain.mae.epochs=0 distill.teacher=recorded reinforce.views=5")
@@ -28,7 +28,7 @@ def planned(images=1_000_000, *, nodes=1, peak=0.0, hours=48.0, disk=1e12, label
     node = Room(cores=8, memory=64e9, disk=disk, hours=hours)
     machines = Machines(pool="pool", nodes=nodes, processes_per_node=2, price=PRICE)
     place = Place(node=node, machines=machines, peak_flops=peak, task=TASK)
-    made = plan.plan(settings, Photos(images=images, file_bytes=100e3, labeled=labeled), place)
+    made = plan.plan(settings, SourceSize(images=images, file_bytes=100e3, labeled=labeled), place)
     return {one.stage: one for one in made}, plan.table(made, place)
 
 
@@ -65,7 +65,7 @@ def test_time_by_devices_and_nodes():
 
 
 def test_decoding_grows_with_the_file():
-    times = [Photos(images=1, file_bytes=count).decode_s for count in (10e3, 46e3, 153e3, 500e3, 1541e3, 5e6)]
+    times = [SourceSize(images=1, file_bytes=count).decode_s for count in (10e3, 46e3, 153e3, 500e3, 1541e3, 5e6)]
     assert times == sorted(times)
     assert [times[1], times[2], times[4]] == pytest.approx(
         [RATES[f"decode {one}"].value for one in ("small", "medium", "large")]
