@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
 # Installs KFP, the training operator and our own manifests into the cluster of the current context. Can be repeated.
-#   manifests/install.sh OVERLAY        kind or eks
+#   manifests/install.sh OVERLAY        kind or eks; profile.sh sets up a profile of a Kubeflow that others run
 # The order is that of KFP's own end-to-end tests.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/require.sh"
 
 OVERLAY="${1:-}"
-[[ -n "$OVERLAY" && -d "$MANIFESTS/overlays/$OVERLAY" ]] ||
-    fail "overlay '$OVERLAY' is not known; name one: $(cd "$MANIFESTS/overlays" && echo *)"
+[[ "$OVERLAY" == kind || "$OVERLAY" == eks ]] || fail "overlay '$OVERLAY' is not known; name one: eks kind"
 require_kubectl
 require git "kubectl reads KFP's manifests with it"
 kubectl version >/dev/null 2>&1 || fail "no cluster answers at context '$(kubectl config current-context 2>/dev/null || true)'; see kubectl config"

@@ -134,8 +134,8 @@ def noisy_labels():
     """Every training image has a label by lot."""
     init = Split.__init__
 
-    def made(split, *arguments):
-        init(split, *arguments)
+    def made(split, *arguments, **options):
+        init(split, *arguments, **options)
         if "train" in str(arguments):
             split.labels = np.random.default_rng(0).integers(0, 10, len(split.labels))
 

@@ -60,7 +60,7 @@ class Machine:
         path.write_text(
             "#!/usr/bin/env bash\n"
             f'printf "%s\\n" "{name}${{*:+ }}$*" >>{shlex.quote(str(self.calls))}\n'
-            f'case "$*" in */dev/stdin*) cat >{shlex.quote(str(self.tools.parent / "stdin"))};; esac\n'
+            f'case "$*" in */dev/stdin*) cat >{shlex.quote(str(self.tools.parent / "stdin"))};; *"--filename -") cat >/dev/null;; esac\n'
             f'case "$*" in\n{answers}\n*) ;;\nesac\n'
         )
         path.chmod(0o755)

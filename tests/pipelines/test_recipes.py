@@ -157,7 +157,7 @@ def a_batch(settings, teacher, student, classes):
 
 @pytest.mark.parametrize("recipe", sorted(config.recipes()))
 def test_models_have_their_size_and_make_a_step(recipe):
-    settings = sections.resolve(recipe, commands(recipe)[0].get("SET", ""))
+    settings = sections.resolve(recipe, commands(comment(recipe))[0].get("SET", ""))
     classes = classes_of(settings)
     teacher, _ = preflight.build_teacher(settings.pretrain, classes, trains_here=False)
     student = preflight.build_student(settings.distill, classes, trains_here=False)

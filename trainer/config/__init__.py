@@ -375,7 +375,7 @@ def _inherit(settings: Settings) -> Settings:
         "workers": data.workers,
         "views_on": data.views_on,
         "decode_on": data.decode_on,
-        "resident": data.resident,
+        "resident": None if data.resident == "auto" else data.resident,
         "deterministic": settings.run.deterministic,
         "augmentation": settings.distill.views,
         "unlabeled": settings.distill.unlabeled,

@@ -43,7 +43,7 @@ def commit() -> str:
         return "not known"
     try:
         command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+        return subprocess.run(command, capture_output=True, encoding="utf-8", check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError) as error:  # no git, or a tree of another user
         return f"not known ({type(error).__name__})"
 

@@ -450,10 +450,10 @@ def stored(tmp_path_factory):
 def pairs(request, stored, monkeypatch):
     """The same samples kept decoded, and read from their files."""
     kept = Samples([stored.split(name) for name in request.param])
-    assert kept.in_memory
+    assert kept.decoded
     monkeypatch.setattr(reading, "IN_MEMORY_BYTES", 0)
     files = Samples([stored.split(name) for name in request.param])
-    assert not files.in_memory
+    assert not files.decoded
     return kept, files
 
 

@@ -55,7 +55,7 @@ def checked(*overrides, trains_here=True, processes=1):
 
 
 def test_tables_of_unknown_classes_are_checked(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "_teacher", lambda *_, **__: pytest.fail("builds a model first"))
+    monkeypatch.setattr(preflight, "build_teacher", lambda *_, **__: pytest.fail("builds a model first"))
     (tmp_path / "table.csv").write_text("class,value\n0,\n")
     with pytest.raises(DataError, match="the column 'value' is empty"):
         checked("data.source=imagefolder:s3://bucket/photos", f"data.attributes={tmp_path}/table.csv")
