@@ -125,7 +125,7 @@ def test_curation(bench):
     assert "10 % brighter                 100.0% found" in table
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_serving(bench, tmp_path, monkeypatch):
     """A run that is registered in a store of its own, served by processes of their own."""
     monkeypatch.chdir(tmp_path)

@@ -168,10 +168,26 @@ APART = {
     "processes that are slow by turns": ("load_balance", {"fault": by_turns, "epochs": 5}),
     "a slow network": ("communication", {"fault": slow_network, "gradient_compression": "bf16", "epochs": 5}),
 }
+LONG = {
+    "storage that is slow for a loader",
+    "no loader beside a free core",
+    "graphs compiled again",
+    "processes that are slow by turns",
+    "a slow network",
+}
+"""Those that take longest, and whose rules others of the same phase or unit tests cover besides."""
 HEALTHY = {"one process": {}, "one process and three loaders": {"workers": 3}}
 
 
-@pytest.mark.parametrize(("rule", "training"), PATHOLOGIES.values(), ids=PATHOLOGIES)
+def each(pathologies):
+    """Every pathology as parameters of a test."""
+    return [
+        pytest.param(*made, id=name, marks=[pytest.mark.long] if name in LONG else [])
+        for name, made in pathologies.items()
+    ]
+
+
+@pytest.mark.parametrize(("rule", "training"), each(PATHOLOGIES))
 def test_a_pathology_is_found_by_its_rule_alone(patient, rule, training):
     found = findings(patient.distill(**training))
     assert set(found) == {rule}, found
@@ -189,7 +205,7 @@ def test_loaders_that_take_cores_are_found_by_their_rule_alone(patient):
     assert "data.workers=1 in place of 3" in crowded.advice
 
 
-@pytest.mark.parametrize(("rule", "training"), APART.values(), ids=APART)
+@pytest.mark.parametrize(("rule", "training"), each(APART))
 def test_pathology_between_processes_is_found_by_its_rule_alone(patient, rule, training):
     found = findings(patient.distill(processes=2, **training))
     assert set(found) == {rule}, found

@@ -67,7 +67,7 @@ def decided(
         memory = usable_memory() // processes.local_world_size
     memory = min(processes.gather(memory, "the memory of each process"))
     sharding: Sharding = "fsdp" if needed > STATE_SHARE * memory else "none"
-    if processes.is_first:
+    if processes.is_first and needed > STATE_SHARE / 4 * memory:  # of a small model nobody asks
         text = "%s  sharding=%s: a process has %s, of which whole weights, gradients and optimizer state would take %s"
         logger.info(text, section, sharding, size(memory), size(needed))
     return settings.model_copy(update={"sharding": sharding})

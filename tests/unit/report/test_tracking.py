@@ -596,6 +596,7 @@ def server(directory, store, monkeypatch):
         yield process
 
 
+@pytest.mark.long
 def test_a_model_travels_through_the_server(object_store, directory, store, tmp_path, monkeypatch):
     """As of a server in a cluster, whose store's address means nothing outside."""
     store.search_experiments()

@@ -167,7 +167,7 @@ PREDICT = """
 """
 
 
-@pytest.mark.parametrize("network", ["onnx", "torch"])
+@pytest.mark.parametrize("network", ["onnx", pytest.param("torch", marks=pytest.mark.long)])
 def test_a_registered_model_answers_in_a_clean_process(inputs, tracked, trained_digits, tmp_path, network):
     write_photos(tmp_path / "photos")
     measured = measure(trained_digits.student, tmp_path / "photos", tmp_path, image_size=64)
