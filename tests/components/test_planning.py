@@ -57,6 +57,6 @@ def test_what_readme_shows_can_work(monkeypatch, capsys):
     larger = re.sub(r"--images \S+", "--images 11e6", command)
     assert planning.main(larger.split()) == 2
     assert (
-        "prepare needs 748.00 GB of disk and has 85.90 GB: give the nodes of tasks that much" in capsys.readouterr().err
+        "prepare needs 382.80 GB of disk and has 85.90 GB: give the nodes of tasks that much" in capsys.readouterr().err
     )
     assert planning.main([*larger.split(), "--task-disk", "1000Gi"]) == 0

@@ -49,6 +49,7 @@ class Rate(NamedTuple):
 
 
 _PREPARE = "measured: python tests/benchmarks/bench_prepare.py"
+_DATA = "measured: python tests/benchmarks/bench_data.py (docs/performance.md)"
 _STEP = "measured: python tests/benchmarks/bench_distillation.py (docs/performance.md)"
 RATES: Mapping[str, Rate] = {
     "decode small": Rate(4.4e-3, "s of a core for a photo of 46 kB, 500 x 375", _PREPARE),
@@ -56,14 +57,15 @@ RATES: Mapping[str, Rate] = {
     "decode large": Rate(0.199, "s of a core for a photo of 1,541 kB, 4000 x 3000", _PREPARE),
     "read": Rate(0.03, "s for each photo of a store, one after another in each process", "assumed"),
     "list": Rate(0.15, "s for 1,000 objects of a store, listed by configure and by prepare", "assumed"),
-    "square": Rate(34e3, "bytes of a stored JPEG of 256 px; of others by their area", _PREPARE),
+    "square": Rate(34e3, "bytes of a stored JPEG of 256 px with data.encoding=jpeg; of others by their area", _PREPARE),
+    "fast square": Rate(17.4e3, "the same with data.encoding=fast-jpeg", _DATA),
     "facts": Rate(710, "bytes of memory an image in prepare", "measured on 300,000 made-up names"),
     "order": Rate(34, "bytes of memory an image in each training and each loader process", "counted: key, label, twice; mask"),
     "process": Rate(1.4 * 2**30, "bytes of memory of a training process", _STEP),
     "utilization": Rate(0.197, "of a GPU's peak: ViT-S/16, bf16, compiled, 256 images, one H100", _STEP),
     "training": Rate(124e9, "operations a second and core in training: ViT-Ti/16, fp32", _STEP),
     "inference": Rate(186e9, "operations a second and core in inference: ViT-B/16, fp32", _STEP),
-    "loading": Rate(2211, "views a second and core", "measured: python tests/benchmarks/bench_data.py (docs/performance.md)"),
+    "loading": Rate(2211, "views a second and core", _DATA),
     "doubling": Rate(0.9, "of twice the speed on twice the nodes", "assumed, as forecasts do"),
     "disk": Rate(131e6, "bytes a second onto a node's disk", "assumed: that of a gp3 volume; NVMe is faster"),
 }  # fmt: skip
@@ -186,9 +188,14 @@ class _Run:
 
     @cached_property
     def square(self) -> float:
-        """Bytes of a stored image."""
-        data, pixels = self.settings.data, self.settings.data.image_size**2
-        return 3.0 * pixels if data.encoding == "png" else RATES["square"].value * pixels / 256**2
+        """Bytes of a stored image, as `prepare` chooses its encoding where the data set goes to a store."""
+        from trainer.data.preparation import REMOTE_RAW_BYTES
+
+        encoding, pixels = self.settings.data.encoding, self.settings.data.image_size**2
+        if encoding == "auto":
+            encoding = "raw" if 3 * pixels * self.photos.images <= REMOTE_RAW_BYTES else "fast-jpeg"
+        rate = {"jpeg": "square", "fast-jpeg": "fast square"}.get(encoding)
+        return RATES[rate].value * pixels / 256**2 if rate else 3.0 * pixels
 
     @property
     def smaller(self) -> str:

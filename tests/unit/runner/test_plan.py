@@ -35,7 +35,7 @@ def planned(images=1_000_000, *, nodes=1, peak=0.0, hours=48.0, disk=1e12, label
 def test_counts_by_hand():
     stages, lines = planned()
     data = SETTINGS.data
-    square = RATES["square"].value * data.image_size**2 / 256**2
+    square = RATES["fast square"].value * data.image_size**2 / 256**2
     if data.encoding == "png":
         square = 3 * data.image_size**2
     taught = 500_000 * (1 - data.val_fraction - data.test_fraction)
