@@ -183,7 +183,7 @@ class Doctor:
             self._updated = True
         self._updates.append(span)
 
-    def _after_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+    def _after_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002  # as the library calls it
         if self._is_here and self._updates:
             self._updates.pop().close()
 
@@ -226,15 +226,15 @@ def hugging_face(output: str | Path, *, name: str = "training") -> Any:
     class DoctorCallback(base):  # type: ignore[misc]  # known as it runs
         doctor: Doctor | None = None
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:  # noqa: ARG002
+        def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:  # noqa: ARG002  # as the library calls it
             self.doctor = attach(model, output, name=name)
 
-        def on_log(self, args: Any, state: Any, control: Any, *, logs: Mapping[str, Any], **_: Any) -> None:  # noqa: ARG002
+        def on_log(self, args: Any, state: Any, control: Any, *, logs: Mapping[str, Any], **_: Any) -> None:  # noqa: ARG002  # as the library calls it
             if self.doctor is not None:
                 known = {key: logs[key] for key in ("loss", "learning_rate") if isinstance(logs.get(key), float)}
                 self.doctor.recording.log(**known)
 
-        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002  # as the library calls it
             if self.doctor is not None:
                 self.doctor.finish()
 
@@ -248,22 +248,22 @@ def lightning(output: str | Path, *, name: str = "training") -> Any:
     class DoctorCallback(base):  # type: ignore[misc]  # known as it runs
         doctor: Doctor | None = None
 
-        def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:  # noqa: ARG002
+        def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:  # noqa: ARG002  # as the library calls it
             self.doctor = attach(pl_module, output, name=name)
 
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002  # as the library calls it
             if self.doctor is not None:
                 self.doctor.begin_forward()  # `training_step` need not call the module itself
 
-        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:  # noqa: ARG002
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:  # noqa: ARG002  # as the library calls it
             if self.doctor is not None:
                 self.doctor.end_forward()
 
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002  # as the library calls it
             if self.doctor is not None:
                 self.doctor.finish()
 
-        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002  # as the library calls it
             if self.doctor is not None:
                 self.doctor.finish(exception)
 

@@ -167,8 +167,9 @@ def measure_encodings(photos: Path, folder: Path, image_size: int, *, rounds: in
     """Median stored images a second of a core's CPU time, in turns."""
     readers: dict[str, Callable[[], object]] = {}
     room = torch.empty(LOADED, image_size, image_size, 3, dtype=torch.uint8)
-    for encoding in ("jpeg", "fast-jpeg", "raw"):
-        samples = prepared_samples(photos, folder / encoding, image_size, encoding)  # type: ignore[arg-type]
+    encodings: tuple[Encoding, ...] = ("jpeg", "fast-jpeg", "raw")
+    for encoding in encodings:
+        samples = prepared_samples(photos, folder / encoding, image_size, encoding)
         (split,) = samples._splits
         chosen = [index % len(samples) for index in range(LOADED)]
         readers[encoding] = partial(split._decode_into, room, chosen)

@@ -1,5 +1,6 @@
 import hashlib
 import tracemalloc
+from functools import partial
 
 import hypothesis
 import numpy as np
@@ -212,8 +213,8 @@ def test_windows(count, shard, window, views, paired, share, labeled, batch):
         patched.setattr(sampler, "SHARD", shard)
         patched.setattr(sampler, "WINDOW", window)
         mask = np.arange(count) < labeled
-        make = lambda: StatelessSampler(  # noqa: E731
-            count, 3, view_seed=5, views=views, paired=paired, labeled=mask, labeled_share=share
+        make = partial(
+            StatelessSampler, count, 3, view_seed=5, views=views, paired=paired, labeled=mask, labeled_share=share
         )
         whole = make().take(0, 2 * count)
         # Any cut gives the same positions: other batches, other processes, a resume.

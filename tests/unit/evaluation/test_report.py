@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ def measured(name: str, classes: int, seed: int, labels: np.ndarray, **test) -> 
     )
 
 
-def page(classes: list[str], reasons: list[str], earlier: list[str] = [], parent: str = "a") -> str:  # noqa: B006
+def page(classes: list[str], reasons: list[str], earlier: Sequence[str] = (), parent: str = "a") -> str:
     labels = np.random.default_rng(0).integers(0, len(classes), 400)
     teacher = measured("vit_base", len(classes), 2, labels)
     student = measured("vit_tiny", len(classes), 1, labels, agreement=0.5)

@@ -126,20 +126,26 @@ def test_recipe_stays_unless_gain_exceeds_what_seeds_differ(inputs, tmp_path):
     assert found.chosen == found.given
 
 
+SIZES = ",".join(f'{{architecture="vit_tiny_patch16_224",args={{depth={number}}}}}' for number in (1, 2, 4))
+BY_COST = {
+    "space": {"distill.student": f"choice({SIZES})"},
+    "sampler": "random",
+    "trials": 12,
+    "finalists": 4,
+    "seeds": 1,
+}
+"""A search over students of several sizes."""
+
+
 @pytest.mark.parametrize(("drop", "depth"), [(0.05, 1), (0.009, 4), (0.0, 4)], ids=["loose", "tight", "none passes"])
 def test_cheapest_student_that_passes_is_taken(inputs, tmp_path, drop, depth):
     """The teacher has 80 %, students 78, 79 and 79.5 % by their depth."""
-    sizes = ",".join(f'{{architecture="vit_tiny_patch16_224",args={{depth={number}}}}}' for number in (1, 2, 4))
     found = search(
         inputs,
         tmp_path / "search",
         Trainings(),
-        space={"distill.student": f"choice({sizes})"},
+        **BY_COST,
         cost="parameters",
-        sampler="random",
-        trials=12,
-        finalists=4,
-        seeds=1,
         overrides=[
             *(f"distill.{name}={value}" for name, value in PEAK.items()),
             f"evaluate.gate.max_accuracy_drop={drop}",
@@ -164,17 +170,12 @@ def test_a_store_that_is_away_for_a_while_changes_nothing(inputs, tmp_path, obje
 
 
 def test_cost_can_be_latency(inputs, tmp_path):
-    sizes = ",".join(f'{{architecture="vit_tiny_patch16_224",args={{depth={number}}}}}' for number in (1, 2, 4))
     found = search(
         inputs,
         tmp_path / "search",
         Trainings(),
-        space={"distill.student": f"choice({sizes})"},
+        **BY_COST,
         cost="latency",
-        sampler="random",
-        trials=12,
-        finalists=4,
-        seeds=1,
         overrides=["evaluate.gate.max_accuracy_drop=1", "evaluate.gate.min_accuracy=0"],
     )
     assert found.chosen["student"]["args"]["depth"] == 4
