@@ -415,7 +415,7 @@ def _add_bill(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 def _bill(options: argparse.Namespace) -> None:
     """Show what a run took and cost, stage by stage, or what several reached for their money: rates, accuracy, time, dollars. A run has
-    a bill when its stage register is done. TRAINER_PLACE gives this machine a price (docs/cluster.md).
+    a bill when its stage register is done. TRAINER_PLACE gives this machine a price (docs/costs.md).
     """
     from trainer.report import finished_run
     from trainer.runner import local_run
