@@ -106,7 +106,9 @@ def test_configure_pages_and_commands_know_the_stage(copy, said):
     section, *_ = (line for line in said.splitlines() if line.startswith("{"))
     assert "latency_runs" in json.loads(section)
     page = (copy / "docs/stages.md").read_text()
-    (row,) = (line for line in page.splitlines() if "[inspect](configuration.md#evaluate) | Look at the student. |" in line)
+    (row,) = (
+        line for line in page.splitlines() if "[inspect](configuration.md#evaluate) | Look at the student. |" in line
+    )
     assert "`inspection` (inspection)" in row
     assert "`search` (search), `warmed` (warm_up), `inspection` (inspection)" in page
     assert "Look at the student." in said
