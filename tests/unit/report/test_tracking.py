@@ -464,6 +464,27 @@ def test_more_and_longer_settings_than_mlflow_takes_at_once(store):
     assert len(params["long"]) == 6000
 
 
+def test_what_differs_from_the_defaults_comes_first(store):
+    settings = config.resolve("digits", "distill.epochs=3 run.seed=4")
+    run = store.get_run(tracking.start_parent(settings.model_dump(mode="json"), {}))
+    names = list(run.data.params)
+    defaults = tracking.parameters(config.resolve().model_dump(mode="json"))
+    same = [name for name in names if defaults.get(name) == run.data.params[name] and not config.COPIED.match(name)]
+    copied = [name for name in names if config.COPIED.match(name)]
+    assert len(same) > 100
+    assert len(copied) > 100
+    assert names[-len(same) - len(copied) :] == same + copied
+    first = names[: -len(same) - len(copied)]
+    assert {"distill.epochs", "run.seed", "distill.seed", "pretrain.teacher.architecture"} < set(first)
+    assert len(first) < 100
+
+    with stage_run("distill", settings.for_stage("distill")) as tracker:
+        pass
+    names = list(store.get_run(tracker.run_id).data.params)
+    assert names.index("epochs") < names.index("beta1")
+    assert names.index("epochs") < len([name for name in first if name.startswith("distill.")])
+
+
 def test_an_interrupted_run_goes_on_in_its_parent(store):
     parent = tracking.start_parent({"seed": 1}, {})
     tracking.finish_parent("FAILED")

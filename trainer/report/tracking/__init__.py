@@ -33,10 +33,11 @@ import time
 import urllib.parse
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from trainer.config import TrackingSettings
+from trainer.config import COPIED, TrackingSettings, resolve
 from trainer.io.base_models import flatten, holds_secret
 from trainer.io.errors import TrackingAwayError, TrackingError, refused_to_write
 from trainer.io.formatting import listed
@@ -440,13 +441,29 @@ def _new_parent(mlflow: MlflowClient, name: str, *, former: str = "") -> str:
 # ---- Settings
 
 
-def parameters(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Flatten nested settings to parameters of a run, cut to MLflow's length.
+def parameters(settings: Mapping[str, Any], section: str = "") -> dict[str, str]:
+    """Flatten nested settings, of a whole run or of this section, to parameters of a run, cut to MLflow's length.
 
+    MLflow shows parameters in the order in which they are recorded: first what differs from the defaults, last what resolving copies.
     A group with members that MLflow may refuse, such as names of classes, stays one parameter; so does an empty group, to be seen as empty.
     """
+    flat, defaults, prefix = _flat(settings), _defaults(), f"{section}." if section else ""
+
+    def rank(name: str) -> int:
+        full = prefix + name
+        return 2 if COPIED.match(full) else 0 if defaults.get(full) != flat[name] else 1
+
+    return {name: flat[name] for name in sorted(flat, key=rank)}
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, str]:
     flat = flatten(settings, keep=lambda group: not group or not all(member.isidentifier() for member in group))
     return {name: str(value)[:PARAM_LENGTH] for name, value in flat.items()}
+
+
+@cache
+def _defaults() -> Mapping[str, str]:
+    return _flat(resolve().model_dump(mode="json"))
 
 
 def numbers(figures: Mapping[str, Any]) -> dict[str, float]:
@@ -478,12 +495,12 @@ def _groups(names: Iterable[str]) -> set[str]:
     return {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
 
 
-def record_params(mlflow: MlflowClient, run_id: str, settings: Mapping[str, Any]) -> None:
-    """Record settings as parameters; MLflow keeps a parameter's first value, so one that differs now is only named in the log."""
+def record_params(mlflow: MlflowClient, run_id: str, settings: Mapping[str, Any], section: str = "") -> None:
+    """Record settings as `parameters`; MLflow keeps a parameter's first value, so one that differs now is only named in the log."""
     from mlflow.entities import Param
 
     known = mlflow.get_run(run_id).data.params
-    flat = parameters(settings)
+    flat = parameters(settings, section)
     changed = _changed(known, flat)
     if changed:
         logger.warning("MLflow run %s keeps the first values of %s", run_id, listed(changed, _SHOWN))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from trainer.graph import STAGES
 from trainer.io import storage
 from trainer.io.errors import PreemptedError, TrainerError
 from trainer.io.host import environment_variables
@@ -202,7 +203,7 @@ def _start_stage(stage: str, settings: Mapping[str, Any], training: str) -> _Run
                 mlflow.delete_tag(run.info.run_id, ERROR_TAG)
             logger.info("%s  continues the MLflow run %s", stage, run.info.run_id)
         run_id = str(run.info.run_id)
-        tracking.record_params(mlflow, run_id, settings)
+        tracking.record_params(mlflow, run_id, settings, STAGES[stage].section if stage in STAGES else "")
         last_steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         return _RunTracker(mlflow, run_id, last_steps)
 
