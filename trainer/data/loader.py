@@ -180,6 +180,7 @@ class Views:
         on_device: bool = False,
         decode_on: DecodeOn = "cpu",
         exact: bool = False,
+        fused: bool = False,
     ) -> None:
         """Draw views of `size` x `size` pixels from `seed`.
 
@@ -187,9 +188,10 @@ class Views:
             on_device: batches carry stored images, of which the device makes the views (`makes_views_on_device`).
             decode_on: where stored images are decoded, unless they are kept decoded.
             exact: decode at full size even where less would do, so that views are the same wherever they are made.
+            fused: a GPU makes its views in compiled kernels (`views.fused`).
         """
         self.samples, self.size, self.seed, self.settings = samples, size, seed, settings
-        self._on_device, self._exact = on_device, exact
+        self._on_device, self._exact, self.fused = on_device, exact, fused
         self.resident: Tensor | None = None
         """All stored images on the device, uint8 [N, S, S, 3], of which a batch's images are then the indices; see `reside`."""
         self._resides = False

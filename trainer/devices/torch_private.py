@@ -51,6 +51,11 @@ def compiler_backend(name: str, options: Mapping[str, Any] | None = None) -> Cal
     return functools.partial(backend, config_patches=dict(options)) if options else backend
 
 
+def any_number(tensor: Tensor) -> None:
+    """Let a graph that is compiled for this tensor serve any size of its first dimension but 1."""
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
 class CompileHooks:
     """Calls a function before and after each graph that torch compiles, of backward passes too."""
 

@@ -105,6 +105,7 @@ def open_views(
         on_device=makes_views_on_device(settings.views_on or "auto", device.kind),
         decode_on=settings.decode_on or "cpu",
         exact=True,
+        fused=device.kind == "cuda" and device.compiles_with(settings.compile),
     )
 
 

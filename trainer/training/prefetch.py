@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.data.batch import Batch, Mixing, Recorded, decode_jpegs
 from trainer.data.loader import Views
-from trainer.data.views.rendering import make_views, mix
+from trainer.data.views import fused, rendering
 from trainer.devices import Device
 from trainer.profiling.timeline import span
 
@@ -134,13 +134,13 @@ def render(batch: Batch, views: Views) -> Batch:
 
     It is on the device, decoded, but for what `Batch` says is on the CPU.
     """
-    images = batch.images
+    images, way = batch.images, fused if views.fused else rendering
     if views.resident is not None:
         images = views.resident.index_select(0, images).permute(0, 3, 1, 2)
     if batch.views is not None:
-        images = make_views(images, batch.views, views.size, views.settings)
+        images = way.make_views(images, batch.views, views.size, views.settings)
     if batch.mixing is not None:
-        images = mix(images, batch.mixing)
+        images = way.mix(images, batch.mixing)
     return batch._replace(images=images, views=None)
 
 

@@ -112,14 +112,16 @@ class TrainingSpec:
 
     @property
     def views(self) -> loader.Views:
+        device = self.processes.device
         return loader.Views(
             self.samples,
             size=self.view_size,
             seed=self.seed if self.teacher_outputs is None else self.teacher_outputs.view_seed,
             settings=self.settings.views,
-            on_device=loader.makes_views_on_device(self.loading.views_on or "auto", self.processes.device.kind),
+            on_device=loader.makes_views_on_device(self.loading.views_on or "auto", device.kind),
             decode_on=self.loading.decode_on or "cpu",
             exact=self.teacher_outputs is not None,
+            fused=device.kind == "cuda" and device.compiles_with(self.settings.compile),
         )
 
     def learning_rate(self, step: int) -> float:

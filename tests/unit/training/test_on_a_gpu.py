@@ -142,7 +142,7 @@ def test_files_are_decoded_on_the_stream_that_sends(monkeypatch, gpu):
             yield Batch(images=files, labels=numbers, keys=numbers, numbers=numbers, lengths=lengths)
 
     monkeypatch.setattr(prefetch, "decode_jpegs", decode)
-    feed = prefetch.Prefetcher(batches(), SimpleNamespace(resident=None), DEVICE)
+    feed = prefetch.Prefetcher(batches(), SimpleNamespace(resident=None, fused=False), DEVICE)
     for _ in range(2):
         taken = feed.next()
         feed.preload()

@@ -12,13 +12,15 @@ each axis. So sums are exact in any order: a crop has the same bits in every bat
 A view is mixed with the same-numbered view of its partner, which is a function of (seed, view number) (`trainer.data.sampler`); the
 mixture is one of (seed, sample key, view number). So a teacher's outputs for a mixed view can be recorded.
 
-Shapes: B images, S x S stored pixels, V x V pixels of a view, T taps of the filter; b samples and b + x images that are mixed.
+Shapes: B images, S x S stored pixels, V x V pixels of a view, T taps of the filter; n of the
+views; b samples and b + x images that are mixed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import scipy.special
@@ -54,7 +56,7 @@ def finish_views(views: Tensor, parameters: ViewParameters, settings: ViewSettin
     for rows in cache_sized_slices(views):
         part, drawn = views[rows], ViewParameters(*(values[rows] for values in parameters))
         if settings.color_jitter:
-            part = adjust_color(part, drawn.color)
+            part = adjust_color(part, to_device(drawn.color, part.device))
         if settings.randaugment_operations:  # they choose single views, which is twice as fast in planar memory
             part = apply_operations(part.contiguous(), drawn, settings.randaugment_magnitude)
         views[rows] = erase(part, drawn.erased) if settings.erasing else part
@@ -84,12 +86,12 @@ def fill_together(views: Tensor, rows: Tensor, edges: Tensor) -> None:
     Indices int64 [n] and rectangles in pixels (left, top, right, bottom), int64 [n, 4], are on the CPU.
     """
     rows, edges = to_device(rows, views.device), to_device(edges, views.device)
-    inside = _inside(edges, torch.arange(views.shape[-1], device=views.device))
+    filled = inside(edges, torch.arange(views.shape[-1], device=views.device))
     chosen = views.index_select(0, rows)
-    views.index_copy_(0, rows, torch.where(inside, levels(channel_means(chosen)), chosen))
+    views.index_copy_(0, rows, torch.where(filled, levels(channel_means(chosen)), chosen))
 
 
-def _inside(boxes: Tensor, places: Tensor) -> Tensor:
+def inside(boxes: Tensor, places: Tensor) -> Tensor:
     """Mark the pixels in boxes, left, top, right, bottom, [n, 4], of places along an edge, [V], in the same unit: bool [n, 1, V, V]."""
     left, top, right, bottom = boxes.view(-1, 4, 1).unbind(1)
     columns, lines = (places >= left) & (places < right), (places >= top) & (places < bottom)
@@ -106,12 +108,12 @@ def _inside(boxes: Tensor, places: Tensor) -> Tensor:
 def adjust_color(views: Tensor, factors: Tensor) -> Tensor:
     """Change brightness, contrast and saturation of uint8 [B, 3, V, V], in this order, as torchvision's functions of these names do.
 
-    Sums over pixels are exact, so a view does not depend on the batch around it. The factors, float32 [B, 3], are at least 0, on the CPU.
+    Sums over pixels are exact, so a view does not depend on the batch around it. The factors, float32 [B, 3], are at least 0.
     """
     # torchvision's three functions take one factor for a whole batch, clip to 0..255 and round down after each, and the gray too. Each
     # of the three is linear in the pixels, so together they are a factor for the pixel, one for its gray and an offset, of which the sum
     # is clipped and rounded to the nearest level once.
-    brightness, contrast, saturation = to_device(factors, views.device).view(-1, 3, 1, 1, 1).unbind(1)
+    brightness, contrast, saturation = factors.view(-1, 3, 1, 1, 1).unbind(1)
     pixels = views.float()
     gain = brightness * contrast
     gray = _gray(pixels) * ((1 - saturation) * gain)
@@ -136,30 +138,43 @@ def levels(pixels: Tensor) -> Tensor:
     return pixels.round_().clamp_(0, 255).to(torch.uint8)
 
 
-def apply_operations(views: Tensor, parameters: ViewParameters, magnitude: float) -> Tensor:
+def apply_operations(
+    views: Tensor,
+    parameters: ViewParameters,
+    magnitude: float,
+    *,
+    run: Callable[[Any], Any] = lambda function: function,
+) -> Tensor:
     """Apply each view's operations, of a magnitude from 0 to 10, one after another; the views, uint8 [B, 3, V, V], are changed.
 
-    The host decides which views an operation changes, so it never waits for the device.
+    The host decides which views an operation changes, so it never waits for the device. `run` may compile what the device computes.
     """
     for numbers, negative in zip(parameters.operations.unbind(1), parameters.negative.unbind(1), strict=True):
         amounts = [-magnitude / 10 if backwards else magnitude / 10 for backwards in negative.tolist()]
         names = [OPERATIONS[number] for number in numbers.tolist()]
-        for family, apply in _FAMILIES:
+        for family, values_of, apply in _FAMILIES:
             rows = [row for row, name in enumerate(names) if name in family]
             if rows:
                 on_device = to_device(torch.tensor(rows), views.device)
+                values = values_of([names[row] for row in rows], [amounts[row] for row in rows], views.shape[-1])
+                if isinstance(values, Tensor):
+                    values = to_device(values, views.device)
                 chosen = views.index_select(0, on_device)
-                changed = apply(chosen, [names[row] for row in rows], [amounts[row] for row in rows])
+                changed = run(apply)(chosen) if values is None else run(apply)(chosen, values)
                 views.index_copy_(0, on_device, changed)
     return views
 
 
-def _warp(views: Tensor, names: list[str], amounts: list[float]) -> Tensor:
+def _maps(names: list[str], amounts: list[float], size: int) -> Tensor:
+    """Return the maps of `_inverse_map`, float32 [n, 2, 3]."""
+    return torch.tensor([_inverse_map(name, amount, size) for name, amount in zip(names, amounts, strict=True)])
+
+
+def _warp(views: Tensor, maps: Tensor) -> Tensor:
     """Shear, shift or rotate: bilinear, black outside of the image."""
     # torchvision's default is the nearest pixel, which leaves ragged edges. Its bilinear warp takes one map for a whole batch.
     size = views.shape[-1]
-    maps = torch.tensor([_inverse_map(name, amount, size) for name, amount in zip(names, amounts, strict=True)])
-    maps = to_device(maps, views.device).view(-1, 2, 3, 1, 1)
+    maps = maps.view(-1, 2, 3, 1, 1)
     centered = torch.arange(size, dtype=torch.float32, device=views.device) + (0.5 - size / 2)
     x, y = centered.view(1, 1, size), centered.view(1, size, 1)
     grid = maps[:, :, 0] * x + maps[:, :, 1] * y + maps[:, :, 2]  # [n, 2, V, V], in pixels from the center
@@ -182,26 +197,25 @@ def _inverse_map(name: str, amount: float, size: int) -> _Map:
     return (cosine, -sine, 0), (sine, cosine, 0)
 
 
-def _recolor(views: Tensor, names: list[str], amounts: list[float]) -> Tensor:
+def _factors(names: list[str], amounts: list[float], _: int) -> Tensor:
     factors = torch.ones(len(names), 3)
     for row, (name, amount) in enumerate(zip(names, amounts, strict=True)):
         factors[row, ("brightness", "contrast", "color").index(name)] += _LARGEST_CHANGE * amount
-    return adjust_color(views, factors)
+    return factors
 
 
-def _sharpen(views: Tensor, _: list[str], amounts: list[float]) -> Tensor:
+def _sharpen(views: Tensor, changes: Tensor) -> Tensor:
     """Move away from, or toward, the image smoothed with weights 1 around a 5; the outermost pixels stay."""
     pixels = views.float()
     inner = pixels[:, :, 1:-1, 1:-1]
     three = pixels[:, :, :-2] + pixels[:, :, 1:-1] + pixels[:, :, 2:]
     nine = three[..., :-2] + three[..., 1:-1] + three[..., 2:]
     smooth = nine.add_(4 * inner).div_(13).round_()
-    change = to_device(_LARGEST_CHANGE * torch.tensor(amounts), views.device).view(-1, 1, 1, 1)
-    inner += (inner - smooth).mul_(change)
+    inner += (inner - smooth).mul_(changes.view(-1, 1, 1, 1))
     return levels(pixels)
 
 
-def _autocontrast(views: Tensor, _: list[str], __: list[float]) -> Tensor:
+def _autocontrast(views: Tensor) -> Tensor:
     """Stretch each channel to 0..255; a channel of a single level stays."""
     pixels = views.float()
     darkest, brightest = pixels.amin((2, 3), keepdim=True), pixels.amax((2, 3), keepdim=True)
@@ -210,18 +224,21 @@ def _autocontrast(views: Tensor, _: list[str], __: list[float]) -> Tensor:
     return levels(torch.where(extent > 0, stretched, pixels))
 
 
-_FAMILIES: tuple[tuple[set[str], Callable[[Tensor, list[str], list[float]], Tensor]], ...] = (
-    ({"shear_x", "shear_y", "translate_x", "translate_y", "rotate"}, _warp),
-    ({"brightness", "contrast", "color"}, _recolor),
-    ({"sharpness"}, _sharpen),
+_Values: TypeAlias = Tensor | float | None
+
+_FAMILIES: tuple[tuple[set[str], Callable[[list[str], list[float], int], _Values], Callable[..., Tensor]], ...] = (
+    ({"shear_x", "shear_y", "translate_x", "translate_y", "rotate"}, _maps, _warp),
+    ({"brightness", "contrast", "color"}, _factors, adjust_color),
+    ({"sharpness"}, lambda _, amounts, __: _LARGEST_CHANGE * torch.tensor(amounts), _sharpen),
     # Keep the upper bits, at least four.
-    ({"posterize"}, lambda views, _, amounts: torchvision.posterize(views, bits=8 - round(4 * abs(amounts[0])))),
+    ({"posterize"}, lambda _, amounts, __: 8 - round(4 * abs(amounts[0])), torchvision.posterize),
     # Invert the brighter pixels.
-    ({"solarize"}, lambda views, _, amounts: torchvision.solarize(views, threshold=255 * (1 - abs(amounts[0])))),
-    ({"autocontrast"}, _autocontrast),
+    ({"solarize"}, lambda _, amounts, __: 255 * (1 - abs(amounts[0])), torchvision.solarize),
+    ({"autocontrast"}, lambda *_: None, _autocontrast),
     # Give each channel's levels equal shares, by Pillow's rule; a channel with hardly more than one level stays.
-    ({"equalize"}, lambda views, _, __: torchvision.equalize(views)),
-)  # operations that are applied together, and by what
+    ({"equalize"}, lambda *_: None, torchvision.equalize),
+)
+"""Operations that are applied together: what the host computes from names, amounts and the edge of a view, and what is done with it."""
 
 
 # ---- The crop
@@ -265,26 +282,32 @@ def crop_by_products(images: Tensor, parameters: ViewParameters, size: int) -> T
     mirrored = torch.where(mirror.view(-1, 1), size - 1 - place, place)
     places = torch.cat([mirrored, place.expand(count, -1)]).unsqueeze(2)
     starts, lengths = box.view(-1, 2, 2).permute(1, 2, 0).reshape(2, 2 * count)  # left and top, width and height
-    weights, units = _filter(starts, lengths, places, stored=stored)
-    (columns, rows), (across, down) = weights.split(count), units.split(count)
+    taps, weights, units = filter_taps(starts, lengths, places, stored=stored)
+    dense = weights.new_zeros((2 * count, size, stored + taps.shape[2]))  # room for taps past the last pixel
+    dense.scatter_(2, taps, weights)
+    (columns, rows), (across, down) = dense[:, :, :stored].split(count), units.split(count)
     with full_float32():
         pixels = images.reshape(count, 3 * stored, stored).float() @ columns.mT
-        pixels = _rounded(pixels, across).view(count, 3, stored, size)
-        pixels = _rounded(rows.unsqueeze(1) @ pixels, down.unsqueeze(1))
+        pixels = rounded(pixels, across).view(count, 3, stored, size)
+        pixels = rounded(rows.unsqueeze(1) @ pixels, down.unsqueeze(1))
     return pixels.clamp_(0, 255).to(torch.uint8)
 
 
-def _rounded(sums: Tensor, unit: Tensor) -> Tensor:
+def rounded(sums: Tensor, unit: Tensor) -> Tensor:
     """Round weighted sums to whole levels, in place; `unit` is the sum of the weights, a power of two."""
     return sums.add_(unit / 2).div_(unit).floor_()
 
 
-def _filter(start: Tensor, length: Tensor, place: Tensor, *, stored: int) -> tuple[Tensor, Tensor]:
-    """Compute the whole-number weights of the stored pixels along one axis, float32 [B, V, S], and their sum, float32 [B, 1, 1].
+def filter_taps(start: Tensor, length: Tensor, place: Tensor, *, stored: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute which stored pixels along one axis a view's pixel is made of, and their weights, which are whole numbers.
 
     They are the weights of torch's own resize of uint8 images, except that a product of weight and pixel stays below 2^24, so that
     float32 is exact. Boxes have a `start` and a `length`, int64 [B]; `place`, float64 [B, V, 1], maps the view's places to the resized
     box's pixels.
+
+    Returns:
+        The pixels, int64 [B, V, T], of which one past the last pixel has no weight; the weights, float32 [B, V, T]; and their sum, float32
+        [B, 1, 1].
     """
     size = place.shape[1]
     taps = 2 * math.ceil(max(stored / size, 1)) + 1
@@ -293,7 +316,7 @@ def _filter(start: Tensor, length: Tensor, place: Tensor, *, stored: int) -> tup
     support = scale.clamp(min=1)
     center = scale * (place + 0.5)
     first = (center - support + 0.5).floor_().clamp_(min=0)
-    pixel = first + torch.arange(taps, dtype=place.dtype, device=place.device)  # [B, V, T]
+    pixel = first + torch.arange(taps, dtype=place.dtype, device=place.device)
     weights = (1 - (pixel - center + 0.5).abs_() / support).clamp_(min=0)
     weights *= pixel < torch.minimum((center + support + 0.5).floor_(), length)
     weights /= weights.sum(2, keepdim=True)
@@ -302,9 +325,7 @@ def _filter(start: Tensor, length: Tensor, place: Tensor, *, stored: int) -> tup
     unit = torch.where(peak >= 32767.5 / 2**16, 2.0**15, 2.0**16)
     unit = torch.where(peak >= 32767.5 / 2**15, 2.0**14, unit)
     weights = weights.mul_(unit).add_(0.5).floor_().float()
-    dense = weights.new_zeros((len(start), size, stored + taps))  # a tap past the last pixel has no weight
-    dense.scatter_(2, pixel.long() + start.view(-1, 1, 1), weights)
-    return dense[:, :, :stored], unit.float()
+    return pixel.long() + start.view(-1, 1, 1), weights, unit.float()
 
 
 # ---- Mixing
@@ -350,6 +371,6 @@ def mix(images: Tensor, mixing: Mixing) -> Tensor:
     center = (torch.arange(images.shape[-1], device=mixing.box.device) + 0.5) / images.shape[-1]  # of each pixel
     for rows in cache_sized_slices(mixed):
         own, partner = images[rows].float(), images[mixing.partner[rows]].float()
-        weight = mixing.blend[rows].view(-1, 1, 1, 1).masked_fill(_inside(mixing.box[rows], center), 0)
+        weight = mixing.blend[rows].view(-1, 1, 1, 1).masked_fill(inside(mixing.box[rows], center), 0)
         mixed[rows] = levels(own.sub_(partner).mul_(weight).add_(partner))
     return mixed
