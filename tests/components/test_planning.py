@@ -11,7 +11,7 @@ from components import planning, sections
 from components.launching import Placement
 from trainer.data.sources import SourceState
 from trainer.io.errors import SettingsError
-from trainer.runner import plan
+from trainer.runner import training_work
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -50,8 +50,8 @@ def test_wrong_arguments(arguments, message, capsys):
 def test_what_readme_shows_can_work(monkeypatch, capsys):
     command = re.search(r"python -m components\.planning (.+)", README.read_text(encoding="utf-8"))[1].split("  #")[0]
     # Counting the operations of a ViT-L takes seconds, and hours are not what binds.
-    monkeypatch.setattr(plan, "_operations", lambda _: 0.0)
-    monkeypatch.setattr(plan, "_masked_operations", lambda _: 0.0)
+    monkeypatch.setattr(training_work, "_operations", lambda _: 0.0)
+    monkeypatch.setattr(training_work, "_masked_operations", lambda _: 0.0)
     assert planning.main(command.split()) == 0
     assert "Every stage is within its limits." in capsys.readouterr().out
     larger = re.sub(r"--images \S+", "--images 11e6", command)

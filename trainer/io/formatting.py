@@ -52,6 +52,11 @@ def duration(seconds: float) -> str:
     return f"{f'{seconds / size:.{digits}f}'.rstrip('0').rstrip('.')} {unit}"
 
 
+def estimated(seconds: float) -> str:
+    """Format a duration that is an estimate, by two digits: `about 54 s`, `about 3.9 min`."""
+    return f"about {duration(float(f'{seconds:.2g}'))}"
+
+
 def ratio(first: float, second: float, less: str, more: str) -> str:
     """Compare the second figure with the first: `10.0x smaller`, with a word for less and one for more."""
     return f"{first / second:.1f}x {less}" if first >= second else f"{second / first:.1f}x {more}"

@@ -27,6 +27,8 @@ from trainer.io.errors import OutputError
 
 LAUNCHED_VARIABLE = "TRAINER_LAUNCHED"
 """Environment variable with the Unix time at which a launcher, or a node's pod, started or restarted the job of this process."""
+AHEAD_VARIABLE = "TRAINER_AHEAD"
+"""Environment variable with JSON: name of a training -> how many times its work the later trainings of the run are."""
 MODULES_VARIABLE = "TRAINER_MODULES"
 """Environment variable with the modules whose functions settings may name."""
 SHUTDOWN_TIMEOUT_S = 30  # for processes to write a checkpoint and end, after one has failed or a request to end

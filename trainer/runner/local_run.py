@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
+import math
 import os
 import shlex
 import tempfile
@@ -22,13 +24,13 @@ from trainer.data import class_tables
 from trainer.graph import STAGES, Kind, Stage
 from trainer.io import artifacts, notifications, storage
 from trainer.io.errors import ArtifactError, OutputError, StorageError, TrackingError, make_directory, writing_to
-from trainer.io.formatting import duration
-from trainer.io.host import environment_variables
+from trainer.io.formatting import duration, estimated
+from trainer.io.host import AHEAD_VARIABLE, environment_variables
 from trainer.io.storage.writers import one_writer
 from trainer.report import finished_run, tracking
 from trainer.report.finished_run import SUMMARY
 from trainer.report.tracking import notify_of_end
-from trainer.runner import launch, preflight
+from trainer.runner import launch, preflight, training_work
 from trainer.stages.searching.search_schema import read_search
 from trainer.stages.tuning.tuning_schema import read_tuning
 
@@ -39,6 +41,15 @@ LATEST = "latest"  # link in `RUNS` to the run that started last, wherever its o
 CHECKPOINTS = ".checkpoints"
 """Folder beside the runs, in which a run finds what an interrupted one with the same settings and inputs left."""
 _LOOKED_AT = 20  # earlier runs, for the time that this one may take
+_DECIDE_TIME = (
+    "pretrain.teacher",
+    "pretrain.mae.epochs",
+    "pretrain.finetune.epochs",
+    "distill.student",
+    "distill.epochs",
+    "distill.teacher",
+)
+"""Settings without which an earlier run of the recipe says nothing of this one's time."""
 IDENTITY = ".run-id"  # name of the file in a run's directory by which MLflow's runs of it are known
 
 
@@ -154,7 +165,8 @@ def _run_all(
     preflight.warn_of_other_classes(settings)
     tracking.start_parent(resolved, {"recipe": recipe})
     reused, needed = [], [stage for stage in STAGES.values() if stage.is_needed(settings)]
-    expected = _stage_seconds(recipe, directory)
+    expected = _stage_seconds(recipe, resolved, directory)
+    estimate = _Estimate()
     try:
         for number, stage in enumerate(needed, start=1):
             directories = {keyword: str(directory / folder) for keyword, folder in folders(stage, settings).items()}
@@ -162,12 +174,25 @@ def _run_all(
                 reused.append(stage.name)
             else:
                 left_s = sum(expected.get(one.name, 0.0) for one in needed[number - 1 :])
-                left = f"; about {duration(left_s)} left, as in the latest run of this recipe" if left_s else ""
+                if stage.trains and not left_s and not estimate.work:
+                    estimate = _Estimate(_training_work(settings, needed, directory))
+                left = (
+                    f"; {estimated(left_s)} left, as in the latest run of this recipe"
+                    if left_s
+                    else estimate.left(stage.name)
+                )
                 logger.info("%s  starts, stage %d of %d%s", stage.name, number, len(needed), left)
                 began = time.monotonic()
-                run_stage(
-                    stage, settings.for_stage(stage.name), directories, processes=processes, given=given, start=start
-                )
+                with environment_variables({AHEAD_VARIABLE: json.dumps(estimate.ahead(stage.name))}):
+                    run_stage(
+                        stage,
+                        settings.for_stage(stage.name),
+                        directories,
+                        processes=processes,
+                        given=given,
+                        start=start,
+                    )
+                estimate.took(stage.name, time.monotonic() - began)
                 logger.info("%s  done in %s", stage.name, duration(time.monotonic() - began))
             # They choose the settings of the distillation, or were given them.
             if stage.name == "tune":
@@ -191,17 +216,69 @@ def _run_all(
     return content, finished_run.write_front_page(directory, content)
 
 
-def _stage_seconds(recipe: str, directory: Path) -> dict[str, float]:
-    """Return the seconds of each stage in the latest run of the recipe beside this one; empty without any."""
+class _Estimate:
+    """How long the trainings of a run take, by their operations and the pace of those that are done."""
+
+    def __init__(self, work: Mapping[str, Mapping[str, float]] | None = None) -> None:
+        """Begin with the operations of each training, by stage; without any, nothing is estimated."""
+        self.work = work or {}
+        self._seconds = self._done = 0.0
+
+    def ahead(self, stage: str) -> dict[str, float]:
+        """Return for each training of a stage how many times its work the later ones of the run are."""
+        if stage not in self.work:
+            return {}
+        later = sum(sum(one.values()) for one in self._from(stage)) - sum(self.work[stage].values())
+        found = {}
+        for name, own in reversed([*self.work[stage].items()]):
+            found[name] = later / own
+            later += own
+        return found
+
+    def took(self, stage: str, seconds: float) -> None:
+        """Take in what a stage has taken."""
+        if stage in self.work:
+            self._seconds += seconds
+            self._done += sum(self.work[stage].values())
+
+    def left(self, stage: str) -> str:
+        """Say how long this stage and the later trainings take; nothing before the first one is done."""
+        if stage not in self.work or not self._done:
+            return ""
+        left_s = self._seconds / self._done * sum(sum(one.values()) for one in self._from(stage))
+        return f"; {estimated(left_s)} of trainings left, by their operations and the pace so far"
+
+    def _from(self, stage: str) -> list[Mapping[str, float]]:
+        return [*itertools.dropwhile(lambda one: one is not self.work[stage], self.work.values())]
+
+
+def _training_work(settings: config.Settings, needed: Iterable[Stage], directory: Path) -> dict[str, dict[str, float]]:
+    """Count the operations of a run's trainings; none where they are not known, or a stage that trains is limited by time instead."""
+    if {"warm_up", "tune", "search"} & {stage.name for stage in needed}:
+        return {}
+    figures = artifacts.manifest(directory / "dataset", "dataset").figures
+    work = training_work.count(settings, taught=figures["train"], unlabeled=figures["unlabeled"])
+    known = {stage: {name: one for name, one in trainings.items() if one > 0} for stage, trainings in work.items()}
+    is_known = not any(math.isnan(one) for trainings in work.values() for one in trainings.values())
+    return {stage: trainings for stage, trainings in known.items() if trainings} if is_known else {}
+
+
+def _stage_seconds(recipe: str, resolved: Mapping[str, Any], directory: Path) -> dict[str, float]:
+    """Return the seconds of each stage in the latest run beside this one with the same recipe, models and epochs; empty without any."""
     files = sorted(directory.resolve().parent.glob(f"*/{SUMMARY}"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files[:_LOOKED_AT]:
         try:
             content = storage.read_json(file)
-            if content["recipe"] == recipe:
+            then, is_same = content["settings"], content["recipe"] == recipe
+            if is_same and all(_setting(then, name) == _setting(resolved, name) for name in _DECIDE_TIME):
                 return {name: float(stage["seconds"]) for name, stage in content["stages"].items()}
         except (StorageError, ValueError, KeyError, TypeError) as error:  # damaged, or of another version
             logger.debug("%s: gives no estimate: %r", file, error)
     return {}
+
+
+def _setting(settings: Mapping[str, Any], name: str) -> Any:
+    return functools.reduce(lambda group, key: group[key], name.split("."), settings)
 
 
 def folders(stage: Stage, settings: config.Settings) -> dict[str, str]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -18,11 +18,9 @@ from trainer.config import TOP_K, ReinforceSettings, Settings
 from trainer.io.costs import Machines, dollars_text
 from trainer.io.errors import SettingsError
 from trainer.io.formatting import aligned, duration, percent, short, size
-from trainer.runner import preflight
+from trainer.runner.training_work import TrainingWork
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from trainer.models.networks import Classifier
 
 HOURS_DOUBT = 2.0
@@ -173,18 +171,10 @@ class _Run:
     place: Place
 
     @cached_property
-    def teacher(self) -> tuple[Classifier | None, Mapping[str, nn.Module]]:
-        return preflight.build_teacher(self.settings.pretrain, (), trains_here=False)
-
-    @cached_property
-    def taught(self) -> float:
-        """Labeled images in train."""
-        data = self.settings.data
-        return self.photos.labeled * self.photos.images * (1 - data.val_fraction - data.test_fraction)
-
-    @cached_property
-    def unlabeled(self) -> float:
-        return (1 - self.photos.labeled) * self.photos.images
+    def work(self) -> TrainingWork:
+        data, photos = self.settings.data, self.photos
+        taught = photos.labeled * photos.images * (1 - data.val_fraction - data.test_fraction)
+        return TrainingWork(settings=self.settings, taught=taught, unlabeled=(1 - photos.labeled) * photos.images)
 
     @cached_property
     def square(self) -> float:
@@ -200,12 +190,6 @@ class _Run:
     @property
     def smaller(self) -> str:
         return f"store smaller images (data.image_size, now {self.settings.data.image_size})"
-
-    @cached_property
-    def operations(self) -> tuple[float, float]:
-        """Operations of a forward pass for an image, of teacher and student."""
-        student = preflight.build_student(self.settings.distill, (), trains_here=False)
-        return _operations(self.teacher[0]), _operations(student)
 
     def prepare(self) -> StagePlan:
         images, task = self.photos.images, self.place.task
@@ -225,30 +209,18 @@ class _Run:
         )
 
     def trainings(self) -> Iterator[StagePlan]:
-        pretrain, distill, reinforce = self.settings.pretrain, self.settings.distill, self.settings.reinforce
-        (teacher_model, trained), (teacher, student) = self.teacher, self.operations
-        parts = []
-        if pretrain.mae.epochs:
-            operations = 3 * _masked_operations(trained["pretrain.mae"])
-            parts.append(_epochs("MAE, ", pretrain.mae.epochs, self.taught + self.unlabeled, operations))
-        if pretrain.finetune.epochs:
-            # A backward pass is two forward passes, and one where only its input's gradient is needed.
-            passes = {"full": 3, "lora": 2, "head": 1}[pretrain.finetune.method]
-            operations = passes * _operations(trained.get("pretrain.finetune"))
-            parts.append(_epochs("fine-tuning, ", pretrain.finetune.epochs, self.taught, operations))
-        if parts:
-            fetched = self.taught + self.unlabeled * bool(pretrain.mae.epochs)
-            yield self._training("pretrain", parts, fetched * self.square, self.smaller)
-        learned = self.taught + self.unlabeled * distill.reads_unlabeled
-        stored, recorded = learned * self.square, 0.0
-        if distill.reads_recording:
-            recorded = learned * reinforce.views * _record_bytes(reinforce, teacher_model)
-            views = f"{reinforce.views} views of {short(learned)}", reinforce.views * learned, teacher
-            yield self._training("reinforce", [views], stored + recorded, self.smaller)
-        online = teacher if distill.needs_teacher and not recorded else 0.0
-        way = self.smaller if stored > recorded else "record less (reinforce.views, reinforce.tokens)"
-        parts = [_epochs("", distill.epochs, learned, online + 3 * student)]
-        yield self._training("distill", parts, stored + recorded, way)
+        work, reinforce = self.work, self.settings.reinforce
+        stored = {"pretrain": work.taught + work.unlabeled * bool(self.settings.pretrain.mae.epochs)}
+        recorded = 0.0
+        if self.settings.distill.reads_recording:
+            recorded = work.learned * reinforce.views * _record_bytes(reinforce, work.teacher[0])
+        for stage, parts in work.parts().items():
+            bytes_stored = stored.get(stage, work.learned) * self.square
+            way = self.smaller
+            if stage == "distill" and recorded >= bytes_stored:
+                way = "record less (reinforce.views, reinforce.tokens)"
+            fetched = bytes_stored + (recorded if stage != "pretrain" else 0.0)
+            yield self._training(stage, list(parts.values()), fetched, way)
 
     def _training(self, stage: str, parts: Sequence[tuple[str, float, float]], fetched: float, way: str) -> StagePlan:
         """Plan a training of `parts`: text, images that are seen, operations for each; `fetched` are bytes for each node."""
@@ -278,10 +250,10 @@ class _Run:
         )
 
     def judging(self) -> Iterator[StagePlan]:
-        settings, data, (teacher, student) = self.settings, self.settings.data, self.operations
+        settings, data, (teacher, student) = self.settings, self.settings.data, self.work.operations
         labeled = self.photos.labeled * self.photos.images
         test, val = labeled * data.test_fraction, labeled * data.val_fraction
-        doubted = {"off": 0.0, "held_out": val, "all": val + self.taught}[settings.evaluate.label_issues]
+        doubted = {"off": 0.0, "held_out": val, "all": val + self.work.taught}[settings.evaluate.label_issues]
         judged = min(settings.export.test_images, val) + min(settings.export.test_images, test)
         speed = self.place.task.cores * RATES["inference"].value
         entries = [
@@ -299,10 +271,6 @@ class _Run:
                 memory=RATES["process"].value,
                 ways={"disk": "set smaller data.test_fraction and data.val_fraction"},
             )
-
-
-def _epochs(name: str, count: int, images: float, operations: float) -> tuple[str, float, float]:
-    return f"{name}{count} epochs of {short(images)}", count * images, operations
 
 
 def table(plans: Sequence[StagePlan], place: Place) -> list[str]:
@@ -348,29 +316,6 @@ def check(plans: Sequence[StagePlan]) -> None:
     """Raise a `SettingsError` that names all limits that a run exceeds beyond doubt."""
     if problems := [problem for one in plans for problem in one.too_much()]:
         raise SettingsError("the run cannot work at this size: " + ". ".join(problems))
-
-
-def _operations(model: Any) -> float:
-    """Count the operations of a forward pass for an image; NaN for a network that cannot be built here."""
-    import torch
-
-    from trainer.evaluation.metrics import multiply_accumulates
-
-    if model is None:
-        return math.nan
-    edge = model.card.image_size
-    return 2.0 * multiply_accumulates(model, torch.empty(1, 3, edge, edge, dtype=torch.uint8, device="meta"))
-
-
-def _masked_operations(autoencoder: Any) -> float:
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    patches = autoencoder.encoder.patch_embed
-    edge = patches.img_size[0]
-    with torch.no_grad(), torch.device("meta"), FlopCounterMode(display=False) as counter:
-        autoencoder(torch.empty(1, 3, edge, edge, dtype=torch.uint8), torch.empty(1, patches.num_patches))
-    return float(counter.get_total_flops())
 
 
 def _record_bytes(reinforce: ReinforceSettings, teacher: Classifier | None) -> float:

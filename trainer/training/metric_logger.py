@@ -5,7 +5,9 @@ Shapes: W processes, S steps, L losses.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import shutil
 import sys
 import textwrap
@@ -22,7 +24,8 @@ from tqdm import tqdm
 from trainer.devices import ReadBack
 from trainer.devices.process_group import Processes
 from trainer.io.errors import TrainingError
-from trainer.io.formatting import listed
+from trainer.io.formatting import estimated, listed
+from trainer.io.host import AHEAD_VARIABLE
 from trainer.report.scores import VAL_TITLES, val_name
 from trainer.report.tracking.stage_runs import Tracker
 from trainer.training.loop import Hook, Trainer
@@ -54,6 +57,7 @@ class ProgressBar:
         self._work = work
         self._name, self._first, self._total, self._images = name, first_step, total_steps, images_per_step
         self._active, self._start, self._last_line = active, time.monotonic(), -LINE_INTERVAL_S
+        self._ahead = float(json.loads(os.environ.get(AHEAD_VARIABLE, "{}")).get(name, 0.0))
         self._scores = ""  # of the last validation
         self._scores_are_shown = True
         self._first_line: tuple[int, float] | None = None
@@ -116,17 +120,24 @@ class ProgressBar:
         if not self._active:
             return
         text = "  ".join([*(f"{name} {value:.4g}" for name, value in values.items()), *filter(None, [self._scores])])
-        if self._bar is not None:
-            self._bar.update(step + 1 - self._bar.n)
-            self._bar.set_postfix_str(text)
-            return
         now, done = time.monotonic(), step + 1
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+            self._bar.set_postfix_str(text + self._left(now, done)[1])
+            return
         if now - self._last_line < LINE_INTERVAL_S and done < self._total:
             return
         self._last_line, self._scores_are_shown = now, True
         rate, within_steps = (done - self._first) / max(now - self._start, 1e-9), measured()
         speed = f"{rate * self._images:.0f} images/s so far" if within_steps is None else f"{within_steps:.0f} images/s"
         speed += _rates(apart())
+        left_s, all_left = self._left(now, done, within_steps)
+        logger.info(
+            "%s  step %d/%d  %s  %s  %.0f s left%s", self._name, done, self._total, text, speed, left_s, all_left
+        )
+
+    def _left(self, now: float, done: int, within_steps: float | None = None) -> tuple[float, str]:
+        """Return the seconds that this training still takes, and as text, where the run has told, those of all its trainings."""
         # The first steps compile, which no later one does: the time left follows from the steps alone, then from what came after them.
         if self._first_line is not None:
             begin, since = self._first_line
@@ -134,8 +145,12 @@ class ProgressBar:
         else:
             begin, self._first_line = self._first, (done, now)
             seconds = now - self._start if within_steps is None else (done - begin) * self._images / within_steps
-        left_s = seconds * (self._work(self._total) - self._work(done)) / (self._work(done) - self._work(begin))
-        logger.info("%s  step %d/%d  %s  %s  %.0f s left", self._name, done, self._total, text, speed, left_s)
+        total = seconds * self._work(self._total) / (self._work(done) - self._work(begin))
+        left_s = total * (1 - self._work(done) / self._work(self._total))
+        return (
+            left_s,
+            f", {estimated(left_s + self._ahead * total)} with the later trainings" if self._ahead else "",
+        )
 
 
 def _rates(apart: Mapping[str, float]) -> str:

@@ -14,15 +14,46 @@ from trainer.runner import launch, local_run, preflight
 
 
 def test_the_time_of_the_latest_run_of_the_recipe_is_expected(tmp_path):
+    settings, longer = (config.resolve_run("digits", one).model_dump(mode="json") for one in ("", "distill.epochs=120"))
     for number, (name, recipe, seconds) in enumerate(
         [("old", "digits", 9.0), ("other", "grocery", 8.0), ("new", "digits", 7.0), ("damaged", "", 0.0)]
     ):
         file = tmp_path / name / "summary.json"
         file.parent.mkdir()
-        file.write_text(json.dumps({"recipe": recipe, "stages": {"distill": {"seconds": seconds}}}) if recipe else "{")
+        content = {"recipe": recipe, "settings": settings, "stages": {"distill": {"seconds": seconds}}}
+        file.write_text(json.dumps(content) if recipe else "{")
         os.utime(file, (number, number))
-    assert local_run._stage_seconds("digits", tmp_path / "this") == {"distill": 7.0}
-    assert local_run._stage_seconds("waste", tmp_path / "this") == {}
+    assert local_run._stage_seconds("digits", settings, tmp_path / "this") == {"distill": 7.0}
+    assert local_run._stage_seconds("waste", settings, tmp_path / "this") == {}
+    assert local_run._stage_seconds("digits", longer, tmp_path / "this") == {}, "it has other epochs"
+
+
+def test_a_first_run_is_estimated_by_operations_and_pace():
+    estimate = local_run._Estimate({"pretrain": {"mae": 2.0, "finetune": 4.0}, "distill": {"distill": 3.0}})
+    assert estimate.ahead("pretrain") == {"mae": 3.5, "finetune": 0.75}
+    assert estimate.ahead("distill") == {"distill": 0.0}
+    assert estimate.ahead("evaluate") == {}
+    assert estimate.left("distill") == ""
+    estimate.took("prepare", 50.0)
+    estimate.took("pretrain", 60.0)
+    assert estimate.left("distill") == "; about 30 s of trainings left, by their operations and the pace so far"
+    assert estimate.left("evaluate") == ""
+
+
+def test_work_of_trainings_is_counted_where_it_decides(tmp_path):
+    with artifacts.create(str(tmp_path / "dataset"), "dataset", settings={}) as draft:
+        draft.figures = {"train": 100, "unlabeled": 20}
+
+    def work(overrides):
+        settings = config.resolve_run("digits", overrides)
+        return local_run._training_work(settings, [one for one in STAGES.values() if one.is_needed(settings)], tmp_path)
+
+    full, longer = work(""), work("distill.epochs=120 pretrain.mae.epochs=0")
+    assert list(full["pretrain"]) == ["mae", "finetune"]
+    assert list(longer["pretrain"]) == ["finetune"]
+    assert longer["distill"]["distill"] == 2 * full["distill"]["distill"]
+    assert list(work("distill.teacher=recorded")) == ["pretrain", "reinforce", "distill"]
+    assert work("tune.enabled=true") == {}, "its trials are limited by time"
 
 
 def test_an_interrupted_run_names_how_to_go_on(tmp_path, monkeypatch, caplog):

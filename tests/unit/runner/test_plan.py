@@ -9,7 +9,7 @@ import pytest
 from trainer import config
 from trainer.io.costs import Machines, Price
 from trainer.io.errors import SettingsError
-from trainer.runner import plan
+from trainer.runner import plan, training_work
 from trainer.runner.plan import RATES, Place, Room, SourceSize
 
 PRICE = Price(dollars_an_hour=10.0, date="2026-11", region="us-east-1", source="list")
@@ -20,7 +20,7 @@ TASK = Room(cores=4, memory=7e9, disk=80e9)
 @pytest.fixture(autouse=True, scope="module")
 def _networks_of_known_size():
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(plan, "_operations", lambda model: math.nan if model is None else 6e9)
+        patched.setattr(training_work, "_operations", lambda model: math.nan if model is None else 6e9)
         yield
 
 

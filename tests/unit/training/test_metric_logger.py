@@ -1,4 +1,5 @@
 import io
+import json
 import logging
 from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from trainer.config import TrainingSettings
 from trainer.devices import choose_device
 from trainer.devices.process_group import Processes
 from trainer.io.errors import TrainingError
+from trainer.io.host import AHEAD_VARIABLE
 from trainer.training import metric_logger
 from trainer.training.metric_logger import MetricLogger, ProgressBar
 
@@ -163,6 +165,20 @@ def test_a_log_gets_a_line_every_few_seconds_and_one_at_the_end(caplog, clock):
     assert last == "distill  validation top-1 60.00%", "the last one comes after the last step"
     assert lines[0] == "distill  step 1/100  loss 0.5  32 images/s so far  99 s left"
     assert lines[-1] == "distill  step 100/100  loss 0.5  validation top-1 50.00%  32 images/s so far  0 s left"
+
+
+def test_the_later_trainings_count_where_the_run_has_told_their_work(caplog, clock, monkeypatch):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv(AHEAD_VARIABLE, json.dumps({"mae": 2.5}))
+    for name in ("mae", "finetune"):
+        with bar(name=name) as shown:
+            clock[0] += 20.0
+            shown.show(19, {"loss": 0.5})
+    own, last = caplog.messages
+    assert own.endswith("80 s left, about 5.5 min with the later trainings"), (
+        "100 s in all, 2.5 times as long for the later"
+    )
+    assert last.endswith("80 s left")
 
 
 def test_the_speed_within_the_steps_is_shown_where_it_is_measured(caplog, clock):
