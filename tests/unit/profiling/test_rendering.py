@@ -169,6 +169,19 @@ def test_a_page_is_printed(pages: dict[str, Path], tmp_path: Path) -> None:
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
 
 
+def test_nothing_is_cut_off_on_paper(pages: dict[str, Path], tmp_path: Path) -> None:
+    """By the rules for print at the width of A4: a table that is too wide would widen the page, which on paper ends."""
+    for page in pages.values():
+        text = page.read_text()
+        assert text.count("@media print {") == 1
+        (tmp_path / page.name).write_text(text.replace("@media print {", "@media screen {"))
+    outer = framed([tmp_path / page.name for page in pages.values()], tmp_path, script=MEASURE)
+    content, _ = chromium(outer, "--dump-dom", width=718)
+    assert json.loads(html.unescape(content.partition('margin:0">')[2].partition("</body>")[0])) == {
+        name: [] for name in pages
+    }
+
+
 def test_faults_of_a_page_are_noticed(tmp_path: Path) -> None:
     """What the tests above rely on: Chromium tells of errors, and the measurement of labels that are cut off."""
     page = tmp_path / "page.html"
