@@ -2,8 +2,10 @@
 
 - decoding: CPU time of a made-up photo of each size, from the file's bytes to the stored square, with its content key and its look; bytes
   of the file and of the square; images a second and core, and the same by a plain loop of Pillow that decodes, resizes and encodes.
-- deciding: copies, contradictions and splits of `--rows` made-up facts, some of them copies; one thread, peak of the memory that is
-  no mapped file.
+- listing: `--rows` made-up names, each kind in a process of its own: a manifest, and a folder of a store that lists names, sizes and
+  ETags; the peak of the memory that is no mapped file, and what of it the listing keeps.
+- deciding: copies, contradictions and splits of as many made-up facts, some of them copies, and the search for near-duplicates; one
+  thread, the same peak; `--parts separating`: the decision of data.near_duplicates=separate.
 
 The figures of `trainer/runner/plan.py` are those of this command.
 """
@@ -11,10 +13,15 @@ The figures of `trainer/runner/plan.py` are those of this command.
 from __future__ import annotations
 
 import argparse
+import gc
 import io
+import multiprocessing
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +31,10 @@ from PIL import Image, ImageOps
 
 from tests.benchmarks.photos import photo
 from trainer.config import DataSettings
-from trainer.data import facts, preparation
+from trainer.data import curation, facts, near_duplicates, preparation
 from trainer.data.facts import ImageFacts
-from trainer.data.sources import Item
+from trainer.data.sources import Item, list_source
+from trainer.io import storage
 
 SIZES = ((500, 375), (1024, 768), (4000, 3000))
 
@@ -63,6 +71,12 @@ def decoding(rounds: int) -> None:
         )
 
 
+def looks(generator: np.random.Generator, rows: int) -> list[str]:
+    size = near_duplicates._BYTES
+    digits = generator.bytes(size * rows).hex()
+    return [digits[start : start + 2 * size] for start in range(0, len(digits), 2 * size)]
+
+
 def write_facts(file: Path, count: int) -> None:
     """Write made-up facts: keys at random, some of them those of another image."""
     generator = np.random.default_rng(0)
@@ -74,39 +88,98 @@ def write_facts(file: Path, count: int) -> None:
             digits[100:-1:200] = digits[101::200]  # of another class
             ends = pa.py_buffer(np.arange(0, 64 * rows + 1, 64, dtype=np.int32))
             columns = {
-                "name": [f"class-{number % 1000:04d}/photo-{number:09d}.jpg" for number in range(start, start + rows)],
+                "name": [*map(name_of, range(start, start + rows))],
                 "label": np.arange(start, start + rows, dtype=np.int32) % 1000,
                 "split": np.zeros(rows, dtype=np.int8),
                 "key": pa.StringArray.from_buffers(rows, ends, pa.py_buffer(digits)),
-                "appearance": [""] * rows,
+                "appearance": looks(generator, rows),
                 **dict.fromkeys(("width", "height", "gray_peak"), np.full(rows, 500, dtype=np.int32)),
             }
             writer.write_table(pa.table([columns[name] for name in facts._SCHEMA.names], schema=facts._SCHEMA))
 
 
-def deciding(count: int) -> None:
+@contextmanager
+def watched() -> Iterator[list[float]]:
+    """Give a list that then holds seconds, seconds of CPU, and how many bytes of memory came in between: at the peak, and to stay."""
+    peak, ended, figures = [0], threading.Event(), list[float]()
+
+    def used() -> int:
+        memory = psutil.Process().memory_info()
+        return memory.rss - memory.shared
+
+    def watch() -> None:
+        while not ended.wait(0.02):
+            peak[0] = max(peak[0], used())
+
+    gc.collect()
+    before, began, cpu = used(), time.perf_counter(), time.process_time()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    yield figures
+    figures += [time.perf_counter() - began, time.process_time() - cpu, max(peak[0], used()) - before]
+    ended.set()
+    watcher.join()
+    gc.collect()
+    pa.default_memory_pool().release_unused()
+    figures.append(used() - before)
+
+
+def name_of(number: int) -> str:
+    return f"class-{number % 1000:04d}/photo-{number:09d}.jpg"
+
+
+def listing(kind: str, count: int) -> None:
+    if kind == "folder":
+        # In the store's order, which is that of the names, with an ETag as S3 gives it.
+        numbers = (first + step for first in range(min(count, 1000)) for step in range(0, count - first, 1000))
+        objects = (storage.Listed(name_of(number), 150_000, f'"{number:032x}"') for number in numbers)
+        storage.listing = lambda folder: objects  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as folder:
-        write_facts(Path(folder) / "facts.arrow", count)
-        peak, ended = [0], threading.Event()
-
-        def watch() -> None:
-            while not ended.wait(0.02):
-                peak[0] = max(peak[0], psutil.Process().memory_info().rss - psutil.Process().memory_info().shared)
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        before, began, cpu = psutil.Process().memory_info(), time.perf_counter(), time.process_time()
-        given = ImageFacts.read(Path(folder) / "facts.arrow")
-        kept, contradicting, dropped = facts.quarantine_and_drop(given, [str(one) for one in range(1000)], Path(folder))
-        kept = facts.take_missing_splits(kept, {"test": 0.01, "val": 0.01}, 0, Path(folder))
-        took, used = time.perf_counter() - began, time.process_time() - cpu
-        ended.set()
-        watcher.join()
-        more = peak[0] - (before.rss - before.shared)
+        file = Path(folder) / "list.csv"
+        if kind == "manifest":
+            with file.open("w") as text:
+                text.write("path,label,split\n")
+                text.writelines(f"{name_of(number)},class {number % 1000},train\n" for number in range(count))
+        source = f"manifest:{file}" if kind == "manifest" else "imagefolder:s3://bucket/photos"
+        with watched() as figures:
+            found = list_source(source)
+        took, used, peak, kept = figures
         print(
-            f"{count:,} rows: {took:.1f} s, {used:.1f} s of CPU, {more / 2**30:.2f} GiB, {more / count:.0f} bytes a row; kept "
-            f"{len(kept):,}, contradicting {len(contradicting):,}, copies {len(dropped):,}, test {len(kept.of('test')):,}"
+            f"listing, {kind} of {len(found.items):,}: {took:.1f} s, {used:.1f} s of CPU, {peak / count:.0f} bytes an image, of which "
+            f"{kept / count:.0f} stay"
         )
+
+
+def deciding(file: Path, count: int) -> None:
+    given = ImageFacts.read(file)
+    with watched() as figures:
+        kept, contradicting, dropped = facts.quarantine_and_drop(given, [str(one) for one in range(1000)], file.parent)
+        kept = facts.take_missing_splits(kept, {"test": 0.01, "val": 0.01}, 0, file.parent)
+    took, used, peak, _ = figures
+    print(
+        f"deciding on {count:,}: {took:.1f} s, {used:.1f} s of CPU, {peak / 2**30:.2f} GiB, {peak / count:.0f} bytes an image; kept "
+        f"{len(kept):,}, contradicting {len(contradicting):,}, copies {len(dropped):,}, test {len(kept.of('test')):,}"
+    )
+
+
+def comparing(file: Path, count: int) -> None:
+    given = ImageFacts.read(file)
+    with watched() as figures:
+        found = near_duplicates.find(given)
+    took, used, peak, _ = figures
+    print(
+        f"near-duplicates of {count:,}: {took:.1f} s, {used:.1f} s of CPU, {peak / 2**30:.2f} GiB, {peak / count:.0f} bytes an image; "
+        f"pairs {len(found.pairs):,}"
+    )
+
+
+def separating(file: Path, count: int) -> None:
+    given = ImageFacts.read(file)
+    with watched() as figures:
+        groups = near_duplicates.groups(given)
+        curation.take_missing_splits(given, {"train"}, DataSettings(), [(label,) for label in range(1000)], groups)
+    took, used, peak, _ = figures
+    print(f"separating {count:,}: {took:.1f} s, {used:.1f} s of CPU, {peak / count:.0f} bytes an image")
 
 
 def main() -> None:
@@ -114,11 +187,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=1_000_000, help="of made-up facts; 0: decoding alone")
     parser.add_argument("--no-decoding", action="store_true")
+    parts = ("listing", "deciding", "comparing", "separating")
+    parser.add_argument(
+        "--parts", nargs="+", choices=parts, default=parts[:3], help="what is measured besides decoding"
+    )
     options = parser.parse_args()
     if not options.no_decoding:
         decoding(options.rounds)
-    if options.rows:
-        deciding(options.rows)
+    if not options.rows:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        file, count = Path(folder) / "facts.arrow", options.rows
+        write_facts(file, count)
+        works: Mapping[str, Sequence[Callable[[], None]]] = {
+            "listing": [partial(listing, "manifest", count), partial(listing, "folder", count)],
+            "deciding": [partial(deciding, file, count)],
+            "comparing": [partial(comparing, file, count)],
+            "separating": [partial(separating, file, count)],
+        }
+        for work in (work for part in options.parts for work in works[part]):
+            process = multiprocessing.get_context("spawn").Process(target=work)
+            process.start()
+            process.join()
+            if process.exitcode:
+                raise SystemExit(process.exitcode)
 
 
 if __name__ == "__main__":

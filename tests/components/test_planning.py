@@ -21,7 +21,7 @@ def test_configure_refuses_what_cannot_work(monkeypatch):
     monkeypatch.setattr(sections.preflight, "checked", lambda settings, **_: settings)
     with pytest.raises(
         SettingsError,
-        match=r"prepare needs 28\.40 GB of memory and has 17\.18 GB.*pretrain needs .* GB of disk and has 1\.72",
+        match=r"prepare needs 245\.76 GB of disk and has 85\.90 GB.*pretrain needs .* GB of disk and has 1\.72",
     ):
         sections.configure(sections.resolve("digits"), Placement(pool="cpu"))
 

@@ -21,7 +21,7 @@ from components.launch import pools
 from trainer import config
 from trainer.config import DataSettings, ModelSettings
 from trainer.data.class_tables import read_tags
-from trainer.data.sources import SourceListing, list_source
+from trainer.data.sources import Columns, Item, SourceListing, list_source
 from trainer.graph import Kind
 from trainer.io import artifacts, limits, storage
 from trainer.io.errors import TrainerError
@@ -142,7 +142,7 @@ def _read_tables(content: bytes, folder: Path) -> None:
     (folder / "table.csv").write_bytes(content)
     name = "hierarchy" if content.startswith(b"class,parent") else "attributes"
     settings = DataSettings.model_validate({name: str(folder / "table.csv")})
-    tags = read_tags(settings, SourceListing(items=(), classes=CLASSES, read=bytes))
+    tags = read_tags(settings, SourceListing(items=Columns.of(Item, ()), classes=CLASSES, read=bytes))
     assert tags is not None
     shown = [*tags.attributes, *(name for level in tags.levels for name in level.names)]
     assert all(limits.printable_name(name) == name for name in shown)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _TYPES = {"name": pa.string(), "label": pa.int32(), "split": pa.int8(), "key": pa.string(), "appearance": pa.string()}
 _SCHEMA = pa.schema(_TYPES | dict.fromkeys(("width", "height", "gray_peak"), pa.int32()))
 _TOGETHER = 4096  # rows that are read at a time
-MEMORY = "1GB"
-"""Of DuckDB; what it does not hold goes to a folder beside the file."""
+MEMORY_MB, MEMORY_BYTES = (100, 1000), 64
+"""Of DuckDB: least and most, and in between so much an image; what it does not hold goes to a folder beside the file."""
 _KEPT_BEFORE = [("test", "val", "train", "unlabeled").index(split) for split in SPLITS]
 """Of equal pictures the one whose split has the smallest number is kept."""
 
@@ -61,12 +61,16 @@ class ImageFacts(Sequence[ImageCandidate]):
         return len(self.rows)
 
     def __iter__(self) -> Iterator[ImageCandidate]:
-        for start in range(0, len(self), _TOGETHER):
-            rows, splits = (one[start : start + _TOGETHER] for one in (self.rows, self.splits))
+        start = 0
+        # Batch by batch, since to take rows from a column of many chunks copies all of it.
+        for batch in self.table.to_batches(max_chunksize=_TOGETHER):
+            here = slice(*np.searchsorted(self.rows, (start, start + len(batch))))
+            rows = self.rows[here]
             for row, split, values in zip(
-                rows.tolist(), splits.tolist(), self.table.take(rows).to_pylist(), strict=True
+                rows.tolist(), self.splits[here].tolist(), batch.take(rows - start).to_pylist(), strict=True
             ):
                 yield ImageCandidate(**values | {"row": row, "split": SPLITS[split]})
+            start += len(batch)
 
     @overload
     def __getitem__(self, place: int) -> ImageCandidate: ...
@@ -75,8 +79,9 @@ class ImageFacts(Sequence[ImageCandidate]):
     def __getitem__(self, place: int | slice) -> ImageCandidate | ImageFacts:
         if isinstance(place, slice):
             return ImageFacts(self.table, self.rows[place], self.splits[place])
-        (found,) = ImageFacts(self.table, self.rows[[place]], self.splits[[place]])
-        return found
+        row, split = int(self.rows[place]), SPLITS[self.splits[place]]
+        (values,) = self.table.slice(row, 1).to_pylist()
+        return ImageCandidate(**values | {"row": row, "split": split})
 
 
 @contextmanager
@@ -160,8 +165,10 @@ def _connected(facts: ImageFacts, folder: Path) -> Iterator[duckdb.DuckDBPyConne
     """Open a database with the table `facts`: the columns by which is decided, and the row."""
     import duckdb
 
+    least, most = MEMORY_MB
+    memory = f"{min(max(least, len(facts) * MEMORY_BYTES // 10**6), most)}MB"
     with duckdb.connect(
-        config={"memory_limit": MEMORY, "temp_directory": str(folder / "duckdb"), "threads": 1}
+        config={"memory_limit": memory, "temp_directory": str(folder / "duckdb"), "threads": 1}
     ) as connection:
         columns = facts.table.select(["name", "label", "split", "key"])
         chosen = pa.table({"row": facts.rows})

@@ -13,7 +13,6 @@ Shapes: N images.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -157,19 +156,18 @@ class _Search:
     """Finds all pairs of images that look alike, in memory that grows with the images and not with the pairs."""
 
     def __init__(self, candidates: Sequence[ImageCandidate]) -> None:
-        described, splits, places = bytearray(), bytearray(), array("q")
+        looks = np.empty((len(candidates), _BYTES), dtype=np.uint8)
+        splits, places, count = np.empty(len(looks), dtype=np.uint8), np.empty(len(looks), dtype=np.int32), 0
         for place, candidate in enumerate(candidates):
             if candidate.appearance:
-                described += bytes.fromhex(candidate.appearance)
-                splits.append(SPLITS.index(candidate.split))
-                places.append(place)
-        self.candidates, self.chosen = candidates, np.array(places, dtype=np.intp)  # those with a look are compared
-        self.splits = np.frombuffer(splits, dtype=np.uint8)
-        looks = np.frombuffer(described, dtype=np.uint8).reshape(len(places), _BYTES)
-        hashes = np.ascontiguousarray(looks[:, :8]).view(">u8").ravel().astype(np.uint64)
-        self._places = np.argsort(hashes, kind="stable")  # so that of those with equal bits the nearest stand together
-        self._hashes, self._colors = hashes[self._places], looks[self._places, 8:]
-        self._twins = np.zeros(len(hashes), dtype=np.int32)
+                looks[count] = np.frombuffer(bytes.fromhex(candidate.appearance), dtype=np.uint8)
+                splits[count], places[count], count = SPLITS.index(candidate.split), place, count + 1
+        self.candidates, self.chosen, self.splits = candidates, places[:count], splits[:count]  # those with a look
+        hashes = np.ascontiguousarray(looks[:count, :8]).view(">u8").ravel().astype(np.uint64)
+        # So that of those with equal bits the nearest stand together.
+        self._places = np.argsort(hashes, kind="stable").astype(np.int32)
+        self._hashes, self._colors = hashes[self._places], looks[:count, 8:]
+        self._twins = np.zeros(count, dtype=np.int32)
         self.complete = True
 
     def pairs(self) -> Iterator[tuple[Ints, Ints, Ints]]:
@@ -178,11 +176,8 @@ class _Search:
             keys = self._hashes & mask
             order = np.argsort(keys, kind="stable")
             keys = keys[order]
-            starts, step = np.arange(len(keys)), 0
+            starts, step = np.flatnonzero(keys[:-1] == keys[1:]), 1
             while True:
-                step += 1
-                starts = starts[: np.searchsorted(starts, len(keys) - step)]
-                starts = starts[keys[starts] == keys[starts + step]]
                 searched = starts[self._twins[order[starts]] < (_MOST_TWINS if step <= _MOST_COMPARED else 0)]
                 self.complete &= len(searched) == len(starts)
                 starts = searched
@@ -191,6 +186,9 @@ class _Search:
                 for block in range(0, len(starts), _TOGETHER):
                     part = starts[block : block + _TOGETHER]
                     yield self._near(order[part], order[part + step], number)
+                step += 1
+                starts = starts[: np.searchsorted(starts, len(keys) - step)]
+                starts = starts[keys[starts] == keys[starts + step]]
 
     def _near(self, left: Ints, right: Ints, number: int) -> tuple[Ints, Ints, Ints]:
         """Choose from the pairs that agree under a mask those that look alike and agreed under no earlier mask."""
@@ -199,8 +197,9 @@ class _Search:
         for earlier in _MASKS[:number]:
             chosen = chosen[(differing[chosen] & earlier) != 0]
         left, right, differing = left[chosen], right[chosen], differing[chosen]
-        colors = self._colors[left].astype(np.int16) - self._colors[right]
+        left_place, right_place = self._places[left].astype(np.intp), self._places[right].astype(np.intp)
+        colors = self._colors[left_place].astype(np.int16) - self._colors[right_place]
         alike = np.abs(colors).mean(axis=1) <= COLOR_DIFFERENCE
         self._twins[left[alike]] += 1
         bits: Ints = np.bitwise_count(differing[alike]).astype(np.intp)
-        return self._places[left[alike]], self._places[right[alike]], bits
+        return left_place[alike], right_place[alike], bits

@@ -82,7 +82,7 @@ that reads them also checks, and fetches from a store."""
 LOG_INTERVAL_S = 10.0  # seconds between two lines on the progress, where there is no terminal
 _WORK = "spool"
 """Folder of the decode cache below the output, removed when the preparation ends; older versions left it under this name too."""
-_FACTS = "facts.arrow"  # in it
+_FACTS, _LISTING = "facts.arrow", "listing.arrow"  # in it
 _DECIDING = {
     *("val_fraction", "test_fraction", "test_from", "split_seed", "near_duplicates"),
     *("min_images_per_class", "max_bad_fraction", "attributes", "hierarchy", "multi_label"),
@@ -131,6 +131,7 @@ def prepare(
     )
     processes = processes or min(usable_cores(), math.ceil(len(listing.items) / IMAGES_PER_PROCESS))
     with _open_cache(settings, directory, cache_uri) as cache:
+        listing = replace(listing, items=listing.items.mapped(cache.folder / _LISTING))
         with facts.writing_facts(cache.folder / _FACTS) as append:
             bad = _decode_all(listing, settings, cache, processes, append)
         decoded = ImageFacts.read(cache.folder / _FACTS)
@@ -200,7 +201,7 @@ def _summary(listing: SourceListing, splits: Mapping[SplitName, Sequence[ImageCa
     kept = (one for split in ("train", "val", "test") for one in splits[split])
     counts = curation.count_classes(kept, listing.members)
     smallest = min(range(len(classes)), key=lambda label: counts[label])
-    given = {item.split for item in listing.items}
+    given = {split for split, _ in listing.counts}
     sizes = [
         f"{len(members):,} {split}{' (taken from train)' if split in ('val', 'test') and split not in given else ''}"
         for split, members in splits.items()
@@ -236,7 +237,7 @@ def _file(squares: Any, settings: DataSettings, row: int) -> bytes:
 
 def _with_test(listing: SourceListing, settings: DataSettings) -> SourceListing:
     """Make val the test split where the source has none."""
-    splits = {item.split for item in listing.items}
+    splits = {split for split, _ in listing.counts}
     if "test" in splits:
         return listing
     if "val" not in splits:
@@ -244,9 +245,10 @@ def _with_test(listing: SourceListing, settings: DataSettings) -> SourceListing:
             f"data.source={settings.source}: data.test_from is val, but the source has neither val nor test; "
             "set data.test_from=train"
         )
-    items = [replace(item, split="test") if item.split == "val" else item for item in listing.items]
+    numbers = listing.items.column("split")
+    moved = np.where(numbers == SPLITS.index("val"), np.int8(SPLITS.index("test")), numbers)
     note = "The source's val is the test here (data.test_from), and val is taken from train."
-    return replace(listing, items=items, notes=(*listing.notes, note))
+    return replace(listing, items=listing.items.with_columns(Item, split=moved), notes=(*listing.notes, note))
 
 
 def decode_cache_uri(settings: DataSettings, root: str) -> str:
@@ -434,15 +436,14 @@ def _read(item: Item, read: Read) -> bytes:
 # ---- Deciding
 
 
-def _check_grays(decoded: Sequence[ImageCandidate], settings: DataSettings) -> None:
+def _check_grays(decoded: ImageFacts, settings: DataSettings) -> None:
     """Refuse a set whose 16-bit grays leave their upper bits unused, since most of what they show would be lost."""
-    deep = [image for image in decoded if image.gray_peak]
+    peaks = decoded.column("gray_peak")
+    deep = int(np.count_nonzero(peaks))
     if not deep:
         return
-    deepest = max(deep, key=lambda image: image.gray_peak)
-    found = (
-        f"{len(deep):,} of {len(decoded):,} images have grays of 16 bits, up to {deepest.gray_peak} in {deepest.name}"
-    )
+    deepest = decoded[int(peaks.argmax())]
+    found = f"{deep:,} of {len(decoded):,} images have grays of 16 bits, up to {deepest.gray_peak} in {deepest.name}"
     needed = max(deepest.gray_peak.bit_length(), 8)
     if settings.gray_bits == "auto" and needed < DEEPEST:
         raise DataError(
@@ -459,17 +460,16 @@ def _check_quarantined(
         return
     kinds = Counter(one.reason.split(":")[0] for one in quarantined)
     examples = {one.reason.split(":")[0]: one for one in reversed(quarantined)}
-    places = {item.name: item.location for item in listing.items} if _MISSING in kinds else {}
     reasons = []
     for kind, images in kinds.most_common(5):
         name, detail = examples[kind].name, examples[kind].reason.partition(":")[2].strip()
         if kind == _MISSING:
-            place = places.get(name, "")
-            if place and not storage.is_remote(place):
+            place = next(item.location for item in listing.items if item.name == name)
+            if not storage.is_remote(place):
                 place = str(storage.local_path(place).absolute())
-            detail = f"looked for at {place}" if place else ""
+            detail = f"looked for at {place}"
             if settings.source.startswith("manifest:"):
-                detail += "; relative paths start at the folder of the list, with / between folders" * bool(detail)
+                detail += "; relative paths start at the folder of the list, with / between folders"
         reasons.append(f"{images} {kind}, such as {name}{f' ({limits.cut(detail, 300)})' if detail else ''}")
     total, share = len(listing.items), len(quarantined) / len(listing.items)
     found = f"{len(quarantined)} of {total} images are bad ({share:.1%})"
@@ -486,7 +486,7 @@ def _split(
 ) -> tuple[ImageFacts, NearDuplicates]:
     """Take missing splits from train, and handle near-duplicates in different splits as the settings say."""
     separates = settings.near_duplicates == "separate"
-    given, members = {item.split for item in listing.items}, listing.members
+    given, members = {split for split, _ in listing.counts}, listing.members
     fractions = curation.missing_fractions(given, settings)
     if separates or any(len(of_label) != 1 for of_label in members):
         groups = near_duplicates.groups(candidates) if separates else None
@@ -512,7 +512,7 @@ def _split(
         logger.warning("prepare: %s; %s", found, "they are left out" if separates else "the data card shows them")
     if separates:
         kept = kept.where(~np.isin(kept.rows, [pair.image.row for pair in near.pairs]))
-    taught = {one for item in listing.items if item.split == "train" for one in members[item.label]}
+    taught = {one for split, label in listing.counts if split == "train" for one in members[label]}
     try:
         curation.check_splits(kept, listing.classes, taught, members)
     except DataError as error:
@@ -527,7 +527,14 @@ def _split(
 
 
 def _write_json(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    path.write_text(json.dumps([*records], indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    """Write a JSON list, indented, record by record."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write("[")
+        number = -1
+        for number, record in enumerate(records):
+            text = json.dumps(record, indent=2, ensure_ascii=False).replace("\n", "\n  ")
+            file.write(f"{',' * bool(number)}\n  {text}")
+        file.write("]\n" if number < 0 else "\n]\n")
 
 
 def _open_squares(cache: DecodeCache, chunks: int) -> Any:

@@ -57,7 +57,8 @@ RATES: Mapping[str, Rate] = {
     "list": Rate(0.15, "s for 1,000 objects of a store, listed by configure and by prepare", "assumed"),
     "square": Rate(34e3, "bytes of a stored JPEG of 256 px with data.encoding=jpeg; of others by their area", _PREPARE),
     "fast square": Rate(17.4e3, "the same with data.encoding=fast-jpeg", _DATA),
-    "facts": Rate(710, "bytes of memory an image in prepare", "measured on 300,000 made-up names"),
+    "facts": Rate(190, "bytes of memory an image in prepare: its listing, or what is decided by", _PREPARE),
+    "lists": Rate(1770, "the same with several labels an image, or data.near_duplicates=separate", _PREPARE),
     "order": Rate(34, "bytes of memory an image in each training and each loader process", "counted: key, label, twice; mask"),
     "process": Rate(1.4 * 2**30, "bytes of memory of a training process", _STEP),
     "utilization": Rate(0.197, "of a GPU's peak: ViT-S/16, bf16, compiled, 256 images, one H100", _STEP),
@@ -192,7 +193,7 @@ class _Run:
         return f"store smaller images (data.image_size, now {self.settings.data.image_size})"
 
     def prepare(self) -> StagePlan:
-        images, task = self.photos.images, self.place.task
+        images, task, data = self.photos.images, self.place.task, self.settings.data
         each = RATES["read"].value + self.photos.decode_s
         local = f"make run POOL={self.place.machines.pool} on a machine with as much does all but the trainings there"
         return StagePlan(
@@ -201,7 +202,7 @@ class _Run:
             room=task,
             seconds={"reading and decoding": images * (each / task.cores + 2 * RATES["list"].value / 1000)},
             disk=2 * images * self.square,  # as they are decoded, and again in their splits
-            memory=images * RATES["facts"].value,
+            memory=images * RATES["lists" if data.multi_label or data.near_duplicates == "separate" else "facts"].value,
             ways={
                 "disk": f"give the nodes of tasks that much; or {local}; or {self.smaller}",
                 "memory": f"{local}; or give a part of the photos",

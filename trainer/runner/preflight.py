@@ -272,9 +272,9 @@ def _check_batches(
 
     from trainer.training.spec import check_micro_batches
 
-    items = listing.items if listing else ()
-    unlabeled = sum(item.label == UNLABELED for item in items)
-    labeled = sum(item.split == "train" for item in items if item.label != UNLABELED)
+    counts = [*listing.counts.items()] if listing else []
+    unlabeled = sum(count for (_, label), count in counts if label == UNLABELED)
+    labeled = sum(count for (split, label), count in counts if split == "train" and label != UNLABELED)
     trainings: list[tuple[str, TrainingSettings, int]] = [
         ("pretrain.mae", settings.pretrain.mae, labeled + unlabeled),
         ("pretrain.finetune", settings.pretrain.finetune, labeled),

@@ -19,7 +19,7 @@ from trainer.data.card import CLASSES, ROWS, STRIPS, TILE, data_card
 from trainer.data.curation import Dropped, ImageCandidate, Quarantined
 from trainer.data.dataset_schema import SplitName
 from trainer.data.near_duplicates import NearDuplicates, NearPair
-from trainer.data.sources import SourceListing
+from trainer.data.sources import Columns, Item, SourceListing
 from trainer.io import formatting
 from trainer.models.served_student.class_tags import ClassTags
 
@@ -44,7 +44,7 @@ def content(
 ) -> dict[str, Any]:
     values: dict[str, object] = {
         "settings": DataSettings(source="imagefolder:/some/where/photos", image_size=16),
-        "listing": SourceListing(items=(), classes=tuple(classes), read=str.encode, notes=notes),
+        "listing": SourceListing(items=Columns.of(Item, ()), classes=tuple(classes), read=str.encode, notes=notes),
         "splits": {
             "train": [
                 candidate(0, 0, "train"),

@@ -11,7 +11,7 @@ import pytest
 from trainer.config import RECIPES, DataSettings, resolve
 from trainer.data import sources
 from trainer.data.class_tables import read_tags, source_version
-from trainer.data.sources import SourceListing, list_source, read_file
+from trainer.data.sources import Columns, Item, SourceListing, list_source, read_file
 from trainer.io import limits
 from trainer.io.errors import DataError
 
@@ -21,7 +21,7 @@ HIERARCHY = "class,parent\ngala,apple\ngranny,apple\nkiwi,fruit\napple,fruit\n"
 
 
 def listing(*groups: str, classes: tuple[str, ...] = CLASSES) -> SourceListing:
-    return SourceListing(items=(), classes=classes, read=read_file, groups=groups)
+    return SourceListing(items=Columns.of(Item, ()), classes=classes, read=read_file, groups=groups)
 
 
 def written(folder: Path, text: str | bytes, name: str = "table.csv") -> str:

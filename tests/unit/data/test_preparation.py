@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from trainer.data.dataset import open_dataset
 from trainer.data.dataset_schema import SPLITS, DatasetDescription
 from trainer.data.decode_cache import DecodeCache
 from trainer.data.preparation import content_key, prepare
-from trainer.data.sources import Item, SourceListing, read_file
+from trainer.data.sources import Columns, Item, SourceListing, read_file
 from trainer.io.errors import DataError
 from trainer.models.served_student.preprocessing import decode
 from trainer.stages.prepare import run
@@ -404,7 +405,9 @@ def test_a_given_split_without_good_images(tmp_path: Path) -> None:
 def test_storage_that_fails_is_not_image_s_fault(tmp_path: Path) -> None:
     """Reading a process's memory from address 0 gives EIO, as a failing disk does."""
     item = Item(name="x.png", location="/proc/self/mem", label=0, split="train")
-    listing = SourceListing(items=[item], classes=("a",), read=lambda location: Path(location).read_bytes())
+    listing = SourceListing(
+        items=Columns.of(Item, [item]), classes=("a",), read=lambda location: Path(location).read_bytes()
+    )
     with pytest.raises(DataError, match=r"image x\.png: reading it failed .* see to the storage"):
         preparation._decode_all(listing, settings(tmp_path), cache(tmp_path), 1, list.copy)
 
@@ -412,14 +415,18 @@ def test_storage_that_fails_is_not_image_s_fault(tmp_path: Path) -> None:
 def test_a_path_through_a_file_names_no_image(tmp_path: Path) -> None:
     (tmp_path / "1.png").touch()
     item = Item(name="x.png", location=f"{tmp_path}/1.png/x.png", label=0, split="train")
-    listing = SourceListing(items=[item], classes=("a",), read=read_file)
+    listing = SourceListing(items=Columns.of(Item, [item]), classes=("a",), read=read_file)
     (outcome,) = preparation._decode_all(listing, settings(tmp_path), cache(tmp_path), 1, list.copy)
     assert outcome == Quarantined(name="x.png", reason="no such file")
 
 
+def end_process(code: str) -> NoReturn:
+    os._exit(int(code))
+
+
 def test_a_process_that_dies_is_reported(tmp_path: Path) -> None:
-    item = Item(name="x.png", location=9, label=0, split="train")  # type: ignore[arg-type]  # the exit code
-    listing = SourceListing(items=[item], classes=("a",), read=os._exit)
+    item = Item(name="x.png", location="9", label=0, split="train")  # the exit code
+    listing = SourceListing(items=Columns.of(Item, [item]), classes=("a",), read=end_process)
     with pytest.raises(DataError, match="a process that decodes images died"):
         preparation._decode_all(listing, settings(tmp_path), cache(tmp_path), 2, list.copy)
 

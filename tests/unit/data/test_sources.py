@@ -18,7 +18,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from trainer.data.dataset_schema import SplitName
-from trainer.data.sources import SourceListing, image_manifest, list_source, source_version
+from trainer.data.sources import Columns, SourceListing, image_manifest, list_source, source_version
 from trainer.data.sources.source import Item
 from trainer.io import limits, storage
 from trainer.io.errors import DataError, SettingsError, StorageError
@@ -892,7 +892,7 @@ def counted(labels: int, unlabeled: int, **others: int) -> SourceListing:
     items = [Item(name="", location="", label=label, split="train") for label in (0, 1) for _ in range(labels)]
     items += [Item(name="", location="", label=-1, split="unlabeled")] * unlabeled
     items += [Item(name="", location="", label=0, split="val")] * others.get("val", 0)
-    return SourceListing(items=items, classes=("a", "b"), read=str.encode)
+    return SourceListing(items=Columns.of(Item, items), classes=("a", "b"), read=str.encode)
 
 
 def test_few_labels_beside_many_photos_without_one_have_recipe() -> None:

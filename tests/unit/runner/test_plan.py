@@ -14,7 +14,7 @@ from trainer.runner.plan import RATES, Place, Room, SourceSize
 
 PRICE = Price(dollars_an_hour=10.0, date="2026-11", region="us-east-1", source="list")
 SETTINGS = config.resolve("digits", "pretrain.mae.epochs=0 distill.teacher=recorded reinforce.views=5")
-TASK = Room(cores=4, memory=7e9, disk=80e9)
+TASK = Room(cores=4, memory=2e9, disk=80e9)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,6 +53,11 @@ def test_counts_by_hand():
     assert any(line.startswith("distill") and f"${10 * stages['distill'].hours:,.2f}" in line for line in lines)
 
 
+def test_decisions_of_python_take_more_memory():
+    settings = config.resolve("digits", "data.near_duplicates=separate")
+    assert planned(settings=settings)[0]["prepare"].memory == pytest.approx(1e6 * RATES["lists"].value)
+
+
 def test_time_by_devices_and_nodes():
     slow, fast = (planned(nodes=nodes, peak=1e14)[0]["pretrain"] for nodes in (1, 4))
     fetch_s = slow.disk / RATES["disk"].value
@@ -79,7 +84,7 @@ def test_what_cannot_work_is_refused_with_number_and_way_out():
         plan.check(plans)
     message = str(refused.value)
     for part in (
-        "prepare needs 7.81 GB of memory and has 7.00 GB: make run POOL=pool on a machine with as much",
+        "prepare needs 2.09 GB of memory and has 2.00 GB: make run POOL=pool on a machine with as much",
         "distill needs 2,828 h and has 48 h: more nodes, fewer epochs, or running_minutes = 339360",
         "of disk and has 1.00 GB: give the pool a cache",
     ):

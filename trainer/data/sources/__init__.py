@@ -24,6 +24,7 @@ from PIL import Image
 
 from trainer.config import Outside
 from trainer.data.dataset_schema import UNLABELED
+from trainer.data.sources.columns import Columns
 from trainer.data.sources.hub_dataset import HubDataset
 from trainer.data.sources.image_folder import ImageFolder
 from trainer.data.sources.image_manifest import ImageManifest
@@ -35,6 +36,7 @@ from trainer.io.local_files import with_home
 from trainer.models.served_student.class_tags import NAMED
 
 __all__ = [
+    "Columns",
     "ImageSource",
     "Item",
     "SourceListing",
@@ -56,7 +58,8 @@ class BundledDigits(ImageSource):
             Item(name=f"digit {index:04d}", location=str(index), label=int(target), split="train")
             for index, target in enumerate(_bundled_digits().target)
         ]
-        return SourceListing(items=items, classes=tuple(str(digit) for digit in range(10)), read=_read_digit)
+        classes = tuple(str(digit) for digit in range(10))
+        return SourceListing(items=Columns.of(Item, items), classes=classes, read=_read_digit)
 
     def state(self) -> SourceState:
         return SourceState(f"scikit-learn {importlib.metadata.version('scikit-learn')}")

@@ -8,9 +8,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from trainer.config import Outside
+from trainer.data.sources.columns import Columns
 from trainer.io import limits, storage
 from trainer.io.errors import DataError
 from trainer.io.formatting import listed
@@ -41,7 +45,9 @@ class SourceFile:
     @property
     def suffix(self) -> str:
         """Its ending, in lower case; empty where it has none."""
-        return PurePosixPath(self.name).suffix.lower()
+        last = self.name.rpartition("/")[2]
+        dot = last.rfind(".")
+        return last[dot:].lower() if 0 < dot < len(last) - 1 else ""
 
     @property
     def folder(self) -> str:
@@ -71,21 +77,23 @@ class Tally:
 class FolderFiles:
     """The files below a folder."""
 
-    files: Sequence[SourceFile]  # sorted by name, without those of systems
+    files: Columns[SourceFile]  # sorted by name, without those of systems
     empty: Sequence[str]  # folders below it without a file or folder; a store has none
     systems: Tally  # files and folders of systems, which were not looked into
 
     @cached_property
-    def photos(self) -> Sequence[SourceFile]:
-        """The files with an image's ending."""
-        return [file for file in self.files if file.suffix in SUFFIXES]
+    def _is_photo(self) -> npt.NDArray[np.bool_]:
+        return np.fromiter((file.suffix in SUFFIXES for file in self.files), dtype=np.bool_)
 
     @cached_property
-    def others(self) -> Sequence[SourceFile]:
+    def photos(self) -> Columns[SourceFile]:
+        """The files with an image's ending."""
+        return self.files if self._is_photo.all() else self.files.where(self._is_photo)
+
+    @cached_property
+    def others(self) -> Columns[SourceFile]:
         """The files with another ending, or with none."""
-        if len(self.photos) == len(self.files):
-            return ()
-        return [file for file in self.files if file.suffix not in SUFFIXES]
+        return self.files.where(~self._is_photo)
 
     def remarks(self) -> tuple[str, ...]:
         """Return the log's remarks on files that are passed over."""
@@ -115,15 +123,15 @@ def list_files(folder: str, outside: Outside) -> FolderFiles:
             first = next(listed_objects, None)
             if first is None:
                 raise DataError(f"folder {folder}: does not exist; check data.source")
-            found = walk.objects(folder, itertools.chain([first], listed_objects))
+            found, base = walk.objects(folder, itertools.chain([first], listed_objects)), storage.join(folder, "")
         else:
             root = storage.local_path(folder)
             if not root.is_dir():
                 raise DataError(
                     f"folder {located(root)}: {'is a file' if root.exists() else 'does not exist'}; check data.source"
                 )
-            found = walk.files(root)
-        files = sorted(itertools.islice(found, limits.SOURCE_IMAGES + 1), key=lambda file: file.name)
+            found, base = walk.files(root), os.path.join(root, "")  # noqa: PTH118  # a Path ends without a slash
+        files = Columns.of(SourceFile, itertools.islice(found, limits.SOURCE_IMAGES + 1), base).in_order()
     except OSError as error:
         raise DataError(
             f"folder {folder}: cannot be listed ({error}); check the path and the right to read it"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainer.data.dataset_schema import UNLABELED, SplitName
+from trainer.data.sources.columns import Columns
 from trainer.data.sources.image_folder import ImageFolder
 from trainer.data.sources.source import (
     ImageSource,
@@ -65,7 +66,10 @@ class HubDataset(ImageSource):
             if name not in used
         )
         return SourceListing(
-            items=[item for name, split in used.items() for item in self._items(name, split, members[name], numbers)],
+            items=Columns.of(
+                Item,
+                (item for name, split in used.items() for item in self._items(name, split, members[name], numbers)),
+            ),
             classes=classes,
             label_sets=(*numbers,) if self.multi_label else None,
             read=partial(_read_row, tables=raw, column=image_column, folders=self._folders()),
@@ -90,6 +94,7 @@ class HubDataset(ImageSource):
     def _members(self, name: str, labels: Iterable[Any], classes: int) -> list[tuple[int, ...] | None]:
         """Return the classes of each image of a split, None where they are not known."""
         members: list[tuple[int, ...] | None] = []
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}  # so that images of equal labels share a tuple
         for given in labels:
             one = given if self.multi_label else [given]
             if one is None or any(label is None or label < 0 for label in one):
@@ -100,7 +105,8 @@ class HubDataset(ImageSource):
                     f"hub data set {self.name}: image {len(members)} of split {name} has the label {max(one)}, but there are {classes} "
                     "classes; mend its label"
                 )
-            members.append(tuple(sorted({*one})))
+            found = tuple(sorted({*one}))
+            members.append(known.setdefault(found, found))
         return members
 
     def state(self) -> SourceState:
@@ -141,22 +147,17 @@ class HubDataset(ImageSource):
         split: SplitName,
         members: Sequence[tuple[int, ...] | None],
         numbers: Mapping[tuple[int, ...], int],
-    ) -> list[Item]:
+    ) -> Iterator[Item]:
         """List a split; one without any label (as some tests are published) serves as unlabeled images."""
         without = members.count(None)
         if 0 < without < len(members) and split in ("val", "test"):
             raise DataError(
                 f"hub data set {self.name}: {without} images of split {name} have no label; remove them from it"
             )
-        return [
-            Item(
-                name=f"{name}/{index:07d}",
-                location=f"{name}/{index}",
-                label=UNLABELED if classes is None else numbers[classes],
-                split="unlabeled" if classes is None else split,
-            )
-            for index, classes in enumerate(members)
-        ]
+        for index, classes in enumerate(members):
+            row = f"{name}/{index:07d}"
+            label = UNLABELED if classes is None else numbers[classes]
+            yield Item(name=row, location=row, label=label, split="unlabeled" if classes is None else split)
 
     def _folders(self) -> tuple[str, ...]:
         """Return where named images may lie: the data set's own folder, or the caches for what comes from the Hub."""

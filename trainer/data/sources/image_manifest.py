@@ -14,8 +14,11 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
 
+import numpy as np
+
 from trainer.config import Outside
 from trainer.data.dataset_schema import UNLABELED, SplitName
+from trainer.data.sources.columns import Columns
 from trainer.data.sources.source import (
     SPLIT_NAMES,
     ImageSource,
@@ -62,8 +65,22 @@ class _Row:
     split: SplitName
 
 
+@dataclass(slots=True)
+class _Lines:
+    """Lines of a kind."""
+
+    count: int = 0
+    first: int = 0
+
+    def add(self, line: int) -> None:
+        self.count, self.first = self.count + 1, self.first or line
+
+    def __str__(self) -> str:
+        return f"{self.count:,}, first line {self.first}"
+
+
 @dataclass(frozen=True, kw_only=True)
-class _Columns:
+class _ListColumns:
     """Where the columns of a list are."""
 
     path: int
@@ -94,11 +111,26 @@ class ImageManifest(ImageSource):
     def listing(self) -> SourceListing:
         table = self._table()
         columns = _columns(table)
-        rows = list(self._rows(table, columns))
         cells: dict[str, int] = {}  # what names labels -> its first line
-        for row in rows:
-            if row.split != "unlabeled":
-                cells.setdefault(row.label, row.line)
+        numbered: dict[str, int] = {}  # and its place among them
+        without, unused = _Lines(), _Lines()  # unlabeled ones: those without a label, and those whose label is not used
+        kinds: set[str] = set()
+
+        def listed_items() -> Iterator[Item]:
+            for row in self._rows(table, columns):
+                number = UNLABELED
+                if row.split != "unlabeled":
+                    cells.setdefault(row.label, row.line)
+                    number = numbered.setdefault(row.label, len(numbered))
+                elif row.label:
+                    unused.add(row.line)
+                    if not self.multi_label:
+                        kinds.add(limits.reading(row.label))
+                else:
+                    without.add(row.line)
+                yield Item(name=row.name, location=row.location, label=number, split=row.split)
+
+        items = Columns.of(Item, listed_items(), f"{self._folder}/")
         separator = _separator(table.name, cells, several=self.multi_label)
         named = {
             text: frozenset(
@@ -112,31 +144,19 @@ class ImageManifest(ImageSource):
         index = {name: number for number, name in enumerate(classes)}
         members = {text: tuple(sorted(index[label] for label in labels)) for text, labels in named.items()}
         numbers = self.number_labels(members.values(), len(classes), table.name)
-        items = [
-            Item(
-                name=row.name,
-                location=row.location,
-                label=UNLABELED if row.split == "unlabeled" else numbers[members[row.label]],
-                split=row.split,
-            )
-            for row in rows
-        ]
+        labels = np.array(
+            [*(numbers[members[text]] for text in numbered), UNLABELED], dtype=np.int32
+        )  # [-1] is the last
+        items = items.with_columns(Item, label=labels[items.column("label")])
         notes = [*columns.notes]
-        without = [row for row in rows if row.split == "unlabeled" and not row.label]
-        if without and index:
-            notes.append(
-                f"Lines without a label, whose images are unlabeled: {len(without):,}, first line {without[0].line}."
-            )
-        unused = [row for row in rows if row.split == "unlabeled" and row.label]
-        if unused:
-            notes.append(
-                f"Lines of the split unlabeled whose label is not used: {len(unused):,}, first line {unused[0].line}."
-            )
+        if without.count and index:
+            notes.append(f"Lines without a label, whose images are unlabeled: {without}.")
+        if unused.count:
+            notes.append(f"Lines of the split unlabeled whose label is not used: {unused}.")
         if self.multi_label and separator != SEPARATOR:
             notes.append(
                 f"Labels of an image are separated by {separator!r}, since parts of them are labels elsewhere."
             )
-        kinds = {limits.reading(row.label) for row in unused if not self.multi_label}
         return SourceListing(
             items=items,
             classes=classes,
@@ -166,7 +186,7 @@ class ImageManifest(ImageSource):
     def _table(self) -> TableFile:
         return TableFile.read(f"manifest {self.name}", self.name, limits.CSV_BYTES)
 
-    def _rows(self, table: TableFile, columns: _Columns) -> Iterator[_Row]:
+    def _rows(self, table: TableFile, columns: _ListColumns) -> Iterator[_Row]:
         for count, row in enumerate(table.rows()):
             if count == limits.SOURCE_IMAGES:
                 raise DataError(f"{table.name}: lists more than {count:,} images; give a part of it")
@@ -224,7 +244,7 @@ class ImageManifest(ImageSource):
 # ---- Columns
 
 
-def _columns(table: TableFile) -> _Columns:
+def _columns(table: TableFile) -> _ListColumns:
     """Find the columns of a list by their headings, and the split also by its values; a `DataError` if one is missing or in doubt."""
     headings = table.headings
     at = {folded(heading): place for place, heading in enumerate(headings)}
@@ -251,7 +271,7 @@ def _columns(table: TableFile) -> _Columns:
     unused = [repr(headings[place] or f"column {place + 1}") for place in sorted(others) if place != split]
     if unused:
         notes.append(f"Columns of the list that are not used: {listed(unused, 10)}.")
-    return _Columns(path=at["path"], label=at["label"], split=split, notes=(*notes,))
+    return _ListColumns(path=at["path"], label=at["label"], split=split, notes=(*notes,))
 
 
 def _column_of_splits(table: TableFile, others: Sequence[int]) -> int | None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from trainer.config import Outside
 from trainer.config.rules import FEW_LABELS
 from trainer.data.dataset_schema import UNLABELED, SplitName
+from trainer.data.sources.columns import Columns
 from trainer.io import limits, local_files, storage
 from trainer.io.errors import DataError, ObjectNotFoundError
 from trainer.io.formatting import listed
@@ -62,13 +63,18 @@ class Item:
 class SourceListing:
     """The images of a source."""
 
-    items: Sequence[Item]  # in an order that depends on names only
+    items: Columns[Item]  # in an order that depends on names only
     classes: tuple[str, ...]  # name of each class, in the order of the labels
     label_sets: tuple[tuple[int, ...], ...] | None = None  # as `DatasetDescription.label_sets`
     read: Callable[[str], bytes]  # location -> the file's bytes; can be pickled for another process; raises OSError
     notes: tuple[str, ...] = ()  # what was left out, for the data card
     remarks: tuple[str, ...] = ()  # what was left out, taken together or is doubtful, with examples, for the log
     groups: tuple[str, ...] = ()  # folders above each class's own, joined by /, by label; none without folders
+
+    @cached_property
+    def counts(self) -> Counter[tuple[SplitName, int]]:
+        """The number of images of each split and label; of 0 there is none."""
+        return Counter((item.split, item.label) for item in self.items)
 
     @cached_property
     def members(self) -> Sequence[tuple[int, ...]]:
@@ -82,8 +88,11 @@ class SourceListing:
 
     def fitting_recipe(self) -> str:
         """Suggest a recipe for so many labels and unlabeled photos outside of val and test; empty where no measurement does."""
-        counts = Counter(item.label for item in self.items if item.split == "train" and item.label != UNLABELED)
-        unlabeled = sum(item.split == "unlabeled" for item in self.items)
+        of_train = {
+            label: count for (split, label), count in self.counts.items() if split == "train" and label != UNLABELED
+        }
+        counts = Counter(of_train)
+        unlabeled = sum(count for (split, _), count in self.counts.items() if split == "unlabeled")
         if self.label_sets is not None or not counts:
             return ""
         labels_a_class = statistics.median(counts[label] for label in range(len(self.classes)))
