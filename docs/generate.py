@@ -79,7 +79,7 @@ _STAGES_HEAD = """\
 
 In the order in which they run. In a pipeline `configure`, which resolves the settings, comes before them, and `finish` after them, however
 they ended. A stage marked * runs as a group of training processes, on a cluster as a job on the node pool; the others as one process, on a
-cluster in their task's pod. `python -m trainer stage NAME --help` shows how to run one alone.
+cluster in their task's pod. In brackets: the kind of an artifact. `python -m trainer stage NAME --help` shows how to run one alone.
 
 | stage | what it does | reads | makes | is needed | its result is kept |
 |---|---|---|---|---|---|
@@ -213,7 +213,7 @@ def stages_page() -> str:
 
 def _stage(stage: Stage) -> str:
     def named(specs: Iterable[ArtifactSpec]) -> str:
-        return ", ".join(f"`{spec.name}` ({spec.kind})" for spec in specs)
+        return ", ".join(f"`{spec.name}`{f' ({spec.kind})' if spec.kind != spec.name else ''}" for spec in specs)
 
     reads = [named(stage.reads), f"if made: {named(stage.reads_if_made)}" if stage.reads_if_made else ""]
     kept = ["for other runs"] * stage.cached + ["for the same output"] * (stage.kept and not stage.cached)

@@ -109,8 +109,8 @@ def test_configure_pages_and_commands_know_the_stage(copy, said):
     (row,) = (
         line for line in page.splitlines() if "[inspect](configuration.md#evaluate) | Look at the student. |" in line
     )
-    assert "`inspection` (inspection)" in row
-    assert "`search` (search), `warmed` (warm_up), `inspection` (inspection)" in page
+    assert "| `inspection` |" in row
+    assert "`search`, `warmed` (warm_up), `inspection`" in page
     assert "Look at the student." in said
     assert "--dataset DIR" in said
     assert "output: the inspection directory to write" in said
