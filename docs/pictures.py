@@ -2,7 +2,7 @@
 
 python docs/pictures.py RUN                       README.md's report
 python docs/pictures.py docs/experiments.md       README.md's curves: accuracy against labels, of the page's table
-python docs/pictures.py BEFORE AFTER              those of docs/profiling.md
+python docs/pictures.py BEFORE AFTER              parts of two runs' reports, and their comparison
 python docs/pictures.py RUN_ID --kubeflow URL     that of docs/cluster.md: a run that has ended, in the UI at this address
 """
 
