@@ -95,7 +95,7 @@ class ModelSettings(Section):
     """A timm model; a teacher may also be one of Transformers, or of a function of your own."""
 
     architecture: str
-    """Name of a timm model (`python -m timm.models` or timm.list_models()); of a custom teacher the same as its `weights`."""
+    """Name of a timm model (`python -m timm.models` or timm.list_models()); for a custom teacher the text of its `weights`."""
     args: Mapping[str, int | float | str | bool] = {}
     """Further arguments of the model, such as `patch_size`, `embed_dim`, `depth`, `num_heads`."""
     image_size: Annotated[int, Field(ge=0, le=2048)] = 0
@@ -177,14 +177,13 @@ class WeightsSettings(Section):
     """What a model starts from."""
 
     weights: Place = ""
-    """Start from a model directory (path or URI); or from public weights of the same architecture: timm's `timm:NAME[@REVISION]`, REVISION
-    being a commit of their repository, by default the newest one, or `package:NAME` of an installed Python package (docs/data.md). Empty
-    starts from scratch. A teacher may also be `transformers:ID[@REVISION]` or `module:MODULE:FUNCTION`, which are taken as they are
-    (docs/data.md)."""
+    """Start from a model directory (path or URI), or from public weights of the same architecture: timm's `timm:NAME[@REVISION]`, REVISION
+    being a commit (default: the newest), or `package:NAME` of an installed Python package. Empty starts from scratch. A teacher may also be
+    `transformers:ID[@REVISION]` or `module:MODULE:FUNCTION`, which are not trained (docs/data.md)."""
     weights_file: Place = ""
-    """Where the hub is not reached: a copy of the file of `timm:NAME`, as its repository has it (path or URI of a .safetensors file)."""
+    """A copy of the file of `timm:NAME` (path or URI of a .safetensors file), where the hub cannot be reached."""
     accept_license: Annotated[str, Field(exclude_if=_is_unset)] = ""
-    """The license of `timm:NAME`, as timm names it (`dinov3-license`), where it is not an open-source one: that you have read and accept
+    """The license of `timm:NAME` as timm names it (`dinov3-license`), if it is not an open-source license: that you have read and accept
     it."""
 
     @property
@@ -255,7 +254,7 @@ class ViewSettings(Section):
     mixup: NonNegativeFloat = 0.0
     """Alpha of mixup's Beta distribution (Zhang et al. 2018); 0 turns it off."""
     cutmix: NonNegativeFloat = 0.0
-    """Alpha of CutMix's Beta distribution (Yun et al. 2019); 0 turns it off. With both, each view gets one of them."""
+    """Alpha of CutMix's Beta distribution (Yun et al. 2019); 0 turns it off. With mixup too, each view gets one of the two."""
 
 
 def _listed(names: object) -> object:
@@ -303,8 +302,8 @@ class LowResolutionSettings(Section):
     epochs: NonNegative = 0
     """The first epochs, in which the input is smaller; 0: none."""
     image_size: NonNegative = 0
-    """Edge of the input in them, in pixels: the same views, made smaller. For networks that take any size: convolutional ones, and ViTs
-    with `args={dynamic_img_size=true}`."""
+    """Edge of the smaller input in pixels: the same views, made smaller. For convolutional networks, and ViTs with
+    `args={dynamic_img_size=true}`."""
 
     @model_validator(mode="after")
     def _both_or_neither(self) -> Self:
@@ -327,7 +326,7 @@ class EvidenceSettings(Section):
     tensors_every: NonNegative = 50
     """Minimum steps between two samples of weight, gradient and attention statistics; 0 turns them off."""
     tensors_budget: Fraction = 0.003
-    """Largest share of the training's time that these samples may take; they become rarer where they would take more."""
+    """Largest share of the training's time for these samples; they become rarer if they would take more."""
 
 
 class TrainingSettings(Section):
@@ -336,16 +335,16 @@ class TrainingSettings(Section):
     epochs: NonNegative = 100
     """Passes over the training images; 0 skips this training."""
     batch_size: Annotated[int, Field(ge=2)] = 1024
-    """Images per optimizer step, over all processes and accumulated micro-batches. If it does not divide evenly these differ by one image,
-    and the gradient is still the mean over all images. Clamped to the number of images to train on."""
+    """Images per optimizer step, over all processes and accumulated micro-batches, which may differ by one image; the gradient is the mean
+    over all images. At most the number of training images."""
     accumulation: Positive = 1
     """Micro-batches per optimizer step on each process; more of them need less memory."""
     activation_checkpointing: bool = False
-    """Compute the activations within blocks again in the backward pass instead of keeping them (Chen et al. 2016): the same numbers with
-    less memory, for the time of another forward pass. Not for networks with batch normalization."""
+    """Recompute activations within blocks in the backward pass instead of keeping them (Chen et al. 2016): the same numbers with less
+    memory, for the time of another forward pass. Not for networks with batch normalization."""
     activation_memory_budget: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of the activations' memory that a compiled model may keep (`compile`); below 1 the compiler computes again in the backward pass
-    what is cheapest, at 0 everything."""
+    """Share of the activations' memory that a compiled model may keep (`compile`); below 1 the compiler recomputes the cheapest in the
+    backward pass, at 0 everything."""
     base_learning_rate: Annotated[float, Field(gt=0)] = 5e-4
     """Peak learning rate at 256 images per step; scaled linearly with `batch_size` (Goyal et al. 2017)."""
     final_learning_rate: Fraction = 0.01
@@ -366,16 +365,16 @@ class TrainingSettings(Section):
     """`bf16` autocast or `fp32`; auto takes bf16 on GPUs that have it. A processor without bf16 instructions computes in fp32. On a GPU
     convolutions in fp32 are computed in TF32, as torch does by default; what `evaluate` measures is not."""
     compile: Compile = "auto"
-    """torch.compile; auto compiles on GPUs only. `max` also times kernels of matrix products against one another, which takes minutes, and
-    replays CUDA graphs on a single GPU without accumulation; its rounding differs from run to run unless `run.deterministic`."""
+    """torch.compile; auto compiles on GPUs only. `max` also times kernels of matrix products, which takes minutes, and replays CUDA graphs
+    on a single GPU without accumulation; its rounding differs from run to run unless `run.deterministic`."""
     gradient_compression: Literal["none", "bf16"] = "none"
     """Data type of gradients in the all-reduce; bf16 halves their bytes."""
     zero: bool = False
     """Shard the optimizer's state over the processes (ZeroRedundancyOptimizer)."""
     sharding: Sharding = "auto"
-    """`fsdp`: each process keeps a share of every weight, gradient and optimizer state, and gathers a block's weights while it computes
-    with them (FSDP2); so it does of an online teacher. `none`: each process keeps whole models. auto shares out what would take more
-    than half of a process' memory. Not on XLA. See docs/performance.md."""
+    """`fsdp`: each process keeps a share of every weight, gradient and optimizer state, of an online teacher too, and gathers a block's
+    weights while it computes (FSDP2). `none`: each process keeps whole models. auto shards what would take more than half of a process's
+    memory. Not on XLA. See docs/performance.md."""
     log_every: Positive = 10
     """Steps between two log lines, and between two points of each metric."""
     checkpoint_every: NonNegative = 500
@@ -443,16 +442,15 @@ class DataSettings(Section):
     source: Place = "digits"
     """`digits`, `imagefolder:PATH_OR_URI`, `manifest:FILE.csv` or `hub:NAME[:CONFIG]`."""
     outside: Outside = "refuse"
-    """Links, and lines of a manifest, that lead outside the source's folder; `read` them only if you trust whoever made them."""
+    """Links and lines of a manifest that lead outside the source's folder; `read` them only from a source that you trust."""
     image_size: Annotated[int, Field(ge=8, le=2048)] = 256
     """Edge of the stored square images, in pixels."""
     fit: Literal["crop", "stretch"] = "crop"
     """How an image becomes square: `crop` its center, or `stretch` it."""
     encoding: Encoding = "auto"
-    """How stored images are encoded: `raw` not at all, so that nothing is decoded (192 KiB an image of 256 pixels); `fast-jpeg`, quality 90
-    with color at half the resolution, decoded by fast approximations; `jpeg`, `jpeg_quality` with all of its color; `png`, exact.
-    auto takes `raw` where all images together have up to 20 GiB, or 4 GiB in a store, and the disk has three times that free; else
-    `fast-jpeg`."""
+    """How stored images are encoded: `raw`, as pixels (192 KiB for 256 x 256); `fast-jpeg`, quality 90 with halved color resolution,
+    decoded by fast approximations; `jpeg`, with `jpeg_quality` and full color; `png`, exact. auto takes `raw` up to 20 GiB in all (4 GiB in
+    a store) if the disk has three times that free, else `fast-jpeg`."""
     jpeg_quality: Annotated[int, Field(ge=50, le=100)] = 95
     """Quality of stored images with `encoding=jpeg`."""
     val_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.1
@@ -460,42 +458,42 @@ class DataSettings(Section):
     test_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.1
     """Share of each class moved from train to test if the source has no test split."""
     test_from: Literal["train", "val"] = "train"
-    """Test split of a source without one: a share of train, or the source's val (a new validation split is then taken from train)."""
+    """Where a source without a test split gets it: a share of train, or the source's val (val is then taken from train)."""
     split_seed: NonNegative = 0
-    """Seed of the splits, which are keyed by content; independent of `run.seed`, so that runs with other seeds share their splits."""
+    """Seed of the splits, which follow image content; independent of `run.seed`, so that runs with other seeds share their splits."""
     min_images_per_class: Annotated[int, Field(ge=3)] = 3
     """Fewest valid labeled images of a class; `prepare` fails if one has fewer."""
     max_bad_fraction: Fraction = 0.01
     """Largest share of quarantined images; `prepare` fails above it."""
     near_duplicates: Annotated[OnNearDuplicates, Field(exclude_if=lambda value: value == "show")] = "show"
-    """Images that look the same in different splits: `show` them on the data card, `refuse` the data, or `separate`: keep them in one split
-    where val or test is taken from train, and leave those out of train that look like one of the source's own val or test."""
+    """Look-alikes in different splits: `show` them on the data card, `refuse` the data, or `separate`: keep groups in one split where
+    splits are taken from train, and drop look-alikes of the source's val or test from train."""
     gray_bits: Annotated[Literal["auto"] | GrayBits, Field(exclude_if=lambda value: value == "auto")] = "auto"
-    """How many of their bits 16-bit grays use, such as 12 (X-rays, microscopes): of these the upper 8 are kept, here and of each photo that
-    the student is asked about. auto is 16, and `prepare` fails if no image uses the highest one."""
+    """Bits that 16-bit grays use, such as 12 (X-rays, microscopes); the upper 8 of them are kept, in prediction too. auto is 16, and
+    `prepare` fails if no image uses the highest bit."""
     max_pixels: Positive = 200_000_000
     """Images with more pixels (width x height) are quarantined before they are decoded, which takes about 10 bytes a pixel."""
     min_edge: Positive = 8
     """Images with a shorter edge are quarantined, in pixels."""
     workers: Workers = "auto"
-    """Loader processes for each training process; 0 loads in the training process itself; auto measures at the start, and
-    beside a GPU once more after 200 steps."""
+    """Loader processes for each training process; 0 loads in the training process; auto measures at the start, and beside a GPU again after
+    200 steps."""
     views_on: ViewsOn = "auto"
     """Where views are made from stored images: in the loader (`cpu`) or on the training device; auto takes the device if it is a GPU."""
     decode_on: DecodeOn = "cpu"
     """Where stored JPEG images are decoded: in the loader, or on the GPU (nvJPEG)."""
     resident: Annotated[Resident, Field(exclude_if=_is_auto)] = "auto"
-    """Whether a training's images lie decoded in the memory of the device that makes their views, so that a batch is a list of numbers;
-    auto where a GPU has room: they take at most 40 % of the memory that is free before the first step."""
+    """Keep a training's images decoded in the memory of the device that makes their views. auto: on a GPU with room, at most 40 % of the
+    memory that is free before the first step."""
     attributes: Annotated[Place, Field(exclude_if=_is_unset)] = ""
-    """A table of what is known of each class (`FILE.csv`, path or URI): the first column names the class, each other one is an attribute,
-    such as energy or allergens, which the registered student gives with its answers."""
+    """Table of facts about each class (`FILE.csv`, path or URI), such as energy or allergens: the first column names the class, each other
+    column is an attribute. The registered student returns them with its answers."""
     multi_label: Annotated[bool, Field(exclude_if=_is_unset)] = False
-    """Whether an image may have several labels, or none of the classes: `manifest:` separates them by `|` in its column `label`, and a
-    lone `|` is an image of no class; `hub:` has a column of lists of labels. Each class is then learned, taught and judged by itself."""
+    """Whether an image may have several labels, or none of the classes: `manifest:` separates them by `|` in its column `label`, a lone `|`
+    is an image of no class; `hub:` has a column of lists of labels. Each class is trained and judged separately."""
     hierarchy: Annotated[Place, Field(exclude_if=_is_unset)] = ""
-    """Groups above the classes: a table with the columns `class` and `parent` (`FILE.csv`, path or URI), or `folders` for those above the
-    classes' folders in an image folder."""
+    """Groups above the classes: a table with the columns `class` and `parent` (`FILE.csv`, path or URI), or `folders` for the group folders
+    of an image folder."""
 
     @model_validator(mode="after")
     def _source_fits(self) -> Self:
@@ -566,8 +564,8 @@ class FinetuneSettings(TrainingSettings):
     epochs: NonNegative = 100
     """Passes over the labeled training images; 0 skips fine-tuning."""
     method: Literal["full", "head", "lora"] = "full"
-    """What is trained: all weights (`full`); the head alone, on the frozen network in evaluation mode (`head`); or the head and a low-rank
-    update of linear layers (`lora`), which is added to their weights in the end. The last two need `weights` or `mae`."""
+    """Trained weights: all (`full`); the head on the frozen network in evaluation mode (`head`); or the head and low-rank updates of linear
+    layers, merged at the end (`lora`). The last two need `weights` or `mae`."""
     lora: LoraSettings = LoraSettings()
     """For `method=lora`."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 0.75
@@ -575,8 +573,8 @@ class FinetuneSettings(TrainingSettings):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Label smoothing: share of the target spread over all classes."""
     multi_label_loss: Annotated[MultiLabelLoss, Field(exclude_if=lambda value: value == "bce")] = "bce"
-    """With the labels of `data.multi_label`: binary cross-entropy of each class (`bce`); or `asymmetric` (Ridnik et al. 2021), which makes
-    less of the many classes that an image is not of."""
+    """With `data.multi_label`: binary cross-entropy of each class (`bce`), or `asymmetric` (Ridnik et al. 2021), which weighs absent
+    classes less."""
     drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Stochastic depth rate of the last block; it grows linearly from 0 at the first."""
     views: ViewSettings = ViewSettings(mixup=0.8, cutmix=1.0)
@@ -597,13 +595,11 @@ class PretrainSettings(WeightsSettings, LoadingSettings):
     teacher: ModelSettings = ModelSettings(architecture="vit_base_patch16_224")
     """The teacher's model."""
     head: Literal["classes", "probe", "none"] = "classes"
-    """`probe` leaves the network as it is, and fits a linear classifier to its embedding of the labeled training images in place of
-    fine-tuning: for a handful of labels. `none` takes the teacher without its head: it needs no label, and its embedding, the pooled
-    features, is what is taught (`distill.feature_weight`). Both also serve backbones without a classifier, such as DINOv2's, SigLIP's
-    and CLIP's."""
+    """`classes`: fine-tuned, or that of `weights`. `probe` keeps the network and fits a linear classifier to its embedding of the labeled training images: for
+    few labels. `none` takes the teacher without a head and needs no label: its embedding, the pooled features, is taught
+    (`distill.feature_weight`). Both serve backbones without a classifier, such as DINOv2, SigLIP and CLIP."""
     label_map: Mapping[str, ClassReference] = {}
-    """Class of the data set -> the same class of `weights`, by name or index, where the names differ. The head's rows of these classes
-    are kept."""
+    """Class of the data set -> class of `weights`, by name or index, where the names differ. These rows of the head are kept."""
     mae: MaeSettings = MaeSettings()
     """Masked-autoencoder pretraining."""
     finetune: FinetuneSettings = FinetuneSettings()
@@ -685,11 +681,12 @@ class ReinforceSettings(LoadingSettings):
     features: bool = False
     """Keep the teacher's pooled features too, for a feature loss."""
     feature_format: FeatureFormat = "fp16"
-    """Of each number of them: `fp16`, to within 2^-11 of itself; or `int8` in steps of 1/127 of the view's largest one, half the bytes."""
+    """Format of a feature: `fp16`, within 2^-11 of the number; or `int8`, half the bytes, in steps of 1/127 of the view's largest
+    number."""
     tokens: bool = False
     """Keep the teacher's patch tokens too, for a token loss: h x w places of as many numbers as its features have."""
     token_format: FeatureFormat = "int8"
-    """Of each number of them: `int8` in steps of 1/127 of the place's largest one; or `fp16`, to within 2^-11 of itself."""
+    """Format of a token: `int8`, in steps of 1/127 of the token's largest number; or `fp16`, within 2^-11 of the number."""
     largest_gib: Annotated[float, Field(gt=0)] = 100.0
     """Most GiB that all records may take; more are refused before anything is recorded."""
     augmentation: ViewSettings | None = None
@@ -699,7 +696,7 @@ class ReinforceSettings(LoadingSettings):
     view_size: NonNegative = 0
     """Edge of the views, in pixels; 0 is the teacher's input size."""
     batch_size: Positive = 256
-    """Images per forward pass of the teacher; a CPU splits them into parts of eight, but for a transformer in bf16."""
+    """Images per forward pass of the teacher; a CPU splits them into parts of eight, except for a transformer in bf16."""
     precision: Precision = "auto"
     """`bf16` or `fp32`; auto takes bf16 on GPUs that have it. A processor without bf16 instructions computes in fp32."""
     compile: Compile = "auto"
@@ -798,24 +795,23 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     student: ModelSettings = ModelSettings(architecture="vit_tiny_patch16_224")
     """The student's model."""
     head: Literal["trained", "probe"] = "trained"
-    """How the student's head is made: `trained` with the losses; or `probe`, without a label in the training: the student learns the
-    teacher's features alone, and then a linear classifier is fitted to its frozen embeddings of the labeled training images."""
+    """How the student's head is made: `trained` with the losses; or `probe`: the student learns the teacher's features without a label,
+    then a linear classifier is fitted to its frozen embeddings of the labeled training images."""
     teacher: Literal["online", "recorded"] = "online"
     """`online` runs the teacher in every step; `recorded` reads the outputs that the stage `reinforce` recorded."""
     unlabeled: bool = True
-    """Learn from images without labels too, if the data set has any: from the teacher alone (for `dkd`, its top class is the label). An
-    epoch is then a pass over all images. Not read if no loss needs the teacher."""
+    """Also learn from unlabeled images, from the teacher alone (for `dkd`, its top class is the label). An epoch is then a pass over all
+    images. Not read if no loss needs the teacher."""
     labeled_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of labeled images in each step, if there are unlabeled ones too. Each kind then has its own epochs, and an epoch of the
-    training counts as many images as there are in all. 0 shuffles all together, each once per epoch."""
+    """Share of labeled images in each step, if there are unlabeled images. Each kind then has separate epochs; a training epoch has as many
+    images as the data set. 0 shuffles all together."""
     teacher_batch: NonNegative = 0
     """Images per forward pass of the online teacher; 0 chooses by device."""
     further_teachers: tuple[Place, ...] = ()
-    """Model directories of further teachers, here or in a store: logit and feature loss are the mean over all teachers, and each has its
-    own projection. Their pooled features are balanced first, so that each counts by its weight alone (PHI-S, Ranzinger et al. 2024)."""
+    """Model directories of further teachers, here or in a store. Logit and feature loss are the mean over all teachers; each has a
+    projection, and PHI-S (Ranzinger et al. 2024) balances their pooled features."""
     further_recordings: tuple[Place, ...] = ()
-    """With `teacher=recorded` the recorded outputs of each of the further teachers, in their order: what the stage `reinforce` wrote of it,
-    with the same views."""
+    """With `teacher=recorded`: the recorded outputs of each further teacher, in the same order and with the same views."""
     teacher_weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
     """Weight of each teacher in that mean, the pipeline's own first; empty: all have the same."""
     logit: LogitSettings = KlSettings()
@@ -825,32 +821,31 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     logit_weight: NonNegativeFloat = 0.9
     """Weight of the logit loss; 0 turns it off."""
     feature_loss: Literal["cosine", "mse", "cosine_smooth_l1"] = "cosine"
-    """Between the pooled features, and between patch tokens, the student's after a linear projection that is trained with it and not kept;
-    those of a teacher without a head are standardized before. `cosine_smooth_l1` is UNIC's (Sariyildiz et al. 2024)."""
+    """Loss between pooled features and between patch tokens, after a linear projection of the student's that is trained and discarded.
+    Features of a teacher without a head are standardized first. `cosine_smooth_l1` is UNIC's (Sariyildiz et al. 2024)."""
     feature_weight: NonNegativeFloat = 0.0
-    """Weight of the feature loss between the pooled features; 0 turns it off. Recorded outputs serve it with `reinforce.features`."""
+    """Weight of the loss between pooled features; 0 turns it off. Recorded outputs need `reinforce.features`."""
     token_weight: NonNegativeFloat = 0.0
-    """Weight of the feature loss between the patch tokens, place by place, the student's resized to the teacher's grid; 0 turns it off.
-    Recorded outputs serve it with `reinforce.tokens`."""
+    """Weight of the loss between patch tokens, place by place, on the teacher's grid; 0 turns it off. Recorded outputs need
+    `reinforce.tokens`."""
     blocks: Mapping[NonNegative, NonNegative] = {}
-    """Block of the student -> block of the teacher with which it is compared, counted from 0 as by timm's `forward_intermediates`, such as
-    `{3=7,5=11}`; only with the teacher online."""
+    """Pairs of blocks that are compared, student -> teacher, counted from 0 as by timm's `forward_intermediates`: `{3=7,5=11}`. Only with
+    the teacher online."""
     block_weight: NonNegativeFloat = 0.0
-    """Weight of the feature loss between these blocks, place by place as between patch tokens, mean over the pairs (FitNets, Romero et al.
-    2015); 0 turns it off."""
+    """Weight of the feature loss between these blocks, place by place, mean over the pairs (FitNets, Romero et al. 2015); 0 turns it
+    off."""
     similarity_weight: NonNegativeFloat = 0.0
-    """Weight of SEED's loss (Fang et al. 2021), which needs no label: how similar the student's features are to those of earlier images,
-    as the teacher saw them, has to be distributed as for the teacher's; 0 turns it off. Recorded outputs serve it with
-    `reinforce.features`."""
+    """Weight of SEED's loss (Fang et al. 2021), which needs no label: the student's similarities to a queue of earlier images follow the
+    teacher's; 0 turns it off. Recorded outputs need `reinforce.features`."""
     similarity_queue: Positive = 65_536
-    """How many of the last images' features, of the teacher, are kept for that; they are a part of every checkpoint."""
+    """Images in the queue; their features of the teacher are part of every checkpoint."""
     similarity_temperature: Annotated[float, Field(gt=0)] = 0.2
     """Temperature of the student's distribution."""
     similarity_teacher_temperature: Annotated[float, Field(gt=0)] = 0.01
-    """Temperature of the teacher's distribution; the lower, the more it says of the most similar images alone."""
+    """Temperature of the teacher's distribution; lower values weigh the most similar images more."""
     distillation_token: bool = False
-    """Teach a student that has a distillation token as DeiT does: its class token's head learns the labels, the distillation token's the
-    teacher's logits; used is the mean of both. For students such as `deit_tiny_distilled_patch16_224`."""
+    """Train the head of a student's distillation token on the teacher's logits and that of its class token on labels, as DeiT does; the
+    answer is the mean of both. For students such as `deit_tiny_distilled_patch16_224`."""
     label_weight: NonNegativeFloat = 0.1
     """Weight of the cross-entropy with the labels."""
     drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -860,11 +855,10 @@ class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
     multi_label_loss: Annotated[MultiLabelLoss, Field(exclude_if=lambda value: value == "bce")] = "bce"
     """With the labels of `data.multi_label`, as `pretrain.finetune.multi_label_loss`."""
     pause_epochs: Annotated[NonNegativeFloat, Field(exclude_if=_is_unset)] = 0.0
-    """Epochs after which the training pauses: it hands on the student as it is then and keeps its checkpoint, from which the same settings
-    with a larger value, or with 0, resume. 0: it does not pause. `search` sets it."""
+    """Epochs after which the training pauses and returns the student; the same settings with a larger value, or 0, resume from its
+    checkpoint. 0 does not pause. Set by `search`."""
     latency_runs: Annotated[int, Field(ge=0, exclude_if=_is_unset)] = 0
-    """Passes of one image through the trained student by which its latency on the CPU is measured. 0: none, since `evaluate` measures it.
-    `search` sets it."""
+    """Passes of one image by which the trained student's latency on the CPU is measured; 0 leaves it to `evaluate`. Set by `search`."""
 
     def weight(self, term: str) -> float:
         weight: float = getattr(self, f"{term}_weight")
@@ -1026,8 +1020,8 @@ class GateSettings(Section):
     min_accuracy: Fraction = 0.0
     """Smallest test top-1 (mAP with `data.multi_label`) of the student, as a fraction; 0 sets no limit."""
     min_knn_accuracy: Fraction = 0.0
-    """Smallest test top-1 of the nearest neighbors of the student's frozen embeddings among the labeled training images, as a fraction;
-    0 sets no limit. It is measured if this is set or the teacher has no head."""
+    """Smallest test top-1 by nearest neighbors of the student's frozen embeddings among labeled training images, as a fraction; 0 sets no
+    limit. Measured if set, or if the teacher has no head."""
     min_compression: NonNegativeFloat = 2.0
     """Smallest ratio of the teacher's parameters to the student's."""
     max_latency_ms: NonNegativeFloat = 0.0
@@ -1038,7 +1032,7 @@ class SearchSettings(Section):
     """A search for the settings of the distillation with which the student is most accurate on the validation split."""
 
     enabled: bool = False
-    """Whether to search; the distillation then takes the settings found, where they are better by more than chance."""
+    """Whether to search; the distillation then uses the settings found if they are better by more than chance."""
     space: Literal["auto"] | Mapping[str, str] = "auto"
     """Settings of `distill` by full name, and their values as text: `log(1e-4, 1e-2)`, `uniform(0, 0.4)`, `int(2, 8)` or
     `choice(kl, dist)`; or auto, a space for the losses of the recipe."""
@@ -1059,8 +1053,8 @@ class SearchSettings(Section):
     """Trainings of each finalist, whose mean decides."""
     cost: Literal["none", "parameters", "latency"] = "none"
     """Cost of a student, where the space has several: its parameters, or its latency for one image on the CPU of the machine that trained
-    it. A trial continues where no other is both better and cheaper, and of the finalists that pass `evaluate.gate` on the validation split
-    the cheapest is taken."""
+    it. A trial continues where no other is both better and cheaper; of the finalists that pass `evaluate.gate` on validation the cheapest
+    wins."""
     budget_hours: NonNegativeFloat | None = None
     """Most hours that the search may take; fewer trials are begun where a forecast exceeds it. Default: no limit."""
     budget_usd: NonNegativeFloat | None = None
@@ -1140,11 +1134,11 @@ class EvaluateSettings(Section):
     worst_confusions: NonNegative = 8
     """Confused pairs of classes that the report shows with pictures."""
     answer_risk: Annotated[float, Field(ge=0, lt=1, exclude_if=_is_unset)] = 0.0
-    """Largest share of all images to which the registered student may give a wrong answer: it then names a group of `data.hierarchy` where
-    it is not sure of the class, or nothing; 0: it always names a class. Not read without a hierarchy."""
+    """Largest share of images that the registered student may answer wrongly: where it is unsure of the class, it names a group of
+    `data.hierarchy`, or nothing. 0 always names a class. Not read without a hierarchy."""
     label_issues: Annotated[LabelIssues, Field(exclude_if=lambda value: value == "held_out")] = "held_out"
-    """Labels that the teacher contradicts (confident learning, Northcutt et al. 2021): of `held_out` images, those of val and test; of
-    `all`, those of train too, by cross-validation of a linear probe of its embedding; or `off`. Not read with `data.multi_label`."""
+    """Which labels are judged by the teacher (confident learning, Northcutt et al. 2021): `held_out`, val and test; `all`, train too, by
+    cross-validation of a linear probe of its embedding; or `off`. Not read with `data.multi_label`."""
     gate: GateSettings = GateSettings()
     """Conditions for promotion."""
 
@@ -1157,19 +1151,18 @@ class ExportSettings(Section):
     int8: bool = True
     """Whether int8 variants are tried, too."""
     openvino: Annotated[bool, Field(exclude_if=_is_unset)] = False
-    """Whether each is tried in OpenVINO too, beside ONNX Runtime. Needs the package `openvino`, as does serving what is chosen."""
+    """Whether each variant is also tried in OpenVINO. Needs the package `openvino`, as does serving such a variant."""
     finetune_steps: Annotated[NonNegative, Field(exclude_if=lambda value: value == 100)] = 100
-    """Steps of quantization-aware fine-tuning, with 32 training images each, where no int8 variant keeps the student's answers; 0: none."""
+    """Steps of quantization-aware fine-tuning, 32 training images each, if no int8 variant keeps the student's answers; 0: none."""
     calibration_images: Positive = 128
     """Training images by which the ranges of int8 activations are chosen."""
     test_images: Annotated[Positive, Field(exclude_if=lambda value: value == 10_000)] = 10_000
-    """Most validation images on which the variants' answers are compared, and most test images on which the chosen one is tested."""
+    """Most validation images on which variants are compared, and most test images for the chosen variant."""
     max_accuracy_loss: Fraction = 0.01
-    """Largest loss of validation top-1 (mAP with `data.multi_label`) of a variant against the student itself, as a fraction."""
+    """Largest loss of validation top-1 (mAP with `data.multi_label`) of a variant against the student, as a fraction."""
     max_shift: Fraction = 0.05
-    """Largest share of the probability that a variant may give to other classes than the student itself does, in the mean over the
-    validation images: few images show a loss of top-1 by chance only, and confidences and answers of the hierarchy need the
-    probabilities. With `data.multi_label` the largest difference of a class's probability, in that mean."""
+    """Largest share of probability that a variant may move to other classes than the student, on average over the validation images. With
+    `data.multi_label`: the largest difference of a class's probability, on average."""
 
 
 def _model_name(name: str) -> str:
@@ -1206,7 +1199,7 @@ class RegisterSettings(Section):
     alias: Annotated[str, AfterValidator(_alias)] = "champion"
     """Alias moved to the new version if the gate passed."""
     same_classes: bool = True
-    """Whether the alias stays where it is if the version there knows other classes than the new one; false: it moves all the same."""
+    """Whether the alias stays if its present version knows other classes than the new version; false moves it."""
 
 
 class TrackingSettings(Section):
@@ -1228,18 +1221,17 @@ class RunSettings(Section):
     device: Literal["auto", "cpu", "cuda", "xla"] = "auto"
     """Where models are trained and evaluated; auto takes a GPU if there is one."""
     deterministic: bool = False
-    """Use only deterministic operations on a GPU, so that a resumed training ends with the same bits. Slower; by how much was not measured.
-    A CPU is always deterministic."""
+    """Use only deterministic operations on a GPU, so that a resumed training ends with the same bits. Slower; not measured. A CPU is always
+    deterministic."""
     reuse: bool = True
-    """Take what an earlier run beside the output made with the same settings, from the same inputs and by the same code. Not on a cluster,
-    where Kubeflow's cache does."""
+    """Reuse results of earlier runs beside the output with the same settings, inputs and code. On a cluster Kubeflow's cache does this."""
     budget_usd: NonNegativeFloat = 0.0
-    """Most dollars that the distillation may cost; a forecast above it ends the run before the money is spent. 0 sets no limit."""
+    """Most dollars that the distillation may cost; a higher forecast ends the run before the money is spent. 0 sets no limit."""
     budget_hours: NonNegativeFloat = 0.0
     """Most hours that the distillation may take; 0 sets no limit."""
     notify: str = ""
-    """Where findings and the end of the run are sent, as `https://host/path` (signed JSON) or `alertmanager+http://host:9093`; default: the
-    environment variable `TRAINER_NOTIFY`, which may also have Slack's address, a secret (docs/profiling.md)."""
+    """Receivers of findings and of the end of the run: `https://host/path` (signed JSON) or `alertmanager+http://host:9093`. Default: the
+    environment variable `TRAINER_NOTIFY`, where Slack's address, a secret, belongs (docs/profiling.md)."""
 
     @field_validator("notify")
     @classmethod
