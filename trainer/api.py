@@ -11,7 +11,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -100,7 +100,7 @@ def record(name: str, output: str | Path, *, model: nn.Module | None = None) -> 
         name: of the training, for the report.
         output: directory for `report/report.html` and, in `evidence`, what it was made of.
         model: what is trained, on its device, not compiled and not wrapped. The span `optimizer` looks at its weights now and then;
-            without it only time and machine are judged.
+            without it only time and machine are judged. The span `forward` looks at what its layers give.
 
     Raises:
         SettingsError: the name cannot be a file's.
@@ -139,7 +139,7 @@ class LoopRecording:
         device = torch.device("cpu") if parameter is None else parameter.device
         self._loader = LoaderStats()
         self._rank, self._world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        sources = Sources(model=model, attention=False, loader=self._loader)
+        sources = Sources(model=model, attention=False, layers=not self._rank, loader=self._loader)
         self._recorder = Recorder(
             EvidenceSettings(), name=name, device=device, rank=self._rank, world_size=self._world_size, sources=sources
         )
@@ -252,17 +252,19 @@ class LoopRecording:
         """A part of a step, or of the time between steps.
 
         Args:
-            look: whether the span `optimizer` may look at the weights and their gradients.
+            look: whether the span `optimizer` may look at the weights and their gradients, and `forward` at what layers give.
             name: the rules know `data`, `to_device`, `forward`, `backward` and `optimizer` in steps, `evaluate` and `checkpoint` between
                 them. The report shows any other under its name.
         """
-        timeline = self._recorder.timeline
-        if look and self._model is not None and name == "optimizer" and timeline.inside_step:
-            with self._recorder.tensor_sampler.around_update(self._step, lambda: None), timeline.span(name):
-                yield
-        else:
-            with timeline.span(name):
-                yield
+        timeline, looks = self._recorder.timeline, self._recorder.tensor_sampler
+        around: AbstractContextManager[object] = nullcontext()
+        if look and self._model is not None and timeline.inside_step:
+            if name == "optimizer":
+                around = looks.around_update(self._step, None)
+            elif name == "forward":
+                around = looks.around_forward(self._step)
+        with around, timeline.span(name):
+            yield
 
     def log(self, **values: float) -> None:
         """Record points of the training's curves, such as `loss`; of the step that it is called in, or that has just ended."""

@@ -156,6 +156,17 @@ class OwnOverheadThresholds(Thresholds):
     """A shorter recording is not judged."""
 
 
+class CheckInputImagesThresholds(Thresholds):
+    largest_mean: NonNegativeFloat = 3.0
+    """A channel's mean further from 0 than this is of pixels that were not normalized, or wrongly."""
+    smallest_std: NonNegativeFloat = 0.05
+    """A channel that varies less than this was scaled down twice."""
+    largest_std: NonNegativeFloat = 4.0
+    """A channel that varies more than this was not scaled, or normalized twice."""
+    blank: Fraction = 0.25
+    """Share of images without any difference between their pixels."""
+
+
 class PoorInitializationThresholds(Thresholds):
     largest_ratio: NonNegativeFloat = 20.0
     """Root mean square of a matrix's weights against that of the same matrix in another block."""
@@ -173,6 +184,23 @@ class LossNotFiniteThresholds(Thresholds):
     """Points at the end that are not finite: a training does not recover from weights that are no numbers."""
     share: Fraction = 0.05
     """Share of the points up to which those that are not finite are a note."""
+
+
+class DeadReluThresholds(Thresholds):
+    share: Fraction = 0.5
+    """Share of a layer's units that are 0 for every image."""
+
+
+class SaturatedActivationThresholds(Thresholds):
+    share: Fraction = 0.5
+    """Share of a layer's units that are at an end of their range for every image."""
+
+
+class TensorVarianceThresholds(Thresholds):
+    smallest: NonNegativeFloat = 1e-5
+    """Standard deviation of what a layer gives."""
+    largest: NonNegativeFloat = 1e4
+    """The same; half precision ends at 65,504."""
 
 
 class VanishingGradientsThresholds(Thresholds):
@@ -194,6 +222,11 @@ class UnchangedWeightsThresholds(Thresholds):
     """Looks in a row without a change."""
 
 
+class AllZeroThresholds(Thresholds):
+    looks: Positive = 3
+    """Looks in a row at nothing but zeros."""
+
+
 class LossNotFallingThresholds(Thresholds):
     fall: NonNegativeFloat = 0.03
     """Least fall from the first points of the loss to its window, as a share."""
@@ -204,6 +237,24 @@ class LossNotFallingThresholds(Thresholds):
 class OverfittingThresholds(Thresholds):
     ratio: NonNegativeFloat = 0.1
     """How far the validation loss is above its lowest, and above the training loss, as shares of these."""
+
+
+class OvertrainingThresholds(Thresholds):
+    share: Fraction = 0.5
+    """Share of the training, at its end, without progress on the validation split."""
+    delta: NonNegativeFloat = 0.01
+    """Least fall of the validation loss below its best that is progress, as a share."""
+    measurements: Positive = 5
+    """Measurements on the validation split without progress."""
+
+
+class ConfusedClassesThresholds(Thresholds):
+    share: Fraction = 0.5
+    """Share of a class's validation images that get the same wrong answer."""
+    fewest: Positive = 10
+    """Images of the class in the validation split."""
+    score: Fraction = 0.5
+    """Top-1 accuracy below which a model confuses classes in general."""
 
 
 class StalledTrainingThresholds(Thresholds):
@@ -258,14 +309,21 @@ class RuleSettings(Section):
     uneven_steps: UnevenStepsThresholds = UnevenStepsThresholds()
     step_outliers: StepOutliersThresholds = StepOutliersThresholds()
     own_overhead: OwnOverheadThresholds = OwnOverheadThresholds()
+    check_input_images: CheckInputImagesThresholds = CheckInputImagesThresholds()
     poor_initialization: PoorInitializationThresholds = PoorInitializationThresholds()
     exploding_gradients: ExplodingGradientsThresholds = ExplodingGradientsThresholds()
     loss_not_finite: LossNotFiniteThresholds = LossNotFiniteThresholds()
+    dead_relu: DeadReluThresholds = DeadReluThresholds()
+    saturated_activation: SaturatedActivationThresholds = SaturatedActivationThresholds()
+    tensor_variance: TensorVarianceThresholds = TensorVarianceThresholds()
     vanishing_gradients: VanishingGradientsThresholds = VanishingGradientsThresholds()
     update_ratio: UpdateRatioThresholds = UpdateRatioThresholds()
+    all_zero: AllZeroThresholds = AllZeroThresholds()
     unchanged_weights: UnchangedWeightsThresholds = UnchangedWeightsThresholds()
     loss_not_falling: LossNotFallingThresholds = LossNotFallingThresholds()
     overfitting: OverfittingThresholds = OverfittingThresholds()
+    overtraining: OvertrainingThresholds = OvertrainingThresholds()
+    confused_classes: ConfusedClassesThresholds = ConfusedClassesThresholds()
     stalled_training: StalledTrainingThresholds = StalledTrainingThresholds()
     class_imbalance: ClassImbalanceThresholds = ClassImbalanceThresholds()
     weak_teacher: WeakTeacherThresholds = WeakTeacherThresholds()

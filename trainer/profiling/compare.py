@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from trainer.config import with_present_names
@@ -216,7 +217,11 @@ def compare(before: ComparedRun, after: ComparedRun) -> Comparison:
         differences=[] if all(pair.before == pair.after for pair in pairs) else _differences(same_data, pairs),
         verdict=_verdict(pairs[-1], accuracy),
         general=[table for table in general if table.rows],
-        tables={pair.name: [one for one in _tables(pair) if one.rows] for pair in pairs if pair.before != pair.after},
+        tables={
+            pair.name: [one for one in (*_tables(pair), _weights(before, after, pair.name)) if one.rows]
+            for pair in pairs
+            if pair.before != pair.after
+        },
     )
 
 
@@ -354,6 +359,32 @@ def _row(title: str, shown: Callable[[Any], str], before: Any, after: Any, chang
 def _numbers(title: str, shown: Callable[[float], str], before: float | None, after: float | None) -> list[Row]:
     """Compare a number; no row where neither side recorded it."""
     return [] if before is None and after is None else [_row(title, shown, before, after, change(before, after))]
+
+
+def _weights(before: ComparedRun, after: ComparedRun, name: str) -> Table:
+    """Compare the tensors of weights that both sides measured in the same steps; no row where a side's evidence is not at hand."""
+    table = Table(("tensors of weights", "alike in both"), [], title="similar weights and gradients")
+    if name not in before.evidence or name not in after.evidence:
+        return table
+    a, b = (side.evidence[name].ranks[0].tensors for side in (before, after))
+    steps, in_a, in_b = np.intersect1d(a.steps, b.steps, return_indices=True)
+    names = [tensor for tensor in a.tensors if tensor in set(b.tensors)]
+    if not len(steps) or not names:
+        return table
+    of_a, of_b = ([side.tensors.index(tensor) for tensor in names] for side in (a, b))
+    rows: list[Row] = []
+    for words, columns in (("weights", ("weight_norm", "weight_mean_abs")), ("gradients", ("gradient_norm",))):
+        pairs = [
+            (a.values[column][in_a][:, of_a], b.values[column][in_b][:, of_b]) for column in columns
+        ]  # [L, P] each
+        alike = np.all([(one == other) | (np.isnan(one) & np.isnan(other)) for one, other in pairs], axis=0)
+        differ = np.flatnonzero(~alike.all(1))
+        since = f"; they differ from step {steps[differ[0]] + 1:.0f} on" if len(differ) else ""
+        at = (0, -1) if len(steps) > 1 else (0,)
+        for row in at:
+            share = f"{alike[row].sum()} of {len(names)}{since if row == at[-1] else ''}"
+            rows.append((f"{words} before step {steps[row] + 1:.0f}", share))
+    return replace(table, rows=rows)
 
 
 def _times(

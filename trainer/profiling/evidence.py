@@ -9,10 +9,10 @@ device, the `host_` columns times on the host; on a CPU and on XLA `seconds` and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -70,6 +70,12 @@ TENSOR_COLUMNS = (
 """Of a tensor of weights in a sample: how many elements and dimensions; norm and mean absolute value of the weights before the step and
 of the gradient before clipping; share of elements that are not finite, or zero; norm of the step's update against the norm of the
 weights, NaN where that is 0; share of elements that the step did not change. What is of the gradient is NaN where there is none."""
+INPUT = "input/"  # what the names of the input's channels begin with, among the layers; the number follows
+LAYER_COLUMNS = ("images", "mean", "std", "smallest", "largest", "blank", "inactive", "saturated")
+"""Of a layer, or a channel of the input, in a sample of a forward pass: how many images; mean, standard deviation, smallest and largest
+value of what it gives; of a channel the share of images that have one value only. Of the functions that clip, such as ReLU, the share of
+units that gave 0 at each place of each image in the last looks; of bounded ones, such as tanh, the share of units that were at an end of
+their range as long. NaN where it does not apply."""
 ATTENTION_ENTROPY = "attention_entropy/"  # what the names of such metrics begin with; the block's name follows
 
 _FORMER_CATEGORIES = {"normalisation": "normalization", "optimiser": "optimizer"}  # as earlier versions wrote them
@@ -136,6 +142,15 @@ class CommunicationRecord(StrictModel):
     backward_s: Seconds  # computing the backward pass
     exchange_s: Seconds  # exchanging gradients
     hidden_s: Seconds  # part of the exchange that overlaps with the backward pass
+
+
+class ConfusedRecord(StrictModel):
+    """Images of one class that the last validation's model took for another one."""
+
+    label: str  # their class
+    answer: str  # the other one
+    images: Count  # so many of them
+    of: Count  # of as many images of their class
 
 
 class AttemptRecord(StrictModel):
@@ -208,6 +223,8 @@ class RankRecord(StrictModel):
     place: Machines | None = None  # the node pool and its price; None where it is not known
     context: ContextRecord = ContextRecord()
     attempts: tuple[AttemptRecord, ...] = ()  # all attempts, this one last; known to rank 0
+    confused: tuple[ConfusedRecord, ...] | None = None
+    """The classes that are most often taken for another one, by share; None where no validation compared them."""
     failed: str | None = None  # message of the error that ended it; only the first process leaves evidence then
     startup: Mapping[str, Seconds] = {}
     """Part of the time before the end of the first step -> seconds: `launch` (from the launch of the job on this machine to the start of
@@ -251,12 +268,18 @@ class Spans:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSamples:
-    """L looks at P tensors of weights, in their order."""
+    """L looks at P tensors of weights, or layers, in their order."""
 
     tensors: Sequence[str]  # their names, [P]
     steps: Series  # [L]
     seconds: Series  # since the recording began, [L]
-    values: Mapping[str, Series]  # each of `TENSOR_COLUMNS` -> [L, P]
+    values: Mapping[str, Series]  # each of `TENSOR_COLUMNS`, or `LAYER_COLUMNS` -> [L, P]
+
+    @classmethod
+    def none(cls, columns: Sequence[str]) -> Self:
+        """No look at anything."""
+        empty = np.zeros((0, 0))
+        return cls(tensors=[], steps=np.zeros(0), seconds=np.zeros(0), values=dict.fromkeys(columns, empty))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +291,7 @@ class RankEvidence:
     spans: Spans
     tensors: TensorSamples
     system: Mapping[str, Series]  # column -> a value a sample
+    layers: TensorSamples = field(default_factory=partial(TensorSamples.none, LAYER_COLUMNS))  # not in older recordings
 
     @property
     def ranges(self) -> list[str]:

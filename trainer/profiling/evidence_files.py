@@ -8,6 +8,8 @@ An evidence artifact (version: `graph.SCHEMA_VERSIONS["evidence"]`) holds one di
                                 named); evenly thinned when long
     NAME/rank0-spans.arrow      a row for each range outside of a step: range, start_s, seconds; evenly thinned when long
     NAME/rank0-tensors.arrow    a row for each sample of each tensor of weights: step, seconds, tensor, then `TENSOR_COLUMNS`
+    NAME/rank0-layers.arrow     the same of each layer and channel of the input: step, seconds, tensor, then `LAYER_COLUMNS`; only of a
+                                process that looked at them
     NAME/rank0-system.arrow     a row a sample: end_s, then the signals, NaN where a signal stopped; averaged when long
     NAME/rank1.json, ...
     NAME/metrics.arrow          of rank 0: step, seconds, name, value; evenly thinned when long
@@ -30,6 +32,7 @@ from trainer.io import artifacts, storage
 from trainer.io.errors import ArtifactError, writing_to
 from trainer.profiling.evidence import (
     LATER_COLUMNS,
+    LAYER_COLUMNS,
     SCHEMA_VERSION,
     SPAN_COLUMNS,
     STEP_COLUMNS,
@@ -61,18 +64,24 @@ def write_rank(directory: str | Path, training: TrainingEvidence) -> None:
         spans = {"start_s": rank.spans.start_s, "seconds": rank.spans.seconds}
         names = {"range": pa.array(rank.spans.names, pa.string())}
         _write_arrow(path / f"{prefix}-spans.arrow", names | _numbers(spans))
-        looks, tensors = rank.tensors, len(rank.tensors.tensors)
-        samples = {
-            "step": pa.array(np.repeat(looks.steps.astype(np.int64), tensors)),
-            "seconds": pa.array(np.repeat(looks.seconds, tensors)),
-            "tensor": pa.array([*looks.tensors] * len(looks.steps), pa.string()),
-        }
-        values = {name: grid.ravel() for name, grid in looks.values.items()}
-        _write_arrow(path / f"{prefix}-tensors.arrow", samples | _numbers(values))
+        _write_arrow(path / f"{prefix}-tensors.arrow", _sample_columns(rank.tensors))
+        if rank.layers.tensors:
+            _write_arrow(path / f"{prefix}-layers.arrow", _sample_columns(rank.layers))
         _write_arrow(path / f"{prefix}-system.arrow", _numbers(rank.system))
         if rank.record.rank == 0:
             _write_arrow(path / "metrics.arrow", _metric_columns(training.metrics))
         storage.write_bytes(path / f"{prefix}.json", rank.record.model_dump_json(indent=2).encode())
+
+
+def _sample_columns(looks: TensorSamples) -> dict[str, pa.Array]:
+    """A row for each look at each tensor."""
+    tensors = len(looks.tensors)
+    samples = {
+        "step": pa.array(np.repeat(looks.steps.astype(np.int64), tensors)),
+        "seconds": pa.array(np.repeat(looks.seconds, tensors)),
+        "tensor": pa.array([*looks.tensors] * len(looks.steps), pa.string()),
+    }
+    return samples | _numbers({name: grid.ravel() for name, grid in looks.values.items()})
 
 
 def _metric_columns(curves: Mapping[str, Curve]) -> dict[str, pa.Array]:
@@ -128,13 +137,14 @@ def _read_training(directory: Path) -> TrainingEvidence:
         needed = [name for name in STEP_COLUMNS if name not in LATER_COLUMNS]
         steps = _read_arrow(directory / f"{prefix}-steps.arrow", (*needed, *record.steps.ranges))
         spans = _read_arrow(directory / f"{prefix}-spans.arrow", SPAN_COLUMNS)
-        tensors = _read_arrow(directory / f"{prefix}-tensors.arrow", ("step", "seconds", "tensor", *TENSOR_COLUMNS))
+        layers = directory / f"{prefix}-layers.arrow"
         one = RankEvidence(
             record=record,
             steps=steps,
             spans=Spans(names=spans["range"], start_s=spans["start_s"], seconds=spans["seconds"]),
-            tensors=_tensor_samples(tensors),
+            tensors=_read_samples(directory / f"{prefix}-tensors.arrow", TENSOR_COLUMNS),
             system=_read_arrow(directory / f"{prefix}-system.arrow", ("end_s",)),
+            layers=_read_samples(layers, LAYER_COLUMNS) if layers.exists() else TensorSamples.none(LAYER_COLUMNS),
         )
         ranks.append(one)
     metrics = _read_arrow(directory / "metrics.arrow", ("step", "seconds", "name", "value"))
@@ -161,12 +171,13 @@ def _read_record(path: Path) -> RankRecord:
         ) from error
 
 
-def _tensor_samples(table: Mapping[str, Any]) -> TensorSamples:
+def _read_samples(path: Path, columns: Sequence[str]) -> TensorSamples:
     """Arrange the rows by sample and tensor, [L, P], with NaN for missing ones."""
+    table = _read_arrow(path, ("step", "seconds", "tensor", *columns))
     tensors = {name: number for number, name in enumerate(dict.fromkeys(table["tensor"]))}
     steps, first, rows = np.unique(table["step"], return_index=True, return_inverse=True)
     place = rows, np.array([tensors[name] for name in table["tensor"]], dtype=np.int64)
-    values = {name: np.full((len(steps), len(tensors)), np.nan) for name in TENSOR_COLUMNS}
+    values = {name: np.full((len(steps), len(tensors)), np.nan) for name in columns}
     for name, grid in values.items():
         grid[place] = table[name]
     return TensorSamples(tensors=list(tensors), steps=steps, seconds=table["seconds"][first], values=values)

@@ -26,6 +26,7 @@ from trainer.profiling.evidence import (
     AttemptRecord,
     CommunicationRecord,
     CompilationRecord,
+    ConfusedRecord,
     ContextRecord,
     Curve,
     OutsideRecord,
@@ -146,6 +147,9 @@ class Sources(SampledModel):
     loader: LoaderStats = field(default_factory=LoaderStats)
     attempts: Callable[[], tuple[AttemptRecord, ...]] = tuple  # all attempts of the training, the last one is this
     communication: Callable[[], CommunicationRecord | None] | None = None  # duration of the gradient exchange
+    confused: Callable[[], tuple[ConfusedRecord, ...] | None] = lambda: (
+        None
+    )  # classes taken for others by the last validation
 
 
 class Recorder:
@@ -294,6 +298,7 @@ class Recorder:
             ),
             tensors=self.tensor_sampler.samples(),
             system=dict(zip(self.monitor.columns, samples.T, strict=True)),
+            layers=self.tensor_sampler.layer_samples(),
         )
         curves = {}
         for name, table in self._metrics.items():
@@ -328,6 +333,7 @@ class Recorder:
             context=self._context,
             startup=startup,
             attempts=self._sources.attempts(),
+            confused=self._sources.confused(),
             failed=self._failed,
             compilations=tuple(self._compilations.records.values()),
             compile_beside_s=self._counters.beside_s if self._counters else 0.0,

@@ -1,4 +1,4 @@
-"""Samples what is learned, now and then: every tensor of weights, and the attention of some images.
+"""Samples what is learned, now and then: every tensor of weights, and the layers and the attention in a forward pass.
 
 When it samples depends on what that costs here, so on timing, and decides nothing else: the training itself is not changed.
 """
@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from trainer.config import EvidenceSettings
 from trainer.devices import ReadBack
 from trainer.devices.torch_private import norm_all
-from trainer.profiling.evidence import ATTENTION_ENTROPY, TENSOR_COLUMNS, TensorSamples
+from trainer.profiling.evidence import ATTENTION_ENTROPY, LAYER_COLUMNS, TENSOR_COLUMNS, TensorSamples
+from trainer.profiling.layer_sampler import LayerStats
 from trainer.profiling.series import ThinnedTable
 from trainer.profiling.timeline import RECORDER, Timeline
 
@@ -156,11 +157,8 @@ class AttentionEntropy:
 
     @torch.no_grad()
     def measure(self, forward: Callable[[], object]) -> Tensor:
-        """Measure the entropy of each block, [K], as `forward` sends images through the model; NaN for blocks that it does not reach.
-
-        The model is in evaluation mode, so nothing is drawn, and runs uncompiled: the compiler would be asked for graphs of these shapes.
-        """
-        modules, training = list(self._modules.values()), self._model.training
+        """Measure the entropy of each block, [K], as `forward` sends images through the model; NaN for blocks that it does not reach."""
+        modules = list(self._modules.values())
         entropies = [torch.full((), math.nan, device=module.proj.weight.device) for module in modules]
         heard: dict[int, Tensor] = {}
 
@@ -173,14 +171,26 @@ class AttentionEntropy:
             entropies[number] = -(logs.exp() * logs).sum(-1).mean() / math.log(max(2, logs.shape[-1]))
 
         with ExitStack() as stack:
-            stack.callback(self._model.train, training)
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
             for number, module in enumerate(modules):
                 for layer, hear in ((module.q_norm, hear_queries), (module.k_norm, hear_keys)):
                     stack.callback(layer.register_forward_hook(partial(hear, number)).remove)
-            self._model.eval()
-            forward()
+            _show(self._model, forward)
         return torch.stack(entropies)
+
+
+@torch.no_grad()
+def _show(model: nn.Module, forward: Callable[[], object]) -> None:
+    """Let `forward` send images through a model in evaluation mode, so that nothing is drawn.
+
+    It runs uncompiled: the compiler would be asked for graphs of these shapes.
+    """
+    training = model.training
+    model.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            forward()
+    finally:
+        model.train(training)
 
 
 TENSOR_SAMPLES_KEPT = 256  # samples that are kept; more of them are thinned evenly
@@ -194,6 +204,7 @@ class SampledModel:
     """What is trained, on its device, neither compiled nor wrapped: its weights, gradients and attention are sampled."""
     left_out: Collection[str] = ()  # names of weights that are not trained on purpose
     attention: bool = True  # whether to sample attention too
+    layers: bool = True  # whether to sample what layers give
     agree: Callable[[bool], bool] | None = None
     """From whether this process would sample a step to whether all do; None where each may decide by itself."""
 
@@ -218,7 +229,9 @@ class TensorSampler:
         self._settings, self._timeline, self._metrics, self._apart = settings, timeline, metrics, apart
         self._tensors: TensorStats | None = None
         self._attention: AttentionEntropy | None = None
-        self._table = ThinnedTable(["step", "seconds"], 2)
+        self._layers: LayerStats | None = None
+        self._listened_at: int | None = None  # step whose forward pass was heard
+        self._table, self._layer_table = (ThinnedTable(["step", "seconds"], 2) for _ in range(2))
         self._sent: deque[tuple[int, float, ReadBack]] = deque()
         """Step and second of each sample on its way to the host."""
         self._last_step: int | None = None
@@ -237,6 +250,15 @@ class TensorSampler:
         self._tensors = TensorStats(model, left_out=sampled.left_out)
         values = len(self._tensors.names) * len(TENSOR_COLUMNS)
         self._table = ThinnedTable(["step", "seconds", *map(str, range(values))], TENSOR_SAMPLES_KEPT)
+        layers = LayerStats(model)
+        if not sampled.layers:
+            self.missing["layers"] = "looked at by rank 0 only"
+        elif layers:
+            self._layers = layers
+        else:
+            self.missing["layers"] = (
+                "the model has no layers of activation that are modules, and no first layer that gets images"
+            )
         if not sampled.attention:
             self.missing["attention"] = "looked at by rank 0 only"
         elif (entropy := AttentionEntropy(model)).metrics:
@@ -251,8 +273,21 @@ class TensorSampler:
         on_device = self._timeline.totals.ranges[ranges.index(RECORDER)] if RECORDER in ranges else 0.0
         return max(self._host_s, on_device)
 
-    def around_update(self, step: int, forward: Callable[[], object]) -> AbstractContextManager[None]:
-        """The optimizer's part of a step, as a context; `forward` sends some images through the model, to sample its attention."""
+    def around_forward(self, step: int) -> AbstractContextManager[None]:
+        """The forward pass of a step, as a context, in a loop that cannot show images by itself; the first one of a step is heard.
+
+        Not in the first step, in which a loop may compile its model: it would compile the hooks, and again when they are gone.
+        """
+        if self._layers is None or self._last_step is None or self._listened_at == step or not self._is_due(step):
+            return nullcontext()
+        self._listened_at = step
+        return self._layers.listening()
+
+    def around_update(self, step: int, forward: Callable[[], object] | None) -> AbstractContextManager[None]:
+        """The optimizer's part of a step, as a context.
+
+        `forward` sends some images through the model, to sample its layers and attention; None where the step's own pass was heard.
+        """
         if self._has_arrived:
             with self._apart():
                 self.take_in()
@@ -273,10 +308,11 @@ class TensorSampler:
 
     def samples(self) -> TensorSamples:
         """Return the samples that have arrived."""
-        names, rows = self._tensors.names if self._tensors else [], self._table.array()
-        values = rows[:, 2:].reshape(len(rows), len(names), len(TENSOR_COLUMNS))
-        columns = {name: values[:, :, index] for index, name in enumerate(TENSOR_COLUMNS)}
-        return TensorSamples(tensors=names, steps=rows[:, 0], seconds=rows[:, 1], values=columns)
+        return _samples(self._tensors.names if self._tensors else [], self._table, TENSOR_COLUMNS)
+
+    def layer_samples(self) -> TensorSamples:
+        """Return the samples of layers that have arrived."""
+        return _samples(self._layers.names if self._layers else [], self._layer_table, LAYER_COLUMNS)
 
     def _is_due(self, step: int) -> bool:
         if self._tensors is None or self._last_step is None:
@@ -288,7 +324,7 @@ class TensorSampler:
         return affordable if self._agree is None else self._agree(affordable)
 
     @contextmanager
-    def _look(self, step: int, forward: Callable[[], object]) -> Iterator[None]:
+    def _look(self, step: int, forward: Callable[[], object] | None) -> Iterator[None]:
         assert self._tensors is not None
         self._last_step = step
         with self._timed():
@@ -296,8 +332,18 @@ class TensorSampler:
         yield
         with self._timed():
             measured = {"tensors": self._tensors.after_update()}
-            if self._attention is not None:
-                measured["attention"] = self._attention.measure(forward)
+            if forward is not None:
+                with self._layers.listening() if self._layers is not None else nullcontext():
+                    if self._attention is not None:
+                        measured["attention"] = self._attention.measure(forward)
+                    elif self._layers is not None:
+                        _show(self._layers.model, forward)
+            if (
+                self._layers is not None
+                and self._layers.has_heard
+                and (forward is not None or self._listened_at == step)
+            ):
+                measured["layers"] = self._layers.measure()
             self._sent.append((step, self._timeline.now_s(), ReadBack(measured)))
 
     @contextmanager
@@ -310,6 +356,20 @@ class TensorSampler:
     def _keep(self, step: int, seconds: float, sent: ReadBack) -> None:
         measured = sent.wait()
         self._table.append([step, seconds, *measured["tensors"].double().flatten().tolist()])
+        if "layers" in measured:
+            if not self._layer_table.appended:
+                values = measured["layers"].numel()
+                self._layer_table = ThinnedTable(["step", "seconds", *map(str, range(values))], TENSOR_SAMPLES_KEPT)
+            self._layer_table.append([step, seconds, *measured["layers"].double().flatten().tolist()])
         if self._attention is not None:
             entropies = zip(self._attention.metrics, measured["attention"].tolist(), strict=True)
             self._metrics(step, {name: value for name, value in entropies if not math.isnan(value)}, seconds)
+
+
+def _samples(names: Sequence[str], table: ThinnedTable, columns: Sequence[str]) -> TensorSamples:
+    """Arrange the rows of a table, step, seconds and the columns of each name, by sample and name."""
+    rows = table.array()
+    count = (rows.shape[1] - 2) // len(columns)  # none before the first sample of layers
+    values = rows[:, 2:].reshape(len(rows), count, len(columns))
+    by_column = {name: values[:, :, index] for index, name in enumerate(columns)}
+    return TensorSamples(tensors=names[:count], steps=rows[:, 0], seconds=rows[:, 1], values=by_column)

@@ -25,6 +25,7 @@ from trainer.data.loader import StoredImages, make_loader
 from trainer.devices import Device, ReadBack
 from trainer.devices.process_group import Processes, wait_limit_s
 from trainer.evaluation.metrics import mean_average_precision
+from trainer.profiling.evidence import ConfusedRecord
 from trainer.training.sharding import inference
 
 LabelLoss = Callable[[Tensor, Tensor, Mixing | None, float, Tensor | None], Tensor]
@@ -118,6 +119,34 @@ class LabelSetLoss:
         return self._targets[labels.clamp(min=0)].float()
 
 
+_CONFUSED_KEPT = 20  # pairs of classes in the record
+_FEWEST_OF_CLASS = 5  # images of a class below which nothing is said of it
+
+
+class ConfusedPairs:
+    """Which classes the model of the last validation takes for which others; known to the first process."""
+
+    def __init__(self, classes: Sequence[str]) -> None:
+        self._classes = classes
+        self._records: tuple[ConfusedRecord, ...] | None = None
+
+    def records(self) -> tuple[ConfusedRecord, ...] | None:
+        """Return the most frequent wrong answer to each class, the largest shares first; None before the first validation."""
+        return self._records
+
+    def count(self, labels: npt.NDArray[np.int64], answers: npt.NDArray[np.int64]) -> None:
+        """Take the label and the answer of each image, in place of those of an earlier validation."""
+        wrong = labels != answers
+        pairs, images = np.unique(np.stack([labels[wrong], answers[wrong]]), axis=1, return_counts=True)
+        of = np.bincount(labels, minlength=len(self._classes))[pairs[0]]
+        order = [row for row in np.argsort(-images / of, kind="stable").tolist() if of[row] >= _FEWEST_OF_CLASS]
+        names = [[self._classes[index] for index in side] for side in pairs.tolist()]
+        self._records = tuple(
+            ConfusedRecord(label=names[0][row], answer=names[1][row], images=int(images[row]), of=int(of[row]))
+            for row in order[:_CONFUSED_KEPT]
+        )
+
+
 def validate(
     model: nn.Module,
     split: Split,
@@ -126,6 +155,7 @@ def validate(
     *,
     should_stop: Callable[[], bool] | None = None,
     workers: int = 0,
+    confused: ConfusedPairs | None = None,
 ) -> dict[str, float] | None:
     """Measure a classifier on a split; the same on every process.
 
@@ -133,6 +163,7 @@ def validate(
         model: takes uint8 images [B, 3, S, S], gives logits [B, K].
         settings: of its training.
         should_stop: whether to stop before the end; asked after each batch, equally often on all processes, and answers them alike.
+        confused: takes the answers where each image has one label.
 
     Returns:
         `val_top1`, the top-1 accuracy, and `val_loss`, the cross-entropy; where images may have several labels `val_map`, the mean average
@@ -143,6 +174,7 @@ def validate(
     # The training's micro-batch is known to fit the device's memory.
     batch_size = -(-settings.batch_size // (processes.world_size * settings.accumulation))
     measured: list[Tensor] = []
+    answers: list[Tensor] = []
     mine = range(processes.rank, len(split), processes.world_size)
     most = -(-len(split) // processes.world_size)
     own = [list(mine[start : start + batch_size]) for start in range(0, len(mine), batch_size)]
@@ -164,36 +196,46 @@ def validate(
         for turn in range(turns):
             if turn < len(own):
                 batch, count = next(loader), counts[turn]
-                measured.append(
-                    _measure(model, batch, count, device, settings.precision)
-                    if split.targets is None
-                    else _logits(model, batch, device, settings.precision)
-                )
+                if split.targets is None:
+                    figures, answered = _measure(model, batch, count, device, settings.precision)
+                    measured.append(figures)
+                    answers.append(answered)
+                else:
+                    measured.append(_logits(model, batch, device, settings.precision))
             device.dispatch()
             if should_stop is not None and should_stop():
                 model.train(training)
                 return None
     model.train(training)
-    arrived = [*ReadBack({str(number): part for number, part in enumerate(measured)}).wait().values()]
+    sent = ReadBack({str(number): part for number, part in enumerate([*measured, *answers])})
+    arrived = [*sent.wait().values()]
+    arrived, arrived_answers = arrived[: len(measured)], arrived[len(measured) :]
     if split.targets is not None:
         whole = [logits[:count] for logits, count in zip(arrived, counts, strict=True)]
         return _compare_sets(whole, split.labels[[*mine]], split.targets, processes)
     own_total = [0.0, 0.0]
     if arrived:  # summed in double precision
         own_total = torch.stack(arrived).double().sum(0).tolist()
-    everyone = processes.gather(own_total, "the validation's figures")
-    correct, loss = (sum(column) for column in zip(*everyone, strict=True))
+    own_answers = np.concatenate(
+        [np.empty(0, np.int64), *(part[:count].numpy() for part, count in zip(arrived_answers, counts, strict=True))]
+    )
+    everyone = processes.gather((own_total, split.labels[[*mine]], own_answers), "the validation's figures")
+    totals, labels, given = zip(*everyone, strict=True)
+    correct, loss = (sum(column) for column in zip(*totals, strict=True))
+    if confused is not None and processes.is_first:
+        confused.count(np.concatenate(labels), np.concatenate(given))
     return {"val_top1": correct / len(split), "val_loss": loss / len(split)}
 
 
-def _measure(model: nn.Module, batch: Batch, count: int, device: Device, precision: Precision) -> Tensor:
-    """Count the right answers and sum the losses of the first `count` images; float32 [2] on the device."""
+def _measure(model: nn.Module, batch: Batch, count: int, device: Device, precision: Precision) -> tuple[Tensor, Tensor]:
+    """Count the right answers and sum the losses of the first `count` images, float32 [2]; and the answers, [B]; on the device."""
     counts = to_device(torch.arange(len(batch.labels)) < count, device.torch_device)
     labels = batch.labels.to(device.torch_device, non_blocking=True)
     logits = _logits(model, batch, device, precision)
     with device.inference():
-        right, loss = logits.argmax(1) == labels, F.cross_entropy(logits, labels, reduction="none")
-        return torch.stack([(right & counts).sum().float(), (loss * counts).sum()])
+        answers = logits.argmax(1)
+        right, loss = answers == labels, F.cross_entropy(logits, labels, reduction="none")
+        return torch.stack([(right & counts).sum().float(), (loss * counts).sum()]), answers
 
 
 def _logits(model: nn.Module, batch: Batch, device: Device, precision: Precision) -> Tensor:

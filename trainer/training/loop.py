@@ -22,10 +22,10 @@ from trainer.data.sampler import random_bits
 from trainer.devices import RowShardedOptimizer
 from trainer.devices.process_group import Preemption
 from trainer.io.errors import SettingsError
-from trainer.models.networks import check_input_size, checkpoint_activations, input_size
+from trainer.models.networks import Classifier, check_input_size, checkpoint_activations, input_size
 from trainer.profiling.recorder import LoaderStats
 from trainer.profiling.timeline import current_timeline, span
-from trainer.training.classification import validate
+from trainer.training.classification import ConfusedPairs, validate
 from trainer.training.loader_workers import MicroBatchLoader
 from trainer.training.optimizers import (
     AveragedModel,
@@ -137,6 +137,7 @@ class Trainer:
         """Whether the validation of the last step was interrupted."""
         self.measured: Mapping[str, float] = {}
         """Scores of the last validation."""
+        self.confused = ConfusedPairs(self.model.card.labels if isinstance(self.model, Classifier) else ())
 
     @property
     def result(self) -> nn.Module:
@@ -326,7 +327,13 @@ class Trainer:
             return
         with span("evaluate"):
             scores = validate(
-                self.result, split, self.processes, self.settings, should_stop=should_stop, workers=workers
+                self.result,
+                split,
+                self.processes,
+                self.settings,
+                should_stop=should_stop,
+                workers=workers,
+                confused=self.confused,
             )
             release_gathered(self.result)
             self.owes_validation = scores is None

@@ -47,10 +47,12 @@ class Trace(Hook):
                 model=trainer.model,
                 left_out=spec.objective.left_out,
                 attention=processes.is_first or alike,
+                layers=processes.is_first or alike,
                 agree=(lambda due: processes.gather(due, "a sample of the weights")[0]) if alike else None,
                 loader=trainer.loader,
                 attempts=self._attempts,
                 communication=trainer.communication,
+                confused=trainer.confused.records,
             ),
         )
         self._images = spec.settings.batch_size

@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.unit.profiling.large import PLACE, made_up_answers
+from tests.unit.profiling.rules.learning import measured
 from trainer import cli
 from trainer.config import ProfileSettings
 from trainer.io import artifacts
@@ -187,6 +189,33 @@ def test_settings_that_differ_are_named(training: TrainingEvidence) -> None:
     after = replace(summary, settings={"logit": {"loss": "kl", "temperature": 3.0}})
     rows = table(compare(side("a", before), side("b", after)), "Settings that differ")
     assert rows == {"setting": ("before", "after"), "distill.logit.temperature": ("2.0", "3.0")}
+
+
+def test_similar_weights_across_runs(training: TrainingEvidence) -> None:
+    """A change without an effect leaves all tensors alike; another seed none; a tensor that only one side has is left out."""
+    first = training.ranks[0]
+
+    def with_tensors(values: dict[str, Any]) -> TrainingEvidence:
+        return replace(training, ranks=[replace(first, tensors=measured(4, **values)), *training.ranks[1:]])
+
+    def rows(other: TrainingEvidence) -> dict[str, tuple[str, ...]]:
+        fast = with_steps(summarize(training), images=64, data=10)
+        slow = with_steps(summarize(training), images=64, data=20)
+        one, two = (
+            side(name, summary, evidence={summary.name: evidence})
+            for name, summary, evidence in (("a", fast, with_tensors({})), ("b", slow, other))
+        )
+        return table(compare(one, two), "similar weights and gradients")
+
+    assert rows(with_tensors({}))["weights before step 31"] == ("3 of 3",)
+    moved = np.array([[1.28, 1.28, 8.0]] * 2 + [[1.28, 1.3, 8.0]] * 2)
+    found = rows(with_tensors({"weight_norm": moved}))
+    assert found["weights before step 1"] == ("3 of 3",)
+    assert found["weights before step 31"] == ("2 of 3; they differ from step 21 on",)
+    assert found["gradients before step 31"] == ("3 of 3",)
+    summary = with_steps(summarize(training), images=64, data=10)
+    comparison = compare(side("a", summary), side("b", with_steps(summary, images=64, data=20)))
+    assert "similar weights and gradients" not in {one.title for one in comparison.tables[summary.name]}
 
 
 def run(top1: float, seconds: float, dollars: float | None) -> dict[str, Any]:

@@ -1,3 +1,4 @@
+import itertools
 import math
 import multiprocessing
 
@@ -13,6 +14,7 @@ from trainer.devices import choose_device
 from trainer.devices.process_group import Processes
 from trainer.models import networks
 from trainer.training.classification import (
+    ConfusedPairs,
     LabelSetLoss,
     asymmetric_loss,
     binary_cross_entropy,
@@ -209,6 +211,25 @@ def test_processes_share_the_images_out_without_leaving_one(model, monkeypatch):
     for rank in range(3):
         validate(model, split, processes(rank, 3), settings(2, 3))
     assert sorted(seen) == list(range(11))
+
+
+def test_confused_classes_are_counted_over_all_processes(model, monkeypatch):
+    split, parts = Images(40), []
+    alone, together = ConfusedPairs(["a", "b", "c"]), ConfusedPairs(["a", "b", "c"])
+    assert alone.records() is None
+    validate(model, split, processes(), settings(4), confused=alone)
+    answers = model.eval()(split.images).argmax(1).numpy()
+    counts = {(one.label, one.answer): (one.images, one.of) for one in alone.records()}
+    for label, answer in itertools.permutations(range(3), 2):
+        wrong, of = int(((split.labels == label) & (answers == answer)).sum()), int((split.labels == label).sum())
+        assert counts.get(("abc"[label], "abc"[answer]), (0, of)) == (wrong, of)
+    shares = [one.images / one.of for one in alone.records()]
+    assert shares == sorted(shares, reverse=True)
+
+    monkeypatch.setattr(Processes, "gather", lambda self, value, what: (parts.append(value), parts)[1])
+    for rank in (2, 1, 0):
+        validate(model, split, processes(rank, 3), settings(2, 3), confused=together)
+    assert set(together.records()) == set(alone.records())
 
 
 SETS = np.array([[0, 0, 0], [1, 0, 1], [0, 1, 0]], dtype=np.uint8)

@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainer.config.rules import RuleSettings
-from trainer.profiling.rules import gpu, learning, lifecycle, loading, processes, stalled, weights
+from trainer.profiling.rules import (
+    gpu,
+    gradients,
+    inputs,
+    layers,
+    learning,
+    lifecycle,
+    loading,
+    processes,
+    stalled,
+    validation,
+    weights,
+)
 from trainer.profiling.rules.outcomes import Case, NotJudged, Outcome, Rule, SystemRule, TrainingRule
 from trainer.profiling.rules.own import OwnRule
 
-_MODULES = (gpu, learning, lifecycle, loading, processes, stalled, weights)
+_MODULES = (gpu, gradients, inputs, layers, learning, lifecycle, loading, processes, stalled, validation, weights)
 _BY_NAME = {
     rule.name: rule
     for module in _MODULES

@@ -11,15 +11,11 @@ import numpy as np
 from trainer.config import rules
 from trainer.config.loss_terms import TAUGHT, TERMS
 from trainer.config.rules import FEW_LABELS
+from trainer.profiling.rules.gradients import UnchangedWeights, UpdateRatio, VanishingGradients
+from trainer.profiling.rules.inputs import wrong_input
+from trainer.profiling.rules.layers import AllZero, DeadRelu, SaturatedActivation, TensorVariance
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, TrainingRule, too_short
-from trainer.profiling.rules.weights import (
-    ExplodingGradients,
-    PoorInitialization,
-    UnchangedWeights,
-    UpdateRatio,
-    VanishingGradients,
-    loss_is_lost,
-)
+from trainer.profiling.rules.weights import ExplodingGradients, PoorInitialization, loss_is_lost
 from trainer.report.scores import VAL_TITLES, val_name
 
 _PARTS = 3  # a term that vanished by being learned has a share in the first of these parts
@@ -224,6 +220,10 @@ class VanishingLossTerm(TrainingRule, rules.VanishingLossTermThresholds):
 _CAUSES = (
     PoorInitialization,
     ExplodingGradients,
+    DeadRelu,
+    SaturatedActivation,
+    AllZero,
+    TensorVariance,
     VanishingGradients,
     UnchangedWeights,
     UpdateRatio,
@@ -253,7 +253,7 @@ class LossNotFalling(TrainingRule, rules.LossNotFallingThresholds):
             return NotJudged(
                 f"judged after {window:.0%} of the steps" if total else "the number of steps is not known yet"
             )
-        if answer := case.first_cause(*_CAUSES) or loss_is_lost(case):
+        if answer := wrong_input(case) or case.first_cause(*_CAUSES) or loss_is_lost(case):
             return answer
         rate = case.setting("base_learning_rate")
         middles = np.array([np.median(part) for part in np.array_split(curve.values, _POINTS)])

@@ -1,4 +1,4 @@
-"""The rules on weights and gradients, from the measurements of every tensor, and on a loss that is no number, which they make.
+"""The rules on weights that start or end wrong, from the measurements of every tensor, and on a loss that is no number, which they make.
 
 Shapes: L measurements, P tensors. They are the first process's: all processes hold the same weights.
 """
@@ -12,15 +12,15 @@ import numpy as np
 
 from trainer.config import rules
 from trainer.profiling.evidence import Curve, TensorSamples
-from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, TrainingRule, listed, too_short
+from trainer.profiling.rules.inputs import wrong_input
+from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged, Outcome, TrainingRule, listed
 from trainer.profiling.series import Flags, Series
 
-_FEWEST = 3  # fewer measurements show no trend
+FEWEST = 3  # fewer measurements show no trend
 _ALIKE = 0.999
 """Mean absolute value against root mean square: 1 where all weights have the same size, 0.8 in a normal distribution."""
 _USUAL_UPDATE = 0.01  # usual update of the middle matrix, relative to its norm, at the peak learning rate
 _SMALL_NORM = 1e-3  # growth from a smaller gradient norm is no explosion
-_WARM = 0.1  # share of the peak learning rate above which steps should move the weights
 _ROUNDING_S = 1e-3  # rounding may move the start of a range before the end of the previous step
 _SMALLEST_SCALE = 1e-3
 """The update of weights with a smaller root mean square (tokens that start near zero) does not show the step's size."""
@@ -31,15 +31,15 @@ def _scales(history: TensorSamples) -> Series:
     return history.values["weight_norm"] / np.sqrt(history.values["elements"])
 
 
-def _matrices(history: TensorSamples) -> Flags:
+def of_matrices(history: TensorSamples) -> Flags:
     """Mark the tensors that multiply a signal, [L, P]: biases and norms have one dimension, tokens and positions three."""
     dimensions = history.values["dimensions"]
     return np.asarray((dimensions >= 2) & (dimensions != 3))
 
 
-def _update_ratios(history: TensorSamples) -> Series:
+def update_ratios(history: TensorSamples) -> Series:
     """Compute the median matrix's update relative to its weights, [L]; NaN where no matrix is large enough."""
-    large = (_scales(history) >= _SMALLEST_SCALE) & _matrices(history)
+    large = (_scales(history) >= _SMALLEST_SCALE) & of_matrices(history)
     ratios = np.where(large, history.values["update_ratio"], np.nan)
     known = np.isfinite(ratios).any(1)
     medians = np.full(len(ratios), np.nan)
@@ -47,14 +47,16 @@ def _update_ratios(history: TensorSamples) -> Series:
     return medians
 
 
-def _few(history: TensorSamples, needed: int) -> NotJudged | None:
+def too_few(history: TensorSamples, needed: int) -> NotJudged | None:
+    """Return the answer of a rule for which there are too few measurements; None where there are enough."""
     count = len(history.steps)
     reason = f"{count} measurements of the weights were recorded, and {needed} are needed (evidence.tensors_every, evidence.tensors_budget)"
     # The first step is always measured, unless measurements are turned off.
     return None if count >= needed else NotJudged(reason, too_short=count > 0)
 
 
-def _chosen(history: TensorSamples, flags: Flags) -> list[str]:
+def names_of(history: TensorSamples, flags: Flags) -> list[str]:
+    """Return the names of the marked tensors."""
     return [name for name, is_chosen in zip(history.tensors, flags, strict=True) if is_chosen]
 
 
@@ -71,10 +73,10 @@ class PoorInitialization(TrainingRule, rules.PoorInitializationThresholds):
 
     def judge(self, case: Case) -> Outcome:
         history = case.rank.tensors
-        if answer := _few(history, 1) or case.start_unseen:
+        if answer := too_few(history, 1) or case.start_unseen:
             return answer
         # a single weight says nothing of how it was drawn
-        compared = _matrices(history)[0] & (history.values["elements"][0] > 1)
+        compared = of_matrices(history)[0] & (history.values["elements"][0] > 1)
         scales = np.where(compared & np.isfinite(_scales(history)[0]), _scales(history)[0], 0.0)
         alike = (scales > 0) & (history.values["weight_mean_abs"][0] > _ALIKE * scales)
         gains = scales * history.values["elements"][0] ** 0.25
@@ -99,7 +101,7 @@ class PoorInitialization(TrainingRule, rules.PoorInitializationThresholds):
             return Healthy(
                 f"matrices stretch a signal {gains.max():.2g} times at most, and those of a kind differ {uneven:.2g} times at most"
             )
-        names = _chosen(history, chosen)
+        names = names_of(history, chosen)
         return Finding(
             severity="severe",
             confidence=confidence,
@@ -113,51 +115,13 @@ class PoorInitialization(TrainingRule, rules.PoorInitializationThresholds):
         )
 
 
-class VanishingGradients(TrainingRule, rules.VanishingGradientsThresholds):
-    """Gradients too small to learn from.
-
-    Fires when more than `share` of all measurements of tensors have a mean absolute gradient below `mean_abs`.
-
-    Needs {_FEWEST} measurements of the gradients.
-    Advises finding what shrinks the loss or its gradient: weights of its terms near 0, a detached tensor, saturated units.
-    """
-
-    def judge(self, case: Case) -> Outcome:
-        history = case.rank.tensors
-        if answer := _few(history, _FEWEST) or case.first_cause(PoorInitialization):
-            return answer
-        sizes = history.values["gradient_mean_abs"]
-        seen, small = ~np.isnan(sizes), sizes < self.mean_abs
-        if not seen.any():
-            return NotJudged("no tensor had a gradient")
-        share, typical = small.sum() / seen.sum(), float(np.nanmedian(sizes))
-        if share <= self.share:
-            small_ones = f"{share:.0%} of measurements are below {self.mean_abs:g}"
-            return Healthy(f"the middle tensor's mean absolute gradient is {typical:.2g}; {small_ones}")
-        names = _chosen(history, small.mean(0) > self.share)
-        return Finding(
-            severity="severe",
-            confidence=0.9,
-            text=(
-                f"Gradients are too small to learn from: {share:.0%} of the measurements of tensors have a mean absolute gradient below "
-                f"{self.mean_abs:g} (the middle one {typical:.2g}), such as those of {listed(names)}."
-            ),
-            advice=(
-                "Look for what shrinks the loss or its gradient: weights of the loss terms near 0, a detached tensor, saturated units; "
-                "AdamW's epsilon of 1e-8 swallows such gradients."
-            ),
-            saving=case.saving_after(float(history.seconds[0]), "little is learned"),
-            numbers={"looks_share": float(share), "median_mean_abs": typical},
-        )
-
-
 class ExplodingGradients(TrainingRule, rules.ExplodingGradientsThresholds):
     """Gradients or weights that are not finite, or grow without bound.
 
     Fires when a gradient or a tensor of weights holds a number that is not finite; or the norm of the whole gradient is in two
     measurements in a row more than `growth` times both its first one and its median before.
 
-    Needs measurements of the weights and gradients; {_FEWEST} of them for growth.
+    Needs measurements of the weights and gradients; {FEWEST} of them for growth.
     Advises a lower learning rate, a smaller clip_norm, or precision=fp32; continuing from an earlier checkpoint.
     """
 
@@ -169,7 +133,7 @@ class ExplodingGradients(TrainingRule, rules.ExplodingGradientsThresholds):
             first = int(broken.any(1).argmax())
             if answer := loss_is_lost(case, before=int(history.steps[first])):
                 return answer
-            names, seconds = _chosen(history, broken[first]), float(history.seconds[first])
+            names, seconds = names_of(history, broken[first]), float(history.seconds[first])
             return Finding(
                 severity="severe",
                 confidence=1.0,
@@ -177,13 +141,13 @@ class ExplodingGradients(TrainingRule, rules.ExplodingGradientsThresholds):
                     f"At step {history.steps[first] + 1:.0f} {len(names)} of {len(history.tensors)} tensors ({listed(names)}) have "
                     f"gradients or weights that are not finite{_moved(history)}."
                 ),
-                advice=_calm(case, history, before=int(history.steps[first])),
+                advice=calmer_steps(case, history, before=int(history.steps[first])),
                 saving=case.saving_after(seconds, "nothing is learned"),
                 numbers={"tensors": float(len(names))},
                 window_s=(seconds, ended_s),
                 steps=(int(history.steps[first]), int(history.steps[-1])),
             )
-        if answer := _few(history, _FEWEST) or case.first_cause(PoorInitialization):
+        if answer := too_few(history, FEWEST) or wrong_input(case) or case.first_cause(PoorInitialization):
             return answer
         limit, norms = self.growth, np.sqrt(np.nansum(norms**2, axis=1))
         usual = np.array([max(norms[0], np.median(norms[:index]), _SMALL_NORM) for index in range(1, len(norms))])
@@ -201,7 +165,7 @@ class ExplodingGradients(TrainingRule, rules.ExplodingGradientsThresholds):
                 f"The gradient's norm grew from {usual[worst]:.3g} to {norms[worst + 1]:.3g} at step {history.steps[worst + 1] + 1:.0f} "
                 f"and stayed {lasting[worst]:.3g} times as large (limit {limit:g}){_moved(history)}."
             ),
-            advice=_calm(case, history, before=int(history.steps[worst + 1])),
+            advice=calmer_steps(case, history, before=int(history.steps[worst + 1])),
             saving=case.saving_after(seconds, "the weights are being destroyed"),
             numbers={"growth": float(lasting[worst])},
             window_s=(seconds, ended_s),
@@ -216,11 +180,11 @@ def _moved(history: TensorSamples) -> str:
 
 def _largest_update(history: TensorSamples) -> float:
     """Return the largest update of the median matrix relative to its norm; 0 where it is not known."""
-    ratios = _update_ratios(history)
+    ratios = update_ratios(history)
     return float(ratios[np.isfinite(ratios)].max(initial=0.0))
 
 
-def _calm(case: Case, history: TensorSamples, *, before: int) -> str:
+def calmer_steps(case: Case, history: TensorSamples, *, before: int) -> str:
     """Advise smaller steps, and the checkpoint before a step to continue from."""
     rate, clip = case.settings.get("base_learning_rate"), case.settings.get("clip_norm")
     factor = min(0.1, _USUAL_UPDATE / max(_largest_update(history), _USUAL_UPDATE))
@@ -277,7 +241,7 @@ class LossNotFinite(TrainingRule, rules.LossNotFiniteThresholds):
             severity="severe",
             confidence=1.0,
             text=f"The loss is not finite from step {since + 1} on; {before}.",
-            advice=_calm(case, case.rank.tensors, before=since),
+            advice=calmer_steps(case, case.rank.tensors, before=since),
             saving=case.saving_after(seconds, "nothing is learned"),
             numbers=numbers,
             window_s=(seconds, case.record.ended_s),
@@ -322,113 +286,3 @@ def _checkpoint_before(case: Case, step: int) -> int | None:
     ]  # in a user's own loop checkpoints lie within steps
     saved = np.append(steps["step"][rows[rows >= 0]], within)
     return int(np.max(saved[saved < step], initial=-1)) if (saved < step).any() else None
-
-
-class UpdateRatio(TrainingRule, rules.UpdateRatioThresholds):
-    """Steps too large or too small for the weights.
-
-    Fires when a step's update of the middle matrix (by norm of the update against norm of the weights) is above `largest`, or none near
-    the peak learning rate is above `smallest`.
-
-    Needs measurements of weights and their updates, and the learning rate; {_FEWEST} of them near the peak learning rate for the lower
-    limit.
-    Advises a lower learning rate, or a higher one.
-    """
-
-    def judge(self, case: Case) -> Outcome:
-        history = case.rank.tensors
-        if answer := _few(history, 1) or case.first_cause(PoorInitialization, ExplodingGradients) or loss_is_lost(case):
-            return answer
-        ratios = _update_ratios(history)
-        if not np.isfinite(ratios).any():
-            return NotJudged("no matrix was large enough for its update to be compared with it")
-        worst = int(np.nanargmax(ratios))
-        largest, step = float(ratios[worst]), int(history.steps[worst])
-        if largest > self.largest:
-            return Finding(
-                severity="severe",
-                confidence=0.9,
-                text=(
-                    f"Step {step + 1} moved the middle matrix by {largest:.3g} times its own norm (limit "
-                    f"{self.largest:g}); 0.001 is usual."
-                ),
-                advice=_calm(case, history, before=step),
-                numbers={"update_ratio": largest},
-                steps=(step, step),
-            )
-        warm = _is_warm(case, history.steps) & np.isfinite(ratios)
-        if warm.sum() < _FEWEST:
-            return too_short(
-                f"{warm.sum()} measurements were at a learning rate near its peak, and {_FEWEST} are needed"
-            )
-        if cause := case.first_cause(VanishingGradients):
-            return cause
-        ratio = float(ratios[warm].max())
-        if ratio >= self.smallest:
-            return Healthy(f"steps move the middle matrix by {ratio:.2g} times its own norm at most")
-        if ratio == 0:
-            return NotJudged("no step changed the middle matrix at all")
-        return Finding(
-            severity="severe",
-            confidence=0.8,
-            text=f"No step moved the middle matrix by more than {ratio:.2g} times its own norm (limit {self.smallest:g}); 0.001 is usual.",
-            advice=(
-                f"Raise {case.setting('base_learning_rate')} a thousand times or more: such steps are lost in the rounding of the "
-                "weights."
-            ),
-            saving=case.saving_after(float(history.seconds[0]), "next to nothing changes"),
-            numbers={"update_ratio": ratio},
-        )
-
-
-def _is_warm(case: Case, steps: Series) -> Flags:
-    """Mark the steps with a learning rate near its peak; all if it was not recorded."""
-    curve = case.curves.get("learning_rate")
-    if curve is None:
-        return np.ones(len(steps), bool)
-    peak = case.settings.get("base_learning_rate", 0) * case.settings.get("batch_size", 0) / 256
-    return np.asarray(np.interp(steps, curve.steps, curve.values) >= _WARM * max(peak, curve.values.max()))
-
-
-class UnchangedWeights(TrainingRule, rules.UnchangedWeightsThresholds):
-    """Weights that no step changes.
-
-    Fires when in `looks` measurements in a row no step changed an element of a tensor.
-
-    Needs `looks` measurements of the weights.
-    Advises letting the tensors be trained; a larger learning rate where none of them changes.
-    """
-
-    def judge(self, case: Case) -> Outcome:
-        needed, history = self.looks, case.rank.tensors
-        if answer := _few(history, needed) or case.first_cause(PoorInitialization, VanishingGradients):
-            return answer
-        still = history.values["unchanged"] >= 1
-        runs = np.stack([still[start : start + needed].all(0) for start in range(len(history.steps) - needed + 1)])
-        frozen: Flags = np.any(runs, axis=0)
-        if not frozen.any():
-            return Healthy(f"each of {len(history.tensors)} tensors changed at least once in {needed} measurements")
-        matrices = _matrices(history)[0]
-        if frozen[matrices].all():
-            return Finding(
-                severity="severe",
-                confidence=0.95,
-                text=(
-                    f"No step changed any of {int(matrices.sum())} matrices of weights in {needed} measurements in a row: nothing is "
-                    "learned."
-                ),
-                advice=f"Raise {case.setting('base_learning_rate')}: its steps are 0, or lost in the rounding of the weights.",
-                saving=case.saving_after(float(history.seconds[int(runs.any(1).argmax())]), "nothing changes"),
-            )
-        if answer := case.first_cause(UpdateRatio):
-            return answer
-        names = _chosen(history, frozen)
-        return Finding(
-            confidence=0.95,
-            text=(
-                f"{len(names)} of {len(history.tensors)} tensors of weights ({listed(names)}) did not change in {needed} measurements in a "
-                "row, while others did."
-            ),
-            advice="Let them be trained (requires_grad, a learning rate above 0 in their group), or leave them out of the model.",
-            numbers={"tensors": float(len(names))},
-        )

@@ -12,14 +12,12 @@ from tests.unit.profiling.rules.learning import TENSORS, case_of, curve_of, meas
 from tests.unit.profiling.rules.synthetic import judge_by, steps_of
 from trainer.profiling.evidence import Spans
 from trainer.profiling.rules import judge
+from trainer.profiling.rules.gradients import UnchangedWeights, UpdateRatio, VanishingGradients
 from trainer.profiling.rules.outcomes import Case, Finding, Healthy, NotJudged
 from trainer.profiling.rules.weights import (
     ExplodingGradients,
     LossNotFinite,
     PoorInitialization,
-    UnchangedWeights,
-    UpdateRatio,
-    VanishingGradients,
 )
 
 RULES = (PoorInitialization, ExplodingGradients, VanishingGradients, UpdateRatio, UnchangedWeights)
