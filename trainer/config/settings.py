@@ -595,9 +595,9 @@ class PretrainSettings(WeightsSettings, LoadingSettings):
     teacher: ModelSettings = ModelSettings(architecture="vit_base_patch16_224")
     """The teacher's model."""
     head: Literal["classes", "probe", "none"] = "classes"
-    """`classes`: fine-tuned, or that of `weights`. `probe` keeps the network and fits a linear classifier to its embedding of the labeled training images: for
-    few labels. `none` takes the teacher without a head and needs no label: its embedding, the pooled features, is taught
-    (`distill.feature_weight`). Both serve backbones without a classifier, such as DINOv2, SigLIP and CLIP."""
+    """`classes`: fine-tuned, or that of `weights`. `probe` keeps the network and fits a linear classifier to its embedding of the
+    labeled training images: for few labels. `none` takes the teacher without a head and needs no label: its embedding, the pooled features,
+    is taught (`distill.feature_weight`). Both serve backbones without a classifier, such as DINOv2, SigLIP and CLIP."""
     label_map: Mapping[str, ClassReference] = {}
     """Class of the data set -> class of `weights`, by name or index, where the names differ. These rows of the head are kept."""
     mae: MaeSettings = MaeSettings()
