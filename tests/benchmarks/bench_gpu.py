@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,7 @@ from tests.benchmarks.photos import photo
 from trainer.config import DEVICE_VARIABLE, DataSettings, Encoding, ModelSettings, Resident
 from trainer.data.dataset import open_dataset
 from trainer.data.loader import MicroBatches, make_loader
+from trainer.data.views import fused, rendering
 from trainer.io import artifacts
 from trainer.io.host import usable_cores
 from trainer.models import networks
@@ -216,6 +218,12 @@ def causes(bench: Bench, batches: int) -> Iterator[str]:
         count = sum(1 for _ in feed)
         rate = count * size / (time.perf_counter() - began)
         yield f"loader alone, {workers:2d} processes: {rate:9,.0f} images/s handed over, {stats.images_per_second or 0:9,.0f} made"
+    batch, drawing = made[0], views.views
+    if batch.views is not None and bench.device.type == "cuda":
+        images = batch.images.to(bench.device)
+        for name, way in (("one by one", rendering), ("fused", fused)):
+            make = partial(way.make_views, images, batch.views, drawing.size, drawing.settings)
+            yield f"views, {name:10} {milliseconds(bench.device, make):8.2f} ms for {len(images)}"
     training = bench.training(bench.settings(logit_weight=0.0, label_weight=1.0), None, None)
     stopwatch, trace = Stopwatch(bench.device, bench.case.steps), Trace()
     trainer = Trainer(replace(training, objective=lanes.TimedObjective(training.objective, stopwatch)), [trace])

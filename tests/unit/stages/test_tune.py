@@ -191,7 +191,7 @@ def test_a_recording_includes_the_devices_decoding(opened, monkeypatch, decode_o
     monkeypatch.setattr("trainer.data.loader.check_gpu_decoding", lambda *_, **__: None)
     monkeypatch.setattr(prefetch, "decode_jpegs", slow(decoded) if decode_on == "cuda" else None)
     if decode_on == "cpu":
-        monkeypatch.setattr(prefetch, "make_views", slow(make_views))
+        monkeypatch.setattr(prefetch.rendering, "make_views", slow(make_views))
     settings = section()
     settings["reinforce"] |= {"views_on": "device", "decode_on": decode_on}
     subject = opened(settings)
@@ -324,8 +324,8 @@ def test_each_of_ten_trials_is_compiled_for_its_own_batch(trials, monkeypatch):
     made = []
 
     class Shapes(CompileCounter):
-        def __init__(self):
-            super().__init__("eager")
+        def __init__(self, options):
+            super().__init__("eager", options)
             self.sizes = []
             made.append(self)
 

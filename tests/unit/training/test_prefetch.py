@@ -15,7 +15,7 @@ SETTINGS = ViewSettings(min_scale=0.5, color_jitter=0.3, mixup=1.0)
 class Size:
     """What a feed asks of the views."""
 
-    resident = None
+    resident, fused = None, False
 
     size, settings = 12, SETTINGS
 

@@ -77,3 +77,24 @@ def test_compiled_kernels_give_the_same_crops(images):
     plain = STRONG.model_copy(update={"color_jitter": 0, "erasing": 0})
     assert torch.equal(fused.make_views(pictures, drawn, 64, plain), rendering.make_views(pictures, drawn, 64, plain))
     assert (fused.mix(views, mixing).int() - rendering.mix(views, mixing).int()).abs().max() <= 1
+
+
+@pytest.mark.gpu
+def test_a_gpu_makes_the_cpus_views_without_waiting(images):
+    pictures, (drawn, mixing) = images(12, 256), drawn_for(12, 256, WITH_OPERATIONS)
+    plain = ViewSettings(min_scale=0.1)
+    on_gpu, mixed_on_gpu = pictures.cuda(), type(mixing)(*(part.cuda() for part in mixing))
+    expected = rendering.crop_batch(pictures, drawn, 224)
+    assert torch.equal(fused.make_views(on_gpu, drawn, 224, plain).cpu(), expected)  # compiled now
+    colored = STRONG.model_copy(update={"erasing": 0})
+    views = fused.make_views(on_gpu, drawn, 224, colored)
+    fused.mix(views, mixed_on_gpu)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ours = fused.make_views(on_gpu, drawn, 224, colored)
+        mixed = fused.mix(ours, mixed_on_gpu)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    one_by_one = rendering.finish_views(expected, drawn, colored)
+    assert (ours.cpu().int() - one_by_one.int()).abs().max() <= 1
+    assert (mixed.cpu().int() - rendering.mix(ours.cpu(), mixing).int()).abs().max() <= 1
