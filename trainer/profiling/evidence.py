@@ -193,6 +193,9 @@ class Operator:
     calls: int
     self_cpu_ms: float  # time on the host, without the operators that it calls
     self_device_ms: float  # time on the device of the kernels that it started itself
+    flops: float = 0.0  # operations of its calls in the first window; 0 where it is not known
+    moved_bytes: float = 0.0  # bytes that they read and write, at least
+    bits: int = 0  # of the numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,6 +294,7 @@ class RankEvidence:
     spans: Spans
     tensors: TensorSamples
     system: Mapping[str, Series]  # column -> a value a sample
+    trace: bytes = b""  # of the first window of operators, JSON compressed by gzip; empty where none was kept
     layers: TensorSamples = field(default_factory=partial(TensorSamples.none, LAYER_COLUMNS))  # not in older recordings
 
     @property

@@ -10,6 +10,7 @@ An evidence artifact (version: `graph.SCHEMA_VERSIONS["evidence"]`) holds one di
     NAME/rank0-tensors.arrow    a row for each sample of each tensor of weights: step, seconds, tensor, then `TENSOR_COLUMNS`
     NAME/rank0-layers.arrow     the same of each layer and channel of the input: step, seconds, tensor, then `LAYER_COLUMNS`; only of a
                                 process that looked at them
+    NAME/rank0-trace.json.gz    the trace of the first window of operators, in Chromium's trace event format; only where one was kept
     NAME/rank0-system.arrow     a row a sample: end_s, then the signals, NaN where a signal stopped; averaged when long
     NAME/rank1.json, ...
     NAME/metrics.arrow          of rank 0: step, seconds, name, value; evenly thinned when long
@@ -67,6 +68,8 @@ def write_rank(directory: str | Path, training: TrainingEvidence) -> None:
         _write_arrow(path / f"{prefix}-tensors.arrow", _sample_columns(rank.tensors))
         if rank.layers.tensors:
             _write_arrow(path / f"{prefix}-layers.arrow", _sample_columns(rank.layers))
+        if rank.trace:
+            storage.write_bytes(path / f"{prefix}-trace.json.gz", rank.trace)
         _write_arrow(path / f"{prefix}-system.arrow", _numbers(rank.system))
         if rank.record.rank == 0:
             _write_arrow(path / "metrics.arrow", _metric_columns(training.metrics))
@@ -137,13 +140,14 @@ def _read_training(directory: Path) -> TrainingEvidence:
         needed = [name for name in STEP_COLUMNS if name not in LATER_COLUMNS]
         steps = _read_arrow(directory / f"{prefix}-steps.arrow", (*needed, *record.steps.ranges))
         spans = _read_arrow(directory / f"{prefix}-spans.arrow", SPAN_COLUMNS)
-        layers = directory / f"{prefix}-layers.arrow"
+        layers, trace = directory / f"{prefix}-layers.arrow", directory / f"{prefix}-trace.json.gz"
         one = RankEvidence(
             record=record,
             steps=steps,
             spans=Spans(names=spans["range"], start_s=spans["start_s"], seconds=spans["seconds"]),
             tensors=_read_samples(directory / f"{prefix}-tensors.arrow", TENSOR_COLUMNS),
             system=_read_arrow(directory / f"{prefix}-system.arrow", ("end_s",)),
+            trace=trace.read_bytes() if trace.exists() else b"",
             layers=_read_samples(layers, LAYER_COLUMNS) if layers.exists() else TensorSamples.none(LAYER_COLUMNS),
         )
         ranks.append(one)

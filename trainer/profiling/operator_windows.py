@@ -10,7 +10,9 @@ from typing import Literal
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from trainer.profiling import operator_trace
 from trainer.profiling.evidence import Category, Operator, OperatorTable
+from trainer.profiling.operator_trace import Work
 
 _OUTLINE = re.compile(r"^ProfilerStep|^\[pytorch\|profiler\]|^\[memory\]")
 
@@ -36,6 +38,9 @@ class OperatorWindows:
         """Counted from the start of the recording."""
         self.active = False  # whether steps are slowed by it now
         self.missing = "" if self.steps else "turned off (operators_steps is 0, or operators_at empty)"
+        self.trace = b""
+        """Trace of the first window, compressed; empty before, and where `no_trace` says why."""
+        self.no_trace = ""
         self._device = device
         self._profile: profile | None = None
         self._opened = self._seen = 0
@@ -56,7 +61,7 @@ class OperatorWindows:
             activities.append(ProfilerActivity.CUDA)
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else its tracer reports to the terminal that there is no GPU
         try:
-            self._profile = profile(activities=activities)
+            self._profile = profile(activities=activities, record_shapes=not self._seen)
             self._profile.start()
         except RuntimeError as error:  # the device's tracing is not permitted, say
             self._profile = None
@@ -69,6 +74,7 @@ class OperatorWindows:
         profiled = self._stop()
         if profiled is None:
             return
+        works = {} if self._seen else self._keep_trace(profiled)
         self._seen += step + 1 - self._opened
         for row in profiled.key_averages():
             name = str(row.key)
@@ -79,6 +85,7 @@ class OperatorWindows:
             if kind == "kernel" and row.is_user_annotation:
                 continue  # the span of an operator's kernels on the device, which are there themselves
             known = self._operators.get((kind, name))
+            work = works.get(name, Work()) if kind == "operator" else Work()
             self._operators[kind, name] = Operator(
                 name=name,
                 kind=kind,
@@ -86,7 +93,26 @@ class OperatorWindows:
                 calls=int(row.count) + (known.calls if known else 0),
                 self_cpu_ms=cpu_ms + (known.self_cpu_ms if known else 0.0),
                 self_device_ms=device_ms + (known.self_device_ms if known else 0.0),
+                flops=work.flops or (known.flops if known else 0.0),
+                moved_bytes=work.bytes or (known.moved_bytes if known else 0.0),
+                bits=work.bits or (known.bits if known else 0),
             )
+
+    def _keep_trace(self, profiled: profile) -> dict[str, Work]:
+        """Keep the trace of a window, and return what its operators compute."""
+        try:
+            trace = operator_trace.exported(profiled)
+            if len(trace) > operator_trace.LARGEST_TRACE:
+                self.no_trace = (
+                    f"it would have {len(trace) / 2**20:.0f} MiB; fewer steps make it smaller (operators_steps)"
+                )
+                return {}
+            works = operator_trace.work_by_operator(trace)
+            self.trace = operator_trace.compressed(trace)
+        except (RuntimeError, OSError, ValueError) as error:  # no room for the file, or no JSON
+            self.no_trace = f"torch.profiler gave no trace: {error}"
+            return {}
+        return works
 
     def finish(self, steps_seen: int) -> None:
         """Drop an unfinished window after the last step, and record why there is no table if there is none."""

@@ -12,6 +12,7 @@ from trainer.io.formatting import clipped, duration, milliseconds, percent, shor
 from trainer.profiling import over_time
 from trainer.profiling.evidence import Operator, TrainingEvidence, is_core, measured_steps
 from trainer.profiling.findings import Answer, RankedFinding, ranked_findings, saving_text, verdict
+from trainer.profiling.operator_trace import bound
 from trainer.profiling.rules.outcomes import Finding, Healthy, NotJudged
 from trainer.profiling.training_summary import (
     SIGNALS,
@@ -29,6 +30,7 @@ from trainer.report.pages import (
     Block,
     Details,
     Figure,
+    FileLink,
     FindingCard,
     Legend,
     PageSection,
@@ -207,7 +209,7 @@ def _training(
             phases(summary),
             lengths(evidence, summary),
             over_time.section(evidence, summary, numbered),
-            _operators(summary, top_operators),
+            _operators(summary, top_operators, trace=bool(evidence.ranks[0].trace)),
             _ranks(summary),
             _use(summary),
             over_time.layers(evidence),
@@ -324,7 +326,12 @@ def _other_programs_percent(signals: Mapping[str, float], cores: int) -> float:
     return max(0.0, signals["cores_percent"] - own / cores)
 
 
-def _operators(summary: TrainingSummary, top: int) -> Subsection:
+def trace_name(training: str) -> str:
+    """Return the name of the file of a training's trace, beside the page."""
+    return f"trace-{re.sub(r'[^A-Za-z0-9_.-]', '-', training)}.json.gz"
+
+
+def _operators(summary: TrainingSummary, top: int, *, trace: bool) -> Subsection:
     """Show the operator window: kinds of work, then the `top` longest operators and kernels."""
     title, seen = "Top operators", summary.operators
     if seen is None:
@@ -337,20 +344,29 @@ def _operators(summary: TrainingSummary, top: int) -> Subsection:
         rows.append(Bar(name="forward", label=name, value=ms, note=f"{percent(ms / total)}  ·  {milliseconds(ms)}"))
     caption = f"Own time {place} for each kind of work, a step, over {seen.steps} steps of torch.profiler (rank 0)."
     blocks: list[Block] = [Figure(bars(rows, "ms a step", "Operators by kind of work"), caption)]
-    blocks.append(_table("Operator", seen.operators[:top], seen, total))
+    blocks.append(_table("Operator", seen.operators[:top], seen, total, summary.device))
     if seen.kernels:
         blocks.append(_table("Kernel", seen.kernels[:top], seen, total))
+    if trace:
+        steps = "is the trace of these steps, with each operator and kernel on an axis of time: open it at ui.perfetto.dev, "
+        blocks.append(FileLink(trace_name(summary.name), f"{steps}which reads it in the browser and sends nothing."))
     return Subsection(title, blocks)
 
 
-def _table(kind: str, rows: Sequence[Operator], summary: OperatorSummary, total: float) -> Table:
+def _table(kind: str, rows: Sequence[Operator], summary: OperatorSummary, total: float, device: str = "") -> Table:
+    """Show operators, or kernels; with `device`, what limits each of them where it is known."""
     cells = []
+    limits = [bound(row.flops, row.moved_bytes, row.bits, device) for row in rows] if device else []
     for row in rows:
         spent = summary.ms(row)
         calls = short(row.calls / summary.steps)
         times = milliseconds(spent), percent(spent / total)
-        cells.append((clipped(_NAMESPACES.sub("", row.name)), row.category, calls, *times))
-    return Table([kind, "Kind of work", "Calls a step", "Own time a step", "Share"], cells)
+        cells.append([clipped(_NAMESPACES.sub("", row.name)), row.category, calls, *times])
+    headers = [kind, "Kind of work", "Calls a step", "Own time a step", "Share"]
+    if any(limits):
+        headers.append("Limited by")
+        cells = [[*cell, limit] for cell, limit in zip(cells, limits, strict=True)]
+    return Table(headers, cells)
 
 
 def _ranks(summary: TrainingSummary) -> Subsection | None:

@@ -299,6 +299,7 @@ class Recorder:
             tensors=self.tensor_sampler.samples(),
             system=dict(zip(self.monitor.columns, samples.T, strict=True)),
             layers=self.tensor_sampler.layer_samples(),
+            trace=self._windows.trace,
         )
         curves = {}
         for name, table in self._metrics.items():
@@ -360,7 +361,8 @@ class Recorder:
             operators=self._windows.table,
             missing=monitor.missing
             | self.tensor_sampler.missing
-            | ({"operators": self._windows.missing} if self._windows.missing else {}),
+            | ({"operators": self._windows.missing} if self._windows.missing else {})
+            | ({"trace": self._windows.no_trace} if self._windows.no_trace else {}),
         )
 
     def _overhead(self, monitor: Monitor) -> dict[str, float]:

@@ -49,6 +49,8 @@ def run(
         artifacts.create(report, "report", settings=values, parents=parents) as draft,
     ):
         verdict = write(draft, settings, sources, make_bill(bills))
+        for path in sorted(draft.path.glob("trace-*.json.gz")):
+            tracker.file(path)
         tracker.metrics(0, tracking.numbers(draft.figures))
         if dataset := artifacts.manifest(distill_evidence, "evidence").parents.get("dataset"):
             draft.figures["dataset"] = dataset  # a comparison of reports asks for it
@@ -71,6 +73,9 @@ def write(draft: Draft, settings: ProfileSettings, sources: Sequence[Evidence], 
     (draft.path / REPORT).write_text(
         profile_report.build(trainings, answers, bill, top_operators=settings.top_operators), encoding="utf-8"
     )
+    for training, _ in trainings:
+        if trace := training.ranks[0].trace:
+            (draft.path / profile_report.trace_name(training.name)).write_bytes(trace)
     for summary in summaries:
         draft.figures[summary.name] = {
             "step_ms": summary.step_ms.p50 if summary.step_ms else None,

@@ -15,6 +15,7 @@ from trainer.report.pages import (
     Commands,
     Details,
     Figure,
+    FileLink,
     FindingCard,
     Legend,
     Links,
@@ -58,6 +59,7 @@ EVERY = [
     CARD,
     Links([("data.html", "Data <card>")]),
     Commands([("Ask <it>", "python -m trainer predict 'a b.jpg'")]),
+    FileLink("trace.json.gz", "a <trace>"),
     Details("folded", [Paragraph("inside")]),
     PageSection("a section", [Subsection("a subsection", [Paragraph("deep"), None])]),
 ]
@@ -110,6 +112,7 @@ def test_every_kind_of_block_is_shown() -> None:
         '<p class="chips"><span>waiting <b>40 %</b></span></p></article>'
         '<nav aria-label="Pages"><a href="data.html">Data &lt;card&gt;</a></nav>'
         '<dl class="commands"><dt>Ask &lt;it&gt;</dt><dd><code tabindex="0">python -m trainer predict &#39;a b.jpg&#39;</code></dd></dl>'
+        '<p><a href="trace.json.gz" download>trace.json.gz</a> a &lt;trace&gt;</p>'
         "<details><summary>folded</summary><p>inside</p></details>"
         f'<section id="{ANCHOR}"><h2>a section</h2>'
         "<section><h3>a subsection</h3><p>deep</p></section></section>"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import re
@@ -14,6 +15,7 @@ from trainer.config import EvidenceSettings, ProfileSettings
 from trainer.io import artifacts, formatting
 from trainer.io.errors import ArtifactError
 from trainer.profiling.recorder import Recorder
+from trainer.report.tracking.stage_runs import Tracker
 from trainer.stages import profile
 
 
@@ -40,9 +42,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_the_report_holds_the_page_and_its_numbers(
-    inputs: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    inputs: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
+    logged: list[str] = []
+    monkeypatch.setattr(Tracker, "file", lambda _tracker, path: logged.append(path.name))
     report = profile.run(ProfileSettings(top_operators=2), **inputs, report=tmp_path / "report")
     page = (report.path / "report.html").read_text()
     assert page.startswith("<!doctype html>")
@@ -51,6 +55,11 @@ def test_the_report_holds_the_page_and_its_numbers(
     assert list(numbers) == ["distill"]
     assert numbers["distill"]["steps"] == 10
     table = page.partition("Own time a step</th>")[2].partition("</table>")[0]
+    assert logged == ["trace-distill.json.gz"]
+    trace = json.loads(gzip.decompress((report.path / "trace-distill.json.gz").read_bytes()))
+    assert "aten::addmm" in {event["name"] for event in trace["traceEvents"]}
+    assert '<a href="trace-distill.json.gz" download>' in page
+    assert "Limited by</th>" in page
     longest = [one["name"] for one in numbers["distill"]["operators"]["operators"][:2]]
     assert re.findall(r"<tr><td[^>]*>([^<]*)", table) == [escape(formatting.clipped(name)) for name in longest]
     assert json.loads((report.path / "bill.json").read_text())["stages"][1]["stage"] == "distill"

@@ -7,6 +7,7 @@ escape every text. Only charts come as `Markup` (`trainer.report.charts`), and n
 from __future__ import annotations
 
 import base64
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,19 @@ class Paragraph(Block):
 
     text: str
     style: str = ""
+
+
+@dataclass(frozen=True)
+class FileLink(Block):
+    """A file that lies beside the page, and a text behind its name."""
+
+    name: str
+    text: str
+
+    def __post_init__(self) -> None:
+        """Refuse a name that would lead elsewhere."""
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", self.name):
+            raise ValueError(f"{self.name!r} is no name of a file beside the page")
 
 
 @dataclass(frozen=True)
