@@ -123,7 +123,9 @@ class ProgressBar:
         now, done = time.monotonic(), step + 1
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
-            self._bar.set_postfix_str(text + self._left(now, done)[1])
+            all_s = self._left(now, done)[1]  # first, since a narrow terminal cuts the end off
+            later = f"{estimated(all_s)} with later trainings" if all_s else ""
+            self._bar.set_postfix_str("  ".join(filter(None, [later, text])))
             return
         if now - self._last_line < LINE_INTERVAL_S and done < self._total:
             return
@@ -131,15 +133,14 @@ class ProgressBar:
         rate, within_steps = (done - self._first) / max(now - self._start, 1e-9), measured()
         speed = f"{rate * self._images:.0f} images/s so far" if within_steps is None else f"{within_steps:.0f} images/s"
         speed += _rates(apart())
-        left_s, all_left = self._left(now, done, within_steps)
-        logger.info(
-            "%s  step %d/%d  %s  %s  %.0f s left%s", self._name, done, self._total, text, speed, left_s, all_left
-        )
+        left_s, all_s = self._left(now, done, within_steps)
+        speed += f"  {left_s:.0f} s left" + (f", {estimated(all_s)} with the later trainings" if all_s else "")
+        logger.info("%s  step %d/%d  %s  %s", self._name, done, self._total, text, speed)
 
-    def _left(self, now: float, done: int, within_steps: float | None = None) -> tuple[float, str]:
-        """Return the seconds that this training still takes, and as text, where the run has told, those of all its trainings."""
+    def _left(self, now: float, done: int, within_steps: float | None = None) -> tuple[float, float]:
+        """Return the seconds that this training still takes, and with the later ones of the run; 0 where none is known."""
         # The first steps compile, which no later one does: the time left follows from the steps alone, then from what came after them.
-        if self._first_line is not None:
+        if self._first_line is not None and self._first_line[0] < done:
             begin, since = self._first_line
             seconds = now - since
         else:
@@ -147,10 +148,7 @@ class ProgressBar:
             seconds = now - self._start if within_steps is None else (done - begin) * self._images / within_steps
         total = seconds * self._work(self._total) / (self._work(done) - self._work(begin))
         left_s = total * (1 - self._work(done) / self._work(self._total))
-        return (
-            left_s,
-            f", {estimated(left_s + self._ahead * total)} with the later trainings" if self._ahead else "",
-        )
+        return left_s, left_s + self._ahead * total if self._ahead else 0.0
 
 
 def _rates(apart: Mapping[str, float]) -> str:

@@ -218,6 +218,17 @@ def test_the_time_left_knows_that_later_steps_are_slower(caplog, clock):
     assert caplog.messages == ["distill  step 40/100  loss 0.5  128 images/s so far  45 s left"]
 
 
+def test_a_bar_shows_the_later_trainings_first(monkeypatch, clock):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv(AHEAD_VARIABLE, json.dumps({"distill": 2.5}))
+    with bar() as shown:
+        clock[0] = 20.0
+        shown.show(19, {"loss": 0.5})
+        shown.show(19, {"loss": 0.5})
+    assert "about 5.5 min with later trainings  loss 0.5" in terminal.getvalue()
+
+
 def test_a_terminal_gets_a_bar_with_lines_above_it(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     terminal = Terminal()
