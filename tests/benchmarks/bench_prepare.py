@@ -6,6 +6,7 @@
   ETags; the peak of the memory that is no mapped file, and what of it the listing keeps.
 - deciding: copies, contradictions and splits of as many made-up facts, some of them copies, and the search for near-duplicates; one
   thread, the same peak; `--parts separating`: the decision of data.near_duplicates=separate.
+- writing (`--parts writing`): the splits of at most 20,000 made-up squares, and the peak of the disk.
 
 The figures of `trainer/runner/plan.py` are those of this command.
 """
@@ -19,6 +20,7 @@ import multiprocessing
 import tempfile
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -32,6 +34,8 @@ from PIL import Image, ImageOps
 from tests.benchmarks.photos import photo
 from trainer.config import DataSettings
 from trainer.data import curation, facts, near_duplicates, preparation
+from trainer.data.dataset_schema import SPLITS, features
+from trainer.data.decode_cache import DecodeCache
 from trainer.data.facts import ImageFacts
 from trainer.data.sources import Item, list_source
 from trainer.io import storage
@@ -173,6 +177,51 @@ def comparing(file: Path, count: int) -> None:
     )
 
 
+def free(cache: DecodeCache, ends: list[int], row: int) -> None:
+    cache.free(range(bisect_right(ends, row)))
+
+
+def writing(count: int) -> None:
+    """Write splits from squares of 17.4 kB in shards of 20 MB, where the store keeps the squares, and where a file beside them does."""
+    preparation.SHARD_BYTES = 20 * 10**6
+    generator, schema, chunk = np.random.default_rng(0), features().arrow_schema, 1000
+    for place in ("in a store", "on this disk"):
+        with tempfile.TemporaryDirectory() as folder:
+            cache = DecodeCache(uri="", folder=Path(folder), way="")
+            for start in range(0, count, chunk):
+                names = [name_of(number) for number in range(start, start + chunk)]
+                rows = [
+                    {"image": {"bytes": generator.bytes(17_400)}, "label": 0, "key": name, "source": name}
+                    for name in names
+                ]
+                with pa.ipc.new_stream(str(cache.squares(start // chunk)), schema) as writer:
+                    writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+                if place == "on this disk":
+                    (Path(folder) / f"kept-{start}").hardlink_to(cache.squares(start // chunk))
+            write_facts(Path(folder) / "facts", count)
+            decoded = ImageFacts.read(Path(folder) / "facts")
+            of = generator.choice(len(SPLITS), count, p=[0.98, 0.01, 0.01, 0]).astype(np.int8)
+            splits = {split: ImageFacts(decoded.table, decoded.rows, of).of(split) for split in SPLITS}
+            squares, ends = preparation._open_squares(cache, count // chunk)
+            size, peak, ended = squares.data.nbytes, [0], threading.Event()
+
+            def watch(folder: str = folder, peak: list[int] = peak, ended: threading.Event = ended) -> None:
+                while not ended.wait(0.02):
+                    files = [one.stat() for one in Path(folder).rglob("*.arrow") if one.exists()]
+                    peak[0] = max(peak[0], sum(512 * one.st_blocks for one in files))
+
+            watcher, began = threading.Thread(target=watch), time.perf_counter()
+            watcher.start()
+            preparation._write_splits(splits, squares, Path(folder), 1, partial(free, cache, ends))
+            took = time.perf_counter() - began
+            ended.set()
+            watcher.join()
+            print(
+                f"writing {count:,}, squares kept {place}: {took:.1f} s, {peak[0] / 1e6:.0f} MB of disk at the peak, "
+                f"{peak[0] / size:.2f} times the squares"
+            )
+
+
 def separating(file: Path, count: int) -> None:
     given = ImageFacts.read(file)
     with watched() as figures:
@@ -187,7 +236,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=1_000_000, help="of made-up facts; 0: decoding alone")
     parser.add_argument("--no-decoding", action="store_true")
-    parts = ("listing", "deciding", "comparing", "separating")
+    parts = ("listing", "deciding", "comparing", "writing", "separating")
     parser.add_argument(
         "--parts", nargs="+", choices=parts, default=parts[:3], help="what is measured besides decoding"
     )
@@ -203,6 +252,7 @@ def main() -> None:
             "listing": [partial(listing, "manifest", count), partial(listing, "folder", count)],
             "deciding": [partial(deciding, file, count)],
             "comparing": [partial(comparing, file, count)],
+            "writing": [partial(writing, min(count, 20_000))],
             "separating": [partial(separating, file, count)],
         }
         for work in (work for part in options.parts for work in works[part]):

@@ -21,7 +21,7 @@ def test_configure_refuses_what_cannot_work(monkeypatch):
     monkeypatch.setattr(sections.preflight, "checked", lambda settings, **_: settings)
     with pytest.raises(
         SettingsError,
-        match=r"prepare needs 245\.76 GB of disk and has 85\.90 GB.*pretrain needs .* GB of disk and has 1\.72",
+        match=r"prepare needs 161\.74 GB of disk and has 85\.90 GB.*pretrain needs .* GB of disk and has 1\.72",
     ):
         sections.configure(sections.resolve("digits"), Placement(pool="cpu"))
 
@@ -57,6 +57,6 @@ def test_what_readme_shows_can_work(monkeypatch, capsys):
     larger = re.sub(r"--images \S+", "--images 11e6", command)
     assert planning.main(larger.split()) == 2
     assert (
-        "prepare needs 382.80 GB of disk and has 85.90 GB: give the nodes of tasks that much" in capsys.readouterr().err
+        "prepare needs 197.23 GB of disk and has 85.90 GB: give the nodes of tasks that much" in capsys.readouterr().err
     )
     assert planning.main([*larger.split(), "--task-disk", "1000Gi"]) == 0

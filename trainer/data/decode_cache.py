@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -116,6 +116,12 @@ class DecodeCache:
             images.append(_Image(name=item.name, label=item.label, content=content, state=item.state, **found))
         chunk = _Chunk(way=self.way, squares=storage.file_digest(squares), images=tuple(images))
         storage.write_checksummed(self._uri(number, "jsonl"), chunk.model_dump_json(exclude_defaults=True))
+
+    def free(self, numbers: Iterable[int]) -> None:
+        """Give back the disk of squares that are not read any more; those that are kept for another attempt stay, if in the same file."""
+        for file in map(self.squares, numbers):
+            if file.stat().st_nlink == 1:
+                os.truncate(file, 0)  # a mapped file that is only removed keeps its disk
 
     def _uri(self, number: int, suffix: str) -> str:
         return storage.join(self.uri, f"{number:06d}.{suffix}")

@@ -7,6 +7,7 @@ its name, label and place are held in memory, and the result depends neither on 
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import importlib.metadata
 import io
@@ -25,11 +26,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import PIL
 import pyarrow as pa
 from PIL import Image
@@ -139,7 +141,7 @@ def prepare(
         kept, contradicting, dropped = facts.quarantine_and_drop(decoded, listing.label_names, cache.folder)
         quarantined = sorted(bad + contradicting, key=lambda one: one.name)
         _write_json(directory / QUARANTINE, map(asdict, quarantined))
-        squares = _open_squares(cache, len(_chunks(listing, settings)))
+        squares, ends = _open_squares(cache, len(_chunks(listing, settings)))
         card = partial(
             data_card,
             settings,
@@ -158,16 +160,18 @@ def prepare(
             (directory / CARD).write_text(page, encoding="utf-8")
             raise
         splits = _by_split(kept)
-        _write_splits(splits, squares, directory, processes)
-        squares = squares.with_format("arrow")
         (directory / CARD).write_text(card(splits=splits, dropped=dropped, near=near), encoding="utf-8")
         edges = [min(one.width, one.height) for one in splits["test"]]
         (directory / TEST_EDGES).write_text(json.dumps(edges) + "\n", encoding="utf-8")
         for file in EXAMPLES:
             (directory / file).unlink(missing_ok=True)
         for candidate in splits["test"][:1]:
-            encoded = _file(squares, settings, candidate.row)
+            encoded = _file(squares.with_format("arrow"), settings, candidate.row)
             (directory / EXAMPLES[0 if is_jpeg(encoded) else 1]).write_bytes(encoded)
+        # Last, since it frees the squares.
+        _write_splits(
+            splits, squares, directory, processes, lambda row: cache.free(range(bisect.bisect_right(ends, row)))
+        )
     for line in _summary(listing, splits):
         logger.info("prepare: %s", line)
     counts = {str(split): len(members) for split, members in splits.items()}
@@ -537,32 +541,89 @@ def _write_json(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         file.write("]\n" if number < 0 else "\n]\n")
 
 
-def _open_squares(cache: DecodeCache, chunks: int) -> Any:
+def _open_squares(cache: DecodeCache, chunks: int) -> tuple[Any, list[int]]:
+    """Map all chunks as one data set; the row at which each of them ends."""
     import datasets  # type: ignore[import-untyped]  # here, because decoding processes have no use for it, and it takes a second
 
-    return datasets.concatenate_datasets(
-        [datasets.Dataset.from_file(str(cache.squares(number))) for number in range(chunks)]
-    )
+    files = [datasets.Dataset.from_file(str(cache.squares(number))) for number in range(chunks)]
+    return datasets.concatenate_datasets(files), [*accumulate(map(len, files))]
 
 
-def _write_splits(splits: Mapping[SplitName, ImageFacts], squares: Any, directory: Path, processes: int) -> None:
-    import datasets
+def _write_splits(
+    splits: Mapping[SplitName, ImageFacts],
+    squares: Any,
+    directory: Path,
+    processes: int,
+    free: Callable[[int], object],
+) -> None:
+    """Write the splits as `datasets.Dataset.save_to_disk` does, to the bit.
 
+    The largest comes last, some shards at a time: `free` is then given the row before which none is read any more.
+    """
     row_bytes = squares.data.nbytes / len(squares)
-    shown = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()  # since writing takes a small part of the time
-    try:
-        for split, members in splits.items():
-            # `datasets` would draw a fingerprint at random, and the files would differ from run to run.
-            # That of the list [[key, label], ...] as JSON, which is never there as a whole.
-            sha256 = hashlib.sha256(b"[")
-            for number, member in enumerate(members):
-                sha256.update(f'{"," * bool(number)}["{member.key}",{member.label}]'.encode())
-            sha256.update(b"]")
-            chosen = squares.select(members.rows, new_fingerprint=sha256.hexdigest()[:16])
-            shards = max(1, math.ceil(len(chosen) * row_bytes / SHARD_BYTES))
-            workers = min(processes, shards)
-            chosen.save_to_disk(str(directory / split), num_shards=shards, num_proc=workers if workers > 1 else None)
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
+    ordered = sorted(splits, key=lambda split: len(splits[split]))
+    for split in ordered:
+        members, folder = splits[split], directory / split
+        # `datasets` would draw a fingerprint at random, and the files would differ from run to run.
+        # That of the list [[key, label], ...] as JSON, which is never there as a whole.
+        sha256 = hashlib.sha256(b"[")
+        for number, member in enumerate(members):
+            sha256.update(f'{"," * bool(number)}["{member.key}",{member.label}]'.encode())
+        sha256.update(b"]")
+        chosen = squares.select(members.rows, new_fingerprint=sha256.hexdigest()[:16])
+        shards = max(1, math.ceil(len(chosen) * row_bytes / SHARD_BYTES))
+        names = [f"data-{number:05d}-of-{shards:05d}.arrow" for number in range(shards)]
+        _write_description(chosen, folder, names)
+        rows, together = _rows_together(chosen), min(processes, shards)
+        parts = np.array_split(members.rows, shards)  # the first ones have one more, as those of `datasets`
+        for start in range(0, shards, together):
+            now = range(start, min(start + together, shards))
+            work = [(_part(squares, parts[number]), folder / names[number], rows) for number in now]
+            if together == 1:
+                _write_shard(*work[0])
+            else:
+                with ProcessPoolExecutor(together, SPAWNED) as pool:
+                    [*pool.map(_write_shard, *zip(*work, strict=True))]
+            if split == ordered[-1] and len(parts[now[-1]]):
+                free(int(parts[now[-1]][-1]) + 1)
+
+
+def _write_description(chosen: Any, folder: Path, names: Sequence[str]) -> None:
+    """Write the two files by which `datasets` knows the folder."""
+    from datasets.utils import py_utils  # type: ignore[import-untyped]
+
+    kept = ("_fingerprint", "_format_columns", "_format_kwargs", "_format_type", "_output_all_columns")
+    files = [{"filename": name} for name in names]
+    state = {name: getattr(chosen, name) for name in kept} | {"_data_files": files, "_split": None}
+    folder.mkdir()
+    (folder / "state.json").write_text(json.dumps(state, indent=2, sort_keys=True), encoding="utf-8")
+    info = dict(sorted(py_utils.asdict(chosen.info).items()))
+    (folder / "dataset_info.json").write_text(json.dumps(info, indent=2), encoding="utf-8")
+
+
+def _rows_together(chosen: Any) -> int:
+    """Return how many rows `datasets` reads at a time."""
+    from datasets.arrow_writer import get_writer_batch_size_from_data_size  # type: ignore[import-untyped]
+    from datasets.config import DEFAULT_MAX_BATCH_SIZE  # type: ignore[import-untyped]
+
+    size, most = chosen._estimate_nbytes(), int(DEFAULT_MAX_BATCH_SIZE)
+    return min(most, get_writer_batch_size_from_data_size(len(chosen), size)) if size else most
+
+
+def _part(squares: Any, rows: npt.NDArray[np.int64]) -> Any:
+    """Choose rows, in ascending order, without mapping the files that have none of them."""
+    if not len(rows):
+        return squares.select([])
+    return squares.select(range(rows[0], rows[-1] + 1)).select(rows - rows[0])
+
+
+def _write_shard(shard: Any, file: Path, rows: int) -> None:
+    from datasets.arrow_writer import get_arrow_writer_batch_size_from_features
+    from datasets.table import embed_table_storage  # type: ignore[import-untyped]
+
+    schema, most = features().arrow_schema, get_arrow_writer_batch_size_from_features(features())
+    with writing_to(file), pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        for batch in shard.with_format("arrow").iter(rows):
+            # The images in buffers of their own, without what lay beside them.
+            table = embed_table_storage(batch.combine_chunks(), local_files=True, remote_files=False)
+            writer.write_table(table.cast(schema), most)

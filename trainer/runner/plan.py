@@ -188,6 +188,15 @@ class _Run:
         rate = {"jpeg": "square", "fast-jpeg": "fast square"}.get(encoding)
         return RATES[rate].value * pixels / 256**2 if rate else 3.0 * pixels
 
+    @cached_property
+    def prepared(self) -> float:
+        """Bytes of disk that `prepare` needs, which frees decoded images as it writes the largest split, some shards at a time."""
+        from trainer.data.preparation import SHARD_BYTES
+
+        largest = max(self.work.taught, self.work.unlabeled)
+        shards = min(self.place.task.cores * SHARD_BYTES, largest * self.square)
+        return (2 * self.photos.images - largest) * self.square + shards
+
     @property
     def smaller(self) -> str:
         return f"store smaller images (data.image_size, now {self.settings.data.image_size})"
@@ -201,7 +210,7 @@ class _Run:
             work=f"{short(images)} photos of {size(self.photos.file_bytes)}",
             room=task,
             seconds={"reading and decoding": images * (each / task.cores + 2 * RATES["list"].value / 1000)},
-            disk=2 * images * self.square,  # as they are decoded, and again in their splits
+            disk=self.prepared,
             memory=images * RATES["lists" if data.multi_label or data.near_duplicates == "separate" else "facts"].value,
             ways={
                 "disk": f"give the nodes of tasks that much; or {local}; or {self.smaller}",

@@ -6,14 +6,18 @@ import hashlib
 import io
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import simplejpeg
 import torch
@@ -22,10 +26,11 @@ from sklearn.datasets import load_digits
 
 from trainer.config import DataSettings
 from trainer.data import dataset, preparation
-from trainer.data.curation import Quarantined
+from trainer.data.curation import ImageCandidate, Quarantined
 from trainer.data.dataset import open_dataset
-from trainer.data.dataset_schema import SPLITS, DatasetDescription
+from trainer.data.dataset_schema import SPLITS, DatasetDescription, features
 from trainer.data.decode_cache import DecodeCache
+from trainer.data.facts import ImageFacts, writing_facts
 from trainer.data.preparation import content_key, prepare
 from trainer.data.sources import Columns, Item, SourceListing, read_file
 from trainer.io.errors import DataError
@@ -429,6 +434,92 @@ def test_a_process_that_dies_is_reported(tmp_path: Path) -> None:
     listing = SourceListing(items=Columns.of(Item, [item]), classes=("a",), read=end_process)
     with pytest.raises(DataError, match="a process that decodes images died"):
         preparation._decode_all(listing, settings(tmp_path), cache(tmp_path), 2, list.copy)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {one.relative_to(path).as_posix(): one.read_bytes() for one in path.rglob("*") if one.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("processes", "shard_bytes", "largest"), [(1, 3_000, "train"), (2, 2_500, "unlabeled"), (1, 10**9, "val")]
+)
+def test_splits_are_those_that_datasets_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int, shard_bytes: int, largest: str
+) -> None:
+    monkeypatch.setattr(preparation, "SHARD_BYTES", shard_bytes)
+    if processes == 1:  # in others, nothing is patched
+        monkeypatch.setattr("datasets.config.DEFAULT_MAX_BATCH_SIZE", 7)
+        monkeypatch.setattr("datasets.config.ARROW_RECORD_BATCH_SIZE_FOR_IMAGE_DATASETS", 3)
+    draw, chunks, sizes = np.random.default_rng(processes), cache(tmp_path), [30, 0, 25, 41, 1]
+    chunks = replace(chunks, uri="s3://not/asked")
+    candidates = []
+    for number, size in enumerate(sizes):
+        rows = []
+        for row in range(size):
+            key = draw.bytes(32).hex()
+            candidates.append(
+                ImageCandidate(name=f"{number}/{row}", label=row % 3, split="train", key=key, width=1, height=1)
+            )
+            image = {"bytes": draw.bytes(int(draw.integers(50, 150))), "path": None}
+            rows.append({"image": image, "label": row % 3, "key": key, "source": f"{number}/{row}"})
+        schema = features().arrow_schema
+        with pa.ipc.new_stream(str(chunks.squares(number)), schema) as writer:
+            writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+    with writing_facts(tmp_path / "facts.arrow") as append:
+        append(candidates)
+    decoded = ImageFacts.read(tmp_path / "facts.arrow")
+    of = np.array([SPLITS.index(largest)] * 50 + [0, 1, 2] * 13 + [3] * 8, dtype=np.int8)
+    draw.shuffle(of)
+    of[of == 2] = 0  # none is test
+    splits = {split: ImageFacts(decoded.table, decoded.rows, of).of(split) for split in SPLITS}
+    squares, ends = preparation._open_squares(chunks, len(sizes))
+    assert ends == [30, 30, 55, 96, 97]
+    for split, members in splits.items():
+        keys = hashlib.sha256(
+            json.dumps([[one.key, one.label] for one in members], separators=(",", ":")).encode()
+        ).hexdigest()
+        chosen = squares.select(members.rows, new_fingerprint=keys[:16])
+        shards = max(1, math.ceil(len(members) * squares.data.nbytes / len(squares) / shard_bytes))
+        chosen.save_to_disk(str(tmp_path / "expected" / split), num_shards=shards)
+    freed: list[int] = []
+    preparation._write_splits(splits, squares, made(tmp_path / "out"), processes, freed.append)
+    written, expected = contents(tmp_path / "out"), contents(tmp_path / "expected")
+    assert {name for name in {*written, *expected} if written.get(name) != expected.get(name)} == set()
+    assert freed == sorted(freed)
+    assert freed[-1] == int(splits[largest].rows[-1]) + 1  # type: ignore[index]
+    assert len(freed) > 1 or shard_bytes > 10**6
+
+
+@pytest.mark.parametrize("is_kept_here", [False, True])
+def test_squares_are_freed_once_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kept_here: bool
+) -> None:
+    """So that a preparation for a store takes the disk of its images once, and the resume of one on this machine stays."""
+    monkeypatch.setattr(preparation, "SMALLEST_CHUNK", 10)
+    monkeypatch.setattr(preparation, "SHARD_BYTES", 8_000)
+    source, peak = folder(tmp_path / "photos", images=60), [0]
+    write = preparation._write_shard
+
+    def measured(shard: Any, file: Path, rows: int) -> None:
+        write(shard, file, rows)
+        kept = {
+            one.stat().st_ino: one.stat().st_size
+            for one in (tmp_path / "out").rglob("*.arrow")
+            if "listing" not in str(one)
+        }
+        peak[0] = max(peak[0], sum(kept.values()))
+
+    monkeypatch.setattr(preparation, "_write_shard", measured)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:  # another disk, as a store is
+        place = str(tmp_path / "out" / "kept") if is_kept_here else other
+        prepare(settings(source), made(tmp_path / "out"), cache_uri=place, processes=1)
+        written = sum(one.stat().st_size for one in (tmp_path / "out").glob("*/data-*.arrow"))
+        assert (1.8 if is_kept_here else 1.0) * written < peak[0] < (2.6 if is_kept_here else 1.6) * written
+        assert all(len(one.read_bytes()) for one in Path(place).glob("*.arrow"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
