@@ -3,6 +3,7 @@
     digits                    the 1,797 handwritten digits that scikit-learn ships, 8 x 8 pixels
     imagefolder:PATH_OR_URI   a folder per class, also nested, with or without train/, val/, test/ above; unlabeled/ has no classes
     manifest:FILE.csv         columns path, label, split (`table_file`); relative paths start at the file's folder; no label: unlabeled;
+    manifest:FILE.parquet     the same columns (`parquet_table`);
                               with `data.multi_label` several labels, separated by |
     hub:NAME[:CONFIG]         a data set of the Hugging Face Hub, or a local folder of one
 
@@ -149,6 +150,7 @@ def _open(source: str, outside: Outside, *, multi_label: bool = False) -> ImageS
     kind, colon, name = source.partition(":")
     if kind not in _SOURCES or bool(name) == (kind == "digits") or (colon and not name):
         raise SettingsError(
-            f"data.source must be digits, imagefolder:PATH_OR_URI, manifest:FILE.csv or hub:NAME[:CONFIG], got {source!r}"
+            "data.source must be digits, imagefolder:PATH_OR_URI, manifest:FILE.csv (or .parquet) or hub:NAME[:CONFIG], "
+            f"got {source!r}"
         )
     return _SOURCES[kind](with_home(name), outside, multi_label=multi_label)

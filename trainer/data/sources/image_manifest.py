@@ -1,4 +1,4 @@
-"""Images listed in a CSV file, with one label each or with several."""
+"""Images listed in a CSV or Parquet file, with one label each or with several."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 from trainer.config import Outside
 from trainer.data.dataset_schema import UNLABELED, SplitName
 from trainer.data.sources.columns import Columns
+from trainer.data.sources.parquet_table import ENDINGS, ParquetTable
 from trainer.data.sources.source import (
     SPLIT_NAMES,
     ImageSource,
@@ -96,7 +97,7 @@ class _ListColumns:
 
 
 class ImageManifest(ImageSource):
-    """`manifest:FILE.csv`: columns path, label and split, an image a line."""
+    """`manifest:FILE.csv` or `FILE.parquet`: columns path, label and split, an image a line."""
 
     def __init__(self, name: str, outside: Outside, *, multi_label: bool = False) -> None:
         super().__init__(name, outside, multi_label=multi_label)
@@ -131,10 +132,10 @@ class ImageManifest(ImageSource):
                 yield Item(name=row.name, location=row.location, label=number, split=row.split)
 
         items = Columns.of(Item, listed_items(), f"{self._folder}/")
-        separator = _separator(table.name, cells, several=self.multi_label)
+        separator = _separator(table.where, cells, several=self.multi_label)
         named = {
             text: frozenset(
-                class_name(f"{table.name}, line {line}", part)
+                class_name(table.where(line), part)
                 for part in (text.split(separator) if self.multi_label else [text])
                 if part.strip()
             )
@@ -180,17 +181,18 @@ class ImageManifest(ImageSource):
         versions = [[one.version for one in stores]] if stores else []
         counted = sum(one.bytes for one in stores) + sum(max(count, 0) for count, *_ in local)
         return SourceState(
-            digest([table.text, local, *versions]), len(local) + sum(one.images for one in stores), counted
+            digest([table.version, local, *versions]), len(local) + sum(one.images for one in stores), counted
         )
 
     def _table(self) -> TableFile:
-        return TableFile.read(f"manifest {self.name}", self.name, limits.CSV_BYTES)
+        kind = ParquetTable if self.name.lower().endswith(ENDINGS) else TableFile
+        return kind.read(f"manifest {self.name}", self.name, limits.CSV_BYTES)
 
     def _rows(self, table: TableFile, columns: _ListColumns) -> Iterator[_Row]:
         for count, row in enumerate(table.rows()):
             if count == limits.SOURCE_IMAGES:
                 raise DataError(f"{table.name}: lists more than {count:,} images; give a part of it")
-            yield self._row(row.line, *columns.cells(row), f"{table.name}, line {row.line}")
+            yield self._row(row.line, *columns.cells(row), table.where(row.line))
 
     def _row(self, line: int, path: str, label: str, split_text: str, where: str) -> _Row:
         if not path:
@@ -250,13 +252,19 @@ def _columns(table: TableFile) -> _ListColumns:
     at = {folded(heading): place for place, heading in enumerate(headings)}
     others = [place for heading, place in at.items() if heading not in _HEADINGS]
     missing = [name for name in ("label", "path") if name not in at]
+    for name in ("path", "label", "split"):
+        if name in at and (kind := table.unread.get(headings[at[name]])):
+            raise DataError(
+                f"{table.name}: the column {headings[at[name]]!r} has values of type {kind}; write text in it"
+                + f", with {SEPARATOR} between the labels of an image" * (name == "label")
+            )
     if missing:
         meant = {name: [headings[place] for place in others if _may_be(headings[place], name)] for name in missing}
         hints = [
             f"; rename the heading {' or '.join(map(repr, found))} to {name}" for name, found in meant.items() if found
         ]
         raise DataError(
-            f"{table.name}: has no column {' and no '.join(missing)}; its first line must be path,label,split, but is "
+            f"{table.name}: has no column {' and no '.join(missing)}; {table.head_is} path,label,split, but is "
             f"{limits.cut(','.join(headings), 200)!r}{''.join(hints)}"
         )
     notes = []
@@ -312,7 +320,7 @@ def _may_be(heading: str, name: str) -> bool:
 # ---- Labels
 
 
-def _separator(name: str, cells: Mapping[str, int], *, several: bool) -> str:
+def _separator(where: Callable[[int], str], cells: Mapping[str, int], *, several: bool) -> str:
     """Return the separator of an image's labels: `|`, or what the cells show.
 
     A cell counts as several labels if its parts are labels elsewhere; a `DataError` if in doubt. `cells` maps text to its first line.
@@ -330,7 +338,7 @@ def _separator(name: str, cells: Mapping[str, int], *, several: bool) -> str:
                 else:
                     continue
                 raise DataError(
-                    f"{name}, line {line}: {limits.cut(text, 100)!r} {what}; set data.multi_label=true if an image may have several "
+                    f"{where(line)}: {limits.cut(text, 100)!r} {what}; set data.multi_label=true if an image may have several "
                     f"(separated by {SEPARATOR}), or rename the label"
                 )
         return SEPARATOR
@@ -339,7 +347,7 @@ def _separator(name: str, cells: Mapping[str, int], *, several: bool) -> str:
         for text, line in cells.items():
             if any(len(_parts(part, ";")) > 1 and known & {*_parts(part, ";")} for part in _parts(text, SEPARATOR)):
                 raise DataError(
-                    f"{name}, line {line}: {limits.cut(text, 100)!r} looks like several labels, but the list separates them by "
+                    f"{where(line)}: {limits.cut(text, 100)!r} looks like several labels, but the list separates them by "
                     f"{SEPARATOR}; write {SEPARATOR} between them"
                 )
         return SEPARATOR
@@ -357,7 +365,7 @@ def _separator(name: str, cells: Mapping[str, int], *, several: bool) -> str:
         if joined:
             text = joined[0]
             raise DataError(
-                f"{name}, line {cells[text]}: {limits.cut(text, 100)!r} may be one label or several; write {SEPARATOR} between the "
+                f"{where(cells[text])}: {limits.cut(text, 100)!r} may be one label or several; write {SEPARATOR} between the "
                 f"labels of an image, or, if it is one label, {SEPARATOR} after it"
             )
     return SEPARATOR

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,6 +41,8 @@ class TableRow:
 class TableFile:
     """A table's text, parsed line by line, since a list may have millions."""
 
+    head_is = "its first line must be"
+
     def __init__(self, name: str, text: str) -> None:
         """`name` begins each message: the setting, or the kind of file, and the file."""
         self.name, self._text = name, text
@@ -48,21 +50,26 @@ class TableFile:
     @classmethod
     def read(cls, name: str, location: str, limit: int) -> TableFile:
         """Read a file or URI of at most `limit` bytes, without a byte-order mark; a `DataError` if missing, too large, or not UTF-8."""
-        try:
-            content = read_file(location, limit)
-        except FileNotFoundError as error:
-            shown = f"{name.removesuffix(location)}{located(location)}"
-            raise DataError(f"{shown}: does not exist; check the path") from error
-        except ObjectTooLargeError as error:
-            raise DataError(f"{name}: has more than {limit:,} bytes; check the path, or give a part of it") from error
-        except (OSError, StorageError) as error:
-            raise DataError(f"{name}: cannot be read ({error}); check the path and the right to read it") from error
-        return cls(name, _decoded(name, content))
+        return cls(name, _decoded(name, read_table(name, location, limit)))
 
     @property
     def text(self) -> str:
         """The whole text."""
         return self._text
+
+    @property
+    def version(self) -> str:
+        """What changes with the content."""
+        return self._text
+
+    def where(self, line: int) -> str:
+        """Name a line."""
+        return f"{self.name}, line {line}"
+
+    @property
+    def unread(self) -> Mapping[str, str]:
+        """The columns that are not read, since they hold no text: heading -> type."""
+        return {}
 
     @cached_property
     def separator(self) -> str:
@@ -75,13 +82,7 @@ class TableFile:
     def headings(self) -> Sequence[str]:
         """The names of the columns, without what spreadsheets leave around them; none for an empty file, a `DataError` for equal ones."""
         first = next(self._lines(), TableRow(0, ()))
-        headings = [cell.strip("\ufeff\u200b ") for cell in first.cells]
-        seen: dict[str, str] = {}
-        for heading in filter(None, headings):
-            if (other := seen.setdefault(folded(heading), heading)) is not heading or headings.count(heading) > 1:
-                both = f"are named {heading!r}" if heading == other else f"are named {other!r} and {heading!r}"
-                raise DataError(f"{self.name}: two columns {both}; rename or remove one of them")
-        return headings
+        return checked_headings(self.name, first.cells)
 
     def rows(self) -> Iterator[TableRow]:
         """Yield the lines below the headings that are not empty, with stripped cells; a `DataError` for too many cells or odd quotes."""
@@ -118,6 +119,30 @@ class TableFile:
             raise DataError(f"{self.name}, line {line}: {said}; mend its quotes, or write the line anew") from error
 
 
+def read_table(name: str, location: str, limit: int) -> bytes:
+    """Read a table's file or URI; a `DataError`, which begins with `name`, if it is missing or has more than `limit` bytes."""
+    try:
+        return read_file(location, limit)
+    except FileNotFoundError as error:
+        shown = f"{name.removesuffix(location)}{located(location)}"
+        raise DataError(f"{shown}: does not exist; check the path") from error
+    except ObjectTooLargeError as error:
+        raise DataError(f"{name}: has more than {limit:,} bytes; check the path, or give a part of it") from error
+    except (OSError, StorageError) as error:
+        raise DataError(f"{name}: cannot be read ({error}); check the path and the right to read it") from error
+
+
+def checked_headings(name: str, cells: Sequence[str]) -> list[str]:
+    """Return the names of columns, without what spreadsheets leave around them; a `DataError` for equal ones."""
+    headings = [cell.strip("\ufeff\u200b ") for cell in cells]
+    seen: dict[str, str] = {}
+    for heading in filter(None, headings):
+        if (other := seen.setdefault(folded(heading), heading)) is not heading or headings.count(heading) > 1:
+            both = f"are named {heading!r}" if heading == other else f"are named {other!r} and {heading!r}"
+            raise DataError(f"{name}: two columns {both}; rename or remove one of them")
+    return headings
+
+
 def folded(heading: str) -> str:
     """Return a heading as headings are compared: without case, compatibility forms, and quotes or spaces around it."""
     return unicodedata.normalize("NFKC", heading).strip(" \t'\"\ufeff\u200b").casefold()
@@ -126,7 +151,8 @@ def folded(heading: str) -> str:
 def _decoded(name: str, content: bytes) -> str:
     for first, what in _OTHER_FILES.items():
         if content.startswith(first):
-            raise DataError(f"{name}: is {what}, not text; export it as CSV in UTF-8")
+            way = "name it FILE.parquet" if first == b"PAR1" else "export it as CSV in UTF-8"
+            raise DataError(f"{name}: is {what}, not text; {way}")
     if content[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in content[:1000]:
         raise DataError(f"{name}: is not UTF-8 but looks like UTF-16; {_AS_UTF_8}")
     try:
