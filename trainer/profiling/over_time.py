@@ -26,7 +26,7 @@ from trainer.profiling.series import Series, mean_in_bins, means_from, spread_ov
 from trainer.profiling.training_summary import TrainingSummary, phase_label
 from trainer.report import charts
 from trainer.report.charts import BINS, ChartLine, Flags, Lane, MarkedTime, by_color, color_class
-from trainer.report.pages import Block, Details, Figure, Legend, Subsection, Table
+from trainer.report.pages import Block, Details, Figure, Legend, Paragraph, Subsection, Table
 
 _METRICS = (
     ("loss", "Loss", "training", 1.0),
@@ -34,6 +34,13 @@ _METRICS = (
     ("val_map", "mAP", "%, validation", 100.0),
     ("agreement", "Agreement", "% with the teacher", 100.0),
 )  # name, title, unit, factor
+_NETWORK: tuple[str, str, float, float, Mapping[str, str]] = (
+    "Network",
+    "MB/s",
+    1e-6,
+    1.0,
+    {"received": "network_received_bytes_per_s", "sent": "network_sent_bytes_per_s"},
+)
 _MACHINE: Sequence[tuple[str, str, float, float, Mapping[str, str]]] = (
     ("GPU", "% busy", 1.0, 100.0, {"busy": "gpu_percent"}),
     ("GPU memory", "GB", 1e-9, 1.0, {"used": "gpu_memory_used_bytes", "by tensors": "gpu_memory_allocated_bytes"}),
@@ -41,8 +48,12 @@ _MACHINE: Sequence[tuple[str, str, float, float, Mapping[str, str]]] = (
     ("Memory", "GB", 1e-9, 1.0, {"process": "process_rss_bytes", "machine": "memory_used_bytes"}),
     ("Storage", "% of cores wait", 1.0, 10.0, {"wait": "iowait_percent"}),
     ("Disk", "MB/s", 1e-6, 1.0, {"read": "disk_read_bytes_per_s", "written": "disk_write_bytes_per_s"}),
-    ("Network", "MB/s", 1e-6, 1.0, {"received": "network_received_bytes_per_s", "sent": "network_sent_bytes_per_s"}),
+    _NETWORK,
 )  # title, unit, factor, least upper end of the axis, and label -> column of each line
+_UNFOLDED_MACHINES = 8
+_MOST_MACHINES = 40  # of more than these the page would be too large
+_MACHINE_BINS = 120
+_MOST_CORE_ROWS = 24
 _MOST_LAYERS = 40
 _MOST_COLUMNS = 64
 _MEASURES = (
@@ -136,6 +147,80 @@ def _machine_lanes(system: Mapping[str, Series], edges: Series, duration: float)
         if curves:
             lanes.append(charts.line_lane(title, unit, curves, duration, height=54, high=high))
     return lanes
+
+
+def machines(evidence: TrainingEvidence) -> Subsection | None:
+    """Show cores, GPUs and network of every machine over time; None where the training had one machine with one GPU or none."""
+    hosts: dict[str, list[RankEvidence]] = {}
+    for rank in evidence.ranks:
+        hosts.setdefault(rank.record.host, []).append(rank)
+    gpus = sum("gpu_percent" in rank.system for rank in evidence.ranks)
+    if len(hosts) < 2 and gpus < 2:
+        return None
+    began = evidence.ranks[0].record.began_unix
+    duration = max(*(rank.record.ended_s + rank.record.began_unix - began for rank in evidence.ranks), 1e-6)
+    edges = np.linspace(0, duration, _MACHINE_BINS + 1)
+    drawn: list[Block] = []
+    for host, ranks in [*hosts.items()][:_MOST_MACHINES]:
+        lanes = _lanes_of_machine(ranks, edges, duration, began)
+        title = f"{formatting.clipped(host, 40)}: process{'es' if len(ranks) > 1 else ''} {_spoken([one.record.rank for one in ranks])}"
+        if lanes:
+            drawn.append(Figure(charts.over_time(lanes, duration, title), title))
+    if not drawn:
+        return None
+    folded = drawn[_UNFOLDED_MACHINES:]
+    undrawn = len(hosts) - _MOST_MACHINES
+    more = f" The first {_MOST_MACHINES} of {len(hosts)} machines are drawn." if undrawn > 0 else ""
+    return Subsection(
+        "Every machine over time",
+        [
+            Paragraph(f"Cores and GPUs: the stronger the color, the busier, or the fuller the memory.{more}"),
+            *drawn[:_UNFOLDED_MACHINES],
+            Details(f"{len(folded)} more machine{'s' if len(folded) > 1 else ''}", folded) if folded else None,
+        ],
+    )
+
+
+def _lanes_of_machine(ranks: Sequence[RankEvidence], edges: Series, duration: float, began: float) -> list[Lane]:
+    """Draw the cores and the network as the machine's first process saw them, and the GPU of each process."""
+
+    def binned(rank: RankEvidence, values: Series) -> Series:
+        late = max(0.0, rank.record.began_unix - began)  # nothing is known before
+        return mean_in_bins(np.append(late, rank.system["end_s"] + late), np.append(np.nan, values), edges)
+
+    lanes = []
+    for rank in ranks:
+        cores = [binned(rank, values) for name, values in rank.system.items() if is_core(name) and len(values)]
+        if cores:
+            lanes.append(charts.heat_lane("CPU cores", "% busy", np.stack(cores), most_rows=_MOST_CORE_ROWS))
+            break
+    used = [binned(rank, rank.system["gpu_percent"]) for rank in ranks if "gpu_percent" in rank.system]
+    if used:
+        lanes.append(charts.heat_lane("GPUs", "% busy", np.stack(used)))
+    full = [
+        binned(rank, 100 * rank.system["gpu_memory_used_bytes"] / rank.system["gpu_memory_total_bytes"])
+        for rank in ranks
+        if "gpu_memory_total_bytes" in rank.system
+    ]
+    if full:
+        lanes.append(charts.heat_lane("GPU memory", "% used", np.stack(full)))
+    for rank in ranks:
+        title, unit, factor, high, columns = _NETWORK
+        curves = [
+            ChartLine(style=f"s{number}", label=label, seconds=(edges[1:] + edges[:-1]) / 2, values=values)
+            for number, (label, column) in enumerate(columns.items())
+            if column in rank.system and np.isfinite(values := binned(rank, rank.system[column] * factor)).any()
+        ]
+        if curves:
+            lanes.append(charts.line_lane(title, unit, curves, duration, height=54, high=high))
+            break
+    return lanes
+
+
+def _spoken(ranks: Sequence[int]) -> str:
+    """Write ranks: `0 to 7` where they follow one another."""
+    follow = len(ranks) > 2 and list(ranks) == [*range(ranks[0], ranks[0] + len(ranks))]
+    return f"{ranks[0]} to {ranks[-1]}" if follow else formatting.listed([*map(str, ranks)], 8)
 
 
 def phase_shares(rank: RankEvidence, edges: Series) -> Mapping[str, Series]:

@@ -209,6 +209,7 @@ def _training(
             phases(summary),
             lengths(evidence, summary),
             over_time.section(evidence, summary, numbered),
+            over_time.machines(evidence),
             _operators(summary, top_operators, trace=bool(evidence.ranks[0].trace)),
             _ranks(summary),
             _use(summary),

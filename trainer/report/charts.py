@@ -768,9 +768,9 @@ def _points(x: Floats, y: Floats) -> str:
     return "".join(commands)
 
 
-def heat_lane(title: str, unit: str, percent: Floats) -> Lane:
+def heat_lane(title: str, unit: str, percent: Floats, *, most_rows: int = _MOST_HEAT_ROWS) -> Lane:
     """Draw rows of a matrix [rows, bins] of values from 0 to 100, the stronger the higher; many rows are averaged in groups."""
-    size = math.ceil(len(percent) / _MOST_HEAT_ROWS)
+    size = math.ceil(len(percent) / most_rows)
     starts = range(0, len(percent), size)
     rows = np.stack([percent[start : start + size].mean(axis=0) for start in starts])
     row_height = max(5, min(16, 160 // len(rows)))

@@ -120,6 +120,7 @@ def _steps(first: RankEvidence, seconds: Series, random: np.random.Generator) ->
 def _system(first: RankEvidence, ended: float, random: np.random.Generator) -> Mapping[str, Series]:
     signals = [name for name in first.system if name != "end_s" and not name.startswith("cpu")]
     gpu = ("gpu_memory_used_bytes", "gpu_memory_allocated_bytes")
+    total = {"gpu_memory_total_bytes": np.full(SAMPLES, 40e9)}
     return {
         "end_s": np.linspace(ended / SAMPLES, ended, SAMPLES),
         **{f"cpu{core}_percent": 100 * random.random(SAMPLES) for core in range(CORES)},
@@ -128,6 +129,7 @@ def _system(first: RankEvidence, ended: float, random: np.random.Generator) -> M
             for name in signals
         },
         "gpu_percent": 100 * random.random(SAMPLES),
+        **total,
         **{name: 30e9 + 1e9 * random.random(SAMPLES) for name in gpu},
     }
 

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from trainer.profiling import over_time
 from trainer.profiling.evidence import (
     STEP_COLUMNS,
     TENSOR_COLUMNS,
@@ -14,9 +18,9 @@ from trainer.profiling.evidence import (
     TensorSamples,
     TrainingEvidence,
 )
-from trainer.profiling.over_time import by_layer, layers, phase_shares, section
+from trainer.profiling.over_time import by_layer, layers, machines, phase_shares, section
 from trainer.profiling.training_summary import summarize
-from trainer.report.pages import Figure
+from trainer.report.pages import Details, Figure, Paragraph
 
 EDGES = np.linspace(0, 10, 11)
 
@@ -122,3 +126,61 @@ def test_maps_with_nothing_to_draw(plain: list[TrainingEvidence]) -> None:
     assert shown is not None
     [figure] = [block for block in shown.blocks if isinstance(block, Figure)]
     assert "Norm of the gradient" in figure.caption
+
+
+def on_hosts(rank: RankEvidence, hosts: int, *, gpus: int = 0, late_s: float = 0.0) -> list[RankEvidence]:
+    """A process for each GPU of each machine, or one a machine; machines begin one after another."""
+    use = {"gpu_percent": 50.0, "gpu_memory_used_bytes": 30e9, "gpu_memory_total_bytes": 40e9}
+    ranks = []
+    for number in range(hosts * max(gpus, 1)):
+        host = number // max(gpus, 1)
+        began = rank.record.began_unix + late_s * host
+        record = rank.record.model_copy(update={"rank": number, "host": f"node-{host}", "began_unix": began})
+        first = number % max(gpus, 1) == 0
+        system = {name: values for name, values in rank.system.items() if first or not name.startswith("cpu")}
+        if gpus:
+            system |= {name: np.full(len(rank.system["end_s"]), value) for name, value in use.items()}
+        ranks.append(replace(rank, record=record, system=system))
+    return ranks
+
+
+def titles(blocks: Sequence[Any]) -> list[str]:
+    return [block.caption for block in blocks if isinstance(block, Figure)]
+
+
+def test_every_machine_is_drawn(plain: list[TrainingEvidence]) -> None:
+    training = plain[0]
+    [rank] = training.ranks[:1]
+    assert machines(replace(training, ranks=on_hosts(rank, 1))) is None, "it stands above"
+    found = machines(replace(training, ranks=on_hosts(rank, 2, gpus=4)))
+    assert found is not None
+    assert titles(found.blocks) == ["node-0: processes 0 to 3", "node-1: processes 4 to 7"]
+    chart = str(next(block.chart for block in found.blocks if isinstance(block, Figure)))
+    for lane in ("CPU cores", "GPUs", "GPU memory", "Network"):
+        assert lane in chart, lane
+    one = machines(replace(training, ranks=on_hosts(rank, 1, gpus=2)))
+    assert one is not None
+    assert "GPUs" in str(next(block.chart for block in one.blocks if isinstance(block, Figure)))
+
+
+def test_machines_are_folded_above_eight(plain: list[TrainingEvidence]) -> None:
+    found = machines(replace(plain[0], ranks=on_hosts(plain[0].ranks[0], 50)))
+    assert found is not None
+    assert len(titles(found.blocks)) == 8
+    [folded] = [block for block in found.blocks if isinstance(block, Details)]
+    assert (folded.title, len(titles(folded.blocks))) == ("32 more machines", 32)
+    assert isinstance(found.blocks[0], Paragraph)
+    assert "The first 40 of 50 machines are drawn." in found.blocks[0].text
+
+
+def test_machines_share_one_clock(plain: list[TrainingEvidence]) -> None:
+    """The second machine began when the first one was nearly done: its samples lie in the last quarter."""
+    rank = plain[1].ranks[0]
+    length = rank.record.ended_s
+    busy = {name: np.full(len(values), 100.0) for name, values in rank.system.items() if name.startswith("cpu")}
+    first, late = on_hosts(replace(rank, system=dict(rank.system) | busy), 2, late_s=3.2 * length)
+    edges = np.linspace(0, 4 * length, 5)
+    lanes = [over_time._lanes_of_machine([one], edges, 4 * length, first.record.began_unix) for one in (first, late)]
+    starts = [re.findall(r'd="M(\d+) ', str(lane[0].content)) for lane in lanes]
+    assert set(starts[0]) == {"0"}
+    assert set(starts[1]) == {"3"}
