@@ -118,16 +118,12 @@ def _component(
     """Make a lightweight component, whose function returns `components.task.<call>` of all that it is given."""
     ordered = sorted(parameters.items(), key=lambda item: item[1].default is not None)
     signature = [f"{key}: {one.type}" + ("" if one.default is None else f" = {one.default!r}") for key, one in ordered]
-    described = [f"{key}: {one.description}" for key, one in ordered]
     fields = [f'("{key}", {kind})' for key, kind in outputs.items()]
     source = "\n".join(
         [
             f"def {name}(",
             *(f"    {one}," for one in signature),
             f') -> NamedTuple("Outputs", [{", ".join(fields)}]):',
-            f'    """{summary}\n\n    Args:',
-            *(f"        {one}" for one in described),
-            '    """',
             "    given = dict(locals())",
             "    from components import task",
             "",
@@ -139,6 +135,9 @@ def _component(
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     exec(compile(source, file, "exec"), namespace)  # the text above, of the graph's names
     function: Callable[..., Any] = namespace[name]
+    # No part of the source, which each task's command has.
+    described = "".join(f"    {key}: {one.description}\n" for key, one in ordered)
+    function.__doc__ = f"{summary}\n\nArgs:\n{described}"
     return dsl.component(function, base_image=IMAGE, install_kfp_package=False)
 
 
@@ -161,7 +160,7 @@ def _of_stage(stage: Stage) -> Any:
         )
     if stage.takes_recipe:
         parameters["recipe"] = Parameter("str", "Name of the recipe.")
-        parameters["resolved"] = Parameter("str", "All settings of the run, as JSON.")
+        parameters["resolved"] = Parameter("str", "All settings of the run, as a recipe.")
     for keyword, spec in stage.makes.items():
         if kind := ARTIFACT_TYPES.get(spec.kind):
             parameters[keyword] = Parameter(f"dsl.Output[dsl.{kind}]", f"The {spec.kind} that it makes.")

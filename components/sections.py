@@ -50,7 +50,7 @@ def configure(
     Returns:
         Each stage's own section, as JSON, and for an optional stage whether it is needed; what else decides whether a cached result is
         still right: `source_version`, `teacher_weights_version`, `student_weights_version`, `device` (the kind that the trainings run on);
-        and for the record `resolved`, all settings.
+        and for the record `resolved`, all settings, as a recipe.
 
     Raises:
         SettingsError: as `Placement.check`, `Placement.check_cache` and `planning.check` say.
@@ -90,7 +90,7 @@ def configure(
         "teacher_weights_version": artifacts.weights_version(settings.pretrain.weights, settings.pretrain.weights_file),
         "student_weights_version": " ".join(filter(None, student)),
         "device": device,
-        "resolved": canonical_json(resolved),
+        "resolved": config.recipe_of(settings),  # Argo keeps six copies of it in the run's Workflow, which has a limit
     }
     # KFP takes each output by its name from a tuple of such a class, whatever their order.
     made: tuple[object, ...] = namedtuple("Sections", outputs)(**outputs)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from components import launching, references, sections
 from components.launching import Placement
-from trainer import stages
+from trainer import config, stages
 from trainer.config import DistillSettings
 from trainer.graph import STAGES, JobSpec
 from trainer.io import artifacts, limits, storage
@@ -111,7 +111,8 @@ def run_stage(name: str, given: Mapping[str, Any]) -> tuple[object, ...]:
             launching.launch(spec, place, record)
         else:
             if stage.takes_recipe:
-                further |= {"recipe": given["recipe"], "resolved": json.loads(given["resolved"])}
+                resolved = config.resolve_text(given["resolved"]).model_dump(mode="json")
+                further |= {"recipe": given["recipe"], "resolved": resolved}
             if stage.launches:
                 further["launch"] = lambda spec, stop: launching.launch(
                     spec, place, storage.join(record, spec.part), stop=stop

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 from kfp import compiler
-from kfp.dsl.base_component import BaseComponent
+from kfp.dsl.graph_component import GraphComponent
 
 from components.launch import IMAGE_VARIABLE
 from pipelines.distillation import NAME, distillation
@@ -24,8 +24,12 @@ def compiled_text() -> str:
     return yaml_of(distillation)
 
 
-def yaml_of(pipeline: BaseComponent) -> str:
-    """Compile any pipeline to KFP's YAML."""
+def yaml_of(pipeline: GraphComponent) -> str:
+    """Compile any pipeline to KFP's YAML, without the descriptions of its tasks' parameters: a run's Workflow has two to six of each."""
+    for component in pipeline.pipeline_spec.components.values():
+        for values in (component.input_definitions, component.output_definitions):
+            for one in (*values.parameters.values(), *values.artifacts.values()):
+                one.ClearField("description")
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / f"{NAME}.yaml"
         compiler.Compiler().compile(pipeline, str(path))

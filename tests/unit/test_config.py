@@ -408,6 +408,7 @@ def test_resolved_settings_are_written_as_a_recipe(tmp_path, recipe, overrides):
     (tmp_path / "written.toml").write_text(config.recipe_of(settings))
     named = f"register.model_name={settings.register.model_name}"  # else it follows the recipe's name
     assert config.resolve(str(tmp_path / "written.toml"), [named]) == settings
+    assert config.resolve_text(config.recipe_of(settings)) == settings
 
 
 def test_the_students_of_each_recipe_have_a_name_of_their_own(tmp_path):

@@ -193,6 +193,15 @@ def resolve(recipe: str = "", overrides: str | Iterable[str] = ()) -> Settings:
     """Change the defaults by a recipe, and then by overrides; a `SettingsError` names all that is wrong."""
     values = load_recipe(recipe) if recipe else {}
     _put(values, parse_overrides(overrides))
+    return _completed(values, recipe)
+
+
+def resolve_text(text: str) -> Settings:
+    """Read resolved settings from the text of `recipe_of`."""
+    return _completed(limits.parse_toml(text))
+
+
+def _completed(values: Mapping[str, Any], recipe: str = "") -> Settings:
     defaults = Settings().model_dump(exclude={"distill": {"logit"}})  # each logit loss has defaults of its own
     defaults["register"]["model_name"] = student_name(recipe)
     return _inherit(validate(Settings, merge(defaults, values)))
