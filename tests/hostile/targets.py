@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 import io
+import tarfile
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import safetensors.torch
 from PIL import Image
 
@@ -118,9 +121,47 @@ def _lists() -> tuple[bytes, ...]:
     )
 
 
-def _read_list(content: bytes, folder: Path) -> None:
-    (folder / "list.csv").write_bytes(content)
-    listing = list_source(f"manifest:{folder / 'list.csv'}")
+def _parquet_lists() -> tuple[bytes, ...]:
+    columns = {
+        "path": ["a.jpg", "b/ä.jpg", "c.jpg"],
+        "label": ["Tea", None, "Milk"],
+        "split": ["train", "", "val"],
+        "id": [1, 2, 3],
+    }
+    made = []
+    for options in ({}, {"use_dictionary": False, "compression": "zstd", "row_group_size": 2}):
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table(columns), sink, **options)
+        made.append(sink.getvalue().to_pybytes())
+    return (*made,)
+
+
+def _tars() -> tuple[bytes, ...]:
+    files = {"1.jpg": b"x" * 600, "1.cls": b"Tea", "2.png": b"y", "2.json": b'{"label": 7}', f"{'ä' * 60}.gif": b"z"}
+    made = []
+    for kind in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w", format=kind) as tar:
+            for name, content in files.items():
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+        made.append(buffer.getvalue())
+    return (*made,)
+
+
+def _read_tar(content: bytes, folder: Path) -> None:
+    (folder / "0.tar").write_bytes(content)
+    listing = list_source(f"tar:{folder}")
+    for item in listing.items:
+        assert len(listing.read(item.location)) <= len(content)
+    shown = [*listing.classes, *(item.name for item in listing.items)]
+    assert all(limits.printable_name(name) == name for name in shown)
+
+
+def _read_list(content: bytes, folder: Path, file: str = "list.csv") -> None:
+    (folder / file).write_bytes(content)
+    listing = list_source(f"manifest:{folder / file}")
     inside = folder.resolve()
     assert all(Path(item.location).resolve().is_relative_to(inside) for item in listing.items)
     shown = [*listing.classes, *(item.name for item in listing.items)]
@@ -262,6 +303,8 @@ def _read_tensors(content: bytes, folder: Path) -> None:
 TARGETS = {
     "image": Target(_images, _read_image, (BadImageError,)),
     "list of images": Target(_lists, _read_list),
+    "Parquet list": Target(_parquet_lists, functools.partial(_read_list, file="list.parquet")),
+    "tar file": Target(_tars, _read_tar),
     "table of classes": Target(_tables, _read_tables),
     "recipe": Target(_recipes, _read_recipe),
     "overrides": Target(_overrides, _read_overrides),

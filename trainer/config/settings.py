@@ -440,7 +440,7 @@ class DataSettings(Section):
     _renamed = accepting_former_names("data")
 
     source: Place = "digits"
-    """`digits`, `imagefolder:PATH_OR_URI`, `manifest:FILE.csv` (or `.parquet`) or `hub:NAME[:CONFIG]`."""
+    """`digits`, `imagefolder:PATH_OR_URI`, `manifest:FILE.csv` (or `.parquet`), `tar:FOLDER_OR_URI` or `hub:NAME[:CONFIG]`."""
     outside: Outside = "refuse"
     """Links and lines of a manifest that lead outside the source's folder; `read` them only from a source that you trust."""
     image_size: Annotated[int, Field(ge=8, le=2048)] = 256

@@ -106,7 +106,7 @@ def test_what_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(parquet_table, "_GROUP_BYTES", 10**7)
     with pytest.raises(
         DataError,
-        match=r"column 'path' has 1\d\d,\d\d\d,\d\d\d bytes in a row group, more than 10,000,000; write it with",
+        match=r"has a row group of 1\d\d,\d\d\d,\d\d\d bytes, more than 10,000,000; write it with",
     ):
         list_source(source)
     monkeypatch.setattr(limits, "CSV_BYTES", 1000)

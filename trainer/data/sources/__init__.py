@@ -5,6 +5,7 @@
     manifest:FILE.csv         columns path, label, split (`table_file`); relative paths start at the file's folder; no label: unlabeled;
     manifest:FILE.parquet     the same columns (`parquet_table`);
                               with `data.multi_label` several labels, separated by |
+    tar:FOLDER_OR_URI         the tar files of WebDataset in a folder (`tar_files`)
     hub:NAME[:CONFIG]         a data set of the Hugging Face Hub, or a local folder of one
 
 Local paths and every scheme that `storage` knows (`s3://...`) are read alike. Sources may come from strangers: links and lines that lead
@@ -30,6 +31,7 @@ from trainer.data.sources.hub_dataset import HubDataset
 from trainer.data.sources.image_folder import ImageFolder
 from trainer.data.sources.image_manifest import ImageManifest
 from trainer.data.sources.source import ImageSource, Item, SourceListing, SourceState, UnknownVersionError, read_file
+from trainer.data.sources.tar_files import TarFiles
 from trainer.io import limits
 from trainer.io.errors import DataError, SettingsError
 from trainer.io.formatting import listed
@@ -85,6 +87,7 @@ _SOURCES: Mapping[str, type[ImageSource]] = {
     "digits": BundledDigits,
     "imagefolder": ImageFolder,
     "manifest": ImageManifest,
+    "tar": TarFiles,
     "hub": HubDataset,
 }
 
@@ -150,7 +153,7 @@ def _open(source: str, outside: Outside, *, multi_label: bool = False) -> ImageS
     kind, colon, name = source.partition(":")
     if kind not in _SOURCES or bool(name) == (kind == "digits") or (colon and not name):
         raise SettingsError(
-            "data.source must be digits, imagefolder:PATH_OR_URI, manifest:FILE.csv (or .parquet) or hub:NAME[:CONFIG], "
-            f"got {source!r}"
+            "data.source must be digits, imagefolder:PATH_OR_URI, manifest:FILE.csv (or .parquet), tar:FOLDER_OR_URI or "
+            f"hub:NAME[:CONFIG], got {source!r}"
         )
     return _SOURCES[kind](with_home(name), outside, multi_label=multi_label)

@@ -146,7 +146,7 @@ class ImageFolder(ImageSource):
             for depth, part in enumerate(group):
                 below[group[:depth]].add(part)
         for parent, children in below.items():
-            words = {child: word for child in children if (word := _split_word(child))}
+            words = {child: word for child in children if (word := split_word(child))}
             inner = all((*parent, child) in below for child in words)
             if len(set(words.values())) > 1 and (inner or len(words) == len(children)):
                 shown = ["/".join((*parent, child)) for child in sorted(words)]
@@ -265,7 +265,7 @@ def _prefixes(folder: str) -> Iterator[str]:
     return ("/".join(parts[:number]) for number in range(1, len(parts) + 1))
 
 
-def _split_word(name: str) -> SplitName | None:
+def split_word(name: str) -> SplitName | None:
     """Return the split that a name which is none speaks of, such as `seg_train` or `TestSet`."""
     if split_of(name):
         return None

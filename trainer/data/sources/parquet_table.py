@@ -17,7 +17,8 @@ from trainer.io.errors import DataError
 
 ENDINGS = (".parquet", ".pq")
 _TOGETHER = 4096  # rows
-_GROUP_BYTES = 2**30  # of a column in a row group, unpacked
+_GROUP_BYTES = 2**30  # of a row group, unpacked
+_DAMAGED = (pa.ArrowException, OSError, UnicodeDecodeError)  # what pyarrow raises
 _CELL_CHARACTERS = 131_072  # as in a CSV file
 
 
@@ -33,7 +34,8 @@ class ParquetTable(TableFile):
         try:
             self._file = pq.ParquetFile(pa.BufferReader(content))
             self._schema = self._file.schema_arrow
-        except (pa.ArrowException, OSError) as error:
+            self._names: list[str] = self._schema.names
+        except _DAMAGED as error:
             raise DataError(f"{name}: is no whole Parquet file ({_first(error)}); write or copy it again") from error
 
     @classmethod
@@ -53,13 +55,13 @@ class ParquetTable(TableFile):
     @cached_property
     def headings(self) -> Sequence[str]:
         """The names of the columns; a `DataError` for equal ones."""
-        return checked_headings(self.name, self._schema.names)
+        return checked_headings(self.name, self._names)
 
     def rows(self) -> Iterator[TableRow]:
         """Yield the rows, with stripped cells; empty for null, and for what is neither text nor a whole number."""
         texts = [place for place, field in enumerate(self._schema) if _is_read(field.type)]
-        self._check_sizes(texts)
-        names, width, number = [self._schema.names[place] for place in texts], len(self.headings), 0
+        self._check_sizes()
+        names, width, number = [self._names[place] for place in texts], len(self.headings), 0
         try:
             for batch in self._file.iter_batches(_TOGETHER, columns=names):
                 columns = [self._cells(batch.column(name), name, number) for name in names]
@@ -80,18 +82,14 @@ class ParquetTable(TableFile):
         kinds = zip(self.headings, self._schema.types, strict=True)
         return {heading: str(kind) for heading, kind in kinds if not _is_read(kind)}
 
-    def _check_sizes(self, texts: Sequence[int]) -> None:
+    def _check_sizes(self) -> None:
+        # Not column by column: pyarrow ends the process at some damaged ones.
         for group in range(self._file.metadata.num_row_groups):
-            of_group = self._file.metadata.row_group(group)
-            for place in range(of_group.num_columns):
-                column = of_group.column(place)
-                if column.path_in_schema in {self._schema.names[one] for one in texts} and (
-                    column.total_uncompressed_size > _GROUP_BYTES
-                ):
-                    raise DataError(
-                        f"{self.name}: column {limits.cut(column.path_in_schema, 100)!r} has {column.total_uncompressed_size:,} bytes in "
-                        f"a row group, more than {_GROUP_BYTES:,}; write it with smaller row groups"
-                    )
+            size = self._file.metadata.row_group(group).total_byte_size
+            if size > _GROUP_BYTES:
+                raise DataError(
+                    f"{self.name}: has a row group of {size:,} bytes, more than {_GROUP_BYTES:,}; write it with smaller row groups"
+                )
 
     def _cells(self, column: Any, name: str, before: int) -> list[str]:
         if pa.types.is_dictionary(column.type):
