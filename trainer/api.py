@@ -114,6 +114,12 @@ class _NoBatchLeft(Exception):  # noqa: N818  # no error: it ends the loop
     """There was no batch for the step that had begun."""
 
 
+@contextmanager
+def _within(outer: AbstractContextManager[object], inner: AbstractContextManager[object]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
 _RANKS = ".ranks"
 """Folder in the output where the other processes leave what they recorded, until the first one takes it into the evidence."""
 _RANKS_WAIT_S = 60.0
@@ -247,8 +253,7 @@ class LoopRecording:
             yield
         self._step += 1
 
-    @contextmanager
-    def span(self, name: str, *, look: bool = True) -> Iterator[None]:
+    def span(self, name: str, *, look: bool = True) -> AbstractContextManager[object]:
         """A part of a step, or of the time between steps.
 
         Args:
@@ -257,14 +262,11 @@ class LoopRecording:
                 them. The report shows any other under its name.
         """
         timeline, looks = self._recorder.timeline, self._recorder.tensor_sampler
-        around: AbstractContextManager[object] = nullcontext()
-        if look and self._model is not None and timeline.inside_step:
-            if name == "optimizer":
-                around = looks.around_update(self._step, None)
-            elif name == "forward":
-                around = looks.around_forward(self._step)
-        with around, timeline.span(name):
-            yield
+        span = timeline.span(name)
+        if not look or self._model is None or name not in ("forward", "optimizer") or not timeline.inside_step:
+            return span
+        around = looks.around_forward(self._step) if name == "forward" else looks.around_update(self._step, None)
+        return span if isinstance(around, nullcontext) else _within(around, span)
 
     def log(self, **values: float) -> None:
         """Record points of the training's curves, such as `loss`; of the step that it is called in, or that has just ended."""

@@ -147,6 +147,10 @@ class OutsideTotal:
     seconds: float = 0.0
 
 
+_SAME_MOMENT_NS = 50_000
+"""Readings of a thread's times that are less apart are one: each takes four microseconds."""
+
+
 @dataclass(slots=True)
 class StepTotals:
     """Totals over all steps, including those that the table has dropped."""
@@ -220,6 +224,8 @@ class Timeline:
         self._pending: deque[_Segment] = deque()
         self._segment: _Segment | None = None
         self._open: list[int] = []
+        self._thread_read: tuple[int, int, float] = (-_SAME_MOMENT_NS, 0, math.nan)
+        """When the thread's times were read, and nanoseconds that it has computed, and waited for a core."""
         self._schedstats: list[int] = []
         """Files in which Linux counts how long the threads of the training wait for a core; none where the kernel does not."""
 
@@ -356,12 +362,19 @@ class Timeline:
 
     def _count_thread(self, segment: _Segment, column: int, sign: int) -> None:
         """Count the host's time of a step, or of a phase in `_ON_HOST`, at its beginning (-1) and end (1)."""
-        counted = segment.thread_ns.setdefault(column, [0, 0, 0])
-        counted[0] += sign * self._nanoseconds()
+        counted, now = segment.thread_ns.setdefault(column, [0, 0, 0]), self._nanoseconds()
+        counted[0] += sign * now
         if column != _TO_DEVICE_COLUMN:  # of which only the duration is kept: each of these is a system call
-            counted[1] += sign * time.thread_time_ns()
-            waited = [int(os.pread(file, 64, 0).split()[1]) for file in self._schedstats]
-            counted[2] += sign * (sum(waited) if waited else math.nan)
+            read_ns, computed, waited = self._thread_read
+            if (
+                not 0 <= now - read_ns < _SAME_MOMENT_NS
+            ):  # the end of a step, the next one's beginning and that of its data are one
+                computed, waited = time.thread_time_ns(), math.nan
+                if self._schedstats:
+                    waited = sum(int(os.pread(file, 64, 0).split()[1]) for file in self._schedstats)
+                self._thread_read = now, computed, waited
+            counted[1] += sign * computed
+            counted[2] += sign * waited
 
     def _count_waiting_of(self, thread: str | Path) -> None:
         """Count from now on how long a thread, given by its folder in /proc, waits for a core too."""
@@ -371,6 +384,7 @@ class Timeline:
             return
         weakref.finalize(self, os.close, file)
         self._schedstats.append(file)
+        self._thread_read = (-_SAME_MOMENT_NS, 0, math.nan)  # of fewer threads
 
     def _find_backward_thread(self) -> None:
         """Count the thread of the backward pass too, once it exists: the training's thread sleeps meanwhile."""
