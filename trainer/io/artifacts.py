@@ -23,7 +23,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
@@ -105,6 +105,14 @@ class Draft:
 def canonical_json(value: object) -> str:
     """Serialize a value so that equal values give equal texts: sorted keys, no white space, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def list_json(values: Iterable[object]) -> Iterator[str]:
+    """Yield the canonical JSON of a list in pieces, so that its values need not be there together."""
+    yield "["
+    for number, value in enumerate(values):
+        yield f"{',' * bool(number)}{canonical_json(value)}"
+    yield "]"
 
 
 def digest(value: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from trainer.data.sources.source import (
     split_of,
 )
 from trainer.io import limits, storage
-from trainer.io.artifacts import digest
+from trainer.io.artifacts import list_json
 from trainer.io.errors import DataError
 from trainer.io.formatting import listed
 
@@ -109,9 +110,18 @@ class ImageFolder(ImageSource):
                 raise DataError(f"folder {self.name}: does not exist; check data.source")
             return found
         files = list_files(self.name, self.outside).files
-        states = [size_and_times(file.location) for file in files]
-        version = digest([[file.name, *state] for file, state in zip(files, states, strict=True)])
-        return SourceState(version, len(files), sum(max(count, 0) for count, *_ in states))
+        sha256, total = hashlib.sha256(), 0
+
+        def states() -> Iterator[tuple[str, int, int, int]]:
+            nonlocal total
+            for file in files:
+                size, changed, moved = size_and_times(file.location)
+                total += max(size, 0)
+                yield file.name, size, changed, moved
+
+        for piece in list_json(states()):
+            sha256.update(piece.encode())
+        return SourceState(sha256.hexdigest(), len(files), total)
 
     def _has_splits(self, folders: Iterable[str]) -> bool:
         """Whether the topmost folders are splits: all but unlabeled/ are named so, or none is."""

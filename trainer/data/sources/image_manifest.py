@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
 import os
 import re
 import unicodedata
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -34,7 +36,7 @@ from trainer.data.sources.source import (
 )
 from trainer.data.sources.table_file import TableFile, TableRow, class_name, folded
 from trainer.io import limits, storage
-from trainer.io.artifacts import digest
+from trainer.io.artifacts import canonical_json, list_json
 from trainer.io.errors import DataError, StorageError
 from trainer.io.formatting import listed
 
@@ -169,20 +171,22 @@ class ImageManifest(ImageSource):
 
     def state(self) -> SourceState:
         table = self._table()
-        local: list[tuple[int, int, int]] = []
+        local = array("q")  # size and times of each image of this machine
         remote: dict[str, set[str]] = {}  # store -> locations of images in it
         for row in self._rows(table, _columns(table)):
             if storage.is_remote(row.location):
                 store = "/".join(row.location.split("/", 3)[:3])
                 remote.setdefault(store, set()).add(row.location)
             else:
-                local.append(size_and_times(row.location))
+                local.extend(size_and_times(row.location))
         stores = [_objects_state(remote[store]) for store in sorted(remote)]
         versions = [[one.version for one in stores]] if stores else []
-        counted = sum(one.bytes for one in stores) + sum(max(count, 0) for count, *_ in local)
-        return SourceState(
-            digest([table.version, local, *versions]), len(local) + sum(one.images for one in stores), counted
-        )
+        counted = sum(one.bytes for one in stores) + sum(max(size, 0) for size in local[::3])
+        sha256 = hashlib.sha256(f"[{canonical_json(table.version)},".encode())
+        for piece in list_json(local[at : at + 3].tolist() for at in range(0, len(local), 3)):
+            sha256.update(piece.encode())
+        sha256.update("".join([*(f",{canonical_json(one)}" for one in versions), "]"]).encode())
+        return SourceState(sha256.hexdigest(), len(local) // 3 + sum(one.images for one in stores), counted)
 
     def _table(self) -> TableFile:
         kind = ParquetTable if self.name.lower().endswith(ENDINGS) else TableFile
