@@ -137,7 +137,8 @@ class Trainer:
         """Whether the validation of the last step was interrupted."""
         self.measured: Mapping[str, float] = {}
         """Scores of the last validation."""
-        self.confused = ConfusedPairs(self.model.card.labels if isinstance(self.model, Classifier) else ())
+        classifier = next((one for one in self.model.modules() if isinstance(one, Classifier)), None)
+        self.confused = ConfusedPairs(classifier.card.labels if classifier is not None else ())
 
     @property
     def result(self) -> nn.Module:
