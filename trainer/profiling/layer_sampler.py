@@ -147,7 +147,8 @@ def _basics(sample: Tensor) -> list[Tensor]:
     """Images, mean, standard deviation, smallest and largest value."""
     mean = sample.mean()
     deviation = (sample - mean).square().mean().sqrt()  # `std` of all elements reads the mean back
-    return [sample.new_full((), len(sample)), mean, deviation, sample.amin(), sample.amax()]
+    # Not `amin` and `amax`, which PyTorch/XLA does not reduce over all dimensions unless they are named.
+    return [sample.new_full((), len(sample)), mean, deviation, sample.min(), sample.max()]
 
 
 def _of_channels(sample: Tensor) -> list[Tensor]:

@@ -252,7 +252,9 @@ class TensorSampler:
         self._table = ThinnedTable(["step", "seconds", *map(str, range(values))], TENSOR_SAMPLES_KEPT)
         layers = LayerStats(model)
         if not sampled.layers:
-            self.missing["layers"] = "looked at by rank 0 only"
+            self.missing["layers"] = (
+                "looked at by rank 0 only, and not on XLA, where the second look would compile another step"
+            )
         elif layers:
             self._layers = layers
         else:

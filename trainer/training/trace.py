@@ -47,7 +47,7 @@ class Trace(Hook):
                 model=trainer.model,
                 left_out=spec.objective.left_out,
                 attention=processes.is_first or alike,
-                layers=processes.is_first or alike,
+                layers=(processes.is_first or alike) and not processes.device.is_lazy,
                 agree=(lambda due: processes.gather(due, "a sample of the weights")[0]) if alike else None,
                 loader=trainer.loader,
                 attempts=self._attempts,
