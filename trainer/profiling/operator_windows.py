@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -25,6 +27,18 @@ _CATEGORIES: Mapping[Category, str] = {
     "matrix product": r"^aten::((add|b|baddb)?mm|linear|matmul|dot|mv|addmv|einsum)(_|$)|gemm|mkldnn_linear|cutlass|nvjet|splitKreduce",
     "copy": r"copy|clone|contiguous|memcpy|memset|^aten::(cat|stack|to|fill_|zero_|pad|index_select)$|CatArray",
 }  # the first pattern that fits, in letters of any case, decides: NCCL's kernels are communication although they copy
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keep the garbage collector away from what makes very many objects: it would go through all of the process's again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class OperatorWindows:
@@ -69,6 +83,7 @@ class OperatorWindows:
             return
         self.active, self._opened = True, step
 
+    @_without_collections()
     def close(self, step: int) -> None:
         """Stop the profiler after a step and add what it saw."""
         profiled = self._stop()
