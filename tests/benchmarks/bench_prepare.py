@@ -137,7 +137,7 @@ def listing(kind: str, count: int) -> None:
         # In the store's order, which is that of the names, with an ETag as S3 gives it.
         numbers = (first + step for first in range(min(count, 1000)) for step in range(0, count - first, 1000))
         objects = (storage.Listed(name_of(number), 150_000, f'"{number:032x}"') for number in numbers)
-        storage.listing = lambda folder: objects  # type: ignore[assignment]
+        storage.listing = lambda folder: objects
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "list.csv"
         if kind == "manifest":

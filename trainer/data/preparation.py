@@ -590,7 +590,7 @@ def _write_splits(
 
 def _write_description(chosen: Any, folder: Path, names: Sequence[str]) -> None:
     """Write the two files by which `datasets` knows the folder."""
-    from datasets.utils import py_utils  # type: ignore[import-untyped]
+    from datasets.utils import py_utils  # type: ignore[import-untyped]  # the package ships no types
 
     kept = ("_fingerprint", "_format_columns", "_format_kwargs", "_format_type", "_output_all_columns")
     files = [{"filename": name} for name in names]
@@ -603,8 +603,8 @@ def _write_description(chosen: Any, folder: Path, names: Sequence[str]) -> None:
 
 def _rows_together(chosen: Any) -> int:
     """Return how many rows `datasets` reads at a time."""
-    from datasets.arrow_writer import get_writer_batch_size_from_data_size  # type: ignore[import-untyped]
-    from datasets.config import DEFAULT_MAX_BATCH_SIZE  # type: ignore[import-untyped]
+    from datasets.arrow_writer import get_writer_batch_size_from_data_size  # type: ignore[import-untyped]  # as above
+    from datasets.config import DEFAULT_MAX_BATCH_SIZE  # type: ignore[import-untyped]  # as above
 
     size, most = chosen._estimate_nbytes(), int(DEFAULT_MAX_BATCH_SIZE)
     return min(most, get_writer_batch_size_from_data_size(len(chosen), size)) if size else most
@@ -618,12 +618,7 @@ def _part(squares: Any, rows: npt.NDArray[np.int64]) -> Any:
 
 
 def _write_shard(shard: Any, file: Path, rows: int) -> None:
-    from datasets.arrow_writer import get_arrow_writer_batch_size_from_features
-    from datasets.table import embed_table_storage  # type: ignore[import-untyped]
-
-    schema, most = features().arrow_schema, get_arrow_writer_batch_size_from_features(features())
-    with writing_to(file), pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-        for batch in shard.with_format("arrow").iter(rows):
-            # The images in buffers of their own, without what lay beside them.
-            table = embed_table_storage(batch.combine_chunks(), local_files=True, remote_files=False)
-            writer.write_table(table.cast(schema), most)
+    """Write one file of a split, as `datasets.Dataset.save_to_disk` does of all."""
+    with writing_to(file):
+        for _ in shard._save_to_disk_single(0, shard, str(file), None, rows):  # its progress
+            pass

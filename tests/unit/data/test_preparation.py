@@ -490,7 +490,7 @@ def test_splits_are_those_that_datasets_writes(
     written, expected = contents(tmp_path / "out"), contents(tmp_path / "expected")
     assert {name for name in {*written, *expected} if written.get(name) != expected.get(name)} == set()
     assert freed == sorted(freed)
-    assert freed[-1] == int(splits[largest].rows[-1]) + 1  # type: ignore[index]
+    assert freed[-1] == int(splits[largest].rows[-1]) + 1
     assert len(freed) > 1 or shard_bytes > 10**6
 
 
