@@ -58,7 +58,7 @@ def bench(monkeypatch, tmp_path, capsys):
     torch.set_num_threads(threads)
 
 
-def run_without_launcher(spec):
+def run_without_launcher(spec, stop=None):
     """A launched stage in this process: a launcher takes seconds for each."""
     stages.call(spec.stage, json.dumps(spec.settings), {**spec.inputs, **spec.outputs})
 

@@ -154,15 +154,19 @@ def listing(kind: str, count: int) -> None:
         )
 
 
+def shown(count: int, figures: list[float]) -> str:
+    took, used, peak, _ = figures
+    return f"{count:,}: {took:.1f} s, {used:.1f} s of CPU, {peak / 2**30:.2f} GiB, {peak / count:.0f} bytes an image"
+
+
 def deciding(file: Path, count: int) -> None:
     given = ImageFacts.read(file)
     with watched() as figures:
         kept, contradicting, dropped = facts.quarantine_and_drop(given, [str(one) for one in range(1000)], file.parent)
         kept = facts.take_missing_splits(kept, {"test": 0.01, "val": 0.01}, 0, file.parent)
-    took, used, peak, _ = figures
     print(
-        f"deciding on {count:,}: {took:.1f} s, {used:.1f} s of CPU, {peak / 2**30:.2f} GiB, {peak / count:.0f} bytes an image; kept "
-        f"{len(kept):,}, contradicting {len(contradicting):,}, copies {len(dropped):,}, test {len(kept.of('test')):,}"
+        f"deciding on {shown(count, figures)}; kept {len(kept):,}, contradicting {len(contradicting):,}, copies {len(dropped):,}, test "
+        f"{len(kept.of('test')):,}"
     )
 
 
@@ -170,11 +174,7 @@ def comparing(file: Path, count: int) -> None:
     given = ImageFacts.read(file)
     with watched() as figures:
         found = near_duplicates.find(given)
-    took, used, peak, _ = figures
-    print(
-        f"near-duplicates of {count:,}: {took:.1f} s, {used:.1f} s of CPU, {peak / 2**30:.2f} GiB, {peak / count:.0f} bytes an image; "
-        f"pairs {len(found.pairs):,}"
-    )
+    print(f"near-duplicates of {shown(count, figures)}; pairs {len(found.pairs):,}")
 
 
 def free(cache: DecodeCache, ends: list[int], row: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ _RIDGES: Mapping[str, tuple[float, float]] = {
     "L4": (403, 101),
     "T4": (203, 25),
 }
-"""Part of a GPU's name -> operations for each byte of its memory, at 16 and 32 bits, by data sheets (neither sparse nor TF32)."""
+"""Word of a GPU's name -> operations for each byte of its memory, at 16 and 32 bits, by data sheets (neither sparse nor TF32)."""
 _CPU_RIDGE = 10.0  # of the usual order: a core computes some 50 to 100 GFLOP/s and reads 5 to 10 GB/s
 _APART = 2.0  # factor from the ridge on which a word is sure
 
@@ -110,7 +111,8 @@ def _work(name: str, shapes: Sequence[Any], types: Sequence[str]) -> Work | None
 
 def bound(flops: float, moved: float, bits: int, device: str) -> str:
     """Name what limits an operator by the roofline of a device: computing or memory; empty where it is not known."""
-    ridges = next((ridges for name, ridges in _RIDGES.items() if name in device.split("(")[-1].replace(")", " ")), None)
+    words = re.split(r"[ ()-]", device)  # such as `cuda:0 (NVIDIA A100-SXM4-40GB)`; an L40 is no L4
+    ridges = next((ridges for name, ridges in _RIDGES.items() if name in words), None)
     if not moved or (ridges is None and device.startswith("cuda")):
         return ""
     ridge = _CPU_RIDGE if ridges is None else ridges[0 if bits == 16 else 1]

@@ -130,3 +130,4 @@ def test_words_of_the_roofline(intensity: float, bits: int, device: str, expecte
 
 def test_without_bytes_there_is_no_word() -> None:
     assert bound(1e9, 0, 32, "cpu") == ""
+    assert bound(1e9, 1e6, 16, "cuda:0 (NVIDIA L40)") == "", "an L40 is no L4"
