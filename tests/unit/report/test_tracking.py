@@ -155,8 +155,8 @@ def test_server_that_accepts_and_never_answers_is_reported_within_seconds(monkey
         (403, "does not permit this"),
         (404, "failed"),
         (200, "failed"),
-        (500, "keeps answering 500; its own log says why"),
-        (503, "keeps answering 503; its own log says why"),
+        (500, r"keeps answering 500 to /api/2\.0/mlflow/\S+; its own log says why"),
+        (503, r"keeps answering 503 to /api/2\.0/mlflow/\S+; its own log says why"),
     ],
 )
 def test_a_server_that_refuses_is_reported(monkeypatch, status, message):

@@ -212,7 +212,7 @@ _UNREACHABLE = {
     "Connection reset": "connection reset",
     "Connection aborted": "connection broken",
 }
-_SERVER_ERRORS = re.compile(r"too many (5\d\d|429) error responses")
+_SERVER_ERRORS = re.compile(r"(?:with url: ([^\s?]+).*)?too many (5\d\d|429) error responses", re.DOTALL)
 
 
 def _away(error: BaseException) -> str:
@@ -222,7 +222,10 @@ def _away(error: BaseException) -> str:
         if sign in text:
             return f"does not answer ({meaning})"
     found = _SERVER_ERRORS.search(text)
-    return f"keeps answering {found[1]}; its own log says why" if found else ""
+    if not found:
+        return ""
+    asked = f" to {found[1]}" if found[1] else ""
+    return f"keeps answering {found[2]}{asked}; its own log says why"
 
 
 def reason_of(error: BaseException) -> str:
