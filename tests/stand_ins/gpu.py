@@ -118,6 +118,7 @@ class Gpu(TorchDispatchMode):
         self.waits: list[str] = []
         self._fake = FakeTensorMode(allow_non_fake_inputs=False)
         self._pinned: dict[int, StorageWeakRef] = {}
+        self._locked: dict[int, int] = {}  # address -> bytes
         self._memory: dict[int, _Memory] = {}
         self._numbers = itertools.count()
         self._streams = [Stream(next(self._numbers))]
@@ -139,6 +140,7 @@ class Gpu(TorchDispatchMode):
             "Event": Event,
             "current_stream": lambda *_: self._streams[-1],
             "stream": self._on,
+            "cudart": lambda: self,
         }.items():
             stack.enter_context(patch.object(torch.cuda, name, stand_in))
         stack.enter_context(patch.object(torch.accelerator, "is_available", lambda **_: True))
@@ -192,13 +194,28 @@ class Gpu(TorchDispatchMode):
     def _on_host(self, operation, args, kwargs):
         with unset_fake_temporarily():
             if operation in {aten.is_pinned.default, aten._pin_memory.default, aten.pin_memory.default}:
-                known = args[0].untyped_storage()._cdata in self._pinned
+                known = self._is_pinned(args[0])
                 if operation is aten.is_pinned.default:
                     return known
                 return args[0] if known else self._pin(args[0].clone())
             pinned = kwargs.pop("pin_memory", False)
             result = operation(*args, **kwargs)
             return self._pin(result) if pinned else result
+
+    def cudaHostRegister(self, address, size, _flags):  # noqa: N802  # CUDA's name
+        self._locked[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address):  # noqa: N802  # CUDA's name
+        del self._locked[address]
+        return 0
+
+    def _is_pinned(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._pinned:
+            return True
+        first, beyond = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        return any(address <= first and beyond <= address + size for address, size in self._locked.items())
 
     def _pin(self, tensor):
         reference = StorageWeakRef(tensor.untyped_storage())
@@ -223,8 +240,7 @@ class Gpu(TorchDispatchMode):
             self.waits.append(f"a number to the host in {_place()}")
             return {torch.bool: True, torch.float32: 1.0}.get(args[0].dtype, 1)
         if operation is aten.copy_.default and not isinstance(args[0], FakeTensor):
-            pinned = args[0].untyped_storage()._cdata in self._pinned
-            if not pinned or not (len(args) > 2 and args[2]):
+            if not self._is_pinned(args[0]) or not (len(args) > 2 and args[2]):
                 self.waits.append(f"copy to the host in {_place()}")
             with unset_fake_temporarily():
                 return args[0].fill_(1)
@@ -236,7 +252,7 @@ class Gpu(TorchDispatchMode):
         non_blocking = bool(kwargs.get("non_blocking") or (operation is aten.copy_.default and args[2:3] == (True,)))
         for tensor in outside:
             if to_gpu or tensor.dim():
-                pinned = tensor.untyped_storage()._cdata in self._pinned
+                pinned = self._is_pinned(tensor)
                 self.copies.append(Copy(tuple(tensor.shape), pinned, non_blocking, _place()))
 
     # The order of streams

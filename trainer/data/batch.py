@@ -6,6 +6,7 @@ logits, D recorded features.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -70,10 +71,35 @@ class Batch(NamedTuple):
     the mean over the step's images, in whatever micro-batches, is the mean over those with a label. None where all have one."""
 
 
+_copying: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+"""Memory of loader processes, with the event after which no GPU copies out of it any more."""
+
+
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a small tensor of the host to `device` without waiting for the copy."""
+    """Copy a tensor of the host to `device` without waiting for the copy, until whose end its memory is kept."""
+    if device.type != "cuda":
+        return tensor.to(device, non_blocking=True)
     # Only from page-locked memory does a copy to a GPU run beside the host; from other memory the host would wait for it.
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    if not tensor.is_pinned():
+        return tensor.pin_memory().to(device, non_blocking=True)  # torch keeps what it has page-locked itself
+    sent = tensor.to(device, non_blocking=True)
+    keep_until_copied(tensor)
+    return sent
+
+
+def keep_until_copied(tensor: Tensor) -> None:
+    """Keep page-locked memory until the work that the current stream has now is done."""
+    while _copying and _copying[0][0].query():
+        _copying.popleft()
+    event = torch.cuda.Event()
+    event.record()
+    _copying.append((event, tensor))
+
+
+def wait_for_copies() -> None:
+    """Wait until nothing is copied out of the memory of loader processes."""
+    while _copying:
+        _copying.popleft()[0].synchronize()
 
 
 CACHED_BYTES = 2**20

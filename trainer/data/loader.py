@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
 from trainer.config import DecodeOn, Resident, TrainingSettings, ViewSettings, ViewsOn
-from trainer.data.batch import Batch, Recorded, check_gpu_decoding, join_files, to_device
+from trainer.data.batch import Batch, Recorded, check_gpu_decoding, join_files, to_device, wait_for_copies
 from trainer.data.batch_memory import BatchMemory, empty_images
 from trainer.data.dataset import Split, Targets, memory_share
 from trainer.data.dataset_schema import UNLABELED
@@ -37,7 +37,6 @@ from trainer.devices.torch_private import (
     batches_ready,
     end_loader_processes,
     loader_processes,
-    send_small_tensors_by_value,
 )
 from trainer.io.child_processes import SERVED, end_with_parent
 from trainer.io.errors import DataError, LostProcessError, SettingsError, TrainerError, TrainingError
@@ -388,7 +387,7 @@ def make_loader(
 
     Args:
         starts: indices into `batches`, such as positions of the sampler.
-        pin_memory: deliver batches in page-locked memory, for transfers that overlap with the device's work.
+        pin_memory: page-lock the memory of the processes' batches, so that copies to a GPU (`batch.to_device`) overlap with its work.
         timeout_s: longest time for a batch of a process; 0: no limit.
         observer: is notified about the processes, if there are any.
 
@@ -397,13 +396,12 @@ def make_loader(
         TrainingError: a loader process was killed.
         LostProcessError: the processes had no batch within `timeout_s`.
     """
-    memory = BatchMemory(workers)
+    memory = BatchMemory(workers, page_locked=pin_memory) if workers else None
     loader: DataLoader[_Outcome] = DataLoader(
         _Outcomes(batches, memory),
         batch_size=None,
         sampler=starts,
         num_workers=workers,
-        pin_memory=pin_memory,
         prefetch_factor=PREFETCHED if workers else None,
         multiprocessing_context=SERVED if workers else None,
         worker_init_fn=_begin,
@@ -416,8 +414,7 @@ def make_loader(
     limit = _Limit(started, timeout_s)
     try:
         while (following := _next(outcomes, observer if workers else None, limit)) is not None:
-            outcome, pieces, seconds = following
-            memory.free_with(outcome.images if isinstance(outcome, Batch) else None, pieces)
+            outcome, seconds = following
             if isinstance(outcome, TrainerError):
                 raise outcome
             if observer is not None and isinstance(outcome, Batch):
@@ -431,18 +428,21 @@ def make_loader(
             end_loader_processes(outcomes)
         for process in started:
             process.kill()  # the interpreter would wait at its end for one that hangs
+        if memory is not None and pin_memory:
+            wait_for_copies()
+            memory.unlock_pages()
         del outcomes
 
 
-_Outcome = tuple[Batch | TrainerError, tuple[int, ...], float]
-"""A micro-batch, the pieces of memory that it was made in, and in how many seconds."""
+_Outcome = tuple[Batch | TrainerError, float]
+"""A micro-batch, and the seconds that it took."""
 
 
 class _Outcomes(TorchDataset[_Outcome]):
     """Micro-batches, or errors in their place, since torch would put the traceback of the process into an error's message."""
 
-    def __init__(self, batches: TorchDataset[Batch], memory: BatchMemory) -> None:
-        self._batches, self.memory = batches, memory
+    def __init__(self, batches: TorchDataset[Batch], memory: BatchMemory | None) -> None:
+        self._batches, self.memory = batches, memory  # that loader processes use
 
     def __getitem__(self, start: Any) -> _Outcome:
         outcome: Batch | TrainerError
@@ -451,7 +451,7 @@ class _Outcomes(TorchDataset[_Outcome]):
             outcome = self._batches[start]
         except TrainerError as error:
             outcome = error
-        return outcome, self.memory.taken(), time.perf_counter() - began
+        return outcome, time.perf_counter() - began
 
 
 class _Limit:
@@ -498,14 +498,15 @@ def _next(outcomes: Any, observer: LoaderObserver | None, limit: _Limit) -> _Out
         code = next(process.exitcode for process in limit.processes if process.exitcode is not None)
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         raise TrainingError(
-            f"one of {len(limit.processes)} loader processes died ({how}), probably for lack of memory, or of shared "
-            "memory (/dev/shm), where they put their batches; lower data.workers or batch_size, or give the machine more"
+            f"one of {len(limit.processes)} loader processes died ({how}), probably for lack of memory; lower "
+            "data.workers or batch_size, or give the machine more"
         ) from error
 
 
-def _begin(_worker: int) -> None:
+def _begin(worker: int) -> None:
     """Prepare a loader process to end with the training process, and not before it, since its batches may be needed for a last step."""
     os.setpgid(0, 0)  # out of the training process' group, which a launcher asks to end as a whole
     end_with_parent()
     torch.set_num_threads(1)
-    send_small_tensors_by_value()
+    info: Any = get_worker_info()
+    info.dataset.memory.serve(worker)

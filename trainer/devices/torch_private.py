@@ -155,19 +155,10 @@ def around_each_batch(get: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[
         _BaseDataLoaderIter.__next__ = load  # type: ignore[method-assign]
 
 
-_BY_VALUE_BYTES = 2**16
-
-
-def send_small_tensors_by_value() -> None:
-    """Let this process send others the numbers of tensors of at most 64 KiB; larger ones stay in shared memory, where torch puts all.
+def send_tensors(reduce: Callable[[Tensor], tuple[Any, ...] | None]) -> None:
+    """Let this process send tensors as `reduce` pickles them; where that returns None, by torch's own shared memory.
 
     For each tensor there the two processes exchange messages over a socket, and the one that sends needs the interpreter's lock to answer,
     with which it may be computing.
     """
-    ForkingPickler.register(Tensor, _reduce)
-
-
-def _reduce(tensor: Tensor) -> Any:
-    if tensor.nbytes > _BY_VALUE_BYTES or tensor.dtype is torch.bfloat16:  # which numpy does not have
-        return reduce_tensor(tensor)
-    return torch.from_numpy, (tensor.numpy(),)
+    ForkingPickler.register(Tensor, lambda tensor: reduce(tensor) or reduce_tensor(tensor))

@@ -19,6 +19,7 @@ import scipy.special
 import torch
 from torch import Tensor
 
+from trainer.data.batch import to_device
 from trainer.data.dataset import PreparedDataset, Split
 from trainer.data.loader import StoredImages, make_loader
 from trainer.devices import Device, ReadBack, full_float32
@@ -110,7 +111,7 @@ def in_batches(
     computed = []
     with closing(loader), device.inference(), full_float32():
         for batch in loader:
-            computed.append(compute(batch.images.to(device.torch_device, non_blocking=True)).float())
+            computed.append(compute(to_device(batch.images, device.torch_device)).float())
             device.dispatch()
     arrived = ReadBack({str(number): part for number, part in enumerate(computed)}).wait().values()
     whole = [numbers[: len(part)] for numbers, part in zip(arrived, parts, strict=True)]

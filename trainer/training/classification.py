@@ -8,15 +8,14 @@ Shapes: B samples, K classes, S different sets of labels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, repeat
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from trainer.config import MultiLabelLoss, Precision, TrainingSettings
 from trainer.data.batch import Batch, Mixing, to_device
@@ -26,7 +25,7 @@ from trainer.devices import Device, ReadBack
 from trainer.devices.process_group import Processes, wait_limit_s
 from trainer.evaluation.metrics import mean_average_precision
 from trainer.profiling.evidence import ConfusedRecord
-from trainer.training.sharding import inference
+from trainer.training.sharding import inference, is_fsdp
 
 LabelLoss = Callable[[Tensor, Tensor, Mixing | None, float, Tensor | None], Tensor]
 """`cross_entropy`, or what is called with the same arguments."""
@@ -147,90 +146,111 @@ class ConfusedPairs:
         )
 
 
+class ValidationBatches:
+    """A process's batches of a split, for one validation after the other.
+
+    Loader processes stay from one validation to the next, and have the first batches of the next one ready.
+    """
+
+    def __init__(self, split: Split, processes: Processes, settings: TrainingSettings, workers: int = 0) -> None:
+        """Deal the split's images to the processes, in micro-batches of the training, which are known to fit the device's memory."""
+        self.split, self.processes, self.settings = split, processes, settings
+        size = -(-settings.batch_size // (processes.world_size * settings.accumulation))
+        self.indices = range(processes.rank, len(split), processes.world_size)
+        """Of this process's images."""
+        parts = [list(self.indices[start : start + size]) for start in range(0, len(self.indices), size)]
+        self.counts = [*map(len, parts)]
+        """Of the images of each batch that count."""
+        self.turns = -(-len(range(0, len(split), processes.world_size)) // size)
+        """Batches of the process that has most."""
+        if is_fsdp(
+            settings, processes
+        ):  # all take part in each forward pass: without images left, by some that do not count
+            filled = self.turns - len(parts)
+            parts += [parts[-1] if parts else [0]] * filled
+            self.counts += [0] * filled
+        self._loader = make_loader(
+            StoredImages(split, processes.device, size),
+            chain.from_iterable(repeat(parts)) if parts else (),
+            workers=0 if split.in_memory else min(workers, len(parts)),  # decoded images are only copied
+            pin_memory=processes.device.pins_memory,
+            timeout_s=wait_limit_s() / 2,  # before the other processes, which wait for this one, give up
+        )
+
+    def __iter__(self) -> Iterator[tuple[Batch, int]]:
+        """Yield the batches of one validation, each with how many of its images count."""
+        for count in self.counts:
+            yield next(self._loader), count
+
+    def close(self) -> None:
+        """End the loader processes."""
+        self._loader.close()
+
+
 def validate(
     model: nn.Module,
-    split: Split,
-    processes: Processes,
-    settings: TrainingSettings,
+    batches: ValidationBatches,
     *,
     should_stop: Callable[[], bool] | None = None,
-    workers: int = 0,
     confused: ConfusedPairs | None = None,
 ) -> dict[str, float] | None:
     """Measure a classifier on a split; the same on every process.
 
     Args:
         model: takes uint8 images [B, 3, S, S], gives logits [B, K].
-        settings: of its training.
-        should_stop: whether to stop before the end; asked after each batch, equally often on all processes, and answers them alike.
+        should_stop: whether to stop before the end, for good; asked after each batch, equally often on all processes, and answers them
+            alike.
         confused: takes the answers where each image has one label.
 
     Returns:
         `val_top1`, the top-1 accuracy, and `val_loss`, the cross-entropy; where images may have several labels `val_map`, the mean average
         precision, and in `val_loss` the binary cross-entropy, summed over the classes. None where it was stopped.
     """
-    training, device = model.training, processes.device
+    split, processes, precision = batches.split, batches.processes, batches.settings.precision
+    training, device, counts = model.training, processes.device, batches.counts
     model.eval()
-    # The training's micro-batch is known to fit the device's memory.
-    batch_size = -(-settings.batch_size // (processes.world_size * settings.accumulation))
     measured: list[Tensor] = []
     answers: list[Tensor] = []
-    mine = range(processes.rank, len(split), processes.world_size)
-    most = -(-len(split) // processes.world_size)
-    own = [list(mine[start : start + batch_size]) for start in range(0, len(mine), batch_size)]
-    counts, turns = [*map(len, own)], -(-most // batch_size)
-    if isinstance(
-        model, FSDPModule
-    ):  # all take part in each forward pass: without images left, by some that do not count
-        own += [own[-1] if own else [0]] * (turns - len(own))
-        counts += [0] * (turns - len(counts))
-    loader = make_loader(
-        StoredImages(split, device, batch_size),
-        own,
-        # Decoded images are only copied. Processes would be forked at each validation, and each would decode the whole split.
-        workers=0 if split.in_memory else min(workers, len(own)),
-        pin_memory=device.pins_memory,
-        timeout_s=wait_limit_s() / 2,  # before the other processes, which wait for this one, give up
-    )
-    with closing(loader):
-        for turn in range(turns):
-            if turn < len(own):
-                batch, count = next(loader), counts[turn]
-                if split.targets is None:
-                    figures, answered = _measure(model, batch, count, device, settings.precision)
-                    measured.append(figures)
-                    answers.append(answered)
-                else:
-                    measured.append(_logits(model, batch, device, settings.precision))
-            device.dispatch()
-            if should_stop is not None and should_stop():
-                model.train(training)
-                return None
+    own = iter(batches)
+    for _ in range(batches.turns):
+        batch, count = next(own, (None, 0))
+        if batch is not None and split.targets is None:
+            figures, answered = _measure(model, batch, count, device, precision)
+            measured.append(figures)
+            answers.append(answered)
+        elif batch is not None:
+            measured.append(_logits(model, batch, device, precision))
+        del batch  # its memory is used again
+        device.dispatch()
+        if should_stop is not None and should_stop():
+            model.train(training)
+            return None
     model.train(training)
     sent = ReadBack({str(number): part for number, part in enumerate([*measured, *answers])})
     arrived = [*sent.wait().values()]
     arrived, arrived_answers = arrived[: len(measured)], arrived[len(measured) :]
+    labels = split.labels[[*batches.indices]]
     if split.targets is not None:
         whole = [logits[:count] for logits, count in zip(arrived, counts, strict=True)]
-        return _compare_sets(whole, split.labels[[*mine]], split.targets, processes)
+        return _compare_sets(whole, labels, split.targets, processes)
     own_total = [0.0, 0.0]
     if arrived:  # summed in double precision
         own_total = torch.stack(arrived).double().sum(0).tolist()
     own_answers = np.concatenate(
         [np.empty(0, np.int64), *(part[:count].numpy() for part, count in zip(arrived_answers, counts, strict=True))]
     )
-    everyone = processes.gather((own_total, split.labels[[*mine]], own_answers), "the validation's figures")
-    totals, labels, given = zip(*everyone, strict=True)
+    everyone = processes.gather((own_total, labels, own_answers), "the validation's figures")
+    totals, wanted, given = zip(*everyone, strict=True)
     correct, loss = (sum(column) for column in zip(*totals, strict=True))
     if confused is not None and processes.is_first:
-        confused.count(np.concatenate(labels), np.concatenate(given))
+        confused.count(np.concatenate(wanted), np.concatenate(given))
     return {"val_top1": correct / len(split), "val_loss": loss / len(split)}
 
 
 def _measure(model: nn.Module, batch: Batch, count: int, device: Device, precision: Precision) -> tuple[Tensor, Tensor]:
     """Count the right answers and sum the losses of the first `count` images, float32 [2]; and the answers, [B]; on the device."""
     counts = to_device(torch.arange(len(batch.labels)) < count, device.torch_device)
-    labels = batch.labels.to(device.torch_device, non_blocking=True)
+    labels = to_device(batch.labels, device.torch_device)
     logits = _logits(model, batch, device, precision)
     with device.inference():
         answers = logits.argmax(1)
@@ -240,7 +260,7 @@ def _measure(model: nn.Module, batch: Batch, count: int, device: Device, precisi
 
 def _logits(model: nn.Module, batch: Batch, device: Device, precision: Precision) -> Tensor:
     """Compute the logits of a batch, float32 [B, K] on the device."""
-    images = batch.images.to(device.torch_device, non_blocking=True)
+    images = to_device(batch.images, device.torch_device)
     with inference(model, device), device.autocast(precision):
         logits: Tensor = model(images)
     return logits.float()

@@ -25,7 +25,7 @@ from trainer.io.errors import SettingsError
 from trainer.models.networks import Classifier, check_input_size, checkpoint_activations, input_size
 from trainer.profiling.recorder import LoaderStats
 from trainer.profiling.timeline import current_timeline, span
-from trainer.training.classification import ConfusedPairs, validate
+from trainer.training.classification import ConfusedPairs, ValidationBatches, validate
 from trainer.training.loader_workers import MicroBatchLoader
 from trainer.training.optimizers import (
     AveragedModel,
@@ -138,6 +138,7 @@ class Trainer:
         self.measured: Mapping[str, float] = {}
         """Scores of the last validation."""
         classifier = next((one for one in self.model.modules() if isinstance(one, Classifier)), None)
+        self._validation: ValidationBatches | None = None
         self.confused = ConfusedPairs(classifier.card.labels if classifier is not None else ())
 
     @property
@@ -191,7 +192,11 @@ class Trainer:
         with ExitStack() as stack:
             for hook in reversed(self.hooks):
                 stack.enter_context(hook.running(self))
-            yield
+            try:
+                yield
+            finally:
+                if self._validation is not None:
+                    self._validation.close()
 
     @contextmanager
     def prefetch(self, first_step: int) -> Iterator[Prefetcher]:
@@ -327,15 +332,9 @@ class Trainer:
         if split is None:
             return
         with span("evaluate"):
-            scores = validate(
-                self.result,
-                split,
-                self.processes,
-                self.settings,
-                should_stop=should_stop,
-                workers=workers,
-                confused=self.confused,
-            )
+            if self._validation is None:
+                self._validation = ValidationBatches(split, self.processes, self.settings, workers)
+            scores = validate(self.result, self._validation, should_stop=should_stop, confused=self.confused)
             release_gathered(self.result)
             self.owes_validation = scores is None
             if scores is not None:

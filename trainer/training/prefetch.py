@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trainer.data.batch import Batch, Mixing, Recorded, decode_jpegs
+from trainer.data.batch import Batch, Mixing, Recorded, decode_jpegs, keep_until_copied, to_device
 from trainer.data.loader import Views
 from trainer.data.views import fused, rendering
 from trainer.devices import Device
@@ -66,10 +66,10 @@ class Prefetcher:
             return
         place = self._device.torch_device
         with span("to_device"), torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            # From page-locked memory the host does not wait for the copies.
-            sent = _moved(batch, lambda tensor: tensor.to(place, non_blocking=True))
+            sent = _moved(batch, lambda tensor: to_device(tensor, place))
             if sent.lengths is not None:  # the loader left the stored images encoded
-                sent = sent._replace(images=decode_jpegs(sent.images, sent.lengths, place), lengths=None)
+                sent = sent._replace(images=decode_jpegs(batch.images, sent.lengths, place), lengths=None)
+                keep_until_copied(batch.images)
             self._sent = sent
 
     def drop(self, count: int) -> None:

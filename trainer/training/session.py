@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from trainer.report.tracking.exporter import exported
 from trainer.report.tracking.stage_runs import Tracker, stage_run
 from trainer.training.checkpointing import Checkpointing
 from trainer.training.checkpoints import Checkpoints, Dealing, compatible, root_is_shared
-from trainer.training.classification import validate
+from trainer.training.classification import ValidationBatches, validate
 from trainer.training.live_rules import LiveRules
 from trainer.training.loop import Trainer
 from trainer.training.metric_logger import MetricLogger
@@ -214,7 +214,8 @@ class Session:
         """
         if not self._measured and model.card.labels:
             on_device, split = model.to(self.processes.device.torch_device), self.data.split("val")
-            self._measured.update(validate(on_device, split, self.processes, settings) or {})
+            with closing(ValidationBatches(split, self.processes, settings)) as batches:
+                self._measured.update(validate(on_device, batches) or {})
         self.check_ours()
         if self.processes.is_first:
             threshold = None

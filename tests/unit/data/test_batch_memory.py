@@ -1,8 +1,9 @@
 """The memory of a batch is used again when nobody reads it any more, and not before."""
 
-import os
+import gc
 import random
 
+import pytest
 import torch
 from torch.utils.data import Dataset
 
@@ -22,53 +23,74 @@ class Numbered(Dataset):
         return Batch(images=images.permute(0, 3, 1, 2), labels=nothing, keys=nothing, numbers=nothing)
 
 
-def shared_file(tensor):
-    """The file behind a tensor's shared memory."""
-    file, _ = tensor.untyped_storage()._share_fd_cpu_()  # which stays the storage's
-    return os.fstat(file).st_ino
+class Changed(Numbered):
+    """The images that were allocated go unsent: others take their place, which lie elsewhere."""
+
+    def __getitem__(self, number):
+        batch = super().__getitem__(number)
+        return batch._replace(
+            images=batch.images + 1, label_weights=torch.full((40_000,), number, dtype=torch.bfloat16)
+        )
 
 
 def numbers_in(batch):
     return set(batch.images.unique().tolist())
 
 
-def test_dropped_memory_is_used_again():
-    files = [shared_file(batch.images) for batch in make_loader(Numbered(), range(60), workers=2, pin_memory=False)]
-    # Of each process: what it prefetches, what the training has, and each piece three times at most, since batches differ in size.
-    assert len(set(files)) <= 2 * (PREFETCHED + 2) * 3
-    assert len(set(files[-20:])) <= 2 * (PREFETCHED + 2)
-
-    # As into page-locked memory, or where there are no images.
-    memory = BatchMemory(2)
-    for images in (torch.zeros(10), None):
-        memory.allocate(1, 10)
-        pieces = memory.taken()
-        assert pieces == (PIECES,), "the first one of the second process"
-        memory.free_with(images, pieces)
+@pytest.mark.parametrize(("source", "tensors"), [(Numbered(), 1), (Changed(), 3)])
+def test_dropped_memory_is_used_again(source, tensors):
+    batches = make_loader(source, range(60), workers=2, pin_memory=False)
+    places = [batch.images.data_ptr() for batch in batches]
+    # Of each process: what it prefetches, makes and sends, and what the training has.
+    assert len(set(places)) <= 2 * tensors * (PREFETCHED + 3)
 
 
-def test_shared_memory_that_does_not_do():
-    # A tensor there takes messages between the two processes, for which a loader process that computes is late.
-    (batch,) = make_loader(Numbered(), [3], workers=1, pin_memory=False)
-    assert batch.images.is_shared()
-    assert not any(tensor.is_shared() for tensor in (batch.labels, batch.keys, batch.numbers))
+def test_large_tensors_come_in_shared_pieces_and_small_ones_by_value():
+    # A tensor in torch's shared memory takes messages between the two processes, for which a loader process that computes is late.
+    batches = make_loader(Changed(), [3], workers=1, pin_memory=False)
+    batch = next(batches)
+    pieces = range(*batches.gi_frame.f_locals["memory"].addresses)
+    assert all(tensor.data_ptr() in pieces for tensor in (batch.images, batch.label_weights))
+    assert not any(tensor.is_shared() for tensor in batch if isinstance(tensor, torch.Tensor))
+    assert numbers_in(batch) == {4}
+    assert batch.images.is_contiguous(memory_format=torch.channels_last)
+    assert batch.label_weights.dtype is torch.bfloat16
+    assert set(batch.label_weights.tolist()) == {3}
     batch.labels.add_(1)  # as a training may
     assert batch.labels.tolist() == [1]
-    # Memory that is too small for a batch is replaced.
-    memory = BatchMemory(1)
-    small = memory.allocate(0, 10)
-    memory.free_with(None, memory.taken())
-    large = memory.allocate(0, 1000)
-    assert (small.nbytes(), large.nbytes(), memory.taken()) == (10, 1000, (0,))
-    # With all pieces in use a batch gets memory of its own.
-    memory = BatchMemory(1)
-    storages = [memory.allocate(0, 10) for _ in range(PIECES + 2)]
-    assert len({storage.data_ptr() for storage in storages}) == PIECES + 2
-    assert memory.taken() == tuple(range(PIECES))
+    batches.close()
     # Without loader processes batches are not shared.
     (batch,) = make_loader(Numbered(), [5], workers=0, pin_memory=False)
-    assert not batch.images.is_shared()
     assert numbers_in(batch) == {5}
+
+
+def test_pieces_are_lent_until_nobody_has_them():
+    memory = BatchMemory(2)
+    memory.serve(1)
+    lent = [memory.allocate(100) for _ in range(PIECES)]
+    assert len({piece.data_ptr() for piece in lent}) == PIECES
+    assert memory.allocate(100) is None
+    address = lent[3].data_ptr()
+    lent[3] = None  # unsent
+    assert memory.allocate(2**31) is None, "more than a piece"
+    again = memory.allocate(200)
+    assert again.data_ptr() == address
+
+    rebuild, arguments = memory._reduce(again.fill_(7).expand(1, 200).to(torch.uint8))
+    assert rebuild is torch.from_numpy, "small enough to travel by value"
+    large = memory._bytes.part(0, 2**17).fill_(9)  # of no piece that was lent
+    assert memory._reduce(large) is None, "no piece is left to copy it to"
+    lent[4] = None
+    rebuild, arguments = memory._reduce(large)
+    received = rebuild(*arguments)
+    assert set(received.tolist()) == {9}
+    assert memory.allocate(1) is None, "the training process has it"
+    part = received[5:7]
+    del received
+    gc.collect()
+    assert memory.allocate(1) is None, "or a part of it"
+    del part
+    assert memory.allocate(1) is not None
 
 
 def test_kept_batches_stay():
@@ -81,3 +103,46 @@ def test_kept_batches_stay():
         while len(kept) > draw.randrange(8):
             earlier = draw.choice(list(kept))
             assert set(kept.pop(earlier).unique().tolist()) == {earlier}
+
+
+class Runtime:
+    """CUDA's calls for page-locked memory; refuses what the driver refuses."""
+
+    def __init__(self, code=0):
+        self.code, self.locked, self.calls = code, {}, 0
+
+    def cudaHostRegister(self, address, size, flags):  # noqa: N802  # CUDA's name
+        assert flags == 0
+        assert address % 4096 == size % 4096 == 0
+        assert all(address + size <= other or other + held <= address for other, held in self.locked.items())
+        self.calls += 1
+        if not self.code:
+            self.locked[address] = size
+        return self.code
+
+    def cudaHostUnregister(self, address):  # noqa: N802  # CUDA's name
+        del self.locked[address]
+        return 0
+
+
+def test_pages_are_locked_where_a_batch_first_arrives(monkeypatch):
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    batches = make_loader(Numbered(), range(90), workers=2, pin_memory=True)
+    for number, batch in enumerate(batches):
+        address = batch.images.data_ptr()
+        assert runtime.locked[address] >= batch.images.nbytes
+        assert numbers_in(batch) == {number}
+        del batch
+    assert runtime.locked == {}
+    assert runtime.calls <= 2 * (PREFETCHED + 3) * 3, "three sizes of batches, each once a piece at most"
+
+
+def test_a_system_that_locks_no_pages_is_named_once(monkeypatch, caplog):
+    runtime = Runtime(code=304)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    loaded = [numbers_in(batch) for batch in make_loader(Numbered(), range(9), workers=1, pin_memory=True)]
+    assert loaded == [{number} for number in range(9)]
+    assert runtime.calls == 1
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "304" in message

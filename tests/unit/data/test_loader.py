@@ -327,7 +327,8 @@ class Facts(torch.utils.data.Dataset):
     def __getitem__(self, position):
         views = Views(Samples([Images(50)]), size=8, seed=0, settings=PLAIN)
         images = views.batch(SampleSlice(numbered(position), numbered(0), None)).images
-        return torch.get_num_threads(), images.is_shared(), get_worker_info().id
+        info = get_worker_info()
+        return torch.get_num_threads(), images.data_ptr() in range(*info.dataset.memory.addresses), info.id
 
 
 def test_each_loader_process_computes_with_one_thread_and_fills_shared_memory():

@@ -1,6 +1,7 @@
 import itertools
 import math
 import multiprocessing
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from trainer.models import networks
 from trainer.training.classification import (
     ConfusedPairs,
     LabelSetLoss,
+    ValidationBatches,
     asymmetric_loss,
     binary_cross_entropy,
     cross_entropy,
@@ -192,10 +194,15 @@ def settings(micro_batch, world_size=1):
     return TrainingSettings(batch_size=2 * micro_batch * world_size, accumulation=2, precision="fp32")
 
 
+def validation_of(model, split, processes, settings, workers=0, **options):
+    with closing(ValidationBatches(split, processes, settings, workers)) as batches:
+        return validate(model, batches, **options)
+
+
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
 def test_figures_are_those_of_one_forward_pass(model, batch_size):
     split = Images(20)
-    figures = validate(model.train(), split, processes(), settings(batch_size))
+    figures = validation_of(model.train(), split, processes(), settings(batch_size))
     assert model.training
     logits = model.eval()(split.images).detach()
     labels = torch.from_numpy(split.labels)
@@ -209,7 +216,7 @@ def test_processes_share_the_images_out_without_leaving_one(model, monkeypatch):
     split.read = lambda indices: (seen.extend(indices), read(indices))[1]
     monkeypatch.setattr(Processes, "gather", lambda self, value, what: [value])
     for rank in range(3):
-        validate(model, split, processes(rank, 3), settings(2, 3))
+        validation_of(model, split, processes(rank, 3), settings(2, 3))
     assert sorted(seen) == list(range(11))
 
 
@@ -217,7 +224,7 @@ def test_confused_classes_are_counted_over_all_processes(model, monkeypatch):
     split, parts = Images(40), []
     alone, together = ConfusedPairs(["a", "b", "c"]), ConfusedPairs(["a", "b", "c"])
     assert alone.records() is None
-    validate(model, split, processes(), settings(4), confused=alone)
+    validation_of(model, split, processes(), settings(4), confused=alone)
     answers = model.eval()(split.images).argmax(1).numpy()
     counts = {(one.label, one.answer): (one.images, one.of) for one in alone.records()}
     for label, answer in itertools.permutations(range(3), 2):
@@ -228,7 +235,7 @@ def test_confused_classes_are_counted_over_all_processes(model, monkeypatch):
 
     monkeypatch.setattr(Processes, "gather", lambda self, value, what: (parts.append(value), parts)[1])
     for rank in (2, 1, 0):
-        validate(model, split, processes(rank, 3), settings(2, 3), confused=together)
+        validation_of(model, split, processes(rank, 3), settings(2, 3), confused=together)
     assert set(together.records()) == set(alone.records())
 
 
@@ -239,7 +246,7 @@ SETS = np.array([[0, 0, 0], [1, 0, 1], [0, 1, 0]], dtype=np.uint8)
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
 def test_of_sets_of_labels_the_figures_are_mean_average_precision_and_binary_cross_entropy(model, batch_size):
     split = Images(20, SETS)
-    figures = validate(model, split, processes(), settings(batch_size))
+    figures = validation_of(model, split, processes(), settings(batch_size))
     logits, wanted = model.eval()(split.images).detach(), SETS[split.labels]
     precisions = [average_precision_score(wanted[:, one], logits[:, one].numpy()) for one in range(3)]
     loss = F.binary_cross_entropy_with_logits(logits, torch.from_numpy(wanted).float(), reduction="none").sum(1).mean()
@@ -250,14 +257,14 @@ def test_logits_that_are_not_finite_are_left_to_the_losses_to_report(model):
     """Else scikit-learn would end the training, in words that name neither step nor sample."""
     with torch.no_grad():
         model.network.head.bias.fill_(torch.nan)
-    figures = validate(model, Images(5, SETS), processes(), settings(4))
+    figures = validation_of(model, Images(5, SETS), processes(), settings(4))
     assert figures["val_map"] == 0
     assert math.isnan(figures["val_loss"])
 
 
 def test_processes_measure_sets_of_labels_together(model, monkeypatch):
     split, parts = Images(11, SETS), []
-    alone = validate(model, split, processes(), settings(4))
+    alone = validation_of(model, split, processes(), settings(4))
 
     def gather(self, value, what):
         if what != "the validation's logits":
@@ -267,7 +274,7 @@ def test_processes_measure_sets_of_labels_together(model, monkeypatch):
 
     monkeypatch.setattr(Processes, "gather", gather)
     for rank in (2, 1, 0):  # the first process, which compares, comes last here, when the others' logits are there
-        together = validate(model, split, processes(rank, 3), settings(2, 3))
+        together = validation_of(model, split, processes(rank, 3), settings(2, 3))
     assert together == {name: pytest.approx(value, rel=1e-5) for name, value in alone.items()}
 
 
@@ -275,11 +282,26 @@ def test_processes_measure_sets_of_labels_together(model, monkeypatch):
 def test_loader_processes_read_the_images_that_are_not_in_memory(model, in_memory):
     split = Images(20)
     split.in_memory, read_here = in_memory, split.read_here
-    alone = validate(model, split, processes(), settings(6))
+    alone = validation_of(model, split, processes(), settings(6))
     assert len(read_here) == 20
     read_here.clear()
-    assert validate(model, split, processes(), settings(6), workers=2) == alone
+    assert validation_of(model, split, processes(), settings(6), workers=2) == alone
     assert len(read_here) == 20 * in_memory
+    assert multiprocessing.active_children() == []
+
+
+def test_loader_processes_stay_between_validations(model):
+    split = Images(20)
+    split.in_memory = False
+    alone = validation_of(model, split, processes(), settings(6))
+    with closing(ValidationBatches(split, processes(), settings(6), workers=2)) as batches:
+        figures, started = [], []
+        for _ in range(3):
+            figures.append(validate(model, batches))
+            started.append({child.pid for child in multiprocessing.active_children()})
+    assert figures == [alone] * 3
+    assert started[0] == started[1] == started[2]
+    assert len(started[0]) == 2
     assert multiprocessing.active_children() == []
 
 
@@ -289,7 +311,7 @@ def test_a_batch_is_the_micro_batch_of_the_training(model, monkeypatch, world_si
     read = split.read
     split.read = lambda indices: (sizes.append(len(indices)), read(indices))[1]
     monkeypatch.setattr(Processes, "gather", lambda self, value, what: [value])
-    validate(model, split, processes(0, world_size), TrainingSettings(batch_size=100, accumulation=4))
+    validation_of(model, split, processes(0, world_size), TrainingSettings(batch_size=100, accumulation=4))
     assert sizes[0] == max(sizes) == expected
 
 
@@ -297,7 +319,7 @@ def test_it_is_broken_off_after_a_batch_and_equally_often_asked_on_all_processes
     asked = []
     for rank in range(3):
         looks = []
-        figures = validate(
+        figures = validation_of(
             model.train(), Images(7), processes(rank, 3), settings(1, 3),
             should_stop=lambda looks=looks: looks.append(1) or len(looks) == 3,
         )  # fmt: skip

@@ -9,12 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from tests.distillations import QUICK, TINY
-from tests.stand_ins.gpu import DEVICE, Gpu
+from tests.stand_ins.gpu import DEVICE, Event, Gpu
 from trainer import config
 from trainer.config import DistillSettings, MaeSettings, ModelSettings, PretrainSettings, ReinforceSettings
-from trainer.data.batch import Batch
+from trainer.data.batch import Batch, to_device
+from trainer.data.batch_memory import empty_images
+from trainer.data.loader import PREFETCHED, make_loader
 from trainer.devices import HOST, process_group
 from trainer.models import networks
 from trainer.objectives.distillation.frozen_teacher import FrozenTeacher
@@ -152,6 +155,36 @@ def test_files_are_decoded_on_the_stream_that_sends(monkeypatch, gpu):
         assert (taken.images.float() / 255).sum().device == DEVICE.torch_device  # the computation may use them
     assert len(streams) == 2
     assert torch.cuda.current_stream() not in streams
+
+
+class Ready(Dataset):
+    """Batches of images that a loader process made where the training process finds them."""
+
+    def __getitem__(self, number):
+        images, few = empty_images(4, 160).fill_(number), torch.zeros(4, dtype=torch.int64)
+        return Batch(images=images.permute(0, 3, 1, 2), labels=few, keys=few, numbers=few)
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_memory_of_loader_processes_is_used_again_after_its_copy(monkeypatch, gpu, copied):
+    places = []
+
+    def noted(tensor, device):
+        if tensor.dim() > 1:
+            places.append(tensor.data_ptr())
+            assert tensor.unique().tolist() == [len(places) - 1]
+        return to_device(tensor, device)
+
+    monkeypatch.setattr(prefetch, "to_device", noted)
+    monkeypatch.setattr(Event, "query", lambda _: copied)
+    batches = make_loader(Ready(), range(20), workers=1, pin_memory=True)
+    feed = prefetch.Prefetcher(batches, SimpleNamespace(resident=None, fused=False), DEVICE)
+    for _ in range(20):
+        feed.next()
+        feed.preload()
+    batches.close()
+    assert len(places) == 20
+    assert len(set(places)) <= PREFETCHED + 4 if copied else len(set(places)) == 20
 
 
 # ---------------------------------------------------------------------------------------------------------------------
