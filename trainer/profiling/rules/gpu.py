@@ -68,7 +68,8 @@ def _use(case: Case) -> Mapping[str, Series] | NotJudged:
 class BatchSize(SystemRule, rules.BatchSizeThresholds):
     """A batch that leaves the machine idle.
 
-    Fires when the 95th percentiles of all three lie below `largest_percent`, and no finding says what the GPU waits for.
+    Fires when the 95th percentiles of the use of the cores, of the GPU and of its memory all lie below `largest_percent`, and no finding
+    says what the GPU waits for.
 
     Needs use of the cores, of the GPU and of its memory.
     Advises a larger batch, or a smaller machine.

@@ -217,7 +217,8 @@ class StepOutliers(SystemRule, rules.StepOutliersThresholds):
 class GpuMemoryGrowth(SystemRule, rules.GpuMemoryGrowthThresholds):
     """Memory that grows from step to step.
 
-    Fires when either grows by more than `growth` after the first quarter of the training, and in every part of the rest.
+    Fires when the memory of the device or of the process grows by more than `growth` after the first quarter of the training, and in every
+    part of the rest.
 
     Needs samples of the memory that torch has allocated on the GPU, or that is used of an XLA device, and of the process's own memory.
     Advises what keeps graphs or tensors.
