@@ -11,7 +11,7 @@ from pathlib import Path
 from trainer import cli, config
 from trainer.config import settings
 from trainer.graph import STAGES, ArtifactSpec, Stage
-from trainer.io.base_models import Section, meanings
+from trainer.io.base_models import Section
 from trainer.profiling.rules import RULES
 from trainer.profiling.rules.outcomes import Rule, SystemRule, TrainingRule
 
@@ -34,6 +34,7 @@ A recipe (`trainer/config/recipes/NAME.toml`) states what differs from the defau
 - `distill.logit.loss` decides which settings `distill.logit` has. Change them together: `distill.logit.loss=dkd distill.logit.beta=4`, or
   `'distill.logit={loss="dkd",beta=4}'`.
 - A setting without a default takes the value of the setting that its meaning names.
+- A section is that of the [stage](stages.md) of its name, `data` that of `prepare`; `run` and `tracking` are for all stages.
 
 ## Recipes
 
@@ -100,11 +101,7 @@ def _section(name: str) -> str:
     ]
     also = [title for title, _, prefixes in _SHARED.values() if any(_is_in(prefix, name) for prefix in prefixes)]
     links = ", ".join(f"[{title.lower()}](#{title.lower().replace(' ', '-')})" for title in also)
-    lines = [
-        f"\n## {name}\n",
-        f"{meanings(config.Settings)[name]}{f' Also: {links}.' if also else ''}\n",
-        *_table(rows),
-    ]
+    lines = [f"\n## {name}\n", *([f"Also: {links}.\n"] if also else []), *_table(rows)]
     if name == "profile":
         lines.append("| `rules.RULE.THRESHOLD` | | | When a rule has a finding: [rules.md](rules.md). |")
     return "\n".join([*lines, ""])
