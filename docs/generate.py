@@ -183,20 +183,19 @@ def rules_page() -> str:
 
 
 def _rules(title: str, rules: Sequence[Rule]) -> str:
-    anchors = {rule.title: rule.title.lower().replace(" ", "-").replace("/", "") for rule in rules}
-    rows = [f"| [{rule.title}](#{anchors[rule.title]}) | `{rule.name}` | {_cell(rule.texts()[0])} |" for rule in rules]
-    return "\n".join([f"\n## {title}\n", "| rule | name | finds |", "|---|---|---|", *rows, *map(_rule, rules)]) + "\n"
+    head = ("| rule | fires when | advises |", "|---|---|---|")
+    return "\n".join([f"\n## {title}\n", *head, *map(_rule, rules)]) + "\n"
 
 
 def _rule(rule: Rule) -> str:
-    texts = "\n".join(
-        f"- **{begins}** {text}"
-        for begins, text in zip(("Fires when", "Needs", "Advises"), rule.texts()[1:], strict=True)
-    )
+    """A row, with an anchor that other pages link to."""
+    anchor = rule.title.lower().replace(" ", "-").replace("/", "")
+    finds, fires, needs, advises = map(_cell, rule.texts())
+    row = f'| <a id="{anchor}"></a>**{rule.title}**<br>`{rule.name}`<br>{finds} | {fires}<br>**Needs** {needs} | {advises} |'
     for name, value in rule:
         if isinstance(value, int | float) and name != "enabled":
-            texts = texts.replace(f"`{name}`", f"`{name}={value:g}`", 1)
-    return f"\n### {rule.title}\n\n{texts}"
+            row = row.replace(f"`{name}`", f"`{name}={value:g}`", 1)
+    return row
 
 
 def stages_page() -> str:

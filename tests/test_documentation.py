@@ -95,9 +95,10 @@ def test_links_lead_somewhere(name):
 
 
 def anchors(page):
-    """As GitHub makes them of headings."""
+    """As GitHub makes them of headings, and those that a page writes itself."""
     headings = re.findall(r"^#+ (.*)", page, flags=re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    written = re.findall(r'<a id="([\w-]+)"></a>', page)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings} | {*written}
 
 
 @pytest.mark.parametrize("name", PAGES)
