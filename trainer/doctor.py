@@ -94,8 +94,8 @@ class Doctor:
             atexit.unregister(self._at_exit)
             self._watching.close()
             self._evaluation.close()
-            if self._step is not None and error is None:
-                self._end_step(None if self._updated else _NotUpdated())
+            if self._step is not None:
+                self._end_step(None if self._updated and error is None else _NotUpdated())
             self.recording.__exit__(type(error) if error else None, error, None)
         return self.recording.verdict
 
@@ -120,16 +120,13 @@ class Doctor:
                 self._evaluation.enter_context(self.recording.span("evaluate"))
                 self._evaluates = True
             return load()
-        self._evaluation.close()
-        self._evaluates = False
+        self._end_evaluation()
         if batches_left(iterator) == 0:  # this call ends the epoch
             return load()
         if iterator is not self._loader:
             self._loader, workers = iterator, workers_of(iterator)
             self._count_ready = self.recording.watch_processes(iterator, workers)
-        if self._step is None:
-            self._step = self.recording.step()
-            self._step.__enter__()
+        self.begin_step()
         self._loading = True
         try:
             with self.recording.span("data"):
@@ -144,6 +141,17 @@ class Doctor:
             self._loading = False
         self.recording.count_images(_size(batch))
         return batch
+
+    def begin_step(self) -> None:
+        """Begin a step unless there is one; the first batch of the training does, if the model is in training mode by then."""
+        if self._step is None:
+            self._end_evaluation()
+            self._step = self.recording.step()
+            self._step.__enter__()
+
+    def _end_evaluation(self) -> None:
+        self._evaluation.close()
+        self._evaluates = False
 
     def _end_step(self, unfinished: BaseException | None = None) -> None:
         step, self._step, self._updated = self._step, None, False
@@ -241,6 +249,10 @@ def hugging_face(output: str | Path, *, name: str = "training") -> Any:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:  # noqa: ARG002  # as the library calls it
             self.doctor = attach(model, output, name=name)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002  # as the library calls it
+            if self.doctor is not None:
+                self.doctor.begin_step()  # after an evaluation the model's mode is changed when the first batches are there
 
         def on_log(self, args: Any, state: Any, control: Any, *, logs: Mapping[str, Any], **_: Any) -> None:  # noqa: ARG002  # as the library calls it
             if self.doctor is not None:

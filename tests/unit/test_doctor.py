@@ -1,11 +1,10 @@
-"""The doctor beside loops that know nothing of it, and its callbacks, driven as their trainers drive them."""
+"""The doctor beside loops that know nothing of it, and beside the trainers of Lightning and Hugging Face."""
 
-import sys
-import types
-
+import lightning
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -153,51 +152,111 @@ def test_every_process_is_recorded_into_one_folder(loop, tmp_path, monkeypatch, 
     assert "process 1 left no record" in caplog.text
 
 
-def test_callback_of_lightning(loop, tmp_path, monkeypatch):
-    """As `Trainer.fit` calls it (Lightning 2): the optimizer's step runs the closure, and nothing calls the module itself."""
-    module = types.ModuleType("lightning.pytorch")
-    module.Callback = type("Callback", (), {})
-    monkeypatch.setitem(sys.modules, "lightning", types.ModuleType("lightning"))
-    monkeypatch.setitem(sys.modules, "lightning.pytorch", module)
-    model, loader, optimizer = loop
-    callback = doctor.lightning(tmp_path)
-    assert isinstance(callback, module.Callback)
-    model.train()
-    callback.on_train_start(None, model)
-    for number, (images, labels) in enumerate(loader):
-        callback.on_train_batch_start(None, model, images, number)
+class LightningModel(lightning.LightningModule):
+    """The model and the loop of the other tests, as Lightning wants them."""
 
-        def closure(images=images, labels=labels):
-            loss = F.cross_entropy(model.forward(images), labels)
-            callback.on_before_backward(None, model, loss)
-            optimizer.zero_grad()
-            loss.backward()
-            return loss
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
 
-        optimizer.step(closure)
-    callback.on_train_end(None, model)
+    def training_step(self, batch, _index):
+        images, labels = batch
+        return F.cross_entropy(self.model(images), labels)
+
+    def validation_step(self, batch, _index):
+        images, labels = batch
+        self.log("val_loss", F.cross_entropy(self.model(images), labels))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def lightning_trainer(tmp_path, **options):
+    return lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        callbacks=[doctor.lightning(tmp_path)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+THEIR_WARNINGS = pytest.mark.filterwarnings(
+    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning", "ignore:.*LeafSpec:FutureWarning"
+)
+
+
+@THEIR_WARNINGS
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_lightnings_trainer(loop, tmp_path, accumulate):
+    model, loader, _ = loop
+    fitting = lightning_trainer(tmp_path, accumulate_grad_batches=accumulate, gradient_clip_val=1.0)
+    fitting.fit(LightningModel(model), loader, loader)
     [rank] = recorded(tmp_path).ranks
-    assert len(rank.steps["step"]) == 12
+    assert len(rank.steps["step"]) == 2 * 12 // accumulate
+    assert rank.record.steps.images == 2 * 96
     for name in ("data", "forward", "backward", "optimizer"):
         assert (rank.steps[name] > 0).all(), name
-    callback.on_exception(None, model, ValueError())  # after the end it changes nothing
 
 
-def test_callback_of_transformers(loop, tmp_path):
-    """As `transformers.Trainer` calls it, through its own handler of callbacks."""
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-    from transformers.trainer_callback import CallbackHandler
+@THEIR_WARNINGS
+def test_lightnings_trainer_that_fails(loop, tmp_path):
+    model, loader, _ = loop
 
-    model, loader, optimizer = loop
-    handler = CallbackHandler([doctor.hugging_face(tmp_path)], model, None, optimizer, None)
-    state, control = TrainerState(), TrainerControl()
-    arguments = TrainingArguments.__new__(TrainingArguments)  # which needs accelerate to be made
-    model.train()
-    control = handler.on_train_begin(arguments, state, control)
-    train(model, loader, optimizer)
-    state.global_step = 12
-    handler.on_log(arguments, state, control, {"loss": 0.5, "epoch": 1.0})
-    handler.on_train_end(arguments, state, control)
+    class Failing(LightningModel):
+        def training_step(self, batch, index):
+            if index == 5:
+                raise ValueError("no more")
+            return super().training_step(batch, index)
+
+    with pytest.raises(ValueError, match="no more"):
+        lightning_trainer(tmp_path).fit(Failing(model), loader)
+    [rank] = recorded(tmp_path).ranks
+    assert len(rank.steps["step"]) == 5
+    assert "no more" in rank.record.failed
+
+
+class HuggingFaceModel(nn.Module):
+    """The same, as Hugging Face's Trainer wants it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images, labels):
+        logits = self.model(images)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+@pytest.mark.parametrize(("accumulate", "evaluation"), [(1, "no"), (2, "epoch"), (1, "steps")])
+def test_hugging_faces_trainer(loop, tmp_path, accumulate, evaluation):
+    """Accelerate loads a batch ahead, and after an evaluation the model is set to training when the next batches are there."""
+    model, loader, _ = loop
+    data = [{"images": images, "labels": labels} for images, labels in loader.dataset]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "out"),
+        num_train_epochs=2,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=accumulate,
+        eval_strategy=evaluation,
+        eval_steps=5,
+        logging_steps=3,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    callback = doctor.hugging_face(tmp_path)
+    transformers.Trainer(
+        HuggingFaceModel(model), arguments, train_dataset=data, eval_dataset=data, callbacks=[callback]
+    ).train()
     training = recorded(tmp_path)
-    assert len(training.ranks[0].steps["step"]) == 12
-    assert training.metrics["loss"].values.tolist() == [0.5]
+    [rank] = training.ranks
+    steps = 2 * 12 // accumulate
+    assert len(rank.steps["step"]) == steps
+    for name in ("forward", "backward", "optimizer"):
+        assert (rank.steps[name] > 0).all(), name
+    assert len(training.metrics["loss"].values) == steps // 3
