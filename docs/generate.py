@@ -123,6 +123,12 @@ def _is_shared(setting: str, meaning: str) -> bool:
 
 def _shared(placeholder: str) -> str:
     title, declared, prefixes = _SHARED[placeholder]
+    names = ", ".join(f"`{prefix}`" for prefix in prefixes)
+    if placeholder == "STAGE":
+        own = ", ".join(f"`{field}`" for field in declared.model_fields)
+        return (
+            f"\n### {title}\n\n{names} have {own} of their own, which without a value are those of `run` and `data`.\n"
+        )
     defaults = {
         prefix: {
             name.removeprefix(f"{prefix}."): default
@@ -138,7 +144,6 @@ def _shared(placeholder: str) -> str:
         for name, _, values, meaning in config.walk(declared)
         if values != "group" or defaults[prefixes[0]].get(name) is not None
     ]
-    names = ", ".join(f"`{prefix}`" for prefix in prefixes)
     return "\n".join([f"\n### {title}\n", f"`{placeholder}` stands for {names}.\n", *_TABLE_HEAD, *rows, ""])
 
 
