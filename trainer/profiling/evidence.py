@@ -182,6 +182,10 @@ class ContextRecord(StrictModel):
     """Temperature, as text -> mean probability of the classes that the teacher's recorded outputs hold."""
 
 
+READ = "aten::_local_scalar_dense"
+"""What torch calls the reading of a value: `.item()`, `float()`, an `if` on a tensor."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Operator:
     """All calls of one operator or kernel within the window."""
@@ -190,7 +194,7 @@ class Operator:
     kind: Literal["operator", "kernel"]
     """`operator`: called on the host; `kernel`: what ran on the device (its time is also counted with the operator that called it)."""
     category: Category
-    calls: int
+    calls: int  # of `READ`, without those that load a batch, from the host's memory
     self_cpu_ms: float  # time on the host, without the operators that it calls
     self_device_ms: float  # time on the device of the kernels that it started itself
     flops: float = 0.0  # operations of its calls in the first window; 0 where it is not known

@@ -7,16 +7,17 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from trainer.profiling import operator_trace
-from trainer.profiling.evidence import Category, Operator, OperatorTable
+from trainer.profiling.evidence import READ, Category, Operator, OperatorTable
 from trainer.profiling.operator_trace import Work
+from trainer.profiling.timeline import ANNOTATION
 
-_OUTLINE = re.compile(r"^ProfilerStep|^\[pytorch\|profiler\]|^\[memory\]")
+_OUTLINE = re.compile(rf"^ProfilerStep|^\[pytorch\|profiler\]|^\[memory\]|^{ANNOTATION}")
 
 _CATEGORIES: Mapping[Category, str] = {
     "communication": r"c10d|gloo|nccl|all_?reduce|all_?gather|reduce_scatter|broadcast_|DistributedDataParallel",
@@ -99,13 +100,16 @@ class OperatorWindows:
                 continue
             if kind == "kernel" and row.is_user_annotation:
                 continue  # the span of an operator's kernels on the device, which are there themselves
+            calls = int(row.count)
+            if name == READ:
+                calls -= sum(_is_of_a_batch(event) for event in profiled.events() or () if event.name == READ)
             known = self._operators.get((kind, name))
             work = works.get(name, Work()) if kind == "operator" else Work()
             self._operators[kind, name] = Operator(
                 name=name,
                 kind=kind,
                 category=category_of(name),
-                calls=int(row.count) + (known.calls if known else 0),
+                calls=calls + (known.calls if known else 0),
                 self_cpu_ms=cpu_ms + (known.self_cpu_ms if known else 0.0),
                 self_device_ms=device_ms + (known.self_device_ms if known else 0.0),
                 flops=work.flops or (known.flops if known else 0.0),
@@ -148,6 +152,13 @@ class OperatorWindows:
             self.missing = f"torch.profiler gave no result: {error}"
             return None
         return profiled
+
+
+def _is_of_a_batch(event: Any) -> bool:
+    """Return whether something was called while a batch was loaded, from the host's memory and files."""
+    while event is not None and event.name != f"{ANNOTATION}data":
+        event = event.cpu_parent
+    return event is not None
 
 
 def category_of(name: str) -> Category:

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.profiler import record_function
 
 from trainer.devices.torch_private import BACKWARD_THREAD
 from trainer.profiling.evidence import BETWEEN, OTHER, PHASES, SPAN_COLUMNS, STEP_COLUMNS, phase_of
@@ -41,6 +42,9 @@ from trainer.profiling.series import ThinnedTable
 if TYPE_CHECKING:
     from trainer.profiling.operator_windows import OperatorWindows
     from trainer.profiling.xla_counters import XlaCounters
+
+ANNOTATION = "span "
+"""What the name of a range of a step begins with in a trace of its operators."""
 
 
 class HostClock:
@@ -224,6 +228,7 @@ class Timeline:
         self._pending: deque[_Segment] = deque()
         self._segment: _Segment | None = None
         self._open: list[int] = []
+        self._annotations: list[record_function] = []  # open ranges of a step whose operators are recorded
         self._thread_read: tuple[int, int, float] = (-_SAME_MOMENT_NS, 0, math.nan)
         """When the thread's times were read, and nanoseconds that it has computed, and waited for a core."""
         self._schedstats: list[int] = []
@@ -339,6 +344,9 @@ class Timeline:
             segment.owners.append(column)
             if column in _ON_HOST:
                 self._count_thread(segment, column, -1)
+            if segment.profiled:
+                self._annotations.append(record_function(ANNOTATION + name))
+                self._annotations[-1].__enter__()
         else:
             column = self._outside_index(name)
             if not self._open:
@@ -350,6 +358,8 @@ class Timeline:
         segment = self._segment or self._current()
         column = self._open.pop()
         if segment.step >= 0:
+            if segment.profiled:
+                self._annotations.pop().__exit__(None, None, None)
             segment.marks.append(self.clock.mark())
             segment.owners.append(self._open[-1] if self._open else _OTHER_COLUMN)
             if column in _ON_HOST:

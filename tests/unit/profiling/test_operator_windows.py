@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gzip
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +9,9 @@ import torch
 from torch import nn
 from torch.profiler import profile
 
+from trainer.profiling.evidence import READ
 from trainer.profiling.operator_windows import OperatorWindows, category_of
+from trainer.profiling.timeline import ANNOTATION, HostClock, Timeline
 
 CPU = torch.device("cpu")
 
@@ -82,6 +86,27 @@ def test_reading_a_value_back_is_seen() -> None:
     assert windows.table is not None
     calls = {row.name: row.calls for row in windows.table.operators}
     assert calls["aten::_local_scalar_dense"] == 1
+
+
+def test_reads_that_load_a_batch_do_not_count_and_ranges_are_in_the_trace() -> None:
+    """The samples of a data set lie on the host: reading them never waits for a device."""
+    windows = OperatorWindows((0,), 1, CPU)
+    timeline = Timeline(HostClock(), windows=windows)
+    timeline.start()
+    numbers = torch.arange(5)
+    with timeline.step(0):
+        with timeline.span("data"):
+            labels = [int(number) for number in numbers]
+        with timeline.span("forward"), timeline.span("attention"):
+            numbers.sum().item()
+    timeline.finish()
+    assert labels == [0, 1, 2, 3, 4]
+    assert windows.table is not None
+    calls = {row.name: row.calls for row in windows.table.operators}
+    assert calls[READ] == 1
+    assert not [name for name in calls if name.startswith(ANNOTATION)]
+    named = {event["name"] for event in json.loads(gzip.decompress(windows.trace))["traceEvents"]}
+    assert named >= {f"{ANNOTATION}data", f"{ANNOTATION}forward", f"{ANNOTATION}attention"}
 
 
 def averaged(key: str, device: str, *, annotation: bool) -> SimpleNamespace:

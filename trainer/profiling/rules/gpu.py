@@ -10,7 +10,7 @@ import numpy as np
 from trainer.config import rules
 from trainer.config.loss_terms import RECORDED_BY, RECORDED_VIEWS
 from trainer.io import formatting
-from trainer.profiling.evidence import TransferRecord, is_core, phase_shares
+from trainer.profiling.evidence import READ, TransferRecord, is_core, phase_shares
 from trainer.profiling.rules.compared_steps import IGNORED, XLA_DEBUG, Steps, winsorized_mean, within_steps
 from trainer.profiling.rules.lifecycle import UnevenSteps
 from trainer.profiling.rules.loading import CoresOversubscribed, CpuBottleneck, IoBottleneck, LoaderWorkers
@@ -31,8 +31,6 @@ from trainer.profiling.series import Series
 FEWEST_SAMPLES = 20  # fewer samples of the system may be an exception
 _FEWEST_COUNTED = 10  # fewer steps with counted transfers may be an exception
 _WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-_READ = "aten::_local_scalar_dense"
-"""What torch calls the reading of a value: `.item()`, `float()`, an `if` on a tensor."""
 _KEEP_ON_DEVICE = (
     "Look for .item(), float(), print or an if on a tensor in the objective and the model; keep values on the device and read them every "
     "log_every steps"
@@ -223,7 +221,7 @@ class HostSyncs(SystemRule, rules.HostSyncsThresholds):
             return NotJudged(
                 "no measurement of the weights shows how many values the optimizer reads, as it would on a CPU"
             )
-        names = _WAITING_CALLS if on_gpu else (_READ,)
+        names = _WAITING_CALLS if on_gpu else (READ,)
         reads = sum(operator.calls for operator in table.operators if operator.name in names) / table.steps
         if not on_gpu:
             # torch itself reads AdamW's step count of each tensor and, in DistributedDataParallel, whether it was used
@@ -263,20 +261,20 @@ class HostSyncs(SystemRule, rules.HostSyncsThresholds):
         summary = f"In {share:.0%} of the steps values come from the device"
         if share <= limit:
             return Healthy(f"{summary}.")
-        at, reads = numbers[values > 0], record.fallbacks.get(_READ)
-        lacking = sorted((name for name in record.fallbacks if name != _READ), key=lambda name: -record.fallbacks[name])
+        at, reads = numbers[values > 0], record.fallbacks.get(READ)
+        lacking = sorted((name for name in record.fallbacks if name != READ), key=lambda name: -record.fallbacks[name])
         debug = XLA_DEBUG.format("asked for each execution")
         on_host, saving = "", None
         if lacking:
             calls = [f"{name} ({record.fallbacks[name]} calls)" for name in lacking]
-            read = f"; single values were read {reads} times ({_READ})" if reads else ""
+            read = f"; single values were read {reads} times ({READ})" if reads else ""
             on_host = f" {listed(calls)} ran on the host{read}."
             advice = (
                 f"XLA has no {listed(lacking)}: write it with operators that XLA has, or let it run on the host before the batch is "
                 "sent."
             )
         elif reads:
-            on_host = f" Single values were read {reads} times ({_READ})."
+            on_host = f" Single values were read {reads} times ({READ})."
             advice = f"{_KEEP_ON_DEVICE}; {debug}."
         else:
             advice = (

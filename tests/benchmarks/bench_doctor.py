@@ -1,0 +1,222 @@
+"""What the doctor finds in public training scripts that are healthy: `python tests/benchmarks/bench_doctor.py FOLDER --photos PHOTOS`.
+
+FOLDER has clones of what the scripts below come from:
+
+    git clone https://github.com/pytorch/examples
+    git clone https://github.com/huggingface/pytorch-image-models timm
+    git clone https://github.com/huggingface/accelerate
+    git clone https://github.com/Lightning-AI/pytorch-lightning lightning        # whose examples need jsonargparse
+
+Each script runs with the doctor's two lines and is otherwise as published, but that MNIST is the digits of scikit-learn, enlarged, that
+photos are your own, and that no network starts from weights of the internet (`replaced`). What the rules find is printed, for a person to
+judge: what is no fault of the script is a false alarm. Beside other work, rules on the use of the machine find that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+
+ROOT = Path(__file__).resolve().parents[2]
+ATTACH = "from trainer import doctor; doctor.attach({model}, {place!r})"
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script, where the two lines go, and how it is called."""
+
+    path: str
+    after: str
+    """Regular expression of the line after which the two lines go; group 1 is its indent."""
+    arguments: tuple[str, ...] = ()
+    model: str = "model"
+    replaced: dict[str, str] = field(default_factory=dict)
+    """What cannot be had without the internet -> what takes its place."""
+    callback: str = ""
+    """Of Lightning, in place of the two lines: an argument of its command line."""
+
+
+_MADE = r"^( *)model = \w+\(\)\.to\(device\)$"
+_PREPARED = r"^( *)\)$(?=\n\n *# Now we train the model|\n\n *# We need to keep track)"
+_NO_WEIGHTS = {"pretrained=True": "pretrained=False"}
+_THEIR_MNIST = {"from lightning.pytorch.demos.mnist_datamodule import MNIST": "from torchvision.datasets import MNIST"}
+SCRIPTS = {
+    "examples/mnist": Script("examples/mnist/main.py", _MADE, ("--epochs", "2")),
+    "examples/mnist_rnn": Script("examples/mnist_rnn/main.py", _MADE, ("--epochs", "2")),
+    "examples/siamese_network": Script("examples/siamese_network/main.py", _MADE, ("--epochs", "1")),
+    "examples/vae": Script("examples/vae/main.py", r"^()model = VAE\(\)\.to\(device\)$", ("--epochs", "2")),
+    "examples/imagenet": Script(
+        "examples/imagenet/main.py",
+        r"^( *)model = models\.__dict__\[args\.arch\]\(\)$",
+        ("{photos}", "--arch", "resnet18", "--epochs", "2", "--batch-size", "32", "--workers", "1"),
+    ),
+    "examples/dcgan": Script(
+        "examples/dcgan/main.py",
+        r"^()print\(netD\)$",
+        ("--dataset", "folder", "--dataroot", "{photos}/train", "--niter", "5", "--batchSize", "32", "--workers", "1"),
+        model="netD",
+    ),
+    "timm/train.py": Script(
+        "timm/train.py",
+        r"^( *)results = \[\]$",
+        (
+            *(
+                "--data-dir",
+                "{photos}",
+                "--train-split",
+                "train",
+                "--val-split",
+                "val",
+                "--model",
+                "vit_tiny_patch16_224",
+            ),
+            *("--img-size", "64", "--model-kwargs", "img_size=64", "--num-classes", "{classes}", "--batch-size", "16"),
+            *(
+                "--epochs",
+                "8",
+                "--workers",
+                "1",
+                "--device",
+                "cpu",
+                "--lr",
+                "5e-4",
+                "--opt",
+                "adamw",
+                "--no-prefetcher",
+            ),
+        ),
+    ),
+    "accelerate/cv_example": Script(
+        "accelerate/examples/cv_example.py", _PREPARED, ("--data_dir", "{flat}", "--cpu"), replaced=_NO_WEIGHTS
+    ),
+    "accelerate/complete_cv_example": Script(
+        "accelerate/examples/complete_cv_example.py", _PREPARED, ("--data_dir", "{flat}", "--cpu"), replaced=_NO_WEIGHTS
+    ),
+    "lightning/autoencoder": Script(
+        "lightning/examples/pytorch/basics/autoencoder.py",
+        r"^( *)cli_lightning_logo\(\)$",
+        ("--trainer.max_epochs=2", "--trainer.limit_train_batches=300", "--trainer.accelerator=cpu"),
+        replaced=_THEIR_MNIST,
+        callback='trainer_defaults={"callbacks": ImageSampler()',
+    ),
+    "lightning/backbone_image_classifier": Script(
+        "lightning/examples/pytorch/basics/backbone_image_classifier.py",
+        r"^( *)cli_lightning_logo\(\)$",
+        ("--trainer.max_epochs=2", "--trainer.limit_train_batches=300", "--trainer.accelerator=cpu"),
+        replaced=_THEIR_MNIST,
+        callback="seed_everything_default=1234",
+    ),
+}
+
+
+def write_mnist(root: Path, count: int) -> None:
+    """Write enlarged digits as MNIST's files: 28 x 28 pixels, moved by up to three of them."""
+    digits = load_digits()
+    draw = np.random.default_rng(0)
+    images = F.interpolate(torch.from_numpy(digits.images)[:, None].float(), size=22, mode="bilinear")[:, 0]
+    images = (images * (255 / 16)).clamp(0, 255).byte().numpy()
+    root.mkdir(parents=True)
+    for name, rows in (("train", count), ("t10k", count // 6)):
+        chosen = draw.integers(len(images), size=rows)
+        out = np.zeros((rows, 28, 28), dtype=np.uint8)
+        for row, (index, top, left) in enumerate(zip(chosen, *draw.integers(0, 7, size=(2, rows)), strict=True)):
+            out[row, top : top + 22, left : left + 22] = images[index]
+        labels = digits.target[chosen].astype(np.uint8)
+        for kind, magic, data in (("images-idx3", (2051, rows, 28, 28), out), ("labels-idx1", (2049, rows), labels)):
+            content = np.array(magic, dtype=">i4").tobytes() + data.tobytes()
+            (root / f"{name}-{kind}-ubyte").write_bytes(content)
+            (root / f"{name}-{kind}-ubyte.gz").write_bytes(gzip.compress(content, 1))
+
+
+def link_photos(photos: Path, folder: Path, per_class: int) -> int:
+    """Link photos as ImageFolder wants them, `train/CLASS` and `val/CLASS`, and as `flat/CLASS_1.jpg`; returns the number of classes."""
+    classes = sorted(path for path in photos.iterdir() if path.is_dir())
+    (folder / "flat").mkdir(parents=True)
+    for one in classes:
+        for number, photo in enumerate(sorted(one.iterdir())[:per_class]):
+            place = folder / "photos" / ("val" if number % 5 == 0 else "train") / one.name
+            place.mkdir(parents=True, exist_ok=True)
+            (place / photo.name).symlink_to(photo.resolve())
+            (folder / "flat" / f"{one.name.replace('_', '-')}_{number}.jpg").symlink_to(photo.resolve())
+    return len(classes)
+
+
+def run(name: str, script: Script, clones: Path, work: Path, classes: int) -> list[str]:
+    """Run a script with the two lines; returns what was found."""
+    source, place = clones / script.path, work / "profiles" / name.replace("/", "-")
+    text = source.read_text()
+    for old, new in script.replaced.items():
+        assert old in text, f"{source}: {old} is not there any more"
+        text = text.replace(old, new)
+    if script.callback:
+        given = f"doctor.lightning({str(place)!r})"
+        assert script.callback in text, f"{source}: {script.callback} is not there any more"
+        if "callbacks" in script.callback:
+            text = text.replace("ImageSampler(),", f"[ImageSampler(), {given}],")
+        else:
+            text = text.replace(script.callback, f'{script.callback}, trainer_defaults={{"callbacks": {given}}}')
+        text = text.replace("\nimport torch\n", "\nimport torch\nfrom trainer import doctor\n", 1)
+    else:
+        text, count = re.subn(
+            script.after,
+            lambda line: f"{line[0]}\n{line[1]}{ATTACH.format(model=script.model, place=str(place))}",
+            text,
+            count=1,
+            flags=re.MULTILINE,
+        )
+        assert count, f"{source}: no line matches {script.after}"
+    folder = work / "scripts" / name / "here" / "it" / "runs"
+    (folder / "results").mkdir(parents=True)
+    for near in (folder.parent, folder.parent.parent):  # where the scripts look for MNIST
+        (near / "data").symlink_to(work / "data")
+        (near / "Datasets").symlink_to(work / "data")
+    (folder / "main.py").write_text(text)
+    values = {"photos": work / "photos", "flat": work / "flat", "classes": classes}
+    command = [sys.executable, "main.py", *(argument.format(**values) for argument in script.arguments)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return [f"FAILED: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"]
+    training = json.loads((place / "report" / "summary.json").read_text())["training"]
+    findings = json.loads((place / "report" / "findings.json").read_text())
+    found = [f"{training['steps']} steps of {training['step_ms']['p50']:.1f} ms"]
+    for one in findings if isinstance(findings, list) else findings["findings"]:
+        if one["outcome"] == "Finding":
+            found.append(f"{one['rule']}: {json.dumps(one['told'])[:600]}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("clones", type=Path, metavar="FOLDER")
+    parser.add_argument("--photos", type=Path, required=True, help="a folder a class")
+    parser.add_argument("--per-class", type=int, default=60, help="photos of a class (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), metavar="NAME")
+    parser.add_argument("--output", type=Path, help="keep the pages there")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        write_mnist(work / "data" / "MNIST" / "raw", 60_000)
+        classes = link_photos(arguments.photos, work, arguments.per_class)
+        for name in arguments.only:
+            print(name, *run(name, SCRIPTS[name], arguments.clones, work, classes), sep="\n    ", flush=True)
+        if arguments.output:
+            shutil.copytree(work / "profiles", arguments.output, dirs_exist_ok=True)
+
+
+if __name__ == "__main__":
+    main()
