@@ -182,6 +182,8 @@ class ContextRecord(StrictModel):
     """Temperature, as text -> mean probability of the classes that the teacher's recorded outputs hold."""
 
 
+ANNOTATION = "span "
+"""What the name of a range of a step begins with in a trace of its operators."""
 READ = "aten::_local_scalar_dense"
 """What torch calls the reading of a value: `.item()`, `float()`, an `if` on a tensor."""
 

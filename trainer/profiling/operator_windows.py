@@ -13,9 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from trainer.profiling import operator_trace
-from trainer.profiling.evidence import READ, Category, Operator, OperatorTable
+from trainer.profiling.evidence import ANNOTATION, READ, Category, Operator, OperatorTable
 from trainer.profiling.operator_trace import Work
-from trainer.profiling.timeline import ANNOTATION
 
 _OUTLINE = re.compile(rf"^ProfilerStep|^\[pytorch\|profiler\]|^\[memory\]|^{ANNOTATION}")
 

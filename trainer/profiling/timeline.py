@@ -36,15 +36,12 @@ import torch
 from torch.profiler import record_function
 
 from trainer.devices.torch_private import BACKWARD_THREAD
-from trainer.profiling.evidence import BETWEEN, OTHER, PHASES, SPAN_COLUMNS, STEP_COLUMNS, phase_of
+from trainer.profiling.evidence import ANNOTATION, BETWEEN, OTHER, PHASES, SPAN_COLUMNS, STEP_COLUMNS, phase_of
 from trainer.profiling.series import ThinnedTable
 
 if TYPE_CHECKING:
     from trainer.profiling.operator_windows import OperatorWindows
     from trainer.profiling.xla_counters import XlaCounters
-
-ANNOTATION = "span "
-"""What the name of a range of a step begins with in a trace of its operators."""
 
 
 class HostClock:

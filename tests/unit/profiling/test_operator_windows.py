@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.profiler import profile
 
-from trainer.profiling.evidence import READ
+from trainer.profiling.evidence import ANNOTATION, READ
 from trainer.profiling.operator_windows import OperatorWindows, category_of
-from trainer.profiling.timeline import ANNOTATION, HostClock, Timeline
+from trainer.profiling.timeline import HostClock, Timeline
 
 CPU = torch.device("cpu")
 
