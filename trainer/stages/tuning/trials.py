@@ -35,7 +35,7 @@ from trainer.stages.tuning.tuning_schema import Candidate, Trial
 from trainer.training import loader_workers
 from trainer.training.checkpointing import save
 from trainer.training.checkpoints import Checkpoints
-from trainer.training.classification import validate
+from trainer.training.classification import ValidationBatches, validate
 from trainer.training.loader_workers import LoadingTime, measure_loading
 from trainer.training.loop import Hook, Trainer
 from trainer.training.metric_logger import MetricLogger
@@ -371,9 +371,12 @@ def measure_training(
         logger.warning("%s  %s", training.name, what)
     split, workers, validations = training.val_split, trainer.loader.workers or 0, [0.0]
     if split is not None:
-        validated = partial(validate, trainer.result, split, processes, training.settings, workers=workers)
-        passes = 2 if processes.device.is_lazy else 1  # the first one compiles, too
-        validations = [_timed(processes, validated) for _ in range(passes)]
+        with closing(ValidationBatches(split, processes, training.settings, workers)) as batches:
+            validated = partial(validate, trainer.result, batches)
+            passes = (
+                2 if processes.device.is_lazy or (workers and not split.in_memory) else 1
+            )  # the first one compiles, or starts processes
+            validations = [_timed(processes, validated) for _ in range(passes)]
     checkpoint_s = 0.0
     if settings.checkpoint_every:
         checkpoint_s = _timed(processes, lambda: save(trainer, checkpoints, timer.steps))
