@@ -69,7 +69,8 @@ class Prefetcher:
             sent = _moved(batch, lambda tensor: to_device(tensor, place))
             if sent.lengths is not None:  # the loader left the stored images encoded
                 sent = sent._replace(images=decode_jpegs(batch.images, sent.lengths, place), lengths=None)
-                keep_until_copied(batch.images)
+                if self._stream is not None:
+                    keep_until_copied(batch.images)
             self._sent = sent
 
     def drop(self, count: int) -> None:
