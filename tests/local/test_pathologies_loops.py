@@ -10,7 +10,7 @@ from torch import nn
 
 import trainer
 from tests.pathologies import RULES, judged
-from trainer import api
+from trainer import doctor
 from trainer.config import EvidenceSettings
 from trainer.profiling.evidence_files import read_evidence
 from trainer.profiling.rules.outcomes import Finding, Healthy, TrainingRule
@@ -22,7 +22,7 @@ LEARNING = {rule.name for rule in TrainingRule.__subclasses__()}
 def many_looks(monkeypatch):
     """A loop of a second would afford one look at its weights and layers."""
     looks = partial(EvidenceSettings, tensors_every=5, tensors_budget=1.0, operators_steps=0, system_interval_s=0.05)
-    monkeypatch.setattr(api, "EvidenceSettings", looks)
+    monkeypatch.setattr(doctor, "EvidenceSettings", looks)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trainer
-from trainer import api, doctor
+from trainer import doctor
 from trainer.io.errors import SettingsError
 from trainer.profiling.evidence_files import read_evidence
 
@@ -130,7 +130,7 @@ def test_wrapped_models_and_closures(loop, tmp_path):
 
 def test_every_process_is_recorded_into_one_folder(loop, tmp_path, monkeypatch, caplog):
     model, loader, _ = loop
-    monkeypatch.setattr(api, "_RANKS_WAIT_S", 0.2)
+    monkeypatch.setattr(doctor, "_RANKS_WAIT_S", 0.2)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for second in (True, False):
         monkeypatch.setenv("RANK", "0")

@@ -29,7 +29,7 @@ def here() -> dict[str, str]:
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "version": sys.modules[
             "trainer"
-        ].__version__,  # an import would close a circle: the package offers `trainer.api`
+        ].__version__,  # an import would close a circle: the package offers names of modules above
         "commit": commit(),
         "code": artifacts.code_version(),
         "machine": f"{processor_name()}, {usable_cores()} cores",
