@@ -76,7 +76,7 @@ from trainer.io import limits, local_files
 from trainer.io.base_models import Section, explain, meanings, merge, nearest, texts
 from trainer.io.errors import ObjectNotFoundError, SettingsError, StorageError
 
-OPTIMIZATION = "KUBEFLOW_OPT_"
+OPTIMIZATION = "KUBEFLOW_TRAINER_OPT_"
 """What the names of the variables begin with in which Kubeflow Trainer hands a trial its parameters (its KEP 2605)."""
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -235,7 +235,7 @@ def distill_with(distill: DistillSettings, given: Mapping[str, Any]) -> DistillS
 def parameters_of_trial(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings that an OptimizationJob of Kubeflow Trainer gives to a trial, by their full names.
 
-    It sets a variable for each: `KUBEFLOW_OPT_DISTILL__DROP_PATH=0.1` is distill.drop_path=0.1.
+    It sets a variable for each: `KUBEFLOW_TRAINER_OPT_DISTILL__DROP_PATH=0.1` is distill.drop_path=0.1.
     """
     given = {
         name.removeprefix(OPTIMIZATION): text for name, text in environment.items() if name.startswith(OPTIMIZATION)

@@ -390,14 +390,14 @@ def test_option_of_command_enables_search(words, space):
 def test_trial_of_an_optimization_job_takes_its_parameters(tmp_path, monkeypatch):
     sections = []
     monkeypatch.setattr(local_run, "run_stage", lambda stage, section, *_, **__: sections.append(section))
-    monkeypatch.setenv("KUBEFLOW_OPT_DISTILL__DROP_PATH", "0.25")
-    monkeypatch.setenv("KUBEFLOW_OPT_DISTILL__LOGIT__LOSS", "dist")
+    monkeypatch.setenv("KUBEFLOW_TRAINER_OPT_DISTILL__DROP_PATH", "0.25")
+    monkeypatch.setenv("KUBEFLOW_TRAINER_OPT_DISTILL__LOGIT__LOSS", "dist")
     places = [
         text for name in ("dataset", "teacher", "student", "evidence") for text in (f"--{name}", str(tmp_path / name))
     ]
     assert cli.main(["stage", "distill", "--recipe", "digits", *places]) == 0
     assert (sections[0]["drop_path"], sections[0]["logit"]["loss"]) == (0.25, "dist")
-    monkeypatch.setenv("KUBEFLOW_OPT_DISTILL__DROPPATH", "0.25")
+    monkeypatch.setenv("KUBEFLOW_TRAINER_OPT_DISTILL__DROPPATH", "0.25")
     assert cli.main(["stage", "distill", "--recipe", "digits", *places]) == EXIT_CODE
 
 

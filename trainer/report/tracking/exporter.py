@@ -1,4 +1,4 @@
-"""The newest measurements of a stage's trainings for Prometheus: `GET /metrics` at the port that `TRAINER_METRICS_PORT` names."""
+"""The newest measurements of a stage's trainings: for Prometheus by `GET /metrics` at a port, and in the status of their TrainJob."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 from trainer.io import host
 from trainer.io.errors import SettingsError
 from trainer.report import tracking
+from trainer.report.tracking import train_job
 from trainer.report.tracking.stage_runs import Tracker
 
 logger = logging.getLogger(__name__)
 
 PORT_VARIABLE = "TRAINER_METRICS_PORT"
+"""Variable that names the port."""
 
 _HELP = {
     "trainer_step": "Step that the newest losses are of, counted from 1.",
@@ -80,6 +82,23 @@ class ExportingTracker(Tracker):
     def keep(self) -> None:
         self._inner.keep()
 
+    def train_job(self) -> Mapping[str, Any]:
+        """Return how far the last training is, with the newest value of each measure, as its TrainJob's status has it."""
+        with self._lock:
+            newest, steps, trainings = dict(self._newest), dict(self._steps), dict(self._trainings)
+        progress = None
+        if trainings:
+            name, last = next(reversed(trainings.items()))
+            done, speed = steps.get(name, last.first_step - 1) + 1, last.images_per_second()
+            left = (last.total_steps - done) * last.images_per_step / speed if speed else None
+            progress = train_job.Progress(done, last.total_steps, left)
+        values = {
+            f"{training}/{measure}": value
+            for (training, measure), value in newest.items()
+            if training and not measure.startswith("finding/")
+        }
+        return train_job.body(progress, values)
+
     def text(self) -> str:
         """Return all measurements in Prometheus' text format."""
         with self._lock:
@@ -120,15 +139,28 @@ def _escaped(text: str) -> str:
 
 @contextmanager
 def exported(tracker: Tracker, stage: str) -> Iterator[Tracker]:
-    """Serve what a tracker gets while the block runs, where `TRAINER_METRICS_PORT` is set; a `SettingsError` if that is no port."""
-    text = os.environ.get(PORT_VARIABLE, "")
-    if not text:
+    """Publish what a tracker gets while the block runs, where `TRAINER_METRICS_PORT` or a TrainJob's variables are set.
+
+    Raises:
+        SettingsError: `TRAINER_METRICS_PORT` is no port.
+    """
+    port, has_status = os.environ.get(PORT_VARIABLE, ""), bool(os.environ.get(train_job.URL))
+    if port and not (port.isdecimal() and 0 < int(port) < 2**16):
+        raise SettingsError(f"{PORT_VARIABLE} must be a port from 1 to 65535, got {port!r}")
+    if not port and not has_status:
         yield tracker
         return
-    if not (text.isdecimal() and 0 < int(text) < 2**16):
-        raise SettingsError(f"{PORT_VARIABLE} must be a port from 1 to 65535, got {text!r}")
     exporting = ExportingTracker(tracker, stage)
+    with ExitStack() as stack:
+        if port:
+            stack.enter_context(_served(exporting, int(port)))
+        if has_status:
+            stack.enter_context(train_job.reported(exporting.train_job))
+        yield exporting
 
+
+@contextmanager
+def _served(exporting: ExportingTracker, port: int) -> Iterator[None]:
     class Handler(BaseHTTPRequestHandler):
         timeout = 10  # of a client that sends nothing
 
@@ -144,15 +176,15 @@ def exported(tracker: Tracker, stage: str) -> Iterator[Tracker]:
             """Print no line for each request."""
 
     try:
-        server = ThreadingHTTPServer(("", int(text)), Handler)
+        server = ThreadingHTTPServer(("", port), Handler)
     except OSError as error:  # a training must not end for lack of a port
-        logger.warning("no metrics for Prometheus: port %s (%s) cannot be opened: %s", text, PORT_VARIABLE, error)
-        yield tracker
+        logger.warning("no metrics for Prometheus: port %s (%s) cannot be opened: %s", port, PORT_VARIABLE, error)
+        yield
         return
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, name="prometheus", daemon=True).start()
     try:
-        yield exporting
+        yield
     finally:
         server.shutdown()
         server.server_close()
