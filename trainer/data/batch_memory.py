@@ -11,7 +11,6 @@ import logging
 import math
 import mmap
 import os
-import tempfile
 import threading
 import weakref
 from multiprocessing import reduction
@@ -39,7 +38,7 @@ class SharedBytes:
     def __init__(self, size: int, descriptor: int | None = None) -> None:
         """Allocate `size` bytes of zeros, or map those of another process."""
         if descriptor is None:
-            descriptor = _anonymous_file()
+            descriptor = os.memfd_create("images")
             os.ftruncate(descriptor, size)
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
@@ -52,13 +51,6 @@ class SharedBytes:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _mapped, (len(self.tensor), reduction.DupFd(self._descriptor))
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("images")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 def _mapped(size: int, sent: Any) -> SharedBytes:

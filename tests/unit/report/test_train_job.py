@@ -119,7 +119,7 @@ def test_a_training_goes_on_without(server, monkeypatch, caplog, tmp_path, fault
 
 def test_what_the_crd_refuses_is_left_out():
     many = {f"distill/measure_{number:03d}": 1.0 for number in range(300)}
-    status = train_job.body(train_job.Progress(7, 0, None), {"x" * 65: 1.0, "inf": math.inf, **many})
+    status = train_job.body(train_job.StepsDone(7, 0, None), {"x" * 65: 1.0, "inf": math.inf, **many})
     assert "progressPercentage" not in status
     assert "estimatedRemainingSeconds" not in status
     assert [one["name"] for one in status["metrics"]] == list(many)[:256]

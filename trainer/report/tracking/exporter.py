@@ -91,7 +91,7 @@ class ExportingTracker(Tracker):
             name, last = next(reversed(trainings.items()))
             done, speed = steps.get(name, last.first_step - 1) + 1, last.images_per_second()
             left = (last.total_steps - done) * last.images_per_step / speed if speed else None
-            progress = train_job.Progress(done, last.total_steps, left)
+            progress = train_job.StepsDone(done, last.total_steps, left)
         values = {
             f"{training}/{measure}": value
             for (training, measure), value in newest.items()

@@ -28,7 +28,7 @@ _TIMEOUT_S = 5.0
 _MOST_METRICS, _LONGEST = 256, 64  # of the CRD: metrics, and letters of a name or a value
 
 
-class Progress(NamedTuple):
+class StepsDone(NamedTuple):
     """How far a training is."""
 
     steps: int  # done
@@ -36,7 +36,7 @@ class Progress(NamedTuple):
     seconds_left: float | None  # None where the speed is not known
 
 
-def body(progress: Progress | None, values: Mapping[str, float]) -> dict[str, Any]:
+def body(progress: StepsDone | None, values: Mapping[str, float]) -> dict[str, Any]:
     """Return the fields of TrainerStatus but the time; what is not finite is left out."""
     status: dict[str, Any] = {}
     if progress is not None and progress.total_steps:
