@@ -5,8 +5,8 @@ import json
 import pytest
 
 from components.launch.job_manifest import BACKENDS
-from tests.cluster.conftest import eventually, installed, kubectl, objects, pool
-from tests.cluster.faults import registered
+from tests.cluster.conftest import LONG, eventually, installed, kubectl, objects, pool
+from tests.cluster.faults import KILL, execute, registered
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600, func_only=True)]
 QUEUE = "vit-distillation"
@@ -40,6 +40,27 @@ def test_a_run_of_train_jobs(run_pipeline, uncached, mlflow):
     assert run.exit_code == 0, run.output
     jobs = objects("trainjobs", f"vit-distillation/run={run.id}")
     assert {job["metadata"]["labels"]["vit-distillation/stage"] for job in jobs} == {"pretrain", "distill"}
+    assert len(registered(mlflow, run)) == 1
+
+
+def test_a_train_job_with_retries_goes_on_after_a_killed_process(run_pipeline, uncached, mlflow):
+    """The failure policy of our runtime's JobSet starts both pods again, and the training resumes from its checkpoint."""
+    need("trainingruntimes.trainer.kubeflow.org")
+    with pool(backend="trainjob", retries=2) as name:
+        run = run_pipeline(f"{uncached} distill.checkpoint_every=50", length=LONG, pool=name, wait=False)
+        ours = f"vit-distillation/run={run.id},vit-distillation/stage=distill"
+
+        def training():
+            logs = kubectl("logs", "--selector", ours, "--container=node", "--tail=-1", check=False)
+            return " step " in logs and [pod for pod in objects("pods", ours) if pod["status"]["phase"] == "Running"]
+
+        first, *_ = eventually(training, seconds=2400, what="the student learns")
+        execute(first, "node", KILL)
+        assert run.wait().exit_code == 0, run.output
+    (job,) = objects("trainjobs", ours)
+    (jobs,) = [one for one in objects("jobsets.jobset.x-k8s.io") if one["metadata"]["name"] == job["metadata"]["name"]]
+    assert jobs["status"]["restarts"] == 1
+    assert "resuming after step" in run.logs()
     assert len(registered(mlflow, run)) == 1
 
 
