@@ -409,6 +409,16 @@ def test_own_space_lies_around_the_recipe():
         assert dimension.holds(config.setting_of(settings.distill, name)), name
 
 
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+def test_a_choice_is_the_same_number_however_it_is_written(inputs, tmp_path, sampler):
+    """The recipe has 2.0, the space 2."""
+    space = SPACE | {"distill.logit.temperature": "choice(1, 2, 4)"}
+    own = ["distill.logit.temperature=2.0"]
+    found = search(inputs, tmp_path / "search", Trainings(), space=space, sampler=sampler, overrides=own)
+    assert found.trials[0].values["distill.logit.temperature"] == 2
+    assert {one.values["distill.logit.temperature"] for one in found.trials} == {1, 2, 4}
+
+
 def test_choices_may_be_groups_of_settings(inputs, tmp_path):
     small, large = ({"architecture": "vit_tiny_patch16_224", "args": {"depth": depth}} for depth in (1, 2))
     space = {

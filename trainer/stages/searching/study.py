@@ -96,8 +96,10 @@ def _distribution(dimension: Dimension) -> BaseDistribution:
 
 
 def _internal(dimension: Dimension, value: Any) -> Any:
-    """Return a value as Optuna keeps it: of a choice, which may be a group of settings, its text."""
-    return canonical_json(value) if dimension.kind == "choice" else value
+    """Return a value as Optuna keeps it: of a choice, which may be a group of settings, the text of the option that equals it."""
+    if dimension.kind != "choice":
+        return value
+    return canonical_json(next(one for one in dimension.options if one == value))  # a recipe's 2.0 is the option 2
 
 
 def _option(dimension: Dimension, value: Any) -> Any:
