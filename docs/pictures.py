@@ -3,7 +3,7 @@
 python docs/pictures.py RUN                       README.md's report
 python docs/pictures.py docs/experiments.md       README.md's curves: accuracy against labels, of the page's table
 python docs/pictures.py BEFORE AFTER              parts of two runs' reports, and their comparison
-python docs/pictures.py RUN_ID --kubeflow URL     that of docs/cluster.md: a run that has ended, in the UI at this address
+python docs/pictures.py RUN_ID --kubeflow URL     those of docs/cluster.md: a run that has ended, in the UI at this address
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageChops
 
@@ -120,13 +121,13 @@ def parts(before: ComparedRun, after: ComparedRun) -> Mapping[str, list[Block | 
     return shown
 
 
-def kubeflow_picture(ui: str, run: str, file: Path) -> None:
-    """Draw the graph of a run in Kubeflow's UI into a PNG file."""
+def kubeflow_pictures(ui: str, run: str, folder: Path) -> None:
+    """Draw a run in Kubeflow's UI: its graph into `run.png`, the page of the profile beside it into `artifact.png`."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=browser(), args=["--no-sandbox"])
-        page = opened.new_page(viewport={"width": 1500, "height": 900})
+        page = opened.new_page(viewport={"width": 2300, "height": 1060})  # smaller the UI does not draw the graph
         page.goto(f"{ui}/#/runs/details/{run}", wait_until="networkidle")
         page.wait_for_timeout(SETTLED_MS)
         for text in ("Distillation", "Open Sub-DAG"):
@@ -135,7 +136,12 @@ def kubeflow_picture(ui: str, run: str, file: Path) -> None:
         page.locator(".react-flow__controls-fitview").click()
         page.wait_for_timeout(SETTLED_MS)
         page.add_style_tag(content=".react-flow__minimap, .react-flow__controls {display: none}")
-        page.screenshot(path=file, clip={"x": 218, "y": 0, "width": 1282, "height": 800})
+        seen: Any = {"x": 218, "y": 0, "width": 2082, "height": 1000}
+        page.screenshot(path=folder / "run.png", clip=seen)
+        for text in ("profile", "Visualization"):
+            page.get_by_text(text, exact=True).first.click()
+            page.wait_for_timeout(SETTLED_MS)
+        page.screenshot(path=folder / "artifact.png", clip=seen)
         opened.close()
 
 
@@ -184,14 +190,14 @@ def main() -> int:
     parser.add_argument("before", metavar="RUN", help="directory of a run, or a page with a table of labels")
     parser.add_argument("after", nargs="?", metavar="AFTER", help="directory of another run, with other settings")
     parser.add_argument(
-        "--kubeflow", metavar="URL", help="of Kubeflow Pipelines' UI: the picture of the run with the id RUN there"
+        "--kubeflow", metavar="URL", help="of Kubeflow Pipelines' UI: pictures of the run with the id RUN there"
     )
     parser.add_argument("--output", type=Path, default=PICTURES, metavar="DIR", help="default: %(default)s")
     options = parser.parse_args()
     try:
         make_directory(options.output)
         if options.kubeflow:
-            kubeflow_picture(options.kubeflow, options.before, options.output / "run.png")
+            kubeflow_pictures(options.kubeflow, options.before, options.output)
             return 0
         if options.before.endswith(".md"):
             labels_picture(Path(options.before), options.output / "labels.png")

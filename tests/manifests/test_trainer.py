@@ -5,6 +5,7 @@ JobSet starts again until `maxRestarts`.
 """
 
 import os
+import re
 from pathlib import Path
 
 import jsonschema
@@ -62,6 +63,13 @@ def test_jobs_and_trainer_find_it(runtime):
     assert replicated["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
     assert container["name"] == BACKENDS["trainjob"].container
+
+
+def test_names_of_rules_pass_the_webhook(runtime):
+    """JobSet's webhook refuses others, which no schema says (`pkg/webhooks/jobset_webhook.go` of 0.12)."""
+    for rule in runtime["spec"]["template"]["spec"]["failurePolicy"]["rules"]:
+        assert re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"])
+        assert len(rule["name"]) <= 128
 
 
 def test_it_is_valid_by_the_real_crd(runtime):
