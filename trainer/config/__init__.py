@@ -326,6 +326,8 @@ def resolve_run(recipe: str, overrides: str | Iterable[str] = (), *, is_prepared
 
 
 _SHARED_BY_TRIALS = {f"distill.{name}" for name in ("epochs", "latency_runs", "pause_epochs", "seed", "teacher")}
+_RECORDED = {"views", "decode_on", "unlabeled"}
+"""Settings of the distillation that its recorded outputs have to be of."""
 
 
 def search_space(search: SearchSettings) -> dict[str, Dimension]:
@@ -359,6 +361,10 @@ def check_search(search: SearchSettings, facts: Facts) -> None:
     for name, dimension in search_space(search).items():
         if name in _SHARED_BY_TRIALS:
             mistakes.append(f"search.space: {name} cannot be searched, since all trials share it; leave it out")
+            continue
+        if distill.reads_recording and name.split(".")[1] in _RECORDED:
+            text = f"search.space: {name} cannot be searched, since all trials learn from outputs that were recorded with one value of it"
+            mistakes.append(f"{text}; leave it out, or set distill.teacher=online")
             continue
         if name not in {*known, *groups}:
             text = f"search.space: {name} is no setting of the distillation{nearest(name, known)}"

@@ -344,6 +344,10 @@ WRONG = {
         {"space": {"distill.epochs": "int(1, 5)"}},
         r"distill.epochs cannot be searched, since all trials share it",
     ),
+    "recorded": (
+        {"space": {"distill.views.mixup": "uniform(0, 1)"}},
+        r"distill.views.mixup cannot be searched, since .* recorded .*distill.teacher=online",
+    ),
     "no logarithm": ({"space": {"distill.drop_path": "log(0, 0.1)"}}, r"a logarithm needs values above 0"),
     "no form": ({"space": {"distill.drop_path": "0.1..0.3"}}, r"is '0.1..0.3'; write log\(1e-4, 1e-2\), uniform"),
     "no rungs": ({"rungs": [0.5, 0.25, 1]}, r"search.rungs: has to rise, and to end with 1"),
@@ -368,7 +372,7 @@ def test_wrong_space_is_refused_before_anything_runs(name):
     changed, message = WRONG[name]
     overrides = [f"search.{key}={text(value)}" for key, value in changed.items()]
     with pytest.raises(SettingsError, match=message):
-        config.resolve_run("digits", ["search.enabled=true", *overrides])
+        config.resolve_run("digits", ["search.enabled=true", "distill.teacher=recorded", *overrides])
 
 
 @pytest.mark.parametrize(
