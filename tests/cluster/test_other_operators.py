@@ -1,6 +1,7 @@
 """Operators that a cluster need not have: Kubeflow Trainer v2, which runs TrainJobs, and Kueue, which holds jobs until there is room."""
 
 import json
+import re
 
 import pytest
 
@@ -50,11 +51,14 @@ def test_a_train_job_with_retries_goes_on_after_a_killed_process(run_pipeline, u
         run = run_pipeline(f"{uncached} distill.checkpoint_every=50", length=LONG, pool=name, wait=False)
         ours = f"vit-distillation/run={run.id},vit-distillation/stage=distill"
 
-        def training():
+        def has_checkpoint():
             logs = kubectl("logs", "--selector", ours, "--container=node", "--tail=-1", check=False)
-            return " step " in logs and [pod for pod in objects("pods", ours) if pod["status"]["phase"] == "Running"]
+            steps = [int(step) for step in re.findall(r"distill  step (\d+)/", logs)]
+            return max(steps, default=0) > 100 and [
+                pod for pod in objects("pods", ours) if pod["status"]["phase"] == "Running"
+            ]
 
-        first, *_ = eventually(training, seconds=2400, what="the student learns")
+        first, *_ = eventually(has_checkpoint, seconds=2400, what="the student has a checkpoint")
         execute(first, "node", KILL)
         assert run.wait().exit_code == 0, run.output
     (job,) = objects("trainjobs", ours)
