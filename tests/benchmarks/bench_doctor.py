@@ -51,7 +51,7 @@ class Script:
 
 
 _MADE = r"^( *)model = \w+\(\)\.to\(device\)$"
-_PREPARED = r"^( *)\)$(?=\n\n *# Now we train the model|\n\n *# We need to keep track)"
+_PREPARED = r"^( *)\)$(?=\n\n *# Now we train the model)"
 _NO_WEIGHTS = {"pretrained=True": "pretrained=False"}
 _THEIR_MNIST = {"from lightning.pytorch.demos.mnist_datamodule import MNIST": "from torchvision.datasets import MNIST"}
 SCRIPTS = {
@@ -102,9 +102,6 @@ SCRIPTS = {
     ),
     "accelerate/cv_example": Script(
         "accelerate/examples/cv_example.py", _PREPARED, ("--data_dir", "{flat}", "--cpu"), replaced=_NO_WEIGHTS
-    ),
-    "accelerate/complete_cv_example": Script(
-        "accelerate/examples/complete_cv_example.py", _PREPARED, ("--data_dir", "{flat}", "--cpu"), replaced=_NO_WEIGHTS
     ),
     "lightning/autoencoder": Script(
         "lightning/examples/pytorch/basics/autoencoder.py",
@@ -182,8 +179,8 @@ def run(name: str, script: Script, clones: Path, work: Path, classes: int) -> li
     folder = work / "scripts" / name / "here" / "it" / "runs"
     (folder / "results").mkdir(parents=True)
     for near in (folder.parent, folder.parent.parent):  # where the scripts look for MNIST
-        (near / "data").symlink_to(work / "data")
-        (near / "Datasets").symlink_to(work / "data")
+        for name in ("data", "Datasets"):
+            (near / name).symlink_to(work / name)
     (folder / "main.py").write_text(text)
     values = {"photos": work / "photos", "flat": work / "flat", "classes": classes}
     command = [sys.executable, "main.py", *(argument.format(**values) for argument in script.arguments)]
@@ -210,7 +207,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        write_mnist(work / "data" / "MNIST" / "raw", 60_000)
+        write_mnist(work / "data" / "MNIST" / "raw", 12_000)
+        write_mnist(work / "Datasets" / "MNIST" / "raw", 60_000)  # as many as Lightning's examples split
         classes = link_photos(arguments.photos, work, arguments.per_class)
         for name in arguments.only:
             print(name, *run(name, SCRIPTS[name], arguments.clones, work, classes), sep="\n    ", flush=True)
