@@ -152,7 +152,7 @@ def test_log_of_restarted_replica_is_read_further(kubernetes, run, logged, exit_
     kubernetes.script("*-worker-0", Script(output=["step 1", 1.5, "step 2"]))
     kubernetes.script(
         "*-master-0",
-        Script(output=["first", 0.5], exit_code=exit_code, termination_message="why"),
+        Script(output=["first", 2.0], exit_code=exit_code, termination_message="why"),
         Script(output=["second", 1.5]),
     )
     run(retries=3)
