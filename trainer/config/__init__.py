@@ -362,13 +362,13 @@ def check_search(search: SearchSettings, facts: Facts) -> None:
         if name in _SHARED_BY_TRIALS:
             mistakes.append(f"search.space: {name} cannot be searched, since all trials share it; leave it out")
             continue
-        if distill.reads_recording and name.split(".")[1] in _RECORDED:
-            text = f"search.space: {name} cannot be searched, since all trials learn from outputs that were recorded with one value of it"
-            mistakes.append(f"{text}; leave it out, or set distill.teacher=online")
-            continue
         if name not in {*known, *groups}:
             text = f"search.space: {name} is no setting of the distillation{nearest(name, known)}"
             mistakes.append(f"{text}; `python -m trainer config RECIPE` lists them")
+            continue
+        if distill.reads_recording and name.split(".")[1] in _RECORDED:
+            text = f"search.space: {name} cannot be searched, since all trials learn from outputs that were recorded with one value of it"
+            mistakes.append(f"{text}; leave it out, or set distill.teacher=online")
             continue
         for value in dimension.options:
             try:

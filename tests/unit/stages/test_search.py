@@ -344,6 +344,7 @@ WRONG = {
         {"space": {"distill.epochs": "int(1, 5)"}},
         r"distill.epochs cannot be searched, since all trials share it",
     ),
+    "not of a section": ({"space": {"drop_path": "uniform(0, 1)"}}, r"drop_path is no setting of the distillation"),
     "recorded": (
         {"space": {"distill.views.mixup": "uniform(0, 1)"}},
         r"distill.views.mixup cannot be searched, since .* recorded .*distill.teacher=online",
