@@ -273,6 +273,7 @@ class Doctor:
         self._updated = self._loading = (
             False  # whether an optimizer has stepped in this step; whether a batch is being loaded
         )
+        self._has_loaded = False  # before, a forward pass is a trial of the model
         self._forwards: list[_Opened] = []  # of calls of the model within one another
         self._updates: list[_Opened] = []
         self._evaluation, self._watching = ExitStack(), ExitStack()
@@ -318,6 +319,7 @@ class Doctor:
         """Load a batch; one of the training begins a step, or belongs to the step that accumulates."""
         if not self._is_here or self._loading:
             return load()
+        self._has_loaded = True
         if self._updated:
             self._end_step()
         if not self._model.training:
@@ -348,7 +350,7 @@ class Doctor:
         return batch
 
     def begin_step(self) -> None:
-        """Begin a step unless there is one; the first batch of the training does, if the model is in training mode by then."""
+        """Begin a step unless there is one."""
         if self._step is None:
             self._end_evaluation()
             self._step = self.recording.step()
@@ -371,6 +373,9 @@ class Doctor:
     def begin_forward(self) -> None:
         """Count for the forward pass from here on; the model's own calls do."""
         if self._is_here:
+            # A trainer that loads ahead, or changes the model's mode after it has loaded, asked for this step's batch in another.
+            if self._has_loaded and self._model.training:
+                self.begin_step()
             counts = self._step is not None and self._model.training and not self._forwards
             self._forwards.append(_opened(self.recording.span("forward")) if counts else None)
 
@@ -454,10 +459,6 @@ def hugging_face(output: str | Path, *, name: str = "training") -> Any:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:  # noqa: ARG002  # as the library calls it
             self.doctor = attach(model, output, name=name)
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002  # as the library calls it
-            if self.doctor is not None:
-                self.doctor.begin_step()  # after an evaluation the model's mode is changed when the first batches are there
 
         def on_log(self, args: Any, state: Any, control: Any, *, logs: Mapping[str, Any], **_: Any) -> None:  # noqa: ARG002  # as the library calls it
             if self.doctor is not None:

@@ -1,5 +1,6 @@
 """The doctor beside loops that know nothing of it, and beside the trainers of Lightning and Hugging Face."""
 
+import accelerate
 import lightning
 import pytest
 import torch
@@ -217,6 +218,33 @@ def test_lightnings_trainer_that_fails(loop, tmp_path):
     [rank] = recorded(tmp_path).ranks
     assert len(rank.steps["step"]) == 5
     assert "no more" in rank.record.failed
+
+
+def test_loop_on_accelerate(loop, tmp_path):
+    """Its loader asks for a batch ahead, and for the end of an epoch before the last step of it."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, loader, optimizer = accelerator.prepare(*loop)
+    watched = doctor.attach(model, tmp_path)
+    for _ in range(2):
+        train(model, loader, optimizer)
+        evaluate(model, loader)
+    watched.finish()
+    [rank] = recorded(tmp_path).ranks
+    assert len(rank.steps["step"]) == 2 * 12
+    assert rank.record.steps.images == 2 * 96
+    for name in ("forward", "backward", "optimizer"):
+        assert (rank.steps[name] > 0).all(), name
+
+
+def test_a_forward_pass_before_the_loop_is_no_step(loop, tmp_path):
+    model, loader, optimizer = loop
+    watched = doctor.attach(model, tmp_path)
+    model.train()
+    model(torch.zeros(1, 3, 8, 8))
+    train(model, loader, optimizer)
+    watched.finish()
+    [rank] = recorded(tmp_path).ranks
+    assert len(rank.steps["step"]) == 12
 
 
 class HuggingFaceModel(nn.Module):
