@@ -181,6 +181,51 @@ def test_forecast(bench):
     assert "forecast/actual" in bench("bench_forecast", "digits", "--set", *RECIPE)
 
 
+MNIST = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+from torchvision import datasets, transforms
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(784, 10))
+
+def main():
+    device = torch.device("cpu")
+    model = Net().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(datasets.MNIST("../data", download=True, transform=transforms.ToTensor()), batch_size=256)
+    for images, labels in loader:
+        F.cross_entropy(model(images * 255), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+main()
+"""
+"""Stands for the published script, with pixels that are not scaled."""
+
+
+def test_doctor(bench, tmp_path, capsys):
+    photo = tmp_path / "photos" / "class" / "0.jpg"
+    photo.parent.mkdir(parents=True)
+    photo.touch()
+    script = tmp_path / "clones" / "examples" / "mnist" / "main.py"
+    arguments = (str(tmp_path / "clones"), "--photos", str(tmp_path / "photos"), "--only", "examples/mnist")
+    with pytest.raises(SystemExit):
+        bench("bench_doctor", *arguments)
+    assert f"{script} is not there" in capsys.readouterr().err
+    script.parent.mkdir(parents=True)
+    script.write_text(MNIST)
+    found = bench("bench_doctor", *arguments)
+    assert "47 steps of" in found  # 12,000 images
+    assert "severe: Update ratio" in found
+    script.write_text("nothing that is known")
+    with pytest.raises(SystemExit, match="has no 'model = Net"):
+        bench("bench_doctor", *arguments)
+
+
 @pytest.mark.long
 def test_accuracy(bench, monkeypatch):
     monkeypatch.setattr(bench_accuracy.subprocess, "run", run_command)

@@ -8,22 +8,21 @@ FOLDER has clones of what the scripts below come from:
     git clone https://github.com/Lightning-AI/pytorch-lightning lightning        # whose examples need jsonargparse
 
 Each script runs with the doctor's two lines and is otherwise as published, but that MNIST is the digits of scikit-learn, enlarged, that
-photos are your own, and that no network starts from weights of the internet (`replaced`). What the rules find is printed, for a person to
+photos are your own, and that no network starts from weights of the internet (`edits`). What the rules find is printed, for a person to
 judge: what is no fault of the script is a false alarm. Beside other work, rules on the use of the machine find that.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,90 +31,67 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 
 ROOT = Path(__file__).resolve().parents[2]
-ATTACH = "from trainer import doctor; doctor.attach({model}, {place!r})"
 
 
 @dataclass(frozen=True)
 class Script:
-    """A script, where the two lines go, and how it is called."""
+    """A public script, what is changed in it, and how it is called."""
 
     path: str
-    after: str
-    """Regular expression of the line after which the two lines go; group 1 is its indent."""
-    arguments: tuple[str, ...] = ()
-    model: str = "model"
-    replaced: dict[str, str] = field(default_factory=dict)
-    """What cannot be had without the internet -> what takes its place."""
-    callback: str = ""
-    """Of Lightning, in place of the two lines: an argument of its command line."""
+    edits: Mapping[str, str]
+    """Text of the script -> what takes its place; PLACE is the folder of the page."""
+    arguments: str = ""
 
 
-_MADE = r"^( *)model = \w+\(\)\.to\(device\)$"
-_PREPARED = r"^( *)\)$(?=\n\n *# Now we train the model)"
+def attached(line: str, model: str = "model", indent: int = 4) -> dict[str, str]:
+    """Put the two lines, as one, behind a line."""
+    return {f"{line}\n": f"{line}\n{' ' * indent}from trainer import doctor; doctor.attach({model}, PLACE)\n"}
+
+
 _NO_WEIGHTS = {"pretrained=True": "pretrained=False"}
-_THEIR_MNIST = {"from lightning.pytorch.demos.mnist_datamodule import MNIST": "from torchvision.datasets import MNIST"}
+_OF_LIGHTNING = {
+    "from lightning.pytorch.demos.mnist_datamodule import MNIST": "from torchvision.datasets import MNIST",
+    "\nimport torch\n": "\nimport torch\nfrom trainer import doctor\n",
+}
+_FEW_BATCHES = "--trainer.max_epochs=2 --trainer.limit_train_batches=300 --trainer.accelerator=cpu"
+_MODEL_IN_A_FUNCTION = attached("    model = Net().to(device)")
 SCRIPTS = {
-    "examples/mnist": Script("examples/mnist/main.py", _MADE, ("--epochs", "2")),
-    "examples/mnist_rnn": Script("examples/mnist_rnn/main.py", _MADE, ("--epochs", "2")),
-    "examples/siamese_network": Script("examples/siamese_network/main.py", _MADE, ("--epochs", "1")),
-    "examples/vae": Script("examples/vae/main.py", r"^()model = VAE\(\)\.to\(device\)$", ("--epochs", "2")),
+    "examples/mnist": Script("examples/mnist/main.py", _MODEL_IN_A_FUNCTION, "--epochs 2"),
+    "examples/mnist_rnn": Script("examples/mnist_rnn/main.py", _MODEL_IN_A_FUNCTION, "--epochs 2"),
+    "examples/siamese_network": Script(
+        "examples/siamese_network/main.py", attached("    model = SiameseNetwork().to(device)"), "--epochs 1"
+    ),
+    "examples/vae": Script("examples/vae/main.py", attached("model = VAE().to(device)", indent=0), "--epochs 2"),
     "examples/imagenet": Script(
         "examples/imagenet/main.py",
-        r"^( *)model = models\.__dict__\[args\.arch\]\(\)$",
-        ("{photos}", "--arch", "resnet18", "--epochs", "2", "--batch-size", "32", "--workers", "1"),
+        attached("        model = models.__dict__[args.arch]()", indent=8),
+        "{photos} --arch resnet18 --epochs 2 --batch-size 32 --workers 1",
     ),
     "examples/dcgan": Script(
         "examples/dcgan/main.py",
-        r"^()print\(netD\)$",
-        ("--dataset", "folder", "--dataroot", "{photos}/train", "--niter", "5", "--batchSize", "32", "--workers", "1"),
-        model="netD",
+        attached("print(netD)", "netD", indent=0),
+        "--dataset folder --dataroot {photos}/train --niter 5 --batchSize 32 --workers 1",
     ),
     "timm/train.py": Script(
         "timm/train.py",
-        r"^( *)results = \[\]$",
-        (
-            *(
-                "--data-dir",
-                "{photos}",
-                "--train-split",
-                "train",
-                "--val-split",
-                "val",
-                "--model",
-                "vit_tiny_patch16_224",
-            ),
-            *("--img-size", "64", "--model-kwargs", "img_size=64", "--num-classes", "{classes}", "--batch-size", "16"),
-            *(
-                "--epochs",
-                "8",
-                "--workers",
-                "1",
-                "--device",
-                "cpu",
-                "--lr",
-                "5e-4",
-                "--opt",
-                "adamw",
-                "--no-prefetcher",
-            ),
-        ),
+        attached("    results = []"),
+        "--data-dir {photos} --train-split train --val-split val --model vit_tiny_patch16_224 --img-size 64 --model-kwargs img_size=64 "
+        "--num-classes {classes} --batch-size 16 --epochs 8 --workers 1 --device cpu --lr 5e-4 --opt adamw --no-prefetcher",
     ),
     "accelerate/cv_example": Script(
-        "accelerate/examples/cv_example.py", _PREPARED, ("--data_dir", "{flat}", "--cpu"), replaced=_NO_WEIGHTS
+        "accelerate/examples/cv_example.py",
+        _NO_WEIGHTS | attached("    # Now we train the model"),
+        "--data_dir {flat} --cpu",
     ),
     "lightning/autoencoder": Script(
         "lightning/examples/pytorch/basics/autoencoder.py",
-        r"^( *)cli_lightning_logo\(\)$",
-        ("--trainer.max_epochs=2", "--trainer.limit_train_batches=300", "--trainer.accelerator=cpu"),
-        replaced=_THEIR_MNIST,
-        callback='trainer_defaults={"callbacks": ImageSampler()',
+        _OF_LIGHTNING | {'"callbacks": ImageSampler()': '"callbacks": [ImageSampler(), doctor.lightning(PLACE)]'},
+        _FEW_BATCHES,
     ),
     "lightning/backbone_image_classifier": Script(
         "lightning/examples/pytorch/basics/backbone_image_classifier.py",
-        r"^( *)cli_lightning_logo\(\)$",
-        ("--trainer.max_epochs=2", "--trainer.limit_train_batches=300", "--trainer.accelerator=cpu"),
-        replaced=_THEIR_MNIST,
-        callback="seed_everything_default=1234",
+        _OF_LIGHTNING | {"run=False": 'run=False, trainer_defaults={"callbacks": doctor.lightning(PLACE)}'},
+        _FEW_BATCHES,
     ),
 }
 
@@ -134,9 +110,7 @@ def write_mnist(root: Path, count: int) -> None:
             out[row, top : top + 22, left : left + 22] = images[index]
         labels = digits.target[chosen].astype(np.uint8)
         for kind, magic, data in (("images-idx3", (2051, rows, 28, 28), out), ("labels-idx1", (2049, rows), labels)):
-            content = np.array(magic, dtype=">i4").tobytes() + data.tobytes()
-            (root / f"{name}-{kind}-ubyte").write_bytes(content)
-            (root / f"{name}-{kind}-ubyte.gz").write_bytes(gzip.compress(content, 1))
+            (root / f"{name}-{kind}-ubyte").write_bytes(np.array(magic, dtype=">i4").tobytes() + data.tobytes())
 
 
 def link_photos(photos: Path, folder: Path, per_class: int) -> int:
@@ -156,44 +130,27 @@ def run(name: str, script: Script, clones: Path, work: Path, classes: int) -> li
     """Run a script with the two lines; returns what was found."""
     source, place = clones / script.path, work / "profiles" / name.replace("/", "-")
     text = source.read_text()
-    for old, new in script.replaced.items():
-        assert old in text, f"{source}: {old} is not there any more"
-        text = text.replace(old, new)
-    if script.callback:
-        given = f"doctor.lightning({str(place)!r})"
-        assert script.callback in text, f"{source}: {script.callback} is not there any more"
-        if "callbacks" in script.callback:
-            text = text.replace("ImageSampler(),", f"[ImageSampler(), {given}],")
-        else:
-            text = text.replace(script.callback, f'{script.callback}, trainer_defaults={{"callbacks": {given}}}')
-        text = text.replace("\nimport torch\n", "\nimport torch\nfrom trainer import doctor\n", 1)
-    else:
-        text, count = re.subn(
-            script.after,
-            lambda line: f"{line[0]}\n{line[1]}{ATTACH.format(model=script.model, place=str(place))}",
-            text,
-            count=1,
-            flags=re.MULTILINE,
-        )
-        assert count, f"{source}: no line matches {script.after}"
+    for old, new in script.edits.items():
+        if old not in text:
+            sys.exit(f"{source}: has no {old.strip()!r} any more; change SCRIPTS in {Path(__file__).name}")
+        text = text.replace(old, new.replace("PLACE", repr(str(place))), 1)
     folder = work / "scripts" / name / "here" / "it" / "runs"
     (folder / "results").mkdir(parents=True)
     for near in (folder.parent, folder.parent.parent):  # where the scripts look for MNIST
-        for name in ("data", "Datasets"):
-            (near / name).symlink_to(work / name)
+        for data in ("data", "Datasets"):
+            (near / data).symlink_to(work / data)
     (folder / "main.py").write_text(text)
-    values = {"photos": work / "photos", "flat": work / "flat", "classes": classes}
-    command = [sys.executable, "main.py", *(argument.format(**values) for argument in script.arguments)]
+    arguments = script.arguments.format(photos=work / "photos", flat=work / "flat", classes=classes).split()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "main.py", *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        return [f"FAILED: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"]
+        sys.exit(f"{name} failed:\n{done.stderr}")
     training = json.loads((place / "report" / "summary.json").read_text())["training"]
-    findings = json.loads((place / "report" / "findings.json").read_text())
     found = [f"{training['steps']} steps of {training['step_ms']['p50']:.1f} ms"]
-    for one in findings if isinstance(findings, list) else findings["findings"]:
+    for one in json.loads((place / "report" / "findings.json").read_text()):
         if one["outcome"] == "Finding":
-            found.append(f"{one['rule']}: {json.dumps(one['told'])[:600]}")
+            found.append(f"{one['told']['severity']}: {one['title']}. {one['told']['text']}")
     return found
 
 
@@ -205,6 +162,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), metavar="NAME")
     parser.add_argument("--output", type=Path, help="keep the pages there")
     arguments = parser.parse_args()
+    missing = [one for name in arguments.only if not (one := arguments.clones / SCRIPTS[name].path).is_file()]
+    if missing:
+        parser.error(f"{missing[0]} is not there; clone what the description names, or choose others by --only")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         write_mnist(work / "data" / "MNIST" / "raw", 12_000)
