@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from PIL import Image, ImageChops
 
@@ -136,7 +135,7 @@ def kubeflow_pictures(ui: str, run: str, folder: Path) -> None:
         page.locator(".react-flow__controls-fitview").click()
         page.wait_for_timeout(SETTLED_MS)
         page.add_style_tag(content=".react-flow__minimap, .react-flow__controls {display: none}")
-        seen: Any = {"x": 218, "y": 0, "width": 2082, "height": 1000}
+        seen = {"x": 218, "y": 0, "width": 2082, "height": 1000}
         page.screenshot(path=folder / "run.png", clip=seen)
         for text in ("profile", "Visualization"):
             page.get_by_text(text, exact=True).first.click()
