@@ -140,9 +140,8 @@ class BatchMemory:
             memory = self.allocate(tensor.nbytes)
             if memory is None:
                 return None
-            strides = torch.empty_like(
-                tensor, device="meta"
-            ).stride()  # the same, if elements neither overlap nor leave gaps
+            # The tensor's own strides, unless its elements overlap or leave gaps.
+            strides = torch.empty_like(tensor, device="meta").stride()
             tensor = memory.view(tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
             storage = memory.untyped_storage()
             lent = self._lent[(storage.data_ptr() - first) // _PIECE_BYTES]

@@ -163,9 +163,8 @@ class ValidationBatches:
         """Of the images of each batch that count."""
         self.turns = -(-len(range(0, len(split), processes.world_size)) // size)
         """Batches of the process that has most."""
-        if is_fsdp(
-            settings, processes
-        ):  # all take part in each forward pass: without images left, by some that do not count
+        if is_fsdp(settings, processes):
+            # All take part in each forward pass: without images left, by some that do not count.
             filled = self.turns - len(parts)
             parts += [parts[-1] if parts else [0]] * filled
             self.counts += [0] * filled

@@ -37,6 +37,9 @@ class Server:
                 content = self.rfile.read(int(self.headers["Content-Length"]))
                 if outer.code == 200:
                     outer.received.append(Request.model_validate_json(content, strict=True).trainer_status)
+                if not outer.code:
+                    self.wfile.write(b"nonsense\r\n\r\n")
+                    return
                 self.send_response(outer.code)
                 self.end_headers()
                 self.wfile.write(b"{}")
@@ -98,10 +101,12 @@ def test_progress_and_measures_are_sent_as_they_change(server, tmp_path):
     assert all(one != other for one, other in itertools.pairwise(sent)), "only what has changed"
 
 
-@pytest.mark.parametrize("fault", ["403", "another certificate", "no token", "nobody listens"])
+@pytest.mark.parametrize("fault", ["403", "no HTTP", "another certificate", "no token", "nobody listens"])
 def test_a_training_goes_on_without(server, monkeypatch, caplog, tmp_path, fault):
     if fault == "403":
         server.code = 403
+    elif fault == "no HTTP":
+        server.code = 0
     elif fault == "another certificate":
         monkeypatch.delenv(train_job.CERTIFICATE)
     elif fault == "no token":

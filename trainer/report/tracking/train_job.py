@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,9 +80,8 @@ class _Sender:
             return
         content = {"trainerStatus": {**status, "lastUpdatedTime": datetime.now(UTC).isoformat()}}
         try:
-            token = (
-                Path(os.environ[TOKEN]).read_text(encoding="utf-8").strip()
-            )  # each time: it is replaced before it expires
+            # Read each time: it is replaced before it expires.
+            token = Path(os.environ[TOKEN]).read_text(encoding="utf-8").strip()
             request = urllib.request.Request(
                 os.environ[URL],
                 json.dumps(content).encode(),
@@ -90,7 +90,7 @@ class _Sender:
             trusted = ssl.create_default_context(cafile=os.environ[CERTIFICATE])
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=trusted):
                 pass
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, HTTPException, KeyError, ValueError) as error:
             if not self._failed:
                 why = f"{URL} without {error}" if isinstance(error, KeyError) else str(error)
                 logger.warning("the TrainJob's status cannot be updated (%s); the training goes on without", why)
