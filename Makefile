@@ -36,8 +36,9 @@ run: $(READY)  ## run the pipeline here [RECIPE=digits SET="key=value ..." OUT=d
 		$(if $(SEARCH),--search "$$SEARCH") $(if $(NODES),--nodes $(NODES)) $(if $(PROCESSES),--processes $(PROCESSES)) $(if $(FRESH),--fresh) $(if $(QUIET),--quiet) $(if $(DEBUG),--debug)
 
 .PHONY: plan
-plan: $(READY)  ## hours, dollars, disk and memory of each stage, and whether it can work [RECIPE=model-case IMAGES=11e6 BYTES=200e3 POOL=gpu-a100 NODES=4 SET=]
+plan: $(READY)  ## hours, dollars, disk and memory of each stage, and whether it can work [RECIPE=model-case IMAGES=11e6 BYTES=200e3 POOL=gpu-a100 NODES=4 PREPARE_POOL= PREPARE_NODES= SET=]
 	@$(VENV)/python -m components.planning "$$RECIPE" --images "$(IMAGES)" $(if $(BYTES),--bytes "$(BYTES)") --pool "$$POOL" $(if $(NODES),--nodes $(NODES)) \
+		$(if $(PREPARE_POOL),--prepare-pool $(PREPARE_POOL)) $(if $(PREPARE_NODES),--prepare-nodes $(PREPARE_NODES)) \
 		$(if $(SET),--set $(SET))
 
 .PHONY: search
@@ -122,10 +123,11 @@ lint: $(READY)  ## mend what can be mended: order of imports, format
 compile: $(READY)  ## write pipelines/compiled/distillation.yaml
 	$(VENV)/python -m pipelines.compile
 
-deploy-pipeline: $(READY)  ## upload the pipeline to Kubeflow and run it [KFP_HOST=url NAMESPACE=name IMAGE=name RUN=1 WAIT=1 FRESH=1 CRON="0 3 * * *" RECIPE= SET= SEARCH= POOL= NODES= PROCESSES= EXPERIMENT=]
+deploy-pipeline: $(READY)  ## upload the pipeline to Kubeflow and run it [KFP_HOST=url NAMESPACE=name IMAGE=name RUN=1 WAIT=1 FRESH=1 CRON="0 3 * * *" RECIPE= SET= SEARCH= POOL= NODES= PROCESSES= PREPARE_POOL= PREPARE_NODES= EXPERIMENT=]
 	@$(VENV)/python -m pipelines.deploy --image "$$IMAGE" --cron "$$CRON" $(if $(RUN),--run) $(if $(WAIT),--wait) \
 		$(if $(FRESH),--fresh) $(if $(SEARCH),--search "$$SEARCH") --recipe "$$RECIPE" --set "$$SET" --experiment "$$EXPERIMENT" --pool "$$POOL" \
-		$(if $(NODES),--nodes $(NODES)) $(if $(PROCESSES),--processes $(PROCESSES))
+		$(if $(NODES),--nodes $(NODES)) $(if $(PROCESSES),--processes $(PROCESSES)) \
+		$(if $(PREPARE_POOL),--prepare-pool $(PREPARE_POOL)) $(if $(PREPARE_NODES),--prepare-nodes $(PREPARE_NODES))
 
 .PHONY: neuron-warm-up
 neuron-warm-up: $(READY)  ## compile beforehand on a pool what a recipe's trainings need [POOL=neuron-trn1 RECIPE=digits SET= NODES=1 PROCESSES= DATASET=uri of a prepared one]

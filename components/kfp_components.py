@@ -91,6 +91,11 @@ PLACE = {
     "processes_per_node": Parameter("int", "Processes on each machine; 0: one for each of its devices.", 0),
 }
 """The fields of `launching.Placement`."""
+PREPARE_PLACE = {
+    "prepare_pool": Parameter("str", "Node pool that prepares the images; empty: the task's own pod.", ""),
+    "prepare_nodes": Parameter("int", "Machines of that pool, which share the decoding.", 1),
+}
+"""The arguments of `launching.preparing`."""
 CACHE_KEYS: Mapping[str, Mapping[str, str]] = {
     "prepare": {"source_version": "Version of the images"},
     "pretrain": {"teacher_weights_version": "Version of given weights"},
@@ -150,6 +155,8 @@ def _of_stage(stage: Stage) -> Any:
     if stage.trains:
         text = "Kind of the devices that it runs on; another one makes a cached result stale."
         parameters |= {"device": Parameter("str", text, ""), **PLACE}
+    if stage.shared:
+        parameters |= PREPARE_PLACE
     for spec in stage.reads:
         parameters[spec.name] = Parameter("str", f"Reference to an artifact of kind {spec.kind}.")
     for spec in stage.reads_if_made:
@@ -184,6 +191,7 @@ configure = _component(
         "teacher": Parameter("str", "Weights of the teacher, instead of the recipe's.", ""),
         "experiment": Parameter("str", "MLflow experiment, instead of the recipe's.", ""),
         **PLACE,
+        **PREPARE_PLACE,
         "fresh": Parameter(
             "bool", "Whether earlier cached results no longer count, in this run and in later ones.", False
         ),

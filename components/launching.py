@@ -112,6 +112,19 @@ class Placement:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def preparing(prepare_pool: str, prepare_nodes: int) -> Placement | None:
+    """Return where the images are prepared; None: in its task's pod. A `SettingsError` as `Placement.check`, or for nodes of no pool."""
+    if not prepare_pool:
+        if prepare_nodes != 1:
+            raise SettingsError(
+                f"prepare_nodes = {prepare_nodes}, but the pod of prepare's own task is one; name a pool with prepare_pool"
+            )
+        return None
+    place = Placement(pool=prepare_pool, nodes=prepare_nodes, processes_per_node=1)
+    place.check()
+    return place
+
+
 def _fetched(stage: str, section: Section, inputs: Mapping[str, str]) -> Iterator[tuple[str, int]]:
     """Yield name and bytes of each artifact that a training fetches to each of its nodes."""
     learns = section.distill or DistillSettings() if isinstance(section, TuneSettings) else section

@@ -17,11 +17,13 @@ from dataclasses import replace
 
 from components.launch import pools
 from components.launch.job_manifest import CACHE_FRACTION
-from components.launching import WORK, Placement
+from components.launch.pools import Pool
+from components.launching import WORK, Placement, preparing
 from trainer import config
 from trainer.config import Settings
 from trainer.data.sources import SourceState
 from trainer.io import commands, limits
+from trainer.io.costs import Machines
 from trainer.io.errors import SettingsError
 from trainer.runner import plan
 from trainer.runner.plan import PEAK_FLOPS, Place, Room, SourceSize
@@ -38,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser, "--labeled", 1.0, "share of them with a label", type=commands.fraction, metavar="X"
     )
     commands.add_place(parser, number=commands.positive)
+    commands.add_preparing(parser)
     commands.add_with_default(parser, "--task-disk", WORK.disk, "disk of the nodes of the other stages", metavar="SIZE")
     commands.add_debug(parser)
     options = parser.parse_args(arguments)
@@ -53,7 +56,8 @@ def _count(text: str) -> int:
 
 def _plan(options: argparse.Namespace) -> None:
     settings = config.resolve(options.recipe, options.overrides)
-    where = _place(Placement(pool=options.pool, nodes=options.nodes, processes_per_node=options.processes or 0))
+    trainings = Placement(pool=options.pool, nodes=options.nodes, processes_per_node=options.processes or 0)
+    where = _place(trainings, preparing(options.prepare_pool, options.prepare_nodes))
     try:
         where = replace(where, task=replace(where.task, disk=pools.quantity(options.task_disk)))
     except ValueError as error:
@@ -64,30 +68,25 @@ def _plan(options: argparse.Namespace) -> None:
     plan.check(plans)
 
 
-def check(settings: Settings, source: SourceState, placement: Placement) -> None:
+def check(settings: Settings, source: SourceState, placement: Placement, preparing: Placement | None = None) -> None:
     """Raise a `SettingsError` where a run on a pool cannot work with what its source holds: the limit, the number, the way out."""
     if placement.pool and source.images:
         photos = SourceSize(images=source.images, file_bytes=source.bytes / source.images)
-        place = _place(placement)
+        place = _place(placement, preparing)
         if os.environ.get("KFP_POD_NAME"):  # other tasks' pods are on nodes like this one
             there = shutil.disk_usage(tempfile.gettempdir()).free
             place = replace(place, task=replace(place.task, disk=there))
         plan.check(plan.plan(settings, photos, place))
 
 
-def _place(placement: Placement) -> Place:
+def _place(placement: Placement, preparing: Placement | None) -> Place:
     placement.check()
     if not placement.pool:
         raise SettingsError("--pool is empty; name a node pool (`python -m components.launch pools` lists them)")
     pool = pools.get(placement.pool)
     peak = PEAK_FLOPS.get(pool.instance.partition(".")[0], math.nan) if pool.accelerators else 0.0
     return Place(
-        node=Room(
-            cores=pool.cpus,
-            memory=pools.quantity(pool.resources["memory"]),
-            disk=CACHE_FRACTION * pools.quantity(pool.cache),
-            hours=pool.running_minutes / 60,
-        ),
+        node=_room(pool),
         machines=pool.place(placement.nodes, placement.processes_per_node),
         peak_flops=peak,
         task=Room(
@@ -95,6 +94,21 @@ def _place(placement: Placement) -> Place:
             memory=pools.quantity(WORK.memory_limit),
             disk=pools.quantity(WORK.disk),
         ),
+        preparing=_machines(preparing) if preparing else None,
+    )
+
+
+def _machines(placement: Placement) -> tuple[Room, Machines]:
+    pool = pools.get(placement.pool)
+    return _room(pool), pool.place(placement.nodes, placement.processes_per_node)
+
+
+def _room(pool: Pool) -> Room:
+    return Room(
+        cores=pool.cpus,
+        memory=pools.quantity(pool.resources["memory"]),
+        disk=CACHE_FRACTION * pools.quantity(pool.cache),
+        hours=pool.running_minutes / 60,
     )
 
 

@@ -38,6 +38,8 @@ def configure(
     place: Placement,
     generation: str = "",
     run_name: str = "",
+    *,
+    preparing: Placement | None = None,
 ) -> tuple[object, ...]:
     """Check what can be checked before anything expensive, and give each stage its own section.
 
@@ -46,6 +48,7 @@ def configure(
         place: where its trainings run.
         generation: the run since which KFP's cached results count.
         run_name: as Kubeflow shows the run.
+        preparing: where its images are prepared; None: in the task's own pod.
 
     Returns:
         Each stage's own section, as JSON, and for an optional stage whether it is needed; what else decides whether a cached result is
@@ -63,7 +66,7 @@ def configure(
     for stage, section in (("pretrain", settings.pretrain), ("distill", settings.distill)):
         place.check_cache(stage, section, {})  # what the run itself makes is checked before each job
     source = class_tables.source_state(settings.data)
-    planning.check(settings, source, place)
+    planning.check(settings, source, place, preparing)
     # Where it cannot be known, a text of this run alone, so that no cache has a result for it.
     source_version = source.version or f"not known ({uuid.uuid4().hex})"
     resolved, tags = settings.model_dump(mode="json"), {"trainer.source_version": source_version}

@@ -74,14 +74,22 @@ def reporting(name: str) -> Iterator[None]:
 
 
 def configure(
-    fresh: bool, run_name: str, pool: str, nodes: int, processes_per_node: int, **named: str
+    fresh: bool,
+    run_name: str,
+    pool: str,
+    nodes: int,
+    processes_per_node: int,
+    prepare_pool: str,
+    prepare_nodes: int,
+    **named: str,
 ) -> tuple[object, ...]:
     """Resolve a run's settings from the parameters of `sections.resolve`, and cut them as `sections.configure`."""
     with reporting("configure"):
         place = Placement(pool=pool, nodes=nodes, processes_per_node=processes_per_node)
         run = os.environ.get("KFP_RUN_ID", "")  # of a run on a cluster, whose cache outlives it
         generation = references.generation(_place("generation"), run, fresh=fresh) if run else ""
-        return sections.configure(sections.resolve(**named), place, generation, run_name)
+        preparing = launching.preparing(prepare_pool, prepare_nodes)
+        return sections.configure(sections.resolve(**named), place, generation, run_name, preparing=preparing)
 
 
 def run_stage(name: str, given: Mapping[str, Any]) -> tuple[object, ...]:
@@ -103,17 +111,20 @@ def run_stage(name: str, given: Mapping[str, Any]) -> tuple[object, ...]:
         inputs = references.uris({key: given[key] for key in stage.all_inputs})
         places = {key: _place(spec.task_folder or key) for key, spec in stage.makes.items()}
         further: dict[str, Any] = {}
+        place = None
         if stage.trains:
             place = Placement(**{field.name: given[field.name] for field in fields(Placement)})
-            record = _place("job")
-        if stage.launched:
+        elif stage.shared:
+            place = launching.preparing(given["prepare_pool"], given["prepare_nodes"])
+        record = _place("job") if place else ""
+        if place and not stage.launches:
             spec = JobSpec(stage=name, settings=json.loads(settings), inputs=inputs, outputs=places)
             launching.launch(spec, place, record)
         else:
             if stage.takes_recipe:
                 resolved = config.resolve_text(given["resolved"]).model_dump(mode="json")
                 further |= {"recipe": given["recipe"], "resolved": resolved}
-            if stage.launches:
+            if place:
                 further["launch"] = lambda spec, stop: launching.launch(
                     spec, place, storage.join(record, spec.part), stop=stop
                 )

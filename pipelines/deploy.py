@@ -22,7 +22,7 @@ from components import sections
 from components.launch import IMAGE
 from pipelines import compile as compilation
 from pipelines import connection, runs, versions
-from pipelines.distillation import SERVICE_ACCOUNT, add_parameters, given_parameters, given_place
+from pipelines.distillation import SERVICE_ACCOUNT, add_parameters, given_parameters, given_place, given_preparing
 from trainer.io import commands
 from trainer.io.errors import SettingsError
 
@@ -66,6 +66,7 @@ def deploy(options: argparse.Namespace) -> None:
         )
     place, parameters = given_place(options), given_parameters(options)
     place.check()
+    preparing = given_preparing(options)
     settings = sections.resolve(**parameters)
     cron = versions.cron_of(options.cron) if options.cron else ""
     starts = bool(options.run or cron)
@@ -82,7 +83,7 @@ def deploy(options: argparse.Namespace) -> None:
             return
         experiment = settings.tracking.experiment
         request = partial(runs.request, version, runs.experiment(api, experiment), options.service_account)
-        given = {**parameters, **dataclasses.asdict(place)}
+        given = {**parameters, **dataclasses.asdict(place), **preparing}
         if cron:
             versions.put_schedule(api, f"scheduled {options.recipe}", cron, request(given))
         if options.run:

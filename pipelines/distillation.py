@@ -17,11 +17,12 @@ was lost or the run was stopped, and only then do jobs on the node pools and the
 """
 
 import argparse
+from typing import Any
 
 from kfp import dsl
 from kfp.dsl.pipeline_channel import PipelineParameterChannel
 
-from components import kfp_components
+from components import kfp_components, launching
 from components.kfp_components import on_cluster
 from components.launching import SMALL, Placement
 from trainer.graph import STAGES
@@ -57,6 +58,8 @@ def distillation(
     pool: str = DEFAULT_POOL,
     nodes: int = 1,
     processes_per_node: int = 0,
+    prepare_pool: str = "",
+    prepare_nodes: int = 1,
     fresh: bool = False,
 ) -> None:
     """Train or take a teacher, distill a student from it, and prove what was done.
@@ -70,9 +73,12 @@ def distillation(
         pool: Node pool that the trainings run on, such as cpu or gpu-a100. Empty: on this machine; refused on a cluster.
         nodes: Machines of the pool for each training.
         processes_per_node: Training processes on each machine. 0: one for each of its devices.
+        prepare_pool: Node pool that prepares the images, where they are too many for a task's pod. Empty: the task's own pod.
+        prepare_nodes: Machines of that pool, which share the decoding. Another number prepares again.
         fresh: Make everything again: earlier cached results count neither in this run nor in later ones.
     """
     place = {"pool": pool, "nodes": nodes, "processes_per_node": processes_per_node}
+    place |= {"prepare_pool": prepare_pool, "prepare_nodes": prepare_nodes}
     with dsl.ExitHandler(on_cluster(kfp_components.finish(pool=pool), size=SMALL), name="Distillation"):
         # Never cached: images change and tracking servers go down without a change of parameters.
         configuring = on_cluster(
@@ -116,12 +122,20 @@ def add_parameters(options: commands.Options) -> None:
         help="of MLflow and KFP, instead of the recipe's tracking.experiment",
     )
     commands.add_place(options, pool=DEFAULT_POOL)
+    commands.add_preparing(options)
 
 
 def given_parameters(options: argparse.Namespace) -> dict[str, str]:
     """Return the values of those that `add_parameters` added, but for the place."""
     named = {name: getattr(options, name) for name in ("recipe", "dataset", "teacher", "experiment")}
     return {**named, "overrides": commands.as_text(options.overrides)}
+
+
+def given_preparing(options: argparse.Namespace) -> dict[str, Any]:
+    """Return where the images are prepared, which is checked."""
+    given = {"prepare_pool": options.prepare_pool, "prepare_nodes": options.prepare_nodes}
+    launching.preparing(**given)
+    return given
 
 
 def given_place(options: argparse.Namespace) -> Placement:

@@ -43,6 +43,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_sessionfinish():
+    """Let the end of the process clear up what was imported, else libraries report it as leaked."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def put_logging_back():
     """Commands and tasks set up logging for their process; here many of them share one, and their streams are closed."""

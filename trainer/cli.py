@@ -116,7 +116,7 @@ def command_parser(program: str = "") -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands.add_debug(parser)
-    parser.set_defaults(worker=False, node=False)
+    parser.set_defaults(worker=False, node=False, share=None)
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
         _add_run,
@@ -171,7 +171,13 @@ def _add_stage(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         if stage.launched:
             # How a launcher calls this: one training process; one node of a cluster's job, which starts such processes.
             parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+        if stage.launched or stage.shared:
             parser.add_argument("--node", action="store_true", help=argparse.SUPPRESS)
+        if stage.shared:
+            text = (
+                "on each of N machines: the share of the work that this one does, from 0/N; that one makes the output"
+            )
+            parser.add_argument("--share", type=commands.share, metavar="K/N", help=text)
         parser.set_defaults(command=_stage, stage=stage)
 
 
@@ -226,7 +232,8 @@ def _stage(options: argparse.Namespace) -> None:
         logger.info("distill  a trial with %s", ", ".join(f"{name}={value}" for name, value in given.items()))
     keywords = (*stage.all_inputs, *stage.outputs)
     directories = {name: value for name in keywords if (value := getattr(options, name)) is not None}
-    if options.worker or options.node:  # whoever launched this holds the outputs
+    helps = options.share is not None and options.share.number > 0
+    if options.worker or options.node or helps:  # whoever launched this, or has the first share, holds the outputs
         _start_stage(options, settings, section, directories)
         return
     from trainer.runner import local_run
@@ -241,6 +248,9 @@ def _start_stage(
     stage: stages.Stage = options.stage
     if options.worker:
         stages.call(stage.name, json.dumps(section), directories)
+    elif options.share:
+        config.validate_section(stage.section, section)
+        stages.call(stage.name, json.dumps(section), directories, share=options.share)
     elif options.node:
         config.validate_section(stage.section, section)
         launch.join_node(launch.job_of(stage, section, directories, options.processes))

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 Kind = Literal[
     "dataset",
@@ -87,6 +87,8 @@ class Stage:
     """Whether it runs as a group of training processes: on a cluster as a job on the node pool, not in its task's own pod."""
     launches: bool = False
     """Whether it launches trainings itself, wherever those of a run train."""
+    shared: bool = False
+    """Whether further machines can take a `Share` of its work: on a cluster then as a job of its own, if a pool is named for it."""
     after: tuple[str, ...] = ()
     """Stages that it waits for without reading what they make."""
     needed_if: str = ""
@@ -156,6 +158,7 @@ STAGES: Mapping[str, Stage] = {
             section="data",
             makes={"dataset": DATASET},
             pages={"data_card": "card.html"},
+            shared=True,
         ),
         Stage(
             name="warm_up",
@@ -266,9 +269,16 @@ def flag(name: str) -> str:
     return name.replace("_", "-")
 
 
+class Share(NamedTuple):
+    """What one of several machines does of a stage's work. The first one makes the result, with what the others have done."""
+
+    number: int = 0
+    of: int = 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """A stage to be run by a group of processes."""
+    """A stage to be run by a group of processes, or by machines that take shares of its work."""
 
     stage: str
     part: str = ""  # which of several jobs, where a task launches them
@@ -279,8 +289,18 @@ class JobSpec:
     nodes: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)  # further environment variables of every process
 
-    def arguments(self, role: str = "--worker") -> list[str]:
+    def arguments(self, role: str = "--worker", *further: str) -> list[str]:
         """Return what follows `python` in every process, or with `--node` on every node of a cluster's job, which starts the processes."""
         places = {**self.inputs, **self.outputs}
         directories = [text for name, uri in places.items() for text in (f"--{flag(name)}", uri)]
-        return ["-m", "trainer", "stage", self.stage, role, "--settings", json.dumps(self.settings), *directories]
+        return [
+            "-m",
+            "trainer",
+            "stage",
+            self.stage,
+            role,
+            *further,
+            "--settings",
+            json.dumps(self.settings),
+            *directories,
+        ]

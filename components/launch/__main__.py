@@ -10,7 +10,13 @@ from collections.abc import Mapping, Sequence
 import yaml
 
 from components.launch import missing_extra, pools
-from components.launch.job_manifest import BACKENDS, DEFAULT_NAMESPACE, Identity, default_namespace
+from components.launch.job_manifest import (
+    DEFAULT_NAMESPACE,
+    TRAINING_BACKENDS,
+    Identity,
+    backend_of,
+    default_namespace,
+)
 from trainer import config
 from trainer.graph import STAGES, JobSpec, Stage, flag
 from trainer.io import commands
@@ -24,7 +30,7 @@ _DESCRIPTION = """Show node pools and jobs, and delete jobs that were left over.
   python -m components.launch reap --older-than 2d --dry-run          jobs that were left over on the cluster
   python -m components.launch reap --orphaned                         those whose task's pod has ended"""
 
-LAUNCHED: Mapping[str, Stage] = {name: stage for name, stage in STAGES.items() if stage.launched}
+LAUNCHED: Mapping[str, Stage] = {name: stage for name, stage in STAGES.items() if stage.launched or stage.shared}
 DIRECTORIES = sorted({name for stage in LAUNCHED.values() for name in (*stage.all_inputs, *stage.outputs)})
 
 
@@ -44,7 +50,9 @@ def _parser() -> argparse.ArgumentParser:
         "Nothing is sent.",
     )
     commands.add_place(render, number=commands.positive)
-    render.add_argument("--backend", choices=list(BACKENDS), help="kind of job (default: the pool's own)")
+    render.add_argument(
+        "--backend", choices=list(TRAINING_BACKENDS), help="kind of a training's job (default: the pool's own)"
+    )
     render.add_argument("--stage", choices=list(LAUNCHED), default="distill", help="default: %(default)s")
     commands.add_recipe(render)
     commands.add_overrides(render)
@@ -97,7 +105,9 @@ def _render(options: argparse.Namespace) -> None:
         processes_per_node=options.processes,
     )
     job = Identity(run=options.run, task=stage.name, namespace=options.namespace)
-    manifest = BACKENDS[options.backend or pool.backend].render(spec, pool, job)
+    if options.backend:
+        pool = pool.model_copy(update={"backend": options.backend})
+    manifest = backend_of(spec, pool).render(spec, pool, job)
     # The body that is sent: YAML would use anchors for objects that occur twice.
     plain = json.loads(json.dumps(manifest))
     print(yaml.safe_dump(plain, sort_keys=False, width=140), end="")

@@ -16,10 +16,10 @@ from typing import Any, Literal, Self
 from components.launch import IMAGE, IMAGE_VARIABLE
 from components.launch.pools import RESERVED, SECRET, Pool, quantity
 from trainer.config import DEVICE_VARIABLE
-from trainer.graph import JobSpec
+from trainer.graph import STAGES, JobSpec
 from trainer.io.artifacts import CHECKPOINTS_VARIABLE, digest
 from trainer.io.base_models import holds_secret
-from trainer.io.errors import LaunchError, SettingsError
+from trainer.io.errors import EXIT_CODE, LaunchError, SettingsError
 from trainer.io.host import SHUTDOWN_TIMEOUT_S
 from trainer.io.storage.cache import CACHE_VARIABLE, LIMIT_VARIABLE
 from trainer.report.tracking import is_server
@@ -54,6 +54,7 @@ EVENTS = Resource("events")
 WORKFLOWS = Resource("workflows", "argoproj.io", "v1alpha1")
 PYTORCHJOBS = Resource("pytorchjobs", "kubeflow.org", "v1")
 TRAINJOBS = Resource("trainjobs", "trainer.kubeflow.org", "v1alpha1")
+JOBS = Resource("jobs", "batch", "v1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +194,7 @@ def pod_template(spec: JobSpec, pool: Pool, identity: Identity, *, container: di
             "terminationGracePeriodSeconds": GRACE_PERIOD_S,
             **(
                 {"affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [same_zone]}}}
-                if spec.nodes > 1
+                if spec.nodes > 1 and not STAGES[spec.stage].shared
                 else {}
             ),
             "containers": [
@@ -202,7 +203,7 @@ def pod_template(spec: JobSpec, pool: Pool, identity: Identity, *, container: di
                     "image": pod_image(pool),
                     "imagePullPolicy": "IfNotPresent",
                     "command": ["python"],
-                    "args": spec.arguments("--node"),
+                    "args": _arguments(spec),
                     "env": pod_environment(spec, pool, identity),
                     # They are equal: accelerators require it, and a replica that is throttled or evicted holds up all others.
                     "resources": {"requests": pool.resources, "limits": pool.resources},
@@ -225,6 +226,11 @@ def pod_template(spec: JobSpec, pool: Pool, identity: Identity, *, container: di
         },
     }
     return _merge_under(dict(pool.pod.items()), template)
+
+
+def _arguments(spec: JobSpec) -> list[str]:
+    share = ("--share", f"$({INDEX_VARIABLE})/{spec.nodes}") if STAGES[spec.stage].shared else ()
+    return spec.arguments("--node", *share)
 
 
 def _merge_under(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -332,6 +338,10 @@ TRAINJOB_NODE = "node"  # the runtime's name for the job of the training pods, a
 RETRYING_RUNTIME = (
     "vit-distillation"  # of the namespace (manifests/components/trainer): a failed pod starts the whole JobSet again
 )
+INDEXED_CONTAINER = "share"
+INDEX_VARIABLE = "JOB_COMPLETION_INDEX"  # environment variable that Kubernetes sets in each pod of an Indexed Job
+INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
+SHARE_RETRIES = 3  # failures of each share that a job survives, beside machines that are taken away
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 JobPhase = Literal["pending", "suspended", "running", "restarting", "succeeded", "failed"]
@@ -360,6 +370,8 @@ class Backend:
     pod_selector: Callable[[str], str]  # a job's name -> the label selector of its pods
     replica: Callable[[Mapping[str, str]], str]  # a pod's labels -> its replica's name, such as `worker-3`
     first_replica: Callable[[Mapping[str, Any]], str]  # a manifest -> the name of the replica whose log is followed
+    independent: bool = False
+    """Whether each pod works by itself: the job runs as soon as one does, and Kubernetes counts what fails, pod by pod."""
 
     def render(self, spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
         """Render the manifest of a job as it is sent, with the environment and the image that this process forwards."""
@@ -375,8 +387,8 @@ class Backend:
         for kind, phase in self.phases.items():
             if kind in true:
                 return JobState(phase=phase, reason=true[kind].get("reason", ""), message=true[kind].get("message", ""))
-        # A TrainJob has no condition for running; pods that are ready show it.
-        ready = any(part.get("ready") for part in status.get("jobsStatus") or [])
+        # A TrainJob and a Job have no condition for running; pods that are ready show it.
+        ready = status.get("ready") or any(part.get("ready") for part in status.get("jobsStatus") or [])
         return JobState(phase="running" if ready else "pending")
 
 
@@ -452,6 +464,32 @@ def render_trainjob(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, 
     return _manifest(TRAINJOBS, "TrainJob", job, spec, pool, identity)
 
 
+def render_indexed_job(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str, Any]:
+    """Render an Indexed Job: a pod for each share of the stage's work, of which the first one makes the result and ends the job."""
+    container = INDEXED_CONTAINER
+    template = pod_template(spec, pool, identity, container={"name": container})
+    lost = {"type": "DisruptionTarget", "status": "True"}
+    mistake = {"containerName": container, "operator": "In", "values": [EXIT_CODE]}
+    job = {
+        "completionMode": "Indexed",
+        "completions": spec.nodes,
+        "parallelism": spec.nodes,
+        "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [lost]},  # a machine that was taken away
+                {"action": "FailJob", "onExitCodes": mistake},  # the trainer's own error, which would come again
+            ]
+        },
+        "backoffLimitPerIndex": max(pool.retries, SHARE_RETRIES),
+        # For when the launcher is gone: its own limits are the exact ones.
+        "activeDeadlineSeconds": 60 * (pool.queued_minutes + pool.running_minutes),
+        "ttlSecondsAfterFinished": 60 * pool.keep_minutes,
+        "template": template | {"spec": template["spec"] | {"restartPolicy": "Never"}},
+    }
+    return _manifest(JOBS, "Job", job, spec, pool, identity)
+
+
 def _runtime_patch(pod: Mapping[str, Any], pool: Pool) -> dict[str, Any]:
     # A patch cannot set these; what else it cannot set, of the pool's part, the API server refuses by name.
     left_out = {"automountServiceAccountToken", "enableServiceLinks", "containers"}
@@ -518,4 +556,23 @@ BACKENDS: Mapping[str, Backend] = {
         replica=f"{TRAINJOB_NODE}-{{0[batch.kubernetes.io/job-completion-index]}}".format,
         first_replica=lambda _job: f"{TRAINJOB_NODE}-0",
     ),
-}  # name of a pool's backend -> the backend
+    "job": Backend(
+        resource=JOBS,
+        kind="Job",
+        container=INDEXED_CONTAINER,
+        renderer=render_indexed_job,
+        phases={"Failed": "failed", "Complete": "succeeded", "Suspended": "suspended"},
+        pod_selector="batch.kubernetes.io/job-name={}".format,
+        replica=f"share-{{0[{INDEX_LABEL}]}}".format,
+        first_replica=lambda _job: "share-0",
+        independent=True,
+    ),
+}  # name of a pool's backend -> the backend; `job` is that of stages whose work is shared, on any pool
+
+
+TRAINING_BACKENDS = ("pytorchjob", "trainjob")
+
+
+def backend_of(spec: JobSpec, pool: Pool) -> Backend:
+    """Return the kind of job that a stage becomes on a pool."""
+    return BACKENDS["job" if STAGES[spec.stage].shared else pool.backend]

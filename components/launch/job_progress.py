@@ -91,6 +91,7 @@ class Replica:
     over: bool = False  # whether its container has ended and is not started again
     ended: Termination | None = None  # the last end of its container
     deleting: bool = False  # whether its deletion was requested
+    created: str = ""  # RFC 3339 time, in whole seconds
 
     @property
     def stuck(self) -> bool:
@@ -121,6 +122,7 @@ def read_replica(pod: Mapping[str, Any], name: str, container: str) -> Replica:
         over=over,
         ended=_termination(name, status, own),
         deleting="deletionTimestamp" in pod["metadata"],
+        created=pod["metadata"].get("creationTimestamp", ""),
     )
 
 
@@ -209,6 +211,8 @@ class JobProgress:
     def update_replica(self, replica: Replica, now: float) -> None:
         """Record the state of a pod of the job."""
         before = self.replicas.get(replica.name)
+        if before and before.uid != replica.uid and (before.created, replica.over) > (replica.created, before.over):
+            return  # a pod that failed and stays, while another one has its place
         self.replicas[replica.name] = replica
         end = replica.ended
         if end and end != (before and before.ended) and end.exit_code != 0:

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ from components.launch.client import (
     NotFoundError,
 )
 from components.launch.job import JobRecord, TaskJob
-from components.launch.job_manifest import BACKENDS, EVENTS, PODS, TRACKING_URI, Identity, tracks_in_reach
+from components.launch.job_manifest import EVENTS, PODS, TRACKING_URI, Identity, backend_of, tracks_in_reach
 from components.launch.job_progress import (
     JobLimits,
     JobOutcome,
@@ -106,7 +106,7 @@ class ClusterLauncher:
             if (uri := os.environ.get(TRACKING_URI)) and not tracks_in_reach(os.environ):
                 logger.warning("the job's metrics are not tracked: its pods cannot reach %s=%s", TRACKING_URI, uri)
             while True:
-                job = TaskJob(cluster, BACKENDS[self._pool.backend], spec, self._pool, self._identity)
+                job = TaskJob(cluster, backend_of(spec, self._pool), spec, self._pool, self._identity)
                 try:
                     return self._run_attempt(job, spec, cluster, record)
                 except _RetryableJobError as failure:
@@ -129,9 +129,10 @@ class ClusterLauncher:
             queued_s=MINUTE_S * pool.queued_minutes,
             running_s=MINUTE_S * pool.running_minutes,
             silent_s=MINUTE_S * pool.silent_minutes,
-            retries=pool.retries,
+            retries=0 if job.backend.independent else pool.retries,
         )
-        progress = JobProgress(nodes=pool.elastic_min_nodes or spec.nodes, limits=limits, now=start)
+        nodes = 1 if job.backend.independent else pool.elastic_min_nodes or spec.nodes
+        progress = JobProgress(nodes=nodes, limits=limits, now=start)
         retry = ApiRetry(self._api_timeout_s)
         with JobFollower(cluster, job, progress, retry, record=record, report=report, stop=self._stop) as follower:
             try:
@@ -334,8 +335,13 @@ class JobFollower:
             elif replica.placed and change.kind != "DELETED" and replica.uid not in self._followed:
                 self._followed.add(replica.uid)
                 self._following += 1
-                current = partial(progress.replicas.__getitem__, name)
+                current = partial(self._known_of, replica)
                 self._threads.start(name, partial(self._threads.follow_log, replica, backend.container, current))
+
+    def _known_of(self, replica: Replica) -> Replica:
+        """Return what is known of a pod now: it is over where another one has its place."""
+        known = self._progress.replicas[replica.name]
+        return known if known.uid == replica.uid else replace(replica, over=True)
 
     def _list_events(self) -> None:
         """Take the events about the job, or about an object made for it, whose name begins with the job's."""

@@ -63,6 +63,7 @@ def test_task_gets_references_and_no_artifact_that_kfp_would_fetch(name):
     expected |= {"recipe": "String", "resolved": "String"} if stage.takes_recipe else {}
     expected |= {"device": "String", **fields} if stage.trains else {}
     expected |= {"distill": "String"} if name == "search" else {}
+    expected |= {"prepare_pool": "String", "prepare_nodes": "Integer"} if name == "prepare" else {}
     assert {key: spec.type for key, spec in inputs.items()} == expected
     # What has no default is what no run can do without.
     required = {key for key, spec in inputs.items() if spec.default is None}

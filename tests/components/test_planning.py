@@ -54,9 +54,34 @@ def test_what_readme_shows_can_work(monkeypatch, capsys):
     monkeypatch.setattr(training_work, "_masked_operations", lambda _: 0.0)
     assert planning.main(command.split()) == 0
     assert "Every stage is within its limits." in capsys.readouterr().out
-    larger = re.sub(r"--images \S+", "--images 11e6", command)
-    assert planning.main(larger.split()) == 2
-    assert (
-        "prepare needs 197.23 GB of disk and has 85.90 GB: give the nodes of tasks that much" in capsys.readouterr().err
+    without = command.partition("--prepare-pool")[0].split()
+    assert planning.main(without) == 2
+    expected = "prepare needs 197.23 GB of disk and has 85.90 GB: name a pool with a larger cache for it (PREPARE_POOL)"
+    assert expected in capsys.readouterr().err
+    assert planning.main([*without, "--task-disk", "1000Gi"]) == 0
+
+
+def prepared(capsys, *arguments):
+    """The row of prepare in a plan of eleven million photos."""
+    planning.main(["model-case", "--images", "11e6", "--bytes", "200e3", "--pool", "gpu-a100", *arguments])
+    return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("prepare"))
+
+
+def test_nodes_share_a_preparation(monkeypatch, capsys):
+    monkeypatch.setattr(training_work, "_operations", lambda _: 0.0)
+    monkeypatch.setattr(training_work, "_masked_operations", lambda _: 0.0)
+    task, one, four = (
+        prepared(capsys, *place)
+        for place in ((), ("--prepare-pool", "gpu-a10g-4"), ("--prepare-pool", "gpu-a10g-4", "--prepare-nodes", "4"))
     )
-    assert planning.main([*larger.split(), "--task-disk", "1000Gi"]) == 0
+    assert ("40.81 h" in task, "4.54 h" in one, "2.13 h" in four) == (True, True, True)
+    assert "$" not in task
+    assert "$25.77" in one
+
+
+def test_where_images_are_prepared_is_checked(capsys):
+    arguments = ["digits", "--images", "1e3", "--pool", "cpu"]
+    assert planning.main([*arguments, "--prepare-pool", "cpus"]) == 2
+    assert "unknown pool 'cpus'; did you mean cpu?" in capsys.readouterr().err
+    assert planning.main([*arguments, "--prepare-nodes", "4"]) == 2
+    assert "prepare_nodes = 4, but the pod of prepare's own task is one; name a pool" in capsys.readouterr().err

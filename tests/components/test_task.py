@@ -99,7 +99,9 @@ PREPARE = json.dumps({"source": "digits", "image_size": 8, "encoding": "png"})
 def prepare(folder, settings=PREPARE):
     """Run the stage prepare with KFP's artifacts in a folder; returns the reference and the artifacts."""
     shown = {"dataset": dsl.Dataset(uri=str(folder / "shown")), "data_card": dsl.HTML(uri=str(folder / "card"))}
-    (made,) = task.run_stage("prepare", {"settings": settings, "source_version": "", **shown})
+    (made,) = task.run_stage(
+        "prepare", {"settings": settings, "source_version": "", "prepare_pool": "", "prepare_nodes": 1, **shown}
+    )
     return made, shown
 
 

@@ -16,12 +16,13 @@ from components import references, task
 from components.launching import Placement
 from tests.pipelines import local_runs
 from tests.pipelines.local_runs import SMALL
-from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, SECRETS
+from tests.stand_ins.kubernetes.resources import JOBS, PODS, PYTORCHJOBS, SECRETS
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn, Node
 from tests.stand_ins.object_store import ObjectStore
+from trainer import config
 from trainer.io import artifacts
 from trainer.objectives.distillation.recording import REPORT
-from trainer.stages import STAGES
+from trainer.stages import STAGES, prepare
 
 POOLS = """
 [pools.small]
@@ -84,6 +85,35 @@ def train_on_cluster(job, place, run, environment, store, monkeypatch):
     given = {"settings": json.dumps(job.settings), "teacher_outputs": "", "student": student}
     task.run_stage("distill", {**given, **inputs, **asdict(place)})
     return root, student
+
+
+@pytest.mark.slow
+def test_pods_share_a_preparation_and_one_is_killed(cluster, environment, store, monkeypatch, tmp_path):
+    """The data set is that of one machine, and nothing is left of what the pods exchanged."""
+    for name, value in {**environment, "TRAINER_RUN": "run-3", "MLFLOW_TRACKING_URI": ""}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(artifact_types, "CONTAINER_TASK_ROOT", f"/minio/{store.bucket}/v2/artifacts/run-3")
+    settings = config.resolve("digits").for_stage("prepare")
+    alone = prepare.run(config.resolve("digits").data, dataset=tmp_path / "dataset")
+    store.delay(60, times=1, method="PUT", path=r".*/checkpoints/prepare-.*/000003\.jsonl")
+
+    def kill_the_first():
+        cluster.wait_for(lambda: store.held == 1, timeout_s=120)
+        (first,) = cluster.list(PODS, "*-0-*")
+        cluster.kill(first["metadata"]["name"])
+        store.clear()
+
+    page = dsl.HTML(uri="s3://bucket/page")
+    monkeypatch.setattr(dsl.HTML, "path", property(lambda _: str(tmp_path / "card.html")))
+    with ThreadPoolExecutor(1) as thread:
+        killed = thread.submit(kill_the_first)
+        given = {"settings": json.dumps(settings), "source_version": "", "data_card": page, "dataset": dsl.Dataset()}
+        (made,) = task.run_stage("prepare", {**given, "prepare_pool": "small", "prepare_nodes": 2})
+        killed.result()
+    (job,) = cluster.list(JOBS)
+    assert cluster.conditions(job["metadata"]["name"])["Complete"] == "True"
+    assert made.endswith(alone.fingerprint)
+    assert [key for key in store.keys("v2/artifacts/run-3") if "/checkpoints/" in key] == []
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import sys
 import pytest
 import yaml
 
-from components import sections
+from components import kfp_components, sections
 from components.kfp_components import CONFIG_MAP, NOTIFY_SECRET, STORE_SECRET, TRACKING_SECRET
 from components.launch import IMAGE, IMAGE_VARIABLE
 from components.launching import Placement
@@ -186,7 +186,7 @@ def test_the_empty_pipeline_has_our_graph():
 
 def test_every_parameter_has_a_default_and_a_description(compiled):
     parameters = compiled["root"]["inputDefinitions"]["parameters"]
-    named = {"recipe", "overrides", "dataset", "teacher", "experiment", "fresh"}
+    named = {"recipe", "overrides", "dataset", "teacher", "experiment", "fresh", *kfp_components.PREPARE_PLACE}
     assert set(parameters) == named | {field.name for field in dataclasses.fields(Placement)}
     assert all(parameter["description"] and "defaultValue" in parameter for parameter in parameters.values())
 
@@ -234,10 +234,12 @@ def test_the_forms_defaults_pass_all_checks(compiled, monkeypatch):
     assert given.keys() == inputs.keys()
     place = {name: given.pop(name) for name in ("pool", "nodes", "processes_per_node")}
     assert given.pop("fresh") is False
+    preparing = {name: given.pop(name) for name in kfp_components.PREPARE_PLACE}
     parser = argparse.ArgumentParser()
     distillation.add_parameters(parser)
     options = parser.parse_args([])
     assert given == distillation.given_parameters(options)
+    assert preparing == distillation.given_preparing(options)
     deployed = distillation.given_place(options)
     assert Placement(**{name: type(getattr(deployed, name))(value) for name, value in place.items()}) == deployed
     monkeypatch.setenv("KFP_POD_NAME", "configure")
@@ -279,8 +281,9 @@ def test_every_parameter_of_the_pipeline_is_an_option(parse):
     options = parse()
     place = vars(distillation.given_place(options))
     wanted = distillation.distillation.component_spec.inputs
-    assert {*distillation.given_parameters(options), *place, "fresh"} == {*wanted}
-    assert {**distillation.given_parameters(options), **place} == {
+    preparing = distillation.given_preparing(options)
+    assert {*distillation.given_parameters(options), *place, *preparing, "fresh"} == {*wanted}
+    assert {**distillation.given_parameters(options), **place, **preparing} == {
         **dict.fromkeys(("overrides", "dataset", "teacher", "experiment"), ""),
-        "recipe": "digits", "pool": "cpu", "nodes": 1, "processes_per_node": 0,
+        "recipe": "digits", "pool": "cpu", "nodes": 1, "processes_per_node": 0, "prepare_pool": "", "prepare_nodes": 1,
     }  # fmt: skip

@@ -127,6 +127,8 @@ def test_run_gets_parameters_experiment_and_account(api, command):
         "2",
         "--processes",
         "1",
+        "--prepare-pool=cpu",
+        "--prepare-nodes=3",
     ]
     code, output, _ = command(deploy.main, "--run", "--experiment", "food", *arguments)
     assert code == 0
@@ -140,6 +142,8 @@ def test_run_gets_parameters_experiment_and_account(api, command):
         "pool": "cpu",
         "nodes": 2,
         "processes_per_node": 1,
+        "prepare_pool": "cpu",
+        "prepare_nodes": 3,
         "fresh": False,
     }
     assert run.service_account == "vit-distillation"

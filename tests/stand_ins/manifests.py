@@ -30,3 +30,10 @@ def train_job(name="job", nodes=2, code="print('hello')", **spec):
         "metadata": {"name": name},
         "spec": {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer, **spec},
     }
+
+
+def indexed_job(name="job", pods=2, code="print('hello')", **spec):
+    container = {"name": "share", "image": "image:1", "command": ["python", "-c", code]}
+    template = {"spec": {"containers": [container], "restartPolicy": "Never"}}
+    fixed = {"completionMode": "Indexed", "completions": pods, "parallelism": pods, "template": template}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": fixed | spec}

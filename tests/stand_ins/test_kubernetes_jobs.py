@@ -5,15 +5,16 @@ import time
 
 import psutil
 import pytest
-from kubernetes import config
+from kubernetes import client, config
 
 from tests.stand_ins.conftest import Jobs
-from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS
+from tests.stand_ins.kubernetes.resources import JOBS, PODS, PYTORCHJOBS
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn, Node, Script
-from tests.stand_ins.manifests import pytorch_job, train_job
+from tests.stand_ins.manifests import indexed_job, pytorch_job, train_job
 
 FOREVER = Script(output=["begun"], hang=True)
 DONE = Script(output=["done"])
+CRASHES = Script(output=["begun"], exit_code=1)
 FAILS = Script(output=["error: no images"], exit_code=2, termination_message="no images")
 
 
@@ -335,3 +336,90 @@ def test_a_train_job_on_an_unknown_runtime_waits(cluster, train_jobs):
     cluster.wait_for(lambda: cluster.events("job"))
     assert '"elsewhere" not found' in cluster.events("job")[0][2]
     assert not cluster.list(PODS)
+
+
+@pytest.fixture
+def indexed_jobs(connection):
+    return Jobs(connection, "batch", "v1", "jobs")
+
+
+MISTAKE = {"action": "FailJob", "onExitCodes": {"containerName": "share", "operator": "In", "values": [2]}}
+LOST = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+
+
+def test_an_indexed_job_becomes_pods_that_know_their_index(cluster, indexed_jobs):
+    indexed_jobs.create(indexed_job(code="import os; print(os.environ['JOB_COMPLETION_INDEX'])"))
+    cluster.wait_for(lambda: cluster.conditions("job").get("Complete") == "True")
+    pods = cluster.list(PODS)
+    assert [cluster.log(pod["metadata"]["name"]) for pod in pods] == [["0"], ["1"]]
+    assert [pod["metadata"]["name"].rpartition("-")[0] for pod in pods] == ["job-0", "job-1"]
+    status = indexed_jobs.get("job")["status"]
+    assert (status["succeeded"], status["ready"]) == (2, 0)
+    assert cluster.conditions("job") == {"SuccessCriteriaMet": "True", "Complete": "True"}
+
+
+def test_the_index_that_a_job_is_for_ends_it(cluster, indexed_jobs):
+    cluster.script("job-0-*", DONE)
+    cluster.script("job-1-*", FOREVER)
+    indexed_jobs.create(indexed_job(successPolicy={"rules": [{"succeededIndexes": "0"}]}))
+    cluster.wait_for(lambda: cluster.conditions("job").get("Complete") == "True")
+    assert set(phases(cluster).values()) == {"Succeeded"}
+
+
+def test_a_failed_pod_stays_and_another_one_takes_its_index(cluster, indexed_jobs):
+    cluster.script("job-0-*", DONE)
+    cluster.script("job-1-*", CRASHES, CRASHES, DONE)
+    policy = {"rules": [LOST, MISTAKE]}
+    indexed_jobs.create(indexed_job(backoffLimitPerIndex=1, podFailurePolicy=policy))
+    cluster.wait_for(lambda: cluster.conditions("job").get("Failed") == "True")
+    assert sorted(phases(cluster).values()) == ["Failed", "Failed", "Succeeded"]
+    assert next(one["reason"] for one in indexed_jobs.get("job")["status"]["conditions"]) == "FailedIndexes"
+
+
+def test_what_fails_again_for_sure_fails_the_job_at_once(cluster, indexed_jobs):
+    cluster.script("job-0-*", FOREVER)
+    cluster.script("job-1-*", FAILS)
+    indexed_jobs.create(indexed_job(backoffLimitPerIndex=5, podFailurePolicy={"rules": [LOST, MISTAKE]}))
+    cluster.wait_for(lambda: cluster.conditions("job").get("Failed") == "True")
+    (message,) = {one["message"] for one in indexed_jobs.get("job")["status"]["conditions"]}
+    assert message.endswith("failed with exit code 2 matching FailJob rule at index 1")
+    cluster.wait_for(lambda: set(phases(cluster).values()) == {"Failed"})
+
+
+def test_a_pod_whose_machine_is_taken_away_does_not_count(cluster, indexed_jobs):
+    cluster.script("job-*", FOREVER)
+    indexed_jobs.create(indexed_job(pods=1, backoffLimitPerIndex=0, podFailurePolicy={"rules": [LOST, MISTAKE]}))
+    cluster.wait_for(lambda: indexed_jobs.get("job").get("status", {}).get("ready") == 1)
+    (first,) = phases(cluster)
+    cluster.preempt(first)
+    cluster.wait_for(lambda: indexed_jobs.get("job")["status"]["ready"] == 1 and first not in phases(cluster))
+    assert cluster.conditions("job") == {}
+
+
+def test_an_indexed_job_is_suspended_runs_into_its_limit_and_goes(cluster, indexed_jobs):
+    cluster.script("job-*", FOREVER)
+    indexed_jobs.create(indexed_job(suspend=True, activeDeadlineSeconds=2, ttlSecondsAfterFinished=2))
+    cluster.wait_for(lambda: cluster.conditions("job") == {"Suspended": "True"})
+    cluster.resume("job")
+    cluster.wait_for(lambda: cluster.conditions("job").get("Failed") == "True")
+    reasons = {one["type"]: one["reason"] for one in indexed_jobs.get("job")["status"]["conditions"]}
+    assert (reasons["Suspended"], reasons["Failed"]) == ("JobResumed", "DeadlineExceeded")
+    cluster.wait_for(lambda: not cluster.list(JOBS))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"completions": None}, "spec.completions: Required value: when completion mode is Indexed"),
+        ({"completionMode": "NonIndexed", "backoffLimitPerIndex": 1}, "spec.backoffLimitPerIndex: Invalid value"),
+        ({"successPolicies": {}}, 'unknown field "spec.successPolicies"'),
+        (
+            {"podFailurePolicy": {"rules": [{"action": "FailJob"}]}},
+            "one of OnExitCodes and OnPodConditions is required",
+        ),
+    ],
+)
+def test_a_job_that_the_server_refuses(indexed_jobs, change, message):
+    with pytest.raises(client.ApiException) as refused:
+        indexed_jobs.create(indexed_job(**change), field_validation="Strict")
+    assert message in refused.value.body.replace("\\", "")

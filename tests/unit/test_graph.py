@@ -29,12 +29,13 @@ def test_stages_function_takes_inputs_and_outputs_of_graph(name):
         argument.arg: default for argument, default in zip(run.args.kwonlyargs, run.args.kw_defaults, strict=True)
     }
     beside = {"recipe", "resolved"} if stage.takes_recipe else {"launch", "in_turns"} if stage.launches else set()
+    beside |= {"share"} if stage.shared else set()
     expected = {*stage.all_inputs, *stage.outputs} | beside
     if run.args.kwarg:  # it takes whatever the graph says
         assert keywords.keys() == {*stage.outputs} | beside
     else:
         assert keywords.keys() == expected
-        optional = {key for key, default in keywords.items() if default is not None} - {"in_turns"}
+        optional = {key for key, default in keywords.items() if default is not None} - {"in_turns", "share"}
         assert optional == {*stage.optional_inputs}
 
 

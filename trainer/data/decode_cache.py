@@ -117,6 +117,15 @@ class DecodeCache:
         chunk = _Chunk(way=self.way, squares=storage.file_digest(squares), images=tuple(images))
         storage.write_checksummed(self._uri(number, "jsonl"), chunk.model_dump_json(exclude_defaults=True))
 
+    def has(self, number: int) -> bool:
+        """Return whether a chunk is kept, of whichever images."""
+        return storage.exists(self._uri(number, "jsonl"))
+
+    def remove(self, number: int) -> None:
+        """Remove a chunk that was kept after the preparation had ended."""
+        for suffix in ("jsonl", "arrow"):
+            storage.remove_file(self._uri(number, suffix))
+
     def free(self, numbers: Iterable[int]) -> None:
         """Give back the disk of squares that are not read any more; those that are kept for another attempt stay, if in the same file."""
         for file in map(self.squares, numbers):
@@ -129,6 +138,8 @@ class DecodeCache:
     def _has_squares(self, number: int, digest: str) -> bool:
         """Bring the squares into the folder; returns whether they are whole."""
         file, uri = self.squares(number), self._uri(number, "arrow")
+        if file.exists() and storage.file_digest(file) == digest:  # decoded by this preparation
+            return True
         try:
             if storage.is_remote(uri):
                 with writing_to(file):

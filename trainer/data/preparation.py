@@ -26,9 +26,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import accumulate, count
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -58,13 +58,16 @@ from trainer.data.dataset_schema import (
 from trainer.data.decode_cache import DecodeCache, Outcome
 from trainer.data.facts import ImageFacts
 from trainer.data.near_duplicates import NearDuplicates
+from trainer.data.sampler import SHARD, WINDOW
 from trainer.data.sources import Item, SourceListing, list_source
+from trainer.graph import Share
 from trainer.io import limits, storage
 from trainer.io.artifacts import digest
 from trainer.io.child_processes import SPAWNED
 from trainer.io.errors import DataError, ObjectTooLargeError, writing_to
 from trainer.io.formatting import clipped, listed
 from trainer.io.host import usable_cores
+from trainer.io.storage.cache import draft
 from trainer.models.served_student import preprocessing
 from trainer.models.served_student.class_tags import TAGS
 from trainer.models.served_student.preprocessing import DEEPEST, GRAY_PEAK, BadImageError, Square, is_jpeg
@@ -90,8 +93,10 @@ _DECIDING = {
     *("min_images_per_class", "max_bad_fraction", "attributes", "hierarchy", "multi_label"),
 }  # settings about which decoded images are kept where, and what is known of classes; not about how images are decoded
 
+ALONE = Share()
 _MISSING = "no such file"  # reason of an image that is not where the source says
 
+T = TypeVar("T")
 Read: TypeAlias = Callable[[str], bytes]
 DecodedChunk: TypeAlias = tuple[list[Outcome], bool]  # outcomes, and whether an earlier attempt has decoded the chunk
 
@@ -103,6 +108,7 @@ def prepare(
     cache_uri: str | None = None,
     processes: int | None = None,
     remote: bool = False,
+    share: Share = ALONE,
 ) -> dict[str, int]:
     """Write the prepared data set of `settings.source` into a directory; `dataset_schema` describes its files.
 
@@ -112,28 +118,27 @@ def prepare(
             the result is complete. Without it they are decoded again.
         processes: decode and write, by default one for each usable core; the result does not depend on their number.
         remote: whether the data set goes to a store, from which each machine of a training fetches it.
+        share: of the decoding, where other machines decode into the same cache with `decode_share`.
 
     Returns:
         Numbers of images: train, val, test, unlabeled; quarantined; duplicates and leakage (left out because an equal one is kept);
         near_duplicates (alike to one of a held-out split); and classes.
     """
-    listing = list_source(settings.source, outside=settings.outside, multi_label=settings.multi_label)
+    listing = _listing(settings)
     tags = read_tags(settings, listing)
     if tags is not None and tags.attributes:
         numbers = [name for name in tags.attributes if tags.is_number(name)]
         texts = [name for name in tags.attributes if name not in numbers]
         shown = (listed(names, 20) or "none" for names in (numbers, texts))
         logger.info("prepare: attributes that are numbers: %s; texts: %s", *shown)
-    if settings.test_from == "val":
-        listing = _with_test(listing, settings)
     for remark in listing.remarks:
         logger.warning("prepare: %s", remark)
-    settings = settings.model_copy(
-        update={"encoding": choose_encoding(settings, len(listing.items), directory, remote=remote)}
-    )
-    processes = processes or min(usable_cores(), math.ceil(len(listing.items) / IMAGES_PER_PROCESS))
+    settings = _with_encoding(settings, len(listing.items), directory, remote=remote)
+    processes = processes or _processes(listing)
     with _open_cache(settings, directory, cache_uri) as cache:
-        listing = replace(listing, items=listing.items.mapped(cache.folder / _LISTING))
+        listing = _mapped(listing, cache.folder)
+        if share.of > 1:
+            _decode_missing(listing, settings, cache, processes, share, ended=_goes_on)
         with facts.writing_facts(cache.folder / _FACTS) as append:
             bad = _decode_all(listing, settings, cache, processes, append)
         decoded = ImageFacts.read(cache.folder / _FACTS)
@@ -195,6 +200,43 @@ def prepare(
     }
 
 
+def decode_share(
+    settings: DataSettings,
+    cache_uri: str,
+    share: Share,
+    *,
+    ended: Callable[[], bool],
+    processes: int | None = None,
+    remote: bool = False,
+) -> int:
+    """Decode images into the cache of a preparation on another machine, its share first, until nothing is missing; returns how many.
+
+    `ended` says whether the preparation has ended, and can be pickled; the others are as in `prepare`, and equal to those there.
+    """
+    listing = _listing(settings)
+    with draft() as folder:
+        settings = _with_encoding(settings, len(listing.items), folder, remote=remote)
+        cache = DecodeCache(uri=cache_uri, folder=folder, way=_way(settings))
+        listing = _mapped(listing, folder)
+        return _decode_missing(listing, settings, cache, processes or _processes(listing), share, ended=ended)
+
+
+def _listing(settings: DataSettings) -> SourceListing:
+    listing = list_source(settings.source, outside=settings.outside, multi_label=settings.multi_label)
+    return _with_test(listing, settings) if settings.test_from == "val" else listing
+
+
+def _mapped(listing: SourceListing, folder: Path) -> SourceListing:
+    """Map the items into memory; those of a large source by a hash of their names, so that each window of a training has all classes."""
+    items = listing.items
+    order = items.hash_order() if len(items) > SHARD * WINDOW else None
+    return replace(listing, items=items.mapped(folder / _LISTING, order))
+
+
+def _processes(listing: SourceListing) -> int:
+    return min(usable_cores(), math.ceil(len(listing.items) / IMAGES_PER_PROCESS))
+
+
 def _by_split(kept: ImageFacts) -> dict[SplitName, ImageFacts]:
     return {split: kept.of(split) for split in SPLITS}
 
@@ -215,6 +257,10 @@ def _summary(listing: SourceListing, splits: Mapping[SplitName, Sequence[ImageCa
         f"{len(classes):,} classes: {listed(classes, 10)}; the smallest is {classes[smallest]} with {counts[smallest]:,} images",
         f"images: {', '.join(sizes)}",
     ]
+
+
+def _with_encoding(settings: DataSettings, images: int, directory: Path, *, remote: bool) -> DataSettings:
+    return settings.model_copy(update={"encoding": choose_encoding(settings, images, directory, remote=remote)})
 
 
 def choose_encoding(settings: DataSettings, images: int, directory: Path, *, remote: bool) -> Encoding:
@@ -308,7 +354,8 @@ def _decode_all(
     bad: list[Quarantined] = []
     total, done, there, logged_s = len(listing.items), 0, 0, time.monotonic()
     with tqdm(total=total, desc="prepare", unit="image", disable=not sys.stderr.isatty()) as bar:
-        for decoded, was_there in _map(work, _chunks(listing, settings), processes):
+        chunks = _chunks(listing, settings)
+        for decoded, was_there in _map(work, range(len(chunks)), chunks, processes):
             append([outcome for outcome in decoded if isinstance(outcome, ImageCandidate)])
             bad += [outcome for outcome in decoded if isinstance(outcome, Quarantined)]
             done += len(decoded)
@@ -323,22 +370,90 @@ def _decode_all(
     return bad
 
 
+def _decode_missing(
+    listing: SourceListing,
+    settings: DataSettings,
+    cache: DecodeCache,
+    processes: int,
+    share: Share,
+    *,
+    ended: Callable[[], bool],
+) -> int:
+    """Decode chunks that are not kept, those of a share first; returns the number of their images."""
+    work = partial(
+        _keep_missing,
+        read=listing.read,
+        settings=settings,
+        schema=features().arrow_schema,
+        cache=cache,
+        ended=ended,
+        drop=share.number > 0,
+    )
+    chunks, done, logged_s = _chunks(listing, settings), 0, time.monotonic()
+    order = _order_of(share, len(chunks))
+    for count in _map(work, order, [chunks[number] for number in order], processes):
+        done += count
+        if time.monotonic() - logged_s >= LOG_INTERVAL_S:
+            logger.info("prepare: share %d of %d: decoded %d of %d images", *share, done, len(listing.items))
+            logged_s = time.monotonic()
+    logger.info(
+        "prepare: share %d of %d: decoded %d of %d images; nothing is missing", *share, done, len(listing.items)
+    )
+    return done
+
+
+def _order_of(share: Share, chunks: int) -> list[int]:
+    """Return the chunks in the order in which a machine decodes what is missing: its own share, then that of each other from its end.
+
+    So two machines rarely decode the same, which would do no harm.
+    """
+    number, of = share
+    others = (reversed(range((number + step) % of, chunks, of)) for step in range(1, of))
+    return [*range(number, chunks, of), *chain.from_iterable(others)]
+
+
+def _goes_on() -> bool:
+    return False
+
+
 def _map(
-    work: Callable[[int, Sequence[Item]], DecodedChunk], chunks: Sequence[Sequence[Item]], processes: int
-) -> Iterator[DecodedChunk]:
+    work: Callable[[int, Sequence[Item]], T], numbers: Sequence[int], chunks: Sequence[Sequence[Item]], processes: int
+) -> Iterator[T]:
     if processes == 1:
-        yield from map(work, count(), chunks)
+        yield from map(work, numbers, chunks)
         return
     # Spawned, because a forked copy of a process with threads (Arrow's, fsspec's) can hang. Ctrl-C is for the parent to handle.
     ignored = (signal.SIGINT, signal.SIG_IGN)
     with ProcessPoolExecutor(processes, SPAWNED, initializer=signal.signal, initargs=ignored) as pool:
         try:
-            yield from pool.map(work, range(len(chunks)), chunks)
+            yield from pool.map(work, numbers, chunks)
         except BrokenProcessPool as error:
             raise DataError(
                 f"a process that decodes images died, probably for lack of memory; {processes} of them run at once, "
                 "each needs a few bytes a pixel: lower data.max_pixels, or prepare on a machine with more memory"
             ) from error
+
+
+def _keep_missing(
+    number: int,
+    items: Sequence[Item],
+    *,
+    read: Read,
+    settings: DataSettings,
+    schema: pa.Schema,
+    cache: DecodeCache,
+    ended: Callable[[], bool],
+    drop: bool,
+) -> int:
+    """Decode a chunk that is not kept, unless the preparation has ended; `drop`: this machine does not need the squares."""
+    if ended() or cache.has(number):
+        return 0
+    _make_chunk(number, items, read=read, settings=settings, schema=schema, cache=cache)
+    if drop:
+        cache.squares(number).unlink()
+    if ended():  # meanwhile, and the cache was removed
+        cache.remove(number)
+    return len(items)
 
 
 def _make_chunk(

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from trainer.graph import Share
 from trainer.io import limits
 from trainer.io.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, TrainerError
 from trainer.io.host import ended_by_sigterm, ensure_home, escape_what_cannot_be_printed
@@ -75,6 +76,15 @@ def fraction(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and up to 1, got {text}")
     return value
+
+
+def share(text: str) -> Share:
+    """Read a share for argparse, such as 0/4, the first of four."""
+    number, slash, of = text.partition("/")
+    found = Share(int(number), int(of) if slash else 0)
+    if not 0 <= found.number < found.of:
+        raise argparse.ArgumentTypeError(f"must be K/N with K from 0 to N - 1, such as 0/4, got {text}")
+    return found
 
 
 def add_with_default(options: Options, name: str, default: object, text: str, **further: Any) -> None:
@@ -168,6 +178,15 @@ def add_place(
     options.add_argument("--pool", required=pool is None, default="", metavar="NAME", help=text)
     add_with_default(options, "--nodes", 1, "machines of the pool", type=number, metavar="N")
     add_processes(options, where=" on each machine", default=processes, number=number)
+
+
+def add_preparing(options: Options) -> None:
+    """Add where the images are prepared."""
+    text = "node pool that prepares the images, where they are too many for a task's pod (default: that pod)"
+    options.add_argument("--prepare-pool", default="", metavar="NAME", help=text)
+    add_with_default(
+        options, "--prepare-nodes", 1, "machines of that pool, which share the decoding", type=positive, metavar="N"
+    )
 
 
 def add_debug(options: Options, *, default: Any = False) -> None:

@@ -104,6 +104,7 @@ class Place:
     machines: Machines
     peak_flops: float  # bf16 operations a second of a process's device; 0 on processors
     task: Room
+    preparing: tuple[Room, Machines] | None = None  # nodes that prepare the images; None: the pod of the task does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +195,8 @@ class _Run:
         from trainer.data.preparation import SHARD_BYTES
 
         largest = max(self.work.taught, self.work.unlabeled)
-        shards = min(self.place.task.cores * SHARD_BYTES, largest * self.square)
+        room = self.place.preparing[0] if self.place.preparing else self.place.task
+        shards = min(room.cores * SHARD_BYTES, largest * self.square)
         return (2 * self.photos.images - largest) * self.square + shards
 
     @property
@@ -202,20 +204,25 @@ class _Run:
         return f"store smaller images (data.image_size, now {self.settings.data.image_size})"
 
     def prepare(self) -> StagePlan:
-        images, task, data = self.photos.images, self.place.task, self.settings.data
-        each = RATES["read"].value + self.photos.decode_s
-        local = f"make run POOL={self.place.machines.pool} on a machine with as much does all but the trainings there"
+        images, data = self.photos.images, self.settings.data
+        room, machines = self.place.preparing or (self.place.task, None)
+        nodes = machines.nodes if machines else 1
+        seconds = (RATES["read"].value + self.photos.decode_s) / (room.cores * nodes) + 2 * RATES["list"].value / 1000
+        if nodes > 1:  # the first node fetches what the others have decoded
+            seconds += (nodes - 1) / nodes * self.square / RATES["disk"].value
         return StagePlan(
             stage="prepare",
             work=f"{short(images)} photos of {size(self.photos.file_bytes)}",
-            room=task,
-            seconds={"reading and decoding": images * (each / task.cores + 2 * RATES["list"].value / 1000)},
+            room=room,
+            seconds={"reading and decoding": images * seconds},
             disk=self.prepared,
             memory=images * RATES["lists" if data.multi_label or data.near_duplicates == "separate" else "facts"].value,
             ways={
-                "disk": f"give the nodes of tasks that much; or {local}; or {self.smaller}",
-                "memory": f"{local}; or give a part of the photos",
+                "disk": f"name a pool with a larger cache for it (PREPARE_POOL), or {self.smaller}",
+                "memory": "name a pool with more memory for it (PREPARE_POOL), or give a part of the photos",
+                "hours": "take more nodes for it (PREPARE_NODES)",
             },
+            machines=machines,
         )
 
     def trainings(self) -> Iterator[StagePlan]:

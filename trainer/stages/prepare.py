@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from trainer.config import LOADING, DataSettings
 from trainer.data.class_tables import source_version
-from trainer.data.preparation import decode_cache_uri, prepare
+from trainer.data.preparation import ALONE, decode_cache_uri, decode_share, prepare
+from trainer.graph import Share
 from trainer.io import artifacts, storage
-from trainer.io.artifacts import Artifact
+from trainer.io.artifacts import Manifest
 from trainer.report import tracking
 from trainer.report.tracking.stage_runs import stage_run
 
 
-def run(settings: DataSettings, *, dataset: str | Path) -> Artifact:
+def run(settings: DataSettings, *, dataset: str | Path, share: Share = ALONE) -> Manifest | None:
     """Prepare the images of `settings.source` into the directory `dataset`.
 
-    Images that an interrupted preparation has decoded are kept beside the checkpoints and not decoded again.
+    Images that an interrupted preparation has decoded are kept beside the checkpoints and not decoded again. There, too, other machines
+    may decode a share of them, for the one with the first share to use.
+
+    Returns:
+        The data set's manifest, on the machine that makes it.
     """
     values = settings.model_dump(mode="json", exclude=set(LOADING))
     cache_uri = decode_cache_uri(settings, artifacts.unfinished(dataset))
+    if share.number:
+        ended = partial(artifacts.exists, dataset)
+        decode_share(settings, cache_uri, share, ended=ended, remote=storage.is_remote(dataset))
+        return None
     with stage_run("prepare", values) as tracker, artifacts.create(dataset, "dataset", settings=values) as draft:
         if not storage.is_remote(dataset):
             # A run on this machine may reuse it (on a cluster Kubeflow's cache has its own key). The version is read
             # before the images, so that one that changes meanwhile is noticed by the next run.
             draft.source_version = source_version(settings) or None
-        draft.figures |= prepare(settings, draft.path, cache_uri=cache_uri, remote=storage.is_remote(dataset))
+        draft.figures |= prepare(
+            settings, draft.path, cache_uri=cache_uri, remote=storage.is_remote(dataset), share=share
+        )
         tracker.metrics(0, tracking.numbers(draft.figures))
     storage.remove(cache_uri)
-    return artifacts.read(dataset, "dataset")
+    return artifacts.manifest(dataset, "dataset")

@@ -1,6 +1,8 @@
 """The manifest of a job: its identity, its pods and their environment, PyTorchJobs and TrainJobs."""
 
 import re
+from dataclasses import replace
+from typing import get_args
 
 import kubernetes_validate
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from components.launch import IMAGE, job_manifest, pools
 from components.launch.job_manifest import BACKENDS, HASH_ANNOTATION, Identity, JobState, Owner
+from components.launch.pools import Pool
 from tests.manifests.pod_security import violations
 from tests.stand_ins.kubernetes import schemas
 from trainer.graph import JobSpec
@@ -600,6 +603,71 @@ def test_a_trainjob_cannot_be_elastic():
 def test_retries_of_a_trainjob_are_its_runtimes():
     assert trainjob(retries=0)["spec"]["runtimeRef"] == {"name": "torch-distributed"}
     assert trainjob(retries=2)["spec"]["runtimeRef"] == {"name": "vit-distillation", "kind": "TrainingRuntime"}
+
+
+# Indexed Jobs, of stages whose work is shared
+
+
+def shared_job(nodes=4, pool="gpu-a100", **changes):
+    preparing = JobSpec(
+        stage="prepare", settings={}, inputs={}, outputs={"dataset": "s3://bucket/dataset"}, nodes=nodes
+    )
+    return job_manifest.render_indexed_job(preparing, pools.get(pool).model_copy(update=changes), JOB)
+
+
+@pytest.mark.parametrize("pool", pools.load())
+def test_api_server_takes_a_job_of_shares_on_any_pool(pool):
+    schemas.check(shared_job(pool=pool, nodes=4 if pools.get(pool).joins_nodes else 1, queue="team"))
+
+
+def test_each_pod_knows_its_share():
+    job = shared_job(nodes=4)["spec"]
+    assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 4, 4)
+    (container,) = job["template"]["spec"]["containers"]
+    assert container["args"] == [
+        *("-m", "trainer", "stage", "prepare", "--node", "--share", "$(JOB_COMPLETION_INDEX)/4"),
+        *("--settings", "{}", "--dataset", "s3://bucket/dataset"),
+    ]
+    assert {"name": "TRAINER_CACHE", "value": "/cache"} in container["env"]
+    assert "affinity" not in job["template"]["spec"]  # shares exchange nothing
+
+
+def test_rules_of_a_job_of_shares():
+    job = shared_job(retries=5, keep_minutes=2)["spec"]
+    assert job["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    lost, mistake = job["podFailurePolicy"]["rules"]
+    assert (lost["action"], lost["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+    assert (mistake["action"], mistake["onExitCodes"]["values"]) == ("FailJob", [2])
+    assert mistake["onExitCodes"]["containerName"] == job["template"]["spec"]["containers"][0]["name"]
+    assert (job["backoffLimitPerIndex"], job["ttlSecondsAfterFinished"]) == (5, 120)
+    assert shared_job(retries=0)["spec"]["backoffLimitPerIndex"] == 3
+    assert job["template"]["spec"]["restartPolicy"] == "Never"
+
+
+def test_the_kind_of_a_job_follows_from_stage_and_pool():
+    preparing = replace(spec(), stage="prepare")
+    for backend in job_manifest.TRAINING_BACKENDS:
+        pool = pools.get("cpu").model_copy(update={"backend": backend})
+        assert job_manifest.backend_of(spec(), pool) is BACKENDS[backend]
+        assert job_manifest.backend_of(preparing, pool) is BACKENDS["job"]
+    assert {*job_manifest.TRAINING_BACKENDS, "job"} == {*BACKENDS}
+    assert {*job_manifest.TRAINING_BACKENDS} == {*get_args(Pool.model_fields["backend"].annotation)}
+
+
+@pytest.mark.parametrize(
+    ("status", "phase"),
+    [
+        ({}, "pending"),
+        ({"active": 2, "ready": 0}, "pending"),
+        ({"active": 2, "ready": 1}, "running"),
+        ({"conditions": [condition("Suspended")]}, "suspended"),
+        ({"ready": 1, "conditions": [condition("SuccessCriteriaMet")]}, "running"),
+        ({"conditions": [condition("SuccessCriteriaMet"), condition("Complete")]}, "succeeded"),
+        ({"conditions": [condition("FailureTarget"), condition("Failed")]}, "failed"),
+    ],
+)
+def test_the_status_of_a_job_of_shares_gives_its_state(status, phase):
+    assert BACKENDS["job"].state({"status": status}).phase == phase
 
 
 def trainjob_condition(kind, status="True"):

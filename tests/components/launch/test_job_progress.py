@@ -121,6 +121,18 @@ def test_the_end_of_an_old_pod_changes_nothing(progress):
     assert progress.take_messages() == []
 
 
+def test_a_failed_pod_that_stays_does_not_take_the_place_of_its_successor(progress):
+    """Those of an Indexed Job do; times are in whole seconds."""
+    start(progress, 10)
+    for created, uid in (("2026-11-29T16:00:00Z", "same second"), ("2026-11-29T16:00:01Z", "later")):
+        progress.update_replica(replica(1, uid=uid, placed=True, created=created), 20)
+        failed = replica(1, uid="old", placed=True, over=True, created="2026-11-29T16:00:00Z")
+        progress.update_replica(failed, 21)
+        assert progress.replicas["worker-1"].uid == uid
+    progress.update_replica(replica(1, uid="newest", created="2026-11-29T16:00:01Z"), 22)
+    assert progress.replicas["worker-1"].uid == "newest"
+
+
 def test_silence_has_a_limit(progress):
     start(progress, 10)
     assert progress.outcome(59) is None

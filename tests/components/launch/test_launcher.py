@@ -18,8 +18,9 @@ from components.launch import launcher, pools
 from components.launch.client import ApiUnavailableError
 from components.launch.job_manifest import Owner
 from components.launch.launcher import ClusterLauncher
-from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, TRAINJOBS
+from tests.stand_ins.kubernetes.resources import JOBS, PODS, PYTORCHJOBS, TRAINJOBS
 from tests.stand_ins.kubernetes.stand_in import Script
+from trainer.graph import JobSpec
 from trainer.io.costs import Price
 from trainer.io.errors import CRASHED_NODE_EXIT_CODE, EXIT_CODE, MISSED_ANOTHER, PREEMPTED_EXIT_CODE, LaunchError
 
@@ -120,6 +121,69 @@ def test_a_trainjob_is_followed_too(kubernetes, identity, spec, logged):
     ClusterLauncher(pool, identity).run(spec)
     assert len(kubernetes.list(TRAINJOBS)) == 1
     assert {"node-0 | step 1", "node-1 | step 2"} <= set(logged())
+
+
+# Stages whose work is shared
+
+
+@pytest.fixture
+def shares(kubernetes, pool, identity):
+    """Run a preparation on several nodes of a pool, which the scripts of its pods play."""
+
+    def run(nodes=3, **changes):
+        spec = JobSpec(stage="prepare", settings={}, inputs={}, outputs={"dataset": "s3://bucket/dataset"}, nodes=nodes)
+        given = {"attempts": 1, **changes}
+        ClusterLauncher(pool, replace(identity, task="prepare"), **given).run(spec)
+
+    return run
+
+
+def test_the_first_share_ends_the_job(kubernetes, shares, logged):
+    kubernetes.script("*-0-*", Script(output=["decoding", 0.5, "written"]))
+    kubernetes.script("*-1-*", Script(output=["helping"]))
+    kubernetes.script("*-2-*", HANGING)
+    shares()
+    (job,) = kubernetes.list(JOBS)
+    assert kubernetes.conditions(job["metadata"]["name"])["Complete"] == "True"
+    lines = logged()
+    assert {"share-0 | decoding", "share-0 | written", "share-1 | helping"} <= set(lines)
+    assert any(line.endswith("created for 3 nodes of pool cpu") for line in lines)
+
+
+def test_a_share_works_before_others_have_machines(kubernetes, shares, minutes_of_half_a_second):
+    """The limit on waiting counts until the first one works, not until all do."""
+    kubernetes.script("*-0-*", Script(output=["decoding", 1.5, "written"]))
+    kubernetes.script("*-1-*", Script(pending_s=600.0))
+    shares(nodes=2)
+
+
+def test_a_crash_of_a_share_costs_its_pod(kubernetes, shares, logged):
+    kubernetes.script("*-0-*", Script(output=["first life"], exit_code=1), Script(output=["second life", 0.5]))
+    kubernetes.script("*-1-*", HANGING)
+    shares(nodes=2)
+    lines = [line for line in logged() if line.startswith("share-0 |")]
+    assert sorted(lines) == ["share-0 | first life", "share-0 | second life"]
+
+
+def test_a_user_s_mistake_ends_all_shares(kubernetes, shares):
+    mistake = Script(output=["error: no images"], exit_code=EXIT_CODE, termination_message="no images in s3://bucket")
+    kubernetes.script("*-0-*", HANGING)
+    kubernetes.script("*-1-*", mistake)
+    with pytest.raises(LaunchError, match=r"share-1 ended with exit code 2: no images in s3://bucket"):
+        shares(nodes=2, attempts=3)
+    assert len(kubernetes.list(JOBS)) == 1
+
+
+def test_machines_that_are_taken_away_count_for_nothing(kubernetes, shares, meanwhile):
+    kubernetes.script("*-0-*", Script(output=["first life"], hang=True), Script(output=["second life"]))
+    kubernetes.script("*-1-*", HANGING)
+
+    def preempt():
+        (pod,) = kubernetes.list(PODS, "*-0-*")
+        kubernetes.preempt(pod["metadata"]["name"])
+
+    meanwhile("share-0 | first life", preempt)
+    shares(nodes=2)
 
 
 def test_an_old_price_is_warned_of_once(kubernetes, run, logged):

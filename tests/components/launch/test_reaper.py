@@ -111,6 +111,7 @@ def test_backend_that_may_not_be_listed_is_logged(kubernetes, cluster, make, cap
     assert [job.name for job in reaper.find(cluster)] == [name]
     assert "these jobs are skipped: no right to list trainjobs.trainer.kubeflow.org" in caplog.text
     kubernetes.faults.deny("list", "pytorchjobs")
+    kubernetes.faults.deny("list", "jobs")
     with pytest.raises(ForbiddenError):
         reaper.find(cluster)
 

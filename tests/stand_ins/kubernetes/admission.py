@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tests.stand_ins.kubernetes import names
-from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, TRAINJOBS, Resource
+from tests.stand_ins.kubernetes.resources import JOBS, PODS, PYTORCHJOBS, TRAINJOBS, Resource
 
 WEBHOOKS = {
     PYTORCHJOBS: "validator.pytorchjob.training-operator.kubeflow.org",
@@ -27,6 +27,8 @@ def value_problems(manifest: Mapping[str, Any], resource: Resource) -> list[str]
     """Causes for a refusal with 422."""
     if resource == PODS:
         return list(_pod_problems(manifest["spec"]))
+    if resource == JOBS:
+        return list(_job_problems(manifest["spec"]))
     if resource == TRAINJOBS and (problem := names.dns_1035_problem(manifest["metadata"].get("name", ""))):
         return [f"metadata.name: Invalid value: {problem}"]
     return []
@@ -46,7 +48,30 @@ def suspended(manifest: Mapping[str, Any], resource: Resource) -> dict[str, Any]
     spec: dict[str, Any] = manifest["spec"]
     if resource == PYTORCHJOBS:
         return spec | {"runPolicy": (spec.get("runPolicy") or {}) | {"suspend": True}}
-    return spec | {"suspend": True} if resource == TRAINJOBS else spec
+    return spec | {"suspend": True} if resource in {TRAINJOBS, JOBS} else spec
+
+
+def _job_problems(spec: Mapping[str, Any]) -> Iterator[str]:
+    """In the server's words (pkg/apis/batch/validation/validation.go of Kubernetes 1.34)."""
+    template, indexed = spec["template"].get("spec", {}), spec.get("completionMode") == "Indexed"
+    if template.get("restartPolicy") not in {"Never", "OnFailure"}:
+        yield 'spec.template.spec.restartPolicy: Required value: valid values: "OnFailure", "Never"'
+    if "podFailurePolicy" in spec and template.get("restartPolicy") != "Never":
+        yield 'spec.template.spec.restartPolicy: Invalid value: only "Never" is supported when podFailurePolicy is specified'
+    if indexed and spec.get("completions") is None:
+        yield "spec.completions: Required value: when completion mode is Indexed"
+    for field in ("backoffLimitPerIndex", "successPolicy"):
+        if field in spec and not indexed:
+            yield f"spec.{field}: Invalid value: requires indexed completion mode"
+    containers = [container["name"] for container in template.get("containers", [])]
+    for index, rule in enumerate((spec.get("podFailurePolicy") or {}).get("rules", [])):
+        path, codes = f"spec.podFailurePolicy.rules[{index}]", rule.get("onExitCodes") or {}
+        if ("onExitCodes" in rule) == ("onPodConditions" in rule):
+            yield f"{path}: Invalid value: specifying one of OnExitCodes and OnPodConditions is required"
+        if codes.get("containerName", containers[0]) not in containers:
+            yield f"{path}.onExitCodes.containerName: Invalid value: must be one of the container or initContainer names"
+        if codes.get("operator") == "In" and 0 in codes["values"]:
+            yield f"{path}.onExitCodes.values: Invalid value: 0: must not be 0 for the In operator"
 
 
 def _train_job_problems(spec: Mapping[str, Any]) -> Iterator[str]:

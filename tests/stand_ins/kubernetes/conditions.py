@@ -1,4 +1,4 @@
-"""Conditions of a PyTorchJob, changed by the training operator's rules."""
+"""Conditions of jobs: of a PyTorchJob by the training operator's rules, of others by those of Kubernetes' own library."""
 
 from __future__ import annotations
 
@@ -34,3 +34,15 @@ def set_condition(status: Object, type_: str, reason: str, message: str, *, valu
     if type_ in {"Succeeded", "Failed"}:
         kept = [{**one, "status": "False"} if one["type"] == "Running" else one for one in kept]
     status["conditions"] = [*kept, new]
+
+
+def set_plain_condition(status: Object, type_: str, value: str, reason: str, message: str) -> None:
+    """Add or change a condition by the rules of Kubernetes' own library."""
+    conditions: list[Object] = status.setdefault("conditions", [])
+    current = next((one for one in conditions if one["type"] == type_), None)
+    since = current["lastTransitionTime"] if current and current["status"] == value else now()
+    new = {"type": type_, "status": value, "reason": reason, "message": message, "lastTransitionTime": since}
+    if current is None:
+        conditions.append(new)
+    else:
+        current.update(new)

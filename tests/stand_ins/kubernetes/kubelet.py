@@ -6,6 +6,7 @@ A container that fails waits `BACKOFF_S` before it is started again, not ten sec
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import time
@@ -26,6 +27,7 @@ from tests.stand_ins.kubernetes.statuses import ApiError, bad_request
 from tests.stand_ins.kubernetes.store import Object, Store
 
 BACKOFF_S = 0.1
+_DRAWN = re.compile(r"(?<=-\d)-[a-z]{5}$")
 _JOB_LABELS = ("training.kubeflow.org/job-name", "jobset.sigs.k8s.io/jobset-name")
 
 
@@ -112,7 +114,7 @@ class Kubelet:
     def _script_of(self, name: str) -> Script:
         for pattern, scripts in self._scripts:
             if fnmatch(name, pattern):
-                return scripts[min(self._starts[name], len(scripts) - 1)]
+                return scripts[min(self._starts[_of_its_place(name)], len(scripts) - 1)]
         return Script()
 
     def _step(self, run: _Run) -> None:
@@ -159,7 +161,7 @@ class Kubelet:
                 self._wait(run, "CreateContainerConfigError", str(error), "Failed", f"Error: {error}")
                 return
             name = run.pod["spec"]["containers"][0]["name"]
-            self._starts[run.pod["metadata"]["name"]] += 1
+            self._starts[_of_its_place(run.pod["metadata"]["name"])] += 1
             self._event(run, "Normal", "Created", f"Container created: {name}")
             self._event(run, "Normal", "Started", f"Container started: {name}")
             self._show(run, pod_status.running(run.container.started_at), "Running")
@@ -284,3 +286,8 @@ def _wait_in_words(pod: Mapping[str, Any]) -> str:
 def _condition(pod: Mapping[str, Any], type_: str) -> str:
     conditions = pod["status"].get("conditions") or []
     return next((one.get("message", "") for one in conditions if one["type"] == type_), "")
+
+
+def _of_its_place(pod: str) -> str:
+    """What pods that follow one another have in common: the name, of a Job's without the letters that are drawn for each."""
+    return _DRAWN.sub("", pod)

@@ -13,7 +13,16 @@ import kubeflow.training.models
 import kubernetes.client
 import pydantic
 
-from tests.stand_ins.kubernetes.resources import CONFIG_MAPS, EVENTS, PODS, PYTORCHJOBS, SECRETS, TRAINJOBS, Resource
+from tests.stand_ins.kubernetes.resources import (
+    CONFIG_MAPS,
+    EVENTS,
+    JOBS,
+    PODS,
+    PYTORCHJOBS,
+    SECRETS,
+    TRAINJOBS,
+    Resource,
+)
 
 _MODELS = {
     PODS: "V1Pod",
@@ -21,6 +30,7 @@ _MODELS = {
     CONFIG_MAPS: "V1ConfigMap",
     SECRETS: "V1Secret",
     PYTORCHJOBS: "KubeflowOrgV1PyTorchJob",
+    JOBS: "V1Job",
 }
 _PLAIN: Mapping[str, tuple[type, ...]] = {
     "str": (str,),

@@ -34,8 +34,10 @@ PYTORCHJOBS = Resource(group="kubeflow.org", plural="pytorchjobs", kind="PyTorch
 TRAINJOBS = Resource(
     group="trainer.kubeflow.org", version="v1alpha1", plural="trainjobs", kind="TrainJob", has_status=True
 )
+JOBS = Resource(group="batch", plural="jobs", kind="Job", has_status=True)
 WORKFLOWS = Resource(group="argoproj.io", version="v1alpha1", plural="workflows", kind="Workflow")
 
 RESOURCES = {
-    resource.plural: resource for resource in (PODS, EVENTS, CONFIG_MAPS, SECRETS, PYTORCHJOBS, TRAINJOBS, WORKFLOWS)
+    resource.plural: resource
+    for resource in (PODS, EVENTS, CONFIG_MAPS, SECRETS, PYTORCHJOBS, TRAINJOBS, JOBS, WORKFLOWS)
 }

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tests.stand_ins.kubernetes import admission, crds, models, names, pod_templates, statuses
+from tests.stand_ins.kubernetes import admission, crds, job_controller, models, names, pod_templates, statuses
 from tests.stand_ins.kubernetes.models import Problems
-from tests.stand_ins.kubernetes.resources import PODS, PYTORCHJOBS, RESOURCES, Resource
+from tests.stand_ins.kubernetes.resources import JOBS, PODS, PYTORCHJOBS, RESOURCES, Resource
 
 _RESOURCES = {(resource.api_version, resource.kind): resource for resource in RESOURCES.values()}
 
@@ -31,6 +31,9 @@ def check(manifest: Mapping[str, Any]) -> None:
         job["metadata"] = {"uid": "0", **job["metadata"]}
         for role in job["spec"]["pytorchReplicaSpecs"]:
             admit({"apiVersion": PODS.api_version, "kind": PODS.kind, **pod_templates.render(job, role, 0)})
+    if manifest["kind"] == JOBS.kind:
+        job = {**manifest, "metadata": {"uid": "0", **manifest["metadata"]}}
+        admit({"apiVersion": PODS.api_version, "kind": PODS.kind, **job_controller.render(job, 0)})
 
 
 def admit(manifest: Mapping[str, Any]) -> None:

@@ -22,8 +22,8 @@ Beware, it is as strict as the real one: an object whose owner is not there (by 
 by the pod of a task needs that pod (`add_pod`). Pods ask for what nodes have: a test of a GPU pool gives `nodes`.
 
 What it is not: there are no services, init containers, second containers, probes or images; no namespaces but two, no Pod Security, no
-quota; lists come in one piece; a strategic merge patch merges as a plain one; back-off is a tenth of a second; JobSets and
-Jobs are not objects; TLS is not spoken, and any token is taken.
+quota; lists come in one piece; a strategic merge patch merges as a plain one; back-off is a tenth of a second; JobSets, and the
+Jobs of a TrainJob, are not objects; TLS is not spoken, and any token is taken.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ from tests.stand_ins.kubernetes.api import Api
 from tests.stand_ins.kubernetes.api_server import ApiServer
 from tests.stand_ins.kubernetes.containers import Script
 from tests.stand_ins.kubernetes.faults import Faults
+from tests.stand_ins.kubernetes.job_controller import JobController
 from tests.stand_ins.kubernetes.kubelet import Kubelet
 from tests.stand_ins.kubernetes.logs import LogQuery
 from tests.stand_ins.kubernetes.operator import TrainingOperator
-from tests.stand_ins.kubernetes.resources import EVENTS, PODS, PYTORCHJOBS, TRAINJOBS, Resource
+from tests.stand_ins.kubernetes.resources import EVENTS, JOBS, PODS, PYTORCHJOBS, TRAINJOBS, Resource
 from tests.stand_ins.kubernetes.scheduling import Node
 from tests.stand_ins.kubernetes.store import Object, Store
 from tests.stand_ins.kubernetes.trainer_operator import TrainerOperator
@@ -88,7 +89,8 @@ class KubernetesStandIn:
         self._api = Api(self.store, self.kubelet, self.faults, kueue=kueue)
         self._syncs = [self.store.collect_garbage]
         if operator:
-            self._syncs += [TrainingOperator(self.store).sync, TrainerOperator(self.store).sync]
+            controllers = (TrainingOperator, TrainerOperator, JobController)
+            self._syncs += [controller(self.store).sync for controller in controllers]
         if kubelet:
             self._syncs.append(self.kubelet.sync)
         self._stopping = threading.Event()
@@ -231,7 +233,7 @@ class KubernetesStandIn:
             self.store.wait(self.store.version, _TICK_S)
 
     def _kind_of(self, job: str) -> Resource:
-        return PYTORCHJOBS if self.list(PYTORCHJOBS, job) else TRAINJOBS
+        return next(kind for kind in (PYTORCHJOBS, TRAINJOBS, JOBS) if self.list(kind, job))
 
     def _set_suspend(self, name: str, *, value: bool) -> None:
         kind = self._kind_of(name)

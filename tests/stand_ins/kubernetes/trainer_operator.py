@@ -15,10 +15,11 @@ from typing import Any
 from kubernetes.utils.quantity import parse_quantity
 
 from tests.stand_ins.kubernetes import schemas
+from tests.stand_ins.kubernetes.conditions import holds, set_plain_condition
 from tests.stand_ins.kubernetes.pod_templates import owner_reference
 from tests.stand_ins.kubernetes.resources import PODS, TRAINJOBS
 from tests.stand_ins.kubernetes.statuses import ApiError
-from tests.stand_ins.kubernetes.store import Object, Store, age_s, now
+from tests.stand_ins.kubernetes.store import Object, Store, age_s
 
 RUNTIME = "torch-distributed"
 _NODE = "node"
@@ -56,7 +57,7 @@ class TrainerOperator:
         ]
         if job["spec"]["runtimeRef"]["name"] != RUNTIME:
             self._refuse_runtime(job)
-        elif not _holds(status, "Complete") and not _holds(status, "Failed"):
+        elif not holds(status, "Complete") and not holds(status, "Failed"):
             self._suspend_or_run(job, status, pods)
         if status != job.get("status", {}):
             with self.store.changing(TRAINJOBS, job["metadata"]["namespace"], job["metadata"]["name"]) as changed:
@@ -64,11 +65,11 @@ class TrainerOperator:
 
     def _suspend_or_run(self, job: Object, status: Object, pods: Sequence[Object]) -> None:
         if job["spec"].get("suspend"):
-            _set(status, "Suspended", "True", "Suspended", "TrainJob is suspended")
+            set_plain_condition(status, "Suspended", "True", "Suspended", "TrainJob is suspended")
             self._delete_active(pods)
         else:
-            if _holds(status, "Suspended"):
-                _set(status, "Suspended", "False", "Resumed", "TrainJob is resumed")
+            if holds(status, "Suspended"):
+                set_plain_condition(status, "Suspended", "False", "Resumed", "TrainJob is resumed")
             self._create_missing(job, pods)
             self._judge(job, status, pods)
         status["jobsStatus"] = [_job_status(job, status, pods)]
@@ -92,13 +93,13 @@ class TrainerOperator:
         )
         deadline_s, name = job["spec"].get("activeDeadlineSeconds"), job["metadata"]["name"]
         if sum(pod["status"]["phase"] == "Succeeded" for pod in pods) == _nodes(job):
-            _set(status, "Complete", "True", "AllJobsCompleted", "jobset completed successfully")
+            set_plain_condition(status, "Complete", "True", "AllJobsCompleted", "jobset completed successfully")
         elif failures > _BACKOFF_LIMIT:
             cause = f"jobset failed due to one or more job failures (first failed job: {name}-{_NODE}-0)"
-            _set(status, "Failed", "True", "FailedJobs", cause)
+            set_plain_condition(status, "Failed", "True", "FailedJobs", cause)
             self._delete_active(pods)
         elif deadline_s and age_s(_started(job, status)) > deadline_s:
-            _set(status, "Failed", "True", "DeadlineExceeded", "TrainJob exceeded its active deadline")
+            set_plain_condition(status, "Failed", "True", "DeadlineExceeded", "TrainJob exceeded its active deadline")
             for pod in pods:
                 self.store.delete(PODS, pod["metadata"]["namespace"], pod["metadata"]["name"])
 
@@ -226,7 +227,7 @@ def _job_status(job: Mapping[str, Any], status: Object, pods: Sequence[Object]) 
         or any(one["ready"] for one in pod["status"].get("containerStatuses") or [])
         for pod in pods
     )
-    complete, failed = _holds(status, "Complete"), _holds(status, "Failed")
+    complete, failed = holds(status, "Complete"), holds(status, "Failed")
     suspended = bool(job["spec"].get("suspend"))
     return {
         "name": _NODE,
@@ -236,19 +237,3 @@ def _job_status(job: Mapping[str, Any], status: Object, pods: Sequence[Object]) 
         "active": int(bool(pods) and not (complete or failed or suspended)),
         "suspended": int(suspended),
     }
-
-
-def _holds(status: Object, type_: str) -> bool:
-    return any((one["type"], one["status"]) == (type_, "True") for one in status.get("conditions", []))
-
-
-def _set(status: Object, type_: str, value: str, reason: str, message: str) -> None:
-    """Add or change a condition by the rules of Kubernetes' own library."""
-    conditions: list[Object] = status.setdefault("conditions", [])
-    current = next((one for one in conditions if one["type"] == type_), None)
-    since = current["lastTransitionTime"] if current and current["status"] == value else now()
-    new = {"type": type_, "status": value, "reason": reason, "message": message, "lastTransitionTime": since}
-    if current is None:
-        conditions.append(new)
-    else:
-        current.update(new)

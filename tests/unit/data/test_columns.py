@@ -57,6 +57,17 @@ def test_columns_are_replaced_and_rows_chosen() -> None:
     assert chosen.column("label").tolist() == [0, 3]
 
 
+def test_order_by_hash_depends_on_names_only(tmp_path: Path) -> None:
+    rows = [SourceFile(f"a/{number:05}.jpg", f"/{number}", str(number)) for number in range(9000)]
+    columns = Columns.of(SourceFile, rows)
+    mixed = columns.mapped(tmp_path / "mixed.arrow", columns.hash_order())
+    backwards = Columns.of(SourceFile, rows[::-1])
+    assert [*backwards.mapped(tmp_path / "backwards.arrow", backwards.hash_order())] == [*mixed]
+    assert sorted(mixed, key=lambda row: row.name) == rows
+    numbers = np.array([int(row.state) for row in mixed])
+    assert abs(np.corrcoef(numbers, np.arange(9000))[0, 1]) < 0.05
+
+
 def test_nothing_is_listed() -> None:
     empty = Columns.of(Item, ())
     assert not empty

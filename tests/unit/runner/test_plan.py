@@ -86,7 +86,7 @@ def test_what_cannot_work_is_refused_with_number_and_way_out():
         plan.check(plans)
     message = str(refused.value)
     for part in (
-        "prepare needs 2.09 GB of memory and has 2.00 GB: make run POOL=pool on a machine with as much",
+        "prepare needs 2.09 GB of memory and has 2.00 GB: name a pool with more memory for it (PREPARE_POOL)",
         "distill needs 2,828 h and has 48 h: more nodes, fewer epochs, or running_minutes = 339360",
         "of disk and has 1.00 GB: give the pool a cache",
     ):
