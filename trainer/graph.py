@@ -235,6 +235,7 @@ STAGES: Mapping[str, Stage] = {
             reads=(DATASET, TEACHER, STUDENT),
             makes={"evaluation": EVALUATION},
             pages={"evaluation": "report.html"},
+            launched=True,
             cached=False,  # latency is that of the machine of this run
         ),
         Stage(

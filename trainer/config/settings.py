@@ -1142,6 +1142,12 @@ class EvaluateSettings(Section):
     gate: GateSettings = GateSettings()
     """Conditions for promotion."""
 
+    @property
+    def splits(self) -> tuple[Literal["train", "val", "test"], ...]:
+        """The splits that are opened, but for a model without a head, which is asked about images of train as well."""
+        train = self.label_issues == "all" or self.gate.min_knn_accuracy
+        return ("train", "val", "test") if train else ("val", "test")
+
 
 class ExportSettings(Section):
     """The student as an ONNX file: which variants of it are tried, and what they may lose."""

@@ -100,6 +100,15 @@ class Processes:
             dist.all_gather_object(values, value, group=self.host)
         return values
 
+    def collect(self, value: T, what: str = "an exchange with the first process") -> list[T]:
+        """Return the value of every process, in the order of the ranks, to the first process, and nothing to the others."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.world_size if self.is_first else None
+        with self.waiting(what, is_collective=True):
+            dist.gather_object(value, values, dst=0, group=self.host)
+        return values or []
+
     def total(self, values: torch.Tensor, what: str = "a sum over all processes") -> torch.Tensor:
         """Sum over the processes, element by element; the same on every process. On a GPU the host continues meanwhile."""
         if self.world_size == 1:

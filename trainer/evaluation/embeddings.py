@@ -45,6 +45,7 @@ NEIGHBORS = 20  # k of DINO's table (Caron et al. 2021)
 NEIGHBOR_TEMPERATURE = 0.07
 
 _ITERATIONS = 300
+_SENT_BYTES = 2**26  # that a process sends to the first one at a time
 _VOTES_TOGETHER = 256
 _LEAST_STD = 0.01
 """Smallest standard deviation of a number of the embedding, as a share of that of all: one that hardly varies is no target."""
@@ -122,13 +123,34 @@ def embed_together(
     model: Classifier, split: Split, indices: Sequence[int], processes: Processes, *, moments: bool = False
 ) -> Embeddings:
     """Compute `embed` with the images dealt to all processes; every process gets all of them, [N, D] or [N, D + 2 T]."""
-    rank, world_size = processes.rank, processes.world_size
-    mine, sharing = indices[rank::world_size], processes.local_world_size
+    mine, sharing = dealt(indices, processes), processes.local_world_size
     own = embed(model, split, mine, processes.device, FORWARD_BATCH, moments=moments, sharing=sharing)
-    parts = [part for part in processes.gather(own, "the embeddings") if len(part)]
-    together = np.empty((len(indices), parts[0].shape[1]), dtype=np.float32)
+    return _in_order(processes.gather(own, "the embeddings"), len(indices))
+
+
+def dealt(indices: Sequence[int], processes: Processes) -> Sequence[int]:
+    """Return this process's part of the indices, dealt one after the other."""
+    return indices[processes.rank :: processes.world_size]
+
+
+def collected(own: Embeddings, count: int, processes: Processes, what: str) -> Embeddings:
+    """Put together on the first process what all have computed of their `dealt` of `count` images, [N, ...]; on the others it is empty."""
+    if processes.world_size == 1:
+        return own
+    rows = processes.gather(max(1, _SENT_BYTES // max(1, own[:1].nbytes)), what)[0]
+    parts: list[list[Embeddings]] = [[] for _ in range(processes.world_size)]
+    for start in range(0, -(-count // processes.world_size), rows):
+        sent = processes.collect(own[start : start + rows], what)
+        for part, of_process in zip(parts, sent, strict=processes.is_first):
+            part.append(of_process)
+    return _in_order([np.concatenate(part) for part in parts], count) if processes.is_first and count else own[:0]
+
+
+def _in_order(parts: Sequence[Embeddings], count: int) -> Embeddings:
+    together = np.empty((count, *parts[0].shape[1:]), dtype=np.float32)
     for place, part in enumerate(parts):
-        together[place::world_size] = part
+        if len(part):  # there may be fewer images than processes
+            together[place :: len(parts)] = part
     return together
 
 

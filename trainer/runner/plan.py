@@ -46,6 +46,7 @@ class Rate(NamedTuple):
     source: str
 
 
+_FEWER_JUDGED = "set smaller data.test_fraction and data.val_fraction"
 _PREPARE = "measured: python tests/benchmarks/bench_prepare.py"
 _DATA = "measured: python tests/benchmarks/bench_data.py (docs/performance.md)"
 _STEP = "measured: python tests/benchmarks/bench_distillation.py (docs/performance.md)"
@@ -62,6 +63,7 @@ RATES: Mapping[str, Rate] = {
     "order": Rate(34, "bytes of memory an image in each training and each loader process", "counted: key, label, twice; mask"),
     "process": Rate(1.4 * 2**30, "bytes of memory of a training process", _STEP),
     "utilization": Rate(0.197, "of a GPU's peak: ViT-S/16, bf16, compiled, 256 images, one H100", _STEP),
+    "fp32": Rate(1 / 16, "of a GPU's bf16 speed, in which evaluate computes", "data sheets of A100 and H100; A10G has half"),
     "training": Rate(124e9, "operations a second and core in training: ViT-Ti/16, fp32", _STEP),
     "inference": Rate(186e9, "operations a second and core in inference: ViT-B/16, fp32", _STEP),
     "loading": Rate(2211, "views a second and core", _DATA),
@@ -271,23 +273,43 @@ class _Run:
         labeled = self.photos.labeled * self.photos.images
         test, val = labeled * data.test_fraction, labeled * data.val_fraction
         doubted = {"off": 0.0, "held_out": val, "all": val + self.work.taught}[settings.evaluate.label_issues]
-        judged = min(settings.export.test_images, val) + min(settings.export.test_images, test)
-        speed = self.place.task.cores * RATES["inference"].value
-        entries = [
-            ("evaluate", test + doubted, test * (student + teacher) + doubted * teacher, test + max(val, doubted))
-        ]
+        yield self._evaluation(
+            test + doubted, test * (student + teacher) + doubted * teacher, (test + max(val, doubted)) * self.square
+        )
         if settings.export.enabled:
-            entries.append(("export", judged, EXPORT_PASSES * judged * student, test + val))
-        for stage, seen, operations, fetched in entries:
+            judged = min(settings.export.test_images, val) + min(settings.export.test_images, test)
             yield StagePlan(
-                stage=stage,
-                work=f"{short(seen)} photos",
+                stage="export",
+                work=f"{short(judged)} photos",
                 room=self.place.task,
-                seconds={"computing": operations / speed},
-                disk=fetched * self.square,
+                seconds={
+                    "computing": EXPORT_PASSES * judged * student / (self.place.task.cores * RATES["inference"].value)
+                },
+                disk=(test + val) * self.square,
                 memory=RATES["process"].value,
-                ways={"disk": "set smaller data.test_fraction and data.val_fraction"},
+                ways={"disk": _FEWER_JUDGED},
             )
+
+    def _evaluation(self, seen: float, operations: float, fetched: float) -> StagePlan:
+        """Plan the evaluation of images that are seen once or twice; `fetched` are bytes for each node."""
+        place, node = self.place, self.place.node
+        nodes, processes = place.machines.nodes, place.machines.processes_per_node
+        on_gpus = processes * place.peak_flops * RATES["utilization"].value * RATES["fp32"].value
+        speed = nodes * (on_gpus or node.cores * RATES["inference"].value)
+        fetch_s = fetched / RATES["disk"].value
+        return StagePlan(
+            stage="evaluate",
+            work=f"{short(seen)} photos",
+            room=node,
+            seconds={
+                "computing": fetch_s + operations / speed,
+                "loading": fetch_s + seen / (nodes * node.cores * RATES["loading"].value),
+            },
+            disk=fetched,
+            memory=processes * RATES["process"].value,
+            ways={"disk": _FEWER_JUDGED, "hours": "more nodes"},
+            machines=place.machines,
+        )
 
 
 def table(plans: Sequence[StagePlan], place: Place) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,15 @@ import numpy.typing as npt
 from trainer.config import EvaluateSettings
 from trainer.config.conflicts import Facts, conflicts
 from trainer.data.dataset import PreparedDataset, Split, open_dataset
+from trainer.data.dataset_schema import SplitName
 from trainer.devices import choose_device
+from trainer.devices.process_group import Processes, join_processes
 from trainer.evaluation import hierarchy, label_issues, metrics, report, slices
 from trainer.evaluation.embeddings import (
     MAX_IMAGES,
     Embeddings,
+    collected,
+    dealt,
     embed,
     evenly_spaced,
     fit_probe,
@@ -30,10 +35,11 @@ from trainer.evaluation.label_issues import JudgedLabels
 from trainer.evaluation.report import EarlierRun, Measured, MeasuredSets
 from trainer.graph import REGISTRATION
 from trainer.io import artifacts, storage
-from trainer.io.artifacts import Artifact
+from trainer.io.artifacts import Artifact, Draft
 from trainer.io.costs import dollars_text
 from trainer.io.errors import ArtifactError, DataError, ModelError, SettingsError
 from trainer.io.formatting import duration
+from trainer.io.host import seconds_since_launch
 from trainer.models import networks
 from trainer.models.networks import Classifier
 from trainer.models.served_student.student import to_probabilities
@@ -57,26 +63,40 @@ Logits = npt.NDArray[np.floating]
 
 def run(
     settings: EvaluateSettings, *, dataset: str | Path, teacher: str | Path, student: str | Path, evaluation: str | Path
-) -> Artifact:
+) -> Artifact | None:
     """Write `metrics.json` (everything), `confusion.json` (the student's confusions), `label_issues.csv` and `report.html`.
 
-    Where images may have several labels there is no matrix, and no label is doubted. Accuracy is measured on the device that
-    `TRAINER_DEVICE` names, in fp32; latency always on the CPU.
+    Runs in every process of the job: they share the images, and the first one judges and writes. Where images may have several labels
+    there is no matrix, and no label is doubted. Accuracy is measured on the device that `TRAINER_DEVICE` names, in fp32; latency always
+    on the CPU, of the first process when the others have ended.
+
+    Returns:
+        The evaluation, in the first process.
     """
-    data = open_dataset(dataset)
-    split = data.split("test")
-    if len(split) == 0 or (split.labels < 0).any():
-        raise DataError(
-            f"the test split has {len(split)} images, {int((split.labels < 0).sum())} of them without a label; "
-            "a student cannot be judged on it, prepare a labeled one (data.test_fraction)"
-        )
-    subjects = [_subject("teacher", teacher, data), _subject("student", student, data)]
-    parents = {"dataset": data.fingerprint, **{subject.name: subject.fingerprint for subject in subjects}}
     values = settings.model_dump(mode="json")
-    earlier = [] if storage.is_remote(evaluation) else _earlier_runs(storage.local_path(evaluation), data.fingerprint)
-    with stage_run("evaluate", values) as tracker:
-        with artifacts.create(evaluation, "evaluation", settings=values, parents=parents) as draft:
-            draft.figures.update(_evaluate(settings, data, subjects, draft.path, earlier))
+    with join_processes() as processes, stage_run("evaluate", values, active=processes.is_first) as tracker:
+        data = open_dataset(dataset)
+        split = data.split("test")
+        if len(split) == 0 or (split.labels < 0).any():
+            raise DataError(
+                f"the test split has {len(split)} images, {int((split.labels < 0).sum())} of them without a label; "
+                "a student cannot be judged on it, prepare a labeled one (data.test_fraction)"
+            )
+        subjects = [_subject("teacher", teacher, data), _subject("student", student, data)]
+        parents = {"dataset": data.fingerprint, **{subject.name: subject.fingerprint for subject in subjects}}
+        with ExitStack() as stack:
+            draft: Draft | None = None
+            if processes.is_first:
+                draft = stack.enter_context(
+                    artifacts.create(evaluation, "evaluation", settings=values, parents=parents)
+                )
+                draft.startup_seconds, draft.device = round(seconds_since_launch(), 3), processes.device.kind
+            asked = _ask(settings, data, subjects, processes)
+            if draft is None:
+                return None
+            is_here = not storage.is_remote(evaluation)
+            earlier = _earlier_runs(storage.local_path(evaluation), data.fingerprint) if is_here else []
+            draft.figures.update(_evaluate(settings, data, asked, draft.path, earlier))
         made = artifacts.read(evaluation, "evaluation")
         tracker.metrics(0, tracking.numbers(made.figures))
         for name in made.files:
@@ -128,23 +148,86 @@ def _subject(name: str, uri: str | Path, data: PreparedDataset) -> _Evaluated:
     return _Evaluated(name=name, model=model, size_bytes=size_bytes, fingerprint=artifact.fingerprint)
 
 
-def _probed(subjects: Sequence[_Evaluated], data: PreparedDataset, settings: EvaluateSettings) -> list[_Evaluated]:
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What the models said of the images; in other processes than the first the numbers are missing."""
+
+    teacher: _Evaluated
+    student: _Evaluated
+    logits: Mapping[tuple[str, SplitName], Logits]  # of a model on a split
+
+    @property
+    def subjects(self) -> list[_Evaluated]:
+        return [self.teacher, self.student]
+
+
+def _ask(
+    settings: EvaluateSettings, data: PreparedDataset, subjects: Sequence[_Evaluated], processes: Processes
+) -> _Asked:
+    """Ask the models of all images that are judged, with all processes."""
+    needed: list[tuple[str, SplitName]] = [("teacher", "test"), ("student", "test"), ("student", "val")]
+    if data.targets is not None:
+        if mistakes := conflicts(Facts(evaluate=settings, multi_label=True)):
+            raise SettingsError("\n".join(mistakes))
+        for subject in subjects:
+            if not subject.model.card.labels:
+                raise ModelError(
+                    f"{subject.name}: has no head, and none is fitted to images of several labels; train it with one "
+                    "(pretrain.head=classes)"
+                )
+    elif settings.gate.min_knn_accuracy or not all(subject.model.card.labels for subject in subjects):
+        subjects = _probed(subjects, data, settings, processes)
+    if data.targets is not None or settings.label_issues != "off":
+        needed.append(("teacher", "val"))
+    teacher, student = subjects
+    models = {"teacher": teacher.model, "student": student.model}
+    logits = {
+        (name, split): predict(models[name], data.split(split), settings.batch_size, name, processes)
+        for name, split in needed
+    }
+    if data.targets is None and settings.label_issues == "all":
+        embedded, size = dict(teacher.embedded), settings.batch_size
+        for split in ("train", "val"):
+            if split not in embedded:
+                images = data.split(split)
+                chosen = evenly_spaced(len(images), MAX_IMAGES) if split == "train" else range(len(images))
+                embedded[split] = _embed(teacher.model, images, chosen, size, processes)
+        teacher = replace(teacher, embedded=embedded)
+        teacher.model.cpu()
+    return _Asked(teacher=teacher, student=student, logits=logits)
+
+
+def _embed(
+    model: Classifier, split: Split, indices: Sequence[int], batch_size: int, processes: Processes
+) -> Embeddings:
+    mine, sharing = dealt(indices, processes), processes.local_world_size
+    own = embed(model, split, mine, processes.device, batch_size, sharing=sharing)
+    return collected(own, len(indices), processes, f"the embeddings of {split.name}")
+
+
+def _probed(
+    subjects: Sequence[_Evaluated], data: PreparedDataset, settings: EvaluateSettings, processes: Processes
+) -> list[_Evaluated]:
     """Probe the embeddings: votes of nearest neighbors for all models, and a linear probe as the head of a headless one."""
-    device, train, test = choose_device().open(), data.split("train"), data.split("test")
+    train, test = data.split("train"), data.split("test")
     classes, done = len(data.classes), []
     bank = evenly_spaced(len(train), MAX_IMAGES)
     labels = train.labels[bank]
     for subject in subjects:
-        model, size = subject.model, settings.batch_size
-        embedded = {"train": embed(model, train, bank, device, size)}
-        asked = embed(model, test, range(len(test)), device, size)
-        votes = nearest_neighbors(embedded["train"], labels, asked, classes)
+        model, size, knn_top1 = subject.model, settings.batch_size, None
+        embedded = {"train": _embed(model, train, bank, size, processes)}
+        asked = _embed(model, test, range(len(test)), size, processes)
+        if processes.is_first:
+            votes = nearest_neighbors(embedded["train"], labels, asked, classes)
+            knn_top1 = metrics.top_k(votes, test.labels, 1)
         if not model.card.labels:
-            val = data.split("val")
-            embedded["val"] = embed(model, val, range(len(val)), device, size)
-            probe = fit_probe(embedded["train"], labels, embedded["val"], val.labels, classes)
+            val, probe = data.split("val"), None
+            embedded["val"] = _embed(model, val, range(len(val)), size, processes)
+            if processes.is_first:
+                probe = fit_probe(embedded["train"], labels, embedded["val"], val.labels, classes)
+            probe = processes.gather(probe, "the linear probe")[0]
+            assert probe is not None, "the first process has fitted one"
             model = probe.head_of(model, data.classes).eval()
-        knn_top1 = metrics.top_k(votes, test.labels, 1)
         probed = model is not subject.model
         done.append(replace(subject, model=model.cpu(), knn_top1=knn_top1, probed=probed, embedded=embedded))
     return done
@@ -153,21 +236,17 @@ def _probed(subjects: Sequence[_Evaluated], data: PreparedDataset, settings: Eva
 def _evaluate(
     settings: EvaluateSettings,
     data: PreparedDataset,
-    subjects: Sequence[_Evaluated],
+    asked: _Asked,
     directory: Path,
     earlier: Sequence[EarlierRun],
 ) -> dict[str, Any]:
     """Measure, judge, write the files; returns the main figures."""
     if data.targets is not None:
-        return _evaluate_sets(settings, data, subjects, directory, earlier)
-    classes, split = data.classes, data.split("test")
-    if settings.gate.min_knn_accuracy or not all(subject.model.card.labels for subject in subjects):
-        subjects = _probed(subjects, data, settings)
-    teacher, student = subjects
-    logits = {subject.name: predict(subject.model, split, settings.batch_size, subject.name) for subject in subjects}
+        return _evaluate_sets(settings, data, asked, directory, earlier)
+    classes, split, val, subjects = data.classes, data.split("test"), data.split("val"), asked.subjects
+    logits = {subject.name: asked.logits[subject.name, "test"] for subject in subjects}
     timed = _timed(subjects, split, settings)
-    val = data.split("val")
-    val_logits = predict(student.model, val, settings.batch_size, "student")
+    val_logits = asked.logits["student", "val"]
     temperature = metrics.fit_temperature(val_logits, val.labels)
     uncalibrated = metrics.calibration(logits["student"], split.labels, settings.calibration_bins)
     logits["student"] = logits["student"].astype(np.float64) / temperature  # as it is served
@@ -192,7 +271,7 @@ def _evaluate(
     details: dict[str, Any] = {name: one.details(classes) for name, one in measured.items()}
     judged: JudgedLabels | None = None
     if settings.label_issues != "off":
-        judged = _judged_labels(settings, data, teacher, logits["teacher"])
+        judged = _judged_labels(settings, data, asked)
         details["label_issues"] = {name: asdict(count) for name, count in judged.counts.items()}
         label_issues.write(directory / LABEL_ISSUES, judged.issues, classes)
     _write(directory / METRICS, {**details, "machine": asdict(machine), "verdict": verdict})
@@ -247,24 +326,15 @@ def _examples(
 def _evaluate_sets(
     settings: EvaluateSettings,
     data: PreparedDataset,
-    subjects: Sequence[_Evaluated],
+    asked: _Asked,
     directory: Path,
     earlier: Sequence[EarlierRun],
 ) -> dict[str, Any]:
     """Evaluate images that may have several labels, each class by itself: mAP, and F1 above a threshold."""
-    if mistakes := conflicts(Facts(evaluate=settings, multi_label=True)):
-        raise SettingsError("\n".join(mistakes))
-    for subject in subjects:
-        if not subject.model.card.labels:
-            raise ModelError(
-                f"{subject.name}: has no head, and none is fitted to images of several labels; train it with one (pretrain.head=classes)"
-            )
     classes, split, val = data.classes, data.split("test"), data.split("val")
-    timed, measured = _timed(subjects, split, settings), dict[str, MeasuredSets]()
-    for subject in subjects:
-        logits, val_logits = (
-            predict(subject.model, part, settings.batch_size, subject.name).astype(np.float64) for part in (split, val)
-        )
+    timed, measured = _timed(asked.subjects, split, settings), dict[str, MeasuredSets]()
+    for subject in asked.subjects:
+        logits, val_logits = (asked.logits[subject.name, part.name].astype(np.float64) for part in (split, val))
         temperature = metrics.fit_temperature_by_class(val_logits, val.wanted)
         found, known = (to_probabilities(some / temperature, by_class=True) for some in (logits, val_logits))
         threshold = metrics.choose_threshold(known, val.wanted)
@@ -316,33 +386,32 @@ def _timed(
     )
 
 
-def _judged_labels(
-    settings: EvaluateSettings, data: PreparedDataset, teacher: _Evaluated, test_logits: Logits
-) -> JudgedLabels:
+def _judged_labels(settings: EvaluateSettings, data: PreparedDataset, asked: _Asked) -> JudgedLabels:
     """Find the labels that the teacher contradicts: of val and test, and of train where that is asked for."""
-    val, test, size = data.split("val"), data.split("test"), settings.batch_size
-    logits = np.concatenate([predict(teacher.model, val, size, "teacher"), test_logits])
+    val, test = data.split("val"), data.split("test")
+    logits = np.concatenate([asked.logits["teacher", "val"], asked.logits["teacher", "test"]])
     held_out = label_issues.judge(logits, {split: np.arange(len(split)) for split in (val, test)})
     if settings.label_issues != "all":
         return held_out
-    device, train, embedded = choose_device().open(), data.split("train"), dict(teacher.embedded)
+    train, embedded = data.split("train"), asked.teacher.embedded
     chosen = np.array(evenly_spaced(len(train), MAX_IMAGES))
-    for split, indices in ((train, chosen), (val, np.arange(len(val)))):
-        if split.name not in embedded:
-            embedded[split.name] = embed(teacher.model, split, indices.tolist(), device, size)
-    teacher.model.cpu()
     out_of_fold, is_judged = label_issues.cross_validated(
         embedded["train"], train.labels[chosen], embedded["val"], val.labels, len(data.classes)
     )
     return label_issues.judge(out_of_fold[is_judged], {train: chosen[is_judged]}) + held_out
 
 
-def predict(model: Classifier, split: Split, batch_size: int, name: str) -> Logits:
-    """Compute a model's logits on a whole split, fp32 [N, K], or raise a `ModelError` for one not finite; the model ends on the CPU."""
-    device = choose_device().open()
-    model.to(device.torch_device)
-    logits = in_batches(model, split, range(len(split)), device, batch_size)
+def predict(model: Classifier, split: Split, batch_size: int, name: str, processes: Processes | None = None) -> Logits:
+    """Compute a model's logits on a whole split, fp32 [N, K], or raise a `ModelError` for one not finite; the model ends on the CPU.
+
+    Several processes share the images; the first one gets the logits, the others none.
+    """
+    processes = processes or Processes(rank=0, world_size=1, local_rank=0, device=choose_device().open())
+    model.to(processes.device.torch_device)
+    mine, sharing = dealt(range(len(split)), processes), processes.local_world_size
+    own = in_batches(model, split, mine, processes.device, batch_size, sharing=sharing)
     model.to("cpu")
+    logits = collected(own, len(split), processes, f"the logits of the {name} on {split.name}")
     broken = ~np.isfinite(logits).all(axis=1)
     if broken.any():
         raise ModelError(

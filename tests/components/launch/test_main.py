@@ -97,7 +97,7 @@ def test_wrong_input_ends_in_one_message(command, message, capsys):
     assert printed.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["", "render", "render --pool cpu --nodes 0", "render --pool cpu --stage evaluate"])
+@pytest.mark.parametrize("command", ["", "render", "render --pool cpu --nodes 0", "render --pool cpu --stage export"])
 def test_wrong_usage_is_refused(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main(command.split())

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -168,3 +169,34 @@ def test_an_embedding_that_is_not_finite_is_named(digits, teacher, monkeypatch):
         ModelError, match=rf"gives an embedding that is not finite for 2 of 2 images, first for {split.names[3]}"
     ):
         embeddings.embed(model, split, [3, 4], choose_device().open(), 2)
+
+
+class FirstOf:
+    """The first of several processes, which knows what the others have."""
+
+    is_first = True
+
+    def __init__(self, parts):
+        self.parts, self.world_size, self.rank, self.sent = parts, len(parts), 0, []
+
+    def gather(self, value, what):
+        return [value] * self.world_size
+
+    def collect(self, own, what):
+        start = sum(self.sent)
+        self.sent.append(len(own))
+        return [part[start : start + len(own)] for part in self.parts]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 12])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("bytes_at_a_time", [1, 24, 10**6])
+def test_what_processes_compute_of_their_images_comes_together(monkeypatch, count, world_size, bytes_at_a_time):
+    monkeypatch.setattr(embeddings, "_SENT_BYTES", bytes_at_a_time)
+    values = np.arange(count * 3, dtype=np.float32).reshape(count, 3)
+    ranks = [SimpleNamespace(rank=rank, world_size=world_size) for rank in range(world_size)]
+    parts = [values[np.array(embeddings.dealt(range(count), rank), dtype=int)] for rank in ranks]
+    first = FirstOf(parts)
+    together = embeddings.collected(parts[0], count, first, "numbers")
+    assert together.tolist() == values.tolist()
+    assert max(first.sent, default=0) * 12 <= max(12, bytes_at_a_time)

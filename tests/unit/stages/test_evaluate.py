@@ -229,9 +229,9 @@ def test_training_labels_are_judged_by_probe_of_other_folds(trained_digits, misl
 def test_what_neighbors_have_embedded_is_not_embedded_again(trained_digits, tmp_path, monkeypatch):
     seen, embed = [], evaluate.embed
 
-    def counted(model, split, *arguments):
+    def counted(model, split, *arguments, **sharing):
         seen.append((model.network, split.name))
-        return embed(model, split, *arguments)
+        return embed(model, split, *arguments, **sharing)
 
     monkeypatch.setattr(evaluate, "embed", counted)
     gate = SETTINGS.gate.model_copy(update={"min_knn_accuracy": 0.1})

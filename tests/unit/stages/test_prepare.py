@@ -70,16 +70,16 @@ def test_class_tables_belong_to_the_fingerprint(photos: Path, tmp_path: Path) ->
     assert tags is not None
     assert tags.attributes == {"energy": (5.0, 61.0)}
     assert tags.paths == (("all", "class 0"), ("all", "class 1"))
-    card = (first.path / "card.html").read_text()
+    card = (tmp_path / "out" / "card.html").read_text()
     assert "What is known of the classes" in card
     assert prepared(61).fingerprint == first.fingerprint != prepared(62).fingerprint
 
     plain = run(DataSettings(source=f"imagefolder:{photos}", image_size=16), dataset=tmp_path / "out")
     assert open_dataset(tmp_path / "out").tags is None
     assert "tags.json" not in plain.files
-    assert not (plain.path / "tags.json").exists(), "the earlier one is gone"
+    assert not (tmp_path / "out" / "tags.json").exists(), "the earlier one is gone"
     assert not {"attributes", "hierarchy"} & set(plain.settings), "older data sets stay what they are"
-    assert "What is known of the classes" not in (plain.path / "card.html").read_text()
+    assert "What is known of the classes" not in (tmp_path / "out" / "card.html").read_text()
 
 
 def test_table_of_other_classes_ends_before_image_is_decoded(photos: Path, tmp_path: Path, monkeypatch) -> None:

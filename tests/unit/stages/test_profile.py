@@ -59,7 +59,6 @@ def test_the_report_holds_the_page_and_its_numbers(
     trace = json.loads(gzip.decompress((report.path / "trace-distill.json.gz").read_bytes()))
     assert "aten::addmm" in {event["name"] for event in trace["traceEvents"]}
     assert '<a href="trace-distill.json.gz" download>' in page
-    assert "Limited by</th>" in page
     longest = [one["name"] for one in numbers["distill"]["operators"]["operators"][:2]]
     assert re.findall(r"<tr><td[^>]*>([^<]*)", table) == [escape(formatting.clipped(name)) for name in longest]
     assert json.loads((report.path / "bill.json").read_text())["stages"][1]["stage"] == "distill"
@@ -70,6 +69,9 @@ def test_the_report_holds_the_page_and_its_numbers(
     assert report.figures["verdict"] in unescape(page)
     assert f"profile  {report.figures['verdict']}" in caplog.messages
     assert "the training was too short for the rule" in page
+    # Which operators take longest is chance; of all, some have known operations.
+    all_rows = profile.run(ProfileSettings(top_operators=100), **inputs, report=tmp_path / "all")
+    assert "Limited by</th>" in (all_rows.path / "report.html").read_text()
     figures = report.figures["distill"]
     assert figures["step_ms"] == numbers["distill"]["step_ms"]["p50"] > 0
     assert figures["images_per_second"] == numbers["distill"]["images_per_second"] > 0
