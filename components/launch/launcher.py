@@ -330,7 +330,10 @@ class JobFollower:
             else:
                 progress.update_replica(replica, now)
             if name != backend.first_replica(self._job.manifest):
-                if replica.ended and replica.ended.exit_code and replica.ended != (before and before.ended):
+                is_new = (replica.uid, replica.restarts) not in self._read and replica.ended != (
+                    before and before.ended
+                )
+                if replica.ended and replica.ended.exit_code and is_new:
                     self._read_log(replica)
             elif replica.placed and change.kind != "DELETED" and replica.uid not in self._followed:
                 self._followed.add(replica.uid)

@@ -165,6 +165,21 @@ def test_a_crash_of_a_share_costs_its_pod(kubernetes, shares, logged):
     assert sorted(lines) == ["share-0 | first life", "share-0 | second life"]
 
 
+def test_the_log_of_a_pod_that_failed_and_stays_is_read_once(kubernetes, shares, logged, meanwhile):
+    kubernetes.script("*-0-*", Script(output=["decoding", 2.0, "written"]))
+    kubernetes.script("*-1-*", Script(output=["first life"], exit_code=1), HANGING)
+
+    def change():
+        """Kubernetes changes a pod that failed once more, when it has counted it."""
+        (failed,) = [pod for pod in kubernetes.list(PODS, "*-1-*") if pod["status"]["phase"] == "Failed"]
+        with kubernetes.store.changing(PODS, "kubeflow", failed["metadata"]["name"]) as pod:
+            pod["metadata"]["labels"]["counted"] = "yes"
+
+    meanwhile(lambda: len(kubernetes.list(PODS, "*-1-*")) == 2, change)
+    shares(nodes=2)
+    assert logged().count("share-1 | first life") == 1
+
+
 def test_a_user_s_mistake_ends_all_shares(kubernetes, shares):
     mistake = Script(output=["error: no images"], exit_code=EXIT_CODE, termination_message="no images in s3://bucket")
     kubernetes.script("*-0-*", HANGING)

@@ -82,7 +82,7 @@ class SearchResult(StrictModel):
     reason: str
     """Why."""
     cost: str = "parameters"
-    """What students cost; see `search.cost`."""
+    """What the page shows as the students' cost: latency where `search.cost` is that, else parameters."""
     trainings: float
     """Whole trainings that the halving cost; what the finalists were trained beyond it is not counted."""
     seconds: float
