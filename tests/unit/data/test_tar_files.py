@@ -235,3 +235,35 @@ def test_folders_without_a_tar(tmp_path: Path) -> None:
         list_source(f"tar:{tmp_path}")
     with pytest.raises(DataError, match="does not exist"):
         list_source(f"tar:{tmp_path}/none")
+
+
+def test_images_of_a_store_s_tars_are_not_read_again(
+    object_store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A preparation that goes on knows by size and ETag of their tar file, and by their place, that they are the same."""
+
+    def photo(seed: int) -> bytes:
+        buffer = io.BytesIO()
+        Image.fromarray(np.random.default_rng(seed).integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(buffer, "png")
+        return buffer.getvalue()
+
+    def tar(seeds: range) -> bytes:
+        named = {f"{seed}.png": photo(seed) for seed in seeds} | {
+            f"{seed}.cls": f"{seed % 2}".encode() for seed in seeds
+        }
+        return packed(dict(sorted(named.items())))
+
+    object_store.put("tars/a.tar", tar(range(10, 40)))
+    object_store.put("tars/b.tar", tar(range(40, 80)))
+    given = {"source": f"tar:{object_store.uri('tars')}", "image_size": 16, "encoding": "png"}
+    cache = {"cache_uri": object_store.uri("cache"), "processes": 1}
+    (tmp_path / "data").mkdir()
+    prepare(DataSettings.model_validate(given), tmp_path / "data", **cache)
+    object_store.clear()
+    prepare(DataSettings.model_validate(given), tmp_path / "data", **cache)
+    headers = [one for one in object_store.requests if one.method == "GET" and "/tars/" in one.path]
+    assert len(headers) == 2  # of the listing, a window each
+    object_store.put("tars/b.tar", tar(range(41, 81)))
+    caplog.set_level("INFO")
+    prepare(DataSettings.model_validate(given), tmp_path / "data", **cache)
+    assert not [line for line in caplog.messages if "decoded by an earlier attempt" in line]  # they are one chunk

@@ -14,7 +14,7 @@ import numpy as np
 
 from trainer.data.dataset_schema import UNLABELED, SplitName
 from trainer.data.sources.columns import Columns
-from trainer.data.sources.folder_files import SUFFIXES, list_files, of_systems
+from trainer.data.sources.folder_files import SUFFIXES, SourceFile, list_files, of_systems
 from trainer.data.sources.image_folder import ImageFolder, split_word
 from trainer.data.sources.source import ImageSource, Item, SourceListing, SourceState, split_of
 from trainer.data.sources.table_file import class_name
@@ -73,7 +73,7 @@ class TarFiles(ImageSource):
             (
                 item
                 for number, (tar, split) in enumerate(zip(tars, splits, strict=True))
-                for item in _items(number, tar.name, tar.location, split, found)
+                for item in _items(number, tar, split, found)
             ),
         ).in_order()
         classes = tuple(sorted(found.classes))
@@ -115,9 +115,9 @@ def _split(name: str) -> SplitName | None:
     return named[0] if named else split_of(stem) or split_word(stem)
 
 
-def _items(number: int, tar: str, location: str, split: SplitName, found: _Found) -> Iterator[Item]:
+def _items(number: int, tar: SourceFile, split: SplitName, found: _Found) -> Iterator[Item]:
     """Yield the images of a tar file; the label is the place of its class in `found.classes`."""
-    name, read = f"tar file {limits.cut(location, 300)}", _Window(location)
+    name, read = f"tar file {limits.cut(tar.location, 300)}", _Window(tar.location)
     for sample in _samples(name, read):
         if sample.image is None:
             found.without_image += 1
@@ -131,10 +131,11 @@ def _items(number: int, tar: str, location: str, split: SplitName, found: _Found
                 f"{name}: {sample.image.name} of split {split} has no label; add a .cls or .json, or move it to train as unlabeled"
             )
         yield Item(
-            name=f"{tar}/{sample.image.name}",
+            name=f"{tar.name}/{sample.image.name}",
             location=f"{number} {sample.image.start} {sample.image.size}",
             label=label,
             split=split if label != UNLABELED else "unlabeled",
+            state=f"{tar.state} {sample.image.start}" if tar.state else "",
         )
 
 
