@@ -74,9 +74,9 @@ def test_nodes_share_a_preparation(monkeypatch, capsys):
         prepared(capsys, *place)
         for place in ((), ("--prepare-pool", "gpu-a10g-4"), ("--prepare-pool", "gpu-a10g-4", "--prepare-nodes", "4"))
     )
-    assert ("40.81 h" in task, "4.54 h" in one, "2.13 h" in four) == (True, True, True)
+    assert ("40.07 h" in task, "3.81 h" in one, "83.7 min" in four) == (True, True, True)
     assert "$" not in task
-    assert "$25.77" in one
+    assert "$21.61" in one
 
 
 def test_where_images_are_prepared_is_checked(capsys):

@@ -55,7 +55,7 @@ RATES: Mapping[str, Rate] = {
     "decode medium": Rate(16.9e-3, "s of a core for a photo of 153 kB, 1024 x 768", _PREPARE),
     "decode large": Rate(0.199, "s of a core for a photo of 1,541 kB, 4000 x 3000", _PREPARE),
     "read": Rate(0.03, "s for each photo of a store, one after another in each process", "assumed"),
-    "list": Rate(0.15, "s for 1,000 objects of a store, listed by configure and by prepare", "assumed"),
+    "list": Rate(0.03, "s for 1,000 objects of a store, 16 large folders at a time, by configure and by prepare", "assumed"),
     "square": Rate(34e3, "bytes of a stored JPEG of 256 px with data.encoding=jpeg; of others by their area", _PREPARE),
     "fast square": Rate(17.4e3, "the same with data.encoding=fast-jpeg", _DATA),
     "facts": Rate(190, "bytes of memory an image in prepare: its listing, or what is decided by", _PREPARE),

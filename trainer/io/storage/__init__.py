@@ -42,6 +42,7 @@ from trainer.io.errors import (
 )
 from trainer.io.local_files import check_size, checked_path, read_file, reading
 from trainer.io.retry import Outage, Retry
+from trainer.io.storage import s3_listing
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +248,7 @@ class Listed(NamedTuple):
 def listing(uri: str | Path) -> Iterator[Listed]:
     """Yield all objects below a remote URI, in the store's order, which for S3 is that of the names.
 
-    S3 lists a thousand objects per request. Each page is requested when it is needed, and one that fails is repeated alone.
+    S3 lists a thousand objects per request (`s3_listing`). Pages are requested as they are needed, and one that fails is repeated alone.
     """
     if not is_s3(uri):
         for name, info in _below(uri, "find").items():
@@ -258,15 +259,15 @@ def listing(uri: str | Path) -> Iterator[Listed]:
     system, path = locate(uri)
     bucket, _, key = path.partition("/")
     prefix = f"{key.rstrip('/')}/" if key else ""
-    where = {"Bucket": bucket, "Prefix": prefix}
-    while True:
-        page = call(str(uri), functools.partial(system.call_s3, "list_objects_v2", **where))
-        for found in page.get("Contents", ()):
-            if not found["Key"].endswith("/"):  # a placeholder for a folder
-                yield Listed(found["Key"].removeprefix(prefix), int(found["Size"]), found["ETag"])
-        if not page["IsTruncated"]:
-            return
-        where["ContinuationToken"] = page["NextContinuationToken"]
+
+    def request(**where: Any) -> Mapping[str, Any]:
+        asked = functools.partial(system.call_s3, "list_objects_v2", Bucket=bucket, **where)
+        page: Mapping[str, Any] = call(str(uri), asked)
+        return page
+
+    for found in s3_listing.objects(request, prefix):
+        if not found["Key"].endswith("/"):  # a placeholder for a folder
+            yield Listed(found["Key"].removeprefix(prefix), int(found["Size"]), found["ETag"])
 
 
 def _below(uri: str | Path, listing: str) -> dict[str, Mapping[str, Any]]:

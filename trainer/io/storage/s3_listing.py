@@ -1,0 +1,115 @@
+"""The objects of an S3 bucket in the order of their keys: large ones by a request for each of several folders at a time.
+
+S3 lists a thousand objects a request, and the next page only after the last one. So what is below different folders is asked for at once.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from typing import Any, TypeAlias
+
+Page: TypeAlias = Mapping[str, Any]
+Request: TypeAlias = Callable[..., Page]
+"""`list_objects_v2` of a bucket, with its keywords; what it raises is passed on."""
+
+FIRST_PAGES = 20
+"""Pages that are listed one after the other: fewer are not worth more requests, and they tell how large folders are."""
+LARGE = 500  # objects of a folder from which on a request for each folder is no waste
+AT_ONCE = 16  # folders
+AHEAD = 64  # pages of a folder that wait for their turn
+FEW, DEEPEST = 8, 4
+"""A level with fewer folders is descended into, as far as so many levels."""
+
+
+def objects(request: Request, prefix: str) -> Iterator[Page]:
+    """Yield the `Contents` of all pages below a prefix."""
+    seen, folders, last = 0, set[str](), ""
+    pages = _pages(request, Prefix=prefix)
+    for number, page in enumerate(pages, start=1):
+        contents = page.get("Contents", ())
+        yield from contents
+        seen += len(contents)
+        folders.update(one["Key"].rpartition("/")[0] for one in contents)
+        if contents:
+            last = contents[-1]["Key"]
+        if number == FIRST_PAGES and seen >= LARGE * len(folders):
+            break
+    else:
+        return
+    yield from _level(request, prefix, last, depth=0)
+
+
+def _pages(request: Request, **where: Any) -> Iterator[Page]:
+    while True:
+        page = request(**where)
+        yield page
+        if not page["IsTruncated"]:
+            return
+        where["ContinuationToken"] = page["NextContinuationToken"]
+
+
+def _level(request: Request, prefix: str, after: str, *, depth: int) -> Iterator[Page]:
+    """Yield the objects below a prefix whose keys come after a key."""
+    for page in _pages(request, Prefix=prefix, Delimiter="/"):
+        found = [(one["Key"], one) for one in page.get("Contents", ()) if one["Key"] > after]
+        folders = [one["Prefix"] for one in page.get("CommonPrefixes", ())]
+        folders = [folder for folder in folders if folder > after or after.startswith(folder)]
+        descends = len(folders) < FEW and depth < DEEPEST and not page["IsTruncated"]
+        below = _one_by_one(request, folders, after, depth + 1) if descends else _side_by_side(request, folders, after)
+        with closing(below):
+            for _, one in sorted([*found, *((folder, None) for folder in folders)], key=lambda entry: entry[0]):
+                if one is None:
+                    yield from next(below)
+                else:
+                    yield one
+
+
+def _one_by_one(
+    request: Request, folders: Sequence[str], after: str, depth: int
+) -> Generator[Iterator[Page], None, None]:
+    for folder in folders:
+        yield _level(request, folder, after, depth=depth)
+
+
+def _side_by_side(request: Request, folders: Sequence[str], after: str) -> Generator[Iterator[Page], None, None]:
+    """Yield the objects of each folder in turn, while those of the next ones are asked for."""
+    stopping = threading.Event()
+    waiting: list[queue.Queue[Sequence[Page] | BaseException | None]] = [queue.Queue(AHEAD) for _ in folders]
+
+    def put(number: int, item: Sequence[Page] | BaseException | None) -> None:
+        while not stopping.is_set():
+            with suppress(queue.Full):
+                waiting[number].put(item, timeout=0.1)
+                return
+
+    def ask(number: int) -> None:
+        folder = folders[number]
+        start = {"StartAfter": after} if after.startswith(folder) else {}
+        try:
+            for page in _pages(request, Prefix=folder, **start):
+                if stopping.is_set():
+                    return
+                put(number, page.get("Contents", ()))
+            put(number, None)
+        except BaseException as error:  # noqa: BLE001  # raised where the objects are taken
+            put(number, error)
+
+    def taken(number: int) -> Iterator[Page]:
+        while (item := waiting[number].get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield from item
+
+    # Folders are begun in their order, so the one that is taken is always among those that are asked for.
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="listing") as threads:
+        try:
+            for number in range(len(folders)):
+                threads.submit(ask, number)
+            yield from map(taken, range(len(folders)))
+        finally:
+            stopping.set()
+            threads.shutdown(wait=False, cancel_futures=True)
