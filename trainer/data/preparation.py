@@ -213,6 +213,9 @@ def decode_share(
 
     `ended` says whether the preparation has ended, and can be pickled; the others are as in `prepare`, and equal to those there.
     """
+    if ended():  # before the images are listed
+        logger.info("prepare: the data set is there already; nothing is left to decode")
+        return 0
     listing = _listing(settings)
     with draft() as folder:
         settings = _with_encoding(settings, len(listing.items), folder, remote=remote)
@@ -366,7 +369,7 @@ def _decode_all(
                 logger.info("prepare: decoded %d of %d images", done, total)
                 logged_s = time.monotonic()
     if there:
-        logger.info("prepare: %d of %d images had been decoded by an earlier attempt", there, total)
+        logger.info("prepare: %d of %d images had been decoded before", there, total)
     return bad
 
 
@@ -396,9 +399,8 @@ def _decode_missing(
         if time.monotonic() - logged_s >= LOG_INTERVAL_S:
             logger.info("prepare: share %d of %d: decoded %d of %d images", *share, done, len(listing.items))
             logged_s = time.monotonic()
-    logger.info(
-        "prepare: share %d of %d: decoded %d of %d images; nothing is missing", *share, done, len(listing.items)
-    )
+    why = "the data set is there" if ended() else "nothing is missing"
+    logger.info("prepare: share %d of %d: decoded %d of %d images; %s", *share, done, len(listing.items), why)
     return done
 
 

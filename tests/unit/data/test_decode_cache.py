@@ -68,9 +68,7 @@ def prepared(photos: Path, place: str | Path, caplog: pytest.LogCaptureFixture) 
     caplog.clear()
     caplog.set_level(logging.INFO)
     fingerprint = run(settings(photos), dataset=place).fingerprint
-    decoded = [
-        record.args[0] for record in caplog.records if "decoded by an earlier attempt" in record.message and record.args
-    ]
+    decoded = [record.args[0] for record in caplog.records if "decoded before" in record.message and record.args]
     assert spooled(place) == {}
     return fingerprint, int(decoded[0]) if decoded else 0
 
@@ -103,7 +101,7 @@ def test_photos_of_a_store_are_not_read_again(
     object_store.clear()
     caplog.set_level(logging.INFO)
     run(settings(photos, **source), dataset=tmp_path / "data")
-    assert f"prepare: {25 - CHUNK} of 25 images had been decoded by an earlier attempt" in caplog.messages
+    assert f"prepare: {25 - CHUNK} of 25 images had been decoded before" in caplog.messages
     read = {one.path for one in object_store.requests if one.method == "GET" and one.path.endswith(".png")}
     assert len(read) == CHUNK
     assert any(path.endswith("/03.png") for path in read)
@@ -175,7 +173,7 @@ def test_only_what_is_decoded_in_same_way_is_taken(
     failed(photos, tmp_path / "b" / "data")
     caplog.set_level(logging.INFO)
     resumed = run(settings(photos, **changed), dataset=tmp_path / "b" / "data")
-    assert f"prepare: {there} of 25 images had been decoded by an earlier attempt" in caplog.messages or not there
+    assert f"prepare: {there} of 25 images had been decoded before" in caplog.messages or not there
     assert resumed.fingerprint == run(settings(photos, **changed), dataset=tmp_path / "a" / "data").fingerprint
 
 
@@ -207,7 +205,7 @@ def test_a_spool_on_another_disk_is_copied(
         caplog.set_level(logging.INFO)
         run(settings(photos), dataset=tmp_path / "data")
         assert storage.files(f"{other}/checkpoints") == {}
-    assert "prepare: 25 of 25 images had been decoded by an earlier attempt" in caplog.messages
+    assert "prepare: 25 of 25 images had been decoded before" in caplog.messages
 
 
 PREPARE = """

@@ -90,7 +90,7 @@ def test_shares_together_are_the_data_set_of_one_machine(
     place = object_store.uri("run", "dataset") if store else str(tmp_path / "shared" / "dataset")
     decoded.clear()
     # The second machine ends before the first one has come to the end of its share.
-    ends = iter([False] * 8 + [True] * 99)
+    ends = iter([False] * 9 + [True] * 99)
     count = decode_share(
         settings(photos), cache_of(photos, place), Share(2, 3), ended=partial(next, ends), remote=store
     )
@@ -116,7 +116,7 @@ def test_a_machine_that_comes_late_leaves_nothing(photos: Path, tmp_path: Path, 
 
 
 def test_a_chunk_that_was_decoded_as_the_preparation_ended_is_removed(photos: Path, tmp_path: Path) -> None:
-    ends = iter([False] * 3 + [True] * 99)  # asked before and after a chunk
+    ends = iter([False] * 4 + [True] * 99)  # asked at the start, and before and after each chunk
     uri = cache_of(photos, tmp_path / "dataset")
     assert decode_share(settings(photos), uri, Share(1, 2), ended=partial(next, ends)) == 2 * CHUNK
     assert len(kept(photos, tmp_path / "dataset")) == 2
