@@ -35,5 +35,7 @@ def test_processes_measure_together_what_one_measures(distillation, tmp_path, mo
         for figure in ("top1", "top5", "knn_top1", "nll", "ece"):
             assert three[name]["test"][figure] == pytest.approx(one[name]["test"][figure], abs=1e-5)
     assert three["label_issues"] == one["label_issues"]
+    # Each of three processes computes with its share of the threads, and latency is that of all.
+    assert three["machine"]["threads"] == 3 * max(1, one["machine"]["threads"] // 3)
     for file in ("confusion.json", "label_issues.csv"):
         assert (measured[3].path / file).read_text() == (measured[1].path / file).read_text()

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from trainer.config import EvaluateSettings
 from trainer.config.conflicts import Facts, conflicts
@@ -94,6 +95,8 @@ def run(
             asked = _ask(settings, data, subjects, processes)
             if draft is None:
                 return None
+            if processes.local_world_size > 1:  # the others have ended, and latency is that of all their threads
+                torch.set_num_threads(torch.get_num_threads() * processes.local_world_size)
             is_here = not storage.is_remote(evaluation)
             earlier = _earlier_runs(storage.local_path(evaluation), data.fingerprint) if is_here else []
             draft.figures.update(_evaluate(settings, data, asked, draft.path, earlier))
