@@ -11,8 +11,8 @@ import yaml
 
 from components.launch import missing_extra, pools
 from components.launch.job_manifest import (
+    BACKENDS,
     DEFAULT_NAMESPACE,
-    TRAINING_BACKENDS,
     Identity,
     backend_of,
     default_namespace,
@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands.add_place(render, number=commands.positive)
     render.add_argument(
-        "--backend", choices=list(TRAINING_BACKENDS), help="kind of a training's job (default: the pool's own)"
+        "--backend",
+        choices=[name for name, backend in BACKENDS.items() if not backend.independent],
+        help="kind of a training's job (default: the pool's own)",
     )
     render.add_argument("--stage", choices=list(LAUNCHED), default="distill", help="default: %(default)s")
     commands.add_recipe(render)

@@ -553,7 +553,7 @@ BACKENDS: Mapping[str, Backend] = {
         renderer=render_trainjob,
         phases={"Failed": "failed", "Complete": "succeeded", "Suspended": "suspended"},
         pod_selector=f"jobset.sigs.k8s.io/jobset-name={{}},jobset.sigs.k8s.io/replicatedjob-name={TRAINJOB_NODE}".format,
-        replica=f"{TRAINJOB_NODE}-{{0[batch.kubernetes.io/job-completion-index]}}".format,
+        replica=f"{TRAINJOB_NODE}-{{0[{INDEX_LABEL}]}}".format,
         first_replica=lambda _job: f"{TRAINJOB_NODE}-0",
     ),
     "job": Backend(
@@ -568,9 +568,6 @@ BACKENDS: Mapping[str, Backend] = {
         independent=True,
     ),
 }  # name of a pool's backend -> the backend; `job` is that of stages whose work is shared, on any pool
-
-
-TRAINING_BACKENDS = ("pytorchjob", "trainjob")
 
 
 def backend_of(spec: JobSpec, pool: Pool) -> Backend:

@@ -324,16 +324,15 @@ class JobFollower:
                 progress.remove_replica(replica, now)
         for pod in change.objects:
             name = backend.replica(pod["metadata"]["labels"])
-            before, replica = progress.replicas.get(name), read_replica(pod, name, backend.container)
+            replica = read_replica(pod, name, backend.container)
             if change.kind == "DELETED":
                 progress.remove_replica(replica, now)
             else:
                 progress.update_replica(replica, now)
             if name != backend.first_replica(self._job.manifest):
-                is_new = (replica.uid, replica.restarts) not in self._read and replica.ended != (
-                    before and before.ended
-                )
-                if replica.ended and replica.ended.exit_code and is_new:
+                # Once: a pod that failed and stays may change again.
+                failed = replica.ended and replica.ended.exit_code
+                if failed and (replica.uid, replica.restarts) not in self._read:
                     self._read_log(replica)
             elif replica.placed and change.kind != "DELETED" and replica.uid not in self._followed:
                 self._followed.add(replica.uid)

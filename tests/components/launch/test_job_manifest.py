@@ -646,12 +646,12 @@ def test_rules_of_a_job_of_shares():
 
 def test_the_kind_of_a_job_follows_from_stage_and_pool():
     preparing = replace(spec(), stage="prepare")
-    for backend in job_manifest.TRAINING_BACKENDS:
+    of_pools = {*get_args(Pool.model_fields["backend"].annotation)}
+    for backend in of_pools:
         pool = pools.get("cpu").model_copy(update={"backend": backend})
         assert job_manifest.backend_of(spec(), pool) is BACKENDS[backend]
         assert job_manifest.backend_of(preparing, pool) is BACKENDS["job"]
-    assert {*job_manifest.TRAINING_BACKENDS, "job"} == {*BACKENDS}
-    assert {*job_manifest.TRAINING_BACKENDS} == {*get_args(Pool.model_fields["backend"].annotation)}
+    assert of_pools == {name for name, backend in BACKENDS.items() if not backend.independent} == {*BACKENDS} - {"job"}
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
+from itertools import count
 from typing import Any, TypeAlias
 
 Page: TypeAlias = Mapping[str, Any]
@@ -78,9 +79,9 @@ def _one_by_one(
 def _side_by_side(request: Request, folders: Sequence[str], after: str) -> Generator[Iterator[Page], None, None]:
     """Yield the objects of each folder in turn, while those of the next ones are asked for."""
     stopping = threading.Event()
-    waiting: list[queue.Queue[Sequence[Page] | BaseException | None]] = [queue.Queue(AHEAD) for _ in folders]
+    waiting: list[queue.Queue[Sequence[Page] | None]] = [queue.Queue(AHEAD) for _ in folders]
 
-    def put(number: int, item: Sequence[Page] | BaseException | None) -> None:
+    def put(number: int, item: Sequence[Page] | None) -> None:
         while not stopping.is_set():
             with suppress(queue.Full):
                 waiting[number].put(item, timeout=0.1)
@@ -94,22 +95,19 @@ def _side_by_side(request: Request, folders: Sequence[str], after: str) -> Gener
                 if stopping.is_set():
                     return
                 put(number, page.get("Contents", ()))
+        finally:
             put(number, None)
-        except BaseException as error:  # noqa: BLE001  # raised where the objects are taken
-            put(number, error)
 
-    def taken(number: int) -> Iterator[Page]:
-        while (item := waiting[number].get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield from item
+    def taken(number: int, asked: Future[None]) -> Iterator[Page]:
+        while (contents := waiting[number].get()) is not None:
+            yield from contents
+        asked.result()  # raises what the requests raised
 
     # Folders are begun in their order, so the one that is taken is always among those that are asked for.
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="listing") as threads:
         try:
-            for number in range(len(folders)):
-                threads.submit(ask, number)
-            yield from map(taken, range(len(folders)))
+            asked = [threads.submit(ask, number) for number in range(len(folders))]
+            yield from map(taken, count(), asked)
         finally:
             stopping.set()
             threads.shutdown(wait=False, cancel_futures=True)
