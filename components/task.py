@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from components import launching, references, sections
 from components.launching import Placement
 from trainer import config, stages
-from trainer.config import DistillSettings
-from trainer.graph import STAGES, JobSpec
+from trainer.config import DataSettings, DistillSettings
+from trainer.graph import STAGES, JobSpec, Stage
 from trainer.io import artifacts, limits, storage
 from trainer.io.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, PreemptedError, TrainerError
 from trainer.io.host import ended_by_sigterm, ensure_home, escape_what_cannot_be_printed
@@ -111,15 +111,10 @@ def run_stage(name: str, given: Mapping[str, Any]) -> tuple[object, ...]:
         inputs = references.uris({key: given[key] for key in stage.all_inputs})
         places = {key: _place(spec.task_folder or key) for key, spec in stage.makes.items()}
         further: dict[str, Any] = {}
-        place = None
-        if stage.trains:
-            place = Placement(**{field.name: given[field.name] for field in fields(Placement)})
-        elif stage.shared:
-            place = launching.preparing(given["prepare_pool"], given["prepare_nodes"])
+        place = _placement(stage, given)
         record = _place("job") if place else ""
         if place and not stage.launches:
-            spec = JobSpec(stage=name, settings=json.loads(settings), inputs=inputs, outputs=places)
-            launching.launch(spec, place, record)
+            _launch(JobSpec(stage=name, settings=json.loads(settings), inputs=inputs, outputs=places), place, record)
         else:
             if stage.takes_recipe:
                 resolved = config.resolve_text(given["resolved"]).model_dump(mode="json")
@@ -141,6 +136,21 @@ def run_stage(name: str, given: Mapping[str, Any]) -> tuple[object, ...]:
         run = os.environ.get("KFP_RUN_ID", "")
         shared = [references.shared(places[key], kind, run) for key, kind in stage.outputs.items()]
         return (*_handed_on(name, settings, made), *shared)
+
+
+def _placement(stage: Stage, given: Mapping[str, Any]) -> Placement | None:
+    """Return where a stage works, or where its trainings do; None: in this process."""
+    if stage.shared:
+        return launching.preparing(given["prepare_pool"], given["prepare_nodes"])
+    return Placement(**{field.name: given[field.name] for field in fields(Placement)}) if stage.trains else None
+
+
+def _launch(spec: JobSpec, place: Placement, record: str) -> None:
+    launching.launch(spec, place, record)
+    if STAGES[spec.stage].shared:  # its other pods were ended amid their work
+        from trainer.stages import prepare  # here, since other tasks prepare nothing
+
+        prepare.forget(config.validate(DataSettings, spec.settings, prefix="data"), spec.outputs["dataset"])
 
 
 def _handed_on(name: str, settings: str, made: str = "") -> tuple[object, ...]:

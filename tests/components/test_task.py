@@ -11,6 +11,8 @@ from kfp.dsl.types import artifact_types
 from components import references, task
 from components.launching import Placement
 from components.sections import configure, resolve
+from trainer import config, stages
+from trainer.data import preparation
 from trainer.io import artifacts
 from trainer.io.errors import (
     EXIT_CODE,
@@ -130,6 +132,27 @@ def test_equal_results_share_one_reference(object_store, monkeypatch, tmp_path):
         made.add(prepare(tmp_path)[0])
     (reference,) = made
     assert reference.startswith(f"minio://{object_store.bucket}/v2/run-1/prepare/dataset#dataset=")
+
+
+def test_what_pods_left_that_were_ended_in_their_share_is_removed(folder, monkeypatch, tmp_path):
+    """They are ended as the first one has made the data set, and may have written a part of a chunk."""
+    settings = config.validate_section("data", json.loads(PREPARE))
+    left = folder / "checkpoints" / preparation.decode_cache_uri(settings, "").rpartition("/")[2] / "000003.arrow"
+    monkeypatch.setenv("TRAINER_CHECKPOINTS", str(folder / "checkpoints"))
+
+    def launch(spec, place, _record):
+        assert (spec.stage, place) == ("prepare", Placement(pool="cpu", nodes=3, processes_per_node=1))
+        stages.call("prepare", json.dumps(spec.settings), spec.outputs)
+        left.parent.mkdir(parents=True)
+        left.write_bytes(b"half a chunk")
+
+    monkeypatch.setattr(task.launching, "launch", launch)
+    shown = {"dataset": dsl.Dataset(uri=str(tmp_path / "shown")), "data_card": dsl.HTML(uri=str(tmp_path / "card"))}
+    task.run_stage(
+        "prepare", {"settings": PREPARE, "source_version": "", "prepare_pool": "cpu", "prepare_nodes": 3, **shown}
+    )
+    assert artifacts.exists(folder / "dataset")
+    assert not left.exists()
 
 
 def test_a_wrong_setting_ends_the_task(folder, tmp_path, capfd):

@@ -25,7 +25,7 @@ def run(settings: DataSettings, *, dataset: str | Path, share: Share = ALONE) ->
         The data set's manifest, on the machine that makes it.
     """
     values = settings.model_dump(mode="json", exclude=set(LOADING))
-    cache_uri = decode_cache_uri(settings, artifacts.unfinished(dataset))
+    cache_uri = _cache_uri(settings, dataset)
     if share.number:
         ended = partial(artifacts.exists, dataset)
         decode_share(settings, cache_uri, share, ended=ended, remote=storage.is_remote(dataset))
@@ -39,5 +39,14 @@ def run(settings: DataSettings, *, dataset: str | Path, share: Share = ALONE) ->
             settings, draft.path, cache_uri=cache_uri, remote=storage.is_remote(dataset), share=share
         )
         tracker.metrics(0, tracking.numbers(draft.figures))
-    storage.remove(cache_uri)
+    forget(settings, dataset)
     return artifacts.manifest(dataset, "dataset")
+
+
+def forget(settings: DataSettings, dataset: str | Path) -> None:
+    """Remove what is decoded and not needed any more, also by a machine that was ended in its share of a finished preparation."""
+    storage.remove(_cache_uri(settings, dataset))
+
+
+def _cache_uri(settings: DataSettings, dataset: str | Path) -> str:
+    return decode_cache_uri(settings, artifacts.unfinished(dataset))
