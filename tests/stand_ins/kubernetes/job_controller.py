@@ -17,40 +17,26 @@ from typing import Any
 
 from tests.stand_ins.kubernetes import schemas
 from tests.stand_ins.kubernetes.conditions import holds, set_plain_condition
+from tests.stand_ins.kubernetes.controller import Controller
 from tests.stand_ins.kubernetes.pod_templates import owner_reference
 from tests.stand_ins.kubernetes.resources import JOBS, PODS
 from tests.stand_ins.kubernetes.statuses import ApiError
-from tests.stand_ins.kubernetes.store import Object, Store, age_s, now
+from tests.stand_ins.kubernetes.store import Object, age_s, now
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _VARIABLE = "JOB_COMPLETION_INDEX"
 _CONTROLLER = "job-controller"
 
 
-class JobController:
-    """Reconciles all Indexed Jobs. `sync` is called again and again, by one thread."""
+class JobController(Controller):
+    """Reconciles all Indexed Jobs."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    kind = JOBS
 
-    def sync(self) -> None:
-        """Take every job one step further."""
-        for job in self.store.list(JOBS):
-            if "deletionTimestamp" in job["metadata"] or job["spec"].get("completionMode") != "Indexed":
-                continue
-            try:
-                self._reconcile(job)
-            except ApiError as error:
-                if error.code not in {404, 409}:  # changed by somebody else meanwhile: the next round sees it
-                    raise
-
-    def _reconcile(self, job: Object) -> None:
-        status, owner = copy.deepcopy(job.get("status", {})), job["metadata"]["uid"]
-        pods = [
-            pod
-            for pod in self.store.list(PODS, job["metadata"]["namespace"])
-            if any(one["uid"] == owner for one in pod["metadata"].get("ownerReferences") or [])
-        ]
+    def reconcile(self, job: Object) -> None:
+        if job["spec"].get("completionMode") != "Indexed":
+            return
+        status, pods = copy.deepcopy(job.get("status", {})), self.pods_of(job)
         if holds(status, "Complete") or holds(status, "Failed"):
             keep_s = job["spec"].get("ttlSecondsAfterFinished")
             ended = next(one for one in status["conditions"] if one["type"] in {"Complete", "Failed"})
@@ -59,16 +45,14 @@ class JobController:
             return
         if job["spec"].get("suspend"):
             set_plain_condition(status, "Suspended", "True", "JobSuspended", "Job suspended")
-            self._delete_active(pods)
+            self.delete_active(pods)
         else:
             if holds(status, "Suspended"):
                 set_plain_condition(status, "Suspended", "False", "JobResumed", "Job resumed")
             status.setdefault("startTime", now())
             self._run(job, status, pods)
         _count(status, pods)
-        if status != job.get("status", {}):
-            with self.store.changing(JOBS, job["metadata"]["namespace"], job["metadata"]["name"]) as changed:
-                changed["status"] = status
+        self.write_status(job, status)
 
     def _run(self, job: Object, status: Object, pods: Sequence[Object]) -> None:
         spec, name = job["spec"], job["metadata"]["name"]
@@ -110,14 +94,9 @@ class JobController:
         """First what will be true, then, when no pod runs any more, the end."""
         before = {"Complete": "SuccessCriteriaMet", "Failed": "FailureTarget"}[type_]
         set_plain_condition(status, before, "True", reason, message)
-        self._delete_active(pods)
+        self.delete_active(pods)
         if not any(pod["status"]["phase"] in {"Pending", "Running"} for pod in pods):
             set_plain_condition(status, type_, "True", reason, message)
-
-    def _delete_active(self, pods: Sequence[Object]) -> None:
-        for pod in pods:
-            if pod["status"]["phase"] in {"Pending", "Running"} and "deletionTimestamp" not in pod["metadata"]:
-                self.store.delete(PODS, pod["metadata"]["namespace"], pod["metadata"]["name"])
 
 
 def render(job: Mapping[str, Any], index: int) -> Object:

@@ -16,10 +16,11 @@ from kubernetes.utils.quantity import parse_quantity
 
 from tests.stand_ins.kubernetes import schemas
 from tests.stand_ins.kubernetes.conditions import holds, set_plain_condition
+from tests.stand_ins.kubernetes.controller import Controller
 from tests.stand_ins.kubernetes.pod_templates import owner_reference
 from tests.stand_ins.kubernetes.resources import PODS, TRAINJOBS
 from tests.stand_ins.kubernetes.statuses import ApiError
-from tests.stand_ins.kubernetes.store import Object, Store, age_s
+from tests.stand_ins.kubernetes.store import Object, age_s
 
 RUNTIME = "torch-distributed"
 _NODE = "node"
@@ -30,43 +31,23 @@ _INDEX = "batch.kubernetes.io/job-completion-index"
 _CONTROLLER = "trainer-controller-manager"
 
 
-class TrainerOperator:
-    """Reconciles all TrainJobs. `sync` is called again and again, by one thread."""
+class TrainerOperator(Controller):
+    """Reconciles all TrainJobs."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    kind = TRAINJOBS
 
-    def sync(self) -> None:
-        """Take every job one step further."""
-        for job in self.store.list(TRAINJOBS):
-            if "deletionTimestamp" in job["metadata"]:
-                continue
-            try:
-                self._reconcile(job)
-            except ApiError as error:
-                if error.code not in {404, 409}:  # changed by somebody else meanwhile: the next round sees it
-                    raise
-
-    def _reconcile(self, job: Object) -> None:
-        status = copy.deepcopy(job.get("status", {}))
-        owner = job["metadata"]["uid"]
-        pods = [
-            pod
-            for pod in self.store.list(PODS, job["metadata"]["namespace"])
-            if any(one["uid"] == owner for one in pod["metadata"].get("ownerReferences") or [])
-        ]
+    def reconcile(self, job: Object) -> None:
+        status, pods = copy.deepcopy(job.get("status", {})), self.pods_of(job)
         if job["spec"]["runtimeRef"]["name"] != RUNTIME:
             self._refuse_runtime(job)
         elif not holds(status, "Complete") and not holds(status, "Failed"):
             self._suspend_or_run(job, status, pods)
-        if status != job.get("status", {}):
-            with self.store.changing(TRAINJOBS, job["metadata"]["namespace"], job["metadata"]["name"]) as changed:
-                changed["status"] = status
+        self.write_status(job, status)
 
     def _suspend_or_run(self, job: Object, status: Object, pods: Sequence[Object]) -> None:
         if job["spec"].get("suspend"):
             set_plain_condition(status, "Suspended", "True", "Suspended", "TrainJob is suspended")
-            self._delete_active(pods)
+            self.delete_active(pods)
         else:
             if holds(status, "Suspended"):
                 set_plain_condition(status, "Suspended", "False", "Resumed", "TrainJob is resumed")
@@ -97,15 +78,10 @@ class TrainerOperator:
         elif failures > _BACKOFF_LIMIT:
             cause = f"jobset failed due to one or more job failures (first failed job: {name}-{_NODE}-0)"
             set_plain_condition(status, "Failed", "True", "FailedJobs", cause)
-            self._delete_active(pods)
+            self.delete_active(pods)
         elif deadline_s and age_s(_started(job, status)) > deadline_s:
             set_plain_condition(status, "Failed", "True", "DeadlineExceeded", "TrainJob exceeded its active deadline")
             for pod in pods:
-                self.store.delete(PODS, pod["metadata"]["namespace"], pod["metadata"]["name"])
-
-    def _delete_active(self, pods: Sequence[Object]) -> None:
-        for pod in pods:
-            if pod["status"]["phase"] in {"Pending", "Running"} and "deletionTimestamp" not in pod["metadata"]:
                 self.store.delete(PODS, pod["metadata"]["namespace"], pod["metadata"]["name"])
 
     def _refuse_runtime(self, job: Object) -> None:
