@@ -336,8 +336,9 @@ def table(plans: Sequence[StagePlan], place: Place) -> list[str]:
     task, node = place.task, place.node
     problems = [problem for one in plans for problem in one.too_much(doubt=1.0)]
     head = (
-        f"Trainings on {place.machines}: each node {node.cores:g} cores, {size(node.memory)} of memory, {size(node.disk)} of cache, "
-        f"{node.hours:g} h. Other stages in pods of {task.cores:g} cores, {size(task.memory)} of memory, {size(task.disk)} of disk."
+        f"Trainings and evaluation on {place.machines}: each node {node.cores:g} cores, {size(node.memory)} of memory, "
+        f"{size(node.disk)} of cache, {node.hours:g} h. Other stages in pods of {task.cores:g} cores, {size(task.memory)} of memory, "
+        f"{size(task.disk)} of disk." + (f" Images are prepared on {place.preparing[1]}." if place.preparing else "")
     )
     return [
         head,
