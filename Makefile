@@ -94,6 +94,7 @@ bench: $(READY)  ## print the tables of tests/benchmarks, for an idle machine [P
 	@$(VENV)/python tests/benchmarks/bench_recorder.py
 	@$(VENV)/python tests/benchmarks/bench_checkpoints.py
 	@$(VENV)/python tests/benchmarks/bench_forecast.py
+	@$(VENV)/python tests/benchmarks/bench_windows.py
 	@$(VENV)/python tests/benchmarks/bench_tune.py --small
 	@$(VENV)/python tests/benchmarks/bench_kernels.py
 	@$(VENV)/python -m trainer run digits --output runs/bench-serving && \

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from components.launch import job_manifest, pools
 from trainer import config
 from trainer.config import DEVICE_VARIABLE, DistillSettings, TuneSettings, WeightsSettings
+from trainer.data.dataset_schema import SplitName, needed_bytes
 from trainer.graph import STAGES, JobSpec, Kind
 from trainer.io import artifacts, storage
 from trainer.io.base_models import Section
@@ -126,9 +127,9 @@ def preparing(prepare_pool: str, prepare_nodes: int) -> Placement | None:
 
 
 def _fetched(stage: str, section: Section, inputs: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """Yield name and bytes of each artifact that a training fetches to each of its nodes."""
+    """Yield name and bytes of each artifact that a node of a training fetches, of a large data set those that it needs at once."""
     learns = section.distill or DistillSettings() if isinstance(section, TuneSettings) else section
-    splits: Collection[str] = getattr(section, "splits", ())
+    splits: Collection[SplitName] = getattr(section, "splits", ())
     for keyword, uri in inputs.items():
         if (
             stage == "distill"
@@ -139,10 +140,13 @@ def _fetched(stage: str, section: Section, inputs: Mapping[str, str]) -> Iterato
             continue  # of it the manifest alone is read
         kind = STAGES[stage].all_inputs[keyword]
         files = artifacts.manifest(uri, kind).files
-        yield (
-            "recording" if kind == "teacher_outputs" else keyword,
-            sum(one["size"] for name, one in files.items() if kind != "dataset" or name.partition("/")[0] in splits),
-        )
+        if kind == "dataset":
+            yield keyword, sum(needed_bytes(files, split) for split in splits)
+        else:
+            yield (
+                "recording" if kind == "teacher_outputs" else keyword,
+                sum(one["size"] for one in files.values()),
+            )
     given: list[tuple[str, str, Kind]] = []
     if isinstance(learns, WeightsSettings) and learns.weights and not learns.named_weights:
         given.append(("weights", learns.weights, "model"))

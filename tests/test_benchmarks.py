@@ -111,6 +111,16 @@ def test_recorder(bench):
     assert "ViT-Ti, 64 px" in table
 
 
+def test_windows(bench):
+    table = bench("bench_windows", "--images", "600000", "--nodes", "2", "--epochs", "2")
+    assert "each image is read 1 to 1 times in an epoch, by 16 processes together" in table
+    first, second = (
+        [line.split() for line in table.splitlines() if " all " in line and f" {epoch} " in line] for epoch in (1, 2)
+    )
+    assert [row[4:6] for row in first] == [["10.48", "GB"]] * 2
+    assert [row[4:6] for row in second] == [["0", "MB"]] * 2
+
+
 def test_data(bench):
     table = bench(
         "bench_data", "--rounds", "1", "--batches", "1", "--per-class", "14", "--image-size", "64", "--view-size", "32"

@@ -21,7 +21,7 @@ def test_configure_refuses_what_cannot_work(monkeypatch):
     monkeypatch.setattr(sections.preflight, "checked", lambda settings, **_: settings)
     with pytest.raises(
         SettingsError,
-        match=r"prepare needs 161\.74 GB of disk and has 85\.90 GB.*pretrain needs .* GB of disk and has 1\.72",
+        match=r"prepare needs 159\.79 GB of disk and has 85\.90 GB.*pretrain needs .* GB of disk and has 1\.72",
     ):
         sections.configure(sections.resolve("digits"), Placement(pool="cpu"))
 
@@ -56,7 +56,7 @@ def test_what_readme_shows_can_work(monkeypatch, capsys):
     assert "Every stage is within its limits." in capsys.readouterr().out
     without = command.partition("--prepare-pool")[0].split()
     assert planning.main(without) == 2
-    expected = "prepare needs 197.23 GB of disk and has 85.90 GB: name a pool with a larger cache for it (PREPARE_POOL)"
+    expected = "prepare needs 195.51 GB of disk and has 85.90 GB: name a pool with a larger cache for it (PREPARE_POOL)"
     assert expected in capsys.readouterr().err
     assert planning.main([*without, "--task-disk", "1000Gi"]) == 0
 

@@ -1,6 +1,7 @@
 """The prepared data set, as trainings and evaluations read it (`dataset_schema` describes its files).
 
-The files of a split are fetched and checked when it is opened, so that a stage which reads little of a large data set fetches little.
+The files of a split are fetched and checked when it is opened, so that a stage which reads little of a large data set fetches little; of
+a large split to learn from each is when one of its images is read (`split_rows`).
 
 A small split is decoded once into one tensor, so that a read is an index; a large one is memory-mapped and decoded at each read,
 from the map's pages straight into the batch: JPEG by simplejpeg (libjpeg-turbo, and at a half, quarter or eighth of its size where that
@@ -26,8 +27,6 @@ import datasets  # type: ignore[import-untyped]  # the package ships no types
 import numpy as np
 import numpy.typing as npt
 import PIL
-import pyarrow as pa
-import pyarrow.compute
 import simplejpeg
 import torch
 from PIL import Image
@@ -42,7 +41,9 @@ from trainer.data.dataset_schema import (
     TEST_EDGES,
     DatasetDescription,
     SplitName,
+    index_file,
 )
+from trainer.data.split_rows import FetchedRows, Rows, TableRows
 from trainer.io import artifacts, limits, storage
 from trainer.io.artifacts import Artifact
 from trainer.io.errors import ArtifactError, DataError, StorageError
@@ -57,7 +58,6 @@ _ALONE = 512
 """Images up to which one thread decodes them."""
 SAMPLED_FILES = 8
 """Files of a split that `PreparedDataset.sample` reads, at most; prepare writes about 500 MB into each."""
-_KEYS_TOGETHER = 2**16  # keys that are converted at a time
 IN_MEMORY_BYTES = 512 * 1024**2  # a split is kept decoded up to this size, in each process that reads it
 _MEMORY_SHARE = 1 / 8
 """Of the container's memory that decoded images of its training processes take, where a device makes the views. On a CPU the size above
@@ -70,55 +70,54 @@ class Split:
     It is cheap to send to a loader process. One that is started after `load` shares the decoded images on Linux; else they are left behind.
     """
 
-    def __init__(self, table: datasets.Dataset, name: SplitName, image_size: int, *, raw: bool = False) -> None:
+    def __init__(self, rows: Rows, name: SplitName, image_size: int, *, raw: bool = False) -> None:
         self.name = name
         self.image_size = image_size
         self.raw = raw  # whether images are stored as their pixels
-        self._table = table
-        self._table.data.table.validate(full=True)  # an offset in a damaged file could lead to any memory
+        self.rows = rows
         self._memory: SharedBytes | None = None
         self._decoded: Tensor | None = None  # uint8 [N, S, S, 3]; in that memory, where there is such
-        columns = self._table.data
-        self._files = _files(self._table)
-        self.labels: npt.NDArray[np.int64] = columns.column("label").to_numpy()
-        """Of each image: index of its class, or of its set of classes; -1 where it has none, [N]."""
         self.targets: Targets | None = None  # from `PreparedDataset.targets`
-        self.keys: npt.NDArray[np.uint64] = _first_bytes(columns.column("key"))
-        """The first 8 bytes of each image's content key, [N]."""
 
     def __len__(self) -> int:
-        return len(self._table)
+        return len(self.labels)
+
+    @property
+    def labels(self) -> npt.NDArray[np.int64]:
+        """Of each image: index of its class, or of its set of classes; -1 where it has none, [N]."""
+        return self.rows.labels
+
+    @property
+    def keys(self) -> npt.NDArray[np.uint64]:
+        """The first 8 bytes of each image's content key, [N]."""
+        return self.rows.keys
 
     def __getstate__(self) -> dict[str, Any]:
         memory = self._memory if get_spawning_popen() is not None else None  # shared memory cannot be sent later
-        return self.__dict__ | {"_memory": memory, "_decoded": None, "_files": None, "targets": None}
+        return self.__dict__ | {"_memory": memory, "_decoded": None, "targets": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
-        self._files = _files(self._table)
         if self._memory is not None:
             self._decoded = self._memory.tensor.view(len(self), self.image_size, self.image_size, 3)
 
     def first(self, count: int) -> Split:
         """Return a split of the first `count` images, or of all where there are no more."""
         part = copy.copy(self)
-        part._table = self._table.select(range(min(count, len(self))))
-        part._files, part._memory, part._decoded = _files(part._table), None, None
-        part.labels, part.keys = self.labels[:count], self.keys[:count]
+        part.rows = self.rows.first(min(count, len(self)))
+        part._memory, part._decoded = None, None
         part.targets = self.targets  # which a copy leaves behind, as `__getstate__` says
         return part
 
     @property
     def names(self) -> Sequence[str]:
         """The content key of each image, SHA-256 as hexadecimal text; read on demand, [N]."""
-        names: Sequence[str] = self._table["key"]
-        return names
+        return self.rows.texts("key")
 
     @property
     def sources(self) -> Sequence[str]:
         """The name that each image had in its source; read on demand, [N]."""
-        sources: Sequence[str] = self._table["source"]
-        return sources
+        return self.rows.texts("source")
 
     @property
     def wanted(self) -> Targets:
@@ -172,7 +171,7 @@ class Split:
 
     def encoded(self, index: int) -> memoryview:
         """Return the encoded file of the image at `index` (0 <= index < N), a view of the memory-mapped data set."""
-        return memoryview(self._files[index].as_buffer()).cast("B")
+        return memoryview(self.rows.encoded(index)).cast("B")
 
     def _decode_into(self, images: Tensor, indices: Sequence[int]) -> Tensor:
         """Decode the images at `indices` into `images`, uint8 [B, S, S, 3]."""
@@ -211,26 +210,6 @@ def _copy_square(stored: memoryview, size: int, out: Pixels | None) -> Pixels:
         return pixels.copy()
     out[:] = pixels
     return out
-
-
-def _files(table: datasets.Dataset) -> pa.ChunkedArray:
-    """Return the image files of a split's table, without a copy."""
-    return pyarrow.compute.struct_field(table.data.column("image"), "bytes")
-
-
-def _first_bytes(keys: pa.ChunkedArray) -> npt.NDArray[np.uint64]:
-    """Return the first 8 bytes of keys in hexadecimal, [N], in memory that grows with the result alone."""
-    result = np.empty(len(keys), dtype=np.uint64)
-    first = 0
-    for chunk in keys.chunks:
-        for start in range(0, len(chunk), _KEYS_TOGETHER):
-            part = chunk.slice(start, _KEYS_TOGETHER)
-            text = "".join(pyarrow.compute.utf8_slice_codeunits(part, 0, 16).to_pylist())
-            if len(text) != 16 * len(part):
-                raise ValueError("a content key is shorter than 16 digits")
-            result[first : first + len(part)] = np.frombuffer(bytes.fromhex(text), dtype=">u8")
-            first += len(part)
-    return result
 
 
 def decode_square(encoded: bytes | memoryview, size: int, *, out: Pixels | None = None, shrink: int = 1) -> Pixels:
@@ -353,17 +332,22 @@ class PreparedDataset:
         return np.array(storage.read_json(file)[: self._most], dtype=np.int64)
 
     def fetch(self, *splits: SplitName) -> None:
-        """Fetch and check these splits now; others are when they are opened."""
+        """Fetch and check these splits now, of a large one its index; others are when they are opened."""
         for name in splits:
             if name not in self._directories:
                 files = [file for file in self._artifact.files if file.startswith(f"{name}/")]
+                if self._is_fetched_in_parts(name):
+                    files = [index_file(name)]
                 self._directories[name] = artifacts.checked_files(self._uri, self._artifact, files)
+
+    def _is_fetched_in_parts(self, name: SplitName) -> bool:
+        return index_file(name) in self._artifact.files and storage.is_remote(self._uri)
 
     def split(self, name: SplitName) -> Split:
         """Open one split; an `ArtifactError` if a file is missing or damaged, or labels or number of images do not fit `dataset.json`."""
         self.fetch(name)
         directory = self._directories[name]
-        split = self._opened(name, directory, lambda: datasets.load_from_disk(str(directory / name)))
+        split = self._opened(name, directory, lambda: self._rows(name, directory))
         if len(split) != self._images.get(name):
             raise ArtifactError(
                 f"dataset {directory}: split {name} has {len(split)} images, but {DESCRIPTION} says "
@@ -381,13 +365,18 @@ class PreparedDataset:
         split = self._opened(
             name,
             directory,
-            lambda: datasets.concatenate_datasets(
-                [datasets.Dataset.from_file(str(directory / file)) for file in chosen]
+            lambda: TableRows(
+                datasets.concatenate_datasets([datasets.Dataset.from_file(str(directory / file)) for file in chosen])
             ),
         )
         return split if self._most is None else split.first(self._most)
 
-    def _opened(self, name: SplitName, directory: Path, load: Callable[[], datasets.Dataset]) -> Split:
+    def _rows(self, name: SplitName, directory: Path) -> Rows:
+        if self._is_fetched_in_parts(name):
+            return FetchedRows(str(self._uri), self._artifact, name, directory / index_file(name))
+        return TableRows(datasets.load_from_disk(str(directory / name)))
+
+    def _opened(self, name: SplitName, directory: Path, load: Callable[[], Rows]) -> Split:
         try:
             split = Split(load(), name, self.image_size, raw=self._raw)
         except Exception as error:  # the readers of `datasets` and of Arrow raise nearly anything for a damaged file

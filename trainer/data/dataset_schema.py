@@ -4,7 +4,9 @@ The artifact holds one Arrow data set a split (`train/`, `val/`, `test/`, `unlab
 (`DatasetDescription`), `quarantine.json`, `dropped.json`, and the data card `card.html`; where classes have attributes or a hierarchy
 `tags.json` (`ClassTags`), where splits look like one another `near_duplicates.json` (`near_duplicates.NearPair`), the sizes of the test
 images' originals (`TEST_EDGES`), and the first test image as a file of its own (`EXAMPLES`), for a reader that needs an example and not
-the split. Imports nothing heavy, because every process that decodes images loads it.
+the split. A large split of images to learn from is fetched in parts (`split_rows`), and so has an index (`INDEXES`).
+
+Imports nothing heavy, because every process that decodes images loads it.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, TypeAdapter
 
+from trainer.data.sampler import HELD, WINDOW
 from trainer.io import limits, storage
 from trainer.io.base_models import NonNegative, what_is_wrong
 from trainer.io.errors import ArtifactError, StorageError
+from trainer.io.storage.transfers import FileRecord
 from trainer.models.served_student.preprocessing import LARGEST_SQUARE
 
 SplitName = Literal["train", "val", "test", "unlabeled"]
@@ -34,6 +38,10 @@ TEST_EDGES = "test_edges.json"
 """The shorter edge of each test image's original, in pixels."""
 EXAMPLES = ("example.jpg", "example.png")
 """The first test image as it is stored; one of the two names, after its format."""
+INDEXES = "index"
+"""Folder with the index of each large split of images to learn from, an Arrow file with the label and the first 8 bytes of the key of each
+image, as numbers; the split's own files have so many rows each, the last one perhaps fewer, as its metadata says:"""
+ROWS_IN_FILE = b"rows"
 
 UNLABELED = -1  # the label of an image without one
 
@@ -47,6 +55,19 @@ def features() -> Any:
 
     text, number = datasets.Value("string"), datasets.Value("int64")
     return datasets.Features({"image": datasets.Image(), "label": number, "key": text, "source": text})
+
+
+def index_file(split: SplitName) -> str:
+    """Name the index of a split."""
+    return f"{INDEXES}/{split}.arrow"
+
+
+def needed_bytes(files: Mapping[str, FileRecord], split: SplitName) -> int:
+    """Return the bytes of a split, of files as in a manifest, for which a machine that trains on it needs room: of a large one, windows."""
+    sizes = sorted(record["size"] for name, record in files.items() if name.startswith(f"{split}/"))
+    if index_file(split) not in files:
+        return sum(sizes)
+    return files[index_file(split)]["size"] + sum(sizes[-HELD * WINDOW :])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,8 @@ from trainer.data.batch import Batch, Recorded, check_gpu_decoding, join_files, 
 from trainer.data.batch_memory import BatchMemory, empty_images
 from trainer.data.dataset import Split, Targets, memory_share
 from trainer.data.dataset_schema import UNLABELED
-from trainer.data.sampler import Indices, Mask, SampleSlice, StatelessSampler
+from trainer.data.sampler import SHARD, Indices, Mask, SampleSlice, StatelessSampler
+from trainer.data.split_rows import FetchedRows
 from trainer.data.views.parameters import ViewParameters, draw_views
 from trainer.data.views.rendering import crop_sample, draw_mixing, finish_views
 from trainer.devices import Device
@@ -153,6 +154,24 @@ class Samples:
         number = bisect_right(self._ends, index)
         split = self._splits[number]
         return split, index - (self._ends[number] - len(split))
+
+    @property
+    def fetches(self) -> bool:
+        """Whether images are fetched from a store as they are read."""
+        return any(isinstance(split.rows, FetchedRows) for split in self._splits)
+
+    def files(self, shards: Indices) -> dict[tuple[FetchedRows, int], None]:
+        """Return the files of a store, as rows and number, that have samples of these shards of the sampler, in this order."""
+        found: dict[tuple[FetchedRows, int], None] = {}
+        for shard in shards.tolist():
+            for end, split in zip(self._ends, self._splits, strict=True):
+                first = end - len(split)
+                start, stop = max(shard * SHARD, first), min((shard + 1) * SHARD, end)
+                if isinstance(split.rows, FetchedRows) and start < stop:
+                    found |= dict.fromkeys(
+                        (split.rows, number) for number in split.rows.numbers(range(start - first, stop - first))
+                    )
+        return found
 
     def names(self, indices: Indices) -> list[str]:
         """Return key and source of each sample, for messages."""

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
@@ -47,13 +47,16 @@ from trainer.data.dataset_schema import (
     CARD,
     DROPPED,
     EXAMPLES,
+    INDEXES,
     NEAR_DUPLICATES,
     QUARANTINE,
+    ROWS_IN_FILE,
     SPLITS,
     TEST_EDGES,
     DatasetDescription,
     SplitName,
     features,
+    index_file,
 )
 from trainer.data.decode_cache import DecodeCache, Outcome
 from trainer.data.facts import ImageFacts
@@ -64,7 +67,7 @@ from trainer.graph import Share
 from trainer.io import limits, storage
 from trainer.io.artifacts import digest
 from trainer.io.child_processes import SPAWNED
-from trainer.io.errors import DataError, ObjectTooLargeError, writing_to
+from trainer.io.errors import DataError, ObjectTooLargeError, make_directory, writing_to
 from trainer.io.formatting import clipped, listed
 from trainer.io.host import usable_cores
 from trainer.io.storage.cache import draft
@@ -313,7 +316,7 @@ def decode_cache_uri(settings: DataSettings, root: str) -> str:
 def _open_cache(settings: DataSettings, directory: Path, cache_uri: str | None) -> Iterator[DecodeCache]:
     """Open the decode cache. Its part in `directory` is removed at the end, and remains of an earlier preparation at the beginning."""
     folder = directory / _WORK
-    for old in (folder, *(directory / split for split in SPLITS)):
+    for old in (folder, *(directory / name for name in (INDEXES, *SPLITS))):
         if old.exists():
             shutil.rmtree(old)
     folder.mkdir()
@@ -681,28 +684,42 @@ def _write_splits(
     ordered = sorted(splits, key=lambda split: len(splits[split]))
     for split in ordered:
         members, folder = splits[split], directory / split
+        labels, keys = np.empty(len(members), dtype=np.int64), np.empty(len(members), dtype=np.uint64)
         # `datasets` would draw a fingerprint at random, and the files would differ from run to run.
         # That of the list [[key, label], ...] as JSON, which is never there as a whole.
         sha256 = hashlib.sha256(b"[")
         for number, member in enumerate(members):
+            labels[number], keys[number] = member.label, int(member.key[:16], 16)
             sha256.update(f'{"," * bool(number)}["{member.key}",{member.label}]'.encode())
         sha256.update(b"]")
         chosen = squares.select(members.rows, new_fingerprint=sha256.hexdigest()[:16])
-        shards = max(1, math.ceil(len(chosen) * row_bytes / SHARD_BYTES))
-        names = [f"data-{number:05d}-of-{shards:05d}.arrow" for number in range(shards)]
+        if split in ("train", "unlabeled") and len(members) > SHARD * WINDOW:
+            parts = np.split(members.rows, range(SHARD, len(members), SHARD))
+            _write_index(directory / index_file(split), pa.table({"label": labels, "key": keys}))
+        else:  # the first ones have one more, as those of `datasets`
+            parts = np.array_split(members.rows, max(1, math.ceil(len(chosen) * row_bytes / SHARD_BYTES)))
+        names = [f"data-{number:05d}-of-{len(parts):05d}.arrow" for number in range(len(parts))]
         _write_description(chosen, folder, names)
-        rows, together = _rows_together(chosen), min(processes, shards)
-        parts = np.array_split(members.rows, shards)  # the first ones have one more, as those of `datasets`
-        for start in range(0, shards, together):
-            now = range(start, min(start + together, shards))
-            work = [(_part(squares, parts[number]), folder / names[number], rows) for number in now]
-            if together == 1:
-                _write_shard(*work[0])
-            else:
-                with ProcessPoolExecutor(together, SPAWNED) as pool:
+        rows, together = _rows_together(chosen), min(processes, len(parts))
+        with ExitStack() as stack:
+            pool = stack.enter_context(ProcessPoolExecutor(together, SPAWNED)) if together > 1 else None
+            for start in range(0, len(parts), together):
+                now = range(start, min(start + together, len(parts)))
+                work = [(_part(squares, parts[number]), folder / names[number], rows) for number in now]
+                if pool is None:
+                    _write_shard(*work[0])
+                else:
                     [*pool.map(_write_shard, *zip(*work, strict=True))]
-            if split == ordered[-1] and len(parts[now[-1]]):
-                free(int(parts[now[-1]][-1]) + 1)
+                if split == ordered[-1] and len(parts[now[-1]]):
+                    free(int(parts[now[-1]][-1]) + 1)
+
+
+def _write_index(file: Path, table: pa.Table) -> None:
+    """Write the index of a split whose files have `SHARD` rows each."""
+    make_directory(file.parent)
+    schema = table.schema.with_metadata({ROWS_IN_FILE: str(SHARD)})
+    with writing_to(file), pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        writer.write_table(table.cast(schema))
 
 
 def _write_description(chosen: Any, folder: Path, names: Sequence[str]) -> None:

@@ -43,6 +43,10 @@ _WINDOWS = 0x77696E646F7773  # those of the windows' order
 
 SHARD = 4096  # samples with consecutive indices that are read in the same window
 WINDOW = 64  # shards that are shuffled together
+AHEAD = 2  # windows that are fetched from a store while one is read
+HELD = (
+    2 + AHEAD
+)  # windows that a machine needs room for: those, the one that is read, and what is left of the one before
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -184,11 +188,21 @@ class StatelessSampler:
             return SampleSlice(indices, numbers, None)
         return SampleSlice(indices, numbers, np.append(labeled.partners, others.partners)[place])
 
+    def windows(self, position: int, count: int) -> list[Indices]:
+        """Return the shards of the window that is read at a position, and of those after it, `count` in all; of each stream, if two."""
+        if not self._share:
+            return self._streams[0].windows(position, count)
+        before = int(self._share * position)
+        each = [
+            stream.windows(at, count) for stream, at in zip(self._streams, (before, position - before), strict=True)
+        ]
+        return [np.union1d(*together) for together in zip(*each, strict=True)]
+
 
 class _Epoch(NamedTuple):
     """The windows of an epoch, in its order."""
 
-    windows: Sequence[Indices]  # the shards of each
+    windows: list[Indices]  # the shards of each
     numbers: Indices  # its number in its view, from which its first position there follows
     ends: Indices  # position in the epoch after it
 
@@ -220,6 +234,16 @@ class _SampleStream:
                     others[chosen] = partner[places]
         return SampleSlice(indices, numbers, others)
 
+    def windows(self, position: int, count: int) -> list[Indices]:
+        """Return what `StatelessSampler.windows` does; keeps nothing, so that a thread of its own may ask."""
+        epoch, offset = divmod(position, self._count)
+        windows, _, ends = self._dealt(epoch)
+        found = windows[int(np.searchsorted(ends, offset, side="right")) :]
+        while len(found) < count:
+            epoch += 1
+            found += self._dealt(epoch).windows
+        return found[:count]
+
     def _number(self, epoch: int) -> int:
         return epoch % self._views if self._views else epoch
 
@@ -228,12 +252,14 @@ class _SampleStream:
         if epoch not in self._epochs:
             if len(self._epochs) >= 2:  # a batch touches two epochs at most, unless it is larger than the set
                 self._epochs.clear()
-            dealt = self._samples.deal(self._view_seed, self._number(epoch))
-            numbers = np.argsort(random_bits(_WINDOWS, self._seed, epoch, np.arange(len(dealt))), kind="stable")
-            windows = [dealt[number] for number in numbers]
-            ends = np.cumsum([self._samples.sizes[shards].sum() for shards in windows])
-            self._epochs[epoch] = _Epoch(windows, numbers, ends)
+            self._epochs[epoch] = self._dealt(epoch)
         return self._epochs[epoch]
+
+    def _dealt(self, epoch: int) -> _Epoch:
+        dealt = self._samples.deal(self._view_seed, self._number(epoch))
+        numbers = np.argsort(random_bits(_WINDOWS, self._seed, epoch, np.arange(len(dealt))), kind="stable")
+        windows = [dealt[number] for number in numbers]
+        return _Epoch(windows, numbers, np.cumsum([self._samples.sizes[shards].sum() for shards in windows]))
 
     def _window(self, epoch: int, place: int) -> tuple[Indices, Indices]:
         """Return the samples of a window in their order, and the partner of each (empty where views are not mixed)."""

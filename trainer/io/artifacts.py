@@ -273,11 +273,16 @@ def read(uri: str | Path, kind: Kind, *, only: Collection[str] | None = None) ->
     return Artifact(path=checked_files(uri, content, only), **vars(content))
 
 
-def checked_files(uri: str | Path, content: Manifest, only: Collection[str] | None = None) -> Path:
-    """Return the local directory with the checked files of an artifact whose manifest was read, as `read` does."""
+def checked_files(
+    uri: str | Path, content: Manifest, only: Collection[str] | None = None, *, is_one_of_many: bool = False
+) -> Path:
+    """Return the local directory with the checked files of an artifact whose manifest was read, as `read` does.
+
+    A fetch that is one of many is not worth a line of the log.
+    """
     files = {name: record for name, record in content.files.items() if only is None or name in only}
     if storage.is_remote(uri):
-        return _fetch(str(uri), content, files)
+        return _fetch(str(uri), content, files, logging.DEBUG if is_one_of_many else logging.INFO)
     kind, path = content.kind, storage.local_path(uri)
     for name, expected in files.items():
         file = path / name
@@ -295,13 +300,13 @@ def checked_files(uri: str | Path, content: Manifest, only: Collection[str] | No
     return path
 
 
-def _fetch(uri: str, content: Manifest, files: Mapping[str, FileRecord]) -> Path:
+def _fetch(uri: str, content: Manifest, files: Mapping[str, FileRecord], level: int) -> Path:
     what, is_all = f"{content.kind} {uri}", len(files) == len(content.files)
 
     def download(directory: Path) -> None:
         size = sum(record["size"] for record in files.values())
         part = "" if is_all else f", {len(files)} of {len(content.files)} files"
-        logger.info("fetching %s (%.1f MiB%s)", what, size / 2**20, part)
+        logger.log(level, "fetching %s (%.1f MiB%s)", what, size / 2**20, part)
         download_directory(uri, directory, files)
         if is_all:  # so that the fetched directory is an artifact too
             (directory / MANIFEST).write_bytes(storage.read_bytes(storage.join(uri, MANIFEST)))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from trainer.config import TOP_K, ReinforceSettings, Settings
+from trainer.data.sampler import HELD, SHARD, WINDOW
 from trainer.io.costs import Machines, dollars_text
 from trainer.io.errors import SettingsError
 from trainer.io.formatting import aligned, duration, percent, short, size
@@ -168,6 +169,14 @@ def plan(settings: Settings, photos: SourceSize, place: Place) -> list[StagePlan
     return [run.prepare(), *run.trainings(), *run.judging()]
 
 
+class _Fetch(NamedTuple):
+    """What each node of a training fetches, in bytes."""
+
+    before: float  # its first step
+    all: float
+    held: float  # on its disk, at least
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Run:
     settings: Settings
@@ -198,7 +207,8 @@ class _Run:
 
         largest = max(self.work.taught, self.work.unlabeled)
         room = self.place.preparing[0] if self.place.preparing else self.place.task
-        shards = min(room.cores * SHARD_BYTES, largest * self.square)
+        shard = SHARD * self.square if largest > SHARD * WINDOW else SHARD_BYTES
+        shards = min(room.cores * shard, largest * self.square)
         return (2 * self.photos.images - largest) * self.square + shards
 
     @property
@@ -234,30 +244,42 @@ class _Run:
         if self.settings.distill.reads_recording:
             recorded = work.learned * reinforce.views * _record_bytes(reinforce, work.teacher[0])
         for stage, parts in work.parts().items():
-            bytes_stored = stored.get(stage, work.learned) * self.square
+            images = stored.get(stage, work.learned)
             way = self.smaller
-            if stage == "distill" and recorded >= bytes_stored:
+            if stage == "distill" and recorded >= images * self.square:
                 way = "record less (reinforce.views, reinforce.tokens)"
-            fetched = bytes_stored + (recorded if stage != "pretrain" else 0.0)
-            yield self._training(stage, list(parts.values()), fetched, way)
+            seen = sum(seen for _, seen, _ in parts.values())
+            fetch = self._fetch(images, seen / max(1, images), recorded if stage != "pretrain" else 0.0)
+            yield self._training(stage, list(parts.values()), fetch, way)
 
-    def _training(self, stage: str, parts: Sequence[tuple[str, float, float]], fetched: float, way: str) -> StagePlan:
-        """Plan a training of `parts`: text, images that are seen, operations for each; `fetched` are bytes for each node."""
+    def _fetch(self, images: float, rounds: float, recorded: float) -> _Fetch:
+        """Plan how a node comes by images that it reads so often, and by `recorded` bytes: those of a large set some windows before."""
+        whole, window = images * self.square, WINDOW * SHARD * self.square
+        if whole <= window:
+            return _Fetch(before=whole + recorded, all=whole + recorded, held=whole + recorded)
+        if whole + recorded <= self.place.node.disk:
+            return _Fetch(before=window + recorded, all=whole + recorded, held=whole + recorded)
+        held = min(whole, HELD * window) + recorded
+        return _Fetch(before=window + recorded, all=math.ceil(rounds) * whole + recorded, held=held)
+
+    def _training(self, stage: str, parts: Sequence[tuple[str, float, float]], fetch: _Fetch, way: str) -> StagePlan:
+        """Plan a training of `parts`: text, images that are seen, operations for each."""
         place, node = self.place, self.place.node
         nodes, processes = place.machines.nodes, place.machines.processes_per_node
         speed = processes * place.peak_flops * RATES["utilization"].value or node.cores * RATES["training"].value
         speed *= nodes ** (1 + math.log2(RATES["doubling"].value))
-        fetch_s = fetched / RATES["disk"].value
+        fetch_s, all_s = (count / RATES["disk"].value for count in (fetch.before, fetch.all))
         loaded_s = sum(seen for _, seen, _ in parts) / (nodes * node.cores * RATES["loading"].value)
         computed_s = sum(seen * operations for _, seen, operations in parts) / speed
-        hours = (fetch_s + max(computed_s, loaded_s)) / 3600
+        seconds = {"computing": fetch_s + computed_s, "loading": fetch_s + loaded_s, "fetching": all_s}
+        hours = max(seconds.values()) / 3600
         limit = "" if math.isnan(hours) else f", or running_minutes = {60 * math.ceil(HOURS_DOUBT * hours)} of the pool"
         return StagePlan(
             stage=stage,
             work=" and ".join(text for text, *_ in parts),
             room=node,
-            seconds={"computing": fetch_s + computed_s, "loading": fetch_s + loaded_s},
-            disk=fetched,
+            seconds=seconds,
+            disk=fetch.held,
             memory=processes * RATES["process"].value
             + (processes + node.cores) * self.photos.images * RATES["order"].value,
             ways={

@@ -90,7 +90,9 @@ class MicroBatchLoader:
         timeline: Timeline | None,
         stats: LoaderStats,
     ) -> None:
-        self._name, self._batches, self._starts, self._accumulation = name, batches, starts, accumulation
+        head = [*islice(starts, 1)]
+        self._first, self._starts = next(iter(head), 0), chain(head, starts)
+        self._name, self._batches, self._accumulation = name, batches, accumulation
         self._workers, self._processes, self._timeline, self._stats = workers, processes, timeline, stats
         if workers not in (0, "auto") or (workers == "auto" and processes.device.kind != "cpu"):
             start_server()  # which imports while the first step compiles
@@ -152,7 +154,9 @@ class MicroBatchLoader:
 
     def _choose(self, step_seconds: Callable[[], float]) -> int:
         """Choose so many as keep up with the step, by the measurements of the process that needs most."""
-        positions = count(0, self._batches.count)
+        positions = count(
+            self._first, self._batches.count
+        )  # those of the window that is read first, if not all images are here
         chosen = measured_workers(self._name, self._batches, positions, step_seconds, self._processes)
         return max(self._processes.gather(chosen, "the choice of loader processes"))
 

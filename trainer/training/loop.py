@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.config.conflicts import low_resolution_conflict
 from trainer.config.step_schedule import is_validation_step
 from trainer.data.batch import Batch
+from trainer.data.fetch_ahead import FetchAhead
 from trainer.data.loader import MicroBatches, positions
 from trainer.data.sampler import random_bits
 from trainer.devices import RowShardedOptimizer
@@ -212,21 +213,25 @@ class Trainer:
             parts=world_size * accumulation,
             teacher_outputs=spec.teacher_outputs,
         )
-        loader = MicroBatchLoader(
-            spec.name,
-            batches,
-            positions(
-                self.settings, first_step=first_step, last_step=last_step, rank=processes.rank, world_size=world_size
-            ),
-            accumulation=accumulation,
-            timeline=current_timeline(),
-            workers="auto" if spec.loading.workers is None else spec.loading.workers,
-            processes=processes,
-            stats=self.loader,
+        starts = positions(
+            self.settings, first_step=first_step, last_step=last_step, rank=processes.rank, world_size=world_size
         )
-        with closing(make_prefetcher(iter(loader), views, processes.device)) as prefetcher:
-            processes.device.dispatch()  # what was made before is no part of a step
-            yield prefetcher
+        with FetchAhead(
+            spec.samples, spec.order, rank=processes.local_rank, processes=processes.local_world_size
+        ) as fetching:
+            loader = MicroBatchLoader(
+                spec.name,
+                batches,
+                fetching.noted(starts),
+                accumulation=accumulation,
+                timeline=current_timeline(),
+                workers="auto" if spec.loading.workers is None else spec.loading.workers,
+                processes=processes,
+                stats=self.loader,
+            )
+            with closing(make_prefetcher(iter(loader), views, processes.device)) as prefetcher:
+                processes.device.dispatch()  # what was made before is no part of a step
+                yield prefetcher
 
     def take_step(self, step: int, batches: Prefetcher) -> Losses:
         """Take a step within its hooks; returns as `train_step`."""

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from trainer.data import dataset as reading
+from trainer.data import split_rows
 from trainer.data.dataset import decode_square, open_dataset
 from trainer.data.dataset_schema import SPLITS, DatasetDescription, features
 from trainer.data.preparation import encode_square
@@ -390,7 +391,7 @@ def test_an_attribute_named_as_a_column_is_refused(tmp_path: Path, name: str) ->
 def test_first_bytes_of_keys():
     keys = [hashlib.sha256(bytes([number])).hexdigest() for number in range(7)]
     column = pa.chunked_array([keys[:3], [], keys[3:]], type=pa.string())
-    assert reading._first_bytes(column).tolist() == [int(key[:16], 16) for key in keys]
+    assert split_rows._first_bytes(column).tolist() == [int(key[:16], 16) for key in keys]
     for wrong in ("0123", "x" * 64):
         with pytest.raises(ValueError, match=r"shorter than 16 digits|non-hexadecimal"):
-            reading._first_bytes(pa.chunked_array([[keys[0], wrong]]))
+            split_rows._first_bytes(pa.chunked_array([[keys[0], wrong]]))

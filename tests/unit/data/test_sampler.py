@@ -1,4 +1,5 @@
 import hashlib
+import math
 import tracemalloc
 from functools import partial
 
@@ -220,6 +221,9 @@ def test_windows(count, shard, window, views, paired, share, labeled, batch):
         # Any cut gives the same positions: other batches, other processes, a resume.
         parts = [make().take(start, min(start + batch, 2 * count)) for start in range(0, 2 * count, batch)]
         assert parts_together(parts) == parts_together([whole])
+        for position in range(0, 2 * count, batch):
+            here = make().take(position, position + 1).indices // shard
+            assert {*here.tolist()} <= {*make().windows(position, 1)[0].tolist()}
         streams = [mask, ~mask] if share and 0 < labeled < count else [np.ones(count, dtype=np.bool_)]
         for members in streams:
             chosen = members[whole.indices]
@@ -233,6 +237,16 @@ def test_windows(count, shard, window, views, paired, share, labeled, batch):
                 opened = np.bincount(begins, minlength=len(shards) + 1).cumsum()
                 left = np.bincount(len(shards) - ends, minlength=len(shards) + 1).cumsum()
                 assert (opened - left).max() <= window
+        if len(streams) == 1:  # the windows of two epochs, one after the other
+            windows = make().windows(0, 2 * math.ceil(math.ceil(count / shard) / window))
+            shards = [
+                *dict.fromkeys(
+                    zip((np.arange(2 * count) // count).tolist(), (whole.indices // shard).tolist(), strict=True)
+                )
+            ]
+            listed = [(number // (len(windows) // 2), one) for number, of in enumerate(windows) for one in of.tolist()]
+            assert sorted(listed) == sorted(shards)
+            assert make().windows(2 * count - 1, 1)[0].tolist() == windows[-1].tolist()
         if paired:
             for number in {*whole.numbers.tolist()}:
                 partner = partners(count, 5, number, mask)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from trainer import config
-from trainer.data.preparation import SHARD_BYTES
+from trainer.data.sampler import SHARD, WINDOW
 from trainer.io.costs import Machines, Price
 from trainer.io.errors import SettingsError
 from trainer.runner import plan, training_work
@@ -43,14 +43,14 @@ def test_counts_by_hand():
     learned = taught + 500_000
     assert list(stages) == ["prepare", "pretrain", "reinforce", "distill", "evaluate", "export"]
     # All as decoded, val and test again, four shards of a split that is freed as it is written: the unlabeled ones.
-    assert stages["prepare"].disk == pytest.approx(1.5e6 * square + min(4 * SHARD_BYTES, 5e5 * square))
+    assert stages["prepare"].disk == pytest.approx(1.5e6 * square + 4 * SHARD * square)
     assert stages["prepare"].memory == pytest.approx(1e6 * RATES["facts"].value)
     assert stages["pretrain"].disk == pytest.approx(taught * square)
     record = learned * 5 * (4 * config.TOP_K + 8)
     assert stages["distill"].disk == stages["reinforce"].disk == pytest.approx(learned * square + record)
     # The teacher is not run in the step, and a training step is three forward passes.
     computed = SETTINGS.distill.epochs * learned * 3 * 6e9 / (8 * RATES["training"].value)
-    fetched = stages["distill"].disk / RATES["disk"].value
+    fetched = (WINDOW * SHARD * square + record) / RATES["disk"].value  # before the first step
     assert stages["distill"].hours == pytest.approx((computed + fetched) / 3600)
     assert any(line.startswith("distill") and f"${10 * stages['distill'].hours:,.2f}" in line for line in lines)
 
@@ -62,13 +62,29 @@ def test_decisions_of_python_take_more_memory():
 
 def test_time_by_devices_and_nodes():
     slow, fast = (planned(nodes=nodes, peak=1e14)[0]["pretrain"] for nodes in (1, 4))
-    fetch_s = slow.disk / RATES["disk"].value
+    images = 500_000 * (1 - SETTINGS.data.val_fraction - SETTINGS.data.test_fraction)
+    fetch_s = WINDOW * SHARD * (slow.disk / images) / RATES["disk"].value
     assert slow.seconds["computing"] - fetch_s == pytest.approx((0.9 * 2) ** 2 * (fast.seconds["computing"] - fetch_s))
     assert planned(peak=1e18)[0]["pretrain"].row()[3] == "loading"
     unknown, lines = planned(peak=math.nan)
     assert math.isnan(unknown["distill"].hours)
     assert [*unknown["distill"].too_much()] == []
     assert any(line.startswith("together") and "not known" in line for line in lines)
+
+
+def test_a_small_set_is_fetched_whole_and_a_large_one_window_by_window():
+    def fetched(images, disk):
+        pretrain = planned(images, disk=disk)[0]["pretrain"]
+        return pretrain.disk, pretrain.seconds["fetching"] * RATES["disk"].value
+
+    small, _ = fetched(200_000, 1e12)
+    assert fetched(200_000, 1e12) == pytest.approx((small, small))
+    whole, _ = fetched(10_000_000, 1e12)
+    assert fetched(10_000_000, 1e12) == pytest.approx((whole, whole))
+    # Without room for all, each epoch fetches them again.
+    taught = 5_000_000 * (1 - SETTINGS.data.val_fraction - SETTINGS.data.test_fraction)
+    epochs = SETTINGS.pretrain.finetune.epochs
+    assert fetched(10_000_000, whole / 2) == pytest.approx((4 * WINDOW * SHARD * whole / taught, epochs * whole))
 
 
 def test_decoding_grows_with_the_file():

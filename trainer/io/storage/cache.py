@@ -4,7 +4,7 @@ Below `TRAINER_CACHE` every content has a folder, named by its key. It is filled
 and checked, so what is at that path needs no check. The locks are flocks, which the system drops with the process that held them:
 
     KEY.lock    held by the process that fills the folder; the others wait for it and then find the folder filled
-    KEY/        held, shared, by every process that made or uses the folder, until it ends
+    KEY/        held, shared, by every process that made or uses the folder, until it releases the folder or ends
 
 A folder that no process holds may be evicted; `rm -r` of the whole cache is safe while no training runs.
 """
@@ -15,6 +15,7 @@ import fcntl
 import logging
 import os
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ LOG_INTERVAL_S = 30.0  # seconds between two lines about a wait
 _POLL_S = 0.1
 
 _used: dict[Path, int] = {}  # folder that this process uses -> descriptor that holds its lock
+_using = threading.Lock()  # of that dictionary
 
 
 def root() -> Path:
@@ -51,7 +53,7 @@ def keep(key: str, what: str, fetch: Callable[[Path], None], *, is_whole: Callab
     `what` names it in messages; `fetch` fills a folder, which may hold parts of an earlier attempt, and raises unless it is whole and
     checked; `is_whole` checks quickly whether files have gone since.
     """
-    _limit_bytes()  # raises for a wrong value before the work, not after it
+    limit_bytes()  # raises for a wrong value before the work, not after it
     place = root() / key
     fetched = False
     with _exclusively(key, what):
@@ -83,7 +85,7 @@ def held(key: str, what: str, *, is_whole: Callable[[Path], bool]) -> Path | Non
 @contextmanager
 def draft() -> Iterator[Path]:
     """Make a new folder to write into, removed when the block ends unless `adopt` has taken it."""
-    _limit_bytes()  # likewise
+    limit_bytes()  # likewise
     name = f"draft-{uuid.uuid4().hex}"
     place = root() / name
     with _exclusively(name, name):
@@ -105,9 +107,16 @@ def adopt(folder: Path, key: str) -> None:
     evict()
 
 
+def release(folder: Path) -> None:
+    """Let a folder that this process has used be evicted."""
+    with _using:
+        if (descriptor := _used.pop(folder, None)) is not None:
+            os.close(descriptor)
+
+
 def evict() -> None:
     """Remove the least recently used folders until the cache is within its limit; folders in use stay."""
-    limit = _limit_bytes()
+    limit = limit_bytes()
     folders: list[tuple[int, int, Path]] = []  # time of last use, bytes, path
     for folder in root().iterdir():
         try:
@@ -179,18 +188,20 @@ def _open(lock: Path) -> int:
 
 
 def _use(folder: Path) -> None:
-    """Hold a folder for as long as this process lives, and update its time of use."""
-    held = _used.get(folder)
-    if held is None or os.fstat(held).st_ino != folder.stat().st_ino:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        _used[folder] = descriptor
-        if held is not None:
-            os.close(held)
+    """Hold a folder until it is released or this process ends, and update its time of use."""
+    with _using:
+        held = _used.get(folder)
+        if held is None or os.fstat(held).st_ino != folder.stat().st_ino:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            _used[folder] = descriptor
+            if held is not None:
+                os.close(held)
     os.utime(folder)
 
 
-def _limit_bytes() -> float:
+def limit_bytes() -> float:
+    """Return the bytes that the cache may hold (`TRAINER_CACHE_GIB`); a `StorageError` where that is no number."""
     text = os.environ.get(LIMIT_VARIABLE) or str(LIMIT_GIB)
     try:
         if (limit := float(text)) >= 0:
