@@ -25,7 +25,7 @@ from trainer.config.search_space import Dimension, parse_dimension
 from trainer.config.settings import BUNDLED as BUNDLED
 from trainer.config.settings import DEVICE_VARIABLE as DEVICE_VARIABLE
 from trainer.config.settings import FOLDERS as FOLDERS
-from trainer.config.settings import LOADING as LOADING
+from trainer.config.settings import HOW_PREPARED as HOW_PREPARED
 from trainer.config.settings import LOGIT_LOSSES, SoftenedSettings
 from trainer.config.settings import TOP_K as TOP_K
 from trainer.config.settings import WAIT_VARIABLE as WAIT_VARIABLE

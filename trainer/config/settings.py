@@ -81,6 +81,8 @@ class LoadingSettings(Section):
 
 LOADING = frozenset({"workers", "views_on", "decode_on", "resident"})
 """Settings of `data` about loading prepared images; they do not change what `prepare` writes."""
+HOW_PREPARED = LOADING | {"keep_decoded"}
+"""Settings of `data` that do not change what `prepare` writes."""
 
 
 def _is_unset(value: object) -> bool:
@@ -471,6 +473,8 @@ class DataSettings(Section):
     gray_bits: Annotated[Literal["auto"] | GrayBits, Field(exclude_if=lambda value: value == "auto")] = "auto"
     """Bits that 16-bit grays use, such as 12 (X-rays, microscopes); the upper 8 of them are kept, in prediction too. auto is 16, and
     `prepare` fails if no image uses the highest bit."""
+    keep_decoded: Annotated[Place, Field(exclude_if=_is_unset)] = ""
+    """Folder or URI where decoded images stay, so that a later `prepare` decodes only new and changed files; empty: they do not."""
     max_pixels: Positive = 200_000_000
     """Images with more pixels (width x height) are quarantined before they are decoded, which takes about 10 bytes a pixel."""
     min_edge: Positive = 8

@@ -1,12 +1,12 @@
-"""The decode cache: decoded images of a preparation, kept so that a preparation that is started again decodes only what is missing.
+"""The decode cache: decoded images, kept so that a preparation that is started again, or a later one, decodes only what is missing.
 
 It is a folder of chunks, each of two files:
 
     000012.arrow    the squares of the chunk's good images
     000012.jsonl    written after it, with its checksum: the outcome of each image, and SHA-256 of every image file and of the squares
 
-A chunk is used only if it was decoded in the same way from images of the same names and labels, their files still hold the same bytes
-(by size and ETag where a store lists these, else by SHA-256), and its squares are whole. A preparation maps squares into memory from a
+An image of a chunk is used only if it was decoded in the same way from a file of the same name that still holds the same bytes (by size
+and ETag where a store lists these, else by SHA-256), and the chunk's squares are whole. A preparation maps squares into memory from a
 folder of its own, into which they are linked or copied, so that another preparation that finishes first takes nothing away from it.
 
 Imports nothing heavy, because every process that decodes loads it.
@@ -19,6 +19,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -60,45 +61,57 @@ class _Chunk(StrictModel):
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeptImage:
+    """An image that was decoded before."""
+
+    outcome: Outcome
+    content: str  # as in the record
+    row: int  # of its square, among those of the chunk, if it is good
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecodeCache:
     """The cached chunks of one preparation; can be pickled for another process."""
 
     uri: str  # place of the kept chunks
     folder: Path  # place of the squares that this preparation maps
     way: str  # SHA-256 of all settings and versions that decide the outcome of an image file, as hexadecimal text
+    stays: bool = False  # whether chunks stay for later preparations, of a source that may have changed
 
     def squares(self, number: int) -> Path:
         """Return the file with the squares of a chunk."""
         return self.folder / f"{number:06d}.arrow"
 
-    def find(self, number: int, items: Sequence[Item], content: Callable[[Item], str]) -> list[Outcome] | None:
-        """Return the outcomes of a chunk that was decoded before, and bring its squares into the folder; None if there are none.
+    def find(
+        self, number: int, items: Sequence[Item], content: Callable[[Item], str]
+    ) -> tuple[Sequence[KeptImage | None], bool]:
+        """Return of each image of a chunk whether it was decoded before, with its squares in the folder, and whether they are those of all.
 
         `content` reads an image's file and returns its SHA-256, or why it cannot be read; a `DataError` if reading failed.
         """
-        try:
-            chunk = _Chunk.model_validate_json(storage.read_checksummed(self._uri(number, "jsonl")))
-        except ObjectDamagedError as error:
-            logger.warning("%s; decoding these images again", error)
-            return None
-        except (ObjectNotFoundError, ValidationError):  # none, or one written by another version of this project
-            return None
-        named = [(image.name, image.label) for image in chunk.images]
-        is_old = any(not image.reason and image.appearance is None for image in chunk.images)
-        if chunk.way != self.way or named != [(item.name, item.label) for item in items] or is_old:
-            return None
+        none = [None] * len(items)
+        chunk = self._record(number)
+        if chunk is None or chunk.way != self.way:
+            return none, False
+        if any(not image.reason and image.appearance is None for image in chunk.images):  # of an older version
+            return none, False
         if not self._has_squares(number, chunk.squares):
             logger.warning("%s: its squares are not whole; decoding these images again", self._uri(number, "jsonl"))
-            return None
-        for image, item in zip(chunk.images, items, strict=True):
-            if not (item.state and image.state == item.state) and image.content != content(item):
-                return None
-        return [
-            Quarantined(name=image.name, reason=image.reason)
-            if image.reason
-            else ImageCandidate(split=item.split, **image.model_dump(exclude={"content", "state", "reason"}))
-            for image, item in zip(chunk.images, items, strict=True)
-        ]
+            return none, False
+        rows = accumulate((not image.reason for image in chunk.images), initial=0)
+        there = {image.name: (image, row) for image, row in zip(chunk.images, rows, strict=False)}
+        found = [_kept(item, *there[item.name], content) if item.name in there else None for item in items]
+        same = [(image.name, image.label) for image in chunk.images] == [(item.name, item.label) for item in items]
+        return found, same and None not in found
+
+    def _record(self, number: int) -> _Chunk | None:
+        try:
+            return _Chunk.model_validate_json(storage.read_checksummed(self._uri(number, "jsonl")))
+        except ObjectDamagedError as error:
+            logger.warning("%s; decoding these images again", error)
+        except (ObjectNotFoundError, ValidationError):  # none, or one written by another version of this project
+            pass
+        return None
 
     def keep(self, number: int, items: Sequence[Item], outcomes: Sequence[Outcome], contents: Sequence[str]) -> None:
         """Keep a chunk whose squares are written; `contents` has the SHA-256 of each image's file, or why it cannot be read."""
@@ -117,9 +130,21 @@ class DecodeCache:
         chunk = _Chunk(way=self.way, squares=storage.file_digest(squares), images=tuple(images))
         storage.write_checksummed(self._uri(number, "jsonl"), chunk.model_dump_json(exclude_defaults=True))
 
-    def has(self, number: int) -> bool:
-        """Return whether a chunk is kept, of whichever images."""
-        return storage.exists(self._uri(number, "jsonl"))
+    def has(self, number: int, items: Sequence[Item]) -> bool:
+        """Return whether a chunk is kept: of whichever images where all are of this preparation, else of these as a store lists them."""
+        if not self.stays:
+            return storage.exists(self._uri(number, "jsonl"))
+        chunk = self._record(number)
+        kept = chunk and [(image.name, image.label, image.state) for image in chunk.images]
+        return (
+            chunk is not None and chunk.way == self.way and kept == [(one.name, one.label, one.state) for one in items]
+        )
+
+    def trim(self, count: int) -> None:
+        """Remove the chunks from number `count` on, of a source that had more images."""
+        for name in storage.files(self.uri):
+            if name[:6].isdecimal() and int(name[:6]) >= count:
+                storage.remove_file(storage.join(self.uri, name))
 
     def remove(self, number: int) -> None:
         """Remove a chunk that was kept after the preparation had ended."""
@@ -149,6 +174,17 @@ class DecodeCache:
         except (FileNotFoundError, ObjectNotFoundError):
             return False
         return storage.file_digest(file) == digest
+
+
+def _kept(item: Item, image: _Image, row: int, content: Callable[[Item], str]) -> KeptImage | None:
+    if not (item.state and image.state == item.state) and image.content != content(item):
+        return None
+    if image.reason:
+        return KeptImage(outcome=Quarantined(name=image.name, reason=image.reason), content=image.content, row=row)
+    values = image.model_dump(exclude={"label", "content", "state", "reason"})
+    return KeptImage(
+        outcome=ImageCandidate(label=item.label, split=item.split, **values), content=image.content, row=row
+    )
 
 
 def _link(source: Path, target: Path) -> None:

@@ -26,7 +26,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -34,11 +34,12 @@ import numpy as np
 import numpy.typing as npt
 import PIL
 import pyarrow as pa
+import pyarrow.compute
 from PIL import Image
 from tqdm import tqdm
 
 from trainer import __version__
-from trainer.config import LOADING, DataSettings, Encoding
+from trainer.config import HOW_PREPARED, DataSettings, Encoding
 from trainer.data import curation, facts, near_duplicates
 from trainer.data.card import data_card
 from trainer.data.class_tables import read_tags
@@ -63,6 +64,7 @@ from trainer.data.facts import ImageFacts
 from trainer.data.near_duplicates import NearDuplicates
 from trainer.data.sampler import SHARD, WINDOW
 from trainer.data.sources import Item, SourceListing, list_source
+from trainer.data.sources.columns import name_hash
 from trainer.graph import Share
 from trainer.io import limits, storage
 from trainer.io.artifacts import digest
@@ -101,7 +103,7 @@ _MISSING = "no such file"  # reason of an image that is not where the source say
 
 T = TypeVar("T")
 Read: TypeAlias = Callable[[str], bytes]
-DecodedChunk: TypeAlias = tuple[list[Outcome], bool]  # outcomes, and whether an earlier attempt has decoded the chunk
+DecodedChunk: TypeAlias = tuple[list[Outcome], int]  # outcomes, and how many of them were decoded before
 
 
 def prepare(
@@ -180,6 +182,8 @@ def prepare(
         _write_splits(
             splits, squares, directory, processes, lambda row: cache.free(range(bisect.bisect_right(ends, row)))
         )
+        if cache.stays:
+            cache.trim(len(ends))
     for line in _summary(listing, splits):
         logger.info("prepare: %s", line)
     counts = {str(split): len(members) for split, members in splits.items()}
@@ -222,7 +226,7 @@ def decode_share(
     listing = _listing(settings)
     with draft() as folder:
         settings = _with_encoding(settings, len(listing.items), folder, remote=remote)
-        cache = DecodeCache(uri=cache_uri, folder=folder, way=_way(settings))
+        cache = DecodeCache(uri=cache_uri, folder=folder, way=_way(settings), stays=bool(settings.keep_decoded))
         listing = _mapped(listing, folder)
         return _decode_missing(listing, settings, cache, processes or _processes(listing), share, ended=ended)
 
@@ -235,7 +239,7 @@ def _listing(settings: DataSettings) -> SourceListing:
 def _mapped(listing: SourceListing, folder: Path) -> SourceListing:
     """Map the items into memory; those of a large source by a hash of their names, so that each window of a training has all classes."""
     items = listing.items
-    order = items.hash_order() if len(items) > SHARD * WINDOW else None
+    order = items.hash_order() if _is_hashed(items) else None
     return replace(listing, items=items.mapped(folder / _LISTING, order))
 
 
@@ -321,14 +325,15 @@ def _open_cache(settings: DataSettings, directory: Path, cache_uri: str | None) 
             shutil.rmtree(old)
     folder.mkdir()
     try:
-        yield DecodeCache(uri=cache_uri or str(folder / "kept"), folder=folder, way=_way(settings))
+        place = cache_uri or str(folder / "kept")
+        yield DecodeCache(uri=place, folder=folder, way=_way(settings), stays=bool(settings.keep_decoded))
     finally:
         shutil.rmtree(folder)
 
 
 def _way(settings: DataSettings) -> str:
     """Return the SHA-256 of all settings and versions that decide the outcome of an image file, as hexadecimal text."""
-    values = settings.model_dump(mode="json", exclude={"source", *LOADING, *_DECIDING})
+    values = settings.model_dump(mode="json", exclude={"source", *HOW_PREPARED, *_DECIDING})
     pillow_heif = find_spec("pillow_heif") and importlib.metadata.version("pillow-heif")
     versions = {"version": __version__, "pillow": PIL.__version__, "pillow_heif": pillow_heif or ""}
     return digest({"settings": values, **versions})
@@ -342,10 +347,24 @@ def _gray_bits(settings: DataSettings) -> int:
 
 
 def _chunks(listing: SourceListing, settings: DataSettings) -> list[Sequence[Item]]:
-    size = min(max(len(listing.items) // CHUNKS, SMALLEST_CHUNK), LARGEST_CHUNK)
+    items = listing.items
+    size = min(max(len(items) // CHUNKS, SMALLEST_CHUNK), LARGEST_CHUNK)
     if settings.encoding == "raw":
         size = max(1, min(size, CHUNK_BYTES // (3 * settings.image_size**2)))
-    return [listing.items[start : start + size] for start in range(0, len(listing.items), size)]
+    starts = [*range(0, len(items), size), len(items)]
+    if _is_hashed(items):
+        # A new image changes its own chunk alone: that of the names whose hashes begin with the same bits.
+        bits = (len(starts) - 2).bit_length()
+        starts = [0]
+        for number in range(1, 2**bits):
+            last, limit = starts[-1], number << (64 - bits)
+            starts.append(bisect.bisect_left(items, limit, lo=last, key=lambda item: name_hash(item.name)))
+        starts.append(len(items))
+    return [items[start:stop] for start, stop in pairwise(starts)]
+
+
+def _is_hashed(items: Sequence[Item]) -> bool:
+    return len(items) > SHARD * WINDOW
 
 
 def _decode_all(
@@ -361,11 +380,11 @@ def _decode_all(
     total, done, there, logged_s = len(listing.items), 0, 0, time.monotonic()
     with tqdm(total=total, desc="prepare", unit="image", disable=not sys.stderr.isatty()) as bar:
         chunks = _chunks(listing, settings)
-        for decoded, was_there in _map(work, range(len(chunks)), chunks, processes):
+        for decoded, were_there in _map(work, range(len(chunks)), chunks, processes):
             append([outcome for outcome in decoded if isinstance(outcome, ImageCandidate)])
             bad += [outcome for outcome in decoded if isinstance(outcome, Quarantined)]
             done += len(decoded)
-            there += len(decoded) * was_there
+            there += were_there
             bar.update(len(decoded))
             # Without a terminal, a line now and then.
             if bar.disable and (done == total or time.monotonic() - logged_s >= LOG_INTERVAL_S):
@@ -451,12 +470,12 @@ def _keep_missing(
     drop: bool,
 ) -> int:
     """Decode a chunk that is not kept, unless the preparation has ended; `drop`: this machine does not need the squares."""
-    if ended() or cache.has(number):
+    if ended() or cache.has(number, items):
         return 0
     _make_chunk(number, items, read=read, settings=settings, schema=schema, cache=cache)
     if drop:
         cache.squares(number).unlink()
-    if ended():  # meanwhile, and the cache was removed
+    if ended() and not cache.stays:  # meanwhile, and the cache was removed
         cache.remove(number)
     return len(items)
 
@@ -464,25 +483,37 @@ def _keep_missing(
 def _make_chunk(
     number: int, items: Sequence[Item], *, read: Read, settings: DataSettings, schema: pa.Schema, cache: DecodeCache
 ) -> DecodedChunk:
-    """Decode a chunk into the cache, unless an earlier attempt has done it."""
-    found = cache.find(number, items, partial(_content, read=read))
-    if found is not None:
-        return found, True
+    """Decode those images of a chunk into the cache that were not decoded before."""
+    kept, is_whole = cache.find(number, items, partial(_content, read=read))
+    if is_whole:
+        return [one.outcome for one in kept if one is not None], len(items)
+    file = cache.squares(number)
+    squares = _squares(file) if any(kept) else None
     outcomes, contents, rows = [], [], []
-    for item in items:
-        content, outcome, square = _decode(item, read, settings)
+    for item, one in zip(items, kept, strict=True):
+        if one is None:
+            content, outcome, square = _decode(item, read, settings)
+        else:
+            content, outcome, square = one.content, one.outcome, b""
+            if squares is not None and isinstance(outcome, ImageCandidate):
+                square = squares[one.row].as_py()
         contents.append(content)
         outcomes.append(outcome)
         if isinstance(outcome, ImageCandidate):
             image = {"bytes": square, "path": None}
             rows.append({"image": image, "label": item.label, "key": outcome.key, "source": item.name})
-    file = cache.squares(number)
     with writing_to(file):
         file.unlink(missing_ok=True)  # a new file, since one of an earlier attempt may still be mapped into memory
         with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
             writer.write_table(pa.Table.from_pylist(rows, schema=schema))
     cache.keep(number, items, outcomes, contents)
-    return outcomes, False
+    return outcomes, sum(one is not None for one in kept)
+
+
+def _squares(file: Path) -> pa.ChunkedArray:
+    """Map the encoded squares of a chunk, which may be replaced meanwhile."""
+    with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as reader:
+        return pa.compute.struct_field(reader.read_all().column("image"), "bytes")
 
 
 def _decode(item: Item, read: Read, settings: DataSettings) -> tuple[str, Outcome, bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from trainer.config import LOADING, DataSettings
+from trainer.config import HOW_PREPARED, DataSettings
 from trainer.data.class_tables import source_version
 from trainer.data.preparation import ALONE, decode_cache_uri, decode_share, prepare
 from trainer.graph import Share
@@ -18,13 +18,13 @@ from trainer.report.tracking.stage_runs import stage_run
 def run(settings: DataSettings, *, dataset: str | Path, share: Share = ALONE) -> Manifest | None:
     """Prepare the images of `settings.source` into the directory `dataset`.
 
-    Images that an interrupted preparation has decoded are kept beside the checkpoints and not decoded again. There, too, other machines
-    may decode a share of them, for the one with the first share to use.
+    Images that an interrupted preparation has decoded are kept beside the checkpoints, or for good where the settings say, and not decoded
+    again. There, too, other machines may decode a share of them, for the one with the first share to use.
 
     Returns:
         The data set's manifest, on the machine that makes it.
     """
-    values = settings.model_dump(mode="json", exclude=set(LOADING))
+    values = settings.model_dump(mode="json", exclude=set(HOW_PREPARED))
     cache_uri = _cache_uri(settings, dataset)
     if share.number:
         ended = partial(artifacts.exists, dataset)
@@ -45,8 +45,9 @@ def run(settings: DataSettings, *, dataset: str | Path, share: Share = ALONE) ->
 
 def forget(settings: DataSettings, dataset: str | Path) -> None:
     """Remove what is decoded and not needed any more, also by a machine that was ended in its share of a finished preparation."""
-    storage.remove(_cache_uri(settings, dataset))
+    if not settings.keep_decoded:
+        storage.remove(_cache_uri(settings, dataset))
 
 
 def _cache_uri(settings: DataSettings, dataset: str | Path) -> str:
-    return decode_cache_uri(settings, artifacts.unfinished(dataset))
+    return decode_cache_uri(settings, settings.keep_decoded or artifacts.unfinished(dataset))

@@ -19,6 +19,7 @@ from trainer.config import DataSettings
 from trainer.data import preparation
 from trainer.data.curation import ImageCandidate
 from trainer.data.sources import list_source
+from trainer.data.sources.columns import name_hash
 from trainer.io import artifacts, storage
 from trainer.io.errors import DataError
 from trainer.stages.prepare import run
@@ -91,7 +92,7 @@ def test_in_a_store_too(object_store, photos: Path, tmp_path: Path, caplog: pyte
 def test_photos_of_a_store_are_not_read_again(
     object_store, photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Their size and ETag are in the listing; a changed photo costs its chunk."""
+    """Their size and ETag are in the listing."""
     for file in photos.rglob("*.png"):
         object_store.put(f"photos/{file.relative_to(photos)}", file.read_bytes())
     source = {"source": f"imagefolder:{object_store.uri('photos')}"}
@@ -101,10 +102,9 @@ def test_photos_of_a_store_are_not_read_again(
     object_store.clear()
     caplog.set_level(logging.INFO)
     run(settings(photos, **source), dataset=tmp_path / "data")
-    assert f"prepare: {25 - CHUNK} of 25 images had been decoded before" in caplog.messages
-    read = {one.path for one in object_store.requests if one.method == "GET" and one.path.endswith(".png")}
-    assert len(read) == CHUNK
-    assert any(path.endswith("/03.png") for path in read)
+    assert "prepare: 24 of 25 images had been decoded before" in caplog.messages
+    (read,) = {one.path for one in object_store.requests if one.method == "GET" and one.path.endswith(".png")}
+    assert read.endswith("/03.png")
 
 
 @pytest.mark.parametrize("suffix", ["arrow", "jsonl"])
@@ -149,18 +149,112 @@ def test_images_that_have_changed_are_decoded_again(
     times = changed.stat()
     paint(changed, 1000)
     os.utime(changed, ns=(times.st_atime_ns, times.st_mtime_ns))
-    (photos / "class 0" / "00.png").unlink()  # moves all that follow
+    (photos / "class 0" / "00.png").unlink()  # moves all that follow, so one of each chunk is in another
     resumed, there = prepared(photos, tmp_path / "b" / "data", caplog)
-    assert there == 0
+    assert there == 24 - 24 // CHUNK
     assert resumed == prepared(photos, tmp_path / "a" / "data", caplog)[0]
 
 
-def test_one_changed_image_costs_its_chunk(photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_image_alone_is_decoded_again(photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     failed(photos, tmp_path / "b" / "data")
     paint(photos / "class 0" / "00 bad.png", 2000)
     resumed, there = prepared(photos, tmp_path / "b" / "data", caplog)
-    assert there == 25 - CHUNK
+    assert there == 24
     assert resumed == prepared(photos, tmp_path / "a" / "data", caplog)[0]
+
+
+@pytest.mark.parametrize("in_store", [False, True])
+def test_a_later_preparation_decodes_what_is_new(
+    object_store, photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, in_store: bool
+) -> None:
+    place = object_store.uri("decoded") if in_store else str(tmp_path / "decoded")
+    source = f"imagefolder:{object_store.uri('photos')}" if in_store else f"imagefolder:{photos}"
+
+    def synchronized() -> None:
+        for key in object_store.keys("photos"):
+            object_store.delete(key)
+        for file in photos.rglob("*.png"):
+            object_store.put(f"photos/{file.relative_to(photos)}", file.read_bytes())
+
+    def fingerprint(name: str, **values: object) -> str:
+        caplog.clear()
+        return run(settings(photos, source=source, **values), dataset=tmp_path / name / "data").fingerprint
+
+    caplog.set_level(logging.INFO)
+    synchronized()
+    assert fingerprint("first", keep_decoded=place) == fingerprint("first alone")
+    assert len(storage.files(place)) == 14
+    (photos / "class 1" / "23.png").unlink()
+    paint(photos / "class 1" / "24.png", 24)  # in its place
+    paint(photos / "class 0" / "02.png", 1000)
+    (photos / "class 0" / "00 bad.png").write_bytes(b"another")
+    (photos / "class 0" / "04.png").rename(photos / "class 1" / "00.png")
+    paint(photos / "class 0" / "04.png", 3000)
+    synchronized()
+    later = fingerprint("second", keep_decoded=place)
+    (there,) = [int(record.args[0]) for record in caplog.records if "decoded before" in record.message and record.args]
+    assert 26 - 5 - 26 // CHUNK <= there <= 26 - 5  # what is behind a new one is in another chunk, if at its end
+    assert later == fingerprint("second alone")
+    # Again: nothing is decoded, and with fewer images no chunk is left over.
+    assert fingerprint("third", keep_decoded=place) == later
+    assert "prepare: 26 of 26 images had been decoded before" in caplog.messages
+    for number in range(6, 18):
+        (photos / f"class {number % 2}" / f"{number:02d}.png").unlink()
+    synchronized()
+    fingerprint("fourth", keep_decoded=place)
+    assert {Path(name).stem for name in storage.files(place)} == {f"{number:06d}" for number in range(4)}
+
+
+def test_an_image_with_another_label_is_not_decoded_again(
+    photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [f"class {number % 2}/{number:02d}.png" for number in range(IMAGES)]
+
+    def fingerprint(name: str, labels: list[str], **values: object) -> str:
+        manifest = photos / "list.csv"
+        manifest.write_text(
+            "path,label\n" + "".join(f"{path},{label}\n" for path, label in zip(names, labels, strict=True))
+        )
+        caplog.clear()
+        given = settings(photos, source=f"manifest:{manifest}", **values)
+        return run(given, dataset=tmp_path / name / "data").fingerprint
+
+    caplog.set_level(logging.INFO)
+    kept = {"keep_decoded": str(tmp_path / "decoded")}
+    labels = [f"kind {number % 2}" for number in range(IMAGES)]
+    fingerprint("first", labels, **kept)
+    labels[7] = "kind 0"
+    with_more = [
+        label.replace("kind", "any") if label == "kind 0" else label for label in labels
+    ]  # the classes' order is another
+    for name, given in (("one", labels), ("more", with_more)):
+        assert fingerprint(name, given, **kept) == fingerprint(f"{name} alone", given)
+        fingerprint(name, given, **kept)
+        assert f"prepare: {IMAGES} of {IMAGES} images had been decoded before" in caplog.messages
+
+
+def test_chunks_of_a_large_source_keep_their_images(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(preparation, "SHARD", 2)
+    monkeypatch.setattr(preparation, "WINDOW", 2)
+
+    def chunks() -> list[set[str]]:
+        given = settings(photos)
+        listing = preparation._mapped(list_source(given.source), tmp_path)
+        found = [[item.name for item in items] for items in preparation._chunks(listing, given)]
+        names = [name for of_chunk in found for name in of_chunk]
+        assert names == sorted(names, key=name_hash)
+        assert len(names) == len(listing.items)
+        return [set(of_chunk) for of_chunk in found]
+
+    before = chunks()
+    assert len(before) == 8
+    paint(photos / "class 1" / "0 new.png", 24)
+    (photos / "class 0" / "08.png").unlink()
+    after = chunks()
+    assert set.union(*(one - other for one, other in zip(after, before, strict=True))) == {"class 1/0 new.png"}
+    assert set.union(*(one - other for one, other in zip(before, after, strict=True))) == {"class 0/08.png"}
 
 
 @pytest.mark.parametrize(

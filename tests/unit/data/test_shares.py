@@ -195,3 +195,34 @@ def test_neighbors_in_a_large_set_have_nothing_to_do_with_one_another(
     mixed, same = labels("large")
     assert same == names
     assert all(len(set(mixed[start : start + 12])) == 3 for start in range(0, len(mixed) - 11, 12))
+
+
+def test_a_machine_decodes_what_has_changed_since_an_earlier_preparation(
+    object_store: Any, photos: Path, tmp_path: Path, decoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put(file: Path) -> None:
+        object_store.put(f"photos/{file.relative_to(photos)}", file.read_bytes())
+
+    for file in photos.rglob("*.png"):
+        put(file)
+    kept = settings(
+        photos, source=f"imagefolder:{object_store.uri('photos')}", keep_decoded=object_store.uri("decoded")
+    )
+    run(kept, dataset=object_store.uri("first"))
+    (photos / "class 1" / "bad.png").write_bytes(b"no image either")
+    put(photos / "class 1" / "bad.png")
+    decoded.clear()
+    place = decode_cache_uri(kept, kept.keep_decoded)
+    assert decode_share(kept, place, Share(1, 2), ended=lambda: False, processes=1) == CHUNK
+    assert decoded == ["class 1/bad.png"]
+    # It stays where the other machine has ended meanwhile.
+    decoded.clear()
+    (photos / "class 1" / "bad.png").write_bytes(b"and another one")
+    put(photos / "class 1" / "bad.png")
+    before = storage.files(place).keys()
+    decode_share(kept, place, Share(1, 2), ended=lambda: bool(decoded), processes=1)
+    assert decoded == ["class 1/bad.png"]
+    assert storage.files(place).keys() == before
+    decoded.clear()
+    run(kept, dataset=object_store.uri("second"))
+    assert not decoded
