@@ -6,6 +6,8 @@
   ETags; the peak of the memory that is no mapped file, and what of it the listing keeps.
 - deciding: copies, contradictions and splits of as many made-up facts, some of them copies, and the search for near-duplicates; one
   thread, the same peak; `--parts separating`: the decision of data.near_duplicates=separate.
+- scaling (`--parts scaling`): images a second of a whole preparation of 1024 x 768 pixels by one and by two processes, and by a plain loop;
+  with `--ray-python` that of an environment with `ray[data]`, also by Ray Data.
 - writing (`--parts writing`): the splits of at most 20,000 made-up squares, and the peak of the disk.
 
 The figures of `trainer/runner/plan.py` are those of this command.
@@ -16,7 +18,9 @@ from __future__ import annotations
 import argparse
 import gc
 import io
+import json
 import multiprocessing
+import subprocess
 import tempfile
 import threading
 import time
@@ -39,6 +43,7 @@ from trainer.data.decode_cache import DecodeCache
 from trainer.data.facts import ImageFacts
 from trainer.data.sources import Item, list_source
 from trainer.io import storage
+from trainer.io.formatting import aligned
 
 SIZES = ((500, 375), (1024, 768), (4000, 3000))
 
@@ -231,12 +236,48 @@ def separating(file: Path, count: int) -> None:
     print(f"separating {count:,}: {took:.1f} s, {used:.1f} s of CPU, {peak / count:.0f} bytes an image")
 
 
+def scaling(count: int, ray_python: str) -> None:
+    generator = np.random.default_rng(0)
+    rows = [("", "processes", "images/s", "s before the first")]
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place, "photos")
+        for number in range(count):
+            file = folder / f"class-{number % 10}" / f"{number:05d}.jpg"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(photo(generator, 1024, 768)).save(file, quality=90)
+        files = sorted(folder.rglob("*.jpg"))
+        began = time.perf_counter()
+        for file in files:
+            by_pillow(file.read_bytes())
+        rows.append(("plain loop of Pillow", "1", f"{count / (time.perf_counter() - began):.1f}", ""))
+        settings = DataSettings(source=f"imagefolder:{folder}", encoding="jpeg")
+        for processes in (1, 2):
+            target = Path(place, f"ours-{processes}")
+            target.mkdir()
+            began = time.perf_counter()
+            preparation.prepare(settings, target, processes=processes)
+            rows.append(("prepare", str(processes), f"{count / (time.perf_counter() - began):.1f}", ""))
+        for processes in (1, 2) if ray_python else ():
+            command = [ray_python, str(Path(__file__).with_name("prepare_by_ray.py")), str(folder), str(processes)]
+            found = json.loads(
+                subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+            )
+            if found["count"] != count:
+                raise SystemExit(f"Ray made {found['count']} squares of {count} photos")
+            rows.append(("Ray Data", str(processes), f"{count / found['took']:.1f}", f"{found['started']:.1f}"))
+    print("\n".join(aligned(rows, right={1, 2, 3})))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=1_000_000, help="of made-up facts; 0: decoding alone")
     parser.add_argument("--no-decoding", action="store_true")
-    parts = ("listing", "deciding", "comparing", "writing", "separating")
+    parts = ("listing", "deciding", "comparing", "writing", "separating", "scaling")
+    parser.add_argument("--photos", type=int, default=1500, help="of scaling (default: %(default)s)")
+    parser.add_argument(
+        "--ray-python", default="", metavar="PYTHON", help="of an environment with ray[data] and Pillow"
+    )
     parser.add_argument(
         "--parts", nargs="+", choices=parts, default=parts[:3], help="what is measured besides decoding"
     )
@@ -254,6 +295,7 @@ def main() -> None:
             "comparing": [partial(comparing, file, count)],
             "writing": [partial(writing, min(count, 20_000))],
             "separating": [partial(separating, file, count)],
+            "scaling": [partial(scaling, options.photos, options.ray_python)],
         }
         for work in (work for part in options.parts for work in works[part]):
             process = multiprocessing.get_context("spawn").Process(target=work)

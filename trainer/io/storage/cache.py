@@ -33,6 +33,7 @@ LIMIT_GIB = 100.0
 
 LOG_INTERVAL_S = 30.0  # seconds between two lines about a wait
 _POLL_S = 0.1
+_WORTH_A_LINE = 2**28  # bytes of a removed folder; of a large data set thousands of smaller ones may be
 
 _used: dict[Path, int] = {}  # folder that this process uses -> descriptor that holds its lock
 _using = threading.Lock()  # of that dictionary
@@ -131,7 +132,8 @@ def evict() -> None:
         if total <= limit:
             return
         if _remove_unused(folder):
-            logger.info("cache: removed %s (%.1f GiB)", folder, size / 2**30)
+            level = logging.INFO if size >= _WORTH_A_LINE else logging.DEBUG
+            logger.log(level, "cache: removed %s (%.1f GiB)", folder, size / 2**30)
             total -= size
 
 
