@@ -111,6 +111,27 @@ def test_recorder(bench):
     assert "ViT-Ti, 64 px" in table
 
 
+@pytest.mark.long
+def test_large_set(bench, object_store):
+    table = bench("bench_large_set", object_store.uri("large"), "--images", "3000")
+    assert [line.split()[0] for line in table.splitlines()[-5:]] == [
+        "prepare",
+        "pretrain",
+        "reinforce",
+        "distill",
+        "evaluate",
+    ]
+
+
+def test_prepare(capfd, monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    arguments = ("--rounds", "1", "--rows", "2000", "--parts", "deciding", "scaling", "--photos", "10")
+    run("bench_prepare", *arguments, monkeypatch=monkeypatch)
+    table = capfd.readouterr().out  # of its processes
+    assert "deciding on 2,000: " in table
+    assert len(re.findall(r"^prepare +[12] ", table, re.MULTILINE)) == 2
+
+
 def test_windows(bench):
     table = bench("bench_windows", "--images", "600000", "--nodes", "2", "--epochs", "2")
     assert "each image is read 1 to 1 times in an epoch, by 16 processes together" in table

@@ -242,7 +242,7 @@ def scaling(count: int, ray_python: str) -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, "photos")
         for number in range(count):
-            file = folder / f"class-{number % 10}" / f"{number:05d}.jpg"
+            file = folder / f"class-{number % 3}" / f"{number:05d}.jpg"
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(photo(generator, 1024, 768)).save(file, quality=90)
         files = sorted(folder.rglob("*.jpg"))
