@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import threading
@@ -21,7 +22,7 @@ from trainer.data.fetch_ahead import FetchAhead
 from trainer.data.loader import MicroBatches, Samples, Views
 from trainer.data.sampler import AHEAD, HELD, StatelessSampler
 from trainer.data.split_rows import FetchedRows
-from trainer.io.errors import ArtifactError, StorageError
+from trainer.io.errors import ArtifactError, OutputError, StorageError
 from trainer.io.storage import cache
 from trainer.stages.prepare import run
 
@@ -261,6 +262,28 @@ def test_batches_are_those_of_a_data_set_that_is_here_whole(
     fetched, local = (list(micro_batches(data, rank, first_step)) for data in (stored, whole))
     assert fetched == local
     assert len(fetched) == 12 - first_step
+
+
+def test_a_store_that_asks_for_patience_is_waited_for(
+    stored: PreparedDataset, whole: PreparedDataset, object_store: ObjectStore
+) -> None:
+    object_store.answer(503, times=6, method="GET", path="data-000")
+    object_store.cut(after=100, times=3, path="data-000")
+    assert list(micro_batches(stored, 0, 0)) == list(micro_batches(whole, 0, 0))
+    assert len([one for one in object_store.requests if one.status == 503]) == 6
+
+
+def test_a_full_disk_is_named(stored: PreparedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: Path, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(file))
+
+    samples = Samples(stored.training_splits(unlabeled=False))
+    monkeypatch.setattr(os, "truncate", full)
+    with (
+        FetchAhead(samples, order(samples)) as fetching,
+        pytest.raises(OutputError, match=r"the disk is full.*TRAINER_CACHE names"),
+    ):
+        next(fetching.noted(range(4)))
 
 
 def test_another_process_fetches_what_it_reads(stored: PreparedDataset, whole: PreparedDataset) -> None:

@@ -63,8 +63,9 @@ def keep(key: str, what: str, fetch: Callable[[Path], None], *, is_whole: Callab
             shutil.rmtree(place)
         if not place.is_dir():
             partial = place.with_name(f"{key}.partial")
-            make_directory(partial)
-            fetch(partial)
+            with _naming_folder():
+                make_directory(partial)
+                fetch(partial)
             partial.rename(place)
             fetched = True
         _use(place)
@@ -158,12 +159,10 @@ def _remove_unused(folder: Path) -> bool:
 @contextmanager
 def _exclusively(key: str, what: str) -> Iterator[None]:
     """Hold the lock of a key; waits for the process that holds it, whose own waits are bounded."""
-    try:
+    with _naming_folder():
         make_directory(root())
         with writing_to(root()):
             descriptor = _open(root() / f"{key}.lock")
-    except OutputError as error:
-        raise OutputError(f"{error} ({CACHE_VARIABLE} names the folder for what is fetched)") from error
     try:
         start = said = time.monotonic()
         while not _locks(descriptor):
@@ -175,6 +174,14 @@ def _exclusively(key: str, what: str) -> Iterator[None]:
     finally:
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough where a forked process has a copy
         os.close(descriptor)
+
+
+@contextmanager
+def _naming_folder() -> Iterator[None]:
+    try:
+        yield
+    except OutputError as error:
+        raise OutputError(f"{error} ({CACHE_VARIABLE} names the folder for what is fetched)") from error
 
 
 def _locks(descriptor: int) -> bool:
