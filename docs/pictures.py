@@ -147,7 +147,8 @@ def kubeflow_pictures(ui: str, run: str, folder: Path) -> None:
 def labels_picture(page: Path, file: Path) -> None:
     """Draw accuracy against labels a class into a PNG file, from the page's table that begins with `labels a kind`.
 
-    Its columns `STUDENT, labels alone` and `STUDENT, distilled` make a panel of two curves; the last row's number of labels is the mean.
+    Its columns `STUDENT, labels alone` and `STUDENT, distilled` make a panel of two curves, of the rows in which all were run; the last
+    row's number of labels is the mean.
     """
     import matplotlib.pyplot as plt
 
@@ -156,16 +157,17 @@ def labels_picture(page: Path, file: Path) -> None:
         raise ArtifactError(f"{page} has no table whose first column is `labels a kind`")
     names, *rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.group().splitlines()]
     rows = rows[1:]
-    labels = [int(re.findall(r"\d+", row[0])[-1]) for row in rows]
     students = [name.removesuffix(", distilled") for name in names if name.endswith(", distilled")]
-    figure, panels = plt.subplots(1, len(students), figsize=(8, 3), sharey=True, squeeze=False, layout="constrained")
+    shown = [number for number, name in enumerate(names) if name.endswith((", distilled", ", labels alone"))]
+    rows = [row for row in rows if "not run" not in [row[number] for number in shown]]
+    labels = [int(re.findall(r"\d+", row[0])[-1]) for row in rows]
+    figure, panels = plt.subplots(
+        1, len(students), figsize=(1 + 4 * len(students), 3), sharey=True, squeeze=False, layout="constrained"
+    )
     for student, panel in zip(students, panels[0], strict=True):
         for way, style in (("distilled", "o-"), ("labels alone", "s--")):
             column = names.index(f"{student}, {way}")
-            measured = [
-                (count, float(row[column])) for count, row in zip(labels, rows, strict=True) if row[column] != "not run"
-            ]
-            panel.plot(*zip(*measured, strict=True), style, label=way)
+            panel.plot(labels, [float(row[column]) for row in rows], style, label=way)
         panel.set(title=student, xlabel="labels a kind", xscale="log", xticks=labels, xticklabels=labels)
         panel.minorticks_off()
         panel.grid(alpha=0.3)
