@@ -81,9 +81,9 @@ class FetchAhead:
 
     def _ahead(self) -> int:
         """Return how many windows to fetch ahead: none where the cache has no room for as many beside those that are read."""
-        files = self._samples.files(self._order.windows(self._position, 1)[0])
-        window = sum(rows.size(number) for rows, number in files)
-        return AHEAD if HELD * window <= cache.limit_bytes() else 0
+        windows = self._order.windows(self._position, 1 + AHEAD)
+        largest = max(sum(rows.size(number) for rows, number in self._samples.files(shards)) for shards in windows)
+        return AHEAD if HELD * largest <= cache.limit_bytes() else 0
 
     def _fetch(self, files: Sequence[_File], *, says: bool) -> None:
         """Fetch files, beginning at this process's own."""
