@@ -145,9 +145,9 @@ def relabeled():
 
     def made(split, *arguments, **options):
         init(split, *arguments, **options)
-        if "train" in str(arguments):
+        if split.name == "train":
             most = (split.labels == 3) & (np.arange(len(split.labels)) % 5 > 0)
-            split.labels = np.where(most, 8, split.labels)
+            split.rows.labels = np.where(most, 8, split.labels)
 
     with patch.object(Split, "__init__", made):
         yield
@@ -160,8 +160,8 @@ def noisy_labels():
 
     def made(split, *arguments, **options):
         init(split, *arguments, **options)
-        if "train" in str(arguments):
-            split.labels = np.random.default_rng(0).integers(0, 10, len(split.labels))
+        if split.name == "train":
+            split.rows.labels = np.random.default_rng(0).integers(0, 10, len(split.labels))
 
     with patch.object(Split, "__init__", made):
         yield
