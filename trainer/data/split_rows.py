@@ -88,25 +88,28 @@ class FetchedRows:
     `OPEN_FILES` others. Reading raises an `ArtifactError` where a file is missing or not as it was made, and what `artifacts.read` raises.
     """
 
-    def __init__(self, uri: str, dataset: Artifact, split: SplitName, index: Path) -> None:
-        """Open the index, a local file that was checked; a `ValueError` if it does not fit the data set's files."""
-        self._uri, self._dataset, self._split, self._index = uri, dataset, split, index
-        self._names = sorted(name for name in dataset.files if name.startswith(f"{split}/") and name.endswith(".arrow"))
-        self._read_index()
-        if len(self._names) != -(-len(self.labels) // self._rows):
-            raise ValueError(
-                f"{len(self._names)} files, but an index of {len(self.labels)} rows, {self._rows} in a file"
-            )
+    def __init__(self, uri: str, dataset: Artifact, split: SplitName, index: Path, *, most: int | None = None) -> None:
+        """Open the index, a local file that was checked; a `ValueError` if it does not fit the data set's files.
 
-    def _read_index(self) -> None:
+        `most`: the first rows alone.
+        """
+        self._uri, self._dataset, self._split, self._index, self._most = uri, dataset, split, index, most
+        self._names = sorted(name for name in dataset.files if name.startswith(f"{split}/") and name.endswith(".arrow"))
+        count = self._read_index()
+        if len(self._names) != -(-count // self._rows):
+            raise ValueError(f"{len(self._names)} files, but an index of {count} rows, {self._rows} in a file")
+
+    def _read_index(self) -> int:
+        """Map the labels and keys, and return how many rows the split has."""
         with pa.memory_map(str(self._index)) as source, pa.ipc.open_file(source) as reader:
             table = reader.read_all()
         self._rows = int(table.schema.metadata[ROWS_IN_FILE])
         # Of one chunk, so processes share the pages of the map.
-        self.labels: Labels = table["label"].chunk(0).to_numpy()
-        self.keys: Keys = table["key"].chunk(0).to_numpy()
+        self.labels: Labels = table["label"].chunk(0).to_numpy()[: self._most]
+        self.keys: Keys = table["key"].chunk(0).to_numpy()[: self._most]
         self._open: OrderedDict[int, tuple[Path, pa.Table, pa.ChunkedArray]] = OrderedDict()
         self._lock = threading.RLock()
+        return len(table)
 
     def __getstate__(self) -> dict[str, Any]:
         made_here = ("_rows", "labels", "keys", "_open", "_lock")
@@ -129,9 +132,7 @@ class FetchedRows:
         return text
 
     def first(self, count: int) -> FetchedRows:
-        rows = FetchedRows(self._uri, self._dataset, self._split, self._index)
-        rows.labels, rows.keys = self.labels[:count], self.keys[:count]
-        return rows
+        return FetchedRows(self._uri, self._dataset, self._split, self._index, most=count)
 
     def numbers(self, rows: range) -> range:
         """Return the numbers of the files that hold these rows."""

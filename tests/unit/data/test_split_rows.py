@@ -77,10 +77,12 @@ def stored(photos: Path, object_store: ObjectStore, monkeypatch: pytest.MonkeyPa
 
 def here() -> set[str]:
     """The files of splits that are on this machine."""
+    # Not by a pattern of `Path`, which fails where a folder is renamed meanwhile.
+    found = (Path(folder, name) for folder, _, names in os.walk(cache.root()) for name in names)
     return {
         f"{file.parent.name}/{file.name[5:10]}"
-        for file in cache.root().glob("*/*/data-*.arrow")
-        if "partial" not in str(file)
+        for file in found
+        if file.suffix == ".arrow" and file.name.startswith("data-") and "partial" not in str(file)
     }
 
 
@@ -112,7 +114,8 @@ def test_a_split_is_that_of_a_data_set_that_is_here_whole(whole: PreparedDataset
         assert [*split.sources[1:3]] == [*whole.split(name).sources[1:3]]
         assert content(split.first(6)) == content(whole.split(name))[:6]
         assert content(stored.first(6).split(name)) == content(whole.first(6).split(name))
-        assert content(pickle.loads(pickle.dumps(split))) == content(split)
+        for part in (split, split.first(6)):
+            assert content(pickle.loads(pickle.dumps(part))) == content(part)
 
 
 def test_nothing_is_fetched_before_an_image_is_read(stored: PreparedDataset) -> None:
@@ -189,7 +192,7 @@ def test_windows_are_here_before_they_are_read(stored: PreparedDataset, share: f
             threading.Event().wait(0.02)
             while not set.union(*wanted) <= here():
                 threading.Event().wait(0.02)
-        assert not in_use(), "what is fetched ahead may be evicted, until it is read"
+    assert not in_use(), "what is fetched ahead may be evicted, until it is read"
     assert not [thread for thread in threading.enumerate() if "fetch-ahead" in thread.name]
 
 
