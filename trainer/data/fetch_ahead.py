@@ -31,7 +31,8 @@ _File = tuple[FetchedRows, int]
 class FetchAhead:
     """Fetches what a training is about to read, in a thread, while it reads the positions that `noted` gives.
 
-    A set of which no image is fetched as it is read, as most are, needs no thread.
+    A set of which no image is fetched as it is read, as most are, needs no thread. Where the cache has no room for windows ahead, the one
+    that is read alone is fetched.
     """
 
     def __init__(self, samples: Samples, order: StatelessSampler, *, rank: int = 0, processes: int = 1) -> None:
@@ -66,11 +67,12 @@ class FetchAhead:
         try:
             known: list[list[int]] = []
             while not self._ended.is_set():
-                windows = self._order.windows(self._position, 1 + self._ahead())
+                windows = self._order.windows(self._position, 1 + AHEAD)
                 if (now := [shards.tolist() for shards in windows]) != known:
-                    for number, shards in enumerate(windows):
+                    files = [self._samples.files(shards) for shards in windows]
+                    for number, of_window in enumerate(files if _have_room(files) else files[:1]):
                         if now[number] not in known:
-                            self._fetch([*self._samples.files(shards)], says=not known and not number)
+                            self._fetch(of_window, says=not known and not number)
                         self._begun.set()
                     known = now
                 self._ended.wait(_POLL_S)
@@ -78,12 +80,6 @@ class FetchAhead:
             self._error = error
         finally:
             self._begun.set()
-
-    def _ahead(self) -> int:
-        """Return how many windows to fetch ahead: none where the cache has no room for as many beside those that are read."""
-        windows = self._order.windows(self._position, 1 + AHEAD)
-        largest = max(sum(rows.size(number) for rows, number in self._samples.files(shards)) for shards in windows)
-        return AHEAD if HELD * largest <= cache.limit_bytes() else 0
 
     def _fetch(self, files: Sequence[_File], *, says: bool) -> None:
         """Fetch files, beginning at this process's own."""
@@ -100,3 +96,9 @@ class FetchAhead:
             rows, number = file
             rows.fetch(number)
             self._fetched += rows.size(number)
+
+
+def _have_room(windows: Sequence[Sequence[_File]]) -> bool:
+    """Return whether the cache has room for windows like these beside what is left of the one before."""
+    largest = max(sum(rows.size(number) for rows, number in files) for files in windows)
+    return HELD * largest <= cache.limit_bytes()

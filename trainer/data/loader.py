@@ -160,18 +160,16 @@ class Samples:
         """Whether images are fetched from a store as they are read."""
         return any(isinstance(split.rows, FetchedRows) for split in self._splits)
 
-    def files(self, shards: Indices) -> dict[tuple[FetchedRows, int], None]:
-        """Return the files of a store, as rows and number, that have samples of these shards of the sampler, in this order."""
-        found: dict[tuple[FetchedRows, int], None] = {}
+    def files(self, shards: Indices) -> list[tuple[FetchedRows, int]]:
+        """Return the files of a store, as rows and number, that have samples of these shards of the sampler, in their order."""
+        found: list[tuple[FetchedRows, int]] = []
         for shard in shards.tolist():
             for end, split in zip(self._ends, self._splits, strict=True):
                 first = end - len(split)
                 start, stop = max(shard * SHARD, first), min((shard + 1) * SHARD, end)
                 if isinstance(split.rows, FetchedRows) and start < stop:
-                    found |= dict.fromkeys(
-                        (split.rows, number) for number in split.rows.numbers(range(start - first, stop - first))
-                    )
-        return found
+                    found += ((split.rows, number) for number in split.rows.numbers(range(start - first, stop - first)))
+        return [*dict.fromkeys(found)]  # a file may have samples of two shards
 
     def names(self, indices: Indices) -> list[str]:
         """Return key and source of each sample, for messages."""

@@ -200,7 +200,7 @@ def test_processes_of_a_machine_begin_at_other_files(stored: PreparedDataset, mo
     samples, fetched = Samples(stored.training_splits(unlabeled=False)), list[int]()
     monkeypatch.setattr(fetch_ahead, "_AT_ONCE", 1)
     monkeypatch.setattr(FetchedRows, "fetch", lambda rows, number: fetched.append(number))
-    monkeypatch.setattr(fetch_ahead.FetchAhead, "_ahead", lambda self: 0)
+    monkeypatch.setattr(fetch_ahead, "_have_room", lambda _: False)
     first = order(samples).windows(0, 1)[0].tolist()
     for rank, wanted in ((0, first), (1, first[::-1])):
         fetched.clear()
@@ -211,9 +211,14 @@ def test_processes_of_a_machine_begin_at_other_files(stored: PreparedDataset, mo
 
 def test_a_small_cache_has_no_room_for_windows_ahead(stored: PreparedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = Samples(stored.training_splits(unlabeled=False))
-    assert FetchAhead(samples, order(samples))._ahead() == AHEAD
-    monkeypatch.setenv("TRAINER_CACHE_GIB", "0.000001")
-    assert FetchAhead(samples, order(samples))._ahead() == 0
+    windows = [samples.files(shards) for shards in order(samples).windows(0, 1 + AHEAD)]
+    assert fetch_ahead._have_room(windows)
+    largest = max(sum(rows.size(number) for rows, number in files) for files in windows)
+    monkeypatch.setenv("TRAINER_CACHE_GIB", f"{(HELD - 0.1) * largest / 2**30:.12f}")
+    assert not fetch_ahead._have_room(windows)
+    with FetchAhead(samples, order(samples)) as fetching:
+        next(fetching.noted(range(4)))
+        assert here() >= {f"{rows._split}/{number:05d}" for rows, number in windows[0]}
 
 
 def test_what_a_fetch_meets_ends_the_training(
