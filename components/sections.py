@@ -13,9 +13,9 @@ from components.launching import Placement
 from trainer import config
 from trainer.data import class_tables
 from trainer.graph import STAGES
-from trainer.io import artifacts
+from trainer.io import artifacts, storage
 from trainer.io.artifacts import canonical_json
-from trainer.io.errors import TrackingError
+from trainer.io.errors import SettingsError, TrackingError
 from trainer.io.host import environment_variables
 from trainer.report import tracking
 from trainer.runner import preflight
@@ -60,6 +60,11 @@ def configure(
         TrainerError: a late stage would end, as `preflight.checked` says; or there are no images, or MLflow does not answer.
     """
     place.check(warms_up=settings.warm_up.enabled)
+    on_cluster, kept = "KFP_RUN_ID" in os.environ, settings.data.keep_decoded
+    if kept and (on_cluster or preparing) and not storage.is_remote(kept):
+        raise SettingsError(
+            f"data.keep_decoded={kept}: a pod's disk ends with it; give a URI of the store, such as s3://BUCKET/FOLDER, or leave it empty"
+        )
     device = place.device(settings.run.device)
     processes = place.processes(settings.run.device)
     settings = preflight.checked(settings, trains_here=not place.pool, processes=processes, device=device)
@@ -70,7 +75,6 @@ def configure(
     # Where it cannot be known, a text of this run alone, so that no cache has a result for it.
     source_version = source.version or f"not known ({uuid.uuid4().hex})"
     resolved, tags = settings.model_dump(mode="json"), {"trainer.source_version": source_version}
-    on_cluster = "KFP_RUN_ID" in os.environ
     if on_cluster:  # a link from MLflow to the run of Kubeflow Pipelines
         address = os.environ.get(KUBEFLOW_UI, "").rstrip("/")
         tags[tracking.NOTE_TAG] = f"Kubeflow: [{run_name}]({address}/#/runs/details/{os.environ['KFP_RUN_ID']})"

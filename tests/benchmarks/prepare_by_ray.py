@@ -7,12 +7,13 @@ import io
 import json
 import sys
 import time
+from typing import Any
 
-import ray  # type: ignore[import-not-found]  # of that environment
+import ray
 from PIL import Image, ImageOps
 
 
-def to_square(row: dict) -> dict:  # type: ignore[type-arg]
+def to_square(row: dict[str, Any]) -> dict[str, bytes]:
     """Crop, resize and encode an image as `bench_prepare.by_pillow` does."""
     square = ImageOps.fit(Image.fromarray(row["image"]), (256, 256), Image.Resampling.BICUBIC)
     encoded = io.BytesIO()

@@ -240,3 +240,11 @@ def test_mlflow_names_run_as_kubeflow_does_and_links_to_it(mlflow_uri, monkeypat
     assert parent.data.tags[tracking.RUN_TAG] == "0b8e1f"
     link = "https://kubeflow.example.com/pipeline/#/runs/details/0b8e1f"
     assert parent.data.tags[tracking.NOTE_TAG] == f"Kubeflow: [digits 2026-01-31 12:00:00 UTC]({link})"
+
+
+def test_images_that_a_pods_disk_would_keep_are_refused(monkeypatch):
+    settings = sections.resolve("digits", "data.keep_decoded=/decoded")
+    sections.configure(settings, Placement())
+    monkeypatch.setenv("KFP_RUN_ID", "0b8e1f")
+    with pytest.raises(SettingsError, match=r"data\.keep_decoded=/decoded: a pod's disk ends with it; give a URI"):
+        sections.configure(settings, Placement(pool="cpu"))

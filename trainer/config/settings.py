@@ -1303,3 +1303,8 @@ class Settings(Section):
         unread = LOADING if name == "data" else set()
         dumped: dict[str, Any] = getattr(self, name).model_dump(mode="json", exclude=unread)
         return dumped
+
+    def deciding(self, stage: str) -> dict[str, Any]:
+        """Return what of that decides the stage's result, as the manifests of its artifacts have it."""
+        unread = HOW_PREPARED if STAGES[stage].section == "data" else set()
+        return {name: value for name, value in self.for_stage(stage).items() if name not in unread}

@@ -348,7 +348,7 @@ def _reuse(stage: Stage, settings: config.Settings, directory: Path, device: str
     source_version = class_tables.source_version(settings.data) if stage.name == "prepare" else None
     if not stage.kept or source_version == "":
         return False
-    section, inputs = settings.for_stage(stage.name), _inputs(stage, settings, directory)
+    section, inputs = settings.deciding(stage.name), _inputs(stage, settings, directory)
     runs, own = [directory], [directory / spec.folder for spec in stage.makes.values()]
     if settings.run.reuse and stage.cached and not any(map(Path.exists, own)):
         beside = (file.parent for file in directory.resolve().parent.glob(f"*/{IDENTITY}"))

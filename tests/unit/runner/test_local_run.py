@@ -236,6 +236,11 @@ def test_nothing_is_taken_with_other_settings_or_where_reuse_is_off(earlier, nam
     assert not list(directory.glob(".*"))
 
 
+def test_where_decoded_images_stay_decides_no_result(earlier):
+    assert reuse(earlier, "prepare", "data.keep_decoded=/decoded")
+    assert reuse(later(earlier), "prepare", "data.keep_decoded=/decoded")
+
+
 def test_results_of_other_code_are_not_taken(earlier, monkeypatch):
     monkeypatch.setattr(artifacts, "code_version", lambda: "another")
     directory = earlier.parent / "later"
