@@ -147,6 +147,8 @@ class StepOutliersThresholds(Thresholds):
     """First steps that are ignored."""
     share: Fraction = 0.03
     """Share of the steps' time that outliers must have cost."""
+    alone_seconds: NonNegativeFloat = 60.0
+    """A single outlier that cost less is an accident: nobody can tell what it came from, or whether it comes back."""
 
 
 class OwnOverheadThresholds(Thresholds):

@@ -170,7 +170,8 @@ class StepOutliers(SystemRule, rules.StepOutliersThresholds):
     """Single steps that take far longer than the others.
 
     Fires when steps after the first `ignored` that took longer than `sigmas` standard deviations above the mean cost more than `share`
-    of the steps' time; not where another finding explains them, nor where other programs took the core.
+    of the steps' time, and a single one more than `alone_seconds`, too; not where another finding explains them, nor where other programs
+    took the core.
 
     Needs the duration of the steps, and how long the training's thread had no core.
     Advises what to look for, and in which phase.
@@ -191,7 +192,7 @@ class StepOutliers(SystemRule, rules.StepOutliersThresholds):
             f"{len(far)} of {len(steps)} steps took longer than {1e3 * limit:.3g} ms, without what other programs took of them (median "
             f"of all steps {usual.p50:.3g} ms), which cost {share:.1%} of the steps' time"
         )
-        if share <= self.share:
+        if share <= self.share or (len(far) == 1 and excess_s <= self.alone_seconds):
             return Healthy(f"{summary}.")
         on_gpu = [CoresOversubscribed] if steps.on_gpu else []  # on a CPU their share is subtracted above
         if other := case.first_cause(IoBottleneck, LoaderWorkers, CpuBottleneck, Recompilation, UnevenSteps, *on_gpu):

@@ -144,15 +144,17 @@ def test_step_outliers() -> None:
     assert found.steps == (20, 70)
     assert found.saving is not None
     assert found.saving.seconds == pytest.approx(2 * 0.198)
-    # Outliers must cost something.
-    assert not fires(StepOutliers, rank_of(steps_of(forward=np.where(NUMBERS == 50, 20.0, 2.0))))
-    assert fires(StepOutliers, rank_of(steps_of(forward=np.where(NUMBERS == 50, 60.0, 2.0))))
+    # Outliers must cost something, and one alone is an accident.
+    assert not fires(StepOutliers, rank_of(steps_of(forward=np.where(NUMBERS % 50 == 20, 10.0, 2.0))))
+    assert fires(StepOutliers, rank_of(steps_of(forward=np.where(NUMBERS % 50 == 20, 30.0, 2.0))))
+    assert not fires(StepOutliers, rank_of(steps_of(forward=np.where(NUMBERS == 50, 59e3, 2.0))))
+    assert fires(StepOutliers, rank_of(steps_of(forward=np.where(NUMBERS == 50, 61e3, 2.0))))
     # The first steps and stalls are no outliers.
     assert not fires(StepOutliers, rank_of(steps_of(forward=np.where(NUMBERS < 10, 500.0, 2.0))))
     stall = rank_of(steps_of(forward=np.where(NUMBERS == 50, 2e6, 2.0)))
     assert not fires(StepOutliers, stall)
     # The last step which ends the loader processes is no outlier.
-    ends = steps_of(data=np.where(NUMBERS == STEPS - 1, 500.0, 1.0))
+    ends = steps_of(data=np.where(np.isin(NUMBERS, [50, STEPS - 1]), 500.0, 1.0))
     assert not fires(StepOutliers, rank_of(ends, context=ContextRecord(total_steps=STEPS)))
     assert fires(StepOutliers, rank_of(ends, context=ContextRecord(total_steps=STEPS + 1)))
     # Measurements of the recorder and a core that was taken are no outliers.
