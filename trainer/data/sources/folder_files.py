@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.config import Outside
+from trainer.data.sources import s3_inventory
 from trainer.data.sources.columns import Columns
 from trainer.io import limits, storage
 from trainer.io.errors import DataError
@@ -119,11 +120,11 @@ def list_files(folder: str, outside: Outside) -> FolderFiles:
     walk = _Walk(outside)
     try:
         if storage.is_remote(folder):
-            listed_objects = storage.listing(folder)
+            place, listed_objects = s3_inventory.objects(folder)
             first = next(listed_objects, None)
             if first is None:
                 raise DataError(f"folder {folder}: does not exist; check data.source")
-            found, base = walk.objects(folder, itertools.chain([first], listed_objects)), storage.join(folder, "")
+            found, base = walk.objects(place, itertools.chain([first], listed_objects)), storage.join(place, "")
         else:
             root = storage.local_path(folder)
             if not root.is_dir():

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from trainer.config import Outside
 from trainer.config.rules import FEW_LABELS
 from trainer.data.dataset_schema import UNLABELED, SplitName
+from trainer.data.sources import s3_inventory
 from trainer.data.sources.columns import Columns
 from trainer.io import limits, local_files, storage
 from trainer.io.errors import DataError, ObjectNotFoundError
@@ -186,25 +187,27 @@ def size_and_times(location: str) -> tuple[int, int, int]:
 
 
 def objects_digest(uri: str, most: int, wanted: Callable[[str], bool]) -> SourceState | None:
-    """Digest name, size and ETag of the wanted objects below a URI, in little memory; the version is their SHA-256.
+    """Digest name, size and ETag of the wanted objects below a URI, in any order and little memory; the version is made of their SHA-256.
 
     None if there are more than `most` objects. `wanted` decides by the name relative to the URI. An `UnknownVersionError` on a web server,
     and where the store lists nothing of a wanted object that changes with its content.
     """
     if uri.startswith(("http://", "https://")):
         raise UnknownVersionError("web servers list nothing")
-    sha256, count, total, start, number = hashlib.sha256(), 0, 0, time.monotonic(), 0
-    for number, one in enumerate(storage.listing(uri), start=1):
+    together, count, total, start, number = 0, 0, 0, time.monotonic(), 0
+    place, listed_objects = s3_inventory.objects(uri)
+    for number, one in enumerate(listed_objects, start=1):
         if number > most:
             break
         if wanted(one.name):
             if not one.tag:
                 raise UnknownVersionError(
-                    f"the store says nothing of {storage.join(uri, one.name)} that changes with its content"
+                    f"the store says nothing of {storage.join(place, one.name)} that changes with its content"
                 )
-            sha256.update(f"{json.dumps(one)}\n".encode())
+            # An inventory has no order, so their digests are added up.
+            together += int.from_bytes(hashlib.sha256(json.dumps(one).encode()).digest(), "big")
             count, total = count + 1, total + one.size
         if number % _LOG_EVERY == 0:
             logger.info("listing %s: %s objects in %.0f s", uri, f"{number:,}", time.monotonic() - start)
     logger.info("%s: %s objects listed in %.1f s", uri, f"{number:,}", time.monotonic() - start)
-    return None if number > most else SourceState(sha256.hexdigest(), count, total)
+    return None if number > most else SourceState(f"{together % 2**256:064x}", count, total)
