@@ -139,9 +139,9 @@ undeploy-pipeline: $(READY)  ## remove from Kubeflow what deploy-pipeline put th
 	@$(VENV)/python -m pipelines.undeploy --image "$$IMAGE" $(if $(VERSION),--version "$$VERSION") $(if $(ALL),--all)
 
 .PHONY: predict-photos
-predict-photos: $(READY)  ## predict a bucket of photos on a cluster, into Parquet files [PHOTOS=uri OUTPUT=uri RECIPE=digits MODEL=models:/vit-student-digits@champion WAIT=1 KFP_HOST= NAMESPACE= IMAGE=]
+predict-photos: $(READY)  ## predict a bucket of photos on a cluster, into Parquet files [PHOTOS=uri OUTPUT=uri RECIPE=digits MODEL=models:/vit-student-digits@champion POOL=cpu NODES=4 WAIT=1 KFP_HOST= NAMESPACE= IMAGE=]
 	@$(VENV)/python -m pipelines.predict_photos --photos "$(PHOTOS)" --output "$(OUTPUT)" --recipe "$$RECIPE" $(if $(MODEL),--model "$(MODEL)") \
-		--image "$$IMAGE" $(if $(WAIT),--wait)
+		--image "$$IMAGE" $(if $(POOL),--pool "$(POOL)") $(if $(NODES),--nodes $(NODES)) $(if $(WAIT),--wait)
 
 .PHONY: deploy-student undeploy-student
 STUDENT = --recipe "$$RECIPE" $(if $(MODEL),--model "$(MODEL)") $(if $(ALIAS),--alias "$(ALIAS)") $(if $(NAME),--name "$(NAME)") $(if $(KSERVE),--kserve) \

@@ -14,6 +14,7 @@ from kfp import dsl, kubernetes
 from components.launch import IMAGE
 from components.launch.finishing import RUN_LABEL, WORKFLOW
 from components.launch.job_manifest import AUTOSCALER_ANNOTATION, KARPENTER_ANNOTATION, USER
+from components.launch.pools import Pool
 from components.launching import SMALL, WORK, Size
 from components.sections import KUBEFLOW_UI
 from trainer.graph import STAGES, Kind, Stage
@@ -74,6 +75,18 @@ def on_cluster(task: dsl.PipelineTask, *, size: Size | None = None) -> dsl.Pipel
     for name, value in (AUTOSCALER_ANNOTATION | KARPENTER_ANNOTATION).items():
         kubernetes.add_pod_annotation(task, name, value)
     kubernetes.set_security_context(task, run_as_user=USER, run_as_group=USER, run_as_non_root=True)
+    return task
+
+
+def on_pool(task: dsl.PipelineTask, pool: Pool) -> dsl.PipelineTask:
+    """Give a task's own pod a place on a node pool: its resources, node selector and tolerations."""
+    cpu, memory = pool.resources["cpu"], pool.resources["memory"]
+    on_cluster(task, size=Size(cpu=cpu, cpu_limit=cpu, memory=memory, memory_limit=memory))
+    pod = pool.pod.get("spec", {})
+    for label, value in pod.get("nodeSelector", {}).items():
+        kubernetes.add_node_selector(task, label, value)
+    for one in pod.get("tolerations", []):
+        kubernetes.add_toleration_json(task, one)
     return task
 
 
@@ -225,7 +238,7 @@ def finish(pool: str, status: dsl.PipelineTaskFinalStatus) -> None:
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
-def predict_photos(photos: str, model: str, output: str, top: int, force: bool) -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
+def predict_photos(photos: str, model: str, output: str, top: int, force: bool, share: str = "0/1") -> NamedTuple(  # type: ignore[valid-type]  # KFP evaluates the annotation where no class of ours is at hand
     "Predicted", [("photos", int), ("unreadable", int)]
 ):
     """Predict the labels of all photos of a folder or a bucket, in Parquet files; what is there already is kept.
@@ -236,7 +249,8 @@ def predict_photos(photos: str, model: str, output: str, top: int, force: bool) 
         output: URI of the folder to write.
         top: How many labels each photo gets.
         force: Ask a student that did not pass its gate, too.
+        share: The files that this task begins with, 0/4 to 3/4 of four tasks.
     """
     from components import task
 
-    return task.predict(photos, model, output, top, force)
+    return task.predict(photos, model, output, top, force, share)

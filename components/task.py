@@ -22,7 +22,7 @@ from components.launching import Placement
 from trainer import config, stages
 from trainer.config import DataSettings, DistillSettings
 from trainer.graph import STAGES, JobSpec, Stage
-from trainer.io import artifacts, limits, storage
+from trainer.io import artifacts, commands, limits, storage
 from trainer.io.errors import EXIT_CODE, INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, PreemptedError, TrainerError
 from trainer.io.host import ended_by_sigterm, ensure_home, escape_what_cannot_be_printed
 from trainer.predict import batch_prediction, photo_classifier
@@ -166,12 +166,12 @@ def _handed_on(name: str, settings: str, made: str = "") -> tuple[object, ...]:
     return (handed_on, distill.reads_recording) if name == "tune" else (handed_on,)
 
 
-def predict(photos: str, model: str, output: str, top: int, force: bool) -> tuple[int, int]:
+def predict(photos: str, model: str, output: str, top: int, force: bool, share: str) -> tuple[int, int]:
     """Predict all photos of a folder, as `vit-distill predict --output`; gives how many there are, and how many are unreadable."""
     with reporting("predict_photos"):
         classifier = photo_classifier.load_model(model, judged=not force)
         logger.info("%s", classifier)
-        made = batch_prediction.predict_folder(classifier, photos, output, top=top)
+        made = batch_prediction.predict_folder(classifier, photos, output, top=top, share=commands.share(share))
         logger.info("%s", batch_prediction.line(made, output))
         return int(made["photos"]), int(made["unreadable"])
 

@@ -15,6 +15,7 @@ import logging
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -159,8 +160,20 @@ class _RunFollower:
 
 
 def _states(run: Any, tasks: Collection[str]) -> dict[str, str | None]:
+    """Return the state of each task; of one that a loop runs several times the number of each state, or FAILED where one has failed."""
     listed = (run.run_details and run.run_details.task_details) or []
-    return {task.display_name: task.state for task in listed if task.display_name in tasks}
+    found: dict[str, list[str | None]] = {}
+    for task in listed:
+        if task.display_name in tasks:
+            found.setdefault(task.display_name, []).append(task.state)
+    return {name: states[0] if len(states) == 1 else _of_several(states) for name, states in found.items()}
+
+
+def _of_several(states: Sequence[str | None]) -> str | None:
+    counts = Counter(state or "PENDING" for state in states)
+    if "FAILED" in counts or len(counts) == 1:
+        return "FAILED" if "FAILED" in counts else states[0]
+    return ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
 
 
 def _failure(api: Api, run: Any, tasks: Collection[str]) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer import __version__, config, stages
-from trainer.graph import SEARCH, flag
+from trainer.graph import ALONE, SEARCH, flag
 from trainer.io import commands, errors, limits, storage
 from trainer.io.commands import Subparsers
 from trainer.io.errors import DataError, SettingsError, TrainerError
@@ -453,6 +453,8 @@ def _add_predict(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     commands.add_with_default(parser, "--top", 5, "how many labels", type=commands.positive, metavar="K")
     parser.add_argument("--json", action="store_true", help="print a list of objects, as JSON")
     parser.add_argument("--force", action="store_true", help="ask a student that did not pass its gate, too")
+    text = "on each of N machines with the same --output: the share of the photos that this one begins with, from 0/N"
+    parser.add_argument("--share", type=commands.share, default=ALONE, metavar="K/N", help=text)
 
 
 def _predict(options: argparse.Namespace) -> None:
@@ -463,6 +465,8 @@ def _predict(options: argparse.Namespace) -> None:
     from trainer.models.served_student.preprocessing import BadImageError
     from trainer.predict import batch_prediction, photo_classifier
 
+    if options.share.of > 1 and not options.output:
+        raise SettingsError("predict --share: serves a whole folder; give --output DIR, which all machines reach")
     if options.output and (len(options.photos) != 1 or options.json):
         raise SettingsError(
             "predict --output takes one folder or URI of photos, and no --json: it writes Parquet files"
@@ -474,7 +478,9 @@ def _predict(options: argparse.Namespace) -> None:
     model = photo_classifier.load_model(options.model, judged=not options.force)
     if options.output:
         logger.info("%s", model)
-        made = batch_prediction.predict_folder(model, options.photos[0], options.output, top=options.top)
+        made = batch_prediction.predict_folder(
+            model, options.photos[0], options.output, top=options.top, share=options.share
+        )
         print(batch_prediction.line(made, options.output))
         return
     try:

@@ -271,10 +271,15 @@ def flag(name: str) -> str:
 
 
 class Share(NamedTuple):
-    """What one of several machines does of a stage's work. The first one makes the result, with what the others have done."""
+    """What one of several machines does of a stage's work; the first one makes the result, with what the others have done. Also of a batch
+    prediction's.
+    """
 
     number: int = 0
     of: int = 1
+
+
+ALONE = Share()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ import json
 import pyarrow.parquet as pq
 import pytest
 from kfp import dsl, local
+from kfp_server_api import models
 from mlflow.tracking import MlflowClient
 
 from components import kfp_components
@@ -12,11 +13,19 @@ from pipelines import predict_photos, runs
 from tests.stand_ins.pipelines_api import state
 from tests.trained_digits import pixels, png, write_model
 
+PLACES = ["--photos", "s3://bucket/photos", "--output", "s3://bucket/out", "--model", "s3://bucket/served"]
+
+
+def tasks_of(run):
+    """Return the tasks of a run's loop."""
+    specification = run.pipeline_spec["pipeline_spec"]
+    (loop,) = specification["root"]["dag"]["tasks"].values()
+    return specification["components"][loop["componentRef"]["name"]]["dag"]["tasks"].values()
+
 
 @pytest.mark.usefixtures("deployed")
 def test_run_of_one_task_is_started_with_what_was_asked(api, capsys):
-    places = ["--photos", "s3://bucket/photos", "--output", "s3://bucket/out", "--model", "s3://bucket/served"]
-    assert predict_photos.main([*places, "--top", "3", "--image", "registry/image:1"]) == 0
+    assert predict_photos.main([*PLACES, "--top", "3", "--image", "registry/image:1"]) == 0
     assert "run predict 20" in capsys.readouterr().out
     (run,) = api.store.runs.values()
     assert run.runtime_config.parameters == {
@@ -25,10 +34,11 @@ def test_run_of_one_task_is_started_with_what_was_asked(api, capsys):
         "model": "s3://bucket/served",
         "top": 3,
         "force": False,
+        "shares": ["0/1"],
     }
     (executor,) = run.pipeline_spec["pipeline_spec"]["deploymentSpec"]["executors"].values()
     assert executor["container"]["image"] == "registry/image:1"
-    (task,) = run.pipeline_spec["pipeline_spec"]["root"]["dag"]["tasks"].values()
+    (task,) = tasks_of(run)
     assert task["cachingOptions"] == {}
     assert run.pipeline_spec["platform_spec"]["platforms"]["kubernetes"], "secrets and the ConfigMap come from there"
     assert run.service_account == "vit-distillation"
@@ -36,10 +46,60 @@ def test_run_of_one_task_is_started_with_what_was_asked(api, capsys):
 
 
 @pytest.mark.usefixtures("deployed")
+def test_several_pods_of_a_pool_share_the_photos(api, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "pools.toml"
+    label, taint = "example.com/kind", "example.com/photos"
+    file.write_text(f"""
+        [pools.many]
+        device = "cpu"
+        processes_per_node = 1
+        resources = {{ cpu = 7, memory = "13Gi" }}
+        pod.spec.nodeSelector = {{ "{label}" = "cores" }}
+        pod.spec.tolerations = [{{ key = "{taint}", operator = "Exists", effect = "NoSchedule" }}]
+        [pools.gpus]
+        device = "cuda"
+        processes_per_node = 1
+        resources = {{ cpu = 7, memory = "13Gi", "nvidia.com/gpu" = 1 }}
+    """)
+    monkeypatch.setenv("TRAINER_POOLS", str(file))
+    assert predict_photos.main([*PLACES, "--pool", "many", "--nodes", "3"]) == 0
+    (run,) = api.store.runs.values()
+    assert run.runtime_config.parameters["shares"] == ["0/3", "1/3", "2/3"]
+    (executor,) = run.pipeline_spec["pipeline_spec"]["deploymentSpec"]["executors"].values()
+    resources = executor["container"]["resources"]
+    assert resources["resourceCpuRequest"] == resources["resourceCpuLimit"] == "7"
+    assert resources["resourceMemoryRequest"] == resources["resourceMemoryLimit"] == "13Gi"
+    platform = run.pipeline_spec["platform_spec"]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    (pod,) = platform.values()
+    assert pod["nodeSelector"] == {"labels": {label: "cores"}}
+    assert pod["tolerations"] == [{"key": taint, "operator": "Exists", "effect": "NoSchedule"}]
+    assert predict_photos.main([*PLACES, "--pool", "gpus"]) == 2
+    assert "--pool gpus: its accelerators would stand idle" in capsys.readouterr().err
+    assert predict_photos.main([*PLACES, "--pool", "man"]) == 2
+    assert "unknown pool 'man'; did you mean many?" in capsys.readouterr().err
+    assert len(api.store.runs) == 1
+
+
+@pytest.mark.usefixtures("deployed")
+def test_following_counts_the_tasks_of_a_loop(api, capsys):
+    def step(run, *states):
+        details = [models.V2beta1PipelineTaskDetail(display_name="predict-photos", state=one) for one in states]
+        return state(run) | {"run_details": models.V2beta1RunDetails(task_details=details)}
+
+    api.script = [step("RUNNING", "RUNNING", "PENDING", "RUNNING"), step("SUCCEEDED", *["SUCCEEDED"] * 3)]
+    assert predict_photos.main([*PLACES, "--nodes", "3", "--wait"]) == 0
+    said = capsys.readouterr().out
+    assert "predict-photos: 1 pending, 2 running\n" in said
+    assert "predict-photos: succeeded\n" in said
+    api.script = [step("FAILED", "SUCCEEDED", "FAILED", "SUCCEEDED")]
+    assert predict_photos.main([*PLACES, "--nodes", "3", "--wait"]) == 2
+    assert "predict-photos failed" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("deployed")
 def test_following_shows_the_tasks_last_words(api, capsys):
-    places = ["--photos", "s3://bucket/photos", "--output", "s3://bucket/out", "--model", "s3://bucket/served"]
     api.script = [state("FAILED", predict_photos="FAILED")]
-    assert predict_photos.main(places) == 0
+    assert predict_photos.main(PLACES) == 0
     name, message = "batch-prediction-x7k2p.root.predict-photos.executor(0)", "main: Error: error: no photo"
     api.workflow = {"status": {"nodes": {"1": {"name": name, "type": "Pod", "phase": "Failed", "message": message}}}}
     assert runs.main(["follow", *api.store.runs]) == 2

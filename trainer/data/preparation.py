@@ -65,7 +65,7 @@ from trainer.data.near_duplicates import NearDuplicates
 from trainer.data.sampler import SHARD, WINDOW
 from trainer.data.sources import Item, SourceListing, list_source
 from trainer.data.sources.columns import name_hash
-from trainer.graph import Share
+from trainer.graph import ALONE, Share
 from trainer.io import limits, storage
 from trainer.io.artifacts import digest
 from trainer.io.child_processes import SPAWNED
@@ -98,7 +98,6 @@ _DECIDING = {
     *("min_images_per_class", "max_bad_fraction", "attributes", "hierarchy", "multi_label"),
 }  # settings about which decoded images are kept where, and what is known of classes; not about how images are decoded
 
-ALONE = Share()
 _MISSING = "no such file"  # reason of an image that is not where the source says
 
 T = TypeVar("T")

@@ -1,7 +1,8 @@
 """Predictions for all photos of a folder or a bucket, in Parquet files, that a stopped run continues.
 
 The photos are sorted by name and cut into files of the same number of photos. A file is written whole or not at all, and its name has the
-digest of what it depends on: the model, the names, how many labels. So the files that are there are the progress, and nothing else is kept.
+digest of what it depends on: the model, the names, how many labels. So the files that are there are the progress, and nothing else is kept;
+several machines take shares of the files, and then those that others have not got to.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ import pyarrow.parquet as pq
 
 from trainer.data.sources.folder_files import SourceFile, list_files
 from trainer.data.sources.source import read_file
+from trainer.graph import ALONE, Share
 from trainer.io import limits, storage
 from trainer.io.artifacts import digest
 from trainer.io.errors import DataError, ObjectTooLargeError, SettingsError
@@ -40,7 +42,13 @@ _LOG_SECONDS = 30.0
 
 
 def predict_folder(
-    model: PhotoClassifier, source: str, output: str, *, top: int = 5, photos_per_file: int = PHOTOS_PER_FILE
+    model: PhotoClassifier,
+    source: str,
+    output: str,
+    *,
+    top: int = 5,
+    photos_per_file: int = PHOTOS_PER_FILE,
+    share: Share = ALONE,
 ) -> dict[str, Any]:
     """Classify every photo of a folder; each file of predictions that is there already is kept.
 
@@ -54,6 +62,8 @@ def predict_folder(
             Each file's metadata, and `_predictions.json`, have the `student`: its fingerprint.
         top: how many labels each photo gets.
         photos_per_file: how many rows each file has, but for the last.
+        share: the files that this machine begins with, where others write into the same output. Each ends when all files are there, so one
+            that is lost costs time and nothing else.
 
     Returns:
         The content of `_predictions.json`.
@@ -68,7 +78,7 @@ def predict_folder(
     photos = found.photos
     if not photos:
         raise DataError(f"folder {source}: holds no photo; give a folder with image files, such as .jpg or .png")
-    asked = {
+    asked: dict[str, Any] = {
         "model": model.fingerprint,
         "tags": digest(asdict(model.tags)) if model.tags else None,
         "temperature": model.temperature,
@@ -87,8 +97,8 @@ def predict_folder(
     if kept := len(there & set(names)):
         logger.info("%d of %d files of predictions are there already", kept, len(names))
     done, shown = 0, time.monotonic()
-    for number, name in enumerate(names):
-        if name in there:
+    for number in _order(share, len(names)):
+        if names[number] in there or (share.of > 1 and storage.exists(storage.join(output, names[number]))):
             continue
         wanted = photos[number * photos_per_file : (number + 1) * photos_per_file]
         rows: list[dict[str, Any]] = []
@@ -100,17 +110,34 @@ def predict_folder(
                 logger.info("%s photos classified", f"{done:,}")
         sink = pa.BufferOutputStream()
         pq.write_table(pa.Table.from_pylist(rows, schema=_schema(model)), sink, compression="zstd")
-        storage.write_bytes(storage.join(output, name), sink.getvalue().to_pybytes())
+        storage.write_bytes(storage.join(output, names[number]), sink.getvalue().to_pybytes())
+    asked |= {"student": model.student, "labels": list(model.labels), "photos": len(photos)}
+    made = _finished(output, asked, names)
+    for remark in found.remarks():
+        logger.warning("%s", remark)
+    return made
+
+
+def _order(share: Share, files: int) -> Iterator[int]:
+    """Yield the numbers of all files: those of the share, then from the end on those that others begin with."""
+    yield from range(share.number, files, share.of)
+    for other in range(share.of - 1):
+        yield from reversed(range((share.number + 1 + other) % share.of, files, share.of))
+
+
+def _finished(output: str, asked: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return what `_predictions.json` says of these files; it is written if no other machine has done that."""
+    place = storage.join(output, SUMMARY)
+    if storage.exists(place):
+        made = storage.read_json(place)
+        if isinstance(made, dict) and made == asked | {"unreadable": made.get("unreadable"), "files": list(names)}:
+            return made
     written = (pa.BufferReader(storage.read_bytes(storage.join(output, name))) for name in names)
     errors = (pq.read_table(file, columns=["error"])["error"] for file in written)
     unreadable = sum(int(len(one) - one.null_count) for one in errors)
-    counts = {"photos": len(photos), "unreadable": unreadable}
-    summary = asked | {"student": model.student, "labels": list(model.labels), **counts, "files": names}
-    text = json.dumps(summary, indent=2, ensure_ascii=False)
-    storage.write_bytes(storage.join(output, SUMMARY), f"{text}\n".encode())
-    for remark in found.remarks():
-        logger.warning("%s", remark)
-    return summary
+    made = asked | {"unreadable": unreadable, "files": list(names)}
+    storage.write_bytes(place, f"{json.dumps(made, indent=2, ensure_ascii=False)}\n".encode())
+    return made
 
 
 def line(made: dict[str, Any], output: str) -> str:

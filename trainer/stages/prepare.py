@@ -7,8 +7,8 @@ from pathlib import Path
 
 from trainer.config import HOW_PREPARED, DataSettings
 from trainer.data.class_tables import source_version
-from trainer.data.preparation import ALONE, decode_cache_uri, decode_share, prepare
-from trainer.graph import Share
+from trainer.data.preparation import decode_cache_uri, decode_share, prepare
+from trainer.graph import ALONE, Share
 from trainer.io import artifacts, storage
 from trainer.io.artifacts import Manifest
 from trainer.report import tracking

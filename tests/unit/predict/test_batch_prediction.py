@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from trainer import cli, load_model
+from trainer.graph import Share
 from trainer.io import storage
 from trainer.io.errors import EXIT_CODE, SettingsError
 from trainer.predict import batch_prediction
@@ -71,6 +72,35 @@ def test_stopped_prediction_goes_on_with_files_that_are_missing(judged_run, fold
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
 
 
+def test_machines_share_the_files_and_end_when_all_are_there(judged_run, folder, tmp_path, monkeypatch):
+    model, output = load_model(judged_run), tmp_path / "out"
+    alone = batch_prediction.predict_folder(model, str(folder), str(tmp_path / "alone"), photos_per_file=1)
+    begun, classify = [], batch_prediction._rows
+
+    def counted(model, photos, top):
+        begun.append(photos[0].name)
+        if len(begun) == 2:  # meanwhile another machine does its share, and what it finds missing
+            made.append(predict(1))
+        return classify(model, photos, top)
+
+    def predict(number):
+        return batch_prediction.predict_folder(
+            model, str(folder), str(output), photos_per_file=1, share=Share(number, 3)
+        )
+
+    made = []
+    monkeypatch.setattr(batch_prediction, "_rows", counted)
+    made.append(predict(0))
+    names = ["a/0.png", "a/1.png", "b/2 broken.jpg", "b/2.png", "b/3.png", "b/4.png"]
+    # Files 0 and 3 are of the first share; the second takes 1 and 4, then from the end on 5 and 2, and 3, which is not written yet.
+    assert begun == [names[0], names[3], names[1], names[4], names[5], names[2], names[3]]
+    assert made == [alone, alone]
+    assert rows(output) == rows(tmp_path / "alone")
+    begun.clear()
+    assert predict(2) == alone
+    assert begun == []
+
+
 def test_a_bucket_is_read_and_written(judged_run, folder, tmp_path, object_store):
     for file in folder.rglob("*.*"):
         storage.write_bytes(f"s3://artifacts/photos/{file.relative_to(folder)}", file.read_bytes())
@@ -103,6 +133,7 @@ def test_what_cannot_be_predicted_is_one_message(judged_run, folder, tmp_path, c
         ([str(tmp_path / "none"), "--output", output], "none: does not exist"),
         ([str(folder), str(empty), "--output", output], "--output takes one folder or URI of photos"),
         ([str(folder), "--output", output, "--json"], "and no --json"),
+        ([str(folder), "--share", "0/2"], "predict --share: serves a whole folder; give --output DIR"),
         ([str(folder)], f"predict {folder}: is a folder; give --output DIR"),
         ([str(folder), "--output", str(folder / "notes.txt" / "x")], "notes.txt"),
     ):
