@@ -1,5 +1,7 @@
 """Prometheus finds the replica that has measurements, at the port that jobs open, and the dashboard asks for what is there."""
 
+import importlib
+import inspect
 import json
 import re
 
@@ -9,6 +11,7 @@ from components.launch import pools
 from components.launch.job_manifest import METRICS_PORT
 from tests.manifests import jobs
 from tests.manifests.test_network import selects
+from trainer.graph import STAGES
 from trainer.report.tracking import exporter
 
 
@@ -44,6 +47,18 @@ def test_the_first_replica_of_a_trainjob_is_read(endpoint):
     label = "batch.kubernetes.io/job-completion-index"
     assert is_kept(endpoint, {label: "0"})
     assert not is_kept(endpoint, {label: "1"})
+
+
+def test_jobs_that_answer_are_read_and_no_others(objects):
+    """What opens a session answers, as its process exports what the session tracks."""
+    answering = {
+        name
+        for name in STAGES
+        if "open_session(" in inspect.getsource(importlib.import_module(f"trainer.stages.{name}"))
+    }
+    selector = objects["PodMonitor"]["spec"]["selector"]
+    assert {name for name in STAGES if selects(selector, jobs.IDENTITY.labels(name))} == answering
+    assert answering == {"pretrain", "distill"}
 
 
 def test_the_port_is_that_of_jobs(objects, endpoint):

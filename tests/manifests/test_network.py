@@ -10,10 +10,10 @@ from tests.manifests.workloads import template, workloads
 
 
 def selects(selector, labels):
-    wanted = selector.get("matchLabels", {})
-    exist = [rule["key"] for rule in selector.get("matchExpressions", [])]
-    assert all(rule["operator"] == "Exists" for rule in selector.get("matchExpressions", []))
-    return wanted.items() <= labels.items() and all(key in labels for key in exist)
+    rules = selector.get("matchExpressions", [])
+    assert {rule["operator"] for rule in rules} <= {"Exists", "In"}
+    found = all(rule["key"] in labels and labels[rule["key"]] in rule.get("values", labels.values()) for rule in rules)
+    return found and selector.get("matchLabels", {}).items() <= labels.items()
 
 
 @pytest.fixture(scope="module")
