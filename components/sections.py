@@ -13,7 +13,7 @@ from components.launching import Placement
 from trainer import config
 from trainer.data import class_tables
 from trainer.graph import STAGES
-from trainer.io import artifacts, storage
+from trainer.io import artifacts, notifications, storage
 from trainer.io.artifacts import canonical_json
 from trainer.io.errors import SettingsError, TrackingError
 from trainer.io.host import environment_variables
@@ -64,6 +64,11 @@ def configure(
     if kept and (on_cluster or preparing) and not storage.is_remote(kept):
         raise SettingsError(
             f"data.keep_decoded={kept}: a pod's disk ends with it; give a URI of the store, such as s3://BUCKET/FOLDER, or leave it empty"
+        )
+    if on_cluster and settings.run.notify not in ("", os.environ.get(notifications.ADDRESSES)):
+        raise SettingsError(
+            f"run.notify={settings.run.notify}: every task of a cluster reads the receivers from its environment; put them into the Secret "
+            f"vit-distillation-notify under {notifications.ADDRESSES}, and leave the setting out"
         )
     device = place.device(settings.run.device)
     processes = place.processes(settings.run.device)

@@ -248,3 +248,17 @@ def test_images_that_a_pods_disk_would_keep_are_refused(monkeypatch):
     monkeypatch.setenv("KFP_RUN_ID", "0b8e1f")
     with pytest.raises(SettingsError, match=r"data\.keep_decoded=/decoded: a pod's disk ends with it; give a URI"):
         sections.configure(settings, Placement(pool="cpu"))
+
+
+def test_receivers_that_no_task_of_a_cluster_would_know_are_refused(monkeypatch):
+    address = "alertmanager+http://alerts:9093"
+    settings = sections.resolve("digits", f"run.notify={address}")
+    sections.configure(settings, Placement())
+    for name in ("TRAINER_RUN", "KFP_RUN_ID"):
+        monkeypatch.setenv(name, "0b8e1f")
+    with pytest.raises(
+        SettingsError, match=r"run\.notify=alertmanager.* put them into the Secret vit-distillation-notify"
+    ):
+        sections.configure(settings, Placement(pool="cpu"))
+    monkeypatch.setenv("TRAINER_NOTIFY", address)  # which the Secret gives the task
+    sections.configure(settings, Placement(pool="cpu"))

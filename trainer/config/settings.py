@@ -1241,7 +1241,7 @@ class RunSettings(Section):
     """Most hours that the distillation may take; 0 sets no limit."""
     notify: str = ""
     """Receivers of findings and of the end of the run: `https://host/path` (signed JSON) or `alertmanager+http://host:9093`. Default: the
-    environment variable `TRAINER_NOTIFY`, where Slack's address, a secret, belongs (docs/profiling.md)."""
+    environment variable `TRAINER_NOTIFY`, where Slack's address, a secret, belongs; on a cluster that alone (docs/profiling.md)."""
 
     @field_validator("notify")
     @classmethod
