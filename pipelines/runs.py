@@ -169,11 +169,12 @@ def _states(run: Any, tasks: Collection[str]) -> dict[str, str | None]:
     return {name: states[0] if len(states) == 1 else _of_several(states) for name, states in found.items()}
 
 
-def _of_several(states: Sequence[str | None]) -> str | None:
+def _of_several(states: Sequence[str | None]) -> str:
     counts = Counter(state or "PENDING" for state in states)
-    if "FAILED" in counts or len(counts) == 1:
-        return "FAILED" if "FAILED" in counts else states[0]
-    return ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+    if "FAILED" in counts:
+        return "FAILED"
+    (most, _), *others = counts.most_common()
+    return ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) if others else most
 
 
 def _failure(api: Api, run: Any, tasks: Collection[str]) -> str:

@@ -150,6 +150,7 @@ def test_what_is_no_inventory_is_one_message():
     for name, value, expected in (
         ("fileFormat", "Avro", "fileFormat 'Avro' is not known; give CSV, ORC or Parquet"),
         ("fileFormat", "ORC", "cannot be read as ORC"),
+        ("files", [{"key": "data"}], "whose files have a key and an MD5checksum each"),
         ("files", None, "is no manifest of an S3 Inventory, which has files"),
     ):
         changed = {key: one for key, one in (manifest | {name: value}).items() if one is not None}

@@ -57,6 +57,8 @@ def _read(uri: str) -> dict[str, Any]:
         raise DataError(f"{uri}: is no manifest of an S3 Inventory, which has {', '.join(missing)}")
     if manifest["fileFormat"] not in ("CSV", "ORC", "Parquet"):
         raise DataError(f"{uri}: fileFormat {manifest['fileFormat']!r} is not known; give CSV, ORC or Parquet")
+    if not all(isinstance(file, dict) and {"key", "MD5checksum"} <= file.keys() for file in manifest["files"]):
+        raise DataError(f"{uri}: is no manifest of an S3 Inventory, whose files have a key and an MD5checksum each")
     schema = re.findall(r"\w+", str(manifest["fileSchema"]))
     if lacking := [name for name in ("Size", "ETag") if {name, _COLUMNS[name]}.isdisjoint(schema)]:
         raise DataError(
