@@ -330,3 +330,32 @@ def test_a_preparation_that_is_killed_goes_on(
     resumed, there = prepared(photos, place, caplog)
     assert resumed == undisturbed[0]
     assert there >= chunks - 1
+
+
+def test_an_object_that_changes_between_listing_and_reading_is_known_by_its_bytes(
+    object_store, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is kept of it stands for the bytes that were read, and a later run knows that the source has changed."""
+    kept, source = object_store.uri("decoded"), f"imagefolder:{object_store.uri('photos')}"
+    for file in photos.rglob("*.png"):
+        object_store.put(f"photos/{file.relative_to(photos)}", file.read_bytes())
+    paint(tmp_path / "new.png", 1000)
+
+    def listed(*given: object, **named: object) -> object:
+        listing = list_source(*given, **named)  # type: ignore[arg-type]
+        object_store.put("photos/class 1/23.png", (tmp_path / "new.png").read_bytes())
+        return listing
+
+    def data_set(name: str, **values: object) -> artifacts.Manifest:
+        made = run(settings(photos, source=source, **values), dataset=tmp_path / name / "data")
+        assert made is not None
+        return made
+
+    with monkeypatch.context() as patched:
+        patched.setattr(preparation, "list_source", listed)
+        first = data_set("first", keep_decoded=kept)
+    caplog.set_level(logging.INFO)
+    second = data_set("second", keep_decoded=kept)
+    assert "prepare: 25 of 25 images had been decoded before" in caplog.messages
+    assert first.source_version != second.source_version, "so that a later run prepares again"
+    assert second.fingerprint == data_set("alone").fingerprint
