@@ -21,6 +21,10 @@ from torch.distributed.launcher import api
 from trainer.io.errors import EXIT_CODE, PREEMPTED_EXIT_CODE
 from trainer.io.host import LAUNCHED_VARIABLE
 
+EXIT_BARRIER_S = 60.0
+"""How long a node whose processes have ended waits for the others, after the last thing that all do together: one that has not ended by
+then is lost, or sends its results, for which it needs nobody. Torch waits five minutes."""
+
 
 class Agent(LocalElasticAgent):
     """Torch's agent, but it restarts processes only where that may help, and counts only failures.
@@ -42,6 +46,10 @@ class Agent(LocalElasticAgent):
         # The processes inherit it, and count their start-up from it.
         os.environ[LAUNCHED_VARIABLE] = str(time.time())
         super()._restart_workers(worker_group)
+
+    def _exit_barrier(self) -> None:
+        self._exit_barrier_timeout = EXIT_BARRIER_S
+        super()._exit_barrier()  # type: ignore[no-untyped-call]  # torch's own has no types
 
 
 def run(config: api.LaunchConfig, arguments: Sequence[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import uuid
 
 import pytest
@@ -71,6 +73,38 @@ def test_error_of_trainers_own_is_not_tried_again(starts):
 def test_in_job_that_is_not_elastic_nothing_is_started_again(starts, code):
     launched, failed = starts(code, max_restarts=0)
     assert (len(launched), failed) == (1, code)
+
+
+NODE = """
+import sys
+from torch.distributed.launcher import api
+from trainer.runner import elastic_private, launch
+
+elastic_private.EXIT_BARRIER_S, port, rank, seconds = 3.0, *sys.argv[1:]
+config = api.LaunchConfig(
+    min_nodes=2, max_nodes=2, nproc_per_node=1, run_id="lost", rdzv_backend="static", rdzv_endpoint=f"127.0.0.1:{port}",
+    rdzv_configs={"rank": int(rank), "timeout": 60}, max_restarts=0,
+)
+with launch.quiet_agent():
+    elastic_private.run(config, ["-c", f"import time; time.sleep({seconds})"])
+"""
+
+
+def test_node_that_has_finished_does_not_wait_long_for_one_that_is_lost():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    first, other = (
+        subprocess.Popen([sys.executable, "-c", NODE, port, rank, seconds])
+        for rank, seconds in (("0", "0"), ("1", "600"))
+    )
+    try:
+        assert first.wait(timeout=100) == 0
+        assert other.poll() is None
+    finally:
+        other.terminate()
+        other.wait(timeout=60)
+        first.kill()
 
 
 def test_a_machine_knows_its_own_names():
