@@ -129,7 +129,11 @@ def _finished(output: str, asked: dict[str, Any], names: Sequence[str]) -> dict[
     """Return what `_predictions.json` says of these files; it is written if no other machine has done that."""
     place = storage.join(output, SUMMARY)
     if storage.exists(place):
-        made = storage.read_json(place)
+        try:
+            made = storage.read_json(place)
+        except ValueError as error:  # all that it says is in the files
+            logger.warning("%s is written again: %s", place, error)
+            made = None
         if isinstance(made, dict) and made == asked | {"unreadable": made.get("unreadable"), "files": list(names)}:
             return made
     written = (pa.BufferReader(storage.read_bytes(storage.join(output, name))) for name in names)

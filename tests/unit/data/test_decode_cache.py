@@ -18,7 +18,7 @@ from PIL import Image
 from trainer.config import DataSettings
 from trainer.data import preparation
 from trainer.data.curation import ImageCandidate
-from trainer.data.sources import list_source
+from trainer.data.sources import SourceListing, list_source
 from trainer.data.sources.columns import name_hash
 from trainer.io import artifacts, storage
 from trainer.io.errors import DataError
@@ -341,8 +341,8 @@ def test_an_object_that_changes_between_listing_and_reading_is_known_by_its_byte
         object_store.put(f"photos/{file.relative_to(photos)}", file.read_bytes())
     paint(tmp_path / "new.png", 1000)
 
-    def listed(*given: object, **named: object) -> object:
-        listing = list_source(*given, **named)  # type: ignore[arg-type]
+    def listed(source: str, **settings: bool) -> SourceListing:
+        listing = list_source(source, multi_label=settings["multi_label"])
         object_store.put("photos/class 1/23.png", (tmp_path / "new.png").read_bytes())
         return listing
 

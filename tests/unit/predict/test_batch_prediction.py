@@ -98,6 +98,9 @@ def test_machines_share_the_files_and_end_when_all_are_there(judged_run, folder,
     assert rows(output) == rows(tmp_path / "alone")
     begun.clear()
     assert predict(2) == alone
+    for content in (b"{", b"[]"):
+        (output / "_predictions.json").write_bytes(content)
+        assert predict(2) == alone
     assert begun == []
 
 
