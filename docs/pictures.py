@@ -9,15 +9,17 @@ python docs/pictures.py RUN_ID --kubeflow URL     those of docs/cluster.md: a ru
 from __future__ import annotations
 
 import argparse
+import io
 import re
 import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from PIL import Image, ImageChops
+from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Error as BrowserError
 
 from trainer.io.errors import ArtifactError, TrainerError, make_directory
 from trainer.profiling import compare, over_time, profile_report
@@ -40,61 +42,34 @@ def browser() -> str | None:
     return next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
-def chromium(
-    page: Path, *arguments: str, width: int = 1000, height: int = _TALLEST, dark: bool = False
-) -> tuple[str, list[str]]:
-    """Open a page in Chromium without a window, and return what it prints, and the messages on the page's console.
-
-    Args:
-        page: an HTML file.
-        arguments: what to do with it, such as `--screenshot=FILE`.
-        width: of the window, in pixels.
-        height: of the window, in pixels.
-        dark: whether the reader prefers dark pages.
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Start a Chromium without a window, driven by Playwright, and close it at the end.
 
     Raises:
         FileNotFoundError: there is no Chromium.
-        subprocess.SubprocessError: it failed or took too long.
+        playwright.sync_api.Error: it failed or took too long.
     """
     command = browser()
     if command is None:
         raise FileNotFoundError(f"none of {', '.join(BROWSERS)} is installed; install Chromium")
-    with tempfile.TemporaryDirectory() as profile:
-        ended = subprocess.run(
-            [
-                command,
-                "--headless",
-                "--no-sandbox",  # it cannot be had in most containers, and the page is our own
-                "--disable-gpu",
-                "--disable-dev-shm-usage",
-                "--hide-scrollbars",
-                # Else a picture may be taken before a frame, which has a process of its own, has drawn anything.
-                "--disable-features=IsolateSandboxedIframes",
-                "--run-all-compositor-stages-before-draw",
-                "--enable-logging=stderr",
-                f"--blink-settings=preferredColorScheme={0 if dark else 1}",
-                f"--user-data-dir={profile}",
-                f"--window-size={width},{height}",
-                *arguments,
-                page.resolve().as_uri(),
-            ],
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=120,
-            check=True,
-        )
-    return ended.stdout, re.findall(r":CONSOLE.*?\] (.*)", ended.stderr)
+    with sync_playwright() as playwright:
+        # No sandbox: it cannot be had in most containers, and the pages are our own.
+        opened = playwright.chromium.launch(executable_path=command, args=["--no-sandbox"])
+        try:
+            yield opened
+        finally:
+            opened.close()
 
 
-def picture(blocks: Sequence[Block | None], file: Path, *, title: str = "", lead: str = "", width: int = 1000) -> None:
+def picture(
+    chromium: Browser, blocks: Sequence[Block | None], file: Path, *, title: str = "", lead: str = "", width: int = 1000
+) -> None:
     """Draw parts of a report into a PNG file, without the empty space around them."""
-    with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "page.html"
-        page.write_text(pages.render(title, lead, blocks), encoding="utf-8")
-        chromium(page, f"--screenshot={file}", width=width)
-    with Image.open(file) as opened:
-        image = opened.convert("RGB")
+    page = chromium.new_page(viewport={"width": width, "height": _TALLEST})
+    page.set_content(pages.render(title, lead, blocks))
+    image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    page.close()
     background = Image.new("RGB", image.size, image.getpixel((0, 0)))
     box = ImageChops.difference(image, background).getbbox() or (0, 0, *image.size)
     image.crop((0, max(0, box[1] - _MARGIN), width, min(image.height, box[3] + _MARGIN))).save(file, optimize=True)
@@ -122,10 +97,7 @@ def parts(before: ComparedRun, after: ComparedRun) -> Mapping[str, list[Block | 
 
 def kubeflow_pictures(ui: str, run: str, folder: Path) -> None:
     """Draw a run in Kubeflow's UI: its graph into `run.png`, the page of the profile beside it into `artifact.png`."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=browser(), args=["--no-sandbox"])
+    with chromium() as opened:
         page = opened.new_page(viewport={"width": 2300, "height": 1060})  # smaller the UI does not draw the graph
         page.goto(f"{ui}/#/runs/details/{run}", wait_until="networkidle")
         page.wait_for_timeout(SETTLED_MS)
@@ -141,7 +113,6 @@ def kubeflow_pictures(ui: str, run: str, folder: Path) -> None:
             page.get_by_text(text, exact=True).first.click()
             page.wait_for_timeout(SETTLED_MS)
         page.screenshot(path=folder / "artifact.png", clip=seen)
-        opened.close()
 
 
 def labels_picture(page: Path, file: Path) -> None:
@@ -207,14 +178,17 @@ def main() -> int:
         if options.after is None:
             lead = verdict(before.answers, list(before.trainings.values())).text
             file = options.output / "report.png"
-            picture(report_parts(before), file, title="What slows or spoils the training", lead=lead)
+            with chromium() as started:
+                picture(started, report_parts(before), file, title="What slows or spoils the training", lead=lead)
             print(file)
             return 0
-        for name, blocks in parts(before, read_compared_run(options.after)).items():
-            file = options.output / f"{name}.png"
-            picture(blocks, file)
-            print(file)
-    except (TrainerError, FileNotFoundError, subprocess.SubprocessError) as error:
+        shown = parts(before, read_compared_run(options.after))
+        with chromium() as started:
+            for name, blocks in shown.items():
+                file = options.output / f"{name}.png"
+                picture(started, blocks, file)
+                print(file)
+    except (TrainerError, FileNotFoundError, BrowserError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

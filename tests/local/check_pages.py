@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from docs.pictures import browser
+from docs.pictures import chromium
 
 AXE = Path(__file__).parents[2] / ".axe/node_modules/axe-core/axe.min.js"
 WIDTHS = (420, 1300)
@@ -17,13 +17,10 @@ WIDTHS = (420, 1300)
 
 def check(run: Path) -> list[str]:
     """Return what is wrong with the pages in a folder."""
-    from playwright.sync_api import sync_playwright
-
     wrong, files = [], sorted(run.glob("*.html"))
     if not files:
         return [f"{run}: has no page; name the directory of a finished run"]
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=browser(), args=["--no-sandbox"])
+    with chromium() as opened:
         for file in files:
             for width in WIDTHS:
                 for scheme in ("light", "dark"):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import html
-import json
-from collections.abc import Sequence
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from PIL import Image
+from playwright.sync_api import Browser, Page
 
-from docs.pictures import browser, chromium, picture
+import docs.pictures
+from docs.pictures import picture
 from tests.unit.data.test_card import candidate, data_card
 from tests.unit.data.test_card import content as card_content
 from tests.unit.evaluation.test_report import page as evaluation_page
@@ -26,10 +30,10 @@ from trainer.report.billing import StageBill, make_bill
 from trainer.report.pages import Paragraph
 
 pytestmark = pytest.mark.skipif(
-    browser() is None, reason="how the reports look is not tested: there is no Chromium on this machine"
+    docs.pictures.browser() is None, reason="how the reports look is not tested: there is no Chromium on this machine"
 )
 
-MEASURE = """
+MEASURE = """() => {
 const problems = {};
 for (const frame of document.querySelectorAll("iframe")) {
   const found = problems[frame.title] = [], page = frame.contentDocument, root = page.documentElement;
@@ -49,8 +53,8 @@ for (const frame of document.querySelectorAll("iframe")) {
     }
   }
 }
-document.body.textContent = JSON.stringify(problems);
-"""
+return problems;
+}"""
 """What a reader would see at once: a page that is wider than the window, labels that are cut off or lie on one another."""
 NAMES = [
     "apple",
@@ -109,43 +113,64 @@ def pages(
     return {name: folder / f"{name}.html" for name in content}
 
 
-def framed(pages: Sequence[Path], folder: Path, attributes: str = "", script: str = "", height: int = 5000) -> Path:
-    """A page that shows others in frames, as the Kubeflow UI does: Chromium takes seconds to start."""
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with docs.pictures.chromium() as started:
+        yield started
+
+
+@contextmanager
+def opened(
+    chromium: Browser, page: Path, *, width: int = 1000, height: int = 5000, scheme: Literal["dark", "light"] = "light"
+) -> Iterator[Page]:
+    """Open a page that writes nothing to the console."""
+    said: list[str] = []
+    window = chromium.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+    window.on("console", lambda message: said.append(message.text))
+    window.on("pageerror", lambda error: said.append(str(error)))
+    window.goto(page.as_uri())
+    yield window
+    window.close()
+    assert said == []
+
+
+def framed(pages: Sequence[Path], folder: Path, attributes: str = "", height: int = 5000) -> Path:
+    """A page that shows others in frames, as the Kubeflow UI does."""
     style = f"display:block;border:0;width:100%;height:{height}px"
     frames = "".join(
         f'<iframe title="{page.stem}" style="{style}" {attributes} srcdoc="{html.escape(page.read_text("utf-8"))}"></iframe>'
         for page in pages
     )
     outer = folder / "outer.html"
-    run = f"<script>onload = () => {{{script}}}</script>" if script else ""
-    outer.write_text(f'<!doctype html><meta charset="utf-8"><body style="margin:0">{frames}{run}</body>')
+    outer.write_text(f'<!doctype html><meta charset="utf-8"><body style="margin:0">{frames}</body>')
     return outer
 
 
-def test_the_console_stays_empty_and_dark_is_dark(pages: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_console_stays_empty_and_dark_is_dark(
+    scheme: Literal["dark", "light"], pages: dict[str, Path], chromium: Browser, tmp_path: Path
+) -> None:
     names, height = ("large", "comparison", "evaluation", "card"), 1500
     outer = framed([pages[name] for name in names], tmp_path, height=height)
-    for dark in (False, True):
-        shot = tmp_path / f"{dark}.png"
-        _, messages = chromium(outer, f"--screenshot={shot}", height=height * len(names), dark=dark)
-        assert messages == []
-        with Image.open(shot) as image:
-            gray = image.convert("L")
-        for number, name in enumerate(names):
-            part = gray.crop((0, number * height, gray.width, (number + 1) * height))
-            darkest, brightest = part.getextrema()
-            assert brightest - darkest > 180, f"{name}: text would be hard to read"
-            corner = part.getpixel((2, 2))
-            assert corner < 40 if dark else corner > 250, name
+    with opened(chromium, outer, height=height * len(names), scheme=scheme) as window:
+        window.screenshot(path=tmp_path / "page.png")
+    with Image.open(tmp_path / "page.png") as image:
+        gray = image.convert("L")
+    for number, name in enumerate(names):
+        part = gray.crop((0, number * height, gray.width, (number + 1) * height))
+        darkest, brightest = part.getextrema()
+        assert brightest - darkest > 180, f"{name}: text would be hard to read"
+        corner = part.getpixel((2, 2))
+        assert corner < 40 if scheme == "dark" else corner > 250, name
 
 
-def test_a_sandboxed_frame_shows_the_same(pages: dict[str, Path], tmp_path: Path) -> None:
-    shots = [tmp_path / "alone.png", tmp_path / "framed.png"]
+def test_a_sandboxed_frame_shows_the_same(pages: dict[str, Path], chromium: Browser, tmp_path: Path) -> None:
     outer = framed([pages["large"]], tmp_path, 'sandbox="allow-scripts"')
-    for page, shot in zip((pages["large"], outer), shots, strict=True):
-        _, messages = chromium(page, f"--screenshot={shot}", height=2500)
-        assert messages == []
-    alone, frame = (Image.open(shot).convert("RGB").tobytes() for shot in shots)
+    shots = []
+    for page in (pages["large"], outer):
+        with opened(chromium, page, height=2500) as window:
+            shots.append(window.screenshot())
+    alone, frame = (Image.open(io.BytesIO(shot)).convert("RGB").tobytes() for shot in shots)
     assert alone == frame
 
 
@@ -154,49 +179,37 @@ def test_a_sandboxed_frame_shows_the_same(pages: dict[str, Path], tmp_path: Path
     [(480, ("short", "large", "comparison", "evaluation", "many", "card")), (1000, ("large", "evaluation"))],
 )
 def test_nothing_is_cut_off_or_lies_on_other_labels(
-    width: int, names: tuple[str, ...], pages: dict[str, Path], tmp_path: Path
+    width: int, names: tuple[str, ...], pages: dict[str, Path], chromium: Browser, tmp_path: Path
 ) -> None:
-    outer = framed([pages[name] for name in names], tmp_path, script=MEASURE)
-    content, messages = chromium(outer, "--dump-dom", width=width)
-    assert messages == []
-    problems = json.loads(html.unescape(content.partition('margin:0">')[2].partition("</body>")[0]))
-    assert problems == {name: [] for name in names}
+    with opened(chromium, framed([pages[name] for name in names], tmp_path), width=width) as window:
+        assert window.evaluate(MEASURE) == {name: [] for name in names}
 
 
-def test_a_page_is_printed(pages: dict[str, Path], tmp_path: Path) -> None:
-    _, messages = chromium(pages["short"], f"--print-to-pdf={tmp_path / 'page.pdf'}", "--no-pdf-header-footer")
-    assert messages == []
-    assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
-
-
-def test_nothing_is_cut_off_on_paper(pages: dict[str, Path], tmp_path: Path) -> None:
+def test_nothing_is_cut_off_on_paper(pages: dict[str, Path], chromium: Browser, tmp_path: Path) -> None:
     """By the rules for print at the width of A4: a table that is too wide would widen the page, which on paper ends."""
-    for page in pages.values():
-        text = page.read_text()
-        assert text.count("@media print {") == 1
-        (tmp_path / page.name).write_text(text.replace("@media print {", "@media screen {"))
-    outer = framed([tmp_path / page.name for page in pages.values()], tmp_path, script=MEASURE)
-    content, _ = chromium(outer, "--dump-dom", width=718)
-    assert json.loads(html.unescape(content.partition('margin:0">')[2].partition("</body>")[0])) == {
-        name: [] for name in pages
-    }
+    with opened(chromium, framed(list(pages.values()), tmp_path), width=718) as window:
+        window.emulate_media(media="print")
+        assert window.evaluate(MEASURE) == {name: [] for name in pages}
+        assert window.pdf().startswith(b"%PDF")
 
 
-def test_faults_of_a_page_are_noticed(tmp_path: Path) -> None:
+def test_faults_of_a_page_are_noticed(chromium: Browser, tmp_path: Path) -> None:
     """What the tests above rely on: Chromium tells of errors, and the measurement of labels that are cut off."""
     page = tmp_path / "page.html"
     label = '<text x="95" y="15">much too long</text>'
-    page.write_text(
-        f'<svg viewBox="0 0 100 20" width="100" aria-label="it">{label}{label}</svg><script>console.error("no")</script>'
-    )
-    assert chromium(page, "--dump-dom")[1] != []
-    content, _ = chromium(framed([page], tmp_path, script=MEASURE), "--dump-dom")
-    assert "clipped: “much too long” in it" in content
-    assert "on one another" in content
+    page.write_text(f'<svg viewBox="0 0 100 20" width="100" aria-label="it">{label}{label}</svg>')
+    with opened(chromium, framed([page], tmp_path)) as window:
+        [found] = window.evaluate(MEASURE).values()
+    assert "clipped: “much too long” in it" in found
+    assert any("on one another" in one for one in found)
+    for script in ("console.error('no')", "throw Error('no')"):
+        page.write_text(f"<script>{script}</script>")
+        with pytest.raises(AssertionError), opened(chromium, page):
+            pass
 
 
-def test_picture_of_part_has_no_empty_space_around_it(tmp_path: Path) -> None:
-    picture([Paragraph("Only a line.")], tmp_path / "line.png")
+def test_picture_of_part_has_no_empty_space_around_it(chromium: Browser, tmp_path: Path) -> None:
+    picture(chromium, [Paragraph("Only a line.")], tmp_path / "line.png")
     with Image.open(tmp_path / "line.png") as image:
         assert image.width == 1000
         assert 20 < image.height < 120

@@ -1,6 +1,5 @@
 """The page in a real browser: by pointer, keyboard, drop, on a phone and in the dark; what it shows of hostile names and photos."""
 
-import shutil
 import socket
 import threading
 from contextlib import contextmanager
@@ -9,14 +8,14 @@ import pytest
 import uvicorn
 from PIL import Image
 
+import docs.pictures
 from trainer import load_model
 from trainer.models.served_student.student import Prediction
 from trainer.predict.serving.server import PhotoServer, ServerLimits
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, such as Debian's package chromium"),
+    pytest.mark.skipif(docs.pictures.browser() is None, reason="needs Chromium, such as Debian's package chromium"),
 ]
 
 
@@ -44,12 +43,8 @@ def address(exported):
 
 @pytest.fixture(scope="module")
 def browser():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+    with docs.pictures.chromium() as started:
+        yield started
 
 
 @contextmanager
