@@ -49,8 +49,16 @@ class Retry:
             (sleep or time.sleep)(self.wait_s(attempt))
 
 
+_QUIET_S = 60.0
+_LONG_S = 10.0
+
+
 class Outage:
-    """A server that is away: logged once when it goes and once when it is back, for all threads together."""
+    """A server that is away: logged once when it goes and once when it is back, for all threads together.
+
+    An outage within a minute after one that was logged is only counted, unless it lasts ten seconds: a server that throttles would fill the
+    log.
+    """
 
     def __init__(self, server: str | Callable[[], str], logger: logging.Logger, *, tolerated: int = 0) -> None:
         """Name the server for the log, which takes both messages; so many failures in a row are not yet an outage."""
@@ -60,6 +68,9 @@ class Outage:
         self.failures = 0  # failed attempts since the last answer
         self._since = 0.0
         self._ended: float | None = None
+        self._is_logged = False
+        self._quiet_until = 0.0
+        self._not_logged = 0  # outages since the last one that was
 
     @property
     def is_away(self) -> bool:
@@ -72,15 +83,19 @@ class Outage:
         return float("inf") if self._ended is None else time.monotonic() - self._ended
 
     def failed(self, message: str, request: object = None) -> float:
-        """Count a failed attempt; log the message, unless empty, as the outage begins. Returns the seconds since the first failure."""
+        """Count a failed attempt; log the message, unless empty, once an outage. Returns the seconds since the first failure."""
+        now = time.monotonic()
         with self._lock:
             self._failing.add(request)
             self.failures += 1
             if self.failures == 1:
-                self._since = time.monotonic()
-            if self.failures == self._tolerated + 1 and message:
-                self._logger.warning("%s", message)
-            return time.monotonic() - self._since
+                self._since = now
+            lasted = now - self._since
+            if self.is_away and message and not self._is_logged and (now >= self._quiet_until or lasted >= _LONG_S):
+                others = f" ({self._not_logged} short outages were not logged)" if self._not_logged else ""
+                self._logger.warning("%s%s", message, others)
+                self._is_logged, self._not_logged = True, 0
+            return lasted
 
     def ended(self, request: object = None, *, answered: bool = True) -> None:
         """Note that a request has ended; if it was answered the server is back, unless other requests still fail."""
@@ -90,6 +105,10 @@ class Outage:
                 return
             if self.is_away:
                 self._ended = time.monotonic()
-                server = self._server if isinstance(self._server, str) else self._server()
-                self._logger.warning("%s answers again after %.0f s", server, self._ended - self._since)
+                if self._is_logged:
+                    server = self._server if isinstance(self._server, str) else self._server()
+                    self._logger.warning("%s answers again after %.0f s", server, self._ended - self._since)
+                    self._is_logged, self._quiet_until = False, self._ended + _QUIET_S
+                else:
+                    self._not_logged += 1
             self.failures = 0

@@ -75,3 +75,21 @@ def test_an_outage_is_logged_from_start_to_end(caplog):
     assert not outage.is_away
     assert outage.back_for_s < 10
     assert caplog.messages == ["lost by a", "the server answers again after 0 s"]
+
+
+def test_a_server_that_throttles_does_not_fill_the_log(caplog, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    outage = Outage("the server", logging.getLogger("trainer"))
+    for _ in range(100):  # a refused request a second
+        outage.failed("503")
+        outage.ended()
+        clock[0] += 1
+    back = "the server answers again after 0 s"
+    assert caplog.messages == ["503", back, "503 (59 short outages were not logged)", back]
+    caplog.clear()
+    for _ in range(12):  # one that lasts is logged, soon as it comes
+        outage.failed("gone")
+        clock[0] += 1
+    outage.ended()
+    assert caplog.messages == ["gone (39 short outages were not logged)", "the server answers again after 12 s"]
