@@ -183,7 +183,7 @@ def comparing(file: Path, count: int) -> None:
 
 
 def free(cache: DecodeCache, ends: list[int], row: int) -> None:
-    cache.free(range(bisect_right(ends, row)))
+    cache.free(map(str, range(bisect_right(ends, row))))
 
 
 def writing(count: int) -> None:
@@ -199,15 +199,15 @@ def writing(count: int) -> None:
                     {"image": {"bytes": generator.bytes(17_400)}, "label": 0, "key": name, "source": name}
                     for name in names
                 ]
-                with pa.ipc.new_stream(str(cache.squares(start // chunk)), schema) as writer:
+                with pa.ipc.new_stream(str(cache.squares(str(start // chunk))), schema) as writer:
                     writer.write_table(pa.Table.from_pylist(rows, schema=schema))
                 if place == "on this disk":
-                    (Path(folder) / f"kept-{start}").hardlink_to(cache.squares(start // chunk))
+                    (Path(folder) / f"kept-{start}").hardlink_to(cache.squares(str(start // chunk)))
             write_facts(Path(folder) / "facts", count)
             decoded = ImageFacts.read(Path(folder) / "facts")
             of = generator.choice(len(SPLITS), count, p=[0.98, 0.01, 0.01, 0]).astype(np.int8)
             splits = {split: ImageFacts(decoded.table, decoded.rows, of).of(split) for split in SPLITS}
-            squares, ends = preparation._open_squares(cache, count // chunk)
+            squares, ends = preparation._open_squares(cache, map(str, range(count // chunk)))
             size, peak, ended = squares.data.nbytes, [0], threading.Event()
 
             def watch(folder: str = folder, peak: list[int] = peak, ended: threading.Event = ended) -> None:

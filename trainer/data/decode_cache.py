@@ -1,6 +1,6 @@
 """The decode cache: decoded images, kept so that a preparation that is started again, or a later one, decodes only what is missing.
 
-It is a folder of chunks, each of two files:
+It is a folder of chunks, each of two files under the chunk's name:
 
     000012.arrow    the squares of the chunk's good images
     000012.jsonl    written after it, with its checksum: the outcome of each image, and SHA-256 of every image file and of the squares
@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -33,6 +33,7 @@ from trainer.io.errors import ObjectDamagedError, ObjectNotFoundError, make_dire
 
 logger = logging.getLogger(__name__)
 
+_SUFFIXES = ("jsonl", "arrow")
 
 Outcome: TypeAlias = ImageCandidate | Quarantined
 
@@ -78,91 +79,104 @@ class DecodeCache:
     way: str  # SHA-256 of all settings and versions that decide the outcome of an image file, as hexadecimal text
     stays: bool = False  # whether chunks stay for later preparations, of a source that may have changed
 
-    def squares(self, number: int) -> Path:
+    def squares(self, name: str) -> Path:
         """Return the file with the squares of a chunk."""
-        return self.folder / f"{number:06d}.arrow"
+        return self.folder / f"{name}.arrow"
 
     def find(
-        self, number: int, items: Sequence[Item], content: Callable[[Item], str]
+        self, name: str, items: Sequence[Item], content: Callable[[Item], str]
     ) -> tuple[Sequence[KeptImage | None], bool]:
         """Return of each image of a chunk whether it was decoded before, with its squares in the folder, and whether they are those of all.
 
         `content` reads an image's file and returns its SHA-256, or why it cannot be read; a `DataError` if reading failed.
         """
         none = [None] * len(items)
-        chunk = self._record(number)
+        chunk = self._record(name)
         if chunk is None or chunk.way != self.way:
             return none, False
         if any(not image.reason and image.appearance is None for image in chunk.images):  # of an older version
             return none, False
-        if not self._has_squares(number, chunk.squares):
-            logger.warning("%s: its squares are not whole; decoding these images again", self._uri(number, "jsonl"))
+        if not self._has_squares(name, chunk.squares):
+            logger.warning("%s: its squares are not whole; decoding these images again", self._uri(name, "jsonl"))
             return none, False
         rows = accumulate((not image.reason for image in chunk.images), initial=0)
         there = {image.name: (image, row) for image, row in zip(chunk.images, rows, strict=False)}
         found = [_kept(item, *there[item.name], content) if item.name in there else None for item in items]
         same = [(image.name, image.label) for image in chunk.images] == [(item.name, item.label) for item in items]
-        return found, same and None not in found
+        is_whole = same and None not in found
+        if is_whole and any(
+            item.state not in ("", image.state) for image, item in zip(chunk.images, items, strict=True)
+        ):
+            # The same bytes under another ETag; else each later preparation would read these files again.
+            states = ({"state": item.state} for item in items)
+            images = (image.model_copy(update=state) for image, state in zip(chunk.images, states, strict=True))
+            self._write(name, chunk.model_copy(update={"images": tuple(images)}))
+        return found, is_whole
 
-    def _record(self, number: int) -> _Chunk | None:
+    def _record(self, name: str) -> _Chunk | None:
         try:
-            return _Chunk.model_validate_json(storage.read_checksummed(self._uri(number, "jsonl")))
+            return _Chunk.model_validate_json(storage.read_checksummed(self._uri(name, "jsonl")))
         except ObjectDamagedError as error:
             logger.warning("%s; decoding these images again", error)
         except (ObjectNotFoundError, ValidationError):  # none, or one written by another version of this project
             pass
         return None
 
-    def keep(self, number: int, items: Sequence[Item], outcomes: Sequence[Outcome], contents: Sequence[str]) -> None:
+    def _write(self, name: str, chunk: _Chunk) -> None:
+        storage.write_checksummed(self._uri(name, "jsonl"), chunk.model_dump_json(exclude_defaults=True))
+
+    def keep(self, name: str, items: Sequence[Item], outcomes: Sequence[Outcome], contents: Sequence[str]) -> None:
         """Keep a chunk whose squares are written; `contents` has the SHA-256 of each image's file, or why it cannot be read."""
-        squares = self.squares(number)
+        squares = self.squares(name)
         if storage.is_remote(self.uri):
-            storage.write_bytes(self._uri(number, "arrow"), squares.read_bytes())
+            storage.write_bytes(self._uri(name, "arrow"), squares.read_bytes())
         else:
-            _link(squares, storage.local_path(self._uri(number, "arrow")))
+            _link(squares, storage.local_path(self._uri(name, "arrow")))
         images = []
         for item, outcome, content in zip(items, outcomes, contents, strict=True):
             if isinstance(outcome, Quarantined):
                 found: dict[str, Any] = {"reason": outcome.reason}
             else:
-                found = {name: getattr(outcome, name) for name in ("key", "width", "height", "gray_peak", "appearance")}
+                found = {
+                    field: getattr(outcome, field) for field in ("key", "width", "height", "gray_peak", "appearance")
+                }
             images.append(_Image(name=item.name, label=item.label, content=content, state=item.state, **found))
-        chunk = _Chunk(way=self.way, squares=storage.file_digest(squares), images=tuple(images))
-        storage.write_checksummed(self._uri(number, "jsonl"), chunk.model_dump_json(exclude_defaults=True))
+        self._write(name, _Chunk(way=self.way, squares=storage.file_digest(squares), images=tuple(images)))
 
-    def has(self, number: int, items: Sequence[Item]) -> bool:
+    def has(self, name: str, items: Sequence[Item]) -> bool:
         """Return whether a chunk is kept: of whichever images where all are of this preparation, else of these as a store lists them."""
         if not self.stays:
-            return storage.exists(self._uri(number, "jsonl"))
-        chunk = self._record(number)
+            return storage.exists(self._uri(name, "jsonl"))
+        chunk = self._record(name)
         kept = chunk and [(image.name, image.label, image.state) for image in chunk.images]
         return (
             chunk is not None and chunk.way == self.way and kept == [(one.name, one.label, one.state) for one in items]
         )
 
-    def trim(self, count: int) -> None:
-        """Remove the chunks from number `count` on, of a source that had more images."""
-        for name in storage.files(self.uri):
-            if name[:6].isdecimal() and int(name[:6]) >= count:
-                storage.remove_file(storage.join(self.uri, name))
+    def trim(self, names: Collection[str]) -> None:
+        """Remove all chunks but these."""
+        for file in storage.files(self.uri):
+            name, _, suffix = file.partition(".")
+            if name and suffix in _SUFFIXES and name not in names:
+                storage.remove_file(storage.join(self.uri, file))
 
-    def remove(self, number: int) -> None:
+    def remove(self, name: str) -> None:
         """Remove a chunk that was kept after the preparation had ended."""
-        for suffix in ("jsonl", "arrow"):
-            storage.remove_file(self._uri(number, suffix))
+        for suffix in _SUFFIXES:
+            storage.remove_file(self._uri(name, suffix))
 
-    def free(self, numbers: Iterable[int]) -> None:
+    def free(self, names: Iterable[str]) -> None:
         """Give back the disk of squares that are not read any more; those that are kept for another attempt stay, if in the same file."""
-        for file in map(self.squares, numbers):
+        for file in map(self.squares, names):
             if file.stat().st_nlink == 1:
                 os.truncate(file, 0)  # a mapped file that is only removed keeps its disk
 
-    def _uri(self, number: int, suffix: str) -> str:
-        return storage.join(self.uri, f"{number:06d}.{suffix}")
+    def _uri(self, name: str, suffix: str) -> str:
+        return storage.join(self.uri, f"{name}.{suffix}")
 
-    def _has_squares(self, number: int, digest: str) -> bool:
+    def _has_squares(self, name: str, digest: str) -> bool:
         """Bring the squares into the folder; returns whether they are whole."""
-        file, uri = self.squares(number), self._uri(number, "arrow")
+        file, uri = self.squares(name), self._uri(name, "arrow")
         if file.exists() and storage.file_digest(file) == digest:  # decoded by this preparation
             return True
         try:
@@ -190,9 +204,9 @@ def _kept(item: Item, image: _Image, row: int, content: Callable[[Item], str]) -
 def _link(source: Path, target: Path) -> None:
     """Link a file to another path; it is copied only where that is on another disk."""
     make_directory(target.parent)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    temporary = storage.unfinished_file(target)
     with writing_to(target):
-        temporary.unlink(missing_ok=True)  # left by a killed process with the same number
+        temporary.unlink(missing_ok=True)  # left by a killed process of the same name
         try:
             os.link(source, temporary)
         except FileNotFoundError:

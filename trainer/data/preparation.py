@@ -65,6 +65,7 @@ from trainer.data.near_duplicates import NearDuplicates
 from trainer.data.sampler import SHARD, WINDOW
 from trainer.data.sources import Item, SourceListing, list_source
 from trainer.data.sources.columns import name_hash
+from trainer.data.sources.s3_inventory import undated
 from trainer.graph import ALONE, Share
 from trainer.io import limits, storage
 from trainer.io.artifacts import digest
@@ -150,7 +151,7 @@ def prepare(
         kept, contradicting, dropped = facts.quarantine_and_drop(decoded, listing.label_names, cache.folder)
         quarantined = sorted(bad + contradicting, key=lambda one: one.name)
         _write_json(directory / QUARANTINE, map(asdict, quarantined))
-        squares, ends = _open_squares(cache, len(_chunks(listing, settings)))
+        squares, ends = _open_squares(cache, chunks := [*_chunks(listing, settings)])
         card = partial(
             data_card,
             settings,
@@ -179,10 +180,10 @@ def prepare(
             (directory / EXAMPLES[0 if is_jpeg(encoded) else 1]).write_bytes(encoded)
         # Last, since it frees the squares.
         _write_splits(
-            splits, squares, directory, processes, lambda row: cache.free(range(bisect.bisect_right(ends, row)))
+            splits, squares, directory, processes, lambda row: cache.free(chunks[: bisect.bisect_right(ends, row)])
         )
         if cache.stays:
-            cache.trim(len(ends))
+            cache.trim(chunks)
     for line in _summary(listing, splits):
         logger.info("prepare: %s", line)
     counts = {str(split): len(members) for split, members in splits.items()}
@@ -312,7 +313,7 @@ def _with_test(listing: SourceListing, settings: DataSettings) -> SourceListing:
 
 def decode_cache_uri(settings: DataSettings, root: str) -> str:
     """Return the URI of the decode cache below `root`, named by the source and how its images are decoded."""
-    return storage.join(root, f"prepare-{digest([settings.source, _way(settings)])[:16]}")
+    return storage.join(root, f"prepare-{digest([undated(settings.source), _way(settings)])[:16]}")
 
 
 @contextmanager
@@ -345,11 +346,14 @@ def _gray_bits(settings: DataSettings) -> int:
 # ---- Decoding
 
 
-def _chunks(listing: SourceListing, settings: DataSettings) -> list[Sequence[Item]]:
+def _chunks(listing: SourceListing, settings: DataSettings) -> Mapping[str, Sequence[Item]]:
+    """Cut the images into chunks: the name of each in the decode cache -> its images, in the listing's order."""
     items = listing.items
     size = min(max(len(items) // CHUNKS, SMALLEST_CHUNK), LARGEST_CHUNK)
     if settings.encoding == "raw":
         size = max(1, min(size, CHUNK_BYTES // (3 * settings.image_size**2)))
+    if settings.keep_decoded and not _is_hashed(items):
+        return _lasting_chunks(items, 2 ** (size.bit_length() - 1))
     starts = [*range(0, len(items), size), len(items)]
     if _is_hashed(items):
         # A new image changes its own chunk alone: that of the names whose hashes begin with the same bits.
@@ -359,7 +363,26 @@ def _chunks(listing: SourceListing, settings: DataSettings) -> list[Sequence[Ite
             last, limit = starts[-1], number << (64 - bits)
             starts.append(bisect.bisect_left(items, limit, lo=last, key=lambda item: name_hash(item.name)))
         starts.append(len(items))
-    return [items[start:stop] for start, stop in pairwise(starts)]
+    return {f"{number:06d}": items[start:stop] for number, (start, stop) in enumerate(pairwise(starts))}
+
+
+def _lasting_chunks(items: Sequence[Item], size: int) -> Mapping[str, Sequence[Item]]:
+    """Cut images that are in the order of their names into chunks of about `size`, so that a new one changes its own chunk alone.
+
+    A chunk begins where the hash of a name is small, as in content-defined chunking, and bears that hash, so neither its images nor its
+    name depend on what comes before.
+    """
+    starts = {"first": 0}
+    limit, last = 2**64 // size, 0
+    for place, item in enumerate(items):
+        hashed = name_hash(item.name)
+        name = f"{hashed:016x}"
+        if place and (hashed < limit or place - last >= 4 * size) and name not in starts:
+            starts[name] = last = place
+    return {
+        name: items[start:stop]
+        for name, (start, stop) in zip(starts, pairwise([*starts.values(), len(items)]), strict=True)
+    }
 
 
 def _is_hashed(items: Sequence[Item]) -> bool:
@@ -379,7 +402,7 @@ def _decode_all(
     total, done, there, logged_s = len(listing.items), 0, 0, time.monotonic()
     with tqdm(total=total, desc="prepare", unit="image", disable=not sys.stderr.isatty()) as bar:
         chunks = _chunks(listing, settings)
-        for decoded, were_there in _map(work, range(len(chunks)), chunks, processes):
+        for decoded, were_there in _map(work, [*chunks], [*chunks.values()], processes):
             append([outcome for outcome in decoded if isinstance(outcome, ImageCandidate)])
             bad += [outcome for outcome in decoded if isinstance(outcome, Quarantined)]
             done += len(decoded)
@@ -414,8 +437,9 @@ def _decode_missing(
         drop=share.number > 0,
     )
     chunks, done, logged_s = _chunks(listing, settings), 0, time.monotonic()
-    order = _order_of(share, len(chunks))
-    for count in _map(work, order, [chunks[number] for number in order], processes):
+    names = [*chunks]
+    order = [names[number] for number in _order_of(share, len(names))]
+    for count in _map(work, order, [chunks[name] for name in order], processes):
         done += count
         if time.monotonic() - logged_s >= LOG_INTERVAL_S:
             logger.info("prepare: share %d of %d: decoded %d of %d images", *share, done, len(listing.items))
@@ -440,16 +464,16 @@ def _goes_on() -> bool:
 
 
 def _map(
-    work: Callable[[int, Sequence[Item]], T], numbers: Sequence[int], chunks: Sequence[Sequence[Item]], processes: int
+    work: Callable[[str, Sequence[Item]], T], names: Sequence[str], chunks: Sequence[Sequence[Item]], processes: int
 ) -> Iterator[T]:
     if processes == 1:
-        yield from map(work, numbers, chunks)
+        yield from map(work, names, chunks)
         return
     # Spawned, because a forked copy of a process with threads (Arrow's, fsspec's) can hang. Ctrl-C is for the parent to handle.
     ignored = (signal.SIGINT, signal.SIG_IGN)
     with ProcessPoolExecutor(processes, SPAWNED, initializer=signal.signal, initargs=ignored) as pool:
         try:
-            yield from pool.map(work, numbers, chunks)
+            yield from pool.map(work, names, chunks)
         except BrokenProcessPool as error:
             raise DataError(
                 f"a process that decodes images died, probably for lack of memory; {processes} of them run at once, "
@@ -458,7 +482,7 @@ def _map(
 
 
 def _keep_missing(
-    number: int,
+    name: str,
     items: Sequence[Item],
     *,
     read: Read,
@@ -469,24 +493,24 @@ def _keep_missing(
     drop: bool,
 ) -> int:
     """Decode a chunk that is not kept, unless the preparation has ended; `drop`: this machine does not need the squares."""
-    if ended() or cache.has(number, items):
+    if ended() or cache.has(name, items):
         return 0
-    _make_chunk(number, items, read=read, settings=settings, schema=schema, cache=cache)
+    _make_chunk(name, items, read=read, settings=settings, schema=schema, cache=cache)
     if drop:
-        cache.squares(number).unlink()
+        cache.squares(name).unlink()
     if ended() and not cache.stays:  # meanwhile, and the cache was removed
-        cache.remove(number)
+        cache.remove(name)
     return len(items)
 
 
 def _make_chunk(
-    number: int, items: Sequence[Item], *, read: Read, settings: DataSettings, schema: pa.Schema, cache: DecodeCache
+    name: str, items: Sequence[Item], *, read: Read, settings: DataSettings, schema: pa.Schema, cache: DecodeCache
 ) -> DecodedChunk:
     """Decode those images of a chunk into the cache that were not decoded before."""
-    kept, is_whole = cache.find(number, items, partial(_content, read=read))
+    kept, is_whole = cache.find(name, items, partial(_content, read=read))
     if is_whole:
         return [one.outcome for one in kept if one is not None], len(items)
-    file = cache.squares(number)
+    file = cache.squares(name)
     squares = _squares(file) if any(kept) else None
     outcomes, contents, rows = [], [], []
     for item, one in zip(items, kept, strict=True):
@@ -505,7 +529,7 @@ def _make_chunk(
         file.unlink(missing_ok=True)  # a new file, since one of an earlier attempt may still be mapped into memory
         with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
             writer.write_table(pa.Table.from_pylist(rows, schema=schema))
-    cache.keep(number, items, outcomes, contents)
+    cache.keep(name, items, outcomes, contents)
     return outcomes, sum(one is not None for one in kept)
 
 
@@ -691,11 +715,11 @@ def _write_json(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         file.write("]\n" if number < 0 else "\n]\n")
 
 
-def _open_squares(cache: DecodeCache, chunks: int) -> tuple[Any, list[int]]:
+def _open_squares(cache: DecodeCache, chunks: Iterable[str]) -> tuple[Any, list[int]]:
     """Map all chunks as one data set; the row at which each of them ends."""
     import datasets  # type: ignore[import-untyped]  # here, because decoding processes have no use for it, and it takes a second
 
-    files = [datasets.Dataset.from_file(str(cache.squares(number))) for number in range(chunks)]
+    files = [datasets.Dataset.from_file(str(cache.squares(name))) for name in chunks]
     return datasets.concatenate_datasets(files), [*accumulate(map(len, files))]
 
 

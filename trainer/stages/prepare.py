@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def run(settings: DataSettings, *, dataset: str | Path, share: Share = ALONE) ->
     values = settings.model_dump(mode="json", exclude=set(HOW_PREPARED))
     cache_uri = _cache_uri(settings, dataset)
     if share.number:
-        ended = partial(artifacts.exists, dataset)
+        ended = partial(_is_made, dataset, values)
         decode_share(settings, cache_uri, share, ended=ended, remote=storage.is_remote(dataset))
         return None
     with stage_run("prepare", values) as tracker, artifacts.create(dataset, "dataset", settings=values) as draft:
@@ -41,6 +42,11 @@ def run(settings: DataSettings, *, dataset: str | Path, share: Share = ALONE) ->
         tracker.metrics(0, tracking.numbers(draft.figures))
     forget(settings, dataset)
     return artifacts.manifest(dataset, "dataset")
+
+
+def _is_made(dataset: str | Path, settings: Mapping[str, object]) -> bool:
+    """Return whether a data set with these settings is there: an older one that is about to be replaced may have others."""
+    return artifacts.exists(dataset) and artifacts.manifest(dataset, "dataset").settings == settings
 
 
 def forget(settings: DataSettings, dataset: str | Path) -> None:

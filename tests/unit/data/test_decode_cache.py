@@ -183,7 +183,7 @@ def test_a_later_preparation_decodes_what_is_new(
     caplog.set_level(logging.INFO)
     synchronized()
     assert fingerprint("first", keep_decoded=place) == fingerprint("first alone")
-    assert len(storage.files(place)) == 14
+    assert kept_chunks(place) == {*chunk_names(source, place)}
     (photos / "class 1" / "23.png").unlink()
     paint(photos / "class 1" / "24.png", 24)  # in its place
     paint(photos / "class 0" / "02.png", 1000)
@@ -193,7 +193,7 @@ def test_a_later_preparation_decodes_what_is_new(
     synchronized()
     later = fingerprint("second", keep_decoded=place)
     (there,) = [int(record.args[0]) for record in caplog.records if "decoded before" in record.message and record.args]
-    assert 26 - 5 - 26 // CHUNK <= there <= 26 - 5  # what is behind a new one is in another chunk, if at its end
+    assert there == 26 - 5
     assert later == fingerprint("second alone")
     # Again: nothing is decoded, and with fewer images no chunk is left over.
     assert fingerprint("third", keep_decoded=place) == later
@@ -202,7 +202,68 @@ def test_a_later_preparation_decodes_what_is_new(
         (photos / f"class {number % 2}" / f"{number:02d}.png").unlink()
     synchronized()
     fingerprint("fourth", keep_decoded=place)
-    assert {Path(name).stem for name in storage.files(place)} == {f"{number:06d}" for number in range(4)}
+    assert kept_chunks(place) == {*chunk_names(source, place)}
+
+
+def chunk_names(source: str, place: str) -> list[str]:
+    given = DataSettings(source=source, image_size=16, keep_decoded=place)
+    return [*preparation._chunks(list_source(source), given)]
+
+
+def kept_chunks(place: str) -> set[str]:
+    return {Path(name).stem for name in storage.files(place)}
+
+
+def test_images_that_sort_first_leave_the_others_decoded(
+    photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = settings(photos, keep_decoded=str(tmp_path / "decoded"))
+    for number in range(200):
+        paint(photos / "class 0" / f"more {number:03d}.png", 100 + number)
+    before = {
+        name: [item.name for item in items]
+        for name, items in preparation._chunks(list_source(given.source), given).items()
+    }
+    assert sum(len(items) == 1 for items in before.values()) < len(before) / 2
+    assert max(map(len, before.values())) <= 4 * CHUNK
+    run(given, dataset=tmp_path / "first" / "data")
+    (photos / "a class").mkdir()
+    for number in range(30):
+        paint(photos / "a class" / f"{number:03d}.png", 1000 + number)
+    caplog.set_level(logging.INFO)
+    later = run(given, dataset=tmp_path / "second" / "data")
+    (there,) = [int(record.args[0]) for record in caplog.records if "decoded before" in record.message and record.args]
+    assert 225 - 4 * CHUNK <= there < 225, "all but those of the chunk that came first"
+    assert later.fingerprint == run(settings(photos), dataset=tmp_path / "alone" / "data").fingerprint
+
+
+def test_the_same_bytes_under_another_etag_are_read_once(
+    object_store, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a copy within the store in parts of another size."""
+    for file in photos.rglob("*.png"):
+        object_store.put(f"photos/{file.relative_to(photos)}", file.read_bytes())
+    given = settings(photos, source=f"imagefolder:{object_store.uri('photos')}", keep_decoded=str(tmp_path / "decoded"))
+    listed = storage.listing
+    run(given, dataset=tmp_path / "first")
+    monkeypatch.setattr(storage, "listing", lambda uri: (one._replace(tag=f"{one.tag}-2") for one in listed(uri)))
+
+    def read(name: str) -> int:
+        object_store.clear()
+        run(given, dataset=tmp_path / name)
+        return sum(one.method == "GET" and one.path.endswith(".png") for one in object_store.requests)
+
+    assert (read("second"), read("third")) == (25, 0)
+
+
+def test_a_later_inventory_of_the_same_photos_finds_what_was_decoded(tmp_path: Path) -> None:
+    first, later, other = (
+        preparation.decode_cache_uri(
+            DataSettings(source=f"imagefolder:s3://reports/photos/{config}/manifest.json/food"), "kept"
+        )
+        for config in ("all/2026-11-28T01-00Z", "all/2026-11-29T01-00Z", "some/2026-11-28T01-00Z")
+    )
+    assert first == later != other
 
 
 def test_an_image_with_another_label_is_not_decoded_again(
@@ -242,7 +303,7 @@ def test_chunks_of_a_large_source_keep_their_images(
     def chunks() -> list[set[str]]:
         given = settings(photos)
         listing = preparation._mapped(list_source(given.source), tmp_path)
-        found = [[item.name for item in items] for items in preparation._chunks(listing, given)]
+        found = [[item.name for item in items] for items in preparation._chunks(listing, given).values()]
         names = [name for of_chunk in found for name in of_chunk]
         assert names == sorted(names, key=name_hash)
         assert len(names) == len(listing.items)
@@ -284,7 +345,7 @@ def test_one_that_finishes_first_takes_nothing_away(photos: Path, tmp_path: Path
         preparation._decode_all(listing, settings(photos), cache, 1, good.extend)
         assert run(settings(photos), dataset=tmp_path / "b" / "data").fingerprint == undisturbed.fingerprint
         assert storage.files(place) == {}
-        squares, ends = preparation._open_squares(cache, 7)
+        squares, ends = preparation._open_squares(cache, preparation._chunks(listing, settings(photos)))
         assert len(squares) == ends[-1] == len(good) == 24
 
 

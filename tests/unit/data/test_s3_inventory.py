@@ -139,7 +139,9 @@ def test_what_is_no_inventory_is_one_message():
         return str(caught.value)
 
     schema = SCHEMAS["Parquet"].replace("optional binary e_tag (UTF8); ", "")
-    assert "the inventory has no ETag, by which changed photos are known" in message(inventory(columns=schema))
+    assert "the inventory has no ETag, by which photos and their changes are known" in message(
+        inventory(columns=schema)
+    )
     schema = SCHEMAS["CSV"].replace("Size, ", "").replace("ETag, ", "")
     assert "the inventory has no Size, ETag, by" in message(inventory("CSV", columns=schema))
     assert message(f"{inventory()}/none").startswith(f"folder {FOLDER}/manifest.json/none/photos: does not exist")
@@ -151,11 +153,21 @@ def test_what_is_no_inventory_is_one_message():
         ("fileFormat", "Avro", "fileFormat 'Avro' is not known; give CSV, ORC or Parquet"),
         ("fileFormat", "ORC", "cannot be read as ORC"),
         ("files", [{"key": "data"}], "whose files have a key and an MD5checksum each"),
-        ("files", None, "is no manifest of an S3 Inventory, which has files"),
+        (
+            "files",
+            None,
+            "is no manifest of an S3 Inventory, which has sourceBucket, destinationBucket, fileFormat, fileSchema, files",
+        ),
+        ("files", 5, "look at files, or name another manifest"),
+        ("fileSchema", ["Key"], "look at fileSchema, or"),
+        ("destinationBucket", 7, "look at destinationBucket, or"),
+        ("fileSchema", SCHEMAS["Parquet"].replace("binary key (UTF8)", ""), "the inventory has no Key"),
     ):
         changed = {key: one for key, one in (manifest | {name: value}).items() if one is not None}
         storage.write_bytes(f"{FOLDER}/manifest.json", json.dumps(changed).encode())
         assert expected in message(f"{FOLDER}/manifest.json")
+    uri = inventory("CSV", columns=SCHEMAS["CSV"].replace("Size, LastModifiedDate", "LastModifiedDate, Size"))
+    assert "0.csv: cannot be read as CSV with the columns of" in message(uri)
     for content in (b"{", b"[]"):
         storage.write_bytes(f"{FOLDER}/manifest.json", content)
         assert message(f"{FOLDER}/manifest.json").startswith(f"{FOLDER}/manifest.json: ")

@@ -23,7 +23,15 @@ from trainer.io.errors import DataError
 from trainer.io.formatting import listed
 
 _MANIFEST = re.compile(r"(s3a?://.+?/manifest\.json)(?:/(.*))?")
+_DATED = re.compile(r"(s3a?://.+?)/\d{4}-\d{2}-\d{2}T\d{2}-\d{2}Z(/manifest\.json)")
 _ROWS = 65_536  # that are read at a time
+_MANIFEST_TYPES = {
+    "sourceBucket": str,
+    "destinationBucket": str,
+    "fileFormat": str,
+    "fileSchema": str,
+    "files": list,
+}
 _COLUMNS = {
     "Key": "key",
     "Size": "size",
@@ -46,23 +54,35 @@ def objects(uri: str) -> tuple[str, Iterator[storage.Listed]]:
     return storage.join(f"s3://{manifest['sourceBucket']}", prefix.rstrip("/")), _below(found[1], manifest, prefix)
 
 
+def undated(source: str) -> str:
+    """Return a source without the date of an inventory in it, which each later one of the same photos has too."""
+    return _DATED.sub(r"\1\2", source)
+
+
 def _read(uri: str) -> dict[str, Any]:
     try:
         manifest = storage.read_json(uri)
     except ValueError as error:
-        raise DataError(f"{uri}: {error}") from error
-    wanted = ("sourceBucket", "destinationBucket", "fileFormat", "fileSchema", "files")
-    missing = wanted if not isinstance(manifest, dict) else [name for name in wanted if name not in manifest]
-    if missing:
-        raise DataError(f"{uri}: is no manifest of an S3 Inventory, which has {', '.join(missing)}")
+        raise DataError(
+            f"{uri}: is no JSON ({error}); name the manifest.json that lies beside the manifest.checksum of an S3 Inventory"
+        ) from error
+    if not isinstance(manifest, dict):
+        manifest = {}
+    wrong = [name for name, kind in _MANIFEST_TYPES.items() if not isinstance(manifest.get(name), kind)]
+    if wrong:
+        raise DataError(
+            f"{uri}: is no manifest of an S3 Inventory, which has {', '.join(_MANIFEST_TYPES)} as S3 writes them; look at "
+            f"{', '.join(wrong)}, or name another manifest"
+        )
     if manifest["fileFormat"] not in ("CSV", "ORC", "Parquet"):
         raise DataError(f"{uri}: fileFormat {manifest['fileFormat']!r} is not known; give CSV, ORC or Parquet")
     if not all(isinstance(file, dict) and {"key", "MD5checksum"} <= file.keys() for file in manifest["files"]):
         raise DataError(f"{uri}: is no manifest of an S3 Inventory, whose files have a key and an MD5checksum each")
-    schema = re.findall(r"\w+", str(manifest["fileSchema"]))
-    if lacking := [name for name in ("Size", "ETag") if {name, _COLUMNS[name]}.isdisjoint(schema)]:
+    schema = re.findall(r"\w+", manifest["fileSchema"])
+    if lacking := [name for name in ("Key", "Size", "ETag") if {name, _COLUMNS[name]}.isdisjoint(schema)]:
         raise DataError(
-            f"{uri}: the inventory has no {listed(lacking, 2)}, by which changed photos are known; add the field to its configuration"
+            f"{uri}: the inventory has no {listed(lacking, 3)}, by which photos and their changes are known; add the field to its "
+            "configuration"
         )
     made: dict[str, Any] = manifest
     return made
@@ -78,8 +98,11 @@ def _below(uri: str, manifest: dict[str, Any], prefix: str) -> Iterator[storage.
         try:
             for batch in _batches(manifest, content):
                 yield from _rows(batch, prefix, encoded=manifest["fileFormat"] == "CSV")
-        except (pa.ArrowException, OSError, KeyError) as error:
-            raise DataError(f"{place}: cannot be read as {manifest['fileFormat']}: {error}") from error
+        except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+            raise DataError(
+                f"{place}: cannot be read as {manifest['fileFormat']} with the columns of {uri}: {type(error).__name__} {error}; take "
+                "another day's inventory"
+            ) from error
 
 
 def _batches(manifest: dict[str, Any], content: bytes) -> Iterator[pa.RecordBatch]:
