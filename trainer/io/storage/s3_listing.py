@@ -21,6 +21,7 @@ FIRST_PAGES = 20
 """Pages that are listed one after the other: fewer are not worth more requests, and they tell how large folders are."""
 LARGE = 500  # objects of a folder from which on a request for each folder is no waste
 AT_ONCE = 16  # folders
+TOGETHER = 64  # folders after which their size is looked at again
 AHEAD = 64  # pages of a folder that wait for their turn
 FEW, DEEPEST = 8, 4
 """A level with fewer folders is descended into, as far as so many levels."""
@@ -28,20 +29,32 @@ FEW, DEEPEST = 8, 4
 
 def objects(request: Request, prefix: str) -> Iterator[Page]:
     """Yield the `Contents` of all pages below a prefix."""
-    seen, folders, last = 0, set[str](), ""
-    pages = _pages(request, Prefix=prefix)
-    for number, page in enumerate(pages, start=1):
+    after: str | None = ""
+    while after is not None:
+        after = yield from _by_pages(request, prefix, after)
+        if after is not None:
+            after = yield from _level(request, prefix, after, depth=0)
+
+
+def _by_pages(request: Request, prefix: str, after: str) -> Generator[Page, None, str | None]:
+    """Yield the objects that come after a key page by page; returns the key after which folders are large, or None at the end."""
+    seen, folders = 0, set[str]()
+    for number, page in enumerate(_pages(request, Prefix=prefix, **_start(after)), start=1):
         contents = page.get("Contents", ())
         yield from contents
         seen += len(contents)
         folders.update(one["Key"].rpartition("/")[0] for one in contents)
         if contents:
-            last = contents[-1]["Key"]
-        if number == FIRST_PAGES and seen >= LARGE * len(folders):
-            break
-    else:
-        return
-    yield from _level(request, prefix, last, depth=0)
+            after = contents[-1]["Key"]
+        if number % FIRST_PAGES == 0 and page["IsTruncated"]:
+            if seen >= LARGE * len(folders):
+                return after
+            seen, folders = 0, set()
+    return None
+
+
+def _start(after: str) -> Mapping[str, str]:
+    return {"StartAfter": after} if after else {}
 
 
 def _pages(request: Request, **where: Any) -> Iterator[Page]:
@@ -53,27 +66,42 @@ def _pages(request: Request, **where: Any) -> Iterator[Page]:
         where["ContinuationToken"] = page["NextContinuationToken"]
 
 
-def _level(request: Request, prefix: str, after: str, *, depth: int) -> Iterator[Page]:
-    """Yield the objects below a prefix whose keys come after a key."""
+def _level(request: Request, prefix: str, after: str, *, depth: int) -> Generator[Page, None, str | None]:
+    """Yield the objects below a prefix whose keys come after a key; returns a key after which folders are small, or None at the end."""
     for page in _pages(request, Prefix=prefix, Delimiter="/"):
         found = [(one["Key"], one) for one in page.get("Contents", ()) if one["Key"] > after]
         folders = [one["Prefix"] for one in page.get("CommonPrefixes", ())]
         folders = [folder for folder in folders if folder > after or after.startswith(folder)]
-        descends = len(folders) < FEW and depth < DEEPEST and not page["IsTruncated"]
-        below = _one_by_one(request, folders, after, depth + 1) if descends else _side_by_side(request, folders, after)
-        with closing(below):
-            for _, one in sorted([*found, *((folder, None) for folder in folders)], key=lambda entry: entry[0]):
-                if one is None:
-                    yield from next(below)
-                else:
+        entries = sorted([*found, *((folder, None) for folder in folders)], key=lambda entry: entry[0])
+        if len(folders) < FEW and depth < DEEPEST and not page["IsTruncated"]:
+            for key, one in entries:
+                if one is not None:
                     yield one
+                elif (small := (yield from _level(request, key, after, depth=depth + 1))) is not None:
+                    return small
+            continue
+        for group in _groups(entries):
+            names, count, last = [key for key, one in group if one is None], 0, after
+            with closing(_side_by_side(request, names, after)) as below:
+                for _, one in group:
+                    for item in next(below) if one is None else (one,):
+                        yield item
+                        count, last = count + 1, item["Key"]
+            if len(names) == TOGETHER and count < LARGE * len(names):
+                return last
+    return None
 
 
-def _one_by_one(
-    request: Request, folders: Sequence[str], after: str, depth: int
-) -> Generator[Iterator[Page], None, None]:
-    for folder in folders:
-        yield _level(request, folder, after, depth=depth)
+def _groups(entries: Sequence[tuple[str, Page | None]]) -> Iterator[Sequence[tuple[str, Page | None]]]:
+    """Cut the objects and folders of a level after each `TOGETHER` folders."""
+    group: list[tuple[str, Page | None]] = []
+    for entry in entries:
+        group.append(entry)
+        if sum(one is None for _, one in group) == TOGETHER:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def _side_by_side(request: Request, folders: Sequence[str], after: str) -> Generator[Iterator[Page], None, None]:

@@ -67,12 +67,17 @@ def side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     first=st.integers(1, 4),
     few=st.integers(0, 3),
     ahead=st.integers(1, 3),
+    large=st.integers(0, 3),
+    together=st.integers(1, 4),
 )
 @settings(max_examples=150, deadline=None)
-def test_all_keys_come_once_and_in_order(names: list[list[str]], page: int, first: int, few: int, ahead: int) -> None:
+def test_all_keys_come_once_and_in_order(
+    names: list[list[str]], page: int, first: int, few: int, ahead: int, large: int, together: int
+) -> None:
     bucket = Bucket({"photos/" + "/".join(parts) for parts in names} | {"other/x", "photos2"}, page)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"FIRST_PAGES": first, "LARGE": 0, "FEW": few, "AHEAD": ahead, "AT_ONCE": 2}.items():
+        chosen = {"FIRST_PAGES": first, "LARGE": large, "FEW": few, "AHEAD": ahead, "AT_ONCE": 2, "TOGETHER": together}
+        for name, value in chosen.items():
             patch.setattr(s3_listing, name, value)
         found = keys_of(bucket, "photos/")
     assert found == [key for key in bucket.keys if key.startswith("photos/")]
@@ -90,6 +95,21 @@ def test_small_folders_are_not_asked_for_one_by_one(monkeypatch: pytest.MonkeyPa
     bucket = Bucket({f"{label:03}/{number}" for label in range(100) for number in range(4)}, 10)
     assert len(keys_of(bucket)) == 400
     assert bucket.asked == {"": 40}
+
+
+def test_small_folders_after_a_large_one_are_listed_page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"FIRST_PAGES": 2, "LARGE": 5, "TOGETHER": 4}.items():
+        monkeypatch.setattr(s3_listing, name, value)
+    large, small = {f"a/{number:03}" for number in range(60)}, {f"b{label:03}/0" for label in range(300)}
+    bucket = Bucket(large | small, 10)
+    assert keys_of(bucket) == bucket.keys
+    assert sum(bucket.asked.values()) < 60, "36 where each is asked for after the other"
+    # And where large ones come again, several are asked for at once.
+    bucket = Bucket(
+        large | small | {f"c{label:02}/{number:03}" for label in range(20) for number in range(60)}, 10, 0.002
+    )
+    assert keys_of(bucket) == bucket.keys
+    assert bucket.most == 4
 
 
 def test_who_takes_no_more_asks_no_more(side_by_side: None) -> None:
