@@ -476,3 +476,16 @@ def test_what_is_there_is_not_sent_again(object_store, files):
     assert [(one.path, one.received) for one in object_store.requests if one.method in ("PUT", "POST")] == [
         ("/artifacts/sent/small", 1)
     ]
+
+
+def test_machines_that_share_a_folder_write_beside_each_other(tmp_path, monkeypatch):
+    """In containers, where each process may be number 1."""
+    names = set()
+    for machine in ("first", "second"):
+        monkeypatch.setattr("platform.node", lambda machine=machine: machine)
+        names.add(storage.unfinished_file(tmp_path / "summary.json"))
+    assert len(names) == 2
+    assert {name.suffix for name in names} == {".partial"}
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: storage.write_bytes(tmp_path / "summary.json", b"x" * 1000), range(100)))
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]

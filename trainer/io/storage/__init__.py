@@ -19,6 +19,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import re
 import shutil
 import threading
@@ -159,13 +160,19 @@ def write_bytes(uri: str | Path, content: bytes) -> None:
         return
     path = local_path(uri)
     make_directory(path.parent)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    temporary = unfinished_file(path)
     with writing_to(path):
         try:
             _write_through(temporary, "wb", content)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def unfinished_file(path: Path) -> Path:
+    """Name the file that is written in place of another until it is whole; each machine, process and thread has its own."""
+    # Machines, since several may share the folder, and in a container each process is number 1.
+    return path.with_name(f".{path.name}.{platform.node()}-{os.getpid()}-{threading.get_ident()}.partial")
 
 
 def _write_through(path: Path, mode: str, content: bytes) -> None:
