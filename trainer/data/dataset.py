@@ -43,6 +43,7 @@ from trainer.data.dataset_schema import (
     SplitName,
     index_file,
 )
+from trainer.data.sampler import SHARD
 from trainer.data.split_rows import FetchedRows, Rows, TableRows
 from trainer.io import artifacts, limits, storage
 from trainer.io.artifacts import Artifact
@@ -70,8 +71,9 @@ class Split:
     It is cheap to send to a loader process. One that is started after `load` shares the decoded images on Linux; else they are left behind.
     """
 
-    def __init__(self, rows: Rows, name: SplitName, image_size: int, *, raw: bool = False) -> None:
+    def __init__(self, rows: Rows, name: SplitName, image_size: int, *, raw: bool = False, run: int = 1) -> None:
         self.name = name
+        self.run = run  # neighbors that a sample of the images may take together, as `evenly_spaced` does
         self.image_size = image_size
         self.raw = raw  # whether images are stored as their pixels
         self.rows = rows
@@ -135,6 +137,11 @@ class Split:
     def decoded(self) -> bool:
         """Whether a read decodes nothing."""
         return self.raw or self.in_memory
+
+    @property
+    def loaded(self) -> bool:
+        """Whether its images lie decoded in memory now."""
+        return self._decoded is not None
 
     @property
     def _bytes(self) -> int:
@@ -378,7 +385,9 @@ class PreparedDataset:
 
     def _opened(self, name: SplitName, directory: Path, load: Callable[[], Rows]) -> Split:
         try:
-            split = Split(load(), name, self.image_size, raw=self._raw)
+            # A split with an index is in the order of a hash, and a sample of it need not touch all of its files.
+            run = SHARD if index_file(name) in self._artifact.files else 1
+            split = Split(load(), name, self.image_size, raw=self._raw, run=run)
         except Exception as error:  # the readers of `datasets` and of Arrow raise nearly anything for a damaged file
             raise ArtifactError(
                 f"dataset {directory}: split {name} cannot be opened ({limits.cut(str(error), 500)}); prepare it again"

@@ -66,15 +66,17 @@ class FetchAhead:
     def _run(self) -> None:
         try:
             known: list[list[int]] = []
+            fetched: list[list[int]] = []
             while not self._ended.is_set():
                 windows = self._order.windows(self._position, 1 + AHEAD)
                 if (now := [shards.tolist() for shards in windows]) != known:
                     files = [self._samples.files(shards) for shards in windows]
-                    for number, of_window in enumerate(files if _have_room(files) else files[:1]):
-                        if now[number] not in known:
-                            self._fetch(of_window, says=not known and not number)
+                    wanted = now if _have_room(files) else now[:1]
+                    for window, of_window in zip(wanted, files, strict=False):
+                        if window not in fetched:
+                            self._fetch(of_window, says=not self._begun.is_set())
                         self._begun.set()
-                    known = now
+                    known, fetched = now, wanted
                 self._ended.wait(_POLL_S)
         except TrainerError as error:
             self._error = error

@@ -107,6 +107,11 @@ class Samples:
         return 0 if self.labeled is None else int((~self.labeled).sum())
 
     @property
+    def run(self) -> int:
+        """As `Split.run`, of all splits together."""
+        return max(split.run for split in self._splits)
+
+    @property
     def decoded(self) -> bool:
         """Whether a read decodes nothing."""
         return all(split.decoded for split in self._splits)
@@ -157,8 +162,8 @@ class Samples:
 
     @property
     def fetches(self) -> bool:
-        """Whether images are fetched from a store as they are read."""
-        return any(isinstance(split.rows, FetchedRows) for split in self._splits)
+        """Whether images are fetched from a store as they are read, which none is that is decoded already."""
+        return any(isinstance(split.rows, FetchedRows) and not split.loaded for split in self._splits)
 
     def files(self, shards: Indices) -> list[tuple[FetchedRows, int]]:
         """Return the files of a store, as rows and number, that have samples of these shards of the sampler, in their order."""

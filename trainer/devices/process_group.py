@@ -42,6 +42,8 @@ _EFA_PLUGINS = ("libnccl-net-ofi.so", "libnccl-net.so")
 """Names under which NCCL finds aws-ofi-nccl."""
 _ROLL_CALL_S = 3.0
 """How long a process that has waited in vain waits for the others to say the same."""
+_CALLS_IN_LIMIT = 10
+"""How often the first process tells the others within their limit that it works."""
 _STORE_S = 10.0
 """How long the store may take to say who came."""
 
@@ -99,6 +101,30 @@ class Processes:
         with self.waiting(what, is_collective=True):
             dist.all_gather_object(values, value, group=self.host)
         return values
+
+    def from_first(self, make: Callable[..., T], what: str) -> T:
+        """Return what the first process makes, on every process.
+
+        `make` gets a function `works` to call meanwhile: the others wait for its next call, not for its end, which may be far.
+        """
+        if self.world_size == 1:
+            return make(works=lambda: None)
+        if not self.is_first:
+            said: list[tuple[T] | None] = self.gather(None, what)
+            while (made := said[0]) is None:
+                said = self.gather(None, what)
+            return made[0]
+        called, interval_s = time.monotonic(), wait_limit_s() / _CALLS_IN_LIMIT
+
+        def works() -> None:
+            nonlocal called
+            if time.monotonic() - called >= interval_s:
+                self.gather(None, what)
+                called = time.monotonic()
+
+        own = make(works=works)
+        self.gather((own,), what)
+        return own
 
     def collect(self, value: T, what: str = "an exchange with the first process") -> list[T]:
         """Return the value of every process, in the order of the ranks, to the first process, and nothing to the others."""

@@ -8,9 +8,11 @@ Shapes: N images, M other images, D numbers of an embedding, K classes.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -154,10 +156,13 @@ def _in_order(parts: Sequence[Embeddings], count: int) -> Embeddings:
     return together
 
 
-def evenly_spaced(count: int, most: int) -> list[int]:
-    """Choose at most so many of `count` images, evenly from the first to the last."""
-    chosen: list[int] = np.linspace(0, count - 1, min(count, most)).round().astype(np.int64).tolist()
-    return chosen
+def evenly_spaced(count: int, most: int, run: int = 1) -> list[int]:
+    """Choose at most so many of `count` images, evenly from the first to the last, or runs of neighbors (`Split.run`)."""
+    runs = math.ceil(count / run)
+    chosen = np.linspace(0, runs - 1, min(runs, math.ceil(most / run))).round().astype(np.int64)
+    places = (chosen[:, None] * run + np.arange(run)).ravel()
+    found: list[int] = places[places < count][:most].tolist()
+    return found
 
 
 def statistics(embeddings: Embeddings) -> EmbeddingStatistics:
@@ -220,12 +225,14 @@ def fit_probe(
     val_labels: Ints,
     classes: int,
     penalties: Sequence[float] = PENALTIES,
+    *,
+    works: Callable[[], None] = lambda: None,
 ) -> LinearProbe:
     """Fit a linear probe by multinomial logistic regression, the usual measure of frozen embeddings (Radford et al. 2021, CLIP, by L-BFGS).
 
     Minimized is the mean cross-entropy + penalty / 2 x the weights' squared norm, over embeddings [N, D] that are standardized by the
     training images; mean and deviation then become part of the weights. The largest of the penalties that are best on the validation
-    split [M, D] is taken.
+    split [M, D] is taken. `works` is called at each step.
     """
     values = train.astype(np.float64)
     mean, std = values.mean(0), values.std(0)
@@ -233,7 +240,7 @@ def fit_probe(
     values = (values - mean) / std
     start, fitted = np.zeros((classes, values.shape[1] + 1)), []
     for penalty in penalties:
-        start = _minimize(start, values, labels, penalty)
+        start = _minimize(start, values, labels, penalty, works)
         weight = start[:, :-1] / std
         probe = LinearProbe(weight=weight, bias=start[:, -1] - weight @ mean, penalty=penalty, val_top1=0.0)
         right = probe.logits(val).argmax(1) == val_labels
@@ -244,24 +251,23 @@ def fit_probe(
 def add_probe(model: Classifier, data: PreparedDataset, processes: Processes, stage: str) -> Classifier:
     """Fit a linear classifier to a model's frozen embeddings of the labeled training images, the first process's on all, as its head."""
     train, val = data.split("train"), data.split("val")
-    chosen = evenly_spaced(len(train), MAX_IMAGES)
+    chosen = evenly_spaced(len(train), MAX_IMAGES, train.run)
     known = embed_together(model, train, chosen, processes)
     unknown = embed_together(model, val, range(len(val)), processes)
-    probe = None
+    fit = partial(fit_probe, known, train.labels[chosen], unknown, val.labels, len(data.classes))
+    probe = processes.from_first(fit, "the linear probe")
     if processes.is_first:
-        probe = fit_probe(known, train.labels[chosen], unknown, val.labels, len(data.classes))
         text = "%s  linear probe on %s images: validation top-1 %.2f%%, penalty %g"
         logger.info(text, stage, f"{len(chosen):,}", 100 * probe.val_top1, probe.penalty)
-    probe = processes.gather(probe, "the linear probe")[0]
-    assert probe is not None, "the first process has fitted one"
     return probe.head_of(model, data.classes)
 
 
-def _minimize(start: Doubles, values: Doubles, labels: Ints, penalty: float) -> Doubles:
+def _minimize(start: Doubles, values: Doubles, labels: Ints, penalty: float, works: Callable[[], None]) -> Doubles:
     """Minimize from a point [K, D + 1], whose last column is the bias."""
     rows = np.arange(len(labels))
 
     def objective(flat: Doubles) -> tuple[float, Doubles]:
+        works()
         point = flat.reshape(start.shape)
         weight = point[:, :-1]
         log_probabilities = scipy.special.log_softmax(values @ weight.T + point[:, -1], axis=1)

@@ -23,7 +23,8 @@ from trainer.io.host import LAUNCHED_VARIABLE
 
 EXIT_BARRIER_S = 60.0
 """How long a node whose processes have ended waits for the others, after the last thing that all do together: one that has not ended by
-then is lost, or sends its results, for which it needs nobody. Torch waits five minutes."""
+then is lost, or is the first one, which sends its results and needs nobody. In an elastic job it may need the node that serves the
+rendezvous, and all wait torch's five minutes."""
 
 
 class Agent(LocalElasticAgent):
@@ -48,7 +49,8 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _exit_barrier(self) -> None:
-        self._exit_barrier_timeout = EXIT_BARRIER_S
+        if not self._worker_group.spec.max_restarts:
+            self._exit_barrier_timeout = EXIT_BARRIER_S
         super()._exit_barrier()  # type: ignore[no-untyped-call]  # torch's own has no types
 
 

@@ -199,7 +199,7 @@ def _first_views(
     """Yield the first view of images spread over all samples, or its recorded output, in batches on the CPU."""
     unmixed = settings.views.model_copy(update={"mixup": 0.0, "cutmix": 0.0})
     views = Views(samples, size=size, seed=settings.seed or 0, settings=unmixed, exact=True)
-    chosen = np.array(evenly_spaced(len(samples), BALANCED_IMAGES))
+    chosen = np.array(evenly_spaced(len(samples), BALANCED_IMAGES, samples.run))
     for start in range(0, len(chosen), FORWARD_BATCH):
         indices = chosen[start : start + FORWARD_BATCH]
         numbers = np.zeros_like(indices)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import os
+import platform
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import torch
 
 from trainer.config import EvaluateSettings
@@ -59,6 +64,8 @@ _EARLIER_RUNS = 20  # that the page compares with, at most
 
 logger = logging.getLogger(__name__)
 
+_END_S = 30.0
+
 Logits = npt.NDArray[np.floating]
 
 
@@ -93,9 +100,12 @@ def run(
                 )
                 draft.startup_seconds, draft.device = round(seconds_since_launch(), 3), processes.device.kind
             asked = _ask(settings, data, subjects, processes)
+            here = (platform.node(), os.getpid())
+            places = processes.collect(here, "the end of evaluate's other processes")
             if draft is None:
                 return None
-            if processes.local_world_size > 1:  # the others have ended, and latency is that of all their threads
+            if processes.local_world_size > 1:  # latency is that of all their threads
+                _await_end(pid for node, pid in places if node == here[0] and pid != here[1])
                 torch.set_num_threads(torch.get_num_threads() * processes.local_world_size)
             is_here = not storage.is_remote(evaluation)
             earlier = _earlier_runs(storage.local_path(evaluation), data.fingerprint) if is_here else []
@@ -105,6 +115,16 @@ def run(
         for name in made.files:
             tracker.file(made.path / name)
     return made
+
+
+def _await_end(pids: Iterable[int]) -> None:
+    """Wait until these processes have ended, for half a minute at most."""
+    until = time.monotonic() + _END_S
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < until:
+                time.sleep(0.1)
 
 
 def _earlier_runs(evaluation: Path, dataset: str) -> list[EarlierRun]:
@@ -193,7 +213,7 @@ def _ask(
         for split in ("train", "val"):
             if split not in embedded:
                 images = data.split(split)
-                chosen = evenly_spaced(len(images), MAX_IMAGES) if split == "train" else range(len(images))
+                chosen = evenly_spaced(len(images), MAX_IMAGES, images.run) if split == "train" else range(len(images))
                 embedded[split] = _embed(teacher.model, images, chosen, size, processes)
         teacher = replace(teacher, embedded=embedded)
         teacher.model.cpu()
@@ -214,7 +234,7 @@ def _probed(
     """Probe the embeddings: votes of nearest neighbors for all models, and a linear probe as the head of a headless one."""
     train, test = data.split("train"), data.split("test")
     classes, done = len(data.classes), []
-    bank = evenly_spaced(len(train), MAX_IMAGES)
+    bank = evenly_spaced(len(train), MAX_IMAGES, train.run)
     labels = train.labels[bank]
     for subject in subjects:
         model, size, knn_top1 = subject.model, settings.batch_size, None
@@ -224,12 +244,10 @@ def _probed(
             votes = nearest_neighbors(embedded["train"], labels, asked, classes)
             knn_top1 = metrics.top_k(votes, test.labels, 1)
         if not model.card.labels:
-            val, probe = data.split("val"), None
+            val = data.split("val")
             embedded["val"] = _embed(model, val, range(len(val)), size, processes)
-            if processes.is_first:
-                probe = fit_probe(embedded["train"], labels, embedded["val"], val.labels, classes)
-            probe = processes.gather(probe, "the linear probe")[0]
-            assert probe is not None, "the first process has fitted one"
+            fit = partial(fit_probe, embedded["train"], labels, embedded["val"], val.labels, classes)
+            probe = processes.from_first(fit, "the linear probe")
             model = probe.head_of(model, data.classes).eval()
         probed = model is not subject.model
         done.append(replace(subject, model=model.cpu(), knn_top1=knn_top1, probed=probed, embedded=embedded))
@@ -397,7 +415,7 @@ def _judged_labels(settings: EvaluateSettings, data: PreparedDataset, asked: _As
     if settings.label_issues != "all":
         return held_out
     train, embedded = data.split("train"), asked.teacher.embedded
-    chosen = np.array(evenly_spaced(len(train), MAX_IMAGES))
+    chosen = np.array(evenly_spaced(len(train), MAX_IMAGES, train.run))
     out_of_fold, is_judged = label_issues.cross_validated(
         embedded["train"], train.labels[chosen], embedded["val"], val.labels, len(data.classes)
     )

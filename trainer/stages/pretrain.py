@@ -115,7 +115,8 @@ def finetune(model: Classifier, settings: PretrainSettings, session: Session) ->
 def measure_embedding(model: Classifier, session: Session) -> tuple[EmbeddingStatistics, EmbeddingStatistics | None]:
     """Measure the distribution of the teacher's embedding, and of its patch tokens, over all training images, to standardize them."""
     splits, has_tokens = session.data.training_splits(unlabeled=True), networks.find_token_shape(model) is not None
-    chosen, first, parts = np.array(evenly_spaced(sum(map(len, splits)), MOST_EMBEDDED)), 0, []
+    run = max(split.run for split in splits)
+    chosen, first, parts = np.array(evenly_spaced(sum(map(len, splits)), MOST_EMBEDDED, run)), 0, []
     for split in splits:
         own = chosen[(chosen >= first) & (chosen < first + len(split))] - first
         first += len(split)

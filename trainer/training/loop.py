@@ -222,7 +222,7 @@ class Trainer:
             loader = MicroBatchLoader(
                 spec.name,
                 batches,
-                fetching.noted(starts),
+                starts if views.resident is not None else fetching.noted(starts),
                 accumulation=accumulation,
                 timeline=current_timeline(),
                 workers="auto" if spec.loading.workers is None else spec.loading.workers,

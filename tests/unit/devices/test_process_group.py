@@ -61,6 +61,22 @@ def test_sums_are_over_all_processes(tmp_path):
     assert [result["own"] for result in results] == [[0.0, 10.0], [1.0, 10.0]]
 
 
+def test_others_wait_for_the_first_process_as_long_as_it_works(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAINER_WAIT_S", "3")
+    script = (
+        "import time\n"
+        "from trainer.devices.process_group import join_processes\n"
+        "def make(works):\n"
+        "    for _ in range(50):\n"
+        "        works()\n"
+        "        time.sleep(0.1)\n"
+        "    return 'made'\n"
+        "with join_processes() as processes:\n"
+        "    print(processes.from_first(make, 'what takes longer than they wait'))\n"
+    )
+    assert [out.strip() for out, _ in on_two_processes(script, tmp_path)] == ["made"] * 2
+
+
 @pytest.mark.parametrize(
     ("device", "message"),
     [("tpu", "must be auto, cpu, cuda or xla, got 'tpu'"), ("cuda", "finds no GPU on this machine")],

@@ -116,6 +116,15 @@ def test_images_are_chosen_from_all_over(count, most, chosen):
     assert embeddings.evenly_spaced(count, most) == chosen
 
 
+def test_images_of_a_split_in_the_order_of_a_hash_are_chosen_by_files():
+    assert embeddings.evenly_spaced(10, 4, run=2) == [0, 1, 8, 9]
+    assert embeddings.evenly_spaced(9, 5, run=2) == [0, 1, 4, 5, 8]
+    assert embeddings.evenly_spaced(10, 3, run=2) == [0, 1, 8]
+    chosen = embeddings.evenly_spaced(10_800_000, 20_000, run=4096)
+    assert 4 * 4096 < len(chosen) <= 20_000
+    assert len({index // 4096 for index in chosen}) == 5
+
+
 @dataclass
 class Group:
     """Processes one after the other: what each says is known when the last is asked."""

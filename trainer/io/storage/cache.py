@@ -33,9 +33,11 @@ LIMIT_GIB = 100.0
 
 LOG_INTERVAL_S = 30.0  # seconds between two lines about a wait
 _POLL_S = 0.1
+_DRAFT = "draft-"
 _WORTH_A_LINE = 2**28  # bytes of a removed folder; of a large data set thousands of smaller ones may be
 
 _used: dict[Path, int] = {}  # folder that this process uses -> descriptor that holds its lock
+_sizes: dict[Path, int] = {}  # folder -> its bytes
 _using = threading.Lock()  # of that dictionary
 
 
@@ -88,7 +90,7 @@ def held(key: str, what: str, *, is_whole: Callable[[Path], bool]) -> Path | Non
 def draft() -> Iterator[Path]:
     """Make a new folder to write into, removed when the block ends unless `adopt` has taken it."""
     limit_bytes()  # likewise
-    name = f"draft-{uuid.uuid4().hex}"
+    name = f"{_DRAFT}{uuid.uuid4().hex}"
     place = root() / name
     with _exclusively(name, name):
         make_directory(place)
@@ -120,14 +122,13 @@ def evict() -> None:
     """Remove the least recently used folders until the cache is within its limit; folders in use stay."""
     limit = limit_bytes()
     folders: list[tuple[int, int, Path]] = []  # time of last use, bytes, path
-    for folder in root().iterdir():
-        try:
-            if folder.is_dir():
-                used = folder.stat().st_mtime_ns
-                size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-                folders.append((used, size, folder))
-        except FileNotFoundError:  # another process has just moved, filled or removed it
-            continue
+    with os.scandir(root()) as entries:
+        for entry in entries:
+            try:
+                if entry.is_dir():
+                    folders.append((entry.stat().st_mtime_ns, _size(Path(entry.path)), Path(entry.path)))
+            except FileNotFoundError:  # another process has just moved, filled or removed it
+                continue
     total = sum(size for _, size, _ in folders)
     for _, size, folder in sorted(folders):
         if total <= limit:
@@ -136,6 +137,15 @@ def evict() -> None:
             level = logging.INFO if size >= _WORTH_A_LINE else logging.DEBUG
             logger.log(level, "cache: removed %s (%.1f GiB)", folder, size / 2**30)
             total -= size
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of a folder. A whole one never changes, and is walked through once: of a large data set there are thousands."""
+    if (size := _sizes.get(folder)) is None:
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        if folder.suffix != ".partial" and not folder.name.startswith(_DRAFT):
+            _sizes[folder] = size
+    return size
 
 
 def _remove_unused(folder: Path) -> bool:
