@@ -19,6 +19,7 @@ from trainer.data.dataset_schema import SplitName, needed_bytes
 from trainer.graph import STAGES, JobSpec, Kind
 from trainer.io import artifacts, storage
 from trainer.io.base_models import Section
+from trainer.io.costs import Machines, place_here
 from trainer.io.errors import LaunchError, SettingsError
 from trainer.io.formatting import size
 from trainer.runner.launch import processes_here, run_here
@@ -95,6 +96,10 @@ class Placement:
             f"{job_manifest.CACHE_FRACTION} of cache = {pool.cache}; give the pool a larger cache, for which its nodes need the disk, "
             f"take another pool, or {smaller}"
         )
+
+    def machines(self) -> Machines | None:
+        """Return the machines and their price, as far as known."""
+        return pools.get(self.pool).place(self.nodes, self.processes_per_node) if self.pool else place_here()
 
     def processes(self, wanted: str) -> int:
         """Return the number of training processes on all machines, where `run.device` is as wanted."""

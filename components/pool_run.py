@@ -21,7 +21,7 @@ from trainer.io import artifacts, commands, limits, storage
 from trainer.io.errors import LaunchError, SettingsError
 from trainer.io.host import environment_variables
 from trainer.report import finished_run
-from trainer.runner import local_run
+from trainer.runner import local_run, preflight
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,6 +43,7 @@ def _run(options: argparse.Namespace) -> None:
     place.check(warms_up=settings.warm_up.enabled)
     if not place.pool:
         raise SettingsError("--pool is empty; name a node pool (`python -m components.launch pools` lists them)")
+    preflight.check_budgets(settings, place.machines())
     place.check_cache("pretrain", settings.pretrain, {})
     place.check_cache("distill", settings.distill, {})
     exchange = launching.exchange_folder()

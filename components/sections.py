@@ -70,6 +70,7 @@ def configure(
             f"run.notify={settings.run.notify}: every task of a cluster reads the receivers from its environment; put them into the Secret "
             f"vit-distillation-notify under {notifications.ADDRESSES}, and leave the setting out"
         )
+    preflight.check_budgets(settings, place.machines())
     device = place.device(settings.run.device)
     processes = place.processes(settings.run.device)
     settings = preflight.checked(settings, trains_here=not place.pool, processes=processes, device=device)

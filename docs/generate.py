@@ -103,7 +103,7 @@ def _section(name: str) -> str:
     links = ", ".join(f"[{title.lower()}](#{title.lower().replace(' ', '-')})" for title in also)
     lines = [f"\n## {name}\n", *([f"Also: {links}.\n"] if also else []), *_table(rows)]
     if name == "profile":
-        lines.append("| `rules.RULE.THRESHOLD` | | | When a rule has a finding: [rules.md](rules.md). |")
+        lines.append("| `profile.rules.RULE.THRESHOLD` | | | When a rule has a finding: [rules.md](rules.md). |")
     return "\n".join([*lines, ""])
 
 

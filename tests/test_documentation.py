@@ -158,7 +158,7 @@ def test_python_has_the_modules():
 def test_settings_are_there(name):
     """But for the changelog, which names those that were, too."""
     there = {setting for setting, *_ in config.walk(config.Settings)}
-    there |= {setting.rpartition(".")[0] for setting in there}
+    there |= {".".join(setting.split(".")[:depth]) for setting in there for depth in range(1, setting.count(".") + 1)}
     named = rf"(?<![\w./-])(?:{'|'.join(config.Settings.model_fields)})(?:\.[a-z][a-z0-9_]*)+"
     found = {setting for text in code(PAGES[name]) for setting in re.findall(named, text)}
     assert sorted(setting for setting in found - there if not setting.endswith((".py", ".html", ".json"))) == []

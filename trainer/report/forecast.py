@@ -161,13 +161,13 @@ def _nodes(count: int) -> str:
     return "1 node" if count == 1 else f"{count} nodes"
 
 
-def check_budget(place: Machines | None, budget_usd: float | None) -> None:
-    """Make sure, before anything is measured, that the price of the machines is known where dollars are limited."""
+def check_budget(place: Machines | None, budget_usd: float | None, section: str = "run") -> None:
+    """Make sure, before anything is measured, that the price of the machines is known where a section limits dollars."""
     if budget_usd and (place is None or place.price is None):
         where = place or THIS_MACHINE
         raise BudgetError(
-            f"run.budget_usd={budget_usd:g} cannot be kept, since the price of {where} is not known; give the pool a price in pools.toml "
-            "(this machine: TRAINER_PLACE), or set run.budget_hours in its place"
+            f"{section}.budget_usd={budget_usd:g} cannot be kept, since the price of {where} is not known; give the pool a price in "
+            f"pools.toml (this machine: TRAINER_PLACE), or set {section}.budget_hours in its place"
         )
 
 

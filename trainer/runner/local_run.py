@@ -23,6 +23,7 @@ from trainer import config, stages
 from trainer.data import class_tables
 from trainer.graph import STAGES, Kind, Stage
 from trainer.io import artifacts, notifications, storage
+from trainer.io.costs import local_place
 from trainer.io.errors import ArtifactError, OutputError, StorageError, TrackingError, make_directory, writing_to
 from trainer.io.formatting import duration, estimated
 from trainer.io.host import AHEAD_VARIABLE, environment_variables
@@ -140,6 +141,8 @@ def run(
     settings = config.resolve_run(recipe, overrides)
     if not processes:
         processes = (launch.gpus() if settings.run.device in {"auto", "cuda"} else 0) or 2
+    if not device:
+        preflight.check_budgets(settings, local_place(processes))
     settings = preflight.checked(settings, trains_here=not device, processes=processes, device=device)
     directory = new_directory(recipe, output)
     with only_run_in(directory), environment_variables(environment(settings, directory)):

@@ -16,6 +16,7 @@ import numpy as np
 
 from trainer.config import TOP_K, ReinforceSettings, Settings
 from trainer.data.sampler import HELD, SHARD, WINDOW
+from trainer.io import limits
 from trainer.io.costs import Machines, dollars_text
 from trainer.io.errors import SettingsError
 from trainer.io.formatting import aligned, duration, percent, short, size
@@ -124,6 +125,7 @@ class StagePlan:
     memory: float  # bytes, of each node
     ways: Mapping[str, str]  # limit -> what to do where it is exceeded
     machines: Machines | None = None
+    refused: str = ""  # what it refuses, whatever the room
 
     @property
     def hours(self) -> float:
@@ -137,6 +139,8 @@ class StagePlan:
 
     def too_much(self, doubt: float = HOURS_DOUBT) -> Iterator[str]:
         """Yield a sentence for each limit that it exceeds: the number, the limit, the way out; for its hours by that factor."""
+        if self.refused:
+            yield f"{self.stage} {self.refused}"
         room = self.room
         numbers = {
             "disk": (f"{size(self.disk)} of disk", size(room.disk)),
@@ -235,6 +239,9 @@ class _Run:
                 "hours": "take more nodes for it (PREPARE_NODES)",
             },
             machines=machines,
+            refused=""
+            if images <= limits.SOURCE_IMAGES
+            else f"takes at most {limits.SOURCE_IMAGES:,} photos of a source: give a part of them",
         )
 
     def trainings(self) -> Iterator[StagePlan]:

@@ -28,10 +28,11 @@ from trainer.data.dataset_schema import UNLABELED
 from trainer.data.sources import SourceListing
 from trainer.io import artifacts, limits, notifications, storage
 from trainer.io.base_models import Section
+from trainer.io.costs import Machines
 from trainer.io.errors import ModelError, SettingsError, TrainerError
 from trainer.models.served_student.onnx_network import OPENVINO
 from trainer.profiling.rules import own
-from trainer.report import tracking
+from trainer.report import forecast, tracking
 from trainer.stages.onnx_export import missing_package
 
 if TYPE_CHECKING:
@@ -92,6 +93,13 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1, device
     _check_sizes(settings, teacher, student)
     _check_batches(settings, listing, {**trained, "distill": student}, processes)
     return settings
+
+
+def check_budgets(settings: Settings, place: Machines | None) -> None:
+    """Raise a `BudgetError` where dollars are limited on machines whose price is not known."""
+    forecast.check_budget(place, settings.run.budget_usd)
+    if settings.search.enabled:
+        forecast.check_budget(place, settings.search.budget_usd, "search")
 
 
 def warn_of_other_classes(settings: Settings) -> None:

@@ -6,12 +6,14 @@ import huggingface_hub.constants
 import pytest
 import torch
 
+from components import sections
+from components.launching import Placement
 from tests.distillations import TINY, blank_teacher
 from trainer import config
 from trainer.io import artifacts
-from trainer.io.errors import ArtifactError, DataError, ModelError, SettingsError
+from trainer.io.errors import ArtifactError, BudgetError, DataError, ModelError, SettingsError
 from trainer.models import networks
-from trainer.runner import preflight
+from trainer.runner import local_run, preflight
 
 WEIGHTS = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
 
@@ -363,3 +365,18 @@ def test_openvino_is_wanted_where_it_is_to_be_tried(monkeypatch):
         preflight.checked(config.resolve("digits", "export.openvino=true"), trains_here=True)
     nothing = config.resolve("digits", ["export.openvino=true", "export.enabled=false"])
     assert preflight.checked(nothing, trains_here=True), "a run that exports nothing needs neither"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (["run.budget_usd=3"], "run.budget_usd=3"),
+        (["search.enabled=true", "search.budget_usd=9"], "search.budget_usd=9"),
+    ],
+)
+def test_a_budget_in_dollars_needs_a_price_before_anything_starts(overrides, name, tmp_path):
+    with pytest.raises(BudgetError, match=f"{name} cannot be kept, since the price of this machine is not known"):
+        local_run.run("digits", overrides, output=tmp_path / "run", processes=1)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(BudgetError, match="is not known; give the pool a price"):
+        sections.configure(config.resolve("digits", overrides), Placement(pool="cpu", nodes=2))
