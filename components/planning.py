@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _count(text: str) -> int:
-    value = float(text)
+    value = commands.number(text)
     if not 1 <= value <= 1e12:
         raise argparse.ArgumentTypeError(f"must be from 1 to 1e12, got {text}")
     return int(value)

@@ -22,6 +22,7 @@ from trainer.graph import ALONE, SEARCH, flag
 from trainer.io import commands, errors, limits, storage
 from trainer.io.commands import Subparsers
 from trainer.io.errors import DataError, SettingsError, TrainerError
+from trainer.io.formatting import aligned
 from trainer.io.host import Terminated, ended_by_sigterm, ensure_home, escape_what_cannot_be_printed
 from trainer.report import tracking
 from trainer.runner import launch
@@ -275,8 +276,7 @@ def _config(options: argparse.Namespace) -> None:
 
 def _recipes(_options: argparse.Namespace) -> None:
     """List the recipes."""
-    for name, text in config.recipes().items():
-        print(f"{name:<12}{text}")
+    print("\n".join(aligned([*config.recipes().items()])))
     print(
         f"\nThey stand in {Path(config.RECIPES)}; a recipe is also any TOML file that states what differs from the defaults."
     )
@@ -475,6 +475,8 @@ def _predict(options: argparse.Namespace) -> None:
         raise SettingsError(
             f"predict {folders[0]}: is a folder; give --output DIR, into which the predictions of all its photos are written"
         )
+    if not options.output and (missing := [photo for photo in options.photos if not Path(photo).exists()]):
+        raise SettingsError(f"predict {missing[0]}: there is no such file; give paths of photos")
     model = photo_classifier.load_model(options.model, judged=not options.force)
     if options.output:
         logger.info("%s", model)

@@ -57,6 +57,10 @@ def main() -> None:
     )
     options = parser.parse_args()
     folder, beside = options.folder.resolve(), options.manifest.resolve().parent
+    if missing_places := [place for place in (folder, options.test) if place and not place.exists()]:
+        raise SystemExit(
+            f"{missing_places[0]}: does not exist; name the photos' folder, and what lists the test photos"
+        )
     held_out, apart = set[str](), list[Path]()
     if options.test and options.test.is_dir():
         apart = sorted(options.test.resolve().glob("*/*"))

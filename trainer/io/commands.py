@@ -54,17 +54,24 @@ def module_parser(module: str, text: str | None) -> argparse.ArgumentParser:
     )
 
 
+def number(text: str) -> float:
+    """Read a number for argparse, such as 11e6."""
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from error
+
+
 def positive(text: str) -> int:
-    """Read a number for argparse, 1 or more."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be >= 1, got {value}")
-    return value
+    """Read a whole number for argparse, 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text!r}")
+    return int(text)
 
 
 def seconds(text: str) -> float:
     """Read a time for argparse, from 0 to a day."""
-    value = float(text)
+    value = number(text)
     if not 0 <= value <= 86_400:
         raise argparse.ArgumentTypeError(f"must be from 0 to 86400, got {text}")
     return value
@@ -72,7 +79,7 @@ def seconds(text: str) -> float:
 
 def fraction(text: str) -> float:
     """Read a number for argparse, above 0 and up to 1."""
-    value = float(text)
+    value = number(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and up to 1, got {text}")
     return value
@@ -80,11 +87,10 @@ def fraction(text: str) -> float:
 
 def share(text: str) -> Share:
     """Read a share for argparse, such as 0/4, the first of four."""
-    number, slash, of = text.partition("/")
-    found = Share(int(number), int(of) if slash else 0)
-    if not 0 <= found.number < found.of:
-        raise argparse.ArgumentTypeError(f"must be K/N with K from 0 to N - 1, such as 0/4, got {text}")
-    return found
+    first, _, of = text.partition("/")
+    if not (first.isdecimal() and of.isdecimal() and int(first) < int(of)):
+        raise argparse.ArgumentTypeError(f"must be K/N with K from 0 to N - 1, such as 0/4, got {text!r}")
+    return Share(int(first), int(of))
 
 
 def add_with_default(options: Options, name: str, default: object, text: str, **further: Any) -> None:

@@ -51,8 +51,8 @@ def test_options_are_read(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--pool", "p", "--nodes", "0"], "argument --nodes: must be >= 1, got 0"),
-        (["--pool", "p", "--processes", "many"], "argument --processes: invalid positive value: 'many'"),
+        (["--pool", "p", "--nodes", "0"], "argument --nodes: must be a whole number >= 1, got '0'"),
+        (["--pool", "p", "--processes", "many"], "argument --processes: must be a whole number >= 1, got 'many'"),
         (["--nodes", "2"], "the following arguments are required: --pool"),
     ],
 )

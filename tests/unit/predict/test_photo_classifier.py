@@ -119,7 +119,7 @@ def test_export_that_cannot_be_loaded_is_one_message(exported, damage, tmp_path,
             (draft.path / "card.json").write_text(json.dumps(card))
         else:
             (draft.path / card["file"]).write_bytes(b"no graph")
-    assert cli.main(["predict", "photo.jpg", "--model", str(tmp_path / "export")]) == EXIT_CODE
+    assert cli.main(["predict", __file__, "--model", str(tmp_path / "export")]) == EXIT_CODE
     said = capsys.readouterr().err
     assert said.startswith(f"error: export {tmp_path / 'export'}: cannot be loaded (")
     assert said.endswith("); export the student again\n")
@@ -190,7 +190,7 @@ def test_what_cannot_be_asked_or_read_is_one_message(run, photos, tmp_path, caps
             [photos[0], str(broken), "--model", str(run)],
             f"image 1 ({broken}): no image that can be read: a text file; mend the photo",
         ),
-        ([str(tmp_path / "none.jpg"), "--model", str(run)], "none.jpg): No such file or directory"),
+        ([str(tmp_path / "none.jpg"), "--model", str(run)], "none.jpg: there is no such file; give paths of photos"),
         ([photos[0], "--model", str(tmp_path / "none")], "none: no student at "),
         (
             [photos[0], "--model", "models:/vit-student"],
