@@ -229,3 +229,17 @@ def test_a_machine_decodes_what_has_changed_since_an_earlier_preparation(
     decoded.clear()
     run(kept, dataset=object_store.uri("second"))
     assert not decoded
+
+
+def test_an_older_data_set_at_the_output_ends_no_share(
+    photos: Path, tmp_path: Path, decoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINER_CHECKPOINTS", str(tmp_path / "checkpoints"))
+    run(settings(photos, image_size=8), dataset=tmp_path / "data")
+    decoded.clear()
+    run(settings(photos), dataset=tmp_path / "data", share=Share(1, 2))
+    assert len(decoded) == len({*decoded}) == 49
+    run(settings(photos), dataset=tmp_path / "data")
+    decoded.clear()
+    run(settings(photos), dataset=tmp_path / "data", share=Share(1, 2))
+    assert not decoded, "it is made"

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import safetensors.torch
 import torch
@@ -249,3 +252,15 @@ def test_labels_are_not_judged_where_that_is_off(trained_digits, tmp_path):
     assert not (artifact.path / "label_issues.csv").exists()
     assert "label_issues" not in json.loads((artifact.path / "metrics.json").read_text())
     assert "Labels that the teacher" not in (artifact.path / "report.html").read_text()
+
+
+def test_the_end_of_other_processes_is_waited_for(monkeypatch):
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"]) as other:
+        evaluate._await_end([other.pid])
+        assert psutil.Process(other.pid).status() == psutil.STATUS_ZOMBIE, "it has ended, and nobody has asked how"
+    evaluate._await_end([other.pid])  # it is gone
+    monkeypatch.setattr(evaluate, "_END_S", 0.2)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as other:
+        evaluate._await_end([other.pid])
+        assert other.poll() is None, "one that stays is not waited for without end"
+        other.kill()
