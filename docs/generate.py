@@ -97,7 +97,7 @@ def _section(name: str) -> str:
     rows = [
         row
         for row in config.walk(config.Settings.model_fields[name].get_default(), name, every_kind=True)
-        if not _is_shared(row[0], row[3]) and not row[0].startswith("profile.rules.")
+        if not config.copied_from(row[0]) and not _is_shared(row[0], row[3]) and not row[0].startswith("profile.rules.")
     ]
     also = [title for title, _, prefixes in _SHARED.values() if any(_is_in(prefix, name) for prefix in prefixes)]
     links = ", ".join(f"[{title.lower()}](#{title.lower().replace(' ', '-')})" for title in also)

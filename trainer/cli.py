@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from itertools import filterfalse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -271,7 +272,8 @@ def _config(options: argparse.Namespace) -> None:
         print(json.dumps(settings.model_dump(mode="json"), indent=2))
         return
     for name, value, kind, meaning in config.walk(settings):
-        print(f"{name} = {json.dumps(value)}\n    {meaning} ({kind})")
+        if not config.copied_from(name):
+            print(f"{name} = {json.dumps(value)}\n    {meaning} ({kind})")
 
 
 def _recipes(_options: argparse.Namespace) -> None:
@@ -475,7 +477,7 @@ def _predict(options: argparse.Namespace) -> None:
         raise SettingsError(
             f"predict {folders[0]}: is a folder; give --output DIR, into which the predictions of all its photos are written"
         )
-    if not options.output and (missing := [photo for photo in options.photos if not Path(photo).exists()]):
+    if not options.output and (missing := list(filterfalse(os.path.exists, options.photos))):
         raise SettingsError(f"predict {missing[0]}: there is no such file; give paths of photos")
     model = photo_classifier.load_model(options.model, judged=not options.force)
     if options.output:

@@ -48,11 +48,11 @@ from trainer.config import (
     DataSettings,
     DecodeOn,
     DistillSettings,
-    LoadingSettings,
     ModelSettings,
     Precision,
     ReinforceSettings,
     Resident,
+    ResidentSettings,
     ViewSettings,
 )
 from trainer.data import dataset as dataset_module
@@ -201,7 +201,7 @@ class Bench:
             samples=samples,
             view_size=student.card.image_size,
             settings=settings,
-            loading=LoadingSettings(workers=self.workers, decode_on=self.case.decode_on, resident=self.case.resident),
+            loading=ResidentSettings(workers=self.workers, decode_on=self.case.decode_on, resident=self.case.resident),
             processes=self.processes,
             teacher_outputs=recording,
         )

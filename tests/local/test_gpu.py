@@ -143,7 +143,7 @@ def test_a_step_makes_the_host_wait_for_nothing(
         samples=Samples([data.split("train")]),
         view_size=16,
         settings=settings,
-        loading=config.LoadingSettings(workers=1, views_on=views_on),
+        loading=config.ResidentSettings(workers=1, views_on=views_on),
         processes=processes,
         val_split=data.split("val"),
     )

@@ -250,6 +250,10 @@ WRONG = {
     "distill.kl_weight=1": r"unknown setting distill.kl_weight; did you mean distill\.weights or distill\.token_weight or",
     "distill.logit.temperature=3 distill.logit.loss=hard": r"distill.logit: temperature is 3, but loss is hard, which has none; leave",
     "distill.logit.alpha=2": r"distill.logit: alpha is 2, but loss is kl, .* leave distill.logit.alpha out, or set distill.logit.loss=dkd",
+    "tune.distill.epochs=2": r"^tune.distill.epochs is a copy that a run makes of distill.epochs; set that$",
+    "tune.budget_usd=2 pretrain.watch={log_steps=true}": r"^pretrain.watch.log_steps is a copy .* of profile.log_steps; set that\n"
+    r"tune.budget_usd is a copy that a run makes of run.budget_usd; set that$",
+    "search.gate={min_accuracy=0.9}": r"^search.gate.min_accuracy is a copy that a run makes of evaluate.gate.min_accuracy; set that$",
     "distill.logit.alhpa=2": r"unknown setting distill.logit.alhpa; did you mean distill.logit.alpha",
     "distill.logit=dkd": r"distill.logit is a group of settings and cannot be 'dkd'; set one of its members",
     "distill.logit.loss=mse": r"distill.logit.loss must be 'kl', 'hard', 'dkd' or 'dist', got 'mse'",

@@ -58,6 +58,7 @@ from trainer.config.settings import ProfileSettings as ProfileSettings
 from trainer.config.settings import RegisterSettings as RegisterSettings
 from trainer.config.settings import ReinforceSettings as ReinforceSettings
 from trainer.config.settings import Resident as Resident
+from trainer.config.settings import ResidentSettings as ResidentSettings
 from trainer.config.settings import SearchSettings as SearchSettings
 from trainer.config.settings import Settings as Settings
 from trainer.config.settings import Sharding as Sharding
@@ -73,7 +74,7 @@ from trainer.config.settings import WatchSettings as WatchSettings
 from trainer.config.settings import WeightsSettings as WeightsSettings
 from trainer.config.settings import Workers as Workers
 from trainer.io import limits, local_files
-from trainer.io.base_models import Section, explain, meanings, merge, nearest, texts
+from trainer.io.base_models import Section, explain, flatten, meanings, merge, nearest, texts
 from trainer.io.errors import ObjectNotFoundError, SettingsError, StorageError
 
 OPTIMIZATION = "KUBEFLOW_TRAINER_OPT_"
@@ -110,15 +111,33 @@ def load_recipe(recipe: str) -> dict[str, Any]:
         raise SettingsError(f"recipe {path}: cannot be read: {error}") from error
 
 
-COPIED = re.compile(r"(tune|search|warm_up)\.(pretrain|reinforce|distill|gate)\.|(pretrain|distill)\.watch\.")
-"""Settings that `_inherit` copies from others."""
+_COPIES = {
+    "pretrain.watch": "profile",
+    "distill.watch": "profile",
+    "tune.distill": "distill",
+    "tune.reinforce": "reinforce",
+    "tune.budget_usd": "run.budget_usd",
+    "tune.budget_hours": "run.budget_hours",
+    "search.distill": "distill",
+    "search.gate": "evaluate.gate",
+    "warm_up.pretrain": "pretrain",
+    "warm_up.reinforce": "reinforce",
+    "warm_up.distill": "distill",
+}
+"""What a stage is told of others' settings, by full name, and whose it is."""
+
+
+def copied_from(name: str) -> str:
+    """Return the setting of which one by this full name is a copy that `resolve` makes; empty where it is a setting of its own."""
+    copies = (original + name[len(copy) :] for copy, original in _COPIES.items() if f"{name}.".startswith(f"{copy}."))
+    return next(copies, "")
 
 
 def recipe_of(settings: Settings) -> str:
     """Write resolved settings as a recipe: what differs from the defaults, in TOML."""
     defaults, sections = {name: value for name, value, *_ in walk(resolve())}, dict[str, list[str]]()
     for name, value, *_ in walk(settings):
-        if value is not None and value != defaults.get(name) and not COPIED.match(name):
+        if value is not None and value != defaults.get(name) and not copied_from(name):
             section, _, key = name.rpartition(".")
             sections.setdefault(section, []).append(f"{key} = {limits.toml_value(value)}")
     return "\n\n".join("\n".join([f"[{section}]", *lines]) for section, lines in sections.items()) + "\n"
@@ -202,6 +221,10 @@ def resolve_text(text: str) -> Settings:
 
 
 def _completed(values: Mapping[str, Any], recipe: str = "") -> Settings:
+    if copies := [(name, original) for name in flatten(values) if (original := copied_from(name))]:
+        raise SettingsError(
+            "\n".join(f"{name} is a copy that a run makes of {original}; set that" for name, original in copies)
+        )
     defaults = Settings().model_dump(exclude={"distill": {"logit"}})  # each logit loss has defaults of its own
     defaults["register"]["model_name"] = student_name(recipe)
     return _inherit(validate(Settings, merge(defaults, values)))

@@ -73,10 +73,15 @@ class LoadingSettings(Section):
     """Where views are made; default: `data.views_on`."""
     decode_on: DecodeOn | None = None
     """Where stored images are decoded; default: `data.decode_on`."""
-    resident: Annotated[Resident | None, Field(exclude_if=_is_auto)] = None
-    """Whether a training's images lie in the device's memory; default: `data.resident`."""
     deterministic: bool | None = None
     """Use only deterministic operations on a GPU; default: `run.deterministic`."""
+
+
+class ResidentSettings(LoadingSettings):
+    """What the stages that train share."""
+
+    resident: Annotated[Resident | None, Field(exclude_if=_is_auto)] = None
+    """Whether a training's images lie in the device's memory; default: `data.resident`."""
 
 
 LOADING = frozenset({"workers", "views_on", "decode_on", "resident"})
@@ -590,7 +595,7 @@ TrainingSplits = tuple[Literal["train", "val", "unlabeled"], ...]
 """The splits of a data set that a training opens; it never opens the test split."""
 
 
-class PretrainSettings(WeightsSettings, LoadingSettings):
+class PretrainSettings(WeightsSettings, ResidentSettings):
     """The teacher: masked-autoencoder pretraining, then fine-tuning; or given weights."""
 
     watch: WatchSettings | None = None
@@ -788,7 +793,7 @@ LogitSettings = Annotated[
 ]
 
 
-class DistillSettings(WeightsSettings, LoadingSettings, TrainingSettings):
+class DistillSettings(WeightsSettings, ResidentSettings, TrainingSettings):
     """The student: loss = the sum of weight x loss over logits, features, tokens, blocks, similarities, labels."""
 
     _renamed = accepting_former_names("distill")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from trainer.config import with_present_names
+from trainer.config import copied_from, with_present_names
 from trainer.config.rules import RuleSettings
 from trainer.io import artifacts, storage
 from trainer.io.base_models import flatten, what_is_wrong
@@ -454,8 +454,7 @@ def _settings(before: ComparedRun, after: ComparedRun) -> Table:
     a, b = (flatten(with_present_names(settings)) for settings in sides)
     rows: list[Row] = []
     for name in {**a, **b}:
-        repeats = name.removeprefix("tune.distill.") != name  # tune starts from the settings of distill
-        if a.get(name) != b.get(name) and not repeats:
+        if a.get(name) != b.get(name) and copied_from(name) not in {**a, **b}:
             rows.append((name, *(str(values[name]) if name in values else "not there" for values in (a, b))))
     return Table(("setting", "before", "after"), rows, title="Settings that differ")
 

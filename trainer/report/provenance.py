@@ -55,7 +55,7 @@ def differences(recipe: str, resolved: Mapping[str, Any]) -> dict[str, Any]:
     except SettingsError:
         base = config.resolve()
     known, flat = (flatten(one, keep=lambda group: not group) for one in (base.model_dump(mode="json"), resolved))
-    given = {name: value for name, value in flat.items() if not config.COPIED.match(name)}
+    given = {name: value for name, value in flat.items() if not config.copied_from(name)}
     changed = {name: value for name, value in given.items() if name not in known or known[name] != value}
     seed = changed.get("run.seed")  # the default of the other seeds
     return {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from trainer.config import DistillSettings, LoadingSettings, TrainingSettings
+from trainer.config import DistillSettings, ResidentSettings, TrainingSettings
 from trainer.config.step_schedule import learning_rate_at, low_resolution_steps, step_count
 from trainer.data import loader
 from trainer.data.batch import Batch
@@ -69,7 +69,7 @@ class TrainingSpec:
     view_size: int
     """Edge of the views, in pixels."""
     settings: TrainingSettings
-    loading: LoadingSettings
+    loading: ResidentSettings
     """The seed of all draws; how many processes load, and where images are decoded and views made."""
     processes: Processes
     layer_decay: float = 1.0
@@ -179,7 +179,7 @@ def smallest_micro_batch(model: nn.Module) -> int:
     return 2 if any(module.training for module in batch_norms(model.train())) else 1
 
 
-def why_micro_batches_count(section: LoadingSettings, model: nn.Module) -> str:
+def why_micro_batches_count(section: ResidentSettings, model: nn.Module) -> str:
     """Say why the size of a micro-batch is a part of what a model learns; empty where it only decides how a step is computed."""
     if isinstance(section, DistillSettings) and section.relates_images:
         return "logit.loss=dist compares its images with one another"

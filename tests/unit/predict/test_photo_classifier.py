@@ -191,6 +191,7 @@ def test_what_cannot_be_asked_or_read_is_one_message(run, photos, tmp_path, caps
             f"image 1 ({broken}): no image that can be read: a text file; mend the photo",
         ),
         ([str(tmp_path / "none.jpg"), "--model", str(run)], "none.jpg: there is no such file; give paths of photos"),
+        (["n" * 300, "--model", str(run)], "n: there is no such file; give paths of photos"),
         ([photos[0], "--model", str(tmp_path / "none")], "none: no student at "),
         (
             [photos[0], "--model", "models:/vit-student"],

@@ -469,8 +469,8 @@ def test_what_differs_from_the_defaults_comes_first(store):
     run = store.get_run(tracking.start_parent(settings.model_dump(mode="json"), {}))
     names = list(run.data.params)
     defaults = tracking.parameters(config.resolve().model_dump(mode="json"))
-    same = [name for name in names if defaults.get(name) == run.data.params[name] and not config.COPIED.match(name)]
-    copied = [name for name in names if config.COPIED.match(name)]
+    same = [name for name in names if defaults.get(name) == run.data.params[name] and not config.copied_from(name)]
+    copied = [name for name in names if config.copied_from(name)]
     assert len(same) > 100
     assert len(copied) > 100
     assert names[-len(same) - len(copied) :] == same + copied

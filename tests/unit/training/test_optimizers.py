@@ -125,7 +125,7 @@ from pathlib import Path
 import timm, torch
 from tests.distillations import QUICK
 from trainer import config; from trainer.models import networks as models
-from trainer.config import EvidenceSettings, FinetuneSettings, LoadingSettings
+from trainer.config import EvidenceSettings, FinetuneSettings, ResidentSettings
 from trainer.data.dataset import open_dataset
 from trainer.data.loader import Samples
 from trainer.models.networks import Classifier, ModelCard
@@ -155,7 +155,7 @@ Device.average = noted
 with join_processes() as processes:
     training = TrainingSpec(
         name="finetune", objective=FinetuneObjective(Classifier(network, card), label_smoothing=0.0),
-        samples=Samples([open_dataset(digits).split("train")]), view_size=16, settings=settings, loading=LoadingSettings(workers=0),
+        samples=Samples([open_dataset(digits).split("train")]), view_size=16, settings=settings, loading=ResidentSettings(workers=0),
         processes=processes,
     )
     trained = Trainer(training).train()

@@ -37,7 +37,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from trainer.config import COPIED, TrackingSettings, resolve
+from trainer.config import TrackingSettings, copied_from, resolve
 from trainer.io.base_models import flatten, holds_secret
 from trainer.io.errors import TrackingAwayError, TrackingError, refused_to_write
 from trainer.io.formatting import listed
@@ -454,7 +454,7 @@ def parameters(settings: Mapping[str, Any], section: str = "") -> dict[str, str]
 
     def rank(name: str) -> int:
         full = prefix + name
-        return 2 if COPIED.match(full) else 0 if defaults.get(full) != flat[name] else 1
+        return 2 if copied_from(full) else 0 if defaults.get(full) != flat[name] else 1
 
     return {name: flat[name] for name in sorted(flat, key=rank)}
 
