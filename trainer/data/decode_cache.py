@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class _Image(StrictModel):
     name: str
     label: int
     content: str  # SHA-256 of the file, or why it cannot be read
-    state: str = ""  # `Item.state` of the file that was read
+    state: str = ""  # `Item.state` of the file that was read; empty where it could not be
     reason: str = ""  # why it is quarantined; empty for a good image, which has the fields below
     key: str = ""
     width: int = 0
@@ -104,13 +105,16 @@ class DecodeCache:
         found = [_kept(item, *there[item.name], content) if item.name in there else None for item in items]
         same = [(image.name, image.label) for image in chunk.images] == [(item.name, item.label) for item in items]
         is_whole = same and None not in found
-        if is_whole and any(
-            item.state not in ("", image.state) for image, item in zip(chunk.images, items, strict=True)
-        ):
+        if is_whole:
             # The same bytes under another ETag; else each later preparation would read these files again.
-            states = ({"state": item.state} for item in items)
-            images = (image.model_copy(update=state) for image, state in zip(chunk.images, states, strict=True))
-            self._write(name, chunk.model_copy(update={"images": tuple(images)}))
+            states = [
+                _state(item, image.content) or image.state for image, item in zip(chunk.images, items, strict=True)
+            ]
+            if states != [image.state for image in chunk.images]:
+                images = (
+                    image.model_copy(update={"state": state}) for image, state in zip(chunk.images, states, strict=True)
+                )
+                self._write(name, chunk.model_copy(update={"images": tuple(images)}))
         return found, is_whole
 
     def _record(self, name: str) -> _Chunk | None:
@@ -140,7 +144,8 @@ class DecodeCache:
                 found = {
                     field: getattr(outcome, field) for field in ("key", "width", "height", "gray_peak", "appearance")
                 }
-            images.append(_Image(name=item.name, label=item.label, content=content, state=item.state, **found))
+            state = _state(item, content)
+            images.append(_Image(name=item.name, label=item.label, content=content, state=state, **found))
         self._write(name, _Chunk(way=self.way, squares=storage.file_digest(squares), images=tuple(images)))
 
     def has(self, name: str, items: Sequence[Item]) -> bool:
@@ -148,9 +153,11 @@ class DecodeCache:
         if not self.stays:
             return storage.exists(self._uri(name, "jsonl"))
         chunk = self._record(name)
-        kept = chunk and [(image.name, image.label, image.state) for image in chunk.images]
-        return (
-            chunk is not None and chunk.way == self.way and kept == [(one.name, one.label, one.state) for one in items]
+        if chunk is None or chunk.way != self.way or len(chunk.images) != len(items):
+            return False
+        return all(
+            (image.name, image.label, image.state) == (item.name, item.label, _state(item, image.content))
+            for image, item in zip(chunk.images, items, strict=True)
         )
 
     def trim(self, names: Collection[str]) -> None:
@@ -188,6 +195,11 @@ class DecodeCache:
         except (FileNotFoundError, ObjectNotFoundError):
             return False
         return storage.file_digest(file) == digest
+
+
+def _state(item: Item, content: str) -> str:
+    """Return the size and ETag by which an image's file is known again; empty where it could not be read, and so is asked for again."""
+    return item.state if re.fullmatch(r"[0-9a-f]{64}", content) else ""
 
 
 def _kept(item: Item, image: _Image, row: int, content: Callable[[Item], str]) -> KeptImage | None:

@@ -83,6 +83,7 @@ logger = logging.getLogger(__name__)
 CHUNKS = 1000
 """Pieces that the work is cut into; each is a memory-mapped file of the decode cache, and a process cannot map a million files."""
 SMALLEST_CHUNK = 128  # a smaller chunk does not repay sending it to a process and caching it
+LASTING_BITS = 12  # of the hashes that chunks of a large set have in common, where more images are to leave the others where they were
 LARGEST_CHUNK = 4096  # a larger chunk would take too much memory, since a process holds its squares
 IMAGES_PER_PROCESS = 2000  # fewer images per process do not repay its start
 SHARD_BYTES = 500 * 10**6  # a split's Arrow files hold about this much each
@@ -349,15 +350,17 @@ def _gray_bits(settings: DataSettings) -> int:
 def _chunks(listing: SourceListing, settings: DataSettings) -> Mapping[str, Sequence[Item]]:
     """Cut the images into chunks: the name of each in the decode cache -> its images, in the listing's order."""
     items = listing.items
-    size = min(max(len(items) // CHUNKS, SMALLEST_CHUNK), LARGEST_CHUNK)
-    if settings.encoding == "raw":
-        size = max(1, min(size, CHUNK_BYTES // (3 * settings.image_size**2)))
+    most = max(1, CHUNK_BYTES // (3 * settings.image_size**2)) if settings.encoding == "raw" else LARGEST_CHUNK
+    size = min(max(len(items) // CHUNKS, SMALLEST_CHUNK), most)
     if settings.keep_decoded and not _is_hashed(items):
-        return _lasting_chunks(items, 2 ** (size.bit_length() - 1))
+        # Of a size that does not depend on how many images there are, so that more of them leave the others where they were.
+        return _lasting_chunks(items, max(1, min(SMALLEST_CHUNK, most // 4)))
     starts = [*range(0, len(items), size), len(items)]
     if _is_hashed(items):
         # A new image changes its own chunk alone: that of the names whose hashes begin with the same bits.
         bits = (len(starts) - 2).bit_length()
+        if settings.keep_decoded:
+            bits = max(bits, LASTING_BITS)
         starts = [0]
         for number in range(1, 2**bits):
             last, limit = starts[-1], number << (64 - bits)

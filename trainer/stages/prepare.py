@@ -12,6 +12,7 @@ from trainer.data.preparation import decode_cache_uri, decode_share, prepare
 from trainer.graph import ALONE, Share
 from trainer.io import artifacts, storage
 from trainer.io.artifacts import Manifest
+from trainer.io.errors import ArtifactError
 from trainer.report import tracking
 from trainer.report.tracking.stage_runs import stage_run
 
@@ -46,7 +47,10 @@ def run(settings: DataSettings, *, dataset: str | Path, share: Share = ALONE) ->
 
 def _is_made(dataset: str | Path, settings: Mapping[str, object]) -> bool:
     """Return whether a data set with these settings is there: an older one that is about to be replaced may have others."""
-    return artifacts.exists(dataset) and artifacts.manifest(dataset, "dataset").settings == settings
+    try:
+        return artifacts.manifest(dataset, "dataset").settings == settings
+    except ArtifactError:  # none; an older one that is removed meanwhile, or is of another version
+        return False
 
 
 def forget(settings: DataSettings, dataset: str | Path) -> None:

@@ -18,8 +18,8 @@ from PIL import Image
 from trainer.config import DataSettings
 from trainer.data import preparation
 from trainer.data.curation import ImageCandidate
-from trainer.data.sources import SourceListing, list_source
-from trainer.data.sources.columns import name_hash
+from trainer.data.sources import Item, SourceListing, list_source
+from trainer.data.sources.columns import Columns, name_hash
 from trainer.io import artifacts, storage
 from trainer.io.errors import DataError
 from trainer.stages.prepare import run
@@ -237,6 +237,28 @@ def test_images_that_sort_first_leave_the_others_decoded(
     assert later.fingerprint == run(settings(photos), dataset=tmp_path / "alone" / "data").fingerprint
 
 
+@pytest.mark.parametrize("hashed", [False, True])
+def test_many_more_images_leave_the_others_in_their_chunks(monkeypatch: pytest.MonkeyPatch, *, hashed: bool) -> None:
+    monkeypatch.setattr(preparation, "CHUNKS", 4)
+    monkeypatch.setattr(preparation, "LASTING_BITS", 5)
+    monkeypatch.setattr(preparation, "SHARD", 2 if hashed else 2**20)
+    monkeypatch.setattr(preparation, "CHUNK_BYTES", 30 * 3 * 16**2)
+    given = DataSettings(image_size=16, keep_decoded="/decoded", encoding="raw")
+
+    def chunks(count: int) -> dict[str, set[str]]:
+        items = [Item(name=f"a/{number:04d}.png", location="", label=0, split="train") for number in range(count)]
+        if hashed:
+            items.sort(key=lambda item: name_hash(item.name))
+        listing = SourceListing(items=Columns.of(Item, items), classes=("a",), read=lambda _: b"")
+        return {name: {item.name for item in of} for name, of in preparation._chunks(listing, given).items()}
+
+    few, many = chunks(200), chunks(900)
+    kept = set.union(*(few.get(name, set()) & images for name, images in many.items()))
+    assert len(kept) > 0.95 * 200
+    assert max(map(len, few.values())) <= 30
+    assert hashed or max(map(len, many.values())) <= 30
+
+
 def test_the_same_bytes_under_another_etag_are_read_once(
     object_store, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +276,22 @@ def test_the_same_bytes_under_another_etag_are_read_once(
         return sum(one.method == "GET" and one.path.endswith(".png") for one in object_store.requests)
 
     assert (read("second"), read("third")) == (25, 0)
+
+
+def test_a_photo_that_is_gone_and_comes_back_is_read(
+    object_store, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is listed, as by an inventory of hours ago, under the size and ETag that it has again later."""
+    for file in photos.rglob("*.png"):
+        object_store.put(f"photos/{file.relative_to(photos)}", file.read_bytes())
+    gone, content = f"{object_store.uri('photos')}/class 0/04.png", (photos / "class 0" / "04.png").read_bytes()
+    given = settings(photos, source=f"imagefolder:{object_store.uri('photos')}", keep_decoded=str(tmp_path / "decoded"))
+    listed = [*storage.listing(object_store.uri("photos"))]
+    monkeypatch.setattr(storage, "listing", lambda uri: iter(listed))
+    storage.remove_file(gone)
+    bad = [run(given, dataset=tmp_path / name).figures["quarantined"] for name in ("first", "second")]
+    storage.write_bytes(gone, content)
+    assert [*bad, run(given, dataset=tmp_path / "third").figures["quarantined"]] == [2, 2, 1]
 
 
 def test_a_later_inventory_of_the_same_photos_finds_what_was_decoded(tmp_path: Path) -> None:

@@ -243,3 +243,6 @@ def test_an_older_data_set_at_the_output_ends_no_share(
     decoded.clear()
     run(settings(photos), dataset=tmp_path / "data", share=Share(1, 2))
     assert not decoded, "it is made"
+    (tmp_path / "data" / "manifest.json").write_text("{")
+    run(settings(photos), dataset=tmp_path / "data", share=Share(1, 2))
+    assert len(decoded) == 49
