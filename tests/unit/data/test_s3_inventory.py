@@ -104,6 +104,11 @@ def as_parquet(rows):
 FORMATS = {"CSV": as_csv, "ORC": as_orc, "Parquet": as_parquet}
 
 
+@pytest.mark.usefixtures("photos")
+def test_a_file_without_a_row_is_no_error():
+    assert len(list_source(f"imagefolder:{inventory('CSV', files=40)}/photos").items) == 6
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.usefixtures("photos")
 def test_inventory_gives_what_listing_the_bucket_gives(kind):

@@ -7,6 +7,7 @@ https://docs.aws.amazon.com/AmazonS3/latest/userguide/storage-inventory-location
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import re
@@ -98,7 +99,7 @@ def _below(uri: str, manifest: dict[str, Any], prefix: str) -> Iterator[storage.
         try:
             for batch in _batches(manifest, content):
                 yield from _rows(batch, prefix, encoded=manifest["fileFormat"] == "CSV")
-        except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        except (pa.ArrowException, OSError, EOFError, KeyError, ValueError) as error:
             raise DataError(
                 f"{place}: cannot be read as {manifest['fileFormat']} with the columns of {uri}: {type(error).__name__} {error}; take "
                 "another day's inventory"
@@ -115,6 +116,8 @@ def _batches(manifest: dict[str, Any], content: bytes) -> Iterator[pa.RecordBatc
         for number in range(stripes.nstripes):
             yield stripes.read_stripe(number, _named(stripes.schema.names))
     else:
+        if not gzip.GzipFile(fileobj=io.BytesIO(content)).read(1):  # no row, which Arrow refuses
+            return
         names = [_COLUMNS.get(name.strip(), name.strip()) for name in manifest["fileSchema"].split(",")]
         options = csv.ReadOptions(column_names=names)
         texts = csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), include_columns=_named(names))

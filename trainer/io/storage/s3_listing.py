@@ -29,28 +29,34 @@ FEW, DEEPEST = 8, 4
 
 def objects(request: Request, prefix: str) -> Iterator[Page]:
     """Yield the `Contents` of all pages below a prefix."""
-    after: str | None = ""
-    while after is not None:
-        after = yield from _by_pages(request, prefix, after)
-        if after is not None:
-            after = yield from _level(request, prefix, after, depth=0)
+    after, are_large, is_end = "", False, False
+    while not is_end:
+        found = _level(request, prefix, after, depth=0) if are_large else _by_pages(request, prefix, after)
+        with closing(found):
+            while True:
+                try:
+                    one = next(found)
+                except StopIteration as ended:
+                    is_end = ended.value
+                    break
+                yield one
+                after = one["Key"]
+        are_large = not are_large
 
 
-def _by_pages(request: Request, prefix: str, after: str) -> Generator[Page, None, str | None]:
-    """Yield the objects that come after a key page by page; returns the key after which folders are large, or None at the end."""
+def _by_pages(request: Request, prefix: str, after: str) -> Generator[Page, None, bool]:
+    """Yield the objects that come after a key page by page; returns whether these are all, else folders are large from here on."""
     seen, folders = 0, set[str]()
     for number, page in enumerate(_pages(request, Prefix=prefix, **_start(after)), start=1):
         contents = page.get("Contents", ())
         yield from contents
         seen += len(contents)
         folders.update(one["Key"].rpartition("/")[0] for one in contents)
-        if contents:
-            after = contents[-1]["Key"]
         if number % FIRST_PAGES == 0 and page["IsTruncated"]:
             if seen >= LARGE * len(folders):
-                return after
+                return False
             seen, folders = 0, set()
-    return None
+    return True
 
 
 def _start(after: str) -> Mapping[str, str]:
@@ -66,8 +72,8 @@ def _pages(request: Request, **where: Any) -> Iterator[Page]:
         where["ContinuationToken"] = page["NextContinuationToken"]
 
 
-def _level(request: Request, prefix: str, after: str, *, depth: int) -> Generator[Page, None, str | None]:
-    """Yield the objects below a prefix whose keys come after a key; returns a key after which folders are small, or None at the end."""
+def _level(request: Request, prefix: str, after: str, *, depth: int) -> Generator[Page, None, bool]:
+    """Yield the objects below a prefix whose keys come after a key; returns whether these are all, else folders are small from here on."""
     for page in _pages(request, Prefix=prefix, Delimiter="/"):
         found = [(one["Key"], one) for one in page.get("Contents", ()) if one["Key"] > after]
         folders = [one["Prefix"] for one in page.get("CommonPrefixes", ())]
@@ -77,19 +83,19 @@ def _level(request: Request, prefix: str, after: str, *, depth: int) -> Generato
             for key, one in entries:
                 if one is not None:
                     yield one
-                elif (small := (yield from _level(request, key, after, depth=depth + 1))) is not None:
-                    return small
+                elif not (yield from _level(request, key, after, depth=depth + 1)):
+                    return False
             continue
         for group in _groups(entries):
-            names, count, last = [key for key, one in group if one is None], 0, after
+            names, count = [key for key, one in group if one is None], 0
             with closing(_side_by_side(request, names, after)) as below:
                 for _, one in group:
                     for item in next(below) if one is None else (one,):
                         yield item
-                        count, last = count + 1, item["Key"]
+                        count += 1
             if len(names) == TOGETHER and count < LARGE * len(names):
-                return last
-    return None
+                return False
+    return True
 
 
 def _groups(entries: Sequence[tuple[str, Page | None]]) -> Iterator[Sequence[tuple[str, Page | None]]]:

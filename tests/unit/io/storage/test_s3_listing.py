@@ -112,6 +112,23 @@ def test_small_folders_after_a_large_one_are_listed_page_by_page(monkeypatch: py
     assert bucket.most == 4
 
 
+def test_folders_that_are_emptied_meanwhile_let_no_key_come_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"FIRST_PAGES": 2, "LARGE": 5, "TOGETHER": 4, "AT_ONCE": 2}.items():
+        monkeypatch.setattr(s3_listing, name, value)
+    bucket = Bucket({f"{folder:02}/{number:03}" for folder in range(12) for number in range(60)}, 10)
+
+    def emptying(**where: Any) -> s3_listing.Page:
+        page = bucket(**where)
+        # They are there as the level's folders are named, and not when they are asked for.
+        if where["Prefix"] and "04/" <= where["Prefix"] < "08/":
+            page = {**page, "Contents": [], "IsTruncated": False}
+        return page
+
+    keys = [one["Key"] for one in s3_listing.objects(emptying, "")]
+    assert keys == sorted(set(keys))
+    assert set(bucket.keys) - set(keys) <= {key for key in bucket.keys if "04/" <= key < "08/"}
+
+
 def test_who_takes_no_more_asks_no_more(side_by_side: None) -> None:
     bucket = Bucket({f"{label:02}/{number:03}" for label in range(50) for number in range(100)}, 10, 0.001)
     objects = s3_listing.objects(bucket, "")
