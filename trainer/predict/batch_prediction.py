@@ -89,11 +89,7 @@ def predict_folder(
     }
     plan = digest([asked, [file.name for file in photos]])[:12]
     names = [f"part-{number:05d}-{plan}.parquet" for number in range(-(-len(photos) // photos_per_file))]
-    there = set(storage.files(output))
-    if others := sorted(name for name in there - set(names) if name.startswith("part-")):
-        raise SettingsError(
-            f"--output {output}: holds {others[0]} of another model, of other photos or of another --top; give an empty folder"
-        )
+    there = _there(output, names)
     if kept := len(there & set(names)):
         logger.info("%d of %d files of predictions are there already", kept, len(names))
     done, shown = 0, time.monotonic()
@@ -118,6 +114,16 @@ def predict_folder(
     return made
 
 
+def _there(output: str, names: Sequence[str]) -> set[str]:
+    """Return the files of the output; a `SettingsError` if some are of other predictions than these."""
+    there = set(storage.files(output))
+    if others := sorted(name for name in there - set(names) if name.startswith("part-")):
+        raise SettingsError(
+            f"--output {output}: holds {others[0]} of another model, of other photos or of another --top; give an empty folder"
+        )
+    return there
+
+
 def _order(share: Share, files: int) -> Iterator[int]:
     """Yield the numbers of all files: those of the share, then from the end on those that others begin with."""
     yield from range(share.number, files, share.of)
@@ -127,6 +133,7 @@ def _order(share: Share, files: int) -> Iterator[int]:
 
 def _finished(output: str, asked: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return what `_predictions.json` says of these files; it is written if no other machine has done that."""
+    _there(output, names)  # where photos came between two machines' listings, their files differ
     place = storage.join(output, SUMMARY)
     if storage.exists(place):
         try:

@@ -1,5 +1,7 @@
 """`vit-distill predict FOLDER --output DIR`: what the files hold, how a stopped one goes on, and what is refused."""
 
+import shutil
+
 import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
@@ -102,6 +104,26 @@ def test_machines_share_the_files_and_end_when_all_are_there(judged_run, folder,
         (output / "_predictions.json").write_bytes(content)
         assert predict(2) == alone
     assert begun == []
+
+
+def test_machines_that_listed_other_photos_do_not_both_end_well(judged_run, folder, tmp_path, monkeypatch):
+    """A photo comes after the first has listed the folder, and before it has written a file."""
+    model, output, classify = load_model(judged_run), tmp_path / "out", batch_prediction._rows
+
+    def predict(number):
+        return batch_prediction.predict_folder(
+            model, str(folder), str(output), photos_per_file=4, share=Share(number, 2)
+        )
+
+    def late(model, photos, top):
+        monkeypatch.setattr(batch_prediction, "_rows", classify)
+        shutil.copy(folder / "a" / "0.png", folder / "a" / "late.png")
+        predict(1)
+        return classify(model, photos, top)
+
+    monkeypatch.setattr(batch_prediction, "_rows", late)
+    with pytest.raises(SettingsError, match=r"holds part-00000-\w+.parquet of another model, of other photos"):
+        predict(0)
 
 
 def test_a_bucket_is_read_and_written(judged_run, folder, tmp_path, object_store):
