@@ -17,7 +17,7 @@ from trainer import config
 from trainer.config import DEVICE_VARIABLE, DistillSettings, TuneSettings, WeightsSettings
 from trainer.data.dataset_schema import SplitName, needed_bytes
 from trainer.graph import STAGES, JobSpec, Kind
-from trainer.io import artifacts, storage
+from trainer.io import artifacts, notifications, storage
 from trainer.io.base_models import Section
 from trainer.io.costs import Machines, place_here
 from trainer.io.errors import LaunchError, SettingsError
@@ -37,7 +37,7 @@ class Size:
     cpu_limit: str
     memory: str
     memory_limit: str
-    disk: str = "80Gi"  # of its node, by which a run is planned from elsewhere: nothing is requested, and eksctl gives nodes that much
+    disk: str = "80Gi"  # of its node, by which a run is planned from elsewhere; eksctl gives nodes that much (manifests/kfp asks for some)
 
 
 SMALL = Size(cpu="200m", cpu_limit="1", memory="512Mi", memory_limit="2Gi")
@@ -53,13 +53,21 @@ class Placement:
     nodes: int = 1
     processes_per_node: int = 0  # 0: one for each device of a machine
 
-    def check(self, *, warms_up: bool = False) -> None:
-        """Raise a `SettingsError` for an unknown pool, numbers that do not fit it, or a warm-up that would be lost with its pods."""
+    def check(self, *, warms_up: bool = False, notify: str = "") -> None:
+        """Raise a `SettingsError` for an unknown pool, numbers that do not fit it, or what would be lost with its pods.
+
+        That is a warm-up, and receivers of findings (`run.notify`) of which pods would not know.
+        """
         if self.nodes < 1:
             raise SettingsError(f"nodes must be >= 1, got {self.nodes}")
         if self.processes_per_node < 0:
             raise SettingsError(
                 f"processes_per_node must be >= 0 (0: one for each device), got {self.processes_per_node}"
+            )
+        if (self.pool or "KFP_RUN_ID" in os.environ) and notify not in ("", os.environ.get(notifications.ADDRESSES)):
+            raise SettingsError(
+                f"run.notify={notify}: every pod of a cluster reads the receivers from its environment; put them into the Secret "
+                f"vit-distillation-notify under {notifications.ADDRESSES}, and leave the setting out"
             )
         if self.pool:
             pool = pools.get(self.pool)

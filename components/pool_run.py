@@ -40,7 +40,7 @@ def _run(options: argparse.Namespace) -> None:
         raise LaunchError(message)
     place = Placement(pool=options.pool, nodes=options.nodes, processes_per_node=options.processes)
     settings = config.resolve_run(options.recipe, options.overrides)
-    place.check(warms_up=settings.warm_up.enabled)
+    place.check(warms_up=settings.warm_up.enabled, notify=settings.run.notify)
     if not place.pool:
         raise SettingsError("--pool is empty; name a node pool (`python -m components.launch pools` lists them)")
     preflight.check_budgets(settings, place.machines())

@@ -13,7 +13,7 @@ from components.launching import Placement
 from trainer import config
 from trainer.data import class_tables
 from trainer.graph import STAGES
-from trainer.io import artifacts, notifications, storage
+from trainer.io import artifacts, storage
 from trainer.io.artifacts import canonical_json
 from trainer.io.errors import SettingsError, TrackingError
 from trainer.io.host import environment_variables
@@ -59,16 +59,11 @@ def configure(
         SettingsError: as `Placement.check`, `Placement.check_cache` and `planning.check` say.
         TrainerError: a late stage would end, as `preflight.checked` says; or there are no images, or MLflow does not answer.
     """
-    place.check(warms_up=settings.warm_up.enabled)
+    place.check(warms_up=settings.warm_up.enabled, notify=settings.run.notify)
     on_cluster, kept = "KFP_RUN_ID" in os.environ, settings.data.keep_decoded
     if kept and (on_cluster or preparing) and not storage.is_remote(kept):
         raise SettingsError(
             f"data.keep_decoded={kept}: a pod's disk ends with it; give a URI of the store, such as s3://BUCKET/FOLDER, or leave it empty"
-        )
-    if on_cluster and settings.run.notify not in ("", os.environ.get(notifications.ADDRESSES)):
-        raise SettingsError(
-            f"run.notify={settings.run.notify}: every task of a cluster reads the receivers from its environment; put them into the Secret "
-            f"vit-distillation-notify under {notifications.ADDRESSES}, and leave the setting out"
         )
     preflight.check_budgets(settings, place.machines())
     device = place.device(settings.run.device)

@@ -32,6 +32,11 @@ STORE = {
             r"nodes = 2, but this machine is one; name a node pool with pool",
         ),
         (["digits", "--pool", ""], {}, r"--pool is empty; name a node pool .*"),
+        (
+            ["digits", "--pool", "cpu", "--set", "run.notify=https://host/x"],
+            {},
+            r"run.notify=https://host/x: every pod .* put them into the Secret vit-distillation-notify under TRAINER_NOTIFY, and leave .*",
+        ),
         (["digits", "--pool", "gpu-a10"], {}, r".*gpu-a10.*did you mean gpu-a10g.*"),
         (
             ["digits", "--pool", "cpu"],

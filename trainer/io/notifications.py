@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import http.client
 import json
 import logging
 import os
@@ -93,10 +94,14 @@ def addresses(environment: Mapping[str, str]) -> list[tuple[str, str]]:
         form, plus, address = given.partition("+")
         if not plus or "/" in form:
             form, address = "json", given
-        parts = urllib.parse.urlsplit(address)
-        if form not in _FORMATS or parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urllib.parse.urlsplit(address)
+            host, _port = parts.hostname, parts.port
+        except ValueError:  # half an IPv6 address, or a port that is no number
+            host = None
+        if form not in _FORMATS or not host or parts.scheme not in ("http", "https"):
             raise SettingsError(
-                f"{ADDRESSES}: {printable(form)} at {printable(parts.hostname or '?')} must be an address such as https://host/path, "
+                f"{ADDRESSES}: {printable(form)} at {printable(host or '?')} must be an address such as https://host/path, "
                 "slack+https://hooks.slack.com/... or alertmanager+http://host:9093"
             )
         if form == "alertmanager" and parts.path in ("", "/"):
@@ -147,7 +152,7 @@ class Notifier:
                     return
             except urllib.error.HTTPError as error:
                 reason, is_final = f"HTTP {error.code}", error.code < 500 and error.code != 429
-            except OSError as error:  # URLError among them
+            except (OSError, http.client.HTTPException) as error:  # URLError among them; an answer that is no HTTP
                 reason, is_final = str(getattr(error, "reason", error)), False
             if is_final or attempt == _ATTEMPTS:
                 host = urllib.parse.urlsplit(address).hostname

@@ -4,6 +4,7 @@ import hashlib
 import hmac
 import http.server
 import json
+import socketserver
 import threading
 
 import pytest
@@ -119,6 +120,24 @@ def test_a_receiver_that_is_busy_is_asked_again_and_a_refusal_is_final(receiver,
     assert "HTTP 500" in caplog.text
 
 
+def test_a_receiver_that_speaks_no_http_holds_up_no_other(receiver, monkeypatch, caplog):
+    monkeypatch.setattr(notifications.time, "sleep", lambda seconds: None)
+
+    class Garbage(socketserver.StreamRequestHandler):
+        def handle(self):
+            self.rfile.readline()
+            self.wfile.write(b"garbage\r\n\r\n")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Garbage) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        send({"TRAINER_NOTIFY": f"http://127.0.0.1:{server.server_address[1]} {receiver.address}"})
+        server.shutdown()
+        thread.join()
+    assert len(receiver.received) == 1
+    assert "did not reach 127.0.0.1: garbage" in caplog.text
+
+
 def test_the_end_of_a_run_is_sent(receiver, monkeypatch):
     monkeypatch.setenv("TRAINER_NOTIFY", receiver.address)
     monkeypatch.setenv("TRAINER_RUN", "kitchen")
@@ -130,7 +149,10 @@ def test_the_end_of_a_run_is_sent(receiver, monkeypatch):
     assert {(end["event"], end["run"], end["text"]) for end in ends} == {("run ended", "kitchen", "Why.")}
 
 
-@pytest.mark.parametrize("given", ["ftp://host", "teams+https://host", "host", "https://", "slack+host/x"])
+@pytest.mark.parametrize(
+    "given",
+    ["ftp://host", "teams+https://host", "host", "https://", "slack+host/x", "https://[x", "https://host:abc/x"],
+)
 def test_what_is_no_address_is_refused(given):
     with pytest.raises(SettingsError, match=r"TRAINER_NOTIFY: .* must be an address such as https://host/path"):
         Notifier({"TRAINER_NOTIFY": given})
