@@ -79,19 +79,19 @@ class Samples:
 
     def __init__(self, splits: Sequence[Split]) -> None:
         """Join `splits`, in this order; a `DataError` if there is no sample in them."""
-        self._splits = [split for split in splits if len(split)]
-        if not self._splits:
+        self.splits = [split for split in splits if len(split)]
+        if not self.splits:
             raise DataError(
                 "there are no images to train on; check the data set's card, and prepare it with more images"
             )
-        for split in self._splits:
+        for split in self.splits:
             split.load()  # once, before loader processes are started, which then share the decoded images
-        self._ends = np.cumsum([len(split) for split in self._splits]).tolist()
-        self.image_size = self._splits[0].image_size
-        self.labels = _joined([split.labels for split in self._splits])
+        self._ends = np.cumsum([len(split) for split in self.splits]).tolist()
+        self.image_size = self.splits[0].image_size
+        self.labels = _joined([split.labels for split in self.splits])
         labeled = self.labels != UNLABELED
         self.labeled: Mask | None = None if labeled.all() else labeled  # which samples have a label, [N]; None: all
-        self.keys = _joined([split.keys for split in self._splits])
+        self.keys = _joined([split.keys for split in self.splits])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -99,7 +99,7 @@ class Samples:
     @property
     def targets(self) -> Targets | None:
         """Those of the data set (`PreparedDataset.targets`)."""
-        return self._splits[0].targets
+        return self.splits[0].targets
 
     @property
     def unlabeled(self) -> int:
@@ -107,19 +107,14 @@ class Samples:
         return 0 if self.labeled is None else int((~self.labeled).sum())
 
     @property
-    def run(self) -> int:
-        """As `Split.run`, of all splits together."""
-        return max(split.run for split in self._splits)
-
-    @property
     def decoded(self) -> bool:
         """Whether a read decodes nothing."""
-        return all(split.decoded for split in self._splits)
+        return all(split.decoded for split in self.splits)
 
     def keep_decoded(self, limit: int) -> None:
         """Decode all images now if they have at most `limit` bytes."""
         if self.decoded_bytes <= limit:
-            for split in self._splits:
+            for split in self.splits:
                 split.load(limit)
 
     @property
@@ -129,7 +124,7 @@ class Samples:
     def upload(self, device: torch.device) -> Tensor:
         """Bring all stored images to a device, uint8 [N, S, S, 3]."""
         images = torch.empty(len(self), self.image_size, self.image_size, 3, dtype=torch.uint8, device=device)
-        for end, split in zip(self._ends, self._splits, strict=True):
+        for end, split in zip(self._ends, self.splits, strict=True):
             for start in range(0, len(split), _UPLOADED):
                 chosen = range(start, min(start + _UPLOADED, len(split)))
                 first = end - len(split) + start
@@ -138,8 +133,8 @@ class Samples:
 
     def read(self, indices: Indices) -> Tensor:
         """Read stored images, uint8 [B, 3, S, S], the channels innermost in memory."""
-        if len(self._splits) == 1:
-            return self._splits[0].read(indices.tolist())
+        if len(self.splits) == 1:
+            return self.splits[0].read(indices.tolist())
         images = empty_images(len(indices), self.image_size).permute(0, 3, 1, 2)
         for image, index in zip(images, indices.tolist(), strict=True):
             image.copy_(self.picture(index))
@@ -157,19 +152,19 @@ class Samples:
 
     def _place(self, index: int) -> tuple[Split, int]:
         number = bisect_right(self._ends, index)
-        split = self._splits[number]
+        split = self.splits[number]
         return split, index - (self._ends[number] - len(split))
 
     @property
     def fetches(self) -> bool:
         """Whether images are fetched from a store as they are read, which none is that is decoded already."""
-        return any(isinstance(split.rows, FetchedRows) and not split.loaded for split in self._splits)
+        return any(isinstance(split.rows, FetchedRows) and not split.loaded for split in self.splits)
 
     def files(self, shards: Indices) -> list[tuple[FetchedRows, int]]:
         """Return the files of a store, as rows and number, that have samples of these shards of the sampler, in their order."""
         found: list[tuple[FetchedRows, int]] = []
         for shard in shards.tolist():
-            for end, split in zip(self._ends, self._splits, strict=True):
+            for end, split in zip(self._ends, self.splits, strict=True):
                 first = end - len(split)
                 start, stop = max(shard * SHARD, first), min((shard + 1) * SHARD, end)
                 if isinstance(split.rows, FetchedRows) and start < stop:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -158,11 +159,24 @@ def _in_order(parts: Sequence[Embeddings], count: int) -> Embeddings:
 
 def evenly_spaced(count: int, most: int, run: int = 1) -> list[int]:
     """Choose at most so many of `count` images, evenly from the first to the last, or runs of neighbors (`Split.run`)."""
-    runs = math.ceil(count / run)
+    if count <= most:
+        return [*range(count)]
+    runs = max(1, count // run)  # a last one that is shorter is left out
     chosen = np.linspace(0, runs - 1, min(runs, math.ceil(most / run))).round().astype(np.int64)
-    places = (chosen[:, None] * run + np.arange(run)).ravel()
-    found: list[int] = places[places < count][:most].tolist()
+    found: list[int] = (chosen[:, None] * run + np.arange(run)).ravel()[:most].tolist()
     return found
+
+
+def spread(splits: Sequence[Split], most: int) -> list[int]:
+    """Choose at most so many images of several splits, numbered one after the other: of each its share, as `evenly_spaced` does."""
+    ends = list(accumulate(map(len, splits), initial=0))
+    total = max(ends[-1], 1)
+    shares = [end * min(most, total) // total for end in ends]
+    return [
+        first + place
+        for split, first, (begun, reached) in zip(splits, ends[:-1], pairwise(shares), strict=True)
+        for place in evenly_spaced(len(split), reached - begun, split.run)
+    ]
 
 
 def statistics(embeddings: Embeddings) -> EmbeddingStatistics:

@@ -17,7 +17,7 @@ from trainer.data.loader import Samples, Views
 from trainer.data.sampler import SampleSlice
 from trainer.devices import Device
 from trainer.devices.process_group import Processes
-from trainer.evaluation.embeddings import FORWARD_BATCH, add_probe, evenly_spaced
+from trainer.evaluation.embeddings import FORWARD_BATCH, add_probe, spread
 from trainer.io import artifacts
 from trainer.io.errors import SettingsError
 from trainer.models import networks, pretrained
@@ -196,10 +196,10 @@ def _refuse(facts: Facts) -> None:
 def _first_views(
     settings: DistillSettings, samples: Samples, size: int, recording: Recording | None
 ) -> Iterator[Batch]:
-    """Yield the first view of images spread over all samples, or its recorded output, in batches on the CPU."""
+    """Yield the first view of some images of each split, or its recorded output, in batches on the CPU."""
     unmixed = settings.views.model_copy(update={"mixup": 0.0, "cutmix": 0.0})
     views = Views(samples, size=size, seed=settings.seed or 0, settings=unmixed, exact=True)
-    chosen = np.array(evenly_spaced(len(samples), BALANCED_IMAGES, samples.run))
+    chosen = np.array(spread(samples.splits, BALANCED_IMAGES))
     for start in range(0, len(chosen), FORWARD_BATCH):
         indices = chosen[start : start + FORWARD_BATCH]
         numbers = np.zeros_like(indices)

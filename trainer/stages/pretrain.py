@@ -11,7 +11,7 @@ import torch
 from trainer.config import PretrainSettings
 from trainer.data.dataset import PreparedDataset, open_dataset
 from trainer.data.loader import Samples
-from trainer.evaluation.embeddings import add_probe, embed_together, evenly_spaced, statistics, token_statistics
+from trainer.evaluation.embeddings import add_probe, embed_together, spread, statistics, token_statistics
 from trainer.models import networks, pretrained
 from trainer.models.networks import Classifier, EmbeddingStatistics
 from trainer.objectives.pretraining import (
@@ -113,10 +113,9 @@ def finetune(model: Classifier, settings: PretrainSettings, session: Session) ->
 
 
 def measure_embedding(model: Classifier, session: Session) -> tuple[EmbeddingStatistics, EmbeddingStatistics | None]:
-    """Measure the distribution of the teacher's embedding, and of its patch tokens, over all training images, to standardize them."""
+    """Measure the distribution of the teacher's embedding, and of its patch tokens, over training images, to standardize them."""
     splits, has_tokens = session.data.training_splits(unlabeled=True), networks.find_token_shape(model) is not None
-    run = max(split.run for split in splits)
-    chosen, first, parts = np.array(evenly_spaced(sum(map(len, splits)), MOST_EMBEDDED, run)), 0, []
+    chosen, first, parts = np.array(spread(splits, MOST_EMBEDDED)), 0, []
     for split in splits:
         own = chosen[(chosen >= first) & (chosen < first + len(split))] - first
         first += len(split)

@@ -118,11 +118,31 @@ def test_images_are_chosen_from_all_over(count, most, chosen):
 
 def test_images_of_a_split_in_the_order_of_a_hash_are_chosen_by_files():
     assert embeddings.evenly_spaced(10, 4, run=2) == [0, 1, 8, 9]
-    assert embeddings.evenly_spaced(9, 5, run=2) == [0, 1, 4, 5, 8]
+    assert embeddings.evenly_spaced(9, 5, run=2) == [0, 1, 4, 5, 6]
     assert embeddings.evenly_spaced(10, 3, run=2) == [0, 1, 8]
     chosen = embeddings.evenly_spaced(10_800_000, 20_000, run=4096)
     assert 4 * 4096 < len(chosen) <= 20_000
     assert len({index // 4096 for index in chosen}) == 5
+
+
+def test_each_split_gives_its_share_of_the_images():
+    class Counted:
+        def __init__(self, count, run):
+            self.count, self.run = count, run
+
+        def __len__(self):
+            return self.count
+
+    def chosen(most, *splits):
+        return embeddings.spread([Counted(*split) for split in splits], most)
+
+    assert chosen(9, (3, 1), (4, 4)) == [0, 1, 2, 3, 4, 5, 6]
+    assert chosen(4, (2, 1), (6, 2)) == [0, 2, 3, 6]
+    few, many = 5_000, 1_000_000
+    found = chosen(10_000, (few, 1), (many, 4096))
+    assert len(found) == 10_000
+    assert sum(index < few for index in found) == 49, "0.5 %"
+    assert chosen(4, (4, 1)) == [0, 1, 2, 3]
 
 
 @dataclass
