@@ -184,7 +184,8 @@ class StepOutliers(SystemRule, rules.StepOutliersThresholds):
         seconds = steps.undisturbed
         median, limit = float(np.median(seconds)), float(seconds.mean() + self.sigmas * seconds.std())
         far = np.flatnonzero(seconds > limit)
-        excess_s = float((seconds[far] - median).sum()) * steps.record.steps.kept_of
+        kept_of = steps.record.steps.kept_of  # steps for which a row of the record stands
+        excess_s = float((seconds[far] - median).sum()) * kept_of
         share = excess_s / max(steps.total_s, 1e-9)
         usual = step_ms(steps.ranks[0])
         assert usual is not None, "there are steps to compare"
@@ -192,7 +193,7 @@ class StepOutliers(SystemRule, rules.StepOutliersThresholds):
             f"{len(far)} of {len(steps)} steps took longer than {1e3 * limit:.3g} ms, without what other programs took of them (median "
             f"of all steps {usual.p50:.3g} ms), which cost {share:.1%} of the steps' time"
         )
-        if share <= self.share or (len(far) == 1 and excess_s <= self.alone_seconds):
+        if share <= self.share or (len(far) * kept_of == 1 and excess_s <= self.alone_seconds):
             return Healthy(f"{summary}.")
         on_gpu = [CoresOversubscribed] if steps.on_gpu else []  # on a CPU their share is subtracted above
         if other := case.first_cause(IoBottleneck, LoaderWorkers, CpuBottleneck, Recompilation, UnevenSteps, *on_gpu):

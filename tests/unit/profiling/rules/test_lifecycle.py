@@ -149,6 +149,11 @@ def test_step_outliers() -> None:
     assert fires(StepOutliers, rank_of(steps_of(forward=np.where(NUMBERS % 50 == 20, 30.0, 2.0))))
     assert not fires(StepOutliers, rank_of(steps_of(forward=np.where(NUMBERS == 50, 59e3, 2.0))))
     assert fires(StepOutliers, rank_of(steps_of(forward=np.where(NUMBERS == 50, 61e3, 2.0))))
+    # In a thinned record one row stands for several steps.
+    one = rank_of(steps_of(forward=np.where(NUMBERS == 50, 5.9e3, 2.0)))
+    steps = one.record.steps.model_copy(update={"kept_of": 10, "count": 10 * STEPS})
+    thinned = replace(one, record=one.record.model_copy(update={"steps": steps}))
+    assert (fires(StepOutliers, one), fires(StepOutliers, thinned)) == (False, True)
     # The first steps and stalls are no outliers.
     assert not fires(StepOutliers, rank_of(steps_of(forward=np.where(NUMBERS < 10, 500.0, 2.0))))
     stall = rank_of(steps_of(forward=np.where(NUMBERS == 50, 2e6, 2.0)))
