@@ -1,4 +1,7 @@
-"""Tests on a real cluster: `make kind-up image kind-load test-kind`, or `make test-kind CONTEXT=name` on one that is there."""
+"""Tests on a real cluster.
+
+`make kind-up image kind-load`, `make image kind-load TARGET=serving`, `make test-kind`; or `make test-kind CONTEXT=name`, if one is there.
+"""
 
 import contextlib
 import fcntl
@@ -43,7 +46,7 @@ def pytest_collection_modifyitems(items):
         return
     for item in items:
         if item.get_closest_marker("cluster"):
-            item.add_marker(pytest.mark.skip(reason="needs a cluster: make kind-up image kind-load test-kind"))
+            item.add_marker(pytest.mark.skip(reason="needs a cluster: tests/cluster/conftest.py says how"))
 
 
 @contextlib.contextmanager
@@ -105,6 +108,8 @@ def objects(kind, selector="", *, namespace=NAMESPACE):
 
 def installed(kind):
     """Whether the cluster knows a kind of object: its plural with its group."""
+    if kind.partition(".")[2] in ("batch", "apps"):  # Kubernetes' own
+        return True
     return bool(kubectl("get", "crd", kind, "--ignore-not-found", "--output", "name"))
 
 

@@ -198,7 +198,11 @@ class Watch:
 
     def _read(self) -> None:
         while not self._over.wait(self.EVERY_S):
-            for pod in self._run.pods(self._stage, "master"):
+            try:
+                pods = self._run.pods(self._stage, "master")
+            except (AssertionError, subprocess.TimeoutExpired):  # the API server is away; the next look has the lines
+                continue
+            for pod in pods:
                 where = [pod["metadata"]["name"], "--container=pytorch", "--timestamps", "--tail=100"]
                 for line in steps(kubectl("logs", *where, check=False)):
                     self._seen[line.at] = line

@@ -112,6 +112,10 @@ def _run(options: argparse.Namespace, faults: Iterator[str]) -> Outcome:
         limit = NEXT_STEP_S if strike.fault in STOP_TRAINING else PAUSE_S
         if seen.next_step_s > limit:
             broken.append(f"{strike.fault}: {seen.next_step_s:.0f} s without a step, {limit:g} at most are promised")
+    if not broken and not strikes:
+        broken.append(
+            f"run {run.id}: nothing struck; its training was shorter than {options.every:g} minutes, or its log was not understood"
+        )
     if strikes and (cost := (1 - goodput(lines)) * (lines[-1].at - lines[0].at) / len(strikes)) > COST_S:
         broken.append(
             f"run {run.id}: a fault cost {cost:.0f} s of training on average, {COST_S:g} at most are promised"

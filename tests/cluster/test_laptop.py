@@ -52,7 +52,7 @@ def test_a_laptop_drives_a_pool(store, tmp_path):
     jobs = [
         job for job in objects("pytorchjobs", "vit-distillation/run") if run in json.dumps(job["metadata"]["labels"])
     ]
-    assert {job["metadata"]["labels"]["vit-distillation/stage"] for job in jobs} == {"pretrain", "distill"}
+    assert {job["metadata"]["labels"]["vit-distillation/stage"] for job in jobs} == {"pretrain", "distill", "evaluate"}
     assert not any("ownerReferences" in job["metadata"] for job in jobs), "the reaper would take them"
     for job in jobs:
         kubectl("delete", "pytorchjob", job["metadata"]["name"])
