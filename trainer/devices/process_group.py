@@ -5,17 +5,18 @@ Every wait for the other processes has a limit, and its error names who is missi
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -38,8 +39,8 @@ _KEYS = "trainer/collectives"
 _DEVICE_PATIENCE = 2
 """NCCL's timeout, as a multiple of the host's: the host names the missing rank and exits cleanly, NCCL aborts the process."""
 _EXCHANGED_BYTES = 64 * 2**20
-_EFA_PLUGINS = ("libnccl-net-ofi.so", "libnccl-net.so")
-"""Names under which NCCL finds aws-ofi-nccl."""
+_TCP = "Socket"
+"""NCCL's own network over TCP, as its log names it; that of aws-ofi-nccl is Libfabric."""
 _ROLL_CALL_S = 3.0
 """How long a process that has waited in vain waits for the others to say the same."""
 _CALLS_IN_LIMIT = 10
@@ -186,6 +187,8 @@ def _join(device: Device, local_rank: int) -> Processes:
             f"({str(error).splitlines()[0]}); look whether the first node and all processes run"
         ) from error
     store.set_timeout(limit)
+    if device.kind == "cuda":
+        _log_network()
     watchdog = CollectiveWatchdog(PrefixStore(_KEYS, store), rank=rank, world_size=world_size, limit_s=limit_s)
     with watchdog.waiting("the start of all processes", is_collective=True):
         dist.init_process_group(
@@ -210,7 +213,7 @@ def _join(device: Device, local_rank: int) -> Processes:
 
 
 def measure_exchange(processes: Processes) -> None:
-    """Log how fast GPUs of several machines sum gradients; warn where EFA was asked for (`FI_PROVIDER`) and NCCL cannot use it."""
+    """Log how fast GPUs of several machines sum gradients; warn where EFA was asked for (`FI_PROVIDER`) and NCCL took TCP."""
     machines = processes.world_size // processes.local_world_size
     if machines < 2 or processes.device.kind != "cuda":
         return
@@ -226,24 +229,33 @@ def measure_exchange(processes: Processes) -> None:
     if not processes.is_first:
         return
     logger.info("gradients travel between %d machines at %.2f GB/s (all-reduce of 64 MiB)", machines, rate)
-    if os.environ.get("FI_PROVIDER") == "efa" and not any(map(_can_load, _EFA_PLUGINS)):
+    if os.environ.get("FI_PROVIDER") == "efa" and _network_of_nccl() == _TCP:
         place = place_here()
         dollars = dollars_text(place.dollars(3600) if place else None)
         logger.warning(
-            "FI_PROVIDER=efa asks for EFA, but this image lacks NCCL's plugin (%s), so gradients travel over TCP, at %.2f GB/s%s; "
-            "use an image with libfabric and aws-ofi-nccl, or a pool without EFA",
-            " or ".join(_EFA_PLUGINS),
+            "FI_PROVIDER=efa asks for EFA, but NCCL took its network %s, so gradients travel over TCP, at %.2f GB/s%s; use an image with "
+            "libfabric and aws-ofi-nccl and nodes with EFA, or a pool without EFA",
+            _TCP,
             rate,
             f", on machines for {dollars} an hour" if dollars else "",
         )
 
 
-def _can_load(library: str) -> bool:
+def _log_network() -> None:
+    """Let NCCL log into a file which network it takes, where EFA is asked for and nobody reads its log in another way."""
+    if os.environ.get("FI_PROVIDER") == "efa" and "NCCL_DEBUG" not in os.environ:
+        file = Path(tempfile.gettempdir(), f"nccl-{os.getpid()}.log")
+        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(file)}
+
+
+def _network_of_nccl() -> str:
+    """Return the network that NCCL's log names first; empty where there is no such line."""
     try:
-        ctypes.CDLL(library)
+        text = Path(os.environ.get("NCCL_DEBUG_FILE", "")).read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return False
-    return True
+        return ""
+    found = re.search(r"Using network (\S+)", text)
+    return found[1] if found else ""
 
 
 def prove_one_group(processes: Processes, *, expected: int) -> None:

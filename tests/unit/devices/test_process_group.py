@@ -1,3 +1,4 @@
+import importlib
 import json
 import logging
 import os
@@ -6,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +26,9 @@ from trainer.devices.process_group import (
     wait_limit_s,
 )
 from trainer.io.errors import LostProcessError, SettingsError, TrainingError
+
+USING = "Using network %s"
+"""In NCCL's log, of its choice."""
 
 
 def alone(rank=0):
@@ -266,13 +271,29 @@ def test_rate_between_machines_is_logged_and_missing_efa_is_named_with_its_price
     (line,) = caplog.messages
     assert re.fullmatch(r"gradients travel between 2 machines at [\d.]+ GB/s \(all-reduce of 64 MiB\)", line)
     caplog.clear()
-    monkeypatch.setenv("FI_PROVIDER", "efa")
     price = {"dollars_an_hour": 20.0, "date": "2026-11", "region": "r", "source": "s"}
+    monkeypatch.setenv("FI_PROVIDER", "efa")
     monkeypatch.setenv("TRAINER_PLACE", json.dumps({"pool": "gpu-a100", "nodes": 2, "price": price}))
+    for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
+        monkeypatch.setenv(name, "")  # so that they are as before in the end
+        monkeypatch.delenv(name)
+    process_group._log_network()
+    log = Path(os.environ["NCCL_DEBUG_FILE"])
     measure_exchange(of_two_machines)
-    _, warning = caplog.messages
-    assert re.search(r"lacks NCCL's plugin .* over TCP, at [\d.]+ GB/s, on machines for \$40\.00 an hour", warning)
-    caplog.clear()
-    monkeypatch.setattr(process_group, "_EFA_PLUGINS", ("libc.so.6",))
-    measure_exchange(of_two_machines)
-    assert len(caplog.messages) == 1, "a plugin that loads is taken"
+    assert len(caplog.messages) == 1, "what it took is not known"
+    for network, warned in (("Socket", True), ("AWS Libfabric", False)):
+        caplog.clear()
+        log.write_text(
+            f"node:1:7 [0] NCCL INFO NET/Plugin: ...\nnode:1:7 [0] NCCL INFO {USING % network}\n", encoding="utf-8"
+        )
+        measure_exchange(of_two_machines)
+        assert len(caplog.messages) == 1 + warned
+        said = r"NCCL took its network Socket, so .* over TCP, at [\d.]+ GB/s, on machines for \$40\.00 an hour"
+        assert bool(re.search(said, caplog.text)) == warned
+    log.unlink()
+
+
+def test_nccl_says_which_network_it_takes():
+    """The words are in the library that PyPI's torch brings."""
+    (library,) = (Path(path) / "lib" / "libnccl.so.2" for path in importlib.import_module("nvidia.nccl").__path__)
+    assert USING.encode() in library.read_bytes()
