@@ -17,24 +17,37 @@ daemons="$(kubectl --namespace kube-system get daemonsets --output name)"
 deployments="$(kubectl get deployments --all-namespaces --output name)"
 auto() { grep -q '"eks.amazonaws.com/compute-type":"auto"' <<<"$labels"; } # EKS Auto Mode has agents and a Karpenter of its own
 
+auto || grep -q 'eks-pod-identity-agent' <<<"$daemons" || lacks "the agent of EKS Pod Identity" "$add_on eks-pod-identity-agent"
 grep -q 'ebs.csi' <<<"$drivers" ||
-    lacks "the EBS CSI driver" "$add_on aws-ebs-csi-driver --configuration-values '{\"defaultStorageClass\":{\"enabled\":true}}'"
+    lacks "the EBS CSI driver, whose role R has the policy AmazonEBSCSIDriverPolicy" "$add_on aws-ebs-csi-driver \
+      --pod-identity-associations serviceAccount=ebs-csi-controller-sa,roleArn=R --configuration-values '{\"defaultStorageClass\":{\"enabled\":true}}'"
 grep -q '"storageclass.kubernetes.io/is-default-class":"true"' <<<"$classes" ||
     lacks "a default StorageClass" "kubectl annotate storageclass NAME storageclass.kubernetes.io/is-default-class=true"
-auto || grep -q 'eks-pod-identity-agent' <<<"$daemons" || lacks "the agent of EKS Pod Identity" "$add_on eks-pod-identity-agent"
 if grep -q 'daemonset.apps/aws-node$' <<<"$daemons"; then # another network plugin is not judged
     arguments="$(kubectl --namespace kube-system get daemonset aws-node --output 'jsonpath={.spec.template.spec.containers[*].args}')"
     grep -q 'enable-network-policy=true' <<<"$arguments" || lacks "network policies, which the VPC CNI enforces only if told so" \
         "aws eks update-addon --cluster-name CLUSTER --addon-name vpc-cni --configuration-values '{\"enableNetworkPolicy\":\"true\"}'"
 fi
 auto || grep -qE 'cluster-autoscaler|karpenter' <<<"$deployments" ||
-    lacks "the cluster autoscaler or Karpenter, without which node groups stay empty" "see manifests/README.md, Optional parts"
+    lacks "the cluster autoscaler or Karpenter, without which node groups stay empty" "aws eks create-pod-identity-association \
+      --cluster-name CLUSTER --namespace kube-system --service-account cluster-autoscaler --role-arn R && helm upgrade --install \
+      cluster-autoscaler cluster-autoscaler --repo https://kubernetes.github.io/autoscaler --namespace kube-system --set \
+      autoDiscovery.clusterName=CLUSTER,awsRegion=REGION,rbac.serviceAccount.name=cluster-autoscaler
+      (karpenter.sh/docs has Karpenter's installation)"
+# The smallest bundled pool, cpu, asks for two cores: an m5.large, eksctl's own choice, has 1.93 for pods. Karpenter brings what is asked for.
+largest="$(kubectl get nodes --output 'jsonpath={range .items[*]}{.status.allocatable.cpu}{"\n"}{end}' |
+    sed -e 's/^\([0-9]*\)$/\1000/' -e 's/m$//' | sort -n | tail -n 1)"
+auto || grep -q 'karpenter' <<<"$deployments" || [[ "${largest:-0}" -gt 2000 ]] ||
+    lacks "a node with more than two cores for pods, got ${largest:-0}m: the pool cpu asks for two" \
+        "eksctl create nodegroup --cluster CLUSTER --name cpu --instance-types m7i.xlarge --nodes-min 1 --nodes-max 4"
+# A label that only GPU feature discovery sets; without it the driver is not judged here, and a job says so at its start.
 old="$(grep -oE '"nvidia.com/cuda.driver[a-z-]*.major":"[0-9]+"' <<<"$labels" | grep -oE '[0-9]+' | sort -n | head -n 1 || true)"
 [[ -z "$old" || "$old" -ge 580 ]] ||
     lacks "NVIDIA's driver 580 or later on all GPU nodes, got $old" "a newer AMI: eksctl upgrade nodegroup --cluster CLUSTER --name NAME"
 overlay="$MANIFESTS/overlays/eks"
-! grep -rq 'vit-distillation-artifacts' "$overlay" || lacks "your bucket" "put it for vit-distillation-artifacts in $overlay"
+! grep -rq 's3://vit-distillation-artifacts/' "$overlay" || lacks "your bucket" "put it for vit-distillation-artifacts in $overlay"
 ! grep -q 'newName: registry/' "$overlay/kustomization.yaml" ||
-    lacks "your image of the reaper" "put its name under images in $overlay/kustomization.yaml"
+    lacks "your image of the reaper, which waits in front of the workers of each job too" "make image TARGET=reaper IMAGE=NAME && docker push \
+      NAME, and put NAME under images in $overlay/kustomization.yaml"
 
 [[ -z "$MISSING" ]] || fail "this is missing for EKS, and nothing was applied:"$'\n'"${MISSING%$'\n'}"

@@ -42,8 +42,10 @@ fi
 if [[ "$OVERLAY" == kind ]] && ! has_secret vit-distillation-store; then
     # The key to KFP's own object store, under the names that S3 clients read.
     key() { kubectl --namespace "$NAMESPACE" get secret mlpipeline-minio-artifact --output "jsonpath={.data.$1}" | base64 --decode; }
+    access="$(key accesskey)" # an error ends the script here, and not within <( )
+    secret="$(key secretkey)"
     kubectl --namespace "$NAMESPACE" create secret generic vit-distillation-store \
-        --from-file=AWS_ACCESS_KEY_ID=<(key accesskey) --from-file=AWS_SECRET_ACCESS_KEY=<(key secretkey)
+        --from-file=AWS_ACCESS_KEY_ID=<(printf %s "$access") --from-file=AWS_SECRET_ACCESS_KEY=<(printf %s "$secret")
 fi
 
 kubectl apply -k "$MANIFESTS/overlays/$OVERLAY"

@@ -27,9 +27,10 @@ def section(page, title):
 
 
 def code(page):
-    """Commands and names: indented lines, and what stands in backticks."""
+    """Commands and names: indented lines, of which && joins several, and what stands in backticks."""
     page = page.replace("\\\n", " ")
-    return re.findall(r"^ {4}(.*)", page, flags=re.MULTILINE) + re.findall(r"`([^`\n]+)`", page)
+    lines = re.findall(r"^ {4}(.*)", page, flags=re.MULTILINE)
+    return [part for line in lines for part in line.split(" && ")] + re.findall(r"`([^`\n]+)`", page)
 
 
 def first_cells(text):

@@ -69,9 +69,20 @@ def test_the_port_is_that_of_jobs(objects, endpoint):
     policy = objects["NetworkPolicy"]["spec"]
     assert selects(objects["PodMonitor"]["spec"]["selector"], labels)
     assert selects(policy["podSelector"], labels)
-    assert policy["ingress"][0]["ports"] == [{"port": METRICS_PORT}]
-    (address,) = [rule for rule in endpoint["relabelings"] if rule.get("targetLabel") == "__address__"]
-    assert address["replacement"] == f"$1:{METRICS_PORT}"
+    peers, prometheus = policy["ingress"]
+    assert selects(peers["from"][0]["podSelector"], labels), (
+        "else the policy would cut the pods of a job off from one another"
+    )
+    assert "ports" not in peers
+    assert prometheus["ports"] == [{"port": METRICS_PORT}]
+
+    def address(ip):
+        rules = [rule for rule in endpoint["relabelings"] if rule.get("targetLabel") == "__address__"]
+        (found,) = [rule["replacement"] for rule in rules if re.fullmatch(rule["regex"], ip)]
+        return found.replace("$1", ip)
+
+    assert address("10.0.0.7") == f"10.0.0.7:{METRICS_PORT}"
+    assert address("fd00::7") == f"[fd00::7]:{METRICS_PORT}"
     assert all(f":{METRICS_PORT}" not in str(pool.environment) for pool in pools.load().values())
 
 

@@ -43,16 +43,21 @@ def test_policies(policies, pods):
     assert ingress(policies, pods, "job", "mlflow-database") == set()
 
     # To names, its peers, MLflow, and an object store inside or outside.
-    reached, outside = {}, set()
+    reached, outside, namespaces = {}, set(), {}
     for rule in policies["vit-distillation-jobs"]["egress"]:
         ports = frozenset(port["port"] for port in rule.get("ports", []))
         if "to" not in rule:
             outside |= ports
         for peer in rule.get("to", []):
+            if set(peer) == {"namespaceSelector"}:
+                (name,) = peer["namespaceSelector"]["matchLabels"].values()
+                namespaces[name] = ports
             for pod in [pod for pod in pods if "podSelector" in peer and selects(peer["podSelector"], pods[pod])]:
                 reached[pod] = ports
     assert reached == {"job": frozenset(), "mlflow": {5000}, "seaweedfs": {8333}}
     assert outside == {53, 443}
+    # Trainer's server of a TrainJob's status (by its default), and Alertmanager.
+    assert namespaces == {"kubeflow-system": {10443}, "monitoring": {9093}}
 
 
 def ingress(policies, pods, source, target):

@@ -55,7 +55,12 @@ def test_jobs_reach_the_central_mlflow_and_it_admits_them(objects, render):
     (egress,) = [one["spec"]["egress"] for one in of(objects, "NetworkPolicy").values()]
     mlflow = template(of(central, "Deployment")["mlflow"])
     assert mlflow["metadata"]["labels"]["sidecar.istio.io/inject"] == "false"
-    peers = [(rule, peer) for rule in egress for peer in rule.get("to", []) if "namespaceSelector" in peer]
+    peers = [
+        (rule, peer)
+        for rule in egress
+        for peer in rule.get("to", [])
+        if peer.keys() >= {"namespaceSelector", "podSelector"}
+    ]
     reached = {
         name: rule["ports"][0]["port"]
         for rule, peer in peers

@@ -21,6 +21,7 @@ OWN = (
     *OVERLAYS,
     *PLUGINS,
     "overlays/profile",
+    "overlays/shared-mlflow",
     "base",
     "mlflow",
     "operator",
@@ -230,6 +231,20 @@ def test_mlflow_is_where_tasks_look_for_it(render, folder):
     (container,) = template(named(objects, "Deployment")["mlflow"])["spec"]["containers"]
     allowed = next(text for text in container["command"] if text.startswith("--allowed-hosts="))
     assert address.removeprefix("http://") in allowed.removeprefix("--allowed-hosts=").split(",")
+
+
+@pytest.mark.parametrize("folder", [*OVERLAYS, "overlays/shared-mlflow"])
+def test_mlflow_finds_its_settings(render, folder):
+    objects = render(folder)
+    maps = named(objects, "ConfigMap")
+    variables = [
+        one for container in containers(named(objects, "Deployment")["mlflow"]) for one in container.get("env", [])
+    ]
+    wanted = [one["valueFrom"]["configMapKeyRef"] for one in variables if "configMapKeyRef" in one.get("valueFrom", {})]
+    assert len(wanted) == 3
+    missing = [one for one in wanted if one["key"] not in maps[one["name"]]["data"]]
+    assert all(one.get("optional") for one in missing)
+    assert [one["key"] for one in missing] == (["AWS_ENDPOINT_URL_S3"] if "eks" in folder else [])
 
 
 def test_mlflows_database_is_migrated_once_before_its_workers_start(render):

@@ -30,6 +30,7 @@ COREUTILS = (
     "rm",
     "sed",
     "sort",
+    "tail",
     "tr",
     "sh",
 )
@@ -39,6 +40,7 @@ EKS = {
     "get daemonsets": "daemonset.apps/aws-node\ndaemonset.apps/eks-pod-identity-agent",
     "get daemonset aws-node": '["--enable-ipv6=false","--enable-network-policy=true"]',
     "get deployments": "deployment.apps/cluster-autoscaler",
+    "get nodes --output jsonpath={range": "1930m\n15890m\n4",
     "get nodes": '{"nvidia.com/cuda.driver-version.major":"580"}',
 }
 """What a cluster answers that has all that check-eks.sh looks for."""
@@ -60,7 +62,8 @@ class Machine:
         path.write_text(
             "#!/usr/bin/env bash\n"
             f'printf "%s\\n" "{name}${{*:+ }}$*" >>{shlex.quote(str(self.calls))}\n'
-            f'case "$*" in */dev/stdin*) cat >{shlex.quote(str(self.tools.parent / "stdin"))};; *"--filename -") cat >/dev/null;; esac\n'
+            f'case "$*" in */dev/stdin*) cat >{shlex.quote(str(self.tools.parent / "stdin"))};; *"--filename -") '
+            f"cat >{shlex.quote(str(self.tools.parent / 'applied'))};; esac\n"
             f'case "$*" in\n{answers}\n*) ;;\nesac\n'
         )
         path.chmod(0o755)
@@ -70,7 +73,7 @@ class Machine:
         """Be an EKS cluster, with some answers changed, and an overlay that names somebody's bucket and image."""
         self.play("git")
         for path in (self.manifests() / "overlays" / "eks").iterdir():
-            text = path.read_text().replace("vit-distillation-artifacts", "my-bucket")
+            text = path.read_text().replace("s3://vit-distillation-artifacts/", "s3://acme-vit-distillation-artifacts/")
             path.write_text(text.replace("newName: registry/", "newName: my.registry/"))
         branches = [f'*"{question} "*) echo {shlex.quote(text)};;' for question, text in (EKS | answers).items()]
         cluster = '*"get cronjob"*) echo image:1;;\n*"get secret"*) exit 1;;\n*"get statefulset"*) echo statefulset/mlflow-database;;'
@@ -127,7 +130,7 @@ SCRIPTS = {
     "kind/pretend.sh": [],
     "install.sh": ["kind"],
     "check-eks.sh": [],
-    "profile.sh": ["team-a"],
+    "profile.sh": ["team-a", "reaper:1"],
     "logs.sh": ["logs"],
     "images/build.sh": ["cpu", "image:1"],
 }
@@ -228,7 +231,10 @@ def test_on_eks_no_key_is_made(machine):
 @pytest.mark.parametrize(
     ("answers", "missing"),
     [
-        ({"get csidrivers": "csidriver.storage.k8s.io/efs.csi.aws.com"}, ["the EBS CSI driver: aws eks create-addon"]),
+        (
+            {"get csidrivers": "csidriver.storage.k8s.io/efs.csi.aws.com"},
+            ["the EBS CSI driver, whose role R .*: aws eks create-addon"],
+        ),
         ({"get storageclasses": "{} {}"}, ["a default StorageClass: kubectl annotate storageclass"]),
         ({"get daemonsets": "daemonset.apps/aws-node"}, ["the agent of EKS Pod Identity: aws eks create-addon"]),
         (
@@ -239,17 +245,27 @@ def test_on_eks_no_key_is_made(machine):
         ({"get deployments": "deployment.apps/coredns"}, ["the cluster autoscaler or Karpenter, .*"]),
         ({"get deployments": "deployment.apps/karpenter"}, []),
         (
+            {"get nodes --output jsonpath={range": "1930m\n1930m"},
+            ["a node with more than two cores for pods, got 1930m: .*"],
+        ),
+        ({"get nodes --output jsonpath={range": "940m\n4"}, []),
+        (
             {"get nodes": '{"nvidia.com/cuda.driver.major":"570"} {"nvidia.com/cuda.driver.major":"580"}'},
             [".* got 570: .*"],
         ),
         ({"get nodes": "{}"}, []),
         (
-            {"get nodes": '{"eks.amazonaws.com/compute-type":"auto"}', "get daemonsets": "", "get deployments": ""},
+            {
+                "get nodes --output jsonpath={range": "",
+                "get nodes": '{"eks.amazonaws.com/compute-type":"auto"}',
+                "get daemonsets": "",
+                "get deployments": "",
+            },
             [],  # EKS Auto Mode
         ),
         (
             {"get csidrivers": "", "get storageclasses": "", "get daemonsets": "", "get deployments": ""},
-            ["the EBS.*", "a default.*", "the agent.*", "the cluster autoscaler.*"],
+            ["the agent.*", "the EBS.*", "a default.*", "the cluster autoscaler.*"],
         ),
     ],
 )
@@ -272,24 +288,41 @@ def test_an_overlay_as_it_comes_is_not_installed_on_eks(machine):
 
 
 def test_a_profile_gets_its_key_and_the_overlay(machine):
-    machine.play("kubectl", '*"get secret"*jsonpath*) echo c2VjcmV0;;\n*kustomize*) echo "namespace: your-profile";;')
-    result = machine.run("profile.sh", "team-a")
+    rendered = "namespace: your-profile\nimage: vit-distillation:0.2.0"
+    answers = f'*"get secret"*jsonpath*) echo c2VjcmV0;;\n*kustomize*) echo {shlex.quote(rendered)};;'
+    operator = '*"api-resources"*) echo pytorchjobs.kubeflow.org;;'
+    machine.play("kubectl", f"{answers}\n{operator}")
+    result = machine.run("profile.sh", "team-a", "registry/reaper:1")
     assert result.returncode == 0, result.stderr
     (created,) = machine.called("kubectl --namespace team-a create secret generic vit-distillation-store")
     assert "secret=" not in created
     assert machine.called("kubectl --namespace team-a apply --filename -")
     assert machine.called("kubectl apply --filename -")
+    assert (machine.tools.parent / "applied").read_text() == "namespace: team-a\nimage: registry/reaper:1\n"
     # What is missing is named, and nothing applied.
     for question, message in {
         "get namespace": "there is no namespace team-a",
-        "get crd": "the cluster has no training operator",
+        "api-resources": "the cluster has no training operator",
         "get secret": "namespace team-a has no Secret mlpipeline-minio-artifact",
     }.items():
         machine.calls.write_text("")
-        machine.play("kubectl", f'*"{question}"*) exit 1;;')
-        result = machine.run("profile.sh", "team-a")
+        machine.play("kubectl", f'*"{question}"*) exit 1;;\n{operator}')
+        result = machine.run("profile.sh", "team-a", "registry/reaper:1")
         assert (result.returncode, message in result.stderr) == (2, True)
         assert not any("apply" in call for call in machine.called())
+    for arguments in ([], ["team-a"]):
+        assert "error: name the namespace of the profile, and the image" in machine.run("profile.sh", *arguments).stderr
+
+
+@pytest.mark.parametrize(("script", "arguments"), [("install.sh", ["kind"]), ("profile.sh", ["team-a", "reaper:1"])])
+def test_a_key_that_cannot_be_read_makes_no_secret(complete, script, arguments):
+    """An error within <( ) would end nothing, and an empty key stay."""
+    operator = '*"api-resources"*) echo pytorchjobs.kubeflow.org;;'
+    complete.play(
+        "kubectl", f'{operator}\n*"get secret"*jsonpath*) exit 1;;\n*"get secret vit-distillation-store"*) exit 1;;'
+    )
+    assert complete.run(script, *arguments).returncode != 0
+    assert not [call for call in complete.called() if "create secret generic vit-distillation-store" in call]
 
 
 def test_up_stops(complete):
