@@ -1,7 +1,7 @@
 """How tasks name artifacts to one another: `s3://bucket/teacher#model=3f2a...`, a URI with kind and fingerprint as its fragment.
 
-A text, not one of KFP's artifacts: KFP fetches those into every pod that reads them, also where it only passes their address on. A task
-whose producer comes from KFP's cache gets the same text, and is in the cache too; one whose producer ran again gets another.
+A text, not one of KFP's artifacts, whose identity in KFP's cache is the address alone. A task whose producer comes from the cache gets the
+same text, and is in the cache too; one whose producer ran again gets another.
 """
 
 from __future__ import annotations

@@ -43,6 +43,11 @@ def test_only_the_retries_differ_from_kfps_own(defaults):
     assert ours == theirs["spec"]["templateDefaults"]["retryStrategy"] | {"retryPolicy": "Always"}
 
 
+def test_a_task_asks_for_some_disk():
+    container = yaml.safe_load(patch("workflow-controller-configmap.yaml")["data"]["mainContainer"])
+    assert container == {"resources": {"requests": {"ephemeral-storage": "4Gi"}}}
+
+
 @pytest.mark.parametrize("error", [DataError("no images"), StorageAwayError("the store does not answer")])
 def test_task_is_tried_again_unless_its_error_would_come_again(monkeypatch, tmp_path, tries_again, error):
     monkeypatch.setenv("TRAINER_TERMINATION_LOG", str(tmp_path / "log"))
