@@ -584,9 +584,10 @@ def other_classes(name: str, alias: str, classes: Callable[[], Collection[str]])
     try:
         with http_limits(STAGE_LIMITS), explained(), _fetching():
             known = (get_model_info(f"{REGISTERED}{name}/{number}").metadata or {}).get("labels")
-    except TrackingAwayError:
-        raise
-    except TrackingError as error:  # its files were deleted, which must not keep others from being registered
+    except TrackingError as error:
+        # Its files were deleted, which must not keep others from being registered. Of a bucket behind it the server then answers 500.
+        if isinstance(error, TrackingAwayError) and "too many 500 error responses" not in str(error.__cause__):
+            raise
         return f"{place}, whose classes cannot be read ({reason_of(error.__cause__ or error)})"
     if not isinstance(known, list):
         return f"{place}, which does not say its classes"
