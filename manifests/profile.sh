@@ -10,7 +10,7 @@ require_kubectl
 
 profile() { kubectl --namespace "$PROFILE" "$@"; }
 kubectl get namespace "$PROFILE" >/dev/null || fail "there is no namespace $PROFILE; make the profile in Kubeflow first"
-kubectl api-resources --api-group=kubeflow.org --output name | grep -qx pytorchjobs.kubeflow.org || fail "the cluster has no training operator; ask its administrators for it"
+grep -qx pytorchjobs.kubeflow.org <<<"$(kubectl api-resources --api-group=kubeflow.org --output name)" || fail "the cluster has no training operator; ask its administrators for it"
 profile get secret mlpipeline-minio-artifact >/dev/null ||
     fail "namespace $PROFILE has no Secret mlpipeline-minio-artifact, which KFP makes in a profile: is $PROFILE one?"
 
