@@ -15,7 +15,8 @@ classes="$(kubectl get storageclasses --output 'jsonpath={.items[*].metadata.ann
 drivers="$(kubectl get csidrivers --output name)"
 daemons="$(kubectl --namespace kube-system get daemonsets --output name)"
 deployments="$(kubectl get deployments --all-namespaces --output name)"
-auto() { grep -q '"eks.amazonaws.com/compute-type":"auto"' <<<"$labels"; } # EKS Auto Mode has agents and a Karpenter of its own
+kinds="$(kubectl get crds --output name)"
+auto() { grep -q '/nodeclasses.eks.amazonaws.com$' <<<"$kinds"; } # EKS Auto Mode has agents and a Karpenter of its own, and no node at first
 
 auto || grep -q 'eks-pod-identity-agent' <<<"$daemons" || lacks "the agent of EKS Pod Identity" "$add_on eks-pod-identity-agent"
 grep -q 'ebs.csi' <<<"$drivers" ||

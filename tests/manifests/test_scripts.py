@@ -40,6 +40,7 @@ EKS = {
     "get daemonsets": "daemonset.apps/aws-node\ndaemonset.apps/eks-pod-identity-agent",
     "get daemonset aws-node": '["--enable-ipv6=false","--enable-network-policy=true"]',
     "get deployments": "deployment.apps/cluster-autoscaler",
+    "get crds": "customresourcedefinition.apiextensions.k8s.io/pytorchjobs.kubeflow.org",
     "get nodes --output jsonpath={range": "1930m\n15890m\n4",
     "get nodes": '{"nvidia.com/cuda.driver-version.major":"580"}',
 }
@@ -257,7 +258,8 @@ def test_on_eks_no_key_is_made(machine):
         (
             {
                 "get nodes --output jsonpath={range": "",
-                "get nodes": '{"eks.amazonaws.com/compute-type":"auto"}',
+                "get nodes": "",
+                "get crds": "customresourcedefinition.apiextensions.k8s.io/nodeclasses.eks.amazonaws.com",
                 "get daemonsets": "",
                 "get deployments": "",
             },
