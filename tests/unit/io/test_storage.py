@@ -1,6 +1,7 @@
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -407,6 +408,21 @@ def test_the_least_recently_used_is_evicted(object_store, tmp_path, monkeypatch)
     os.utime(tmp_path / "cache" / "in use, oldest", (0, 0))
     cache.evict()
     assert {path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()} == {"in use, oldest", "newer"}
+
+
+def test_a_folder_that_comes_back_is_measured_again(object_store, tmp_path, monkeypatch):
+    """It was measured while another process removed it."""
+    place, whole = tmp_path / "cache" / "again", tmp_path / "cache" / "fetched.partial"
+    for folder in (place, whole):
+        folder.mkdir(parents=True)
+    (place / "file").write_bytes(b"x")
+    cache.evict()
+    fill(whole)
+    shutil.rmtree(place)
+    whole.rename(place)
+    monkeypatch.setenv("TRAINER_CACHE_GIB", str(500 / 2**30))
+    cache.evict()
+    assert not place.exists()
 
 
 ADOPT = """

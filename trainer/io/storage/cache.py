@@ -37,7 +37,7 @@ _DRAFT = "draft-"
 _WORTH_A_LINE = 2**28  # bytes of a removed folder; of a large data set thousands of smaller ones may be
 
 _used: dict[Path, int] = {}  # folder that this process uses -> descriptor that holds its lock
-_sizes: dict[Path, int] = {}  # folder -> its bytes
+_sizes: dict[tuple[Path, int], int] = {}  # folder and its inode -> its bytes
 _using = threading.Lock()  # of that dictionary
 
 
@@ -126,7 +126,8 @@ def evict() -> None:
         for entry in entries:
             try:
                 if entry.is_dir():
-                    folders.append((entry.stat().st_mtime_ns, _size(Path(entry.path)), Path(entry.path)))
+                    place = Path(entry.path)
+                    folders.append((entry.stat().st_mtime_ns, _size(place, entry.inode()), place))
             except FileNotFoundError:  # another process has just moved, filled or removed it
                 continue
     total = sum(size for _, size, _ in folders)
@@ -139,12 +140,15 @@ def evict() -> None:
             total -= size
 
 
-def _size(folder: Path) -> int:
-    """Return the bytes of a folder. A whole one never changes, and is walked through once: of a large data set there are thousands."""
-    if (size := _sizes.get(folder)) is None:
+def _size(folder: Path, inode: int) -> int:
+    """Return the bytes of a folder. A whole one never changes, and is walked through once: of a large data set there are thousands.
+
+    By its inode, since one that is measured while another process removes it may come back whole.
+    """
+    if (size := _sizes.get((folder, inode))) is None:
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         if folder.suffix != ".partial" and not folder.name.startswith(_DRAFT):
-            _sizes[folder] = size
+            _sizes[folder, inode] = size
     return size
 
 
