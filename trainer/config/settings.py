@@ -1065,9 +1065,9 @@ class SearchSettings(Section):
     it. A trial continues where no other is both better and cheaper; of the finalists that pass `evaluate.gate` on validation the cheapest
     wins."""
     budget_hours: NonNegativeFloat | None = None
-    """Most hours that the search may take; fewer trials are begun where a forecast exceeds it. Default: no limit."""
+    """Most hours that the search may take; fewer trials are begun where a forecast exceeds it. Default, or 0: no limit."""
     budget_usd: NonNegativeFloat | None = None
-    """Most dollars that the trials may cost, by the price of the machines where they train. Default: no limit."""
+    """Most dollars that the trials may cost, by the price of the machines where they train. Default, or 0: no limit."""
     distill: DistillSettings | None = None
     """The distillation to search around; default: `distill`."""
     gate: GateSettings | None = None

@@ -33,7 +33,7 @@ from trainer.io.errors import (
     PreemptedError,
 )
 from trainer.io.formatting import duration
-from trainer.report import scores, tracking
+from trainer.report import forecast, scores, tracking
 from trainer.report.tracking.stage_runs import Tracker, stage_run
 from trainer.stages.searching import search_page
 from trainer.stages.searching.search_schema import FILE, PAGE, Attempt, SearchResult, SearchTrial
@@ -345,18 +345,15 @@ class _Searching:
     def _within_budget(self, count: int) -> int:
         """Return how many of so many further trials the budget allows, by what the trials so far took."""
         settings, begun = self.settings, len(self.trials)
-        if settings.budget_hours is None and settings.budget_usd is None:
+        if not settings.budget_hours and not settings.budget_usd:
             return count
         first = [one.attempts[0] for one in self.trials if one.attempts]
         first_s, spent_s = sum(one.seconds for one in first), sum(one.seconds for one in self.trials)
-        budget_s = math.inf if settings.budget_hours is None else 3600 * settings.budget_hours * self.at_a_time
-        if settings.budget_usd is not None:
+        budget_s = 3600 * settings.budget_hours * self.at_a_time if settings.budget_hours else math.inf
+        if settings.budget_usd:
             dollars = [one.dollars for one in first if one.dollars is not None]
             if len(dollars) < len(first):
-                raise BudgetError(
-                    f"search.budget_usd={settings.budget_usd:g} cannot be kept, since the price of the machines is not known; give the "
-                    "pool a price in pools.toml (this machine: TRAINER_PLACE), or set search.budget_hours in its place"
-                )
+                forecast.check_budget(None, settings.budget_usd, "search")
             budget_s = min(budget_s, settings.budget_usd / sum(dollars) * first_s)
         epoch_s = first_s / sum(one.epochs for one in first)
         for further in range(count, 0, -1):

@@ -315,9 +315,11 @@ def test_budget_begins_fewer_trials_or_refuses(inputs, tmp_path, monkeypatch):
     with pytest.raises(BudgetError, match=r"one more trial and the finalists take 4 h .* and the budget is 60 min"):
         search(inputs, tmp_path / "refused" / "search", trainings, budget_hours=1, finalists=1)
     with pytest.raises(
-        BudgetError, match=r"search.budget_usd=2 cannot be kept, since the price of the machines is not"
+        BudgetError, match=r"search.budget_usd=2 cannot be kept, since the price of this machine is not"
     ):
         search(inputs, tmp_path / "no price" / "search", trainings, budget_usd=2, finalists=1)
+    unlimited = search(inputs, tmp_path / "unlimited" / "search", trainings, budget_hours=0, budget_usd=0, finalists=1)
+    assert len(unlimited.trials) == 9
     price = {"dollars_an_hour": 0.5, "date": "2026-11", "region": "here", "source": "power bill"}
     monkeypatch.setenv("TRAINER_PLACE", json.dumps({"pool": "workstation", "price": price}))
     paid = search(inputs, tmp_path / "paid" / "search", trainings, budget_usd=2.4, finalists=1)
