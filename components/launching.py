@@ -64,7 +64,8 @@ class Placement:
             raise SettingsError(
                 f"processes_per_node must be >= 0 (0: one for each device), got {self.processes_per_node}"
             )
-        if (self.pool or "KFP_RUN_ID" in os.environ) and notify not in ("", os.environ.get(notifications.ADDRESSES)):
+        known = os.environ.get(notifications.ADDRESSES) if "KFP_RUN_ID" in os.environ else ""  # to pods, by the Secret
+        if (self.pool or "KFP_RUN_ID" in os.environ) and notify not in ("", known):
             raise SettingsError(
                 f"run.notify={notify}: every pod of a cluster reads the receivers from its environment; put them into the Secret "
                 f"vit-distillation-notify under {notifications.ADDRESSES}, and leave the setting out"

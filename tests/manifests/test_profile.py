@@ -83,15 +83,18 @@ def test_jobs_reach_the_central_mlflow_and_it_admits_them(objects, render):
     assert any(fnmatch.fnmatch(address, host) for host in hosts)
 
 
-def test_a_queue_is_a_line_away(render, tmp_path):
+def test_optional_parts_are_a_line_away(render, tmp_path):
     text = (OVERLAY / "kustomization.yaml").read_text()
-    assert "\n# - queue.yaml" in text
+    assert text.count("\n  # - ") == 3
     for part in ("queue.yaml", "network-policy.yaml", "environment.env"):
         (tmp_path / part).write_bytes((OVERLAY / part).read_bytes())
-    base = os.path.relpath(OVERLAY.parents[1] / "base", tmp_path.resolve())
-    text = text.replace("\n# - queue.yaml", "\n  - queue.yaml").replace("../../base", base)
+    there = os.path.relpath(OVERLAY.parents[1], tmp_path.resolve())
+    text = text.replace("\n  # - ", "\n  - ").replace("../..", there)
     (tmp_path / "kustomization.yaml").write_text(text)
-    (queue,) = [one for one in render(os.path.relpath(tmp_path, OVERLAY.parents[1])) if one["kind"] == "LocalQueue"]
+    found = render(os.path.relpath(tmp_path, OVERLAY.parents[1]))
+    assert {one["metadata"]["namespace"] for one in found} == {NAME}
+    assert {"TrainingRuntime", "PodMonitor"} < {one["kind"] for one in found}
+    (queue,) = [one for one in found if one["kind"] == "LocalQueue"]
     (central,) = [one for one in render("components/kueue") if one["kind"] == "ClusterQueue"]
     assert queue["metadata"]["namespace"] == NAME
     assert queue["spec"]["clusterQueue"] == central["metadata"]["name"]

@@ -253,6 +253,8 @@ WRONG = {
     "tune.distill.epochs=2": r"^tune.distill.epochs is a copy that a run makes of distill.epochs; set that$",
     "tune.budget_usd=2 pretrain.watch={log_steps=true}": r"^pretrain.watch.log_steps is a copy .* of profile.log_steps; set that\n"
     r"tune.budget_usd is a copy that a run makes of run.budget_usd; set that$",
+    "tune.enabled=true tune.distill={}": r"^tune.distill is a copy that a run makes of distill; set that$",
+    "budget_usd=5": r"unknown setting budget_usd; did you mean run.budget_usd or search.budget_usd",
     "search.gate={min_accuracy=0.9}": r"^search.gate.min_accuracy is a copy that a run makes of evaluate.gate.min_accuracy; set that$",
     "distill.logit.alhpa=2": r"unknown setting distill.logit.alhpa; did you mean distill.logit.alpha",
     "distill.logit=dkd": r"distill.logit is a group of settings and cannot be 'dkd'; set one of its members",

@@ -221,7 +221,9 @@ def resolve_text(text: str) -> Settings:
 
 
 def _completed(values: Mapping[str, Any], recipe: str = "") -> Settings:
-    if copies := [(name, original) for name in flatten(values) if (original := copied_from(name))]:
+    if copies := [
+        (name, original) for name in flatten(values, keep=lambda group: not group) if (original := copied_from(name))
+    ]:
         raise SettingsError(
             "\n".join(f"{name} is a copy that a run makes of {original}; set that" for name, original in copies)
         )
@@ -469,7 +471,10 @@ def validate(section: type[AnySection], values: Mapping[str, Any], *, prefix: st
     try:
         return section.model_validate(dict(values))
     except ValidationError as error:
-        known, listed = (full for full, *_ in walk(section, prefix)), "`python -m trainer config RECIPE` lists all"
+        known, listed = (
+            (full for full, *_ in walk(section, prefix) if not copied_from(full)),
+            "`python -m trainer config RECIPE` lists all",
+        )
         raise SettingsError("\n".join(explain(error, prefix, known=known, listed=listed))) from error
 
 

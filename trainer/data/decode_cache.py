@@ -108,7 +108,8 @@ class DecodeCache:
         if is_whole:
             # The same bytes under another ETag; else each later preparation would read these files again.
             states = [
-                _state(item, image.content) or image.state for image, item in zip(chunk.images, items, strict=True)
+                _state(item, image.content) if item.state else image.state
+                for image, item in zip(chunk.images, items, strict=True)
             ]
             if states != [image.state for image in chunk.images]:
                 images = (
@@ -156,7 +157,8 @@ class DecodeCache:
         if chunk is None or chunk.way != self.way or len(chunk.images) != len(items):
             return False
         return all(
-            (image.name, image.label, image.state) == (item.name, item.label, _state(item, image.content))
+            (image.name, image.label) == (item.name, item.label)
+            and (not item.state or image.state == _state(item, image.content))
             for image, item in zip(chunk.images, items, strict=True)
         )
 
@@ -203,7 +205,8 @@ def _state(item: Item, content: str) -> str:
 
 
 def _kept(item: Item, image: _Image, row: int, content: Callable[[Item], str]) -> KeptImage | None:
-    if not (item.state and image.state == item.state) and image.content != content(item):
+    known = _state(item, image.content)
+    if not (known and image.state == known) and image.content != content(item):
         return None
     if image.reason:
         return KeptImage(outcome=Quarantined(name=image.name, reason=image.reason), content=image.content, row=row)

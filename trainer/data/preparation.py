@@ -350,7 +350,9 @@ def _gray_bits(settings: DataSettings) -> int:
 def _chunks(listing: SourceListing, settings: DataSettings) -> Mapping[str, Sequence[Item]]:
     """Cut the images into chunks: the name of each in the decode cache -> its images, in the listing's order."""
     items = listing.items
-    most = max(1, CHUNK_BYTES // (3 * settings.image_size**2)) if settings.encoding == "raw" else LARGEST_CHUNK
+    most = LARGEST_CHUNK
+    if settings.encoding == "raw":
+        most = max(1, min(most, CHUNK_BYTES // (3 * settings.image_size**2)))
     size = min(max(len(items) // CHUNKS, SMALLEST_CHUNK), most)
     if settings.keep_decoded and not _is_hashed(items):
         # Of a size that does not depend on how many images there are, so that more of them leave the others where they were.

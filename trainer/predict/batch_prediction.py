@@ -92,7 +92,7 @@ def predict_folder(
     there = _there(output, names)
     if kept := len(there & set(names)):
         logger.info("%d of %d files of predictions are there already", kept, len(names))
-    done, shown = 0, time.monotonic()
+    done, shown, wrote = 0, time.monotonic(), False
     for number in _order(share, len(names)):
         if names[number] in there or (share.of > 1 and storage.exists(storage.join(output, names[number]))):
             continue
@@ -106,6 +106,9 @@ def predict_folder(
                 logger.info("%s photos classified", f"{done:,}")
         sink = pa.BufferOutputStream()
         pq.write_table(pa.Table.from_pylist(rows, schema=_schema(model)), sink, compression="zstd")
+        if share.of > 1 and not wrote:
+            _there(output, names)
+            wrote = True
         storage.write_bytes(storage.join(output, names[number]), sink.getvalue().to_pybytes())
     asked |= {"student": model.student, "labels": list(model.labels), "photos": len(photos)}
     made = _finished(output, asked, names)

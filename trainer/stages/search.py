@@ -310,6 +310,7 @@ class _Searching:
         self.place, figures = made_of.place, made_of.figures
         score = figures[scores.val_name(figures) or ""]
         seconds = time.monotonic() - began
+        forecast.check_budget(made_of.place, self.settings.budget_usd, "search")
         dollars = made_of.place.dollars(seconds) if made_of.place else None
         attempt = Attempt(epochs=epochs, score=score, seconds=seconds, dollars=dollars)
         # One measurement of a student, so that noise does not change its rank between rungs.
@@ -351,10 +352,10 @@ class _Searching:
         first_s, spent_s = sum(one.seconds for one in first), sum(one.seconds for one in self.trials)
         budget_s = 3600 * settings.budget_hours * self.at_a_time if settings.budget_hours else math.inf
         if settings.budget_usd:
-            dollars = [one.dollars for one in first if one.dollars is not None]
-            if len(dollars) < len(first):
-                forecast.check_budget(None, settings.budget_usd, "search")
-            budget_s = min(budget_s, settings.budget_usd / sum(dollars) * first_s)
+            dollars = sum(
+                one.dollars or 0.0 for one in first
+            )  # each is known, else the first attempt has ended the search
+            budget_s = min(budget_s, settings.budget_usd / dollars * first_s)
         epoch_s = first_s / sum(one.epochs for one in first)
         for further in range(count, 0, -1):
             if spent_s + epoch_s * self._epochs_ahead(further) <= budget_s:

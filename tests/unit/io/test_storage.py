@@ -411,18 +411,24 @@ def test_the_least_recently_used_is_evicted(object_store, tmp_path, monkeypatch)
 
 
 def test_a_folder_that_comes_back_is_measured_again(object_store, tmp_path, monkeypatch):
-    """It was measured while another process removed it."""
-    place, whole = tmp_path / "cache" / "again", tmp_path / "cache" / "fetched.partial"
-    for folder in (place, whole):
-        folder.mkdir(parents=True)
-    (place / "file").write_bytes(b"x")
-    cache.evict()
-    fill(whole)
-    shutil.rmtree(place)
-    whole.rename(place)
-    monkeypatch.setenv("TRAINER_CACHE_GIB", str(500 / 2**30))
-    cache.evict()
-    assert not place.exists()
+    """Another process measures it while it is being removed."""
+    place, remove = tmp_path / "cache" / "again", shutil.rmtree
+
+    def slowly(folder):
+        monkeypatch.setattr(shutil, "rmtree", remove)
+        (folder / "file").unlink()
+        monkeypatch.setenv("TRAINER_CACHE_GIB", "1")
+        cache.evict()
+        remove(folder)
+
+    for removing in (slowly, remove):
+        place.mkdir(parents=True)
+        fill(place)
+        monkeypatch.setattr(shutil, "rmtree", removing)
+        monkeypatch.setenv("TRAINER_CACHE_GIB", str(500 / 2**30))
+        cache.evict()
+        assert not place.exists()
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
 ADOPT = """

@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import io
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import unquote_plus
@@ -99,7 +100,7 @@ def _below(uri: str, manifest: dict[str, Any], prefix: str) -> Iterator[storage.
         try:
             for batch in _batches(manifest, content):
                 yield from _rows(batch, prefix, encoded=manifest["fileFormat"] == "CSV")
-        except (pa.ArrowException, OSError, EOFError, KeyError, ValueError) as error:
+        except (pa.ArrowException, OSError, EOFError, zlib.error, KeyError, ValueError) as error:
             raise DataError(
                 f"{place}: cannot be read as {manifest['fileFormat']} with the columns of {uri}: {type(error).__name__} {error}; take "
                 "another day's inventory"

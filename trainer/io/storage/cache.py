@@ -37,7 +37,7 @@ _DRAFT = "draft-"
 _WORTH_A_LINE = 2**28  # bytes of a removed folder; of a large data set thousands of smaller ones may be
 
 _used: dict[Path, int] = {}  # folder that this process uses -> descriptor that holds its lock
-_sizes: dict[tuple[Path, int], int] = {}  # folder and its inode -> its bytes
+_sizes: dict[Path, int] = {}  # folder -> its bytes
 _using = threading.Lock()  # of that dictionary
 
 
@@ -126,8 +126,7 @@ def evict() -> None:
         for entry in entries:
             try:
                 if entry.is_dir():
-                    place = Path(entry.path)
-                    folders.append((entry.stat().st_mtime_ns, _size(place, entry.inode()), place))
+                    folders.append((entry.stat().st_mtime_ns, _size(Path(entry.path)), Path(entry.path)))
             except FileNotFoundError:  # another process has just moved, filled or removed it
                 continue
     total = sum(size for _, size, _ in folders)
@@ -140,15 +139,14 @@ def evict() -> None:
             total -= size
 
 
-def _size(folder: Path, inode: int) -> int:
-    """Return the bytes of a folder. A whole one never changes, and is walked through once: of a large data set there are thousands.
-
-    By its inode, since one that is measured while another process removes it may come back whole.
-    """
-    if (size := _sizes.get((folder, inode))) is None:
+def _size(folder: Path) -> int:
+    """Return the bytes of a folder. A whole one never changes, and is walked through once: of a large data set there are thousands."""
+    if (size := _sizes.get(folder)) is None:
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        if folder.suffix != ".partial" and not folder.name.startswith(_DRAFT):
-            _sizes[folder, inode] = size
+        if (
+            folder.suffix != ".partial" and not folder.name.startswith(_DRAFT) and folder.is_dir()
+        ):  # else it was removed meanwhile
+            _sizes[folder] = size
     return size
 
 
@@ -162,7 +160,8 @@ def _remove_unused(folder: Path) -> bool:
             user = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
             if not _locks(user):
                 return False
-            shutil.rmtree(folder)
+            # First under another name: one that is half removed is not whole, and comes back whole when it is fetched again.
+            shutil.rmtree(folder.rename(folder.with_name(f"{_DRAFT}{uuid.uuid4().hex}")))
         return True
     finally:
         if user is not None:

@@ -582,7 +582,7 @@ def other_classes(name: str, alias: str, classes: Callable[[], Collection[str]])
             return ""  # no version has it yet
     place = f"{REGISTERED}{name}@{alias} is version {number}"
     try:
-        with http_limits(STAGE_LIMITS), explained(), _fetching():
+        with http_limits(UPLOAD_LIMITS), explained(), _fetching():  # which asks again
             known = (get_model_info(f"{REGISTERED}{name}/{number}").metadata or {}).get("labels")
     except TrackingError as error:
         # Its files were deleted, which must not keep others from being registered. Of a bucket behind it the server then answers 500.
