@@ -170,7 +170,7 @@ def measure_encodings(photos: Path, folder: Path, image_size: int, *, rounds: in
     encodings: tuple[Encoding, ...] = ("jpeg", "fast-jpeg", "raw")
     for encoding in encodings:
         samples = prepared_samples(photos, folder / encoding, image_size, encoding)
-        (split,) = samples._splits
+        (split,) = samples.splits
         chosen = [index % len(samples) for index in range(LOADED)]
         readers[encoding] = partial(split._decode_into, room, chosen)
     times: dict[str, list[float]] = {encoding: [] for encoding in readers}

@@ -72,6 +72,9 @@ def test_the_launcher_works_with_them(kubernetes, caplog):
     owner = job_manifest.Owner(name="task", uid=pod["metadata"]["uid"])
     kubernetes.script("distill-*", Script(output=["step 1", 0.3, "step 2"]))
     run(owner)
+    kubernetes.script(
+        "distill-*", Script(output=["step 1", 5.0, "step 2"])
+    )  # so that it still runs when it is looked for
     kubernetes.add(PYTORCHJOBS, job("cpu", attempt=2))
     run(owner)
     first, second = kubernetes.list(PYTORCHJOBS)
