@@ -41,7 +41,7 @@ largest="$(kubectl get nodes --output 'jsonpath={range .items[*]}{.status.alloca
 auto || grep -q 'karpenter' <<<"$deployments" || [[ "${largest:-0}" -gt 2000 ]] ||
     printf 'warning: no node has more than two cores for pods (%sm), which the pool cpu asks for; unless a group grows: %s\n' "${largest:-0}" \
         "eksctl create nodegroup --cluster CLUSTER --name cpu --instance-types m7i.xlarge --nodes-min 1 --nodes-max 4" >&2
-# A label that only GPU feature discovery sets; without it the driver is not judged here, and a job says so at its start.
+# A label that only GPU feature discovery sets; without it the driver is not judged here.
 old="$(grep -oE '"nvidia.com/cuda.driver[a-z-]*.major":"[0-9]+"' <<<"$labels" | grep -oE '[0-9]+' | sort -n | head -n 1 || true)"
 [[ -z "$old" || "$old" -ge 580 ]] ||
     lacks "NVIDIA's driver 580 or later on all GPU nodes, got $old" "a newer AMI: eksctl upgrade nodegroup --cluster CLUSTER --name NAME"

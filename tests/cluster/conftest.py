@@ -46,7 +46,11 @@ def pytest_collection_modifyitems(items):
         return
     for item in items:
         if item.get_closest_marker("cluster"):
-            item.add_marker(pytest.mark.skip(reason="needs a cluster: tests/cluster/conftest.py says how"))
+            item.add_marker(
+                pytest.mark.skip(
+                    reason="needs a cluster: make kind-up image kind-load, the same with TARGET=serving, make test-kind"
+                )
+            )
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import pytest
 from trainer import config
 from trainer.config.settings import DistSettings, DkdSettings, HardSettings, KlSettings
 from trainer.graph import STAGES
+from trainer.io.base_models import Section
 from trainer.io.errors import SettingsError
 
 
@@ -483,3 +484,15 @@ def test_a_batch_is_clamped_to_the_images_that_there_are_and_the_learning_rate_f
         "distill.batch_size = 1024 is larger than the 640 images to train on, and a step sees none of them twice; it becomes 640, and the "
         "learning rate is scaled for that"
     )
+
+
+def test_what_a_run_copies_is_known_as_a_copy():
+    """A group of settings that is empty until a run resolves it would be replaced by defaults as a whole where one of them is given."""
+    empty = {name for name, value, *_ in config.walk(config.Settings()) if value is None}
+    kinds = {name: config._kind(name.split(".")) for name in empty}
+    groups = {name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
+    # That one is checked against what it would be a copy of (trainer/config/conflicts.py).
+    assert groups - {"reinforce.augmentation"} == {
+        name for name in config._COPIES if not name.startswith("tune.budget_")
+    }
+    assert all(config.copied_from(f"{name}.x") == f"{original}.x" for name, original in config._COPIES.items())

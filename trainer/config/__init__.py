@@ -471,10 +471,8 @@ def validate(section: type[AnySection], values: Mapping[str, Any], *, prefix: st
     try:
         return section.model_validate(dict(values))
     except ValidationError as error:
-        known, listed = (
-            (full for full, *_ in walk(section, prefix) if not copied_from(full)),
-            "`python -m trainer config RECIPE` lists all",
-        )
+        known = (full for full, *_ in walk(section, prefix) if not copied_from(full))
+        listed = "`python -m trainer config RECIPE` lists all"
         raise SettingsError("\n".join(explain(error, prefix, known=known, listed=listed))) from error
 
 

@@ -152,11 +152,8 @@ class Notifier:
                     return
             except urllib.error.HTTPError as error:
                 reason, is_final = f"HTTP {error.code}", error.code < 500 and error.code != 429
-            except (
-                OSError,
-                http.client.HTTPException,
-                ValueError,
-            ) as error:  # URLError; an answer that is no HTTP; no name of a host
+            # URLError among them; an answer that is no HTTP; a name that no host can have
+            except (OSError, http.client.HTTPException, ValueError) as error:
                 reason, is_final = str(getattr(error, "reason", error)), False
             if is_final or attempt == _ATTEMPTS:
                 host = urllib.parse.urlsplit(address).hostname

@@ -352,9 +352,7 @@ class _Searching:
         first_s, spent_s = sum(one.seconds for one in first), sum(one.seconds for one in self.trials)
         budget_s = 3600 * settings.budget_hours * self.at_a_time if settings.budget_hours else math.inf
         if settings.budget_usd:
-            dollars = sum(
-                one.dollars or 0.0 for one in first
-            )  # each is known, else the first attempt has ended the search
+            dollars = sum(one.dollars or 0.0 for one in first)  # known: else the first attempt has ended the search
             budget_s = min(budget_s, settings.budget_usd / dollars * first_s)
         epoch_s = first_s / sum(one.epochs for one in first)
         for further in range(count, 0, -1):

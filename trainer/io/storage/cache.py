@@ -143,9 +143,8 @@ def _size(folder: Path) -> int:
     """Return the bytes of a folder. A whole one never changes, and is walked through once: of a large data set there are thousands."""
     if (size := _sizes.get(folder)) is None:
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        if (
-            folder.suffix != ".partial" and not folder.name.startswith(_DRAFT) and folder.is_dir()
-        ):  # else it was removed meanwhile
+        # A folder that is gone now may have been measured while it was being removed.
+        if folder.suffix != ".partial" and not folder.name.startswith(_DRAFT) and folder.is_dir():
             _sizes[folder] = size
     return size
 
