@@ -178,6 +178,9 @@ class JobProgress:
         """Uid -> Kubernetes' event, in its last version: an event that happens again keeps its uid and has a higher count."""
         self.lost: dict[str, str] = {}
         """Replica -> how its pod went away without a termination, until a new pod starts in its place."""
+        self.replaced: dict[str, Termination] = {}
+        """Replica -> the failed end of a pod that another has replaced, until all replicas run again. The training operator may create
+        the pods of a job once more that it is about to report as failed; how those end explains nothing."""
         self.problem = ""  # the last problem that is not resolved
         self._problem_about = ""  # the replica that has it, or what else
         self._problem_counts: Counter[str] = Counter()
@@ -214,6 +217,8 @@ class JobProgress:
         if before and before.uid != replica.uid and (before.created, replica.over) > (replica.created, before.over):
             return  # a pod that failed and stays, while another one has its place
         self.replicas[replica.name] = replica
+        if before and before.uid != replica.uid and before.ended and before.ended.exit_code != 0:
+            self.replaced[replica.name] = before.ended
         end = replica.ended
         if end and end != (before and before.ended) and end.exit_code != 0:
             message = f"{end.replica} {end}" + (f": {end.message}" if end.message else "")
@@ -335,6 +340,8 @@ class JobProgress:
         placed = sum(replica.placed for replica in self.replicas.values())
         enough = placed >= self._nodes or not self.pods_readable
         running = self.state.phase in {"running", "restarting"} and enough
+        if running:
+            self.replaced.clear()
         if running != self.running:
             self._ran_s += now - self._since if self.running else 0.0
             self.running, self._since, self._last_output_at = running, now, now
@@ -433,6 +440,7 @@ def explain_failure(job: str, describe: str, progress: JobProgress) -> str:
 
 def _root_failure(progress: JobProgress) -> Termination | None:
     ended = [(one.ended, one.running) for one in progress.replicas.values() if one.ended]
+    ended += [(end, False) for end in progress.replaced.values()]
     # A replica that was seen running again, and then no more, is the cause only if no other one is.
     return first_failure([end for end, running in ended if not running], progress.last_line_at) or first_failure(
         [end for end, _ in ended], progress.last_line_at

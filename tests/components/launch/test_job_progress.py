@@ -14,10 +14,11 @@ from components.launch.job_progress import (
     Replica,
     Termination,
     explain_failure,
+    fails_again,
     first_failure,
     read_replica,
 )
-from trainer.io.errors import MISSED_ANOTHER
+from trainer.io.errors import EXIT_CODE, MISSED_ANOTHER
 
 LIMITS = JobLimits(queued_s=100, running_s=1000, silent_s=50)
 PENDING, SUSPENDED, RUNNING = JobState(phase="pending"), JobState(phase="suspended"), JobState(phase="running")
@@ -119,6 +120,32 @@ def test_the_end_of_an_old_pod_changes_nothing(progress):
     progress.take_messages()
     progress.remove_replica(replica(1, placed=True), 21)
     assert progress.take_messages() == []
+
+
+def test_pods_that_are_made_again_of_a_failed_job_do_not_hide_why_it_failed(progress):
+    """The training operator 1.9.3 did so: it deleted both pods, created them once more in the same second, and reported the failure."""
+    start(progress, 10)
+    end = Termination(
+        replica="worker-1", exit_code=EXIT_CODE, reason="Error", message="lower it", finished="2026-11-30T08:51:48Z"
+    )
+    progress.update_replica(replica(1, placed=True, over=True, ended=end), 20)
+    for number in range(2):
+        progress.update_replica(replica(number, uid=f"again-{number}", waiting="ContainerCreating"), 21)
+    progress.set_job_state(JobState(phase="failed", message="the backoff limit"), deleting=False, now=22)
+    assert fails_again(progress)
+    assert explain_failure("job", "describe", progress) == "job job failed: worker-1 ended with exit code 2: lower it"
+
+
+def test_what_a_restarted_job_failed_of_before_is_forgotten(progress):
+    start(progress, 10)
+    end = Termination(
+        replica="worker-1", exit_code=EXIT_CODE, reason="Error", message="lower it", finished="2026-11-30T08:51:48Z"
+    )
+    progress.update_replica(replica(1, placed=True, over=True, ended=end), 20)
+    progress.update_replica(replica(1, uid="again", placed=True, running=True), 30)
+    progress.set_job_state(JobState(phase="failed", message="its store is gone"), deleting=False, now=40)
+    assert not fails_again(progress)
+    assert "its store is gone" in explain_failure("job", "describe", progress)
 
 
 def test_a_failed_pod_that_stays_does_not_take_the_place_of_its_successor(progress):
