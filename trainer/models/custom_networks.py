@@ -185,7 +185,7 @@ def _of_transformers(weights: TransformersWeights, args: Mapping[str, Any], *, p
     where = {"revision": weights.revision or None, "trust_remote_code": False}
     try:
         config = transformers.AutoConfig.from_pretrained(weights.name, **where)
-        given = transformers.AutoImageProcessor.from_pretrained(weights.name, **where).to_dict()
+        processor = transformers.AutoImageProcessor.from_pretrained(weights.name, **where)
         kept = json.dumps({name: value for name, value in config.to_diff_dict().items() if not name.startswith("_")})
         if pretrained:
             module = transformers.AutoModelForImageClassification.from_pretrained(
@@ -204,17 +204,40 @@ def _of_transformers(weights: TransformersWeights, args: Mapping[str, Any], *, p
             "name, the network and HF_TOKEN"
         ) from error
     labels = config.id2label
+    given = processor.to_dict()
     size = given.get("crop_size") if given.get("do_center_crop") else given.get("size")
     edges = {edge for name, edge in (size or {}).items() if name in {"height", "width", "shortest_edge"} and edge}
-    normalizes = given.get("do_normalize", True)
+    mean, std = _normalization(str(weights), processor)
     return CustomModel(
         network=CustomNetwork(module.eval(), torch.arange(0)),
         args={_CONFIG: kept},
         labels=tuple(labels[index] for index in sorted(labels)),
         image_size=edges.pop() if len(edges) == 1 else None,
-        mean=tuple(given["image_mean"]) if normalizes else (0.0, 0.0, 0.0),  # of pixels in [0, 1]
-        std=tuple(given["image_std"]) if normalizes else (1.0, 1.0, 1.0),
+        mean=mean,
+        std=std,
         revision=getattr(config, "_commit_hash", None) or weights.revision,
+    )
+
+
+def _normalization(name: str, processor: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation of pixels in [0, 1], R, G, B, with which a network's input is what its image processor makes of
+    them; a `ModelError` where the processor does more.
+    """
+
+    def says(setting: str) -> Any:  # what a class of Transformers does not have, or leaves open, it does not do
+        return getattr(processor, setting, None)
+
+    if says("do_flip_channel_order"):
+        raise ModelError(
+            f"{name}: its image processor swaps red and blue (do_flip_channel_order), which is not supported; choose another teacher, or "
+            "load it in a function of your own (module:PACKAGE:FUNCTION)"
+        )
+    scale = 255 * (says("rescale_factor") or 1 / 255) if says("do_rescale") else 255.0
+    shift = 1.0 if says("rescale_offset") else 0.0  # EfficientNet's: pixels in [-1, 1]
+    mean, std = (says("image_mean"), says("image_std")) if says("do_normalize") else ([0.0] * 3, [1.0] * 3)
+    divided = says("image_std") if says("include_top") else [1.0] * 3  # EfficientNet's, once more by the same deviation
+    return tuple((shift + one) / scale for one in mean), tuple(
+        one * more / scale for one, more in zip(std, divided, strict=True)
     )
 
 

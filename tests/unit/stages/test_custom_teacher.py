@@ -4,7 +4,13 @@ import json
 
 import pytest
 import torch
-from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+from transformers import (
+    EfficientNetImageProcessor,
+    MobileViTImageProcessor,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+)
 
 from trainer import config, stages
 from trainer.config import ModelSettings, TransformersWeights
@@ -118,6 +124,31 @@ def test_a_model_of_transformers_teaches(folder, trained_digits, tmp_path, monke
         gone.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(ModelError, match=r"needs the library transformers"):
             networks.load(tmp_path / "teacher")
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        ViTImageProcessor(do_normalize=False),
+        ViTImageProcessor(do_rescale=False, image_mean=[120.0, 110.0, 100.0], image_std=[60.0, 50.0, 40.0]),
+        EfficientNetImageProcessor(image_mean=[0.485, 0.456, 0.406], image_std=[0.4, 0.5, 0.6]),
+        EfficientNetImageProcessor(rescale_factor=1 / 127.5, rescale_offset=True, include_top=False),
+        MobileViTImageProcessor(do_flip_channel_order=False),  # leaves do_normalize open
+    ],
+)
+def test_the_input_is_what_the_image_processor_of_transformers_makes(processor):
+    mean, std = (torch.tensor(one)[:, None, None] for one in custom_networks._normalization("one", processor))
+    pixels = torch.randint(0, 256, (3, 8, 8), dtype=torch.uint8)
+    wanted = processor(pixels, do_resize=False, do_center_crop=False, return_tensors="pt").pixel_values[0]
+    torch.testing.assert_close((pixels / 255 - mean) / std, wanted.float())
+
+
+def test_a_processor_that_swaps_colors_is_refused(folder):
+    MobileViTImageProcessor().save_pretrained(folder)
+    with pytest.raises(
+        ModelError, match=r"swaps red and blue \(do_flip_channel_order\), which is not supported; choose another"
+    ):
+        pretrained.load(TransformersWeights(str(folder), ""), ModelSettings(architecture="transformers:x"))
 
 
 def test_a_function_of_the_users_teaches(code, trained_digits, tmp_path, monkeypatch):
