@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from trainer.config import Settings
+from trainer.config import Settings, TrainingSettings
+from trainer.io import artifacts
 from trainer.io.formatting import short
 from trainer.runner import preflight
 
@@ -40,10 +41,13 @@ class TrainingWork:
         return preflight.build_teacher(self.settings.pretrain, (), trains_here=False)
 
     @cached_property
+    def student(self) -> Classifier:
+        return preflight.build_student(self.settings.distill, (), trains_here=False)
+
+    @cached_property
     def operations(self) -> tuple[float, float]:
         """Operations of a forward pass for an image, of teacher and student."""
-        student = preflight.build_student(self.settings.distill, (), trains_here=False)
-        return _operations(self.teacher[0]), _operations(student)
+        return _operations(self.teacher[0]), _operations(self.student)
 
     @property
     def learned(self) -> float:
@@ -53,28 +57,45 @@ class TrainingWork:
     def parts(self) -> dict[str, dict[str, tuple[str, float, float]]]:
         """Stage -> training -> what it is as text, images that are seen, operations for each."""
         pretrain, distill, reinforce = self.settings.pretrain, self.settings.distill, self.settings.reinforce
-        trained, (teacher, student) = self.teacher[1], self.operations
+        trained, (teacher, _) = self.teacher[1], self.operations
         parts = dict[str, dict[str, tuple[str, float, float]]]()
         if pretrain.mae.epochs:
-            operations = 3 * _masked_operations(trained["pretrain.mae"])
+            operations = (3 + pretrain.mae.activation_checkpointing) * _masked_operations(trained["pretrain.mae"])
             images = self.taught + self.unlabeled
             parts["pretrain"] = {"mae": _epochs("MAE, ", pretrain.mae.epochs, images, operations)}
         if pretrain.finetune.epochs:
             # A backward pass is two forward passes, and one where only its input's gradient is needed.
             passes = {"full": 3, "lora": 2, "head": 1}[pretrain.finetune.method]
-            operations = passes * _operations(trained.get("pretrain.finetune"))
+            operations = _trained(pretrain.finetune, trained.get("pretrain.finetune"), passes)
             finetune = _epochs("fine-tuning, ", pretrain.finetune.epochs, self.taught, operations)
             parts.setdefault("pretrain", {})["finetune"] = finetune
         if distill.reads_recording:
             seen = reinforce.views * self.learned
             parts["reinforce"] = {"reinforce": (f"{reinforce.views} views of {short(self.learned)}", seen, teacher)}
-        online = teacher if distill.needs_teacher and not distill.reads_recording else 0.0
-        parts["distill"] = {"distill": _epochs("", distill.epochs, self.learned, online + 3 * student)}
+        is_online = distill.needs_teacher and not distill.reads_recording
+        online = teacher + sum(_further(uri) for uri in distill.further_teachers) if is_online else 0.0
+        parts["distill"] = {
+            "distill": _epochs("", distill.epochs, self.learned, online + _trained(distill, self.student))
+        }
         return parts
 
 
 def _epochs(name: str, count: int, images: float, operations: float) -> tuple[str, float, float]:
     return f"{name}{count} epochs of {short(images)}", count * images, operations
+
+
+def _trained(settings: TrainingSettings, model: Any, passes: int = 3) -> float:
+    """Count the operations of a step for an image, of as many forward passes: the mean of all epochs, some of which may be smaller."""
+    low = settings.low_resolution
+    smaller = 1 - (low.image_size / model.card.image_size) ** 2 if low.epochs and model is not None else 0.0
+    again = settings.activation_checkpointing and passes > 1  # what a backward pass needs is computed once more
+    return (passes + again) * (1 - low.epochs / settings.epochs * smaller) * _operations(model)
+
+
+def _further(uri: str) -> float:
+    from trainer.models import networks
+
+    return _operations(networks.outline(uri) if artifacts.exists(uri) else None)
 
 
 def _operations(model: Any) -> float:

@@ -10,7 +10,7 @@ import pytest
 from trainer import config, devices
 from trainer.graph import STAGES
 from trainer.io import artifacts
-from trainer.runner import launch, local_run, preflight
+from trainer.runner import launch, local_run, preflight, training_work
 
 
 def test_the_time_of_the_latest_run_of_the_recipe_is_expected(tmp_path):
@@ -54,6 +54,23 @@ def test_work_of_trainings_is_counted_where_it_decides(tmp_path):
     assert longer["distill"]["distill"] == 2 * full["distill"]["distill"]
     assert list(work("distill.teacher=recorded")) == ["pretrain", "reinforce", "distill"]
     assert work("tune.enabled=true") == {}, "its trials are limited by time"
+
+
+def test_work_knows_smaller_inputs_further_teachers_and_what_is_computed_again(trained_digits):
+    def work(*overrides):
+        return training_work.count(config.resolve_run("digits", list(overrides)), taught=100, unlabeled=0)
+
+    plain = work()
+    student = 'distill.student={architecture="vit_tiny_patch16_224",image_size=32,args={patch_size=4,depth=2,dynamic_img_size=true}}'
+    alone = [student, "distill.logit_weight=0", "distill.label_weight=1"]
+    own = work(*alone)["distill"]["distill"]
+    smaller = work(*alone, "distill.low_resolution={epochs=30,image_size=16}")["distill"]["distill"]
+    assert smaller == pytest.approx(own * (1 - 30 / 60 * 0.75)), "as the progress of a training counts it"
+    again = work("distill.activation_checkpointing=true", "pretrain.finetune.activation_checkpointing=true")
+    assert again["pretrain"]["finetune"] == pytest.approx(plain["pretrain"]["finetune"] * 4 / 3)
+    assert again["pretrain"]["mae"] == pytest.approx(plain["pretrain"]["mae"]), "which keeps its activations"
+    more = work(f'distill.further_teachers=["{trained_digits.teacher}"]')
+    assert min(more["distill"]["distill"], again["distill"]["distill"]) > plain["distill"]["distill"]
 
 
 def test_an_interrupted_run_names_how_to_go_on(tmp_path, monkeypatch, caplog):
