@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -383,7 +384,8 @@ def check_search(search: SearchSettings, facts: Facts) -> None:
     distill = search.distill or DistillSettings()
     known, mistakes = [name for name, *_ in walk(DistillSettings, "distill")], list[str]()
     groups = {name[:place] for name in known for place in range(len(name)) if name[place] == "."} - {"distill"}
-    for name, dimension in search_space(search).items():
+    space = search_space(search)
+    for name, dimension in space.items():
         if name in _SHARED_BY_TRIALS:
             mistakes.append(f"search.space: {name} cannot be searched, since all trials share it; leave it out")
             continue
@@ -396,15 +398,25 @@ def check_search(search: SearchSettings, facts: Facts) -> None:
             mistakes.append(f"{text}; leave it out, or set distill.teacher=online")
             continue
         for value in dimension.options:
-            try:
-                tried = distill_with(distill, {name: value})
-            except SettingsError as error:
-                mistakes.append(f"search.space: {name}={value}: {error}")
-            else:
-                found = conflicts(replace(facts, distill=tried))
-                mistakes += [f"search.space: {name}={value}: {one}" for one in found]
+            mistakes += _mistakes({name: value}, distill, facts)
+    if not mistakes:  # what fits alone may not fit together
+        for (one, first), (other, second) in combinations(space.items(), 2):
+            for a, b in product(first.options, second.options):
+                if found := _mistakes({one: a, other: b}, distill, facts):
+                    mistakes += found
+                    break
     if mistakes:
         raise SettingsError("\n".join(mistakes))
+
+
+def _mistakes(values: Mapping[str, Any], distill: DistillSettings, facts: Facts) -> list[str]:
+    """List why a search cannot try these values."""
+    named = f"search.space: {' with '.join(f'{name}={value}' for name, value in values.items())}"
+    try:
+        tried = distill_with(distill, values)
+    except SettingsError as error:
+        return [f"{named}: {error}"]
+    return [f"{named}: {one}" for one in conflicts(replace(facts, distill=tried))]
 
 
 def _inherit(settings: Settings) -> Settings:

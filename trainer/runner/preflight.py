@@ -136,7 +136,7 @@ def pinned(settings: Settings) -> Settings:
 
             changed[name] = section.model_copy(update={"weights": str(pretrained.pin(weights))})
     sections: dict[str, Section] = {**changed}
-    for name in ("warm_up", "tune"):  # which may have the same sections
+    for name in ("warm_up", "tune", "search"):  # which may have the same sections
         part: Section = getattr(settings, name)
         same = {one: new for one, new in changed.items() if getattr(part, one, None) == getattr(settings, one)}
         sections[name] = part.model_copy(update=same)

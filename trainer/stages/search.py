@@ -22,6 +22,7 @@ from typing import Any
 from trainer import config
 from trainer.config import DistillSettings, GateSettings, SearchSettings
 from trainer.config.conflicts import Facts
+from trainer.evaluation import metrics
 from trainer.graph import STAGES, JobSpec, Kind
 from trainer.io import artifacts, storage
 from trainer.io.costs import Machines
@@ -204,6 +205,11 @@ class _Searching:
         best = max(means, key=lambda number: (means[number], -number))
         gain, deviation = means[best] - means[0], _deviation(scored)
         gained, differ = f"{100 * gain:+.2f} points", f"{100 * deviation:.2f} points"
+        if self.settings.seeds == 1 and best:
+            return (
+                best,
+                f"trial {best} is better than the recipe by {gained} with one seed, which does not tell how much seeds differ",
+            )
         if best == 0:
             return 0, "no other settings are better than the recipe's own in the mean of the seeds"
         if gain <= deviation:
@@ -217,11 +223,13 @@ class _Searching:
         gate = self.settings.gate or GateSettings()
         teacher = artifacts.manifest(self.inputs["teacher"], "model").figures
         name = scores.val_name(teacher)
-        return (
-            (name is None or teacher[name] - score <= gate.max_accuracy_drop)
-            and score >= gate.min_accuracy
-            and teacher["parameters"] >= gate.min_compression * (trial.parameters or 0)
+        conditions = metrics.judge_scores(
+            gate, teacher_score=score if name is None else teacher[name], student_score=score
         )
+        conditions += metrics.judge_cost(
+            gate, teacher_parameters=teacher["parameters"], student_parameters=trial.parameters or 1, student_p95_ms=0.0
+        )
+        return not any(one.reason for one in conditions)
 
     def _found(self, finalists: Sequence[SearchTrial], trainings: float) -> SearchResult:
         best, reason = self._choose(finalists)

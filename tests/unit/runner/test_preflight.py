@@ -34,6 +34,14 @@ def pinned(*overrides):
 
 
 def test_revision_of_weights_is_fixed_before_they_are_loaded(commit):
+    given = [
+        f"distill.weights=timm:{WEIGHTS}",
+        f"distill.student.architecture={WEIGHTS.partition('.')[0]}",
+        "distill.student.args={}",
+    ]
+    searched = pinned(*given, "search.enabled=true")
+    assert searched.search.distill == searched.distill
+    assert searched.distill.weights == f"timm:{WEIGHTS}@{commit}"
     settings = pinned(f"pretrain.weights=timm:{WEIGHTS}", "warm_up.enabled=true")
     assert settings.pretrain.weights == f"timm:{WEIGHTS}@{commit}"
     assert settings.warm_up.pretrain == settings.pretrain

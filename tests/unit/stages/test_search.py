@@ -126,6 +126,12 @@ def test_recipe_stays_unless_gain_exceeds_what_seeds_differ(inputs, tmp_path):
     assert found.chosen == found.given
 
 
+def test_one_seed_says_nothing_about_chance(inputs, tmp_path):
+    found = search(inputs, tmp_path / "search", Trainings(), seeds=1)
+    assert found.best > 0
+    assert "with one seed, which does not tell how much seeds differ" in found.reason
+
+
 SIZES = ",".join(f'{{architecture="vit_tiny_patch16_224",args={{depth={number}}}}}' for number in (1, 2, 4))
 BY_COST = {
     "space": {"distill.student": f"choice({SIZES})"},
@@ -137,7 +143,9 @@ BY_COST = {
 """A search over students of several sizes."""
 
 
-@pytest.mark.parametrize(("drop", "depth"), [(0.05, 1), (0.009, 4), (0.0, 4)], ids=["loose", "tight", "none passes"])
+@pytest.mark.parametrize(
+    ("drop", "depth"), [(0.05, 1), (0.01, 2), (0.009, 4), (0.0, 4)], ids=["loose", "exact", "tight", "none passes"]
+)
 def test_cheapest_student_that_passes_is_taken(inputs, tmp_path, drop, depth):
     """The teacher has 80 %, students 78, 79 and 79.5 % by their depth."""
     found = search(
@@ -350,6 +358,10 @@ WRONG = {
     "recorded": (
         {"space": {"distill.views.mixup": "uniform(0, 1)"}},
         r"distill.views.mixup cannot be searched, since .* recorded .*distill.teacher=online",
+    ),
+    "not together": (
+        {"space": {"distill.logit.loss": "choice(kl, hard)", "distill.logit.temperature": "log(1, 8)"}},
+        r"distill.logit.loss=hard with distill.logit.temperature=1.0: .*temperature is 1.0, but loss is hard, which has none",
     ),
     "no logarithm": ({"space": {"distill.drop_path": "log(0, 0.1)"}}, r"a logarithm needs values above 0"),
     "no form": ({"space": {"distill.drop_path": "0.1..0.3"}}, r"is '0.1..0.3'; write log\(1e-4, 1e-2\), uniform"),
