@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PAGE = Path(__file__).with_name("page.html")
+TOP = 5
+"""How many labels a photo is answered with, of those that the student knows, where a request does not say."""
 _HEADERS = [
     (
         b"content-security-policy",
@@ -291,7 +293,7 @@ class PhotoServer:
 
     # Photos
 
-    async def _predict(self, request: Request, top: int = 5) -> Response:
+    async def _predict(self, request: Request, top: int | None = None) -> Response:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         is_form = kind == "multipart/form-data"
         if not (is_form or kind.startswith("image/") or kind in {"", "application/octet-stream"}):
@@ -300,6 +302,8 @@ class PhotoServer:
                 f"content type {kind[:100]!r}: send the image file itself as the body, as image/* or application/octet-stream, "
                 "or files in a form, as multipart/form-data",
             )
+        if top is None:
+            top = min(TOP, len(self.model.labels))
         if not 1 <= top <= len(self.model.labels):
             return _error(400, f"top must be from 1 to {len(self.model.labels)}, got {top}")
 

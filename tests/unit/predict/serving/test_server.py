@@ -21,7 +21,7 @@ from PIL import Image
 from tests.hostile import bombs
 from tests.unit.stages.photos import KINDS
 from trainer import load_model
-from trainer.predict.serving.server import PhotoServer, PredictionLog, ServerLimits
+from trainer.predict.serving.server import TOP, PhotoServer, PredictionLog, ServerLimits
 
 LIMITS = ServerLimits(batch_size=8, wait_ms=0, in_flight=4, body_bytes=1_000_000, timeout_s=5)
 
@@ -175,6 +175,12 @@ def test_bodies_and_parameters_beyond_the_limits(client):
         response = client.post(f"/predict?top={top}", content=photo())
         assert response.status_code == 400
         assert "top" in response.json()["error"]
+
+
+def test_a_student_of_few_classes_answers_with_all_of_them(client, monkeypatch):
+    assert len(client.post("/predict", content=photo()).json()["labels"]) == TOP
+    monkeypatch.setattr("trainer.predict.serving.server.TOP", 50)
+    assert len(client.post("/predict", content=photo()).json()["labels"]) == 10
 
 
 def test_forms(client):
