@@ -318,11 +318,15 @@ def _earlier(
         "latency of one photo on the CPU (ms)": lambda figures: figures["latency_ms"]["p50"],
         "million parameters": lambda figures: figures["parameters"] / 1e6,
     }
+
+    def interval(share: float) -> tuple[float, float] | None:
+        return None if scores.name(this.student["test"]) == "map" else metrics.wilson_interval(share, images)
+
     for run in (this, *earlier):
         score = scores.score(run.student["test"])
-        low, high = metrics.wilson_interval(score, images)
+        within = interval(score)
         latency, size = (of(run.student) for of in axes.values())
-        shown = f"{score:.2%} ({low:.1%} to {high:.1%})"
+        shown = f"{score:.2%}" + (f" ({within[0]:.1%} to {within[1]:.1%})" if within else "")
         rows.append((run.name, run.student["title"], shown, float(size), float(latency), run.cost))
         for series, figures in enumerate((run.teacher, run.student)):
             label = f"{run.name}, {('teacher', 'student')[series]} {figures['title']}"
@@ -332,7 +336,7 @@ def _earlier(
                     label=label,
                     x=of(figures),
                     share=share,
-                    interval=metrics.wilson_interval(share, images),
+                    interval=interval(share),
                     series=series,
                     is_main=run is this,
                 )

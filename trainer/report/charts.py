@@ -372,7 +372,7 @@ class ScatterPoint:
     label: str
     x: float  # above 0
     share: float
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None  # None: not known
     series: int
     is_main: bool = False  # the model that the page is about
 
@@ -380,7 +380,8 @@ class ScatterPoint:
 def scatter(points: Sequence[ScatterPoint], across: str, title: str) -> Markup:
     """Draw shares with their intervals across a quantity, whose axis is logarithmic."""
     width, height = 400.0, 260.0
-    low, high = min(one.interval[0] for one in points), max(one.interval[1] for one in points)
+    ends = [end for one in points for end in (one.share, *(one.interval or ()))]
+    low, high = min(ends), max(ends)
     low, high = low - 0.05 * (high - low) - 1e-6, high + 0.05 * (high - low) + 1e-6
     left, right = (math.log10(pick(one.x for one in points)) for pick in (min, max))
     left, right = left - 0.08 * (right - left) - 0.02, right + 0.08 * (right - left) + 0.02
@@ -393,10 +394,11 @@ def scatter(points: Sequence[ScatterPoint], across: str, title: str) -> Markup:
         content += [line(x, 0, x, height, "grid"), text(x, height + 16, short(10**tick), "soft mid")]
     for one in sorted(points, key=lambda one: one.is_main):
         x = width * (math.log10(one.x) - left) / (right - left)
-        y, *ends = (height * (high - share) / (high - low) for share in (one.share, *one.interval))
+        y, *ends = (height * (high - share) / (high - low) for share in (one.share, *(one.interval or ())))
         opacity = None if one.is_main else ".55"
         hint = f"{one.label}: {percent(one.share)} at {short(one.x)} {across}"
-        content.append(element("g", line(x, ends[0], x, ends[1], f"line m{one.series}"), opacity=opacity))
+        if ends:
+            content.append(element("g", line(x, ends[0], x, ends[1], f"line m{one.series}"), opacity=opacity))
         content.append(element("g", _dot(x, y, f"g{one.series}", hint), opacity=opacity))
     content.append(text(width / 2, height + 36, across, "soft mid"))
     return drawing(height + 60, group(56, 18, text(0, -6, "test accuracy", "soft"), *content), title=title, width=480)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import re
+from argparse import Namespace
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ from trainer.evaluation import metrics, report
 from trainer.evaluation.metrics import Latency, Machine
 from trainer.evaluation.report import Measured
 from trainer.evaluation.slices import SliceGroup, Slicing
+from trainer.report import pages
 
 
 class Images:
@@ -106,6 +108,17 @@ def test_page_compares_pairs_of_answers_classes_and_earlier_runs():
     assert len(found) == report._OF_A_PAIR + report._SUREST
     assert {style for style, _ in found} == {"good", "bad"}
     assert "50.0% (40.4% to 59.6%)" in text, "the group of images with its interval"
+
+
+@pytest.mark.parametrize(("score", "shown"), [("top1", "50.00% (46.9% to 53.1%)"), ("map", "50.00%")])
+def test_earlier_runs_have_the_interval_of_a_share_where_the_score_is_one(score, shown):
+    figures = {"test": {score: 0.5}, "title": "vit", "parameters": 1_000_000, "latency_ms": {"p50": 1.0}}
+    both = {name: Namespace(figures=figures) for name in ("teacher", "student")}
+    section = report._earlier(both, [report.EarlierRun(name="last week", teacher=figures, student=figures)], 1000)
+    text = pages.render("a page", "", [section])
+    assert text.count(shown) == 2
+    assert (" to " in text) == (score == "top1")
+    assert text.count("<circle") == 8
 
 
 def test_page_is_safe_and_small():
