@@ -269,6 +269,7 @@ WRONG = {
         r"distill.logit.loss=kl or dkd or dist"
     ),
     "distill.head=probe": r"distill: head is probe, .* but logit_weight=0.9 and label_weight=0.1; set distill.logit_weight=0 and",
+    "distill.token_weight=1 distill.student.args={patch_drop_rate=0.5}": r"distill: token_weight is 1, but .* drops patches in training",
     "distill.block_weight=1": r"distill: blocks is \{\}, but block_weight is 1; give both",
     "distill.blocks={3=7}": r"distill: blocks is \{3: 7\}, but block_weight is 0; give both",
     "distill.blocks={3=-1} distill.block_weight=1": r"distill\.blocks\.3 must be >= 0, got -1",

@@ -925,6 +925,12 @@ class DistillSettings(WeightsSettings, ResidentSettings, TrainingSettings):
                 f"block_weight is {self.block_weight:g}, but teacher is recorded, and what blocks give is not recorded; set "
                 "distill.teacher=online, or block_weight=0 and blocks={}"
             )
+        places = [name for name in ("token", "block") if self.weight(name)]
+        if places and self.student.args.get("patch_drop_rate"):
+            raise ValueError(
+                f"{places[0]}_weight is {self.weight(places[0]):g}, but distill.student.args drops patches in training (patch_drop_rate), "
+                "and those that are left are at no place of the teacher's; set the one or the other to 0"
+            )
         self._check_teachers()
         if self.distillation_token and not (self.logit_weight and self.label_weight):
             raise ValueError(
@@ -1041,7 +1047,7 @@ class SearchSettings(Section):
     """A search for the settings of the distillation with which the student is most accurate on the validation split."""
 
     enabled: bool = False
-    """Whether to search; the distillation then uses the settings found if they are better by more than chance."""
+    """Whether to search; the distillation then uses the settings found if they are better by more than seeds differ."""
     space: Literal["auto"] | Mapping[str, str] = "auto"
     """Settings of `distill` by full name, and their values as text: `log(1e-4, 1e-2)`, `uniform(0, 0.4)`, `int(2, 8)` or
     `choice(kl, dist)`; or auto, a space for the losses of the recipe."""
