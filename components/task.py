@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DEBUG = "TRAINER_DEBUG"  # environment variable, set to show the traceback of an error that has a message
 MOST_CONFUSED_CLASSES = 200
 """Of a confusion matrix in Kubeflow's UI, which keeps it whole in the run's metadata: 40,000 numbers are some 400 kB there."""
 
@@ -66,7 +65,7 @@ def reporting(name: str) -> Iterator[None]:
         print(f"error: {message}", file=sys.stderr, flush=True)  # noqa: T201  # the message is what the task says last
         # Argo reads these, and tries a task again unless they begin with `error: ` (manifests/kfp).
         write_termination_message(f"{'for now' if error.is_transient else 'error'}: {message}")
-        if os.environ.get(DEBUG):
+        if os.environ.get(commands.DEBUG):
             traceback.print_exc()
         raise SystemExit(PREEMPTED_EXIT_CODE if isinstance(error, PreemptedError) else EXIT_CODE) from error
     except KeyboardInterrupt as interruption:

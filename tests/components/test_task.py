@@ -13,7 +13,7 @@ from components.launching import Placement
 from components.sections import configure, resolve
 from trainer import config, stages
 from trainer.data import preparation
-from trainer.io import artifacts
+from trainer.io import artifacts, commands
 from trainer.io.errors import (
     EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
@@ -89,7 +89,7 @@ def test_argo_reads_whether_to_try_again(monkeypatch, tmp_path, error, words):
 
 
 def test_a_traceback_is_shown_when_debugging(monkeypatch, capfd):
-    monkeypatch.setenv(task.DEBUG, "1")
+    monkeypatch.setenv(commands.DEBUG, "1")
     with pytest.raises(SystemExit), task.reporting("prepare"):
         raise DataError("no images")
     assert "Traceback" in capfd.readouterr().err

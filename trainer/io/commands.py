@@ -29,6 +29,8 @@ INTERRUPTED = "interrupted; what was written is kept, and the same command conti
 
 QUIET = "TRAINER_QUIET"
 """Environment variable by which a run with `--quiet` keeps its processes to warnings."""
+DEBUG = "TRAINER_DEBUG"
+"""Environment variable that does what `--debug` does, for tasks and jobs."""
 
 Subparsers = argparse._SubParsersAction  # argparse has no public name for it
 Options = argparse._ActionsContainer  # nor for what a parser and a group of options have in common
@@ -195,8 +197,10 @@ def add_preparing(options: Options) -> None:
     )
 
 
-def add_debug(options: Options, *, default: Any = False) -> None:
+def add_debug(options: Options, *, default: Any = None) -> None:
     """Add the option that shows tracebacks; below another command that has it `default` is `argparse.SUPPRESS`, to keep what was given."""
+    if default is None:
+        default = bool(os.environ.get(DEBUG))
     options.add_argument("--debug", action="store_true", default=default, help="show the traceback of an error")
 
 
