@@ -79,13 +79,13 @@ class ClusterError(LaunchError):
 class ApiUnavailableError(ClusterError):
     """The API server does not answer now, or a stream broke; a retry may succeed."""
 
-    passing = True
+    is_transient = True
 
 
 class UnauthorizedError(ApiUnavailableError):
     """401: the API server does not accept the credentials; if it did before, a token is being renewed or has expired."""
 
-    passing = False
+    is_transient = False
 
 
 class ForbiddenError(ClusterError):
@@ -109,9 +109,11 @@ class LogNotReadyError(ClusterError):
 
 
 def response_error(status: int, message: str, request: ServerRequest) -> ClusterError:
-    """Return the error for an HTTP status that is no success (0: the connection is not trusted), with the server's own words."""
+    """Return the error for an HTTP status that is no success (0: TLS failed), with the server's own words."""
     host, resource = request.host, request.resource
-    if status in _RETRYABLE:
+    # A load balancer or a tunnel in front of a server that restarts closes connections amid the handshake.
+    is_cut = status == 0 and re.search(r"EOF|reset|timed out|closed", message)
+    if status in _RETRYABLE or is_cut:
         return ApiUnavailableError(f"the API server {host} cannot {request} now ({status}): {message}")
     if status == 0:
         return ClusterError(
@@ -142,6 +144,9 @@ def response_error(status: int, message: str, request: ServerRequest) -> Cluster
 
 
 def _not_found(request: ServerRequest, message: str) -> ClusterError:
+    if request.kind == "pods/log" and "could not find the requested resource" in message:
+        # So the API server words the 404 of a kubelet that has just restarted and does not know its pods yet.
+        return ApiUnavailableError(f"the node cannot {request} now: {message}")
     if "page not found" in message or "could not find the requested resource" in message:
         return KindNotInstalledError(
             f"this cluster has no {request.resource} (version {request.resource.version}): install the operator that runs them "

@@ -6,7 +6,7 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from components.launch.job_manifest import (
 from components.launch.pools import Pool
 from components.launch.readers import LogLine
 from trainer.graph import JobSpec
-from trainer.io import storage
+from trainer.io import artifacts, storage
 from trainer.io.artifacts import canonical_json
 from trainer.io.errors import LaunchError, TrainerError
 from trainer.io.formatting import listed
@@ -69,7 +69,7 @@ class TaskJob:
         return f"kubectl {verb} {self.backend.resource} {self.name} -n {self._cluster.namespace}"
 
     def submit(self, retry: ApiRetry) -> bool:
-        """Create the job, or adopt the one of this run and task that has not ended; returns whether it was created.
+        """Create the job, or adopt the one of this run and task that has not failed; returns whether it was created.
 
         A `LaunchError` if such a job has another specification or failed for good, or the API server refuses.
         """
@@ -86,6 +86,8 @@ class TaskJob:
             ),
             None,
         )
+        if not running and (done := self._succeeded(earlier)):
+            running = done
         # Counted from the jobs on the cluster, since a restarted task remembers none.
         attempt = (_attempt(running) or 1) if running else 1 + max(map(_attempt, earlier), default=0)
         self.identity = replace(self.identity, attempt=attempt)
@@ -111,6 +113,18 @@ class TaskJob:
             self._unanswered = isinstance(error, ApiUnavailableError)
             raise
         return True
+
+    def _succeeded(self, earlier: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """Return a job of the same specification that succeeded while nobody followed it, if all that it made is there."""
+        wanted = _hash(self.backend.render(self._spec, self._pool, self.identity))
+        done = [
+            dict(job)
+            for job in earlier
+            if "deletionTimestamp" not in job["metadata"]
+            and self.backend.state(job).phase == "succeeded"
+            and _hash(job) == wanted
+        ]
+        return done[-1] if done and all(map(artifacts.exists, self._spec.outputs.values())) else None
 
     def annotate_failure(self, message: str) -> None:
         """Record on the job that it would fail again."""

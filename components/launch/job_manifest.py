@@ -406,10 +406,10 @@ def render_pytorchjob(spec: JobSpec, pool: Pool, identity: Identity) -> dict[str
         "maxRestarts": pool.retries,
     }
     run_policy = {
-        # Workers would otherwise continue when the master has ended; those that ended are kept, with their exit codes.
+        # Workers would otherwise continue when the master has ended; those that ended are kept, with their exit codes. No `backoffLimit`:
+        # at that the training operator 1.9 deletes all pods before it says that the job has failed, and may make them once more. It would
+        # count restarts within a pod, which neither restart policy has; `JobProgress` counts instead.
         "cleanPodPolicy": "Running",
-        # It would count restarts within a pod, of which the policy ExitCode has none; `JobProgress` counts instead.
-        **({} if pool.retries else {"backoffLimit": 0}),
         # For when the launcher is gone. Its own limits are the exact ones: the operator's clock also runs while pods wait for nodes.
         "activeDeadlineSeconds": 60 * (pool.queued_minutes + pool.running_minutes),
         "ttlSecondsAfterFinished": 60 * pool.keep_minutes,

@@ -189,6 +189,7 @@ class JobProgress:
         self._last_failure = ""
         self.pods_readable = self.logs_readable = True
         """Without its pods, the job's own state decides; without its logs, silence says nothing."""
+        self._log_is_open = True
         self._nodes, self.limits = nodes, limits
         self._deleted = False
         self.running, self._since, self._ran_s = False, now, 0.0  # running: all replicas run
@@ -249,6 +250,10 @@ class JobProgress:
         self.last_line_at[replica] = now - age_s
         self._last_output_at = now if new else max(self._last_output_at, min(now, now - age_s))
 
+    def set_log_state(self, now: float, *, readable: bool) -> None:
+        """Record whether the log that is followed can be read: where its node does not answer, silence says nothing."""
+        self._log_is_open, self._last_output_at = readable, now
+
     def add_event(self, about: str, event: Mapping[str, Any]) -> None:
         """Record an event of Kubernetes; `about`: the job, one of its replicas, or what else was made for it."""
         uid = event["metadata"]["uid"]
@@ -269,6 +274,12 @@ class JobProgress:
             return JobOutcome(kind="succeeded" if self.state.phase == "succeeded" else "failed")
         if self._deleted:
             return JobOutcome(kind="deleted")
+        again = [one.ended for one in self.replicas.values() if one.restarts and one.ended]
+        if refused := next((end for end in again if end.exit_code == EXIT_CODE), None):
+            message = (
+                f"would fail again, but its pods are started again: {refused.replica} {refused}: {refused.message}"
+            )
+            return JobOutcome(kind="limit", message=message)
         failures, retries = max(self._failures.values(), default=0), self.limits.retries
         if retries and failures > retries:
             message = (
@@ -313,7 +324,7 @@ class JobProgress:
             "checkpoint, or raise the pool's running_minutes"
         )
         yield running_s - self._ran_s, self._since, JobOutcome(kind="limit", message=message)
-        if self.logs_readable:
+        if self.logs_readable and self._log_is_open:
             last = ""
             if self.last_line_at:
                 replica = max(self.last_line_at, key=lambda name: self.last_line_at[name])

@@ -34,7 +34,7 @@ from components.launch.job_progress import (
     read_replica,
 )
 from components.launch.pools import Pool
-from components.launch.readers import Change, LogLine, ReaderThreads, ThreadEnded
+from components.launch.readers import Change, LogLine, LogState, Published, ReaderThreads, ThreadEnded
 from trainer.graph import JobSpec
 from trainer.io import storage
 from trainer.io.errors import LaunchError
@@ -201,7 +201,7 @@ class JobFollower:
         """Prepare; `follow` reads until `stop` is set. `progress` takes observations, `report` messages, the URI `record` the rest."""
         self._cluster, self._job, self._progress = cluster, job, progress
         self._record, self._report, self._stop = JobRecord(record), report, stop or threading.Event()
-        self._inbox: queue.SimpleQueue[Change | LogLine | ThreadEnded] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Published] = queue.SimpleQueue()
         self._retry, self._threads = retry, ReaderThreads(cluster, retry, self._inbox.put)
         self._followed: set[str] = set()  # uids of the first replica's pods
         self._following = 0  # how many threads read their logs
@@ -293,6 +293,8 @@ class JobFollower:
             return
         if isinstance(item, LogLine):
             self._on_line(item)
+        elif isinstance(item, LogState):
+            self._progress.set_log_state(time.monotonic(), readable=item.readable)
         elif isinstance(item, ThreadEnded):
             self._on_thread_end(item)
         elif item.resource == PODS:
@@ -374,12 +376,12 @@ class JobFollower:
         self._following -= is_log
         if isinstance(ended.error, KindNotInstalledError):
             self._progress.mark_job_deleted()
-        elif isinstance(ended.error, ForbiddenError) and ended.name != "job":
+        elif isinstance(ended.error, ClusterError if is_log else ForbiddenError) and ended.name != "job":
             self._continue_without("logs" if is_log else "pods", ended.error)
         elif ended.error:
             raise ended.error
 
-    def _continue_without(self, what: str, error: ForbiddenError) -> None:
+    def _continue_without(self, what: str, error: ClusterError) -> None:
         if what not in self._forbidden:
             logger.warning("%s; the job is followed without its %s", error, what)
         self._forbidden.add(what)

@@ -102,7 +102,7 @@ class Pool(_PoolTable):
     running_minutes: Minutes = 2880
     silent_minutes: Minutes = 30
     retries: Annotated[int, Field(ge=0, le=100)] = 0
-    keep_minutes: Annotated[int, Field(ge=0)] = 1440
+    keep_minutes: Annotated[int, Field(ge=1)] = 1440
     elastic_min_nodes: Annotated[int, Field(ge=0)] = 0
 
     @field_validator("environment")

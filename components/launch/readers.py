@@ -24,6 +24,7 @@ from components.launch.client import (
     ForbiddenError,
     LogNotReadyError,
     NotFoundError,
+    Opened,
     RetryStopped,
 )
 from components.launch.job_manifest import Resource
@@ -74,6 +75,13 @@ class ThreadEnded:
     error: Exception | None = None
 
 
+@dataclass(frozen=True)
+class LogState:
+    """Whether the log that is followed can be read: it could not be before, or no longer can."""
+
+    readable: bool
+
+
 class LogPosition:
     """How far a log was read: after a lost connection it is read again from a while before, and what came before is left out."""
 
@@ -82,6 +90,11 @@ class LogPosition:
         self._last_at = 0.0  # when it came, in monotonic seconds
         self._remark = ""  # the node's last message
         self._repeating = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a line was read."""
+        return self._last is not None
 
     def reopen(self) -> int | None:
         """Expect lines again; return how many seconds ago the first of them was written at most; None: all are wanted."""
@@ -102,6 +115,9 @@ class LogPosition:
         return True
 
 
+Published = Change | LogLine | LogState | ThreadEnded
+
+
 class ReaderThreads:
     """Threads and their streams. A context manager: after it none of them runs."""
 
@@ -109,7 +125,7 @@ class ReaderThreads:
         self,
         cluster: Cluster,
         retry: ApiRetry,
-        publish: Callable[[Change | LogLine | ThreadEnded], None],
+        publish: Callable[[Published], None],
     ) -> None:
         """Prepare; `retry` repeats the threads' requests, and stopping it ends their waits; `publish` takes what they read, in each."""
         self._cluster, self._retry, self._publish = cluster, retry, publish
@@ -168,14 +184,30 @@ class ReaderThreads:
         A `ClusterError` if they cannot be listed, or the API server was away for too long. Where they cannot be watched, they are listed
         again and again.
         """
-        forbidden = False
+        forbidden, version = False, ""
+
+        def objects() -> dict[str, Any]:
+            try:
+                return self._cluster.list(resource, **selectors)
+            except ForbiddenError as error:
+                if not version:
+                    raise
+                # A server that has just started refuses what it allowed before, until it knows its own rules.
+                raise ApiUnavailableError(str(error)) from error
+
         while True:
-            listing = self._retry(lambda: self._cluster.list(resource, **selectors))
+            listing = self._retry(objects)
             self._publish(Change(resource, "LISTED", listing["items"]))
             version = listing["metadata"]["resourceVersion"]
             try:
-                for kind, item in self._cluster.watch(resource, version, self.opened, **selectors):
-                    self._publish(Change(resource, kind, [item]))
+                lasted = RELIST_S
+                while lasted >= RELIST_S:  # on from there without a gap, in which an object could change and be deleted
+                    self._retry.wait(0)
+                    began = time.monotonic()
+                    for kind, item in self._cluster.watch(resource, version, self.opened, **selectors):
+                        self._publish(Change(resource, kind, [item]))
+                        version = item["metadata"]["resourceVersion"]
+                    lasted = time.monotonic() - began
             except ForbiddenError:
                 if not forbidden:
                     logger.warning("%s: watching is not allowed, so they are listed every %g s", resource, RELIST_S)
@@ -185,18 +217,26 @@ class ReaderThreads:
             self._retry.wait(RELIST_S)
 
     def follow_log(self, first: Replica, container: str, current: Callable[[], Replica]) -> None:
-        """Publish the lines of a replica's container until they are all read, or until stopped; a `ClusterError` if they cannot be read.
+        """Publish the lines of a replica's container until they are all read, or until stopped.
 
-        `current` returns the replica's state as it is known now.
+        A `ForbiddenError` if none may be read. `current` returns the replica's state as it is known now.
         """
-        position, restarts = LogPosition(), first.restarts
+        position, restarts, readable = LogPosition(), first.restarts, True
+
+        def opened(stream: urllib3.BaseHTTPResponse) -> None:
+            nonlocal readable
+            self.opened(stream)
+            if not readable:
+                self._publish(LogState(readable=True))
+            readable = True
+
         while True:
             replica = current()
             try:
                 if replica.restarts > restarts:  # the container that ran before may have written more than was read
-                    self._read_log(first, container, position, previous=True)
+                    self._read_log(first, container, position, opened, previous=True)
                 restarts = replica.restarts
-                self._read_log(first, container, position)
+                self._read_log(first, container, position, opened)
                 if replica.over:
                     return
             except LogNotReadyError:
@@ -204,14 +244,21 @@ class ReaderThreads:
                     return
             except NotFoundError:
                 return  # the pod was deleted, and its log with it
-            except ApiUnavailableError:
+            except ClusterError as error:
                 self._retry.wait(0)  # if stopped, the stream did not break but was ended
+                if _is_final(error, replica, position):
+                    raise
+                if readable:
+                    self._publish(LogState(readable=False))
+                readable = False
             self._retry.wait(RECONNECT_S)
 
-    def _read_log(self, replica: Replica, container: str, position: LogPosition, *, previous: bool = False) -> None:
+    def _read_log(
+        self, replica: Replica, container: str, position: LogPosition, opened: Opened, *, previous: bool = False
+    ) -> None:
         lines = self._cluster.log(
             replica.pod,
-            self.opened,
+            opened,
             uid=replica.uid,
             container=container,
             since_s=position.reopen(),
@@ -221,3 +268,10 @@ class ReaderThreads:
         for line in lines:
             if position.take(parsed := LogLine.parse(replica.name, line)):
                 self._publish(parsed)
+
+
+def _is_final(error: ClusterError, replica: Replica, position: LogPosition) -> bool:
+    """Return whether a log cannot be read later either: its node may only just have restarted, and refuse or not know its pods yet."""
+    if isinstance(error, ForbiddenError):
+        return not position.has_begun
+    return replica.over and not isinstance(error, ApiUnavailableError)

@@ -152,9 +152,8 @@ def _why_orphaned(cluster: Cluster, owner: Owner) -> str:
     ended_s = min(_seconds_since(time) for time in times if time)
     if pod["metadata"]["uid"] != owner.uid or phase not in {"Succeeded", "Failed"}:
         return ""
-    if ended_s < ORPHANED_AFTER_S and not _has_ended(
-        cluster, pod["metadata"].get("labels", {}).get(WORKFLOW_LABEL, "")
-    ):
+    workflow = pod["metadata"].get("labels", {}).get(WORKFLOW_LABEL, "")
+    if not _has_ended(cluster, workflow) and (ended_s < ORPHANED_AFTER_S or _goes_on(cluster, workflow, ended_s)):
         return ""
     return f"the pod of its task, {owner.name}, ended {duration(ended_s)} ago ({phase})"
 
@@ -165,6 +164,13 @@ def _has_ended(cluster: Cluster, workflow: str) -> bool:
         return bool(workflow and cluster.get(WORKFLOWS, workflow).get("status", {}).get("finishedAt"))
     except NotFoundError:
         return False
+
+
+def _goes_on(cluster: Cluster, workflow: str, ended_s: float) -> bool:
+    """Return whether a Workflow has an unfinished pod that was made after another one's end: its next try, which may wait for a node."""
+    pods = cluster.list(PODS, labels=f"{WORKFLOW_LABEL}={workflow}")["items"] if workflow else []
+    unfinished = [pod for pod in pods if pod["status"].get("phase") not in {"Succeeded", "Failed"}]
+    return any(_seconds_since(pod["metadata"]["creationTimestamp"]) <= ended_s for pod in unfinished)
 
 
 def _seconds_since(time: str) -> float:

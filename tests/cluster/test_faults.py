@@ -88,6 +88,7 @@ def spot_node():
     kubectl("label", "nodes", "--all", f"{label}-")
 
 
+@pytest.mark.alone  # its taint keeps the pods of others away
 def test_a_spot_pool_loses_machines(undisturbed, struck, mlflow, spot_node):
     """One job survives them all."""
     run = struck(["master deleted", "worker killed", "node tainted"], spot=True)

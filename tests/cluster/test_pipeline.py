@@ -77,7 +77,7 @@ def test_run_that_is_stopped_in_training_leaves_no_job(run_pipeline, uncached, m
     run = run_pipeline(uncached, length=LONG, wait=False)
     eventually(lambda: run.pods("distill", "worker"), seconds=2400, what="the distillation has begun")
     run.stop()
-    eventually(lambda: not run.jobs("distill"), seconds=180, what="all jobs of the stopped run are deleted")
+    eventually(lambda: not run.jobs("distill"), seconds=300, what="all jobs of the stopped run are deleted")
     eventually(lambda: not run.pods("distill", "worker"), seconds=120, what="all training pods are gone")
     status = eventually(
         lambda: (ended := parent_run(mlflow, run)["status"]) != "RUNNING" and ended,

@@ -9,6 +9,7 @@ from kfp import dsl
 from kfp.dsl.types import artifact_types
 
 from components import references, task
+from components.launch.client import ApiUnavailableError
 from components.launching import Placement
 from components.sections import configure, resolve
 from trainer import config, stages
@@ -75,6 +76,7 @@ def test_errors_of_a_task(capfd):
     [
         (DataError("no images"), "error: prepare: no images"),
         (StorageAwayError("s3://bucket does not answer"), "for now: prepare: s3://bucket does not answer"),
+        (ApiUnavailableError("the API server does not answer"), "for now: prepare: the API server does not answer"),
         (TrackingAwayError("MLflow does not answer"), "for now: prepare: MLflow does not answer"),
         (TrackingError("MLflow refuses"), "error: prepare: MLflow refuses"),
         (PreemptedError("was asked to end"), "for now: prepare: was asked to end"),

@@ -212,6 +212,21 @@ def test_403_is_not_always_a_matter_of_rights(message):
     assert str(error) == f"cannot create pods in namespace kubeflow: the API server https://c answered 403: {message}"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        (0, "[SSL: UNEXPECTED_EOF_WHILE_READING] EOF occurred in violation of protocol", ("list", PODS)),
+        (404, "the server could not find the requested resource ( pods/log p)", ("get", PODS, ("p", "log"))),
+    ],
+    ids=["handshake that is cut", "kubelet that has just restarted"],
+)
+def test_what_passes_by_itself_is_retried(error):
+    status, message, asked = error
+    assert isinstance(
+        response_error(status, message, ServerRequest("https://c", "kubeflow", *asked)), ApiUnavailableError
+    )
+
+
 def failing(times, error):
     """An action that fails so often before it succeeds."""
     left = [error] * times

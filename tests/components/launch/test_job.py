@@ -10,6 +10,7 @@ from components.launch.client import ApiRetry, ClusterError, ForbiddenError, Kin
 from components.launch.job import TaskJob, differences
 from components.launch.job_manifest import BACKENDS, HASH_ANNOTATION, Owner
 from tests.stand_ins.kubernetes.resources import PYTORCHJOBS
+from trainer.io import artifacts
 from trainer.io.errors import LaunchError
 
 
@@ -59,7 +60,8 @@ def test_job_is_made_with_labels_hash_and_owner(kubernetes, job):
     assert [(one["kind"], one["uid"]) for one in metadata["ownerReferences"]] == [("Pod", task.uid)]
 
 
-def test_attempts(kubernetes, job):
+def test_attempts(kubernetes, job, monkeypatch):
+    monkeypatch.setattr(artifacts, "exists", lambda _: False)
     first, second, third = job(), job(), job()
     first.submit(ApiRetry(5))
     end(kubernetes, first.name, "Failed")
@@ -68,6 +70,17 @@ def test_attempts(kubernetes, job):
     third.submit(ApiRetry(5))
     assert len({first.name, second.name, third.name}) == 3
     assert attempts(kubernetes) == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(("there", "number"), [(True, "1"), (False, "2")], ids=["all there", "one is gone"])
+def test_job_that_succeeded_unseen_is_taken_if_all_it_made_is_there(kubernetes, job, spec, monkeypatch, there, number):
+    monkeypatch.setattr(artifacts, "exists", lambda uri: there or uri != spec.outputs["student"])
+    first, second = job(), job(owner=owner(kubernetes, "task-2"))
+    first.submit(ApiRetry(5))
+    end(kubernetes, first.name, "Succeeded")
+    assert second.submit(ApiRetry(5)) == (not there)
+    assert (second.name == first.name) == there
+    assert attempts(kubernetes)[-1] == number
 
 
 def test_a_job_under_deletion_is_not_adopted(kubernetes, job):

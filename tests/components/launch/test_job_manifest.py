@@ -464,17 +464,14 @@ def test_replicas_and_processes():
 
 def test_retries_decide_restarts():
     job = pytorchjob(nodes=4)["spec"]
-    assert job["runPolicy"]["backoffLimit"] == 0
     assert {replica["restartPolicy"] for replica in job["pytorchReplicaSpecs"].values()} == {"Never"}
     # With retries the exit code decides whether a pod is started again.
     job = pytorchjob(nodes=4, retries=2)["spec"]
     assert {replica["restartPolicy"] for replica in job["pytorchReplicaSpecs"].values()} == {"ExitCode"}
-    assert "backoffLimit" not in job["runPolicy"]  # with 0 the first preemption would be the end
     # The run policy ends and cleans up what is not followed.
     policy = pytorchjob(queued_minutes=10, running_minutes=20, keep_minutes=30)["spec"]["runPolicy"]
     assert policy == {
         "cleanPodPolicy": "Running",
-        "backoffLimit": 0,
         "activeDeadlineSeconds": 1800,
         "ttlSecondsAfterFinished": 1800,
     }

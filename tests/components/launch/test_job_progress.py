@@ -170,6 +170,32 @@ def test_silence_has_a_limit(progress):
     assert "silent_minutes" in ending.message
 
 
+def test_a_log_that_cannot_be_read_is_no_silence(progress):
+    start(progress, 10)
+    progress.set_log_state(30, readable=False)
+    assert progress.outcome(500) is None
+    progress.set_log_state(500, readable=True)
+    assert progress.outcome(549) is None
+    assert progress.outcome(550).message.startswith("wrote no line for 50 s")
+
+
+def test_what_was_refused_is_not_started_again_and_again(progress):
+    """By a runtime of TrainJobs whose pods are restarted in place."""
+    start(progress, 10)
+    end = Termination(
+        replica="worker-1", exit_code=1, reason="Error", message="crashed", finished="2026-11-30T08:51:48Z"
+    )
+    progress.update_replica(replica(1, placed=True, running=True, restarts=1, ended=end), 20)
+    assert progress.outcome(21) is None
+    refused = replace(end, exit_code=EXIT_CODE, message="lower it")
+    progress.update_replica(replica(1, placed=True, running=True, restarts=2, ended=refused), 22)
+    ending = progress.outcome(23)
+    assert (ending.kind, ending.retryable) == ("limit", False)
+    assert (
+        ending.message == "would fail again, but its pods are started again: worker-1 ended with exit code 2: lower it"
+    )
+
+
 def test_line_that_was_read_late_ends_silence_at_its_own_time(progress):
     start(progress, 10)
     progress.add_line("worker-1", "step 7", 59, age_s=20, new=False)

@@ -595,6 +595,22 @@ def test_a_login_that_runs_out_is_waited_for(kubernetes, run, logged, meanwhile)
     assert "worker-0 | step 2" in logged()
 
 
+def test_a_log_that_cannot_be_read_for_a_while_ends_nothing(kubernetes, run, logged, meanwhile):
+    """As where the kubelet of a node restarts."""
+    kubernetes.script("*", Script(output=["step 1", 2.0, "step 2"]))
+
+    def refuse():
+        kubernetes.faults.deny("get", "pods/log")
+        kubernetes.faults.cut("pods/log")
+        time.sleep(0.3)
+        kubernetes.faults.allow("get", "pods/log")
+
+    meanwhile("master-0 | step 1", refuse)
+    run()
+    assert "master-0 | step 2" in logged()
+    assert logged()[-1].endswith("succeeded")
+
+
 def test_credentials_that_were_never_accepted_are_reported_at_once(kubernetes, fails):
     kubernetes.faults.fail(401, times=1000)
     assert fails().endswith("log in again, until `kubectl get pods` works")

@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 
-from components.launch import readers
+from components.launch import client, readers
 from components.launch.client import ApiRetry, ForbiddenError
 from components.launch.job_manifest import PODS
 from components.launch.job_progress import Replica, read_replica
-from components.launch.readers import LogLine, LogPosition, ReaderThreads, ThreadEnded
+from components.launch.readers import LogLine, LogPosition, LogState, ReaderThreads, ThreadEnded
 from tests.stand_ins.kubernetes import resources as kinds
 from tests.stand_ins.kubernetes.stand_in import KubernetesStandIn, Script
 
@@ -124,6 +124,30 @@ class TestWatch:
         assert "does not answer" in loss
         assert "answers again" in back
 
+    def test_watches_that_end_in_order_go_on_without_a_gap(self, kubernetes, threads, inbox, wait_for, monkeypatch):
+        monkeypatch.setattr(client, "WATCH_TIMEOUT_S", 1)
+        listings = []
+        publish = threads._publish
+        monkeypatch.setattr(threads, "_publish", lambda item: (listings.append(item.kind == "LISTED"), publish(item)))
+        threads.start("pods", partial(threads.watch, PODS, labels="a=1"))
+        for _ in range(3):
+            self.follow_one(kubernetes, wait_for)
+            time.sleep(0.7)
+        assert sum(listings) == 1
+
+    def test_a_refusal_after_an_answer_is_waited_out(self, kubernetes, watch, wait_for, logged):
+        """A server that has just started refuses what it allowed before."""
+        self.add(kubernetes, "p")
+        watch()
+        wait_for(p="")
+        kubernetes.faults.deny("list", "pods")
+        kubernetes.compact()
+        kubernetes.expire_watches()
+        self.touch(kubernetes, "p", "1")
+        kubernetes.wait_for(logged)
+        kubernetes.faults.allow("list", "pods")
+        wait_for(p="1")
+
     def test_denied_listing_ends_the_watch(self, kubernetes, watch, wait_for):
         kubernetes.faults.deny("list", "pods")
         watch()
@@ -197,9 +221,9 @@ class TestLog:
     def read_all(self, inbox):
         """The texts until the reader has ended."""
         found = []
-        while isinstance(line := inbox.get(timeout=5), LogLine):
-            found.append(line.text)
-        assert line.error is None, line.error
+        while not isinstance(item := inbox.get(timeout=5), ThreadEnded):
+            found += [item.text] if isinstance(item, LogLine) else []
+        assert item.error is None, item.error
         return found
 
     def over(self, kubernetes, name="p"):
@@ -219,7 +243,8 @@ class TestLog:
         pod(Script(output=pauses))
         update, found = follow(), []
         for _ in range(cuts):
-            found += [inbox.get(timeout=5).text for _ in range(5)]
+            read = [inbox.get(timeout=5) for _ in range(5)]
+            found += [one.text for one in read if isinstance(one, LogLine)]
             kubernetes.faults.cut("pods/log")
         self.over(kubernetes)
         update(replica())
@@ -245,7 +270,9 @@ class TestLog:
         kubernetes.wait_for(lambda: replica().restarts == 1 and replica().running)
         update(replica())
         kubernetes.faults.clear()
-        assert [inbox.get(timeout=5).text for _ in range(3)] == ["b", "c", "d"]
+        read = [inbox.get(timeout=5) for _ in range(5)]
+        assert [one.text for one in read if isinstance(one, LogLine)] == ["b", "c", "d"]
+        assert [one.readable for one in read if isinstance(one, LogState)] == [False, True]
 
     def test_a_pod_that_replaces_another_is_left_to_another_reader(self, kubernetes, pod, follow, inbox):
         pod(Script(output=["old a"], hang=True), Script(output=["new a", 0.1, "new b"]))

@@ -186,6 +186,22 @@ def test_job_of_ended_run_is_orphan(kubernetes, make, task_pod, ended, is_left):
     kubernetes.wait_for(lambda: left(kubernetes) == ({name} if is_left else set()))
 
 
+@pytest.mark.parametrize(("created_s", "is_left"), [(100, True), (9000, False)], ids=["next try", "another task"])
+def test_job_whose_task_is_tried_again_is_no_orphan(kubernetes, make, task_pod, created_s, is_left):
+    """The new pod waits for a node, or for its image, for longer than a task's pod may be gone."""
+    status = {"phase": "Running", "finishedAt": None}
+    kubernetes.add(WORKFLOWS, {"metadata": {"name": "distillation-x7k2p"}, "spec": {}, "status": status})
+    name = make("run-1", condition="Running", owner=task_pod(phase="Failed", ended_s=600))
+    kubernetes.add_pod("task-2")
+    for pod_name in ("task-1", "task-2"):
+        with kubernetes.store.changing(PODS, "kubeflow", pod_name) as pod:
+            pod["metadata"]["labels"] = {reaper.WORKFLOW_LABEL: "distillation-x7k2p"}
+            if pod_name == "task-2":
+                pod["metadata"]["creationTimestamp"], pod["status"] = ago(created_s), {"phase": "Pending"}
+    assert command.main(["reap", "--orphaned"]) == 0
+    kubernetes.wait_for(lambda: left(kubernetes) == ({name} if is_left else set()))
+
+
 def test_evicted_pod_has_no_container_and_ended_all_same(make, task_pod, left_soon):
     young = make("run-1", owner=task_pod("task-1", phase="Failed", ended_s=60, container=False))
     make("run-2", owner=task_pod("task-2", phase="Failed", ended_s=1500, container=False))
