@@ -75,7 +75,7 @@ from trainer.io.formatting import clipped, listed
 from trainer.io.host import usable_cores
 from trainer.io.storage.cache import draft
 from trainer.models.served_student import preprocessing
-from trainer.models.served_student.class_tags import TAGS
+from trainer.models.served_student.class_tags import TAGS, ClassTags
 from trainer.models.served_student.preprocessing import DEEPEST, GRAY_PEAK, BadImageError, Square, is_jpeg
 
 logger = logging.getLogger(__name__)
@@ -115,6 +115,7 @@ def prepare(
     processes: int | None = None,
     remote: bool = False,
     share: Share = ALONE,
+    given: tuple[SourceListing, ClassTags | None] | None = None,
 ) -> dict[str, int]:
     """Write the prepared data set of `settings.source` into a directory; `dataset_schema` describes its files.
 
@@ -125,13 +126,13 @@ def prepare(
         processes: decode and write, by default one for each usable core; the result does not depend on their number.
         remote: whether the data set goes to a store, from which each machine of a training fetches it.
         share: of the decoding, where other machines decode into the same cache with `decode_share`.
+        given: what `list_images` has returned; by default it is called here.
 
     Returns:
         Numbers of images: train, val, test, unlabeled; quarantined; duplicates and leakage (left out because an equal one is kept);
         near_duplicates (alike to one of a held-out split); and classes.
     """
-    listing = _listing(settings)
-    tags = read_tags(settings, listing)
+    listing, tags = given or list_images(settings)
     if tags is not None and tags.attributes:
         numbers = [name for name in tags.attributes if tags.is_number(name)]
         texts = [name for name in tags.attributes if name not in numbers]
@@ -232,6 +233,12 @@ def decode_share(
         return _decode_missing(listing, settings, cache, processes or _processes(listing), share, ended=ended)
 
 
+def list_images(settings: DataSettings) -> tuple[SourceListing, ClassTags | None]:
+    """List the images of the source, and read what is known of its classes; a `DataError` where either is wrong."""
+    listing = _listing(settings)
+    return listing, read_tags(settings, listing)
+
+
 def _listing(settings: DataSettings) -> SourceListing:
     listing = list_source(settings.source, outside=settings.outside, multi_label=settings.multi_label)
     return _with_test(listing, settings) if settings.test_from == "val" else listing
@@ -314,7 +321,10 @@ def _with_test(listing: SourceListing, settings: DataSettings) -> SourceListing:
 
 def decode_cache_uri(settings: DataSettings, root: str) -> str:
     """Return the URI of the decode cache below `root`, named by the source and how its images are decoded."""
-    return storage.join(root, f"prepare-{digest([undated(settings.source), _way(settings)])[:16]}")
+    kind, _, place = settings.source.partition(":")
+    if not storage.is_remote(place) and Path(place).exists():  # under one name from wherever it is read
+        place = str(Path(place).resolve())
+    return storage.join(root, f"prepare-{digest([undated(f'{kind}:{place}'), _way(settings)])[:16]}")
 
 
 @contextmanager

@@ -33,7 +33,15 @@ from typing import Any
 from trainer.graph import MODULE, PACKAGE, SCHEMA_VERSIONS, TIMM, TRANSFORMERS, Kind
 from trainer.io import storage
 from trainer.io.costs import Machines, place_here
-from trainer.io.errors import ArtifactError, ObjectDamagedError, ObjectNotFoundError, make_directory, writing_to
+from trainer.io.errors import (
+    ArtifactError,
+    ObjectDamagedError,
+    ObjectNotFoundError,
+    OutputError,
+    make_directory,
+    writing_to,
+)
+from trainer.io.formatting import listed
 from trainer.io.local_files import located
 from trainer.io.storage import cache
 from trainer.io.storage.transfers import FileRecord, download_directory, upload_directory
@@ -42,6 +50,8 @@ from trainer.io.storage.writers import LOCK
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+DRAFT = ".draft"
+"""File of a local folder that an artifact without a manifest yet is written to, by which the folder is known as ours."""
 CHECKPOINTS_VARIABLE = "TRAINER_CHECKPOINTS"
 """Environment variable with the URI where interrupted stages keep their state; without it that lies beside the output."""
 _WITHOUT_CACHE = "on a cluster, where KFP's cache takes that stage for done, start a run without the cache: make deploy-pipeline FRESH=1"
@@ -138,11 +148,14 @@ def create(
     """Make an artifact: `with create(path, "model", settings=..., parents={"dataset": fingerprint}) as draft: ...`.
 
     An existing manifest is removed first, and the new one written when the block ends without an exception. Files that another artifact
-    shares as hard links (`copy`) are removed too, so that nothing is written over them.
+    shares as hard links (`copy`) are removed too, so that nothing is written over them. An `ArtifactError` where an artifact of another
+    kind is.
     """
     place = place_here()  # refused before the work
     with folder_for(uri) as path:
         if not storage.is_remote(uri):
+            _check_kind(uri, kind)
+            (path / DRAFT).touch()
             with suppress(ArtifactError):  # there is none yet
                 for file in (path / name for name in manifest(uri, kind).files):
                     if file.exists() and file.stat().st_nlink > 1:
@@ -176,10 +189,39 @@ def create(
         text = json.dumps(sealed, indent=2, ensure_ascii=False, allow_nan=False).encode()
         storage.write_bytes(storage.join(uri, MANIFEST), text)
         if not storage.is_remote(uri):
+            (path / DRAFT).unlink(missing_ok=True)
             storage.flush(path)
         elif kind != "checkpoint" and not draft.remote_files:
             (path / MANIFEST).write_bytes(text)
             cache.adopt(path, sealed["fingerprint"])  # so that the next stage on this machine need not fetch it
+
+
+def _check_kind(uri: str | Path, kind: Kind) -> None:
+    try:
+        there = _load_manifest(uri, kind)["kind"]
+    except ArtifactError:  # none, or a damaged one, which may be made again
+        return
+    if there != kind:
+        raise ArtifactError(
+            f"{uri}: holds an artifact of kind {there}, which one of kind {kind} would replace; name another folder"
+        )
+
+
+def check_outputs(outputs: Mapping[str, str | Path], inputs: Mapping[str, str | Path]) -> None:
+    """Raise an `OutputError` where a stage would write over an input, or into a local folder that holds something else than an artifact."""
+    paths = {name: storage.local_path(uri).resolve() for name, uri in inputs.items() if not storage.is_remote(uri)}
+    for name, uri in outputs.items():
+        if storage.is_remote(uri):
+            continue
+        path = storage.local_path(uri)
+        if same := next((one for one, place in paths.items() if place == path.resolve()), None):
+            raise OutputError(f"{name} {uri}: is also the {same} that is read; name another folder")
+        if not path.is_dir() or any((path / file).exists() for file in (MANIFEST, DRAFT)):
+            continue
+        if others := sorted(file.name for file in path.iterdir() if not file.name.startswith(".")):
+            raise OutputError(
+                f"{name} {uri}: holds files of something else ({listed(others, 3)}), which would be replaced; name a new or an empty folder"
+            )
 
 
 @contextmanager
@@ -197,10 +239,11 @@ def folder_for(uri: str | Path) -> Iterator[Path]:
 
 def contribute(uri: str | Path, folder: Path) -> dict[str, FileRecord]:
     """Add the files of a folder from `folder_for(uri)` to the artifact, which `create` completes; returns their records."""
+    apart = {folder / name for name in (MANIFEST, LOCK, DRAFT)}
     records: dict[str, FileRecord] = {
         file.relative_to(folder).as_posix(): {"size": file.stat().st_size, "sha256": storage.file_digest(file)}
         for file in sorted(folder.rglob("*"))
-        if file.is_file() and not file.name.endswith(".partial") and file not in (folder / MANIFEST, folder / LOCK)
+        if file.is_file() and not file.name.endswith(".partial") and file not in apart
     }
     if storage.is_remote(uri):
         upload_directory(folder, str(uri), records)
@@ -214,6 +257,8 @@ def unfinished(output: str | Path) -> str:
 
 def remove(uri: str | Path) -> None:
     """Remove an artifact, its manifest first, so that it does not exist from then on."""
+    if not storage.is_remote(uri) and storage.local_path(uri).is_dir():
+        (storage.local_path(uri) / DRAFT).touch()
     storage.remove_file(storage.join(uri, MANIFEST))
     storage.remove(uri)
 
@@ -228,6 +273,9 @@ def copy(source: str | Path, target: str | Path, kind: Kind, *, link: bool = Fal
         if manifest(target, kind).fingerprint == content.fingerprint:
             return content
     path = read(source, kind).path
+    if not storage.is_remote(target):
+        make_directory(storage.local_path(target))
+        (storage.local_path(target) / DRAFT).touch()
     storage.remove_file(storage.join(target, MANIFEST))
     if storage.is_remote(target):
         upload_directory(path, str(target), content.files)
@@ -244,6 +292,8 @@ def copy(source: str | Path, target: str | Path, kind: Kind, *, link: bool = Fal
                 shutil.copyfile(path / name, folder / name)
             _keep_written(folder, content.files)
     storage.write_bytes(storage.join(target, MANIFEST), storage.read_bytes(storage.join(source, MANIFEST)))
+    if not storage.is_remote(target):
+        (storage.local_path(target) / DRAFT).unlink(missing_ok=True)
     return content
 
 

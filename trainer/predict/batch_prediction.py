@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -83,11 +84,12 @@ def predict_folder(
         "tags": digest(asdict(model.tags)) if model.tags else None,
         "temperature": model.temperature,
         **({"threshold": model.threshold} if model.threshold is not None else {}),
-        "source": source,
         "top": top,
         "photos_per_file": photos_per_file,
     }
-    plan = digest([asked, [file.name for file in photos]])[:12]
+    # Not where they are, which has several spellings, but which they are and in which state.
+    plan = digest([asked, [[file.name, file.state or _state(file)] for file in photos]])[:12]
+    asked |= {"source": source}
     names = [f"part-{number:05d}-{plan}.parquet" for number in range(-(-len(photos) // photos_per_file))]
     there = _there(output, names)
     if kept := len(there & set(names)):
@@ -117,12 +119,21 @@ def predict_folder(
     return made
 
 
+def _state(photo: SourceFile) -> str:
+    """Return size and time of a file of this machine, by which a changed one is known; empty where it is gone."""
+    try:
+        found = Path(photo.location).stat()
+    except OSError:
+        return ""
+    return f"{found.st_size} {found.st_mtime_ns}"
+
+
 def _there(output: str, names: Sequence[str]) -> set[str]:
     """Return the files of the output; a `SettingsError` if some are of other predictions than these."""
     there = set(storage.files(output))
     if others := sorted(name for name in there - set(names) if name.startswith("part-")):
         raise SettingsError(
-            f"--output {output}: holds {others[0]} of another model, of other photos or of another --top; give an empty folder"
+            f"--output {output}: holds {others[0]} of another model, of other or changed photos or of another --top; give an empty folder"
         )
     return there
 

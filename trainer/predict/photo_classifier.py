@@ -251,7 +251,12 @@ def _tags(run: str, evaluation: Manifest) -> ClassTags | None:
     place = storage.join(run, DATASET.folder)
     if not artifacts.exists(place) or TAGS not in artifacts.manifest(place, "dataset").files:
         return None
-    file = storage.join(place, TAGS)
+    file, of_student = storage.join(place, TAGS), evaluation.parents.get("dataset")
+    if of_student and of_student != (there := artifacts.manifest(place, "dataset").fingerprint):
+        raise ArtifactError(
+            f"{place}: is another data set (fingerprint {there[:12]}) than the student was judged on ({of_student[:12]}), so "
+            "what it says of classes may be of others; end the run that began since, or use the registered model"
+        )
     try:
         known = ClassTags.of(storage.read_json(file))
     except ValueError as error:

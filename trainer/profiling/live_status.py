@@ -153,6 +153,8 @@ def _lines(status: LiveStatus, now_unix: float) -> list[str]:
 
 def watch(run: str, *, interval_s: float, once: bool, show: Callable[[str], None]) -> None:
     """Show a run again and again until its distillation has ended, or `once`; before its first training wait for that."""
+    if not storage.is_remote(run) and not storage.local_path(run).is_dir():
+        raise ArtifactError(f"{run}: no such folder; give the folder of a run that trains, such as runs/latest")
     while True:
         try:
             statuses = read(run)

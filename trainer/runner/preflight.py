@@ -21,6 +21,8 @@ from trainer.config import (
     TrainingSettings,
     TransformersWeights,
     WeightsSettings,
+    distill_with,
+    search_space,
 )
 from trainer.config.conflicts import Facts, conflicts, low_resolution_conflict, planned, sharding_conflict
 from trainer.data import class_tables, sources
@@ -89,10 +91,21 @@ def checked(settings: Settings, *, trains_here: bool, processes: int = 1, device
             artifacts.manifest(further, "model")
     teacher, trained = build_teacher(settings.pretrain, classes, trains_here=trains_here)
     student = build_student(settings.distill, classes, trains_here=trains_here)
+    if settings.search.enabled:
+        _check_searched_students(settings, classes, trains_here=trains_here)
     _check_compared(settings, teacher, student)
     _check_sizes(settings, teacher, student)
     _check_batches(settings, listing, {**trained, "distill": student}, processes)
     return settings
+
+
+def _check_searched_students(settings: Settings, classes: Sequence[str], *, trains_here: bool) -> None:
+    """Build each student that a search names, on the meta device, and try a step."""
+    distill = settings.search.distill or settings.distill
+    for name, dimension in search_space(settings.search).items():
+        for value in dimension.options if name.startswith("distill.student") else ():
+            with _tried(f"search.space: {name}={value}"):
+                build_student(distill_with(distill, {name: value}), classes, trains_here=trains_here)
 
 
 def check_budgets(settings: Settings, place: Machines | None) -> None:

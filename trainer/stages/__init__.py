@@ -20,7 +20,7 @@ __all__ = ["STAGES", "Stage", "call"]
 
 
 def call(stage: str, settings_json: str, directories: Mapping[str, str], **further: object) -> None:
-    """Run a stage in this process; an `ArtifactError` if its inputs do not belong together.
+    """Run a stage in this process; an `ArtifactError` if its inputs do not belong together, an `OutputError` if an output is not its own.
 
     Args:
         stage: a key of `STAGES`.
@@ -31,4 +31,6 @@ def call(stage: str, settings_json: str, directories: Mapping[str, str], **furth
     section = config.validate_section(STAGES[stage].section, json.loads(settings_json))
     if len(inputs := STAGES[stage].all_inputs) > 1:
         artifacts.check_related(directories, inputs)
+    outputs = {name: uri for name, uri in directories.items() if name in STAGES[stage].outputs}
+    artifacts.check_outputs(outputs, {name: uri for name, uri in directories.items() if name in inputs})
     importlib.import_module(f"trainer.stages.{stage}").run(section, **directories, **further)

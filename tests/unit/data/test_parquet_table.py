@@ -39,6 +39,12 @@ def test_it_reads_as_a_csv_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         assert [*found.items] == [*expected.items]
         assert found.classes == ("Milk", "Tea")
         assert found.notes[0] == "Columns of the list that are not used: 'embedding', 'id'."
+    views = {name: pa.array(values, type=pa.string_view()) for name, values in COLUMNS.items()}
+    assert [*list_source(written(tmp_path / "views.parquet", views)).items] == [*expected.items]
+    nothing = {**COLUMNS, "split": [None] * 4}
+    (tmp_path / "nothing.csv").write_text(lines.replace("train", "").replace("VALID", ""), encoding="utf-8")
+    empty = list_source(f"manifest:{tmp_path}/nothing.csv")
+    assert [*list_source(written(tmp_path / "nothing.parquet", nothing)).items] == [*empty.items]
     dictionary = {name: pa.array(values).dictionary_encode() for name, values in COLUMNS.items()}
     assert [*list_source(written(tmp_path / "coded.parquet", dictionary)).items] == [*expected.items]
 

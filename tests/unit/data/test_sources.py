@@ -564,6 +564,9 @@ def test_a_saved_data_set_dictionary(tmp_path: Path) -> None:
     assert listing.notes == ("Split extra (1 images) is none of train, val, test and unlabeled, and was not used.",)
     sent = pickle.loads(pickle.dumps(listing.read))
     assert [sent(item.location) for item in listing.items[:2]] == [b"file 0", b"file 1"]
+    datasets.DatasetDict({"all": table([1, 0])}).save_to_disk(str(tmp_path / "all"))
+    with pytest.raises(DataError, match="has the splits all, but train, val, test and unlabeled are read; rename them"):
+        list_source(f"hub:{tmp_path}/all")
     assert source_version(f"hub:{tmp_path}/saved") != ""
 
 

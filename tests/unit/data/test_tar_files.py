@@ -193,6 +193,8 @@ NEGATIVE = b"\xff" + (-512).to_bytes(11, "big", signed=True)
         (packed({"1.jpg": b"x", "1.json": b'{"label": [1]}'}), r"the label in 1\.json must be a text or a whole number, got \[1\]"),
         (packed({"1.jpg": b"x", "1.json": b'{"label": true}'}), "must be a text or a whole number, got True"),
         (packed({"1.jpg": b"x"}), "none of its 1 images has a label"),
+        (packed({"1.jpg": b"x", "2.jpg": b"x", "1.cls": b"a"}), "the files of sample 1 do not stand beside one another"),
+        (packed({"a/1.cls": b"a", "2.jpg": b"x", "a/1.jpg": b"x"}), r"sample a/1 do not stand .*; write the tar file sorted, as by"),
         (packed({"1.txt": b"x"}), "holds no images"),
     ],
 )  # fmt: skip

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -427,3 +427,39 @@ def test_other_failures_of_the_system_pass_unchanged():
     with pytest.raises(OSError, match="Input/output") as caught, writing_to("out"):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
     assert not isinstance(caught.value, TrainerError)
+
+
+def test_an_artifact_of_another_kind_is_not_replaced(tmp_path):
+    make(tmp_path / "a")
+    message = "a: holds an artifact of kind model, which one of kind dataset would replace; name another folder"
+    with pytest.raises(ArtifactError, match=message), artifacts.create(tmp_path / "a", "dataset", settings={}):
+        pass
+    assert artifacts.exists(tmp_path / "a")
+    (tmp_path / "a" / "manifest.json").write_text("{")  # a damaged one may be made again
+    make(tmp_path / "a")
+
+
+def test_a_stage_writes_over_nothing_but_its_own_kind_of_folder(tmp_path):
+    other = make(tmp_path / "other")
+    artifacts.check_outputs({"student": make(tmp_path / "a"), "evidence": tmp_path / "new"}, {"dataset": other})
+    with pytest.raises(OutputError, match=r"student .*other: is also the dataset that is read; name another folder"):
+        artifacts.check_outputs({"student": tmp_path / "x" / ".." / "other"}, {"dataset": other})
+    (tmp_path / "photos" / "train").mkdir(parents=True)
+    with pytest.raises(
+        OutputError, match=r"photos: holds files of something else \(train\), which would be replaced; name a"
+    ):
+        artifacts.check_outputs({"dataset": tmp_path / "photos"}, {})
+
+
+def test_what_an_interrupted_stage_has_left_is_its_own(tmp_path):
+    @contextmanager
+    def ending():
+        with artifacts.create(tmp_path / "a", "dataset", settings={}) as draft:
+            (draft.path / "train").mkdir()
+            yield
+
+    with pytest.raises(ZeroDivisionError), ending():
+        raise ZeroDivisionError
+    artifacts.check_outputs({"dataset": tmp_path / "a"}, {})
+    assert [*artifacts.manifest(make(tmp_path / "a"), "model").files] == ["sub/weights.bin"]
+    assert sorted(file.name for file in (tmp_path / "a").iterdir()) == ["manifest.json", "sub", "train"]

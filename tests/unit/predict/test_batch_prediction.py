@@ -122,7 +122,9 @@ def test_machines_that_listed_other_photos_do_not_both_end_well(judged_run, fold
         return classify(model, photos, top)
 
     monkeypatch.setattr(batch_prediction, "_rows", late)
-    with pytest.raises(SettingsError, match=r"holds part-00000-\w+.parquet of another model, of other photos"):
+    with pytest.raises(
+        SettingsError, match=r"holds part-00000-\w+.parquet of another model, of other or changed photos"
+    ):
         predict(0)
 
 
@@ -139,14 +141,19 @@ def test_a_bucket_is_read_and_written(judged_run, folder, tmp_path, object_store
 
 def test_output_of_other_photos_or_another_model_is_refused(judged_run, trained_digits, folder, tmp_path):
     output = str(tmp_path / "out")
-    batch_prediction.predict_folder(load_model(judged_run), str(folder), output)
+    made = batch_prediction.predict_folder(load_model(judged_run), str(folder), output)
     alone = load_model(judged_run / "student")  # of another temperature, which only the run knows
     for model, top in ((load_model(judged_run), 4), (load_model(trained_digits.teacher), 5), (alone, 5)):
         with pytest.raises(SettingsError, match=r"holds part-00000-.* of another model"):
             batch_prediction.predict_folder(model, str(folder), output, top=top)
-    (folder / "a" / "0.png").unlink()
-    with pytest.raises(SettingsError, match="of other photos"):
-        batch_prediction.predict_folder(load_model(judged_run), str(folder), output)
+    again = batch_prediction.predict_folder(load_model(judged_run), f"{folder}/../{folder.name}/", output)
+    assert again["photos"] == made["photos"], "the folder has several names"
+    photo = folder / "a" / "0.png"
+    photo.write_bytes((folder / "a" / "1.png").read_bytes())
+    for _ in range(2):
+        with pytest.raises(SettingsError, match="of other or changed photos"):
+            batch_prediction.predict_folder(load_model(judged_run), str(folder), output)
+        photo.unlink(missing_ok=True)
 
 
 def test_what_cannot_be_predicted_is_one_message(judged_run, folder, tmp_path, capsys):

@@ -185,6 +185,7 @@ def test_what_cannot_be_compared_is_one_message(judged_run, like, tmp_path, caps
     for arguments, message in (
         ([judged_run, tmp_path / "few.jsonl"], "holds 1 predictions, too few to compare; give at least 50"),
         ([judged_run, tmp_path / "empty"], "holds 0 predictions"),
+        ([judged_run, tmp_path / "nowhere"], "nowhere: no such file or folder; give what `predict --output`"),
         ([judged_run, tmp_path / "broken.jsonl"], "broken.jsonl: holds no predictions ("),
         ([judged_run, tmp_path / "none.parquet"], "none.parquet"),
         (

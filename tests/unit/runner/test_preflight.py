@@ -48,6 +48,13 @@ def test_revision_of_weights_is_fixed_before_they_are_loaded(commit):
     assert settings == config.resolve("digits", [f"pretrain.weights=timm:{WEIGHTS}@{commit}", "warm_up.enabled=true"])
 
 
+def test_each_student_that_a_search_names_is_built():
+    space = 'search.space={"distill.student.architecture"="choice(vit_tiny_patch16_224,vit_tinny)"}'
+    settings = config.resolve_run("digits", ["search.enabled=true", space])
+    with pytest.raises(ModelError, match=r"search.space: distill.student.architecture=vit_tinny.*'vit_tinny'"):
+        preflight.checked(settings, trains_here=True)
+
+
 @pytest.mark.parametrize("weights", ["", "/models/teacher", f"timm:{WEIGHTS}@{'b' * 40}"])
 @pytest.mark.usefixtures("commit")
 def test_other_weights_stay_as_they_are(weights):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from trainer import stages
 from trainer.config import DataSettings
 from trainer.data import preparation
 from trainer.data.dataset import open_dataset
@@ -38,6 +40,47 @@ def test_artifact_has_figures_and_fingerprint_that_repeats(photos: Path, tmp_pat
     again = run(settings, dataset=f"file://{tmp_path}/two")
     assert again.fingerprint == first.fingerprint
     assert artifacts.read(tmp_path / "two", "dataset").figures == first.figures
+
+
+def test_photos_are_never_in_the_way(photos: Path, tmp_path: Path) -> None:
+    """An output among the photos, or a folder of splits that is none of ours, is refused before anything is removed."""
+    photos = photos.rename(tmp_path / "dataset")
+    (photos / "train").mkdir()
+    for folder in sorted(photos.glob("class *")):
+        folder.rename(photos / "train" / folder.name)
+    before = sorted(photos.rglob("*"))
+    section = {"source": f"imagefolder:{photos}", "image_size": 16}
+    for output, message in (
+        (photos, "lies in the folder of the images"),
+        (photos / "train", "lies in the folder of the images"),
+        (photos / "out", "lies in the folder of the images"),
+    ):
+        with pytest.raises(OutputError, match=message):
+            run(DataSettings.model_validate(section), dataset=output)
+    other = {"source": f"imagefolder:{tmp_path / 'dataset' / 'train'}", "image_size": 16}
+    with pytest.raises(OutputError, match="dataset: holds files of something else"):
+        stages.call("prepare", json.dumps(other), {"dataset": str(photos)})
+    with pytest.raises(OutputError, match=r"data.keep_decoded .*lies in the folder of the images"):
+        run(DataSettings.model_validate(section | {"keep_decoded": str(photos / "cache")}), dataset=tmp_path / "out")
+    assert sorted(photos.rglob("*")) == before
+
+
+def test_a_wrong_source_or_table_leaves_the_data_set_that_is_there(photos: Path, tmp_path: Path) -> None:
+    section = {"source": f"imagefolder:{photos}", "image_size": 16}
+    first = run(DataSettings.model_validate(section), dataset=tmp_path / "out")
+    for wrong in ({"source": f"imagefolder:{photos}x"}, {"hierarchy": str(tmp_path / "none.csv")}):
+        with pytest.raises(DataError):
+            run(DataSettings.model_validate(section | wrong), dataset=tmp_path / "out")
+        assert artifacts.read(tmp_path / "out", "dataset").fingerprint == first.fingerprint
+
+
+def test_decoded_images_are_kept_under_one_name(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {
+        preparation.decode_cache_uri(DataSettings(source=f"imagefolder:{one}"), "kept")
+        for one in (photos, "photos", "./photos/")
+    }
+    assert len(names) == 1
 
 
 def test_loader_processes_do_not_change_the_data_set(photos: Path, tmp_path: Path) -> None:
@@ -93,7 +136,7 @@ def test_table_of_other_classes_ends_before_image_is_decoded(photos: Path, tmp_p
 def test_failures_leave_no_artifact(photos: Path, tmp_path: Path) -> None:
     run(DataSettings(source=f"imagefolder:{photos}", image_size=16), dataset=tmp_path / "out")
     with pytest.raises(DataError):
-        run(DataSettings(source=f"imagefolder:{tmp_path}/nowhere"), dataset=tmp_path / "out")
+        run(DataSettings(source=f"imagefolder:{photos}", min_images_per_class=1000), dataset=tmp_path / "out")
     with pytest.raises(ArtifactError, match="never completed"):
         artifacts.read(tmp_path / "out", "dataset")
     # An output that cannot be written.

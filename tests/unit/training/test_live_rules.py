@@ -138,6 +138,8 @@ def test_a_running_training_is_watched(tmp_path: Path, capsys: pytest.CaptureFix
     place = live_status.place(str(tmp_path / "student"), "distill")
     with pytest.raises(ArtifactError, match=r"no training has been judged there yet .*\.live\)"):
         live_status.watch(str(tmp_path), interval_s=0, once=True, show=print)
+    with pytest.raises(ArtifactError, match="nowhere: no such folder; give the folder of a run that trains"):
+        live_status.watch(str(tmp_path / "nowhere"), interval_s=0, once=False, show=print)
     train(shown_at=place, **ALWAYS)
     (status,) = live_status.read(str(tmp_path))
     assert (status.name, status.state, status.step) == ("distill", "ended", 5)

@@ -23,6 +23,7 @@ from trainer.data.sources.source import (
 )
 from trainer.io import hub, limits, storage
 from trainer.io.errors import DataError
+from trainer.io.formatting import listed
 
 
 class HubDataset(ImageSource):
@@ -57,6 +58,11 @@ class HubDataset(ImageSource):
         every = (one for of_split in members.values() for one in of_split if one is not None)
         numbers = self.number_labels(every, len(classes), f"hub data set {self.name}")
         columns_of = {name: tables[name].select_columns([image_column]) for name in used}
+        if not used:
+            raise DataError(
+                f"hub data set {self.name}: has the splits {listed([*tables], 5)}, but train, val, test and unlabeled are read; rename "
+                "them, save the data set, and give that folder"
+            )
         raw = {
             name: table.cast_column(image_column, datasets.Image(decode=False)) for name, table in columns_of.items()
         }

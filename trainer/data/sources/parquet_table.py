@@ -94,6 +94,10 @@ class ParquetTable(TableFile):
     def _cells(self, column: Any, name: str, before: int) -> list[str]:
         if pa.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
+        if pa.types.is_null(column.type):
+            return [""] * len(column)
+        if pa.types.is_string_view(column.type):
+            column = column.cast(pa.large_string())
         if not pa.types.is_integer(column.type) and len(column):
             longest = pc.max(pc.binary_length(column)).as_py() or 0
             if longest > _CELL_CHARACTERS:
@@ -106,7 +110,8 @@ class ParquetTable(TableFile):
 
 def _is_read(kind: Any) -> bool:
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return bool(pa.types.is_string(inner) or pa.types.is_large_string(inner) or pa.types.is_integer(inner))
+    is_text = pa.types.is_string(inner) or pa.types.is_large_string(inner) or pa.types.is_string_view(inner)
+    return bool(is_text or pa.types.is_integer(inner) or pa.types.is_null(inner))
 
 
 def _first(error: BaseException) -> str:

@@ -118,7 +118,17 @@ def _split(name: str) -> SplitName | None:
 def _items(number: int, tar: SourceFile, split: SplitName, found: _Found) -> Iterator[Item]:
     """Yield the images of a tar file; the label is the place of its class in `found.classes`."""
     name, read = f"tar file {limits.cut(tar.location, 300)}", _Window(tar.location)
+    without_label, without_image = set[str](), set[str]()
     for sample in _samples(name, read):
+        if sample.image is None or not sample.label:
+            own, other = (without_image, without_label) if sample.image is None else (without_label, without_image)
+            if sample.key in other:
+                raise DataError(
+                    f"{name}: the files of sample {sample.key} do not stand beside one another, so its label would be lost; write the "
+                    "tar file sorted, as by tar --sort=name"
+                )
+            if sample.image is not None or sample.label:
+                own.add(sample.key)
         if sample.image is None:
             found.without_image += 1
             continue

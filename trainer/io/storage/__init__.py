@@ -110,7 +110,10 @@ def join(uri: str | Path, *names: str) -> str:
 
 def parent(uri: str | Path) -> str:
     """Return the URI of the folder that a URI lies in."""
-    return str(uri).rstrip("/").rpartition("/")[0] if is_remote(uri) else str(local_path(uri).parent)
+    if is_remote(uri):
+        return str(uri).rstrip("/").rpartition("/")[0]
+    path = local_path(uri)
+    return str(path.parent if path.name not in {"", ".."} else path.absolute().parent)  # that of `.` is not itself
 
 
 def exists(uri: str | Path) -> bool:

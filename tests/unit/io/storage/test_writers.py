@@ -62,7 +62,7 @@ def test_a_second_writer_waits_or_takes_over(holder, tmp_path):
     assert list(output.iterdir()) == []
 
 
-def test_run_and_stage_alone_keep_each_other_out(holder, tmp_path):
+def test_run_and_stage_alone_keep_each_other_out(holder, tmp_path, monkeypatch):
     run, student = tmp_path / "run", tmp_path / "run" / "student"
     process = holder(student)
     with (
@@ -79,6 +79,10 @@ def test_run_and_stage_alone_keep_each_other_out(holder, tmp_path):
             pytest.raises(OutputError, match=f"cannot write to {run}: process "),
             local_run.only_stage_in([str(student)]),
         ):
+            pass
+        (tmp_path / "empty").mkdir()
+        monkeypatch.chdir(tmp_path / "empty")
+        with local_run.only_stage_in(["."]):  # whose folder is not itself
             pass
         with local_run.only_stage_in(["s3://bucket/student"]):
             pass
