@@ -155,7 +155,7 @@ def create(
     with folder_for(uri) as path:
         if not storage.is_remote(uri):
             _check_kind(uri, kind)
-            (path / DRAFT).touch()
+            _begin(uri)
             with suppress(ArtifactError):  # there is none yet
                 for file in (path / name for name in manifest(uri, kind).files):
                     if file.exists() and file.stat().st_nlink > 1:
@@ -194,6 +194,15 @@ def create(
         elif kind != "checkpoint" and not draft.remote_files:
             (path / MANIFEST).write_bytes(text)
             cache.adopt(path, sealed["fingerprint"])  # so that the next stage on this machine need not fetch it
+
+
+def _begin(uri: str | Path) -> None:
+    """Mark a local folder as one of ours before its manifest goes."""
+    if not storage.is_remote(uri):
+        folder = storage.local_path(uri)
+        make_directory(folder)
+        with writing_to(folder):
+            (folder / DRAFT).touch()
 
 
 def _check_kind(uri: str | Path, kind: Kind) -> None:
@@ -257,8 +266,7 @@ def unfinished(output: str | Path) -> str:
 
 def remove(uri: str | Path) -> None:
     """Remove an artifact, its manifest first, so that it does not exist from then on."""
-    if not storage.is_remote(uri) and storage.local_path(uri).is_dir():
-        (storage.local_path(uri) / DRAFT).touch()
+    _begin(uri)
     storage.remove_file(storage.join(uri, MANIFEST))
     storage.remove(uri)
 
@@ -273,9 +281,7 @@ def copy(source: str | Path, target: str | Path, kind: Kind, *, link: bool = Fal
         if manifest(target, kind).fingerprint == content.fingerprint:
             return content
     path = read(source, kind).path
-    if not storage.is_remote(target):
-        make_directory(storage.local_path(target))
-        (storage.local_path(target) / DRAFT).touch()
+    _begin(target)
     storage.remove_file(storage.join(target, MANIFEST))
     if storage.is_remote(target):
         upload_directory(path, str(target), content.files)
