@@ -229,6 +229,7 @@ def test_a_full_disk(capsys, digits, teacher, tmp_path):
     """The device file /dev/full refuses every write as a full disk does."""
     output = tmp_path / "evaluation"
     output.mkdir()
+    (output / artifacts.DRAFT).touch()
     (output / "metrics.json").symlink_to("/dev/full")
     assert_message(capsys, "cannot write to .*: the disk is full", *evaluate(digits, teacher, teacher, output))
     assert not artifacts.exists(output)
@@ -239,6 +240,7 @@ def test_a_full_disk_in_training(distillation):
     training = distillation("full")
     folder = storage.local_path(training.outputs["student"])
     folder.mkdir(parents=True)
+    (folder / artifacts.DRAFT).touch()
     (folder / networks.WEIGHTS).symlink_to("/dev/full")
     with pytest.raises(TrainerError, match=r"process 0 of 2: cannot write to .*: the disk is full"):
         training.run(processes=2)

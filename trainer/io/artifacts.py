@@ -163,7 +163,13 @@ def create(
         storage.remove_file(storage.join(uri, MANIFEST))
         start = time.monotonic()
         draft = Draft(path=path)
-        yield draft
+        try:
+            yield draft
+        except BaseException:
+            # The mark is kept for what was written.
+            if {file.name for file in path.iterdir()} <= {DRAFT, LOCK}:
+                (path / DRAFT).unlink(missing_ok=True)
+            raise
         seconds, place = time.monotonic() - start, draft.place or place
         files = contribute(uri, path) | draft.remote_files
         if not storage.is_remote(uri):

@@ -51,7 +51,7 @@ def run(settings: DataSettings, *, dataset: str | Path, share: Share = ALONE) ->
 def _check_places(settings: DataSettings, dataset: str | Path) -> None:
     """Refuse to write into the folder of the images: they would be replaced, or what is written taken for images."""
     named = settings.source.partition(":")[2]
-    if storage.is_remote(named) or not Path(named).is_dir():
+    if not named or storage.is_remote(named) or not Path(named).is_dir():
         return
     for name, place in {"the output": str(dataset), "data.keep_decoded": settings.keep_decoded}.items():
         is_local = place and not storage.is_remote(place)

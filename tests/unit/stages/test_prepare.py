@@ -65,6 +65,13 @@ def test_photos_are_never_in_the_way(photos: Path, tmp_path: Path) -> None:
     assert sorted(photos.rglob("*")) == before
 
 
+def test_images_that_are_in_no_folder_are_in_the_way_of_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(DataSettings(source="digits", image_size=8), dataset="prepared").figures["classes"] == 10
+
+
 def test_a_wrong_source_or_table_leaves_the_data_set_that_is_there(photos: Path, tmp_path: Path) -> None:
     section = {"source": f"imagefolder:{photos}", "image_size": 16}
     first = run(DataSettings.model_validate(section), dataset=tmp_path / "out")
