@@ -22,14 +22,20 @@ from dataclasses import dataclass
 from tests.cluster import conftest
 from tests.cluster.faults import FAULTS, STOP_TRAINING, Watch, registered
 from tests.cluster.progress import Recovery, Seen, goodput, recovery
+from trainer.training.metric_logger import LINE_INTERVAL_S
 
 STAGE = "distill"
 NEXT_STEP_S = 120.0
-PAUSE_S = 15.0
-"""Longest time between two lines of a training that goes on; it writes one every five seconds at least."""
+PAUSE_S = LINE_INTERVAL_S + 15.0
+"""Longest time between two lines of a training that goes on."""
 COST_S = 30.0
 """What a fault may cost: 90 % of the time are steps that count where one strikes every five minutes."""
-HEAD = ("fault", "times", "longest time without a step (s)", "most steps done again")
+HEAD = (
+    "fault",
+    "times",
+    f"longest time without a line, of one each {LINE_INTERVAL_S:g} s (s)",
+    "most steps done again",
+)
 
 
 @dataclass(frozen=True)
