@@ -191,7 +191,7 @@ def _read(predictions: str, *, several: bool) -> Iterator[tuple[str, list[tuple[
     Labels are the `named` ones where an image may have several; None for an unreadable photo. Earlier versions wrote the fingerprint of the
     model's directory; it is empty if unknown.
     """
-    if not storage.is_remote(predictions) and not Path(predictions).exists():
+    if not storage.is_remote(predictions) and not storage.local_path(predictions).exists():
         raise DataError(
             f"{predictions}: no such file or folder; give what `predict --output` or the server's log has written"
         )

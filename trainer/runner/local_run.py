@@ -12,7 +12,7 @@ import shlex
 import tempfile
 import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import datetime
@@ -75,13 +75,7 @@ def only_run_in(directory: Path) -> AbstractContextManager[None]:
 def only_stage_in(outputs: Iterable[str]) -> AbstractContextManager[None]:
     """Hold the outputs of a stage that runs alone; an `OutputError` where another one, or the run that they lie in, is writing there."""
     places = [*outputs]
-    held = {storage.local_path(place).resolve() for place in places if not storage.is_remote(place)}
-    above = [place for place in dict.fromkeys(map(storage.parent, places)) if not _is_one_of(place, held)]
-    return one_writer(places, beside=above)
-
-
-def _is_one_of(place: str, held: Collection[Path]) -> bool:
-    return not storage.is_remote(place) and storage.local_path(place).resolve() in held
+    return one_writer(places, beside=dict.fromkeys(map(storage.parent, places)))
 
 
 def _point_latest_to(directory: Path) -> None:

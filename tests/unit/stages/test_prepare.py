@@ -60,6 +60,8 @@ def test_photos_are_never_in_the_way(photos: Path, tmp_path: Path) -> None:
     other = {"source": f"imagefolder:{tmp_path / 'dataset' / 'train'}", "image_size": 16}
     with pytest.raises(OutputError, match="dataset: holds files of something else"):
         stages.call("prepare", json.dumps(other), {"dataset": str(photos)})
+    with pytest.raises(OutputError, match="dataset: holds files of something else"):
+        run(DataSettings.model_validate(other), dataset=photos)
     with pytest.raises(OutputError, match=r"data.keep_decoded .*lies in the folder of the images"):
         run(DataSettings.model_validate(section | {"keep_decoded": str(photos / "cache")}), dataset=tmp_path / "out")
     assert sorted(photos.rglob("*")) == before
