@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Collects what tells why something failed: objects, events, and the logs of every container, the one before a restart as well.
-#   [CONTEXT=kubeconfig's] manifests/logs.sh FOLDER
+#   [CONTEXT=kubeconfig's] [NAMESPACE=kubeflow] manifests/logs.sh FOLDER
 # Goes on where one of them cannot be had: a part is better than nothing. Secrets are not read.
 set -uo pipefail
+wanted="${NAMESPACE:-}"
 source "$(dirname "${BASH_SOURCE[0]}")/require.sh"
+NAMESPACE="${wanted:-$NAMESPACE}"
 FOLDER="${1:?name a folder}"
 require_kubectl
 mkdir -p "$FOLDER/pods" || fail "$FOLDER cannot be made"

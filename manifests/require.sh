@@ -40,8 +40,13 @@ cluster_exists() {
     kind get clusters 2>/dev/null | grep -qxF "$CLUSTER"
 }
 
-# wait_with IMAGE [kubectl's options]: the training operator's container before every worker, which waits for the master, has this image
+# wait_with IMAGE [kubectl's options]: the training operator's container before every worker, which waits for the master, has this image.
+# A patch replaces the whole list of arguments, so others are read first and stay.
 wait_with() {
-    kubectl "${@:2}" --namespace "$NAMESPACE" patch deployment training-operator --patch \
-        "{\"spec\":{\"template\":{\"spec\":{\"containers\":[{\"name\":\"training-operator\",\"args\":[\"--pytorch-init-container-image=$1\"]}]}}}}"
+    local flag=--pytorch-init-container-image operator=(kubectl "${@:2}" --namespace "$NAMESPACE") arguments
+    arguments="$("${operator[@]}" get deployment training-operator \
+        --output 'jsonpath={range .spec.template.spec.containers[?(@.name=="training-operator")].args[*]}{@}{"\n"}{end}')"
+    arguments="$(sed -e "/^$flag=/d" -e '/^$/d' -e 's/["\\]/\\&/g' -e 's/.*/"&",/' <<<"$arguments" | tr -d '\n')"
+    "${operator[@]}" patch deployment training-operator --patch \
+        "{\"spec\":{\"template\":{\"spec\":{\"containers\":[{\"name\":\"training-operator\",\"args\":[$arguments\"$flag=$1\"]}]}}}}"
 }

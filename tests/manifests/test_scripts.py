@@ -86,9 +86,9 @@ class Machine:
             shutil.copytree(MANIFESTS, copy)
         return copy
 
-    def run(self, script, *arguments):
+    def run(self, script, *arguments, **environment):
         # The environment's kubectl, which the scripts fall back on, must not be found either.
-        environment = {"PATH": str(self.tools), "HOME": str(self.tools.parent)}
+        environment |= {"PATH": str(self.tools), "HOME": str(self.tools.parent)}
         return subprocess.run(
             [self.manifests() / script, *arguments],
             env=environment,
@@ -211,6 +211,19 @@ def test_up_makes_a_cluster_and_installs_in_order(complete, versions):
     )
 
 
+def test_other_arguments_of_the_training_operator_stay(complete):
+    there = ["--gang-scheduler-name=volcano", "--pytorch-init-container-image=old:1"]
+    complete.play(
+        "kubectl",
+        f'*"get deployment training-operator"*) printf "%s\\n" {" ".join(there)};;\n'
+        '*"get cronjob"*) echo image:1;;\n*"get secret"*) echo c2VjcmV0;;',
+    )
+    assert complete.run("install.sh", "kind").returncode == 0
+    (patched,) = (call for call in complete.called() if "training-operator --patch " in call)
+    (container,) = json.loads(patched.partition("--patch ")[2])["spec"]["template"]["spec"]["containers"]
+    assert container["args"] == ["--gang-scheduler-name=volcano", "--pytorch-init-container-image=image:1"]
+
+
 def test_up_leaves_what_is_there(complete, versions):
     version = f'version) echo "kind {versions["KIND_VERSION"]} go1.24 linux/amd64";;'
     complete.play("kind", f'{version}\n"get clusters") echo vit-distillation;;')
@@ -278,6 +291,37 @@ def test_what_eks_lacks_is_named_before_anything_is_applied(machine, answers, mi
     assert bool(missing) == (machine.called("kubectl apply") == [])
     small = "1930m\n1930m" in answers.values()
     assert ("warning: no node has more than two cores for pods (1930m)" in result.stderr) == small
+
+
+def test_roles_by_annotations_need_no_agent(machine):
+    """IRSA, which names the role in the overlay."""
+    machine.play_eks(**{"get daemonsets": "daemonset.apps/aws-node"})
+    assert machine.run("check-eks.sh").returncode == 2
+    with (machine.manifests() / "overlays" / "eks" / "kustomization.yaml").open("a") as overlay:
+        overlay.write("# patches: eks.amazonaws.com/role-arn: arn:aws:iam::1:role/vit-distillation\n")
+    assert machine.run("check-eks.sh").returncode == 0
+
+
+@pytest.mark.parametrize(("taints", "warned"), [('[[{"key":"nvidia.com/gpu"}]]\n[]', False), ('[[{"key":"a"}]]', True)])
+def test_pools_of_karpenter_with_taints_bring_no_node_for_tasks(machine, taints, warned):
+    machine.play_eks(
+        **{
+            "get deployments": "deployment.apps/karpenter",
+            "get crds": "customresourcedefinition.apiextensions.k8s.io/nodepools.karpenter.sh",
+            "get nodepools.karpenter.sh": taints,
+            "get nodes --output jsonpath={range": "1930m",
+        }
+    )
+    result = machine.run("check-eks.sh")
+    assert (result.returncode, "no node has more than two cores" in result.stderr) == (0, warned)
+
+
+@pytest.mark.parametrize(("region", "warned"), [("us-east-1", False), ("eu-west-1", True)])
+def test_another_region_than_the_cluster_has_is_said(machine, region, warned):
+    machine.play_eks(**{"get nodes": f'{{"topology.kubernetes.io/region":"{region}"}}'})
+    result = machine.run("check-eks.sh")
+    said = f"warning: the cluster is in {region}, and " in result.stderr and "names us-east-1" in result.stderr
+    assert (result.returncode, said) == (0, warned)
 
 
 def test_an_overlay_as_it_comes_is_not_installed_on_eks(machine):
@@ -374,7 +418,7 @@ def test_load_wants_cluster_and_image(complete, versions):
     assert complete.called("kind load") == [
         "kind load docker-image image:1 --name vit-distillation --nodes played-worker"
     ]
-    *_, reaper, operator = complete.called()
+    *_, reaper, _, operator = complete.called()  # the last two: the operator's arguments, read and written
     assert reaper.endswith("--namespace kubeflow set image cronjob/vit-distillation-reaper reaper=image:1")
     start = "kubectl --context kind-vit-distillation --namespace kubeflow patch deployment training-operator --patch "
     assert json.loads(operator.removeprefix(start)) == waiting_with("image:1")
@@ -436,4 +480,8 @@ def test_logs_are_collected_as_far_as_they_can_be_had(machine, tmp_path):
     }  # fmt: skip
     assert (folder / "pods" / "two.log").read_text() == "a line\n"
     assert "no such kind" in (folder / "workflows.yaml").read_text()
+    assert all("--namespace kubeflow " in call for call in machine.called())
+    machine.calls.write_text("")
+    assert machine.run("logs.sh", str(folder), NAMESPACE="team-a").returncode == 0
+    assert all("--namespace team-a " in call for call in machine.called())
     assert not any("secret" in call for call in machine.called())
