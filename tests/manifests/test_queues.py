@@ -48,15 +48,23 @@ def number(quota):
 
 @pytest.mark.parametrize("name", list(pools.load()))
 def test_a_pool_has_a_flavor_with_room(objects, quotas, name):
-    """Kueue passes over a flavor whose labels contradict the selector, and never admits a pod with an uncovered resource."""
+    """Kueue passes over a flavor whose labels contradict the selector, or whose taints are not tolerated, and never admits a pod with an
+    uncovered resource."""
     pool = pools.get(name)
-    labels = {
-        one["metadata"]["name"]: one.get("spec", {}).get("nodeLabels", {}) for one in of(objects, "ResourceFlavor")
-    }
+    flavors = {one["metadata"]["name"]: one.get("spec", {}) for one in of(objects, "ResourceFlavor")}
+    labels = {flavor: spec.get("nodeLabels", {}) for flavor, spec in flavors.items()}
+    tolerated = {one["key"] for one in pool.pod["spec"].get("tolerations", [])}
     keys = {key for given in labels.values() for key in given}
     wanted = {key: value for key, value in pool.pod["spec"].get("nodeSelector", {}).items() if key in keys}
-    fitting = [flavor for flavor, given in labels.items() if given.items() >= wanted.items()]
-    assert fitting
+    fitting = [
+        flavor
+        for flavor, given in labels.items()
+        if given.items() >= wanted.items()
+        and {taint["key"] for taint in flavors[flavor].get("nodeTaints", [])} <= tolerated
+    ]
+    assert len(fitting) == 1, (
+        "a job that one flavor has no more room for must not get nodes that its pods do not tolerate"
+    )
     assert any(
         all(number(quotas[flavor][resource]) >= pools.quantity(amount) for resource, amount in pool.resources.items())
         for flavor in fitting
