@@ -116,16 +116,16 @@ def kubeflow_pictures(ui: str, run: str, folder: Path) -> None:
 
 
 def labels_picture(page: Path, file: Path) -> None:
-    """Draw accuracy against labels a class into a PNG file, from the page's table that begins with `labels a kind`.
+    """Draw accuracy against labels a class into a PNG file, from the page's table that begins with `labels a class`.
 
     Its columns `STUDENT, labels alone` and `STUDENT, distilled` make a panel of two curves, of the rows in which all were run; the last
     row's number of labels is the mean.
     """
     import matplotlib.pyplot as plt
 
-    table = re.search(r"^\| labels a kind .*\n\|[-|]+\n((?:\|.*\n)+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    table = re.search(r"^\| labels a class .*\n\|[-|]+\n((?:\|.*\n)+)", page.read_text(encoding="utf-8"), re.MULTILINE)
     if table is None:
-        raise ArtifactError(f"{page} has no table whose first column is `labels a kind`")
+        raise ArtifactError(f"{page} has no table whose first column is `labels a class`")
     names, *rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.group().splitlines()]
     rows = rows[1:]
     students = [name.removesuffix(", distilled") for name in names if name.endswith(", distilled")]
@@ -139,7 +139,7 @@ def labels_picture(page: Path, file: Path) -> None:
         for way, style in (("distilled", "o-"), ("labels alone", "s--")):
             column = names.index(f"{student}, {way}")
             panel.plot(labels, [float(row[column]) for row in rows], style, label=way)
-        panel.set(title=student, xlabel="labels a kind", xscale="log", xticks=labels, xticklabels=labels)
+        panel.set(title=student, xlabel="labels a class", xscale="log", xticks=labels, xticklabels=labels)
         panel.minorticks_off()
         panel.grid(alpha=0.3)
         panel.legend()
