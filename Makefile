@@ -135,7 +135,7 @@ neuron-warm-up: $(READY)  ## compile beforehand on a pool what a recipe's traini
 	@$(VENV)/python -m pipelines.precompile --pool "$(or $(POOL),neuron-trn1)" --recipe "$$RECIPE" --set "$$SET" \
 		$(if $(NODES),--nodes $(NODES)) $(if $(PROCESSES),--processes $(PROCESSES)) $(if $(DATASET),--dataset "$(DATASET)")
 
-undeploy-pipeline: $(READY)  ## remove from Kubeflow what deploy-pipeline put there [KFP_HOST=url NAMESPACE=name VERSION=name ALL=1]
+undeploy-pipeline: $(READY)  ## remove from Kubeflow what deploy-pipeline put there [IMAGE=name:tag KFP_HOST=url NAMESPACE=name VERSION=name ALL=1]
 	@$(VENV)/python -m pipelines.undeploy --image "$$IMAGE" $(if $(VERSION),--version "$$VERSION") $(if $(ALL),--all)
 
 .PHONY: predict-photos

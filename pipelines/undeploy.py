@@ -55,6 +55,11 @@ def undeploy(options: argparse.Namespace) -> None:
             if wanted not in there:
                 others = ", ".join(there) or "no version"
                 print(f"version {wanted} is not there; nothing to remove; there: {others}")
+                if still := versions.schedules(api, pipeline.pipeline_id):
+                    names = ", ".join(repr(one.display_name) for one in still)
+                    print(
+                        f"warning: these schedules still start runs: {names}; IMAGE=, VERSION= or ALL=1 chooses what is removed"
+                    )
 
 
 def _remove(api: Api, pipeline_id: str, doomed: Mapping[str, Any]) -> None:

@@ -68,19 +68,21 @@ def _parser() -> argparse.ArgumentParser:
     reap = subparsers.add_parser(
         "reap",
         help="delete jobs that were left over",
-        description="Delete jobs of this project that are no longer followed, ended ones too, with their pods. Jobs of others are never "
-        "touched. The cluster is the one of KUBECONFIG, the pod's own, or ~/.kube/config.",
+        description="Delete jobs of this project with their pods: ended ones by age, orphaned ones, or all of a run or namespace. Jobs of "
+        "others are never touched. The cluster is the one of KUBECONFIG, the pod's own, or ~/.kube/config.",
     )
     scope = reap.add_mutually_exclusive_group(required=True)
-    scope.add_argument("--run", type=_name, metavar="NAME", help="the jobs of one run")
-    scope.add_argument("--older-than", default="0s", metavar="AGE", help="jobs created longer ago than 30m, 2h, 7d")
+    scope.add_argument("--run", type=_name, metavar="NAME", help="the jobs of one run, running ones too")
+    scope.add_argument(
+        "--older-than", metavar="AGE", help="jobs that have ended and were created longer ago than 30m, 2h, 7d"
+    )
     scope.add_argument(
         "--orphaned",
         action="store_true",
         help="jobs that still run although the pod of their task ended more than two minutes ago; runs whose task `finish` did not "
         "complete are ended in MLflow; a CronJob runs this",
     )
-    scope.add_argument("--all", action="store_true", help="all jobs of all runs")
+    scope.add_argument("--all", action="store_true", help="all jobs of all runs, running ones too")
     reap.add_argument("--dry-run", action="store_true", help="only list what would be deleted")
     reap.add_argument("--namespace", default=default_namespace(), help="default: %(default)s")
     reap.set_defaults(command=_reap)
@@ -121,7 +123,7 @@ def _reap(options: argparse.Namespace) -> None:
     from components.launch import finishing, reaper
     from components.launch.client import Cluster
 
-    least_s = reaper.parse_age(options.older_than)
+    least_s = reaper.parse_age(options.older_than) if options.older_than else 0.0
     done = "would be deleted" if options.dry_run else "deleted"
     count = 0
     with Cluster.connect(options.namespace) as cluster:
@@ -132,8 +134,11 @@ def _reap(options: argparse.Namespace) -> None:
             except TrainerError as error:  # the jobs cost money and are deleted all the same
                 print(f"warning: runs may be left open in MLflow: {error}", file=sys.stderr)
         found = reaper.find_orphaned(cluster) if options.orphaned else reaper.find(cluster, options.run or "")
-        for job in (job for job in found if job.age_s >= least_s):
-            if options.dry_run or reaper.delete(cluster, job):
+        for job in found:
+            if options.older_than and (job.age_s < least_s or not job.over):
+                if job.age_s >= least_s:
+                    print(f"left, since it has not ended: {job}")
+            elif options.dry_run or reaper.delete(cluster, job):
                 print(f"{done}: {job}")
                 count += 1
             else:

@@ -131,7 +131,7 @@ def response_error(status: int, message: str, request: ServerRequest) -> Cluster
         rule = f'{{apiGroups: ["{resource.group}"], resources: [{request.kind}], verbs: [{verbs}]}}'
         return ForbiddenError(
             f"no right to {request}: {message}; a Role bound to that account in this namespace needs the rule "
-            f"{rule} (manifests/base has Role and RoleBinding: kubectl apply -k manifests/base)"
+            f"{rule}: apply the overlay that set up this namespace again (manifests/base/role.yaml has all rules)"
         )
     if unknown := re.findall(r'unknown field "([^"]+)"', message):
         return KindNotInstalledError(

@@ -137,7 +137,7 @@ def test_a_denied_right_is_explained(run_pipeline, uncached, account):
     assert "no right to" in logs
     assert "pytorchjobs.kubeflow.org" in logs
     assert account in logs
-    assert "kubectl apply -k manifests/base" in logs
+    assert "apply the overlay that set up this namespace again" in logs
 
 
 @pytest.fixture

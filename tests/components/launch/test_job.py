@@ -168,7 +168,7 @@ def test_a_denied_creation_names_the_missing_rule(kubernetes, job):
         'apiGroups: ["kubeflow.org"], resources: [pytorchjobs], verbs: [create, delete, get, list, patch, watch]'
         in message
     )
-    assert "kubectl apply -k manifests/base" in message
+    assert "apply the overlay that set up this namespace again (manifests/base/role.yaml" in message
 
 
 def test_cluster_without_operator_says_what_to_install(kubernetes, job):

@@ -127,11 +127,14 @@ def test_the_command_deletes_by_run(make, foreign, left_soon, capsys):
     ]
 
 
-def test_the_command_deletes_by_age(make, foreign, left_soon):
-    make("run-1", age_s=7300)
-    young = make("run-2", age_s=60)
+def test_the_command_deletes_by_age_what_has_ended(make, foreign, left_soon, capsys):
+    make("run-1", age_s=7300, condition="Failed")
+    young, long = make("run-2", age_s=60, condition="Failed"), make("run-3", age_s=7300, condition="Running")
     assert command.main(["reap", "--older-than", "2h"]) == 0
-    assert left_soon(young, foreign)
+    assert left_soon(young, long, foreign)
+    said = capsys.readouterr().out
+    assert f"left, since it has not ended: pytorchjobs.kubeflow.org {long} (run run-3, distill, running" in said
+    assert "1 of this project's jobs deleted in namespace kubeflow" in said
 
 
 def test_a_job_from_a_clock_ahead_is_deleted(make, left_soon, capsys):
