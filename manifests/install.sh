@@ -29,7 +29,7 @@ kubectl wait crd/pytorchjobs.kubeflow.org --for condition=established --timeout=
 kubectl apply -k "$MANIFESTS/operator"
 patch deployment training-operator operator/patch.yaml
 
-# What our pods may not do is said at once, KFP's are left alone.
+# A warning for pods that violate it; nothing is enforced, since KFP's own would not pass.
 kubectl label namespace "$NAMESPACE" --overwrite pod-security.kubernetes.io/warn=restricted
 
 has_secret() { kubectl --namespace "$NAMESPACE" get secret "$1" >/dev/null 2>&1; }

@@ -426,7 +426,7 @@ def _add_bill(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _bill(options: argparse.Namespace) -> None:
-    """Show what a run took and cost, stage by stage, or what several reached for their money: rates, accuracy, time, dollars. A run has
+    """Show what a run took and cost, stage by stage, or compare several runs: rates, accuracy, time, dollars. A run has
     a bill when its stage register is done. TRAINER_PLACE gives this machine a price (docs/costs.md).
     """
     from trainer.report import finished_run
@@ -515,8 +515,8 @@ def _add_drift(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _drift(options: argparse.Namespace) -> None:
-    """Compare how often each class is predicted, and how sure the predictions are, with what the student of a run said of the test
-    photos that it was judged by. Needs no labels.
+    """Compare how often each class is predicted, and how sure the predictions are, with the predictions of a run's student on its
+    test photos. Needs no labels.
     """
     from trainer.predict import drift
 
@@ -570,13 +570,19 @@ def _add_serve(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "--beside", default="", metavar="MODEL", help="a model whose answer stands beside, such as a run's teacher"
     )
     parser.add_argument(
-        "--threads", type=commands.positive, default=0, metavar="N", help="that compute an answer (default: one a core)"
+        "--threads", type=commands.positive, default=0, metavar="N", help="threads of the model (default: one a core)"
     )
     add("--batch-size", 16, "photos computed together", type=commands.positive, metavar="N")
-    add("--wait-ms", 2.0, "a photo waits for others on an idle server", type=commands.seconds, metavar="T")
+    add(
+        "--wait-ms",
+        2.0,
+        "milliseconds that a photo waits for others on an idle server",
+        type=commands.seconds,
+        metavar="T",
+    )
     add("--in-flight", 64, "requests at a time; further ones are refused", type=commands.positive, metavar="N")
     add("--timeout", 10, "seconds for a request", type=commands.positive, metavar="S")
-    text = "seconds that a server which is asked to end stays alive without being ready"
+    text = "seconds to keep running, not ready, after SIGTERM"
     add("--drain", 0.0, text, type=commands.seconds, metavar="S")
     parser.add_argument(
         "--log",

@@ -190,8 +190,7 @@ class WeightsSettings(Section):
     weights_file: Place = ""
     """A copy of the file of `timm:NAME` (path or URI of a .safetensors file), where the hub cannot be reached."""
     accept_license: Annotated[str, Field(exclude_if=_is_unset)] = ""
-    """The license of `timm:NAME` as timm names it (`dinov3-license`), if it is not an open-source license: that you have read and accept
-    it."""
+    """The license of `timm:NAME` that you have read and accept, as timm names it (`dinov3-license`), if it is not an open-source one."""
 
     @property
     def named_weights(self) -> NamedWeights | None:
@@ -307,10 +306,10 @@ class LowResolutionSettings(Section):
     """A smaller input in the first epochs, and the network's own in those that finish: most of the gain for a part of the time."""
 
     epochs: NonNegative = 0
-    """The first epochs, in which the input is smaller; 0: none."""
+    """Number of first epochs, with a smaller input; 0: none."""
     image_size: NonNegative = 0
     """Edge of the smaller input in pixels: the same views, made smaller. For convolutional networks, and ViTs with
-    `args={dynamic_img_size=true}`."""
+    `args={dynamic_img_size=true}`; not for `mae`, nor on XLA."""
 
     @model_validator(mode="after")
     def _both_or_neither(self) -> Self:
@@ -370,7 +369,7 @@ class TrainingSettings(Section):
     """Decay of the exponential moving average (EMA) of the weights, which is then the result; 0 turns it off."""
     precision: Precision = "auto"
     """`bf16` autocast or `fp32`; auto takes bf16 on GPUs that have it. A processor without bf16 instructions computes in fp32. On a GPU
-    convolutions in fp32 are computed in TF32, as torch does by default; what `evaluate` measures is not."""
+    convolutions in fp32 run in TF32, torch's default, except in `evaluate`."""
     compile: Compile = "auto"
     """torch.compile; auto compiles on GPUs only. `max` also times kernels of matrix products, which takes minutes, and replays CUDA graphs
     on a single GPU without accumulation; its rounding differs from run to run unless `run.deterministic`."""
@@ -479,7 +478,7 @@ class DataSettings(Section):
     """Bits that 16-bit grays use, such as 12 (X-rays, microscopes); the upper 8 of them are kept, in prediction too. auto is 16, and
     `prepare` fails if no image uses the highest bit."""
     keep_decoded: Annotated[Place, Field(exclude_if=_is_unset)] = ""
-    """Folder or URI where decoded images stay, so that a later `prepare` decodes only new and changed files; empty: they do not."""
+    """Folder or URI where decoded images stay, so that a later `prepare` decodes only new and changed files; empty: none stay."""
     max_pixels: Positive = 200_000_000
     """Images with more pixels (width x height) are quarantined before they are decoded, which takes about 10 bytes a pixel."""
     min_edge: Positive = 8
@@ -562,7 +561,7 @@ class LoraSettings(Section):
     rank: Positive = 8
     """Rank of the update that each adapted layer learns."""
     alpha: Annotated[float, Field(gt=0)] = 16.0
-    """The update counts alpha / rank times."""
+    """The update is scaled by alpha / rank."""
     layers: tuple[str, ...] = ()
     """Which linear layers are adapted, by parts of their names such as `attn`, `qkv` or `fc1`; empty adapts all but the head."""
 
@@ -847,7 +846,7 @@ class DistillSettings(WeightsSettings, ResidentSettings, TrainingSettings):
     """Weight of SEED's loss (Fang et al. 2021), which needs no label: the student's similarities to a queue of earlier images follow the
     teacher's; 0 turns it off. Recorded outputs need `reinforce.features`."""
     similarity_queue: Positive = 65_536
-    """Images in the queue; their features of the teacher are part of every checkpoint."""
+    """Images in the queue; every checkpoint contains the teacher's features of them."""
     similarity_temperature: Annotated[float, Field(gt=0)] = 0.2
     """Temperature of the student's distribution."""
     similarity_teacher_temperature: Annotated[float, Field(gt=0)] = 0.01
@@ -1047,12 +1046,12 @@ class SearchSettings(Section):
     """A search for the settings of the distillation with which the student is most accurate on the validation split."""
 
     enabled: bool = False
-    """Whether to search; the distillation then uses the settings found if they are better by more than seeds differ."""
+    """Whether to search; the distillation then uses the settings found if they win by more than seeds differ."""
     space: Literal["auto"] | Mapping[str, str] = "auto"
     """Settings of `distill` by full name, and their values as text: `log(1e-4, 1e-2)`, `uniform(0, 0.4)`, `int(2, 8)` or
     `choice(kl, dist)`; or auto, a space for the losses of the recipe."""
     trials: Annotated[int, Field(ge=2)] = 16
-    """Distillations that are begun, the recipe's own settings among them."""
+    """Number of distillations begun, that of the recipe's own settings included."""
     parallel: Positive = 1
     """Trials that train at a time, each as a job of the run's size; on one machine they take turns."""
     sampler: Literal["tpe", "random"] = "tpe"
@@ -1061,13 +1060,13 @@ class SearchSettings(Section):
     """Shares of the epochs after which trials are compared, the last one 1; the best resume (successive halving, Jamieson & Talwalkar
     2016)."""
     reduction: Annotated[int, Field(ge=2)] = 3
-    """One in so many trials goes on from each rung to the next."""
+    """One in this many trials continues from each rung to the next."""
     finalists: Positive = 3
-    """The best settings, which are trained again with other seeds, as are the recipe's own."""
+    """How many of the best settings are trained again with other seeds, beside the recipe's own."""
     seeds: Positive = 3
     """Trainings of each finalist, whose mean decides."""
     cost: Literal["none", "parameters", "latency"] = "none"
-    """Cost of a student, where the space has several: its parameters, or its latency for one image on the CPU of the machine that trained
+    """Cost of a student, if the space varies it: its parameters, or its latency for one image on the CPU of the machine that trained
     it. A trial continues where no other is both better and cheaper; of the finalists that pass `evaluate.gate` on validation the cheapest
     wins."""
     budget_hours: NonNegativeFloat | None = None
@@ -1105,7 +1104,7 @@ class WarmUpSettings(Section):
     """Compile ahead of time: run the first steps of each training and throw them away, so that the compile cache is filled."""
 
     enabled: bool = False
-    """Whether to do so; useful where compiling takes long and the cache outlives the machine, as on Neuron pools."""
+    """Whether to compile ahead; useful where compiling takes long and the cache outlives the machine, as on Neuron pools."""
     pretrain: PretrainSettings | None = None
     """The trainings of the teacher; default: `pretrain`."""
     reinforce: ReinforceSettings | None = None
@@ -1216,7 +1215,7 @@ class RegisterSettings(Section):
     """The MLflow model."""
 
     model_name: Annotated[str, AfterValidator(_model_name)] = "vit-student"
-    """Name of the registered model; where it is not given, that of the recipe follows, as in `vit-student-digits`."""
+    """Name of the registered model; the default is followed by the recipe's name, as in `vit-student-digits`."""
     alias: Annotated[str, AfterValidator(_alias)] = "champion"
     """Alias moved to the new version if the gate passed."""
     same_classes: bool = True
@@ -1252,7 +1251,7 @@ class RunSettings(Section):
     """Most hours that the distillation may take; 0 sets no limit."""
     notify: str = ""
     """Receivers of findings and of the end of the run: `https://host/path` (signed JSON) or `alertmanager+http://host:9093`. Default: the
-    environment variable `TRAINER_NOTIFY`, where Slack's address, a secret, belongs; on a cluster that alone (docs/profiling.md)."""
+    environment variable `TRAINER_NOTIFY`, the place for Slack's secret address and the only one on a cluster (docs/profiling.md)."""
 
     @field_validator("notify")
     @classmethod

@@ -198,8 +198,8 @@ class HostToDevice(SystemRule, rules.HostToDeviceThresholds):
 class HostSyncs(SystemRule, rules.HostSyncsThresholds):
     """Reading values back from the device in each step.
 
-    Fires when a step waits for the device more than `most_per_step` times; on a CPU, where nothing waits: reads more values one by one,
-    beside those that AdamW reads; on XLA: values come from the device in more than `share_of_steps` of the steps.
+    Fires when a step waits for the device more than `most_per_step` times; on a CPU, where nothing waits: reads more single values,
+    apart from AdamW's; on XLA: values come from the device in more than `share_of_steps` of the steps.
 
     Needs a window of operators; on a CPU a measurement of the weights, too; on XLA its own counters.
     Advises keeping values on the device; on XLA the operators that it lacks.

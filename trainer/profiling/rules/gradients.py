@@ -69,8 +69,8 @@ class VanishingGradients(TrainingRule, rules.VanishingGradientsThresholds):
 class UpdateRatio(TrainingRule, rules.UpdateRatioThresholds):
     """Steps too large or too small for the weights.
 
-    Fires when a step's update of the middle matrix (by norm of the update against norm of the weights) is above `largest`, or none near
-    the peak learning rate is above `smallest`.
+    Fires when a step's median relative update (norm of a matrix's update by norm of its weights) is above `largest`, or none near the
+    peak learning rate is above `smallest`.
 
     Needs measurements of weights and their updates, and the learning rate; {FEWEST} of them near the peak learning rate for the lower
     limit.

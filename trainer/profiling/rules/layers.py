@@ -154,7 +154,7 @@ class AllZero(TrainingRule, rules.AllZeroThresholds):
 class TensorVariance(TrainingRule, rules.TensorVarianceThresholds):
     """A signal that fades or grows on its way through the network.
 
-    Fires when the middle standard deviation of what a layer gave, in the last {FEWEST} looks, is below `smallest` or above `largest`.
+    Fires when the median standard deviation of a layer's output, in the last {FEWEST} looks, is below `smallest` or above `largest`.
 
     Needs layers of activation that are modules, and {FEWEST} looks at them. Bounded functions are judged by saturated activation.
     Advises normalization, or weights drawn for the layer's width.

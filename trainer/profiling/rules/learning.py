@@ -235,7 +235,7 @@ _CAUSES = (
 class LossNotFalling(TrainingRule, rules.LossNotFallingThresholds):
     """A loss that stays where it is.
 
-    Fires when the middle loss in the last `window` of the training is not below its first {_FIRST} points by `fall`; or the loss has
+    Fires when the median loss in the last `window` of the training is not below its first {_FIRST} points by `fall`; or the loss has
     risen again by more than {_LOST:.0%} of what it had fallen.
 
     Needs {_POINTS} points of the loss; while the training runs, the share `window` of its steps.

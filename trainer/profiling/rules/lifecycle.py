@@ -98,7 +98,7 @@ class StartUp(SystemRule, rules.StartUpThresholds):
 class UnevenSteps(SystemRule, rules.UnevenStepsThresholds):
     """Steps that take turns between fast and slow.
 
-    Fires when the duration changes from each step to the next by more than `spread` of the median step in the median, which neither a few
+    Fires when the median change from one step's duration to the next is above `spread` of the median step, which neither a few
     outliers nor a slow drift moves; and the time above that of the fastest quarter is more than `share` of the steps' time. Where the
     cores are full (above `busy_percent`, in the mean of all) and the kernel does not count the time without a core, it names who has
     them. Not where another finding explains it.

@@ -349,9 +349,9 @@ class CoresOversubscribed(SystemRule, rules.CoresOversubscribedThresholds):
     """Loader processes, or others, that have the cores which the training needs.
 
     Fires when a process that trains was ready and had no core for more than `share` of the steps' time, in whichever phase (`own_share`
-    where a CPU trains, which shares its cores with loading by nature), while cores were busy (above `busy_percent`). On a GPU, which works
-    on meanwhile, no more counts than it idles. It says who had the cores; where that were other programs on the machine it is a note, which
-    spoils no verdict. A training that waits for its batches is for the rules on loading.
+    where a CPU trains, which shares its cores with loading by nature), while cores were busy (above `busy_percent`). On a GPU, which keeps
+    working, only its idle time counts. The finding names who had the cores; if other programs on the machine did, it is a note, which
+    spoils no verdict. Waiting for batches is left to the rules on loading.
 
     Needs how long the training was ready and had no core, which Linux counts; use of the cores; CPU time of the training and its loaders.
     Advises fewer loader processes or threads.
