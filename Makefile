@@ -36,9 +36,9 @@ run: $(READY)  ## run the pipeline here [RECIPE=digits SET="key=value ..." OUT=d
 		$(if $(SEARCH),--search "$$SEARCH") $(if $(NODES),--nodes $(NODES)) $(if $(PROCESSES),--processes $(PROCESSES)) $(if $(FRESH),--fresh) $(if $(QUIET),--quiet) $(if $(DEBUG),--debug)
 
 .PHONY: plan
-plan: $(READY)  ## hours, dollars, disk and memory of each stage, and whether it can work [RECIPE=model-case IMAGES=11e6 BYTES=200e3 POOL=gpu-a100 NODES=4 PREPARE_POOL= PREPARE_NODES= SET=]
+plan: $(READY)  ## hours, dollars, disk and memory of each stage, and whether it can work [RECIPE=model-case IMAGES=11e6 BYTES=200e3 POOL=gpu-a100 NODES=4 PROCESSES=8 PREPARE_POOL= PREPARE_NODES= SET=]
 	@$(VENV)/python -m components.planning "$$RECIPE" --images "$(IMAGES)" $(if $(BYTES),--bytes "$(BYTES)") --pool "$$POOL" $(if $(NODES),--nodes $(NODES)) \
-		$(if $(PREPARE_POOL),--prepare-pool $(PREPARE_POOL)) $(if $(PREPARE_NODES),--prepare-nodes $(PREPARE_NODES)) \
+		$(if $(PROCESSES),--processes $(PROCESSES)) $(if $(PREPARE_POOL),--prepare-pool $(PREPARE_POOL)) $(if $(PREPARE_NODES),--prepare-nodes $(PREPARE_NODES)) \
 		$(if $(SET),--set $(SET))
 
 .PHONY: search
@@ -139,9 +139,9 @@ undeploy-pipeline: $(READY)  ## remove from Kubeflow what deploy-pipeline put th
 	@$(VENV)/python -m pipelines.undeploy --image "$$IMAGE" $(if $(VERSION),--version "$$VERSION") $(if $(ALL),--all)
 
 .PHONY: predict-photos
-predict-photos: $(READY)  ## predict a bucket of photos on a cluster, into Parquet files [PHOTOS=uri OUTPUT=uri RECIPE=digits MODEL=models:/vit-student-digits@champion POOL=cpu NODES=4 WAIT=1 KFP_HOST= NAMESPACE= IMAGE=]
+predict-photos: $(READY)  ## predict a bucket of photos on a cluster, into Parquet files [PHOTOS=uri OUTPUT=uri RECIPE=digits MODEL=models:/vit-student-digits@champion POOL=cpu NODES=4 WAIT=1 FORCE=1 KFP_HOST= NAMESPACE= IMAGE=]
 	@$(VENV)/python -m pipelines.predict_photos --photos "$(PHOTOS)" --output "$(OUTPUT)" --recipe "$$RECIPE" $(if $(MODEL),--model "$(MODEL)") \
-		--image "$$IMAGE" $(if $(POOL),--pool "$(POOL)") $(if $(NODES),--nodes $(NODES)) $(if $(WAIT),--wait)
+		--image "$$IMAGE" $(if $(POOL),--pool "$(POOL)") $(if $(NODES),--nodes $(NODES)) $(if $(WAIT),--wait) $(if $(FORCE),--force)
 
 .PHONY: deploy-student undeploy-student
 STUDENT = --recipe "$$RECIPE" $(if $(MODEL),--model "$(MODEL)") $(if $(ALIAS),--alias "$(ALIAS)") $(if $(NAME),--name "$(NAME)") $(if $(KSERVE),--kserve) \

@@ -64,6 +64,7 @@ def _run(options: argparse.Namespace) -> None:
             processes=place.processes(settings.run.device),
             start=start,
             device=place.device(settings.run.device),
+            place=place.machines(),
         )
     print(limits.printable(finished_run.table(result, page)))
 

@@ -276,7 +276,7 @@ def pinned(place: str, *, force: bool) -> str:
     version, passed = tracking.registered_version(place)
     if not passed and not force:
         raise DeployError(
-            f"{place} is {version}, which did not pass its gate; move the alias, or take it all the same (--force)"
+            f"{place} is {version}, which did not pass its gate; move the alias, or take it all the same (--force; FORCE=1 of make)"
         )
     return version
 

@@ -99,6 +99,8 @@ class Stage:
     """Whether a run may take its result from another one: from Kubeflow's cache, or from a run beside it on this machine."""
     kept: bool = True
     """Whether a local run keeps its result from an earlier run in the same output."""
+    tied_to_place: bool = False
+    """Whether its result holds for the machines that it was made on alone: their pool, number, processes and price."""
 
     def __post_init__(self) -> None:
         if not self.section:
@@ -168,6 +170,7 @@ STAGES: Mapping[str, Stage] = {
             makes={"warmed": WARMED},
             launched=True,
             needed_if="warm_up.enabled",
+            tied_to_place=True,
         ),
         Stage(
             name="pretrain",
@@ -188,6 +191,7 @@ STAGES: Mapping[str, Stage] = {
             makes={"tuning": TUNING},
             launched=True,
             needed_if="tune.enabled",
+            tied_to_place=True,
         ),
         Stage(
             name="reinforce",

@@ -121,7 +121,7 @@ def table(summary: Mapping[str, Any], page: Path) -> str:
     if stays := mlflow.get("alias_stays"):
         verdict.append(f"It was not promoted: {stays}; {tracking.ALIAS_ADVICE}.")
     if mlflow["tracking_uri"]:
-        pages = "" if tracking.is_server(mlflow["tracking_uri"]) else "; `python -m trainer ui` shows it"
+        pages = "" if tracking.is_server(mlflow["tracking_uri"]) else f"; `{_ui(mlflow['tracking_uri'])}` shows it"
         places.append(("mlflow", f"{mlflow['tracking_uri']} (run {mlflow['run_id']}){pages}"))
     parts = [
         _stages(summary),
@@ -353,11 +353,21 @@ def _commands(directory: Path, content: Mapping[str, Any]) -> Commands:
     if content.get("export", {}).get("chosen"):
         commands.append(("Serve it over HTTP, with a page to try it", f"{program} serve {run}{force}"))
     if content["mlflow"].get("model_version"):
+        model = shlex.quote(f"models:/{content['mlflow']['model_name']}/{content['mlflow']['model_version']}")
         commands += [
             ("Look at the run in MLflow", f"{program} ui"),
-            ("Deploy it on a cluster whose MLflow has it", "make deploy-student"),
+            (
+                "Deploy it on a cluster whose MLflow has it",
+                f"make deploy-student MODEL={model}{' FORCE=1' if force else ''}",
+            ),
         ]
     return Commands([*commands, ("Compare with another run", f"{program} compare RUN {run}")])
+
+
+def _ui(store: str) -> str:
+    """Return the command that shows a store of MLflow's."""
+    is_default = store == f"sqlite:///{tracking.local_store(Path('runs'))}"
+    return "python -m trainer ui" + ("" if is_default else f" --store {shlex.quote(store)}")
 
 
 # ---- Where its artifacts are
@@ -423,10 +433,7 @@ class PricedRun:
     images_per_second: float | None = None
     accuracy: float | None = None  # as a fraction
     epochs: float | None = None
-
-    @property
-    def dollars(self) -> float | None:
-        return self.place.dollars(self.seconds) if self.place else None
+    dollars: float | None = None  # of all stages that count, each at the price of the machines that it ran on
 
     @property
     def epoch_s(self) -> float | None:
@@ -483,10 +490,13 @@ def priced_run(name: str, bill: Bill, *, accuracy: float | None, epochs: float |
     distill = bill.stage("distill")
     if distill is None:
         raise ArtifactError(f"{name}: its bill has no distillation; leave it out")
+    counted = [one for one in bill.stages if one.stage in PRICED]
+    costs = [one.dollars for one in counted if one.dollars is not None]
     return PricedRun(
         name=name,
         place=distill.place,
-        seconds=sum(one.seconds for one in bill.stages if one.stage in PRICED),
+        seconds=sum(one.seconds for one in counted),
+        dollars=sum(costs) if len(costs) == len(counted) else None,
         iterations_per_second=distill.iterations_per_second,
         images_per_second=distill.images_per_second,
         accuracy=accuracy,

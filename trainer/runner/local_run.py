@@ -23,7 +23,7 @@ from trainer import config, stages
 from trainer.data import class_tables
 from trainer.graph import STAGES, Kind, Stage
 from trainer.io import artifacts, notifications, storage
-from trainer.io.costs import local_place
+from trainer.io.costs import Machines, local_place
 from trainer.io.errors import ArtifactError, OutputError, StorageError, TrackingError, make_directory, writing_to
 from trainer.io.formatting import duration, estimated
 from trainer.io.host import AHEAD_VARIABLE, environment_variables
@@ -124,6 +124,7 @@ def run(
     processes: int,
     start: launch.Start = launch.run_here,
     device: str = "",
+    place: Machines | None = None,
 ) -> tuple[dict[str, Any], Path]:
     """Run all stages, except for those whose results are there: in the output, or with `run.reuse` in an earlier run beside it.
 
@@ -134,6 +135,7 @@ def run(
         processes: how many train; 0: one for each GPU, or else two, which also shows what several do.
         start: runs a launched stage to its end; by default in processes of this machine.
         device: kind of the devices that `start` trains on; empty: those of this machine, as `run.device` says.
+        place: the machines that `start` trains on; by default this one.
 
     Returns:
         The content of `summary.json`, and the run's front page.
@@ -141,13 +143,14 @@ def run(
     settings = config.resolve_run(recipe, overrides)
     if not processes:
         processes = (launch.gpus() if settings.run.device in {"auto", "cuda"} else 0) or 2
+    place = place or local_place(processes)
     if not device:
-        preflight.check_budgets(settings, local_place(processes))
+        preflight.check_budgets(settings, place)
     settings = preflight.checked(settings, trains_here=not device, processes=processes, device=device)
     directory = new_directory(recipe, output)
     with only_run_in(directory), environment_variables(environment(settings, directory)):
         try:
-            return _run_all(recipe, settings, directory, processes, start, device)
+            return _run_all(recipe, settings, directory, processes, start, device, place)
         except KeyboardInterrupt:
             logger.warning("interrupted; to go on, give the same command with --output %s", shlex.quote(str(directory)))
             raise
@@ -160,6 +163,7 @@ def _run_all(
     processes: int,
     start: launch.Start,
     device: str,
+    place: Machines,
 ) -> tuple[dict[str, Any], Path]:
     """Run the stages in the environment of the run; returns what `run` does."""
     resolved = settings.model_dump(mode="json")
@@ -173,7 +177,7 @@ def _run_all(
     try:
         for number, stage in enumerate(needed, start=1):
             directories = {keyword: str(directory / folder) for keyword, folder in folders(stage, settings).items()}
-            if _reuse(stage, settings, directory, device):
+            if _reuse(stage, settings, directory, device, place):
                 reused.append(stage.name)
             else:
                 left_s = sum(expected.get(one.name, 0.0) for one in needed[number - 1 :])
@@ -340,11 +344,11 @@ def run_stage(
     stages.call(stage.name, json.dumps(section), directories, **further)
 
 
-def _reuse(stage: Stage, settings: config.Settings, directory: Path, device: str) -> bool:
+def _reuse(stage: Stage, settings: config.Settings, directory: Path, device: str, place: Machines) -> bool:
     """Keep a stage's results that are in the output; where it has none, take over those of a run beside it. Returns whether there are any.
 
-    They are whole and made with the same settings from the same inputs, a training's on the same kind of device, another run's by the same
-    code.
+    They are whole and made with the same settings from the same inputs, a training's on the same kind of device, what holds for its place
+    alone on the same machines, another run's by the same code.
     """
     from trainer import devices  # here, because it brings in torch
 
@@ -362,7 +366,7 @@ def _reuse(stage: Stage, settings: config.Settings, directory: Path, device: str
             continue
         fits = run == directory  # another may be of another version
         try:
-            made = [artifacts.manifest(place, kind) for place, kind in outputs.items()]
+            made = [artifacts.manifest(output, kind) for output, kind in outputs.items()]
             fits = all(
                 config.with_present_names(one.settings, stage.section) == section
                 and inputs <= set(one.parents.values())
@@ -376,6 +380,11 @@ def _reuse(stage: Stage, settings: config.Settings, directory: Path, device: str
             if stage.launched and on != (device or devices.choose_device().kind):
                 logger.info("%s  is not kept from %s: it was done on %s", stage.name, run, on)
                 continue
+            if stage.tied_to_place and made[0].place != place:
+                logger.info(
+                    "%s  is not kept from %s: it was done on %s", stage.name, run, made[0].place or "another machine"
+                )
+                continue
             _take(outputs, directory)
         except ArtifactError as error:
             if fits:
@@ -384,8 +393,10 @@ def _reuse(stage: Stage, settings: config.Settings, directory: Path, device: str
         where = "in the same output" if run == directory else f"({run})"
         logger.info("%s  kept from an earlier run %s", stage.name, where)
         return True
-    for place in filter(Path.is_symlink, own):  # an earlier version of `make run` linked to the artifacts of other runs
-        place.unlink()
+    for output in filter(
+        Path.is_symlink, own
+    ):  # an earlier version of `make run` linked to the artifacts of other runs
+        output.unlink()
     return False
 
 

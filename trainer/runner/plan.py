@@ -316,7 +316,11 @@ class _Run:
                 },
                 disk=(test + val) * self.square,
                 memory=RATES["process"].value,
-                ways={"disk": _FEWER_JUDGED},
+                ways={
+                    "disk": _FEWER_JUDGED,
+                    "memory": "give the task more memory",
+                    "hours": "fewer images (export.test_images)",
+                },
             )
 
     def _evaluation(self, seen: float, operations: float, fetched: float) -> StagePlan:
@@ -336,7 +340,11 @@ class _Run:
             },
             disk=fetched,
             memory=processes * RATES["process"].value,
-            ways={"disk": _FEWER_JUDGED, "hours": "more nodes"},
+            ways={
+                "disk": _FEWER_JUDGED,
+                "memory": "take a pool whose nodes have more memory, or fewer processes on each (PROCESSES)",
+                "hours": "more nodes",
+            },
             machines=place.machines,
         )
 

@@ -16,7 +16,15 @@ from trainer.io.costs import Machines, Price
 from trainer.io.errors import EXIT_CODE, ArtifactError
 from trainer.report import finished_run, tracking
 from trainer.report.billing import StageBill, make_bill
-from trainer.report.finished_run import PricedRun, Registered, price_rows, price_table, read_experiment, read_run
+from trainer.report.finished_run import (
+    PricedRun,
+    Registered,
+    price_rows,
+    price_table,
+    priced_run,
+    read_experiment,
+    read_run,
+)
 from trainer.report.forecast import Forecast
 
 PRICE = Price(dollars_an_hour=36.0, date="2026-11", region="us-east-1", source="list")
@@ -139,7 +147,7 @@ def test_table():
     assert len(set(ends)) == 1
     assert all(line == line.rstrip() for line in lines)
     # The table says how to see mlflows pages where no server has them.
-    assert "sqlite:///x.db (run abc); `python -m trainer ui` shows it" in table(built())
+    assert "sqlite:///x.db (run abc); `python -m trainer ui --store sqlite:///x.db` shows it" in table(built())
     for uri in ("http://mlflow:5000", "databricks"):
         server = Registered(tracking_uri=uri, run_id="abc", model_name="vit-student", model_version="3")
         assert table(built(registered=server)).endswith(f"{uri} (run abc)")
@@ -254,7 +262,7 @@ def test_the_index_leads_to_copies_of_the_pages(tmp_path):
         '<div class="tile"><b>14.2x smaller</b>',
         "teacher: 50 % at first, 90 % at last",
         "student: 2.5 at first, 1.5 at last",
-        "make deploy-student",
+        "make deploy-student MODEL=models:/vit-student/3",
         "<dt>commit</dt><dd>abc-dirty</dd><dt>data</dt><dd>f00</dd>",
         "<dt>settings that differ from the recipe</dt><dd>distill.epochs=3</dd>",
         "<dt>MLflow run</dt><dd>abc</dd>",
@@ -301,12 +309,20 @@ def column(entries, title):
 # ---------------------------------------------------------------------------------------------------------------------
 # Two published comparisons, from their own inputs
 
-TRAINIUM = PricedRun(
-    name="trn1.32xlarge", place=place("trn1", 24.725), seconds=6033, iterations_per_second=6.64, accuracy=0.984
-)
-A100 = PricedRun(
-    name="p4d.24xlarge", place=place("p4d", 37.69), seconds=6553, iterations_per_second=5.44, accuracy=0.984
-)
+
+def published(name, at, seconds, iterations_per_second):
+    distill = StageBill(
+        stage="distill",
+        seconds=seconds,
+        place=at,
+        dollars=at.dollars(seconds),
+        iterations_per_second=iterations_per_second,
+    )
+    return priced_run(name, make_bill([distill]), accuracy=0.984, epochs=None)
+
+
+TRAINIUM = published("trn1.32xlarge", place("trn1", 24.725), 6033, 6.64)
+A100 = published("p4d.24xlarge", place("p4d", 37.69), 6553, 5.44)
 
 
 def test_published_comparisons_are_reproduced():
@@ -332,13 +348,19 @@ def test_published_comparisons_are_reproduced():
 # Runs
 
 
-def write_run(directory, *, seconds=3600.0, at=None, top1=0.9, epochs=10, recorded=0.0, warmed=0.0, **changes):
+def write_run(
+    directory, *, seconds=3600.0, at=None, top1=0.9, epochs=10, recorded=0.0, recorded_at=None, warmed=0.0, **changes
+):
     distill = StageBill(
         stage="distill", seconds=seconds, parts={"startup": 60.0, "training": seconds - 60}, place=at,
         dollars=at.dollars(seconds) if at else None, iterations_per_second=2.5, images_per_second=2560.0,
     )  # fmt: skip
-    reinforce = [StageBill(stage="reinforce", seconds=recorded, place=at)] if recorded else []
-    warm_up = [StageBill(stage="warm_up", seconds=warmed, place=at)] if warmed else []
+
+    def earlier(stage, seconds, there):
+        cost = there.dollars(seconds) if there else None
+        return [StageBill(stage=stage, seconds=seconds, place=there, dollars=cost)] if seconds else []
+
+    reinforce, warm_up = earlier("reinforce", recorded, recorded_at or at), earlier("warm_up", warmed, at)
     summary = {
         "bill": make_bill([StageBill(stage="prepare", seconds=5.0), *warm_up, *reinforce, distill]).model_dump(
             mode="json"
@@ -371,6 +393,11 @@ def test_the_teachers_recording_is_part_of_the_price(tmp_path):
     entry, _ = read_run(write_run(tmp_path / "run", at=place("gpu", 36.0), recorded=1800.0))
     assert entry.dollars == pytest.approx(54)
     assert entry.epoch_s == pytest.approx(540)
+    # It may be of an earlier run, on other machines with another price.
+    entry, _ = read_run(
+        write_run(tmp_path / "b", at=place("gpu", 36.0), recorded=1800.0, recorded_at=place("small", 1.0))
+    )
+    assert entry.dollars == pytest.approx(36.5)
 
 
 def test_what_was_compiled_beforehand_is_part_of_price(tmp_path):

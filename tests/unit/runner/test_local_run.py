@@ -10,6 +10,7 @@ import pytest
 from trainer import config, devices
 from trainer.graph import STAGES
 from trainer.io import artifacts
+from trainer.io.costs import Machines, Price, local_place
 from trainer.runner import launch, local_run, preflight, training_work
 
 
@@ -203,9 +204,9 @@ def later(earlier, *names):
     return directory
 
 
-def reuse(directory, name, *overrides, device=""):
+def reuse(directory, name, *overrides, device="", place=None):
     settings = config.resolve("digits", [*USED, *overrides])
-    return local_run._reuse(STAGES[name], settings, directory, device)
+    return local_run._reuse(STAGES[name], settings, directory, device, place or local_place(1))
 
 
 def test_results_are_taken_from_other_runs(earlier):
@@ -273,6 +274,20 @@ def test_nothing_is_taken_from_another_kind_of_device(earlier, monkeypatch, capl
     monkeypatch.setattr(devices, "choose_device", lambda: replace(devices.HOST, kind="cuda"))
     assert not reuse(earlier, "reinforce")
     assert caplog.text.count(f"reinforce  is not kept from {earlier}: it was done on cpu") == 2
+
+
+def test_what_was_measured_on_other_machines_is_measured_again(earlier, monkeypatch, caplog):
+    """A forecast for one machine would let a run of eight pass its budget."""
+    caplog.set_level("INFO")
+    there = Machines(pool="gpu-a10g", price=Price(dollars_an_hour=1.0, date="2026-11", region="r", source="s"))
+    with monkeypatch.context() as pod:
+        pod.setenv("TRAINER_PLACE", there.model_dump_json(exclude_none=True))
+        make(earlier, "tune")
+    assert reuse(earlier, "tune", place=there)
+    assert not reuse(earlier, "tune", place=there.model_copy(update={"nodes": 8}))
+    assert f"tune  is not kept from {earlier}: it was done on gpu-a10g" in caplog.text
+    assert not reuse(earlier, "tune")
+    assert reuse(earlier, "reinforce", place=there), "a training's result does not depend on it"
 
 
 def test_damaged_result_is_made_again_with_warning(earlier, caplog):
