@@ -114,6 +114,10 @@ def deploy(options: argparse.Namespace) -> None:
         image=options.image or SERVING_IMAGE,
         replicas=options.replicas,
     )
+    owner = _pod_owner(objects)["spec"]
+    (server,) = (owner["predictor"] if options.kserve else owner["template"]["spec"])["containers"]
+    probe = server["startupProbe"]  # else the kubelet ends a server that still fetches its model
+    probe["failureThreshold"] = max(probe["failureThreshold"], math.ceil(options.timeout / probe["periodSeconds"]))
     if options.dry_run:
         print(yaml.safe_dump_all(objects, sort_keys=False), end="")
         return
@@ -121,8 +125,7 @@ def deploy(options: argparse.Namespace) -> None:
     name = f"{options.name}-{options.alias}"
     deployment = f"deployment/{name}{'-predictor' if options.kserve else ''}"
     if not options.kserve:  # kubectl waits no longer than this
-        specification = _pod_owner(objects)["spec"]
-        specification["progressDeadlineSeconds"] = max(specification["progressDeadlineSeconds"], options.timeout)
+        owner["progressDeadlineSeconds"] = max(owner["progressDeadlineSeconds"], options.timeout)
     if options.replicas and not options.kserve:  # first, or it may look once more and change the number again
         kubectl("delete", "horizontalpodautoscaler", name, "--ignore-not-found")
     elif not options.kserve:  # else Kubernetes would go on with one pod until the autoscaler looks

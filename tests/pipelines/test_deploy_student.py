@@ -67,7 +67,7 @@ def test_a_version_that_failed_its_gate_needs_force(command):
     assert (code, output) == (2, "")
     assert (
         "vit-student-digits@challenger is models:/vit-student-digits/2, which did not pass its gate; move the alias, or take it all the "
-        "same (--force)" in errors
+        "same (--force; FORCE=1 of make)" in errors
     )
     code, output, _ = command("--dry-run", "--alias", "challenger", "--force")
     assert code == 0
@@ -179,6 +179,9 @@ def test_kubernetes_gives_up_no_sooner_than_the_command(command, played, timeout
     calls, objects = played()
     (deployment,) = [one for one in objects if one["kind"] == "Deployment"]
     assert deployment["spec"]["progressDeadlineSeconds"] == deadline
+    (server,) = deployment["spec"]["template"]["spec"]["containers"]
+    probe = server["startupProbe"]
+    assert probe["failureThreshold"] * probe["periodSeconds"] == max(timeout, 180), "the kubelet waits as long"
     assert calls[-1].endswith(f"--timeout={timeout}s")
 
 

@@ -196,7 +196,8 @@ def _read(predictions: str, *, several: bool) -> Iterator[tuple[str, list[tuple[
             f"{predictions}: no such file or folder; give what `predict --output` or the server's log has written"
         )
     column = "named" if several else "label"
-    if predictions.endswith((".parquet", ".jsonl")):
+    is_file = not storage.is_remote(predictions) and storage.local_path(predictions).is_file()
+    if is_file or predictions.endswith((".parquet", ".jsonl")):
         files = [predictions]
     else:
         files = [storage.join(predictions, name) for name in storage.files(predictions)]
@@ -207,8 +208,8 @@ def _read(predictions: str, *, several: bool) -> Iterator[tuple[str, list[tuple[
                 student = batch_prediction.student_of(file, table.schema)
                 found = zip(table[column].to_pylist(), table["probability"].to_pylist(), strict=True)
                 rows = [(labels, probability, student) for labels, probability in found]
-            elif file.endswith(".jsonl"):
-                parsed = [limits.parse_json(line) for line in storage.read_bytes(file).splitlines()]
+            elif file.endswith(".jsonl") or is_file:
+                parsed = _objects(file)
                 rows = [(row[column], row["probability"], str(row.get("student", ""))) for row in parsed]
             else:
                 continue
@@ -226,6 +227,26 @@ def _read(predictions: str, *, several: bool) -> Iterator[tuple[str, list[tuple[
             raise DataError(
                 f"{file}: holds no predictions ({said}); give what `predict --output` or `serve` wrote"
             ) from error
+
+
+def _objects(file: str) -> list[dict[str, Any]]:
+    """Return the objects of a server's log, without lines of others: `kubectl logs` has those of both outputs, a killed server half a line.
+
+    Raises:
+        ValueError: No line is one.
+    """
+    found, wrong = [], ValueError("it is empty")
+    for line in storage.read_bytes(file).splitlines():
+        try:
+            row = limits.parse_json(line)
+        except ValueError as error:
+            wrong = error
+        else:
+            if isinstance(row, dict):
+                found.append(row)
+    if not found:
+        raise wrong
+    return found
 
 
 def lines(drift: Drift) -> list[str]:

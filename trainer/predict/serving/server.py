@@ -11,8 +11,10 @@ import asyncio
 import base64
 import binascii
 import hashlib
+import itertools
 import json
 import logging
+import math
 import random
 import signal
 import socket
@@ -352,7 +354,7 @@ class PhotoServer:
             return refusal
 
         async def answer(body: bytes) -> dict[str, Any]:
-            asked = _parsed(body)
+            asked = await self._decoded(_parsed, body)
             squares = await self._asked_squares(asked)
             rows = np.stack(await asyncio.gather(*map(self._batcher.submit, squares))).astype(np.float64)
             said = self.model.answers(rows, top=1)
@@ -405,13 +407,7 @@ class PhotoServer:
             raise RefusedRequestError(
                 400, f"inputs: images must have the shape [B, {size}, {size}, 3], got {shape[:8]}"
             )
-        try:
-            pixels = np.array(data)
-            if pixels.dtype.kind not in "iu" or pixels.size != np.prod(shape) or pixels.min() < 0 or pixels.max() > 255:
-                raise ValueError("they are not whole numbers from 0 to 255 of that shape")
-        except ValueError as error:
-            raise RefusedRequestError(400, f"inputs: the data of images cannot be used: {error}") from error
-        return list(pixels.astype(np.uint8).reshape(shape))
+        return await self._decoded(_pixels, data, shape)
 
     def _unknown(self, name: str, version: str) -> Response | None:
         if name == self.name and version in ("", self.model.version):
@@ -464,6 +460,20 @@ class PhotoServer:
         return PAGE.read_text(encoding="utf-8")
 
 
+def _pixels(data: list[Any], shape: list[int]) -> list[npt.NDArray[np.uint8]]:
+    """Return the images of a tensor, nested or flat; a `RefusedRequestError` where they are none, before an array is made of them.
+
+    NumPy makes texts of a list with one text, each as long as the longest: gigabytes of some kilobytes.
+    """
+    while data and all(isinstance(part, list) for part in data):
+        data = list(itertools.chain.from_iterable(data))
+    if len(data) != math.prod(shape) or set(map(type, data)) != {int} or min(data) < 0 or max(data) > 255:
+        raise RefusedRequestError(
+            400, "inputs: the data of images cannot be used: they are not whole numbers from 0 to 255 of that shape"
+        )
+    return list(np.array(data, dtype=np.uint8).reshape(shape))
+
+
 async def _files(request: Request, body: bytes, *, most: int) -> list[tuple[str, bytes]]:
     """Return the name and content of each file in a form; a `RefusedRequestError` if it is damaged, or has no file or more than `most`."""
 
@@ -474,10 +484,12 @@ async def _files(request: Request, body: bytes, *, most: int) -> list[tuple[str,
     parser.spool_max_size = len(body) + 1  # it is in memory already
     try:
         form = await parser.parse()
-    except MultiPartException as error:
-        raise RefusedRequestError(400, f"the form cannot be read: {limits.cut(error.message, 200)}") from error
+    except (MultiPartException, UnicodeError) as error:  # the client names the charset of names
+        said = limits.cut(getattr(error, "message", str(error)), 200)
+        raise RefusedRequestError(400, f"the form cannot be read: {said}") from error
     uploads = [field for _, field in form.multi_items() if isinstance(field, UploadFile)]
-    files = [(upload.filename or "", await upload.read()) for upload in uploads]
+    # A name may hold half of a pair of surrogates, which no JSON carries.
+    files = [((upload.filename or "").encode("utf-8", "replace").decode(), await upload.read()) for upload in uploads]
     await form.close()
     if not files:
         raise RefusedRequestError(400, "the form has no file; with curl write --form photo=@photo.jpg")

@@ -121,6 +121,9 @@ def test_what_is_not_there_is_404(client, path):
         ({"name": "images", "datatype": "UINT8", "shape": [1, 16, 16, 3], "data": [0.5] * 768}, "from 0 to 255"),
         ({"name": "images", "datatype": "UINT8", "shape": [True, 16, 16, 3], "data": []}, "must be lists"),
         ({"name": "images", "datatype": "UINT8", "shape": [1, 16, 16, 3], "data": []}, "cannot be used"),
+        ({"name": "images", "datatype": "UINT8", "shape": [1, 16, 16, 3], "data": [True] * 768}, "from 0 to 255"),
+        # As an array of texts it would be of 40 GB.
+        ({"name": "images", "datatype": "UINT8", "shape": [1, 16, 16, 3], "data": ["a" * 100_000] + [""] * 100_000}, "cannot be used"),
     ],
 )  # fmt: skip
 def test_a_wrong_tensor_is_one_message(client, tensor, message):
@@ -196,6 +199,15 @@ def test_forms(client):
         }
 
 
+def test_a_name_that_no_json_carries_is_answered(client):
+    part = b'--b\r\nContent-Disposition: form-data; name="p"; filename="+2AA-%d"\r\n\r\n' + photo() + b"\r\n"
+    body = part.replace(b"%d", b"1") + part.replace(b"%d", b"2") + b"--b--\r\n"
+    headers = {"Content-Type": "multipart/form-data; boundary=b; charset=utf-7"}
+    response = client.post("/predict", content=body, headers=headers)
+    assert response.status_code == 200, response.text
+    assert [one["photo"] for one in response.json()["photos"]] == ["?1", "?2"]
+
+
 FORM = {"Content-Type": "multipart/form-data; boundary=b"}
 
 
@@ -220,6 +232,11 @@ FORM = {"Content-Type": "multipart/form-data; boundary=b"}
             + b"--b--\r\n",
             FORM,
             "the form cannot be read: Too many files. Maximum number of files is 8",
+        ),
+        (
+            b'--b\r\nContent-Disposition: form-data; name="p"; filename="p"\r\n\r\n\r\n--b--\r\n',
+            {"Content-Type": "multipart/form-data; boundary=b; charset=undefined"},
+            "the form cannot be read: ",
         ),
     ],
 )
