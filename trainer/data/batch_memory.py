@@ -16,6 +16,8 @@ import weakref
 from multiprocessing import reduction
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
@@ -132,7 +134,8 @@ class BatchMemory:
     def _reduce(self, tensor: Tensor) -> tuple[Any, ...] | None:
         """Pickle a tensor by its numbers or its piece, to which it is copied unless it lies there; None if there is no piece for it."""
         if tensor.nbytes <= _BY_VALUE_BYTES and tensor.dtype is not torch.bfloat16:  # which numpy does not have
-            return torch.from_numpy, (tensor.numpy(),)
+            dense = tensor.clone()  # of the same strides, unless elements overlap or leave gaps
+            return _by_value, (dense.as_strided((dense.numel(),), (1,)).numpy(), tuple(dense.shape), dense.stride())
         storage, (first, _) = tensor.untyped_storage(), self.addresses
         piece, beyond = divmod(storage.data_ptr() - first, _PIECE_BYTES)
         lent = None if beyond else self._lent.get(piece)
@@ -183,6 +186,11 @@ class BatchMemory:
 
 _numbers = itertools.count()
 _memories: weakref.WeakValueDictionary[int, BatchMemory] = weakref.WeakValueDictionary()  # those of this process
+
+
+def _by_value(numbers: npt.NDArray[np.generic], shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    """Return a small tensor that `BatchMemory._reduce` sent, with its strides: another layout would be computed, and rounded, otherwise."""
+    return torch.from_numpy(numbers).as_strided(shape, stride)
 
 
 def _received(

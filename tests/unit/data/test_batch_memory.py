@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from trainer.data import batch_memory
 from trainer.data.batch import Batch
 from trainer.data.batch_memory import PIECES, BatchMemory, empty_images
 from trainer.data.loader import PREFETCHED, make_loader
@@ -64,6 +65,24 @@ def test_large_tensors_come_in_shared_pieces_and_small_ones_by_value():
     assert numbers_in(batch) == {5}
 
 
+class Small(Dataset):
+    """Batches that travel by their numbers."""
+
+    def __getitem__(self, number):
+        images = empty_images(2, 8)
+        images.copy_(torch.arange(images.numel(), dtype=torch.uint8).view(images.shape))
+        nothing = torch.zeros(2, dtype=torch.int64)
+        return Batch(images=images.permute(0, 3, 1, 2), labels=nothing, keys=nothing, numbers=nothing)
+
+
+def test_a_small_batch_keeps_its_layout():
+    """Convolutions of another one round otherwise, so a training would depend on the number of its loader processes."""
+    (batch,) = make_loader(Small(), [0], workers=1, pin_memory=False)
+    here = Small()[0].images
+    assert torch.equal(batch.images, here)
+    assert batch.images.stride() == here.stride()
+
+
 def test_pieces_are_lent_until_nobody_has_them():
     memory = BatchMemory(2)
     memory.serve(1)
@@ -77,7 +96,7 @@ def test_pieces_are_lent_until_nobody_has_them():
     assert again.data_ptr() == address
 
     rebuild, arguments = memory._reduce(again.fill_(7).expand(1, 200).to(torch.uint8))
-    assert rebuild is torch.from_numpy, "small enough to travel by value"
+    assert rebuild is batch_memory._by_value, "small enough to travel by value"
     large = memory._bytes.part(0, 2**17).fill_(9)  # of no piece that was lent
     assert memory._reduce(large) is None, "no piece is left to copy it to"
     lent[4] = None
