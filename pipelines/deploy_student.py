@@ -113,19 +113,14 @@ def deploy(options: argparse.Namespace) -> None:
         options=[*(["--force"] if options.force else []), *given],
         image=options.image or SERVING_IMAGE,
         replicas=options.replicas,
+        timeout=options.timeout,
     )
-    owner = _pod_owner(objects)["spec"]
-    (server,) = (owner["predictor"] if options.kserve else owner["template"]["spec"])["containers"]
-    probe = server["startupProbe"]  # else the kubelet ends a server that still fetches its model
-    probe["failureThreshold"] = max(probe["failureThreshold"], math.ceil(options.timeout / probe["periodSeconds"]))
     if options.dry_run:
         print(yaml.safe_dump_all(objects, sort_keys=False), end="")
         return
     kubectl = _cluster_of(options)
     name = f"{options.name}-{options.alias}"
     deployment = f"deployment/{name}{'-predictor' if options.kserve else ''}"
-    if not options.kserve:  # kubectl waits no longer than this
-        owner["progressDeadlineSeconds"] = max(owner["progressDeadlineSeconds"], options.timeout)
     if options.replicas and not options.kserve:  # first, or it may look once more and change the number again
         kubectl("delete", "horizontalpodautoscaler", name, "--ignore-not-found")
     elif not options.kserve:  # else Kubernetes would go on with one pod until the autoscaler looks
@@ -182,6 +177,7 @@ def student_objects(
     options: Sequence[str] = (),
     image: str,
     replicas: int,
+    timeout: int = 0,
 ) -> list[dict[str, Any]]:
     """Make the objects of `manifests/serving`, which are those of `vit-student` and its alias `champion`, those of one student.
 
@@ -189,6 +185,7 @@ def student_objects(
         model: what the server is to serve.
         options: further ones of the server, before those of the manifest; a longer drain and slower requests extend the pod's grace period.
         replicas: number of pods; 0 lets the autoscaler choose.
+        timeout: seconds in which a pod may become ready, if that is longer than the manifest says.
     """
     names = {NAME: name, ALIAS: alias, f"{NAME}-{ALIAS}": f"{name}-{alias}", f"--name={NAME}": f"--name={name}"}
 
@@ -207,6 +204,10 @@ def student_objects(
     (server,) = pod["containers"]
     longer = _ending_s([*server["args"], *options]) - _ending_s(server["args"])
     pod["terminationGracePeriodSeconds"] += max(0, math.ceil(longer))
+    probe = server["startupProbe"]  # else the kubelet ends a server that still fetches its model
+    probe["failureThreshold"] = max(probe["failureThreshold"], math.ceil(timeout / probe["periodSeconds"]))
+    if "progressDeadlineSeconds" in specification:  # kubectl waits no longer than this
+        specification["progressDeadlineSeconds"] = max(specification["progressDeadlineSeconds"], timeout)
     server |= {"image": image, "args": [model, *server["args"][1:], *options]}  # of an option, the last one counts
     if replicas and "predictor" in specification:
         pod |= {"minReplicas": replicas, "maxReplicas": replicas}

@@ -134,10 +134,9 @@ def _reap(options: argparse.Namespace) -> None:
             except TrainerError as error:  # the jobs cost money and are deleted all the same
                 print(f"warning: runs may be left open in MLflow: {error}", file=sys.stderr)
         found = reaper.find_orphaned(cluster) if options.orphaned else reaper.find(cluster, options.run or "")
-        for job in found:
-            if options.older_than and (job.age_s < least_s or not job.over):
-                if job.age_s >= least_s:
-                    print(f"left, since it has not ended: {job}")
+        for job in (job for job in found if job.age_s >= least_s):
+            if options.older_than and not job.over:
+                print(f"left, since it has not ended: {job}")
             elif options.dry_run or reaper.delete(cluster, job):
                 print(f"{done}: {job}")
                 count += 1

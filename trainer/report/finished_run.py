@@ -366,7 +366,7 @@ def _commands(directory: Path, content: Mapping[str, Any]) -> Commands:
 
 def _ui(store: str) -> str:
     """Return the command that shows a store of MLflow's."""
-    is_default = store == f"sqlite:///{tracking.local_store(Path('runs'))}"
+    is_default = store == tracking.local_uri(Path("runs"))
     return "python -m trainer ui" + ("" if is_default else f" --store {shlex.quote(store)}")
 
 

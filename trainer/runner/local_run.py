@@ -112,8 +112,8 @@ def _unused_directory(recipe: str) -> Path:
 
 def track_here() -> None:
     """Let this process use the MLflow store of the runs here, if there is one and no other is named."""
-    if (store := tracking.local_store(RUNS)).exists():
-        os.environ.setdefault(tracking.URI, f"sqlite:///{store}")
+    if tracking.local_store(RUNS).exists():
+        os.environ.setdefault(tracking.URI, tracking.local_uri(RUNS))
 
 
 def run(
@@ -393,10 +393,8 @@ def _reuse(stage: Stage, settings: config.Settings, directory: Path, device: str
         where = "in the same output" if run == directory else f"({run})"
         logger.info("%s  kept from an earlier run %s", stage.name, where)
         return True
-    for output in filter(
-        Path.is_symlink, own
-    ):  # an earlier version of `make run` linked to the artifacts of other runs
-        output.unlink()
+    for link in filter(Path.is_symlink, own):  # an earlier version of `make run` linked to other runs' artifacts
+        link.unlink()
     return False
 
 

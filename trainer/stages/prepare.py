@@ -27,9 +27,8 @@ def run(settings: DataSettings, *, dataset: str | Path, share: Share = ALONE) ->
         The data set's manifest, on the machine that makes it.
     """
     _check_places(settings, dataset)
-    artifacts.check_outputs(
-        {"dataset": dataset}, {}
-    )  # for those who call the stage itself: folders of other splits are removed
+    # For those who call the stage itself: folders of other splits are removed.
+    artifacts.check_outputs({"dataset": dataset}, {})
     values = settings.model_dump(mode="json", exclude=set(HOW_PREPARED))
     cache_uri = _cache_uri(settings, dataset)
     if share.number:

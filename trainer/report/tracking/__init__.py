@@ -103,7 +103,7 @@ def environment(settings: TrackingSettings, *, directory: Path, run: str, identi
         run: name of the pipeline run.
         identity: distinguishes it from other runs of that name; empty where its name is unique.
     """
-    tracking_uri = settings.uri or os.environ.get(URI) or f"sqlite:///{local_store(directory)}"
+    tracking_uri = settings.uri or os.environ.get(URI) or local_uri(directory)
     default_experiment = TrackingSettings().experiment
     chosen = settings.experiment if settings.experiment != default_experiment else ""
     return {
@@ -117,6 +117,11 @@ def environment(settings: TrackingSettings, *, directory: Path, run: str, identi
 def local_store(directory: Path) -> Path:
     """Return the SQLite file of the runs in a directory, the default store."""
     return directory.resolve() / "mlflow.db"
+
+
+def local_uri(directory: Path) -> str:
+    """Return the URI of that file."""
+    return f"sqlite:///{local_store(directory)}"
 
 
 def uri() -> str | None:
