@@ -51,6 +51,7 @@ _TURNS = {
 
 _JPEG_SCAN = b"\xff\xda"  # first bytes of a scan; they occur nowhere else in a JPEG file
 _LONGEST_REASON = 200  # most characters of a decoder's message
+_BAND_PIXELS = 2**20  # of a transparent picture are laid over white at a time
 _DEEP = "32-bit pixels: their range is not known, so save the image with 8 or 16 bits"
 _UNKNOWN_RANGE = "floating-point pixels: their range is not known, so save the image with 8 or 16 bits"
 
@@ -305,11 +306,26 @@ def _to_rgb(image: Image.Image, gray_bits: int) -> Image.Image:
     if image.mode == "F":
         raise BadImageError(_UNKNOWN_RANGE)
     if image.has_transparency_data:
-        with_alpha = image.convert("RGBA")
-        if with_alpha.getchannel("A").getextrema() == (0, 0):  # a channel that nobody filled: nothing would be left
-            return with_alpha.convert("RGB")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), with_alpha).convert("RGB")
+        return _over_white(image)
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _over_white(image: Image.Image) -> Image.Image:
+    """Lay a picture over white, or leave transparency out if all pixels have it: a channel that nobody filled would leave nothing."""
+    seen = any(band.getchannel("A").getextrema() != (0, 0) for _, band in _bands(image))
+    whole = Image.new("RGB", image.size)
+    for top, band in _bands(image):
+        laid = Image.alpha_composite(Image.new("RGBA", band.size, "white"), band) if seen else band
+        whole.paste(laid.convert("RGB"), (0, top))
+    return whole
+
+
+def _bands(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
+    """Yield rows of a picture as RGBA, each time the next ones: of a whole picture each copy would take four bytes a pixel."""
+    width, height = image.size
+    rows = max(1, _BAND_PIXELS // width)
+    for top in range(0, height, rows):
+        yield top, image.crop((0, top, width, min(top + rows, height))).convert("RGBA")
 
 
 def from_array(pixels: npt.NDArray[np.generic], *, gray_bits: int = DEEPEST) -> Image.Image:

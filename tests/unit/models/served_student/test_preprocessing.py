@@ -130,6 +130,18 @@ def test_alpha() -> None:
     np.testing.assert_array_equal(np.asarray(from_array(unfilled)), rgb)
 
 
+@pytest.mark.parametrize("visible", [0, 1])
+def test_alpha_of_a_picture_of_several_bands(visible: int) -> None:
+    """All rows count, though a band is laid over white at a time."""
+    pixels = np.full((1100, 2000, 4), (10, 20, 30, 0), np.uint8)
+    pixels[-1, :, 3] = 255 * visible
+    expected = np.full((1100, 2000, 3), (10, 20, 30), np.uint8)
+    if visible:
+        expected[:-1] = 255
+    picture = decode(file(Image.fromarray(pixels)), max_pixels=pixels.size)
+    np.testing.assert_array_equal(np.asarray(picture), expected)
+
+
 @pytest.mark.parametrize("bits", [8, 10, 12, 16])
 def test_grays_that_use_fewer_bits_keep_upper_ones_of_these(bits: int) -> None:
     deep = np.random.default_rng(0).integers(0, 2**bits, (9, 11)).astype(np.uint16)
