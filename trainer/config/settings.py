@@ -388,7 +388,7 @@ class TrainingSettings(Section):
     checkpoint_keep: Positive = 2
     """How many of the newest checkpoints to keep."""
     validate_every_epochs: NonNegative = 10
-    """Epochs between two validations; 0 validates at the end only."""
+    """Epochs between two validations; 0 validates at the end only. Not read for `mae`, which has no validation."""
     low_resolution: Annotated[LowResolutionSettings, Field(exclude_if=lambda value: not value.epochs)] = (
         LowResolutionSettings()
     )
