@@ -136,6 +136,8 @@ def explain(
         shown = repr(value) if len(repr(value)) <= _MOST_SHOWN else f"{repr(value)[:_MOST_SHOWN]}..."
         allowed = list(filter(None, map(_allowed, alternatives)))
         if kind == "extra_forbidden":
+            # of an unknown group its first member, whose nearest names show what the group is called
+            name = next(iter(flatten(value, name)), name) if isinstance(value, Mapping) else name
             messages.append(f"unknown {noun} {name}{nearest(name, names)}{f'; {listed}' if listed else ''}")
         elif kind == "missing":
             messages.append(f"{name} is missing{missing}")

@@ -380,10 +380,10 @@ def _reuse(stage: Stage, settings: config.Settings, directory: Path, device: str
             if stage.launched and on != (device or devices.choose_device().kind):
                 logger.info("%s  is not kept from %s: it was done on %s", stage.name, run, on)
                 continue
-            if stage.tied_to_place and made[0].place != place:
-                logger.info(
-                    "%s  is not kept from %s: it was done on %s", stage.name, run, made[0].place or "another machine"
-                )
+            there = made[0].place
+            if stage.tied_to_place and there != place:
+                on = f"{there} (processes a node: {there.processes_per_node})" if there else "another machine"
+                logger.info("%s  is not kept from %s: it was done on %s", stage.name, run, on)
                 continue
             _take(outputs, directory)
         except ArtifactError as error:
