@@ -165,8 +165,8 @@ def create(
         draft = Draft(path=path)
         try:
             yield draft
-        except BaseException:
-            # An interruption too; it is raised again, and the mark stays only where something was written.
+        except BaseException:  # an interruption too; raised again
+            # the mark stays only where something was written
             if {file.name for file in path.iterdir()} <= {DRAFT, LOCK}:
                 (path / DRAFT).unlink(missing_ok=True)
             raise

@@ -321,7 +321,7 @@ def _over_white(image: Image.Image) -> Image.Image:
 
 
 def _bands(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
-    """Yield rows of a picture as RGBA, each time the next ones: of a whole picture each copy would take four bytes a pixel."""
+    """Yield a picture as RGBA, a band of rows at a time and its first row: each copy of the whole would take four bytes a pixel."""
     width, height = image.size
     rows = max(1, _BAND_PIXELS // width)
     for top in range(0, height, rows):
