@@ -255,7 +255,7 @@ WRONG = {
     "tune.budget_usd=2 pretrain.watch={log_steps=true}": r"^pretrain.watch.log_steps is a copy .* of profile.log_steps; set that\n"
     r"tune.budget_usd is a copy that a run makes of run.budget_usd; set that$",
     "tune.enabled=true tune.distill={}": r"^tune.distill is a copy that a run makes of distill; set that$",
-    "distil.epochs=3": r"unknown setting distil.epochs; did you mean distill.epochs",
+    "distll.epochs=3": r"unknown setting distll.epochs; did you mean distill.epochs",
     "budget_usd=5": r"unknown setting budget_usd; did you mean run.budget_usd or search.budget_usd",
     "search.gate={min_accuracy=0.9}": r"^search.gate.min_accuracy is a copy that a run makes of evaluate.gate.min_accuracy; set that$",
     "distill.logit.alhpa=2": r"unknown setting distill.logit.alhpa; did you mean distill.logit.alpha",
