@@ -53,6 +53,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# MLflow's thread for its telemetry takes a variable out of the environment where it gets no answer, as in a cluster without egress; a
+# request that reads the environment at that moment (for proxies) fails with a KeyError, and a stage with it.
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
 REGISTERED = "models:/"  # how a place in the registry begins: `models:/NAME@ALIAS`, or `models:/NAME/VERSION`
 URI = "MLFLOW_TRACKING_URI"
 EXPERIMENT_ID = "MLFLOW_EXPERIMENT_ID"
