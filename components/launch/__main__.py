@@ -123,7 +123,7 @@ def _reap(options: argparse.Namespace) -> None:
     from components.launch import finishing, reaper
     from components.launch.client import Cluster
 
-    least_s = reaper.parse_age(options.older_than) if options.older_than else 0.0
+    least_s = 0.0 if options.older_than is None else reaper.parse_age(options.older_than)
     done = "would be deleted" if options.dry_run else "deleted"
     count = 0
     with Cluster.connect(options.namespace) as cluster:
@@ -135,7 +135,7 @@ def _reap(options: argparse.Namespace) -> None:
                 print(f"warning: runs may be left open in MLflow: {error}", file=sys.stderr)
         found = reaper.find_orphaned(cluster) if options.orphaned else reaper.find(cluster, options.run or "")
         for job in (job for job in found if job.age_s >= least_s):
-            if options.older_than and not job.over:
+            if options.older_than is not None and not job.over:
                 print(f"left, since it has not ended: {job}")
             elif options.dry_run or reaper.delete(cluster, job):
                 print(f"{done}: {job}")

@@ -135,6 +135,9 @@ def test_the_command_deletes_by_age_what_has_ended(make, foreign, left_soon, cap
     said = capsys.readouterr().out
     assert f"left, since it has not ended: pytorchjobs.kubeflow.org {long} (run run-3, distill, running" in said
     assert "1 of this project's jobs deleted in namespace kubeflow" in said
+    # As of a shell's variable that is not set.
+    assert command.main(["reap", "--older-than", ""]) == 2
+    assert left_soon(young, long, foreign)
 
 
 def test_a_job_from_a_clock_ahead_is_deleted(make, left_soon, capsys):
