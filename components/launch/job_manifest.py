@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from components.launch import IMAGE, IMAGE_VARIABLE
-from components.launch.pools import RESERVED, SECRET, Pool, quantity
+from components.launch.pools import EFA, RESERVED, SECRET, Pool, merge_layers, quantity
 from trainer.config import DEVICE_VARIABLE
 from trainer.graph import STAGES, JobSpec
 from trainer.io.artifacts import CHECKPOINTS_VARIABLE, digest
@@ -178,7 +178,7 @@ def pod_template(spec: JobSpec, pool: Pool, identity: Identity, *, container: di
         "weight": 100,
         "podAffinityTerm": {"topologyKey": "topology.kubernetes.io/zone", "labelSelector": {"matchLabels": labels}},
     }  # gradients between zones are slow, and billed by the gigabyte
-    template = {
+    template: dict[str, Any] = {
         "metadata": {
             # A sidecar would outlive the training, and the pod would never end.
             "labels": labels | {"sidecar.istio.io/inject": "false"},
@@ -225,28 +225,12 @@ def pod_template(spec: JobSpec, pool: Pool, identity: Identity, *, container: di
             ],
         },
     }
-    return _merge_under(dict(pool.pod.items()), template)
+    return merge_layers(dict(pool.pod.items()), template)
 
 
 def _arguments(spec: JobSpec) -> list[str]:
     share = ("--share", f"$({INDEX_VARIABLE})/{spec.nodes}") if STAGES[spec.stage].shared else ()
     return spec.arguments("--node", *share)
-
-
-def _merge_under(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the pool's part of a pod under ours: lists of tables are joined, and the one container is merged; else ours wins."""
-    merged = dict(below)
-    for key, value in above.items():
-        lower = below.get(key)
-        if isinstance(lower, Mapping) and isinstance(value, Mapping):
-            merged[key] = _merge_under(lower, value)
-        elif key == "containers" and lower:
-            merged[key] = [_merge_under(lower[0], value[0])]
-        elif isinstance(lower, list) and isinstance(value, list) and all(isinstance(item, dict) for item in value):
-            merged[key] = [*lower, *value]
-        else:
-            merged[key] = value
-    return merged
 
 
 def pod_image(pool: Pool, task: str = IMAGE) -> str:
@@ -277,6 +261,7 @@ def pod_environment(spec: JobSpec, pool: Pool, identity: Identity) -> list[dict[
         "HOME": "/tmp",
         "HF_HOME": f"{CACHE}/huggingface",
         PORT_VARIABLE: str(METRICS_PORT),
+        **({"FI_PROVIDER": "efa"} if EFA in pool.resources else {}),
         **pool.environment,
         **spec.environment,
         **pool.place(spec.nodes, spec.processes_per_node).environment(),
@@ -491,7 +476,7 @@ def render_indexed_job(spec: JobSpec, pool: Pool, identity: Identity) -> dict[st
 
 
 def _runtime_patch(pod: Mapping[str, Any], pool: Pool) -> dict[str, Any]:
-    # A patch cannot set these; what else it cannot set, of the pool's part, the API server refuses by name.
+    # A patch cannot set these: our runtime does. What else it cannot set, of the pool's part, the API server refuses by name.
     left_out = {"automountServiceAccountToken", "enableServiceLinks", "containers"}
     # Kueue 0.19 writes a TrainJob with the types of Trainer 2.2, which drops this field of 2.3 when it lets a job start; JobSet
     # then denies the change, and the job stays suspended.

@@ -11,12 +11,12 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeGuard
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from trainer.io import limits, storage
-from trainer.io.base_models import explain, merge, nearest
+from trainer.io.base_models import explain, nearest
 from trainer.io.costs import PLACE_VARIABLE, Machines, Price
 from trainer.io.errors import SettingsError, StorageError
 
@@ -119,7 +119,7 @@ class Pool(_PoolTable):
     @classmethod
     def _has_one_container(cls, pod: dict[str, Any]) -> dict[str, Any]:
         containers = pod.get("spec", {}).get("containers", [{}])
-        if not (isinstance(containers, list) and len(containers) == 1 and isinstance(containers[0], dict)):
+        if not _is_one_table(containers):
             raise ValueError("spec.containers must have one table, of the container that trains")
         if "env" in containers[0]:
             raise ValueError("variables are given under environment and secrets; leave spec.containers.env out")
@@ -241,6 +241,26 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     return tables
 
 
+def merge_layers(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two layers of a pool or a pod: lists of tables are joined, and the one container is merged; else the upper layer wins."""
+    merged = dict(below)
+    for key, value in above.items():
+        lower = below.get(key)
+        if isinstance(lower, Mapping) and isinstance(value, Mapping):
+            merged[key] = merge_layers(lower, value)
+        elif key == "containers" and _is_one_table(lower) and _is_one_table(value):
+            merged[key] = [merge_layers(lower[0], value[0])]
+        elif isinstance(lower, list) and isinstance(value, list) and all(isinstance(item, dict) for item in value):
+            merged[key] = [*lower, *value]
+        else:
+            merged[key] = value
+    return merged
+
+
+def _is_one_table(value: object) -> TypeGuard[list[dict[str, Any]]]:
+    return isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict)
+
+
 def _pool(path: Path, name: str, tables: Mapping[str, dict[str, Any]]) -> Pool:
     own = tables["pools"][name]
     base: dict[str, Any] = {}
@@ -254,7 +274,7 @@ def _pool(path: Path, name: str, tables: Mapping[str, dict[str, Any]]) -> Pool:
     if own.get("spot") or "instance" in own:  # of another price, which changes where it is spot
         base = {key: value for key, value in base.items() if key != "price"}
     layers = [base, tables["spot"] if own.get("spot") else {}, own]
-    values = functools.reduce(functools.partial(merge, extend=True), layers, tables["defaults"])
+    values = functools.reduce(merge_layers, layers, tables["defaults"])
     values = {key: value for key, value in values.items() if key != "based_on"} | {"name": name}
     try:
         return Pool.model_validate(values)

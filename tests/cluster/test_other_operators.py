@@ -59,6 +59,7 @@ def test_a_train_job_with_retries_goes_on_after_a_killed_process(run_pipeline, u
             ]
 
         first, *_ = eventually(has_checkpoint, seconds=2400, what="the student has a checkpoint")
+        assert not [one for one in first["spec"]["volumes"] if one["name"].startswith("kube-api-access-")], "a token"
         execute(first, "node", KILL)
         assert run.wait().exit_code == 0, run.output
     (job,) = objects("trainjobs", ours)

@@ -65,6 +65,15 @@ def test_jobs_and_trainer_find_it(runtime):
     assert container["name"] == BACKENDS["trainjob"].container
 
 
+def test_pods_have_what_a_patch_leaves_out(runtime):
+    """The token of the account is the launcher's business; Kueue's TrainJobs lose the grace period."""
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    pod = replicated["template"]["spec"]["template"]["spec"]
+    other = job("cpu", retries=2)["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+    for name in ("automountServiceAccountToken", "enableServiceLinks", "terminationGracePeriodSeconds"):
+        assert pod[name] == other[name]
+
+
 def test_names_of_rules_pass_the_webhook(runtime):
     """JobSet's webhook refuses others, which no schema says (`pkg/webhooks/jobset_webhook.go` of 0.12)."""
     for rule in runtime["spec"]["template"]["spec"]["failurePolicy"]["rules"]:

@@ -256,6 +256,7 @@ WRONG = {
     r"tune.budget_usd is a copy that a run makes of run.budget_usd; set that$",
     "tune.enabled=true tune.distill={}": r"^tune.distill is a copy that a run makes of distill; set that$",
     "distll.epochs=3": r"unknown setting distll.epochs; did you mean distill.epochs",
+    "search.spcae={distill.drop_path=0.1}": r"unknown setting search.spcae; did you mean search.space",
     "budget_usd=5": r"unknown setting budget_usd; did you mean run.budget_usd or search.budget_usd",
     "search.gate={min_accuracy=0.9}": r"^search.gate.min_accuracy is a copy that a run makes of evaluate.gate.min_accuracy; set that$",
     "distill.logit.alhpa=2": r"unknown setting distill.logit.alhpa; did you mean distill.logit.alpha",

@@ -136,8 +136,9 @@ def explain(
         shown = repr(value) if len(repr(value)) <= _MOST_SHOWN else f"{repr(value)[:_MOST_SHOWN]}..."
         allowed = list(filter(None, map(_allowed, alternatives)))
         if kind == "extra_forbidden":
-            # of an unknown group its first member, whose nearest names show what the group is called
-            name = next(iter(flatten(value, name)), name) if isinstance(value, Mapping) else name
+            # of an unknown group its first member, whose nearest names show what the group is called; a map has a name of its own
+            if isinstance(value, Mapping) and not difflib.get_close_matches(name, names, n=1, cutoff=0.8):
+                name = next(iter(flatten(value, name)), name)
             messages.append(f"unknown {noun} {name}{nearest(name, names)}{f'; {listed}' if listed else ''}")
         elif kind == "missing":
             messages.append(f"{name} is missing{missing}")
@@ -176,15 +177,15 @@ def what_is_wrong(error: Exception) -> str:
     return explain(error, noun="field")[0] if isinstance(error, ValidationError) else str(error)
 
 
-def merge(below: Mapping[str, Any], above: Mapping[str, Any], *, extend: bool = False) -> dict[str, Any]:
-    """Merge two layers of nested groups, of which the upper one wins; with `extend`, lists are joined instead."""
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two layers of nested groups, of which the upper one wins."""
     merged = dict(below)
     for key, value in above.items():
         lower = below.get(key)
         if isinstance(lower, Mapping) and isinstance(value, Mapping):
-            merged[key] = merge(lower, value, extend=extend)
+            merged[key] = merge(lower, value)
         else:
-            merged[key] = lower + value if extend and isinstance(lower, list) and isinstance(value, list) else value
+            merged[key] = value
     return merged
 
 

@@ -71,6 +71,17 @@ def test_spot_pool_is_its_base_on_nodes_that_may_go():
     assert (base.retries, spot.retries) == (0, 5)
 
 
+def test_mounts_of_all_pools_and_of_one_are_joined(write):
+    """Each layer has one table of the container, whose lists are joined."""
+    mounts = [{"name": name, "mountPath": f"/{name}"} for name in ("weights", "photos")]
+    lines = [
+        f'pod.spec.containers = [{{ volumeMounts = [{{ name = "{one["name"]}", mountPath = "{one["mountPath"]}" }}] }}]'
+        for one in mounts
+    ]
+    write(f"[defaults]\n{lines[0]}\n{POOL}{lines[1]}\n")
+    assert pools.get("small").pod["spec"]["containers"] == [{"volumeMounts": mounts}]
+
+
 def test_every_field_is_explained_in_head_of_file_with_its_default():
     head = pools.BUNDLED.read_text().split("\n[", 1)[0].replace("\n#                       ", " ")
     explained = dict(line[4:].split(maxsplit=1) for line in head.splitlines() if line.startswith("#   "))
