@@ -11,7 +11,7 @@ lacks() { MISSING+="  - $1: $2"$'\n'; }
 add_on="aws eks create-addon --cluster-name CLUSTER --addon-name"
 
 labels="$(kubectl get nodes --output 'jsonpath={.items[*].metadata.labels}')"
-classes="$(kubectl get storageclasses --output 'jsonpath={.items[*].metadata.annotations}')"
+classes="$(kubectl get storageclasses --output 'jsonpath={range .items[*]}{.metadata.annotations}{.provisioner}{"\n"}{end}')"
 drivers="$(kubectl get csidrivers --output name)"
 daemons="$(kubectl --namespace kube-system get daemonsets --output name)"
 deployments="$(kubectl get deployments --all-namespaces --output name)"
@@ -25,13 +25,27 @@ auto || grep -q 'eks-pod-identity-agent' <<<"$daemons" || grep -rq 'eks.amazonaw
 grep -q 'ebs.csi' <<<"$drivers" ||
     lacks "the EBS CSI driver, whose role R has the policy AmazonEBSCSIDriverPolicy" "$add_on aws-ebs-csi-driver \
       --pod-identity-associations serviceAccount=ebs-csi-controller-sa,roleArn=R --configuration-values '{\"defaultStorageClass\":{\"enabled\":true}}'"
-grep -q '"storageclass.kubernetes.io/is-default-class":"true"' <<<"$classes" ||
+default="$(grep '"storageclass.kubernetes.io/is-default-class":"true"' <<<"$classes" || true)"
+if auto; then # it makes no class, and serves its own provisioner's alone
+    grep -q 'ebs.csi.eks.amazonaws.com$' <<<"$default" ||
+        lacks "a default StorageClass of Auto Mode" "kubectl create --filename - <<<'{\"apiVersion\":\"storage.k8s.io/v1\",\
+      \"kind\":\"StorageClass\",\"metadata\":{\"name\":\"auto-ebs\",\"annotations\":{\"storageclass.kubernetes.io/is-default-class\":\"true\"}},\
+      \"provisioner\":\"ebs.csi.eks.amazonaws.com\",\"volumeBindingMode\":\"WaitForFirstConsumer\",\"parameters\":{\"type\":\"gp3\"}}'"
+elif [[ -z "$default" ]]; then
     lacks "a default StorageClass" "kubectl annotate storageclass NAME storageclass.kubernetes.io/is-default-class=true"
+fi
 if grep -q 'daemonset.apps/aws-node$' <<<"$daemons"; then # another network plugin is not judged
     arguments="$(kubectl --namespace kube-system get daemonset aws-node --output 'jsonpath={.spec.template.spec.containers[*].args}')"
     grep -q 'enable-network-policy=true' <<<"$arguments" || lacks "network policies, which the VPC CNI enforces only if told so" \
         "aws eks update-addon --cluster-name CLUSTER --addon-name vpc-cni --configuration-values '{\"enableNetworkPolicy\":\"true\"}'"
 fi
+if auto; then
+    policies="$(kubectl --namespace kube-system get configmap amazon-vpc-cni --ignore-not-found --output 'jsonpath={.data.enable-network-policy-controller}')"
+    [[ "$policies" == true ]] || lacks "network policies, which Auto Mode enforces only if told so" \
+        "kubectl --namespace kube-system create configmap amazon-vpc-cni --from-literal=enable-network-policy-controller=true"
+fi
+family="$(kubectl --namespace default get service kubernetes --output 'jsonpath={.spec.ipFamilies[0]}')"
+[[ "$family" != IPv6 ]] || lacks "IPv4 addresses, on which MLflow and a student's server listen" "a cluster made with ipFamily: IPv4"
 auto || grep -qE 'cluster-autoscaler|karpenter' <<<"$deployments" ||
     lacks "the cluster autoscaler or Karpenter, without which node groups stay empty" "aws eks create-pod-identity-association \
       --cluster-name CLUSTER --namespace kube-system --service-account cluster-autoscaler --role-arn R && helm upgrade --install \

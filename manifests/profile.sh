@@ -11,6 +11,10 @@ require_kubectl
 profile() { kubectl --namespace "$PROFILE" "$@"; }
 kubectl get namespace "$PROFILE" >/dev/null || fail "there is no namespace $PROFILE; make the profile in Kubeflow first"
 grep -qx pytorchjobs.kubeflow.org <<<"$(kubectl api-resources --api-group=kubeflow.org --output name)" || fail "the cluster has no training operator; ask its administrators for it"
+for kind in pytorchjobs.kubeflow.org trainjobs.trainer.kubeflow.org; do # Kubernetes lets nobody grant what they may not do themselves
+    profile auth can-i create "$kind" >/dev/null 2>&1 ||
+        fail "you may not create $kind in $PROFILE, and so not let the account do it; ask an administrator to run this"
+done
 profile get secret mlpipeline-minio-artifact >/dev/null ||
     fail "namespace $PROFILE has no Secret mlpipeline-minio-artifact, which KFP makes in a profile: is $PROFILE one?"
 

@@ -36,7 +36,7 @@ COREUTILS = (
 )
 EKS = {
     "get csidrivers": "csidriver.storage.k8s.io/ebs.csi.aws.com",
-    "get storageclasses": '{"storageclass.kubernetes.io/is-default-class":"true"}',
+    "get storageclasses": '{"storageclass.kubernetes.io/is-default-class":"true"}ebs.csi.aws.com',
     "get daemonsets": "daemonset.apps/aws-node\ndaemonset.apps/eks-pod-identity-agent",
     "get daemonset aws-node": '["--enable-ipv6=false","--enable-network-policy=true"]',
     "get deployments": "deployment.apps/cluster-autoscaler",
@@ -45,6 +45,16 @@ EKS = {
     "get nodes": '{"nvidia.com/cuda.driver-version.major":"580"}',
 }
 """What a cluster answers that has all that check-eks.sh looks for."""
+AUTO = {
+    "get storageclasses": '{"storageclass.kubernetes.io/is-default-class":"true"}ebs.csi.eks.amazonaws.com',
+    "get configmap amazon-vpc-cni": "true",
+    "get nodes --output jsonpath={range": "",
+    "get nodes": "",
+    "get crds": "customresourcedefinition.apiextensions.k8s.io/nodeclasses.eks.amazonaws.com",
+    "get daemonsets": "",
+    "get deployments": "",
+}
+"""What one in Auto Mode answers differently, which has no nodes at first."""
 
 
 class Machine:
@@ -265,16 +275,12 @@ def test_on_eks_no_key_is_made(machine):
             [".* got 570: .*"],
         ),
         ({"get nodes": "{}"}, []),
+        (AUTO, []),
         (
-            {
-                "get nodes --output jsonpath={range": "",
-                "get nodes": "",
-                "get crds": "customresourcedefinition.apiextensions.k8s.io/nodeclasses.eks.amazonaws.com",
-                "get daemonsets": "",
-                "get deployments": "",
-            },
-            [],  # EKS Auto Mode
+            AUTO | {"get storageclasses": EKS["get storageclasses"], "get configmap amazon-vpc-cni": ""},
+            ["a default StorageClass of Auto Mode: kubectl create", "network policies, which Auto Mode .*: kubectl"],
         ),
+        ({"get service kubernetes": "IPv6"}, ["IPv4 addresses, .*"]),
         (
             {"get csidrivers": "", "get storageclasses": "", "get daemonsets": "", "get deployments": ""},
             ["the agent.*", "the EBS.*", "a default.*", "the cluster autoscaler.*"],
@@ -348,6 +354,7 @@ def test_a_profile_gets_its_key_and_the_overlay(machine):
     for question, message in {
         "get namespace": "there is no namespace team-a",
         "api-resources": "the cluster has no training operator",
+        "auth can-i create trainjobs.trainer.kubeflow.org": "you may not create trainjobs.trainer.kubeflow.org in team-a",
         "get secret": "namespace team-a has no Secret mlpipeline-minio-artifact",
     }.items():
         machine.calls.write_text("")
