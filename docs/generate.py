@@ -214,7 +214,8 @@ def _stage(stage: Stage) -> str:
         return ", ".join(f"`{spec.name}`{f' ({spec.kind})' if spec.kind != spec.name else ''}" for spec in specs)
 
     reads = [named(stage.reads), f"if made: {named(stage.reads_if_made)}" if stage.reads_if_made else ""]
-    kept = ["for other runs"] * stage.cached + ["for the same output"] * (stage.kept and not stage.cached)
+    others = "for other runs on the same machines" if stage.tied_to_place else "for other runs"
+    kept = [others] * stage.cached + ["for the same output"] * (stage.kept and not stage.cached)
     decided = f"; `{stage.decided_by}` may decide so" if stage.decided_by else ""
     cells = [
         f"[{stage.name}](configuration.md#{stage.section}){' *' if stage.trains else ''}",

@@ -55,7 +55,8 @@ def undeploy(options: argparse.Namespace) -> None:
             if wanted not in there:
                 others = ", ".join(there) or "no version"
                 print(f"version {wanted} is not there; nothing to remove; there: {others}")
-                if still := versions.schedules(api, pipeline.pipeline_id):
+                schedules = versions.schedules(api, pipeline.pipeline_id)
+                if still := [one for one in schedules if one.status == "ENABLED"]:
                     names = ", ".join(repr(one.display_name) for one in still)
                     print(
                         f"warning: these schedules still start runs: {names}; IMAGE=, VERSION= or ALL=1 chooses what is removed"

@@ -30,7 +30,7 @@ from trainer.models.served_student.preprocessing import decode
 
 MAX_PIXELS = 42_000_000
 MEMORY_BYTES = 400 * 2**20
-"""More than this process has at its start: 10 bytes for each of `MAX_PIXELS`, 30 times a JSON file of 4 MiB, and the libraries' own."""
+"""More than this process has at its start: 8 bytes for each of `MAX_PIXELS` or 30 times a JSON file of 4 MiB, and the libraries' own."""
 HUGE = 100 * 2**30
 """Bytes of a file that takes no room on the disk."""
 

@@ -403,6 +403,9 @@ def test_undeploying_removes_this_contents_version_and_its_schedules(api, comman
     assert code == 0
     assert f"is not there; nothing to remove; there: {left.name}" in output
     assert "warning: these schedules still start runs: 'scheduled grocery'; IMAGE=, VERSION= or ALL=1" in output
+    (schedule,) = api.store.schedules.values()
+    schedule.status = "DISABLED"
+    assert "still start runs" not in command(undeploy.main)[1]
     assert command(undeploy.main, "--version", left.name)[0] == 0
     assert not api.store.versions
     assert not api.store.schedules

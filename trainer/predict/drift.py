@@ -209,7 +209,7 @@ def _read(predictions: str, *, several: bool) -> Iterator[tuple[str, list[tuple[
                 found = zip(table[column].to_pylist(), table["probability"].to_pylist(), strict=True)
                 rows = [(labels, probability, student) for labels, probability in found]
             elif file.endswith(".jsonl") or is_file:
-                parsed = _objects(file)
+                parsed = _predicted(file, column)
                 rows = [(row[column], row["probability"], str(row.get("student", ""))) for row in parsed]
             else:
                 continue
@@ -229,8 +229,8 @@ def _read(predictions: str, *, several: bool) -> Iterator[tuple[str, list[tuple[
             ) from error
 
 
-def _objects(file: str) -> list[dict[str, Any]]:
-    """Return the objects of a server's log, without lines of others: `kubectl logs` has those of both outputs, a killed server half a line.
+def _predicted(file: str, column: str) -> list[dict[str, Any]]:
+    """Return the predictions of a server's log, without other lines: `kubectl logs` has those of both outputs, a killed server half a line.
 
     Raises:
         ValueError: No line is one.
@@ -242,8 +242,10 @@ def _objects(file: str) -> list[dict[str, Any]]:
         except ValueError as error:
             wrong = error
         else:
-            if isinstance(row, dict):
+            if isinstance(row, dict) and row.keys() >= {column, "probability"}:
                 found.append(row)
+            else:
+                wrong = ValueError(f"no line is an object with {column} and probability")
     if not found:
         raise wrong
     return found

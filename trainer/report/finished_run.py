@@ -352,15 +352,16 @@ def _commands(directory: Path, content: Mapping[str, Any]) -> Commands:
     commands = [("Ask the student about photos", f"{program} predict PHOTO.jpg --model {run}{force}")]
     if content.get("export", {}).get("chosen"):
         commands.append(("Serve it over HTTP, with a page to try it", f"{program} serve {run}{force}"))
-    if content["mlflow"].get("model_version"):
-        model = shlex.quote(f"models:/{content['mlflow']['model_name']}/{content['mlflow']['model_version']}")
-        commands += [
-            ("Look at the run in MLflow", f"{program} ui"),
-            (
-                "Deploy it on a cluster whose MLflow has it",
-                f"make deploy-student MODEL={model}{' FORCE=1' if force else ''}",
-            ),
-        ]
+    mlflow = content["mlflow"]
+    if mlflow["tracking_uri"] and not tracking.is_server(mlflow["tracking_uri"]):
+        commands.append(("Look at the run in MLflow", _ui(mlflow["tracking_uri"])))
+    # Pods of the alias are replaced, so for a version that did not get it no command is proposed.
+    if mlflow["model_version"] and content["verdict"]["passed"] and not mlflow.get("alias_stays"):
+        model = shlex.quote(f"models:/{mlflow['model_name']}/{mlflow['model_version']}")
+        alias = shlex.quote(content["settings"]["register"]["alias"])
+        commands.append(
+            ("Deploy it on a cluster whose MLflow has it", f"make deploy-student MODEL={model} ALIAS={alias}")
+        )
     return Commands([*commands, ("Compare with another run", f"{program} compare RUN {run}")])
 
 
@@ -434,6 +435,7 @@ class PricedRun:
     accuracy: float | None = None  # as a fraction
     epochs: float | None = None
     dollars: float | None = None  # of all stages that count, each at the price of the machines that it ran on
+    doubts: tuple[str, ...] = ()  # what speaks against these prices
 
     @property
     def epoch_s(self) -> float | None:
@@ -497,6 +499,7 @@ def priced_run(name: str, bill: Bill, *, accuracy: float | None, epochs: float |
         place=distill.place,
         seconds=sum(one.seconds for one in counted),
         dollars=sum(costs) if len(costs) == len(counted) else None,
+        doubts=tuple(one.place.price.doubt() for one in counted if one.place and one.place.price),
         iterations_per_second=distill.iterations_per_second,
         images_per_second=distill.images_per_second,
         accuracy=accuracy,
@@ -547,7 +550,7 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
 
 def price_table(entries: Sequence[PricedRun]) -> list[str]:
     """Format the table as text, with notes on its coverage and on doubtful prices."""
-    doubts = dict.fromkeys(one.place.price.doubt() for one in entries if one.place and one.place.price)
+    doubts = dict.fromkeys(doubt for one in entries for doubt in one.doubts)
     table = price_rows(entries)
     text = ("run", "where", "price of", "")
     return [

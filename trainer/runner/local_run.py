@@ -383,6 +383,8 @@ def _reuse(stage: Stage, settings: config.Settings, directory: Path, device: str
             there = made[0].place
             if stage.tied_to_place and there != place:
                 on = f"{there} (processes a node: {there.processes_per_node})" if there else "another machine"
+                if there and there.model_copy(update={"price": place.price}) == place:
+                    on = f"{there} at another price"
                 logger.info("%s  is not kept from %s: it was done on %s", stage.name, run, on)
                 continue
             _take(outputs, directory)

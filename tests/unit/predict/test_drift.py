@@ -84,7 +84,7 @@ def test_log_of_predictions_is_read_like_files(judged_run, like, tmp_path):
     log = tmp_path / "predictions.log"
     written = "".join(f"{json.dumps(row | {'time': 'now'})}\n" for row in rows)
     # As `kubectl logs` has it, and a server that was killed in the midst of a line.
-    log.write_text(f'12:00:00  POST /predict 200  3 ms\n7\n{written}{{"label": "1", "proba')
+    log.write_text(f'12:00:00  POST /predict 200  3 ms\n7\n{{"level": "info"}}\n{written}{{"label": "1", "proba')
     of_log, of_files = (drift.compare(str(judged_run), place, limit=0.1) for place in (str(log), like))
     assert (of_log.labels.now == of_files.labels.now).all()
     assert (of_log.confidence.now == of_files.confidence.now).all()

@@ -286,6 +286,9 @@ def test_what_was_measured_on_other_machines_is_measured_again(earlier, monkeypa
     assert reuse(earlier, "tune", place=there)
     assert not reuse(earlier, "tune", place=there.model_copy(update={"nodes": 8}))
     assert f"tune  is not kept from {earlier}: it was done on gpu-a10g (processes a node: 1)" in caplog.text
+    dearer = Price(dollars_an_hour=9.0, date="2026-11", region="r", source="s")
+    assert not reuse(earlier, "tune", place=there.model_copy(update={"price": dearer}))
+    assert f"tune  is not kept from {earlier}: it was done on gpu-a10g at another price" in caplog.text
     assert not reuse(earlier, "tune")
     assert reuse(earlier, "reinforce", place=there), "a training's result does not depend on it"
 

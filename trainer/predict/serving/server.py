@@ -465,7 +465,7 @@ def _pixels(data: list[Any], shape: list[int]) -> list[npt.NDArray[np.uint8]]:
 
     NumPy makes texts of a list with one text, each as long as the longest: gigabytes of some kilobytes.
     """
-    while data and all(isinstance(part, list) for part in data):
+    while data and all(isinstance(part, list) for part in data) and len({*map(len, data)}) == 1:
         data = list(itertools.chain.from_iterable(data))
     if len(data) != math.prod(shape) or set(map(type, data)) != {int} or min(data) < 0 or max(data) > 255:
         raise RefusedRequestError(

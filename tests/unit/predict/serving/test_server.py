@@ -117,6 +117,7 @@ def test_what_is_not_there_is_404(client, path):
         ({"name": "images", "datatype": "UINT8", "shape": [1, 8, 8, 3], "data": []}, "[B, 16, 16, 3], got [1, 8, 8, 3]"),
         ({"name": "images", "datatype": "UINT8", "shape": [1, 16, 16, 3], "data": [1, 2]}, "cannot be used"),
         ({"name": "images", "datatype": "UINT8", "shape": [1, 16, 16, 3], "data": [[1], 2]}, "cannot be used"),
+        ({"name": "images", "datatype": "UINT8", "shape": [2, 16, 16, 3], "data": [[1] * 767, [1] * 769]}, "cannot be used"),
         ({"name": "images", "datatype": "UINT8", "shape": [1, 16, 16, 3], "data": [256] * 768}, "from 0 to 255"),
         ({"name": "images", "datatype": "UINT8", "shape": [1, 16, 16, 3], "data": [0.5] * 768}, "from 0 to 255"),
         ({"name": "images", "datatype": "UINT8", "shape": [True, 16, 16, 3], "data": []}, "must be lists"),
