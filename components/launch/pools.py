@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self, TypeGuard
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from trainer.io import limits, storage
-from trainer.io.base_models import explain, nearest
+from trainer.io.base_models import explain, merge, nearest
 from trainer.io.costs import PLACE_VARIABLE, Machines, Price
 from trainer.io.errors import SettingsError, StorageError
 
@@ -243,18 +243,15 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 def merge_layers(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Merge two layers of a pool or a pod: lists of tables are joined, and the one container is merged; else the upper layer wins."""
-    merged = dict(below)
-    for key, value in above.items():
-        lower = below.get(key)
-        if isinstance(lower, Mapping) and isinstance(value, Mapping):
-            merged[key] = merge_layers(lower, value)
-        elif key == "containers" and _is_one_table(lower) and _is_one_table(value):
-            merged[key] = [merge_layers(lower[0], value[0])]
-        elif isinstance(lower, list) and isinstance(value, list) and all(isinstance(item, dict) for item in value):
-            merged[key] = [*lower, *value]
-        else:
-            merged[key] = value
-    return merged
+    return merge(below, above, _join)
+
+
+def _join(key: str, lower: object, value: object) -> object:
+    if key == "containers" and _is_one_table(lower) and _is_one_table(value):
+        return [merge_layers(lower[0], value[0])]
+    if isinstance(lower, list) and isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        return [*lower, *value]
+    return value
 
 
 def _is_one_table(value: object) -> TypeGuard[list[dict[str, Any]]]:

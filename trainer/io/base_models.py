@@ -177,15 +177,21 @@ def what_is_wrong(error: Exception) -> str:
     return explain(error, noun="field")[0] if isinstance(error, ValidationError) else str(error)
 
 
-def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two layers of nested groups, of which the upper one wins."""
+def _upper(_key: str, _lower: object, value: object) -> object:
+    return value
+
+
+def merge(
+    below: Mapping[str, Any], above: Mapping[str, Any], join: Callable[[str, Any, Any], Any] = _upper
+) -> dict[str, Any]:
+    """Merge two layers of nested groups; where a value is no group in both, `join` of key, lower and upper value chooses: the upper one."""
     merged = dict(below)
     for key, value in above.items():
         lower = below.get(key)
         if isinstance(lower, Mapping) and isinstance(value, Mapping):
-            merged[key] = merge(lower, value)
+            merged[key] = merge(lower, value, join)
         else:
-            merged[key] = value
+            merged[key] = join(key, lower, value)
     return merged
 
 
