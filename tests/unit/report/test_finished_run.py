@@ -294,6 +294,30 @@ def test_run_that_did_not_pass_and_is_not_tracked(tmp_path):
     assert "None" not in page
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"evaluation": {"teacher": TEACHER, "student": STUDENT, "verdict": {"passed": False, "reasons": ["too slow"]}}},
+        {
+            "registered": Registered(
+                tracking_uri="http://x",
+                run_id="abc",
+                model_name="vit-student",
+                model_version="3",
+                alias_stays="other classes",
+            )
+        },
+    ],
+)
+def test_no_deployment_of_what_the_alias_does_not_name_is_proposed(tmp_path, changes):
+    """It would replace the pods of the version that passed."""
+    finished_run.write_front_page(tmp_path, built(**changes, reports={}))
+    page = (tmp_path / "index.html").read_text()
+    assert "vit-student version 3" in page
+    assert "deploy-student" not in page
+    assert ("trainer ui" in page) == ("registered" not in changes), "a server has pages of its own"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Runs side by side
 

@@ -70,12 +70,12 @@ def store(directory, monkeypatch, request):
 
 
 @pytest.mark.parametrize(("given", "asks"), [({}, False), ({"MLFLOW_DISABLE_TELEMETRY": "false"}, True)])
-def test_telemetry_of_mlflow_is_off_unless_asked_for(given, asks):
+def test_telemetry_of_mlflow_is_off_unless_asked_for(given, asks, tmp_path):
     """Its thread changes the environment while requests read it. MLflow itself turns it off where it sees a test."""
     code = (
         "from trainer.report import tracking; from mlflow.telemetry import client; print(client.get_telemetry_client())"
     )
-    environment = {"PATH": os.environ["PATH"], "HTTPS_PROXY": "http://127.0.0.1:9", **given}
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9", **given}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert (done.stdout != "None\n") == asks
 
