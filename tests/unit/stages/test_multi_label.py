@@ -309,7 +309,9 @@ def test_a_folder_of_photos_is_predicted_without_drift(made, finished, tmp_path)
     log.write_text("".join(json.dumps({"label": "0", "probability": 0.01, "named": []}) + "\n" for _ in rows))
     assert drift.compare(str(finished), str(log), limit=0.15).labels.now.tolist() == [0, 0, 0, 0, 0, len(rows)]
     log.write_text(json.dumps({"label": "0", "probability": 0.9}) + "\n")
-    with pytest.raises(DataError, match=r"log.jsonl: holds no predictions \('named'\)"):
+    with pytest.raises(
+        DataError, match=r"log.jsonl: holds no predictions \(no line is an object with named and probability\)"
+    ):
         drift.compare(str(finished), str(log), limit=0.15)
     log.write_text(json.dumps({"named": 3, "probability": 0.9}) + "\n")
     with pytest.raises(DataError, match=r"log.jsonl: holds no predictions \(3 is no list of labels\)"):
